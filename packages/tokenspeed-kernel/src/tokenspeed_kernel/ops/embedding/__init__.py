@@ -1,0 +1,3 @@
+"""embedding"""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""gemm"""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""kvcache"""
+
+__all__: list[str] = []

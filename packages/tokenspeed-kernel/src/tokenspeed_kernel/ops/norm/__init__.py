@@ -1,0 +1,5 @@
+"""Normalisation."""
+
+from tokenspeed_kernel.ops.norm.rmsnorm import rmsnorm
+
+__all__ = ["rmsnorm"]

@@ -1,0 +1,3 @@
+"""quantization"""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""sampling"""
+
+__all__: list[str] = []

@@ -1,0 +1,143 @@
+"""Kernels from other packages.
+
+A package offers kernels through an entry point of the group ``tokenspeed_kernel.plugins``, whose object is a function without
+parameters that calls `register_kernel`::
+
+    [project.entry-points."tokenspeed_kernel.plugins"]
+    my-kernels = "my_package.plugin:register"
+
+The core discovers plugins when it is imported. Each registers alone: all of its kernels or, if it raises, none of them, and
+its failure is kept with the traceback (`plugin_failures`, ``tokenspeed-kernel doctor``) while the others go on.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from tokenspeed_kernel import config
+from tokenspeed_kernel.registry import KernelRegistry, registering_as
+
+GROUP = "tokenspeed_kernel.plugins"
+
+
+@dataclass(frozen=True)
+class PluginInfo:
+    """A plugin whose kernels are registered."""
+
+    name: str
+    package: str
+    version: str
+    num_kernels: int
+    kernel_names: tuple[str, ...] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class PluginFailure:
+    """A plugin that could not register, and why: ``error`` in one line, ``traceback`` in full."""
+
+    name: str
+    package: str
+    version: str
+    error: str
+    traceback: str
+
+
+class PluginWarning(UserWarning):
+    """A plugin could not be loaded."""
+
+
+_lock = threading.RLock()
+_loaded: dict[str, PluginInfo] = {}
+_failed: dict[str, PluginFailure] = {}
+_disabled: set[str] = set()
+_discovered = False
+
+
+def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
+    """Loads the plugins that are installed; those that are disabled are left out.
+
+    Args:
+        force: look again; plugins that are loaded already stay as they are, failed ones are tried again.
+
+    Returns:
+        The loaded plugins.
+
+    Warns:
+        PluginWarning: for each that failed.
+    """
+    global _discovered
+    with _lock:
+        if _discovered and not force:
+            return list_plugins()
+        _discovered = True
+        # Sorted, so that the outcome does not depend on the order in which distributions lie on disk.
+        for entry in sorted(metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
+            if entry.name in _loaded or entry.name in _disabled or config.settings().plugin_disabled(entry.name):
+                continue
+            _load(entry)
+        return list_plugins()
+
+
+def _load(entry: metadata.EntryPoint) -> None:
+    package = entry.dist.name if entry.dist else entry.module
+    version = entry.dist.version if entry.dist else ""
+    try:
+        with KernelRegistry.get().transaction() as added, registering_as(f"plugin {entry.name} ({package} {version})"):
+            register = entry.load()
+            if not callable(register):
+                raise TypeError(f"{entry.value} must be a function without parameters, got {register!r}")
+            register()
+    except Exception as error:  # whatever a plugin does wrong is its own failure, kept and shown
+        _failed[entry.name] = PluginFailure(
+            entry.name, package, version, f"{type(error).__name__}: {error}", traceback.format_exc()
+        )
+        warnings.warn(
+            f"plugin {entry.name} of {package} {version} failed to load and is left out: {type(error).__name__}: {error}; "
+            "tokenspeed-kernel doctor shows the traceback",
+            PluginWarning,
+            stacklevel=2,
+        )
+        return
+    _failed.pop(entry.name, None)
+    names = tuple(sorted(spec.name for spec in added))
+    _loaded[entry.name] = PluginInfo(entry.name, package, version, len(names), names)
+
+
+def list_plugins() -> list[PluginInfo]:
+    """The loaded plugins, by name."""
+    with _lock:
+        return [_loaded[name] for name in sorted(_loaded)]
+
+
+def plugin_failures() -> list[PluginFailure]:
+    """The plugins that failed to load, by name."""
+    with _lock:
+        return [_failed[name] for name in sorted(_failed)]
+
+
+def disabled_plugins() -> list[str]:
+    """Names of installed plugins that were left out on request."""
+    with _lock:
+        names = {entry.name for entry in metadata.entry_points(group=GROUP)}
+        return sorted(n for n in names if n in _disabled or config.settings().plugin_disabled(n))
+
+
+def disable_plugin(name: str) -> None:
+    """Takes a plugin's kernels out, and keeps it from being loaded in this process.
+
+    Raises:
+        KeyError: it is neither loaded, nor failed, nor installed.
+    """
+    with _lock:
+        installed = {entry.name for entry in metadata.entry_points(group=GROUP)}
+        if name not in installed | _loaded.keys() | _failed.keys():
+            raise KeyError(f"no plugin named {name}; installed are: {', '.join(sorted(installed)) or 'none'}")
+        _disabled.add(name)
+        _failed.pop(name, None)
+        info = _loaded.pop(name, None)
+        for kernel in info.kernel_names if info else ():
+            KernelRegistry.get().unregister(kernel)

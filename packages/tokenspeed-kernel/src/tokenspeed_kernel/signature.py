@@ -1,0 +1,141 @@
+"""Tensor formats: what the bits of an operand mean.
+
+A `TensorFormat` is a storage dtype, a format name (``"dense"``, ``"mxfp4"``...) and, for scaled formats, where the scales are
+(`ScaleFormat`). A `FormatSignature` maps an operator's roles (``q``, ``k``, ``weight``) to formats; kernels declare the
+signatures they serve, requests carry one, and the two are compared for equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+GRANULARITIES = ("tensor", "token", "channel", "block")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class ScaleFormat:
+    """Where the scales of a tensor are.
+
+    Attributes:
+        storage_dtype: dtype of one scale: float32, or ``torch.float8_e8m0fnu`` / uint8 for e8m0 exponents.
+        granularity: one scale a ``"tensor"``, ``"token"`` (row), ``"channel"`` (column) or ``"block"``.
+        block_shape: elements that share a scale, for blocks: ``(1, 32)`` is 32 consecutive elements of the last axis.
+        dynamic_block_shape: the kernel reads the block's shape from the tensors; ``block_shape`` is then None.
+    """
+
+    storage_dtype: torch.dtype
+    granularity: str
+    block_shape: tuple[int, ...] | None = None
+    dynamic_block_shape: bool = False
+
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {self.granularity!r}")
+        if self.block_shape is not None:
+            object.__setattr__(self, "block_shape", tuple(self.block_shape))
+        if (self.granularity == "block") != (self.block_shape is not None or self.dynamic_block_shape):
+            raise ValueError(
+                f"block_shape belongs to granularity 'block' and only there, got granularity {self.granularity!r} "
+                f"with block_shape {self.block_shape}"
+            )
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.block_shape)) if self.block_shape else ""
+        return f"{dtype_name(self.storage_dtype)}/{self.granularity}{shape}"
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """What the bits of one operand mean: storage dtype, format name, and scales if it has any."""
+
+    storage_dtype: torch.dtype
+    format: str = "dense"
+    scale: ScaleFormat | None = None
+
+    def __str__(self) -> str:
+        head = dtype_name(self.storage_dtype)
+        if self.format != "dense":
+            head = f"{self.format}<{head}>"
+        return f"{head} scaled by {self.scale}" if self.scale else head
+
+
+@dataclass(frozen=True)
+class FormatSignature:
+    """Role to format, in the roles' alphabetical order. Build it with `format_signature`."""
+
+    roles: tuple[tuple[str, TensorFormat], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roles", tuple(sorted(self.roles, key=lambda role: role[0])))
+        names = [name for name, _ in self.roles]
+        if len(set(names)) != len(names):
+            raise ValueError(f"a role may appear once in a signature, got {', '.join(names)}")
+
+    def format_for(self, role: str) -> TensorFormat:
+        for name, fmt in self.roles:
+            if name == role:
+                return fmt
+        raise KeyError(f"no role {role!r} in {self}")
+
+    def storage_dtype_for(self, role: str) -> torch.dtype:
+        return self.format_for(role).storage_dtype
+
+    def difference(self, other: FormatSignature) -> list[str]:
+        """Roles whose format is not the same in ``other``, each as a phrase: ``"k: this has float16, that bfloat16"``."""
+        mine, theirs = dict(self.roles), dict(other.roles)
+        return [
+            f"{role}: {theirs.get(role, 'nothing')} wanted, {mine.get(role, 'nothing')} offered"
+            for role in sorted(mine.keys() | theirs.keys())
+            if mine.get(role) != theirs.get(role)
+        ]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {fmt}" for name, fmt in self.roles)
+
+
+def tensor_format(format: str, storage_dtype: torch.dtype, *, scale: ScaleFormat | None = None) -> TensorFormat:
+    """A format by name. ``tensor_format("mxfp4", torch.uint8, scale=ScaleFormat(torch.uint8, "block", (1, 32)))``."""
+    return TensorFormat(storage_dtype, format, scale)
+
+
+def dense_tensor_format(storage_dtype: torch.dtype) -> TensorFormat:
+    """Plain elements of one dtype, no scales."""
+    return TensorFormat(storage_dtype)
+
+
+def format_signature(**roles: TensorFormat) -> FormatSignature:
+    """A signature from roles given as keywords.
+
+    >>> import torch
+    >>> str(format_signature(q=dense_tensor_format(torch.bfloat16), k=dense_tensor_format(torch.float16)))
+    'k: float16, q: bfloat16'
+    """
+    wrong: dict[str, Any] = {name: fmt for name, fmt in roles.items() if not isinstance(fmt, TensorFormat)}
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        raise TypeError(f"role {name!r} must be a TensorFormat, got {value!r}; dense_tensor_format(dtype) makes one")
+    return FormatSignature(tuple(roles.items()))
+
+
+def format_signatures(
+    roles: str | Iterable[str], format: str, storage_dtypes: Iterable[torch.dtype], *, scale: ScaleFormat | None = None
+) -> frozenset[FormatSignature]:
+    """One signature a dtype, in which every role has that same format.
+
+    >>> import torch
+    >>> len(format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16}))
+    2
+    """
+    names = (roles,) if isinstance(roles, str) else tuple(roles)
+    return frozenset(
+        FormatSignature(tuple((name, TensorFormat(dtype, format, scale)) for name in names)) for dtype in storage_dtypes
+    )

@@ -1,0 +1,183 @@
+"""Constraints that a kernel puts on a request's traits.
+
+A trait is one fact of a request that is not a tensor format: ``head_dim=64``, ``sinks=True``. A kernel constrains traits by
+name; a plain value or a set means "one of these", and `at_least`, `at_most`, `between`, `multiple_of` and the builtin ``any``
+say the rest. Constraints combine with ``&``: ``at_most(256) & multiple_of(16)``.
+
+**Silence.** Flags and values differ. A kernel that says nothing of a flag (a trait whose value is True or False) does not have
+that feature: a request with the flag set is refused, one with the flag clear is served. A kernel that says nothing of a valued
+trait does not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TraitValue = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The values that a kernel accepts for one trait: those in ``values`` (None: no list), within the bounds, and divisible.
+
+    Bounds and divisor apply to numbers other than bool; anything else fails them.
+    """
+
+    values: frozenset[Any] | None = None
+    low: float | None = None
+    high: float | None = None
+    divisor: int | None = None
+
+    def accepts(self, value: Any) -> bool:
+        if self.values is not None and not any(_same(value, member) for member in self.values):
+            return False
+        if self.low is None and self.high is None and self.divisor is None:
+            return True
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.divisor is None or value % self.divisor == 0)
+        )
+
+    def __and__(self, other: Constraint | Any) -> Constraint:
+        right = as_constraint(other)
+        if self.values is not None and right.values is not None:
+            values: frozenset[Any] | None = frozenset(v for v in self.values if right.accepts(v))
+        else:
+            values = self.values if self.values is not None else right.values
+        divisors = [d for d in (self.divisor, right.divisor) if d is not None]
+        return Constraint(
+            values,
+            max((b for b in (self.low, right.low) if b is not None), default=None),
+            min((b for b in (self.high, right.high) if b is not None), default=None),
+            math.lcm(*divisors) if divisors else None,
+        )
+
+    def satisfiable(self) -> bool:
+        """Whether any value at all is accepted."""
+        if self.values is not None:
+            return any(self.accepts(value) for value in self.values)
+        if self.low is None or self.high is None:
+            return True
+        if self.divisor is None:
+            return self.low <= self.high
+        return math.ceil(self.low / self.divisor) * self.divisor <= self.high
+
+    def only_true(self) -> bool:
+        """Whether this is a flag that must be set."""
+        return self.values is not None and len(self.values) == 1 and next(iter(self.values)) is True
+
+    def __str__(self) -> str:
+        parts = []
+        if self.values is not None:
+            members = sorted(self.values, key=lambda v: (str(type(v)), v if isinstance(v, (int, float)) else str(v)))
+            parts.append(str(members[0]) if len(members) == 1 else "one of " + ", ".join(map(str, members)))
+        if self.low is not None and self.high is not None:
+            parts.append(f"{self.low} to {self.high}")
+        elif self.low is not None:
+            parts.append(f"at least {self.low}")
+        elif self.high is not None:
+            parts.append(f"at most {self.high}")
+        if self.divisor is not None:
+            parts.append(f"a multiple of {self.divisor}")
+        return " and ".join(parts) or "any"
+
+
+ANY = Constraint()
+
+
+def _same(left: Any, right: Any) -> bool:
+    # True == 1 in Python; a flag is not a count.
+    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
+
+
+def one_of(*values: TraitValue) -> Constraint:
+    return Constraint(values=frozenset(values))
+
+
+def at_least(low: float) -> Constraint:
+    return Constraint(low=low)
+
+
+def at_most(high: float) -> Constraint:
+    return Constraint(high=high)
+
+
+def between(low: float, high: float) -> Constraint:
+    """Both ends included."""
+    if low > high:
+        raise ValueError(f"between needs low <= high, got {low} and {high}")
+    return Constraint(low=low, high=high)
+
+
+def multiple_of(divisor: int) -> Constraint:
+    if isinstance(divisor, bool) or not isinstance(divisor, int) or divisor < 1:
+        raise ValueError(f"multiple_of needs a positive int, got {divisor!r}")
+    return Constraint(divisor=divisor)
+
+
+def as_constraint(value: Any) -> Constraint:
+    """A constraint from what a kernel's author writes: a constraint, the builtin ``any``, a set, list or tuple, or one value."""
+    if isinstance(value, Constraint):
+        return value
+    if value is any:
+        return ANY
+    if isinstance(value, (set, frozenset, list, tuple)):
+        return Constraint(values=frozenset(value))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return Constraint(values=frozenset({value}))
+    raise TypeError(f"a trait is constrained by a value, a set of values, a range, multiple_of or any; got {value!r}")
+
+
+def is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any], *, universal: bool = False) -> list[str]:
+    """Why a kernel with these constraints cannot serve these traits, one phrase a trait; empty where it can.
+
+    ``universal``: the kernel's silence means support.
+    """
+    gaps = []
+    for name, value in requested.items():
+        constraint = declared.get(name)
+        if constraint is None:
+            if value is True and not universal:
+                gaps.append(f"says nothing of {name}, so it does not have it")
+        elif not constraint.accepts(value):
+            gaps.append(f"{name}={value} is not {constraint}")
+    for name, constraint in declared.items():
+        # A kernel that only exists for a feature must not serve requests that were made without knowing of the feature.
+        if name not in requested and constraint.only_true():
+            gaps.append(f"needs {name}=True, which the request does not state")
+    return gaps
+
+
+def traits_overlap(
+    left: Mapping[str, Constraint], right: Mapping[str, Constraint], *, left_universal: bool = False, right_universal: bool = False
+) -> bool:
+    """Whether some request could be served under both sets of constraints."""
+    for name in left.keys() | right.keys():
+        a, b = left.get(name), right.get(name)
+        if a is None or b is None:
+            # Silence accepts a clear flag and any value; it clashes only with "True and nothing else".
+            said, silent_universal = (a, right_universal) if a is not None else (b, left_universal)
+            if said is not None and ((said.only_true() and not silent_universal) or not said.satisfiable()):
+                return False
+        elif not (a & b).satisfiable():
+            return False
+    return True
+
+
+def format_traits(traits: Mapping[str, Any], describe: Callable[[Any], str] = str) -> str:
+    return ", ".join(f"{name}={describe(value)}" for name, value in sorted(traits.items()))
+
+
+def unknown_traits(declared: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Traits that a kernel constrains but no request of the operator ever states: usually a misspelling."""
+    return sorted(set(declared) - set(known))
