@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenspeed_kernel import memo
+
 PREFIX = "TOKENSPEED_KERNEL_"
 OVERRIDE_PREFIX = PREFIX + "OVERRIDE_"
 
@@ -203,7 +205,11 @@ def settings() -> Settings:
 
 
 def reload_settings() -> Settings:
-    """Reads everything again; the caller must drop what it derived from the old settings."""
+    """Reads everything again, and forgets every selection made under the old settings.
+
+    Plugins that were loaded stay loaded; see `tokenspeed_kernel.plugins`.
+    """
     global _settings
     _settings = read_settings()
+    memo.invalidate()
     return _settings

@@ -10,7 +10,6 @@ The source is generated because attribute reads are most of the cost: a loop ove
 
 from __future__ import annotations
 
-import inspect
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,12 +27,24 @@ def _compile(name: str, source: str, namespace: dict[str, Any]) -> Any:
 
 
 def _tensor_terms(expression: str, first: bool, optional: bool) -> str:
-    # The device of one tensor tells its type; the others' indices tell whether they are elsewhere. The class of one tensor
-    # keeps tracing subclasses apart from plain tensors.
     terms = f"{expression}.dtype, {expression}.shape, {expression}.get_device()"
     if first:
-        return f"type({expression}), {terms}, {expression}.is_cpu"
+        # Its class keeps tracing subclasses apart from plain tensors.
+        return f"type({expression}), {terms}"
     return f"None if {expression} is None else ({terms})" if optional else terms
+
+
+def _attribute(holder: Parameter, field: Parameter) -> str:
+    """Source that reads an attribute. Any object passes for an OBJECT, so an attribute with a default may be absent."""
+    if field.required or holder.kind is not Kind.OBJECT:
+        return field.name
+    return f"getattr({holder.name}, {field.attribute!r}, _absent_{field.identifier})"
+
+
+def _absent_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
+    """What `_attribute` puts in the place of absent attributes, by the name it uses."""
+    holders = [p for p in parameters if p.kind is Kind.OBJECT]
+    return {f"_absent_{f.identifier}": f.default for p in holders for f in p.fields if not f.required}
 
 
 def _key_terms(parameters: Sequence[Parameter]) -> str:
@@ -43,7 +54,8 @@ def _key_terms(parameters: Sequence[Parameter]) -> str:
         if parameter.kind is Kind.TENSOR:
             terms.append(_tensor_terms(parameter.name, parameter is first, parameter.optional))
         elif parameter.kind is Kind.OBJECT:
-            inner = [_tensor_terms(f.name, False, f.optional) if f.is_tensor else f.name for f in parameter.fields]
+            reads = [(f, _attribute(parameter, f)) for f in parameter.fields]
+            inner = [_tensor_terms(read, False, f.optional) if f.is_tensor else read for f, read in reads]
             group = f"({', '.join(inner)},)"
             terms.append(f"None if {parameter.name} is None else {group}" if parameter.optional else group)
         elif parameter.kind is Kind.HINT:
@@ -70,7 +82,7 @@ def build_public_function(
         lowered: what the call becomes while torch.compile traces it; takes all parameters, then override and solution.
     """
     names = ", ".join(p.name for p in parameters)
-    declared = ", ".join(p.name if p.default is inspect.Parameter.empty else f"{p.name}=_default_{p.name}" for p in parameters)
+    declared = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in parameters)
     source = f"""\
 def {name}({declared}, *, override=None, solution=None):
     if _is_dynamo_compiling():
@@ -88,7 +100,8 @@ def {name}({declared}, *, override=None, solution=None):
         "_lowered": lowered,
         "_memo": memo,
         "_decide": decide,
-        **{f"_default_{p.name}": p.default for p in parameters if p.default is not inspect.Parameter.empty},
+        **{f"_default_{p.name}": p.default for p in parameters if not p.required},
+        **_absent_values(parameters),
     }
     return _compile(name, source, namespace)  # type: ignore[no-any-return]
 
@@ -101,18 +114,13 @@ def {name}_key(_arguments, override, solution):
     ({names},) = _arguments
     return {_key_terms(parameters)}, override, solution
 """
-    return _compile(f"{name}_key", source, {})  # type: ignore[no-any-return]
+    return _compile(f"{name}_key", source, _absent_values(parameters))  # type: ignore[no-any-return]
 
 
 def build_value_guard(
-    name: str,
-    parameters: Sequence[Parameter],
-    watched: Sequence[str],
-    hints: Sequence[str],
-    check: Callable[..., None],
-    call: Callable[..., Any],
+    name: str, parameters: Sequence[Parameter], watched: Sequence[str], hints: Sequence[str]
 ) -> Callable[..., Any]:
-    """``call``, preceded by a check of values that lie in host memory.
+    """A function ``guard(check, call)`` that gives ``call`` preceded by ``check``, a check of values that lie in host memory.
 
     A model's layers pass the same lengths and page table many times a step, so the check runs only when a watched tensor is
     another one than last time or was written to since (its version counter tells). With a hint given, it always runs.
@@ -121,7 +129,9 @@ def build_value_guard(
     same = [f"{w} is _seen[{i}] and {w}._version == _seen[{len(watched) + i}]" for i, w in enumerate(watched)]
     same += [f"{hint} is None" for hint in hints]
     source = f"""\
-def _make(_check, _call, _seen):
+def guard(_check, _call):
+    _seen = (None,) * {2 * len(watched)}
+
     def {name}({names}):
         nonlocal _seen
         try:
@@ -132,6 +142,7 @@ def _make(_check, _call, _seen):
             _check({names})
             _seen = _remember({", ".join(watched)})
         return _call({names})
+
     return {name}
 """
 
@@ -140,5 +151,4 @@ def _make(_check, _call, _seen):
             return (None,) * (2 * len(tensors))
         return (*tensors, *(t._version for t in tensors))
 
-    make = _compile("_make", source, {"_remember": remember})
-    return make(check, call, (None,) * (2 * len(watched)))  # type: ignore[no-any-return]
+    return _compile("guard", source, {"_remember": remember})  # type: ignore[no-any-return]

@@ -25,6 +25,9 @@
     @rmsnorm.cost                    # work that cannot be avoided
     def _(x): return Cost(...)
 
+    @rmsnorm.prepare                 # rarely: the arguments that a kernel wants arranged before it is called, arranged for it
+    def _(spec, weight): return {"weight": ...}
+
 Each hook names the parameters it wants. The result is an ordinary function with the body's signature plus the keywords
 ``override`` (a kernel's name) and ``solution``; it also carries the hooks, ``bind``, ``explain`` and ``operator``.
 
@@ -80,6 +83,7 @@ class OperatorFunction(Protocol[P, R_co]):
     def fake(self, hook: Hook) -> Hook: ...
     def cases(self, hook: Hook) -> Hook: ...
     def cost(self, hook: Hook) -> Hook: ...
+    def prepare(self, hook: Hook) -> Hook: ...
     def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., R_co]: ...
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation: ...
 
@@ -108,6 +112,7 @@ class Operator(Generic[P, R]):
         hints: Sequence[str],
         exact: bool,
         reference_traits: Mapping[str, Any],
+        fixed_traits: Iterable[str],
     ) -> None:
         self.family, self.mode, self.body = family, mode, body
         self.parameters = parse_parameters(body, hints)
@@ -117,11 +122,14 @@ class Operator(Generic[P, R]):
         if unknown:
             raise TypeError(f"{self}: {', '.join(sorted(unknown))} of the declaration are not parameters of {body.__name__}")
         self._formats, self._reference_traits = tuple(formats), dict(reference_traits)
+        self.fixed_traits = frozenset(fixed_traits)
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._wanted: dict[str, tuple[str, ...]] = {}
         self._host_values: tuple[str, ...] = ()
+        self._guards: dict[tuple[str, ...], Callable[..., Any]] = {}
         self._memo = memo.new_memo()
-        lowered = lowering.define(mode, self.parameters, outs, mutates, self._call_public, self.fake_outputs)
+        outputs = lowering.count_outputs(body)
+        lowered = lowering.define(mode, self.parameters, outs, mutates, outputs, self._call_public, self.fake_outputs)
         self._lowered = lowered
         self.function = self._make_function(lowered)
         self._register_reference()
@@ -142,14 +150,14 @@ class Operator(Generic[P, R]):
         function.__doc__, function.__module__ = self.body.__doc__, self.body.__module__
         function.__qualname__ = self.body.__qualname__
         function.__annotations__ = {**self.body.__annotations__, "override": "str | None", "solution": "str | None"}
-        for hook in ("traits", "check", "formats", "fake", "cases", "cost"):
+        for hook in ("traits", "check", "formats", "fake", "cases", "cost", "prepare"):
             setattr(function, hook, functools.partial(self._add_hook, hook))
         function.check_values = self._add_check_values
         function.bind, function.explain, function.operator = self.bind, self.explain, self
         return function  # type: ignore[no-any-return]
 
     def _add_hook(self, name: str, hook: Hook) -> Hook:
-        leading = 1 if name in ("check", "check_values") else 0
+        leading = 1 if name in ("check", "check_values", "prepare") else 0
         wanted = tuple(inspect.signature(hook).parameters)[leading:]
         unknown = set(wanted) - set(self.names)
         if unknown:
@@ -208,6 +216,10 @@ class Operator(Generic[P, R]):
         assert isinstance(cost, Cost), f"{self} declares no cost"
         return cost
 
+    def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
+        """The (complete) arguments of a case as this kernel wants them: weights in its own layout, say. A copy where it differs."""
+        return {**arguments, **(self.run_hook("prepare", arguments, spec) or {})}
+
     def complete(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name with the defaults filled in. Raises TypeError as a call would."""
         return self._bound((), arguments)
@@ -228,6 +240,7 @@ class Operator(Generic[P, R]):
             frozenset(),
             selection_policy().objective,
             solution,
+            self.fixed_traits,
         )
 
     def _signature(self, arguments: dict[str, Any]) -> FormatSignature:
@@ -290,12 +303,7 @@ class Operator(Generic[P, R]):
         wanted = Override(override, "override=") if override else override_in_force(self.family, self.mode)
         request = self.request(arguments, solution)
         selected = select(request, wanted)
-        call = self._skip_if_empty(arguments) or selected.impl
-        watched = [n for n in self._host_values if isinstance(arguments[n], torch.Tensor) and _readable(arguments[n])]
-        hints = [p.name for p in self.parameters if p.kind is Kind.HINT]
-        tensors = [n for n in watched if n not in hints]
-        if tensors or any(arguments[h] is not None for h in hints):
-            call = dispatch.build_value_guard(self.mode, self.parameters, tensors, hints, self._check_values_now, call)
+        call = self._skip_if_empty(arguments) or self._guarded(selected.impl, arguments)
         if profiling.observing():
             dtype = request.signature.roles[0][1].storage_dtype
             return profiling.observe(self.family, self.mode, selected.name, dtype, arguments, request.traits, call)
@@ -322,6 +330,16 @@ class Operator(Generic[P, R]):
 
         return empty
 
+    def _guarded(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
+        """``call``, preceded by the check of those values that lie in host memory, if there are any."""
+        hints = tuple(p.name for p in self.parameters if p.kind is Kind.HINT)
+        watched = tuple(n for n in self._host_values if n not in hints and arguments[n] is not None and _readable(arguments[n]))
+        if not self.has_hook("check_values") or not (watched or any(arguments[hint] is not None for hint in hints)):
+            return call
+        if watched not in self._guards:
+            self._guards[watched] = dispatch.build_value_guard(self.mode, self.parameters, watched, hints)
+        return self._guards[watched](self._check_values_now, call)  # type: ignore[no-any-return]
+
     @functools.cached_property
     def _key(self) -> Callable[..., Any]:
         return dispatch.build_key_function(self.mode, self.parameters)
@@ -339,12 +357,13 @@ class Operator(Generic[P, R]):
         """The kernel that a call with these arguments would run, to be called directly.
 
         Takes what a call takes, checks it, and returns the implementation itself: a function of all parameters in order, for
-        calls of the same description. Calling it costs nothing beyond the kernel, and checks nothing.
+        calls of the same description. Calling it costs nothing beyond the kernel, and checks nothing; only values that lie in
+        host memory are still checked when they change, because there a wrong length costs the process, not an error.
         """
         arguments = self._bound(args, kwargs)
         self.check_call(arguments)
         wanted = Override(override, "override=") if override else override_in_force(self.family, self.mode)
-        return select(self.request(arguments, solution), wanted).impl
+        return self._guarded(select(self.request(arguments, solution), wanted).impl, arguments)
 
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation:
         """Which kernel a call with these arguments would run, and why not the others. Launches nothing."""
@@ -365,7 +384,7 @@ def _is_traced(parameters: Sequence[Parameter], arguments: dict[str, Any]) -> bo
     for parameter in parameters:
         value = arguments[parameter.name]
         for tensor in parameter.tensors():
-            inner = value if tensor is parameter else getattr(value, tensor.name.partition(".")[2], None)
+            inner = value if tensor is parameter else getattr(value, tensor.attribute, None)
             if isinstance(inner, torch.Tensor):
                 found.append(inner)
     return any(type(t) not in _TRACED_TYPES or t.device.type == "meta" for t in found)
@@ -386,7 +405,7 @@ def _on_meta(parameters: Sequence[Parameter], arguments: dict[str, Any]) -> dict
             converted[parameter.name] = convert(value)
         elif parameter.kind is Kind.OBJECT:
             assert parameter.cls is not None
-            inner = {f.name.partition(".")[2]: getattr(value, f.name.partition(".")[2]) for f in parameter.fields}
+            inner = {f.attribute: f.read(value) for f in parameter.fields}
             inner = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
             converted[parameter.name] = parameter.cls(**inner)
     return converted
@@ -421,6 +440,7 @@ def operator(
     hints: Sequence[str] = (),
     exact: bool = False,
     reference_traits: Mapping[str, Any] | None = None,
+    fixed_traits: Iterable[str] = (),
 ) -> Callable[[Callable[P, R]], OperatorFunction[P, R]]:
     """Declares an operator; decorates its body. The module's docstring shows a whole declaration.
 
@@ -432,6 +452,7 @@ def operator(
         hints: parameters that repeat on the host what a tensor says; they may spare work, and never decide.
         exact: kernels must match the body bit for bit.
         reference_traits: constraints of the body itself, where it does not serve everything the signature can say.
+        fixed_traits: traits that say what the operands are; an override does not get past them.
     """
 
     def declare(body: Callable[P, R]) -> OperatorFunction[P, R]:
@@ -439,7 +460,7 @@ def operator(
         if taken is not None:
             raise TypeError(f"operator {mode} is declared twice: in {taken.body.__module__} and in {body.__module__}")
         given = [o for o in outs if o in inspect.signature(body).parameters]
-        declared = Operator(family, mode, body, formats, given, mutates, hints, exact, reference_traits or {})
+        declared = Operator(family, mode, body, formats, given, mutates, hints, exact, reference_traits or {}, fixed_traits)
         _operators[family, mode] = declared
         return declared.function
 

@@ -21,7 +21,7 @@ from tokenspeed_kernel.checks import describe
 
 class Kind(enum.Enum):
     TENSOR = "tensor"
-    OBJECT = "object"  # holds tensors in named attributes; any object with those attributes will do
+    OBJECT = "object"  # holds tensors in named attributes; any object with those attributes, but for defaults, will do
     VALUE = "value"  # hashable: number, flag, string, dtype, frozen dataclass of such
     HINT = "hint"  # a host-side copy of what a tensor says: checked, passed on, never decides and never required
 
@@ -35,7 +35,7 @@ class Parameter:
         kind: how it is treated.
         types: classes that a value may have.
         optional: whether None will do.
-        default: as in the signature; `inspect.Parameter.empty` if there is none.
+        default: as in the signature, or of the dataclass's attribute; `inspect.Parameter.empty` if there is none.
         fields: attributes, of an OBJECT or of a VALUE that is a dataclass.
         cls: the dataclass that ``fields`` are of.
     """
@@ -57,6 +57,20 @@ class Parameter:
         """The name, usable where a dot is not."""
         return self.name.replace(".", "_")
 
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def attribute(self) -> str:
+        """The attribute's own name, without its object's."""
+        return self.name.partition(".")[2]
+
+    def read(self, holder: Any) -> Any:
+        """This attribute of an object, which may lack it where there is a default."""
+        return getattr(holder, self.attribute) if self.required else getattr(holder, self.attribute, self.default)
+
     def tensors(self) -> tuple[Parameter, ...]:
         """The tensors in this parameter: itself, or those among its attributes."""
         if self.kind is Kind.TENSOR:
@@ -70,7 +84,7 @@ class Parameter:
         if self.kind is Kind.HINT:
             return None
         if self.kind is Kind.OBJECT:
-            missing = [f.name.partition(".")[2] for f in self.fields if not hasattr(value, f.name.partition(".")[2])]
+            missing = [f.attribute for f in self.fields if f.required and not hasattr(value, f.attribute)]
             return f"an object with {', '.join(missing)}" if missing else None
         if isinstance(value, bool) and bool not in self.types:
             return self._expected()
@@ -116,18 +130,20 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
     if classes == (torch.Tensor,):
         return Parameter(name, Kind.TENSOR, classes, optional, default)
     if len(classes) == 1 and dataclasses.is_dataclass(classes[0]):
-        cls: type = classes[0]
+        cls: Any = classes[0]
         annotations = typing.get_type_hints(cls)
         fields = tuple(
-            _parse(f"{name}.{f.name}", annotations[f.name], inspect.Parameter.empty, False, where)
-            for f in dataclasses.fields(cls)
-            if f.init
+            _parse(f"{name}.{f.name}", annotations[f.name], _default_of(f), False, where) for f in dataclasses.fields(cls) if f.init
         )
         kind = Kind.OBJECT if any(f.is_tensor for f in fields) else Kind.VALUE
         return Parameter(name, kind, classes, optional, default, fields, cls)
     if torch.Tensor in classes:
         raise TypeError(f"{where}: a tensor or something else cannot be told apart cheaply; declare it a hint or split it")
     return Parameter(name, Kind.VALUE, classes, optional, default)
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
 def check_types(operator: str, parameters: Iterable[Parameter], arguments: dict[str, Any]) -> None:
@@ -139,7 +155,7 @@ def check_types(operator: str, parameters: Iterable[Parameter], arguments: dict[
             raise TypeError(f"{operator}: {parameter.name} must be {expected}, got {_kind_of(value)}")
         if parameter.kind is Kind.OBJECT and value is not None:
             for field in parameter.fields:
-                inner = getattr(value, field.name.partition(".")[2])
+                inner = field.read(value)
                 expected = field.type_error(inner)
                 if expected is not None:
                     raise TypeError(f"{operator}: {field.name} must be {expected}, got {_kind_of(inner)}")
@@ -157,7 +173,7 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: dict[str, Any])
         if value is None:
             continue
         for tensor in parameter.tensors():
-            inner = value if tensor is parameter else getattr(value, tensor.name.partition(".")[2])
+            inner = value if tensor is parameter else tensor.read(value)
             if inner is not None:
                 found.append((tensor.name, inner))
     return found

@@ -118,13 +118,14 @@ class CapabilityRequirement:
         """Why the platform does not do, or None where it does."""
         if self.vendors is not None and platform.vendor not in self.vendors:
             return f"needs a device by {' or '.join(sorted(self.vendors))}, this is {platform.vendor} ({platform.arch})"
-        if self.min_arch_version is not None and platform.arch_version < self.min_arch_version:
-            return f"needs architecture {self.min_arch_version} or later, this is {platform.arch_version} ({platform.arch})"
-        if self.max_arch_version is not None:
-            if platform.is_cpu:
-                return f"needs an architecture up to {self.max_arch_version}, a CPU has none"
-            if platform.arch_version > self.max_arch_version:
-                return f"needs architecture {self.max_arch_version} or earlier, this is {platform.arch_version} ({platform.arch})"
+        low, high = self.min_arch_version, self.max_arch_version
+        if platform.is_cpu and (low is not None or high is not None):
+            wanted = " and ".join([f"{low} or later"] * (low is not None) + [f"{high} or earlier"] * (high is not None))
+            return f"needs architecture {wanted}, a CPU has none"
+        if low is not None and platform.arch_version < low:
+            return f"needs architecture {low} or later, this is {platform.arch_version} ({platform.arch})"
+        if high is not None and platform.arch_version > high:
+            return f"needs architecture {high} or earlier, this is {platform.arch_version} ({platform.arch})"
         missing = self.missing_features(platform)
         if missing:
             return f"needs {', '.join(sorted(missing))}, which this platform lacks"
@@ -138,8 +139,12 @@ class CapabilityRequirement:
 
     def overlaps(self, other: CapabilityRequirement) -> bool:
         """Whether some platform could meet both."""
-        if self.vendors is not None and other.vendors is not None and not self.vendors & other.vendors:
-            return False
+        vendors = [r.vendors for r in (self, other) if r.vendors is not None]
+        common = frozenset.intersection(*vendors) if vendors else None
+        if common is not None:
+            bounded = any(r.min_arch_version or r.max_arch_version for r in (self, other))
+            if not (common - {"cpu"} if bounded else common):
+                return False
         lows = [r.min_arch_version for r in (self, other) if r.min_arch_version is not None]
         highs = [r.max_arch_version for r in (self, other) if r.max_arch_version is not None]
         return not (lows and highs and max(lows) > min(highs))

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,6 +47,10 @@ class RegistrationError(ValueError):
 
 class PriorityClashWarning(UserWarning):
     """Two kernels of equal priority could serve one request. The one whose name sorts first wins."""
+
+
+class KernelLoadWarning(UserWarning):
+    """A kernel was selected whose implementation cannot be imported; it is left out from then on."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +98,21 @@ class KernelSpec:
             )
         object.__setattr__(self, "priority", int(self.priority))
         for what in ("features", "tags"):
-            if isinstance(getattr(self, what), str):
-                raise RegistrationError(f"{self.name}: {what} must be a set of str, got {getattr(self, what)!r} ({self.origin})")
-            object.__setattr__(self, what, frozenset(getattr(self, what)))
+            labels = getattr(self, what)
+            if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+                raise RegistrationError(f"{self.name}: {what} must be a set of str, got {labels!r} ({self.origin})")
+            object.__setattr__(self, what, frozenset(labels))
         self._check_signatures()
+        object.__setattr__(self, "traits", MappingProxyType({name: self._constraint(name) for name in self.traits}))
+
+    def _constraint(self, trait: str) -> Constraint:
         try:
-            traits = {name: as_constraint(value) for name, value in self.traits.items()}
+            constraint = as_constraint(self.traits[trait])
         except TypeError as error:
-            raise RegistrationError(f"{self.name}: {error} ({self.origin})") from None
-        object.__setattr__(self, "traits", MappingProxyType(traits))
+            raise RegistrationError(f"{self.name}: trait {trait}: {error} ({self.origin})") from None
+        if not constraint.satisfiable():
+            raise RegistrationError(f"{self.name}: trait {trait} is constrained such that no value will do ({self.origin})")
+        return constraint
 
     def _check_signatures(self) -> None:
         if self.format_signatures is None:
@@ -131,9 +142,13 @@ class KernelSpec:
             return False
         return traits_overlap(self.traits, other.traits, left_universal=self.universal, right_universal=other.universal)
 
-    def trait_gaps(self, requested: Mapping[str, Any]) -> list[str]:
-        """Why it cannot serve these traits, one phrase a trait; empty where it can."""
-        return trait_gaps(self.traits, requested, universal=self.universal)
+    def trait_gaps(self, requested: Mapping[str, Any], only: Iterable[str] | None = None) -> list[str]:
+        """Why it cannot serve these traits (or only those named), one phrase a trait; empty where it can."""
+        if only is None:
+            return trait_gaps(self.traits, requested, universal=self.universal)
+        names = set(only)
+        declared = {name: constraint for name, constraint in self.traits.items() if name in names}
+        return trait_gaps(declared, {n: v for n, v in requested.items() if n in names}, universal=self.universal)
 
 
 @dataclass(frozen=True)
@@ -166,6 +181,7 @@ class KernelRegistry:
         self._impls: dict[str, Callable[..., Any] | str] = {}
         self._interfaces: dict[tuple[str, str], tuple[str, ...]] = {}
         self._clashes: list[PriorityClash] = []
+        self._load_failures: dict[str, tuple[str, str]] = {}
 
     @classmethod
     def get(cls) -> KernelRegistry:
@@ -222,6 +238,7 @@ class KernelRegistry:
         with self._lock:
             self.get_by_name(name)
             del self._specs[name], self._impls[name]
+            self._load_failures.pop(name, None)
             self._clashes = [c for c in self._clashes if name not in (c.first.name, c.second.name)]
         memo.invalidate()
 
@@ -229,15 +246,15 @@ class KernelRegistry:
     def transaction(self) -> Iterator[list[KernelSpec]]:
         """All registrations inside the block, or none of them if it raises. Yields the list that they are gathered in."""
         with self._lock:
-            before = set(self._specs)
+            before = dict(self._specs), dict(self._impls), dict(self._interfaces), list(self._clashes)
             added: list[KernelSpec] = []
             try:
                 yield added
             except BaseException:
-                for name in set(self._specs) - before:
-                    self.unregister(name)
+                self._specs, self._impls, self._interfaces, self._clashes = before
+                memo.invalidate()
                 raise
-            added.extend(spec for name, spec in self._specs.items() if name not in before)
+            added.extend(spec for name, spec in self._specs.items() if before[0].get(name) is not spec)
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
@@ -265,9 +282,41 @@ class KernelRegistry:
             raise RegistrationError(f"{name}: {impl} is not callable ({spec.origin})")
         self._check_parameters(spec, loaded)
         with self._lock:
-            if name in self._impls:
+            if self._impls.get(name) is impl:
                 self._impls[name] = loaded
         return loaded
+
+    def load_or_leave_out(self, name: str) -> Callable[..., Any] | None:
+        """The implementation, or None if it cannot be imported. Then the kernel is left out of every selection to come, and the
+        failure is kept and warned of: one package that is not in order must not take an operator down that others serve.
+
+        Warns:
+            KernelLoadWarning: the implementation cannot be imported.
+        """
+        try:
+            return self.get_impl(name)
+        except KeyError:  # unregistered by another thread meanwhile
+            return None
+        except (ImportError, AttributeError, RegistrationError) as error:
+            line = f"{type(error).__name__}: {error}"
+            with self._lock:
+                if name not in self._specs:
+                    return None
+                origin = self._specs[name].origin
+                self._load_failures[name] = line, "".join(traceback.format_exception(error))
+            memo.invalidate()
+            warnings.warn(f"{name} ({origin}) cannot be loaded and is left out: {line}", KernelLoadWarning, stacklevel=2)
+            return None
+
+    def load_failures(self) -> dict[str, str]:
+        """Kernels that were selected and could not be loaded, with the traceback."""
+        with self._lock:
+            return {name: trace for name, (_, trace) in sorted(self._load_failures.items())}
+
+    def load_error(self, name: str) -> str | None:
+        """Why a kernel could not be loaded, in one line; None where it could, or was never tried."""
+        failure = self._load_failures.get(name)
+        return failure[0] if failure else None
 
     def get_for_operator(self, family: str, mode: str) -> list[KernelSpec]:
         """All kernels of an operator, best priority first, equal ones by name."""
@@ -321,8 +370,10 @@ def load_object(path: str, wanted_by: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ImportError(f"{wanted_by} is implemented by {path}, which cannot be imported: {error}") from error
+    except Exception as error:  # a module may raise anything: OSError for a missing library, SyntaxError...
+        raise ImportError(
+            f"{wanted_by} is implemented by {path}, which cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     try:
         return getattr(module, attribute)
     except AttributeError:
@@ -391,13 +442,13 @@ def register_kernel(
         name=f"{solution}_{mode}" if name is None else name,
         family=family,
         mode=mode,
-        features=frozenset(features or ()),
+        features=features or frozenset(),  # type: ignore[arg-type]  # checked and frozen by KernelSpec
         solution=solution,
         capability=capability or CapabilityRequirement(),
-        format_signatures=None if signatures is None else frozenset(signatures),
+        format_signatures=signatures,  # type: ignore[arg-type]
         traits=dict(traits or {}),
         priority=priority,
-        tags=frozenset(tags or ()),
+        tags=tags or frozenset(),  # type: ignore[arg-type]
         weight_preprocessor=weight_preprocessor,
         origin=_origin.get() or _caller(),
     )

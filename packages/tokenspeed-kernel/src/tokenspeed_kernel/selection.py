@@ -1,7 +1,7 @@
 """Which kernel serves a request, and why not the others.
 
-A request passes every kernel of its operator through four gates: solution (if the caller asked for one), platform, formats,
-traits. What is left is ranked: an override first, then measured (tuned) results, the family's oracle, the objective, the
+A request passes every kernel of its operator through the gates: solution (if the caller asked for one), platform, formats,
+implementation (which fails only where importing it has failed before), features, traits. What is left is ranked: an override first, then measured (tuned) results, the family's oracle, the objective, the
 priority, and at last the name. The gates fail closed, and each says why; `explain_selection`, `NoKernelFoundError` and the
 selection itself come out of the one function `consider`, so that they cannot disagree.
 """
@@ -72,7 +72,11 @@ class SelectionOracle:
 
 @dataclass(frozen=True)
 class Request:
-    """What a kernel is wanted for. ``traits`` holds every trait the caller knows, flags that are clear included."""
+    """What a kernel is wanted for.
+
+    ``traits`` holds every trait the caller knows, flags that are clear included. ``fixed_traits`` names those that say what the
+    operands are rather than what is asked of the kernel (the layout of weights, say): an override does not get past them.
+    """
 
     family: str
     mode: str
@@ -82,6 +86,7 @@ class Request:
     features: frozenset[str] = frozenset()
     objective: SelectionObjective = SelectionObjective.DEFAULT
     solution: str | None = None
+    fixed_traits: frozenset[str] = frozenset()
 
     @property
     def operator(self) -> str:
@@ -296,8 +301,9 @@ def override_in_force(family: str, mode: str) -> Override | None:
 # -- deciding -----------------------------------------------------------------------------------------------------------------
 
 
-def gate(spec: KernelSpec, request: Request, *, skip_traits: bool = False) -> tuple[str, str] | None:
-    """The first gate that a kernel fails, with the reason; None if it passes all."""
+def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tuple[str, str] | None:
+    """The first gate that a kernel fails, with the reason; None if it passes all. Overridden, it need not have the features and
+    traits that are asked for, but for the fixed traits."""
     if request.solution is not None and spec.solution != request.solution:
         return "solution", f"is made with {spec.solution}, {request.solution} was asked for"
     gap = spec.capability.gap(request.platform)
@@ -305,18 +311,19 @@ def gate(spec: KernelSpec, request: Request, *, skip_traits: bool = False) -> tu
         return "platform", gap
     if spec.format_signatures is not None and request.signature not in spec.format_signatures:
         return "formats", _nearest_difference(spec.format_signatures, request.signature)
-    if skip_traits:
-        return None
+    if (error := KernelRegistry.get().load_error(spec.name)) is not None:
+        return "implementation", f"cannot be loaded: {error}"
     missing = request.features - spec.features
-    if missing and not spec.universal:
+    if missing and not spec.universal and not overridden:
         return "features", f"lacks {', '.join(sorted(missing))}"
-    gaps = spec.trait_gaps(request.traits)
+    gaps = spec.trait_gaps(request.traits, request.fixed_traits if overridden else None)
     return ("traits", "; ".join(gaps)) if gaps else None
 
 
 def _nearest_difference(offered: Iterable[FormatSignature], wanted: FormatSignature) -> str:
     differences = [signature.difference(wanted) for signature in offered]
-    return "; ".join(min(differences, key=lambda phrases: (len(phrases), phrases)))
+    nearest = min(differences, key=lambda phrases: (len(phrases), phrases))
+    return "; ".join(nearest)
 
 
 def rank(spec: KernelSpec, request: Request) -> tuple[tuple[float, ...], str]:
@@ -365,7 +372,7 @@ def consider(request: Request, override: Override | None = None) -> Explanation:
     rejected: list[Verdict] = []
     for spec in specs:
         overridden = spec.name == wanted
-        failed = gate(spec, request, skip_traits=overridden)
+        failed = gate(spec, request, overridden=overridden)
         if failed is not None:
             rejected.append(Verdict(spec, *failed))
             continue
@@ -408,6 +415,8 @@ def select(request: Request, override: Override | None = None) -> SelectedKernel
 
     Raises:
         NoKernelFoundError: no kernel passes, or the override does not.
+    Warns:
+        KernelLoadWarning: the best kernel cannot be imported; the next best serves the request.
     """
     # The type belongs to a trait's identity: True and 1 are equal, and not the same request.
     traits = frozenset((name, type(value), value) for name, value in request.traits.items())
@@ -419,22 +428,33 @@ def select(request: Request, override: Override | None = None) -> SelectedKernel
         request.platform,
         request.objective,
         request.solution,
+        request.fixed_traits,
         override,
     )
     known = _decisions.get(key)
     if known is not None:
         return known
-    started = memo.epoch()
-    explanation = consider(request, override)
-    if explanation.chosen is None:
-        raise NoKernelFoundError(explanation)
+    impl: Callable[..., Any] | None = None
+    while impl is None:  # a kernel that cannot be loaded is left out of the next round
+        started = memo.epoch()
+        explanation = consider(request, override)
+        if explanation.chosen is None:
+            raise NoKernelFoundError(explanation)
+        name, pretended = explanation.chosen.name, request.platform.pretended
+        impl = _refuse_to_launch(name, request.platform) if pretended else KernelRegistry.get().load_or_leave_out(name)
     if config.settings().verbose:
-        logger.info("%s", explanation)
-    name = explanation.chosen.name
-    impl = _refuse_to_launch(name, request.platform) if request.platform.pretended else KernelRegistry.get().get_impl(name)
+        _log(explanation)
     selected = SelectedKernel(name, impl)
     memo.remember(_decisions, key, selected, started)
     return selected
+
+
+def _log(explanation: Explanation) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())  # whoever asks for it sees it, also where logging is not set up
+    logger.info("%s", explanation)
 
 
 def _refuse_to_launch(name: str, platform: PlatformInfo) -> Callable[..., Any]:
@@ -536,6 +556,4 @@ def warmup_selection(ops: Iterable[tuple[str, str, FormatSignature, Mapping[str,
         return [select_kernel(family, mode, signature, traits=traits).name for family, mode, signature, traits in ops]
     platform, registry = current_platform(), KernelRegistry.get()
     ready = [spec.name for spec in registry.list_kernels() if spec.capability.satisfied_by(platform)]
-    for name in ready:
-        registry.get_impl(name)
-    return ready
+    return [name for name in ready if registry.load_or_leave_out(name) is not None]

@@ -127,10 +127,9 @@ def as_constraint(value: Any) -> Constraint:
         return value
     if value is any:
         return ANY
-    if isinstance(value, (set, frozenset, list, tuple)):
-        return Constraint(values=frozenset(value))
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return Constraint(values=frozenset({value}))
+    members = value if isinstance(value, (set, frozenset, list, tuple)) else (value,)
+    if all(member is None or isinstance(member, (bool, int, float, str)) for member in members):
+        return Constraint(values=frozenset(members))
     raise TypeError(f"a trait is constrained by a value, a set of values, a range, multiple_of or any; got {value!r}")
 
 

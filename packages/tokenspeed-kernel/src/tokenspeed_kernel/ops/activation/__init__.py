@@ -1,3 +1,6 @@
-"""activation"""
+"""Activation functions of feed-forward layers."""
 
-__all__: list[str] = []
+from tokenspeed_kernel.ops.activation.silu_and_mul import silu_and_mul
+from tokenspeed_kernel.ops.activation.swiglu import swiglu
+
+__all__ = ["silu_and_mul", "swiglu"]

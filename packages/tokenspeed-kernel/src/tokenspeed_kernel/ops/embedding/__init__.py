@@ -1,3 +1,5 @@
-"""embedding"""
+"""Position embedding."""
 
-__all__: list[str] = []
+from tokenspeed_kernel.ops.embedding.apply_rope import apply_rope
+
+__all__ = ["apply_rope"]

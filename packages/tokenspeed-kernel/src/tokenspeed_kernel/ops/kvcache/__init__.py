@@ -1,3 +1,5 @@
-"""kvcache"""
+"""The paged cache of keys and values."""
 
-__all__: list[str] = []
+from tokenspeed_kernel.ops.kvcache.store_kv_cache import store_kv_cache
+
+__all__ = ["store_kv_cache"]

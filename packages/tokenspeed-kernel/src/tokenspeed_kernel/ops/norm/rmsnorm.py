@@ -13,6 +13,13 @@ from tokenspeed_kernel.checks import FLOATS, Checker
 from tokenspeed_kernel.operator import operator
 
 
+def rms_normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The arithmetic that the operators of this family share: float32 (float64 for float64), rounded to x's dtype once."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
+    return normed.to(x.dtype).contiguous()
+
+
 @operator("norm", "rmsnorm", formats=("x",), outs=("out", "residual_out"))
 def rmsnorm(
     x: Tensor,
@@ -26,21 +33,21 @@ def rmsnorm(
 
     With a residual, ``s = x + residual`` is normalised instead and returned too, as the next layer's residual. The sum is
     rounded to x's dtype first, and the rounded value is what is normalised, so that both results agree about it. Squares, mean
-    and product are float32; the product is rounded to x's dtype once, after the weight.
+    and product are float32 (float64 for float64 inputs); the product is rounded to x's dtype once, after the weight.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
-        weight: ``[hidden]``, any float dtype.
+        weight: float16, bfloat16, float32 or float64 ``[hidden]``.
         eps: added to the mean square, > 0.
         residual: like x.
-        out: receives the result; may be x.
-        residual_out: receives the sum; may be residual. Only with a residual.
+        out: receives the result; may be x, or the residual unless ``residual_out`` is that.
+        residual_out: receives the sum; may be the residual, or x unless ``out`` is that. Only with a residual.
 
     Returns:
-        The normalised tensor, like x; with a residual, ``(normalised, sum)``.
+        The normalised tensor, like x and contiguous; with a residual, ``(normalised, sum)``.
 
     Raises:
-        TypeError, ValueError: see above; nothing has been launched then.
+        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
 
     Example:
         >>> import torch
@@ -50,11 +57,10 @@ def rmsnorm(
 
     Safe in CUDA graphs.
     """
-    total = x if residual is None else x + residual
-    wide = total.double() if x.dtype == torch.float64 else total.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight
-    result = normed.to(x.dtype)
-    return result if residual is None else (result, total)
+    if residual is None:
+        return rms_normalise(x, weight, eps)
+    total = (x + residual).contiguous()
+    return rms_normalise(total, weight, eps), total
 
 
 @rmsnorm.traits

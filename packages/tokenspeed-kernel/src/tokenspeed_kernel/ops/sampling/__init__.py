@@ -1,3 +1,6 @@
-"""sampling"""
+"""From logits to the next token."""
 
-__all__: list[str] = []
+from tokenspeed_kernel.ops.sampling.argmax import argmax
+from tokenspeed_kernel.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
+
+__all__ = ["argmax", "sample_top_k_top_p"]

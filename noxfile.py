@@ -1,0 +1,116 @@
+"""What a developer runs. ``python -m nox -l`` lists it; each session makes its own environment.
+
+Sessions that need hardware or a peer that this machine lacks say what they need and are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10"
+nox.options.sessions = ["lint", "tests"]
+nox.options.reuse_venv = "yes"
+
+ROOT = Path(__file__).parent
+CORE = "packages/tokenspeed-kernel"
+RUNTIME = "tools/gpt_oss"
+# The build for CPUs where the package index offers one. Named exactly, so that every session and CI run the same.
+TORCH = "torch==2.13.0"
+
+
+def _install(session: nox.Session, *groups: str, runtime: bool = True) -> None:
+    """PyTorch first, so that what follows finds it and fetches no other; then our packages, editable; then the groups."""
+    session.install(TORCH)
+    packages = [f"{CORE}[tools]", *([RUNTIME] if runtime else [])]
+    session.install(*(part for package in packages for part in ("-e", package)), *_requirements(*groups))
+
+
+def _requirements(*groups: str) -> tuple[str, ...]:
+    return nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), *groups) if groups else ()
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """GPT-OSS generates text through the public API, says which kernel served what, and checks itself."""
+    _install(session)
+    session.run("python", "-m", "gpt_oss", "demo", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything that runs without a GPU. Arguments go to pytest instead of the defaults."""
+    _install(session, "test", "peers", "build")
+    arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd"]
+    session.run("python", "-m", "pytest", *arguments)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, ruff format, and mypy (strict on the core)."""
+    _install(session, "lint", runtime=False)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Builds wheel and sdist of every package, installs the wheels into an empty environment, imports them, lists entry points."""
+    session.install(*_requirements("build"))
+    dist = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    packages = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.toml"))
+    for package in packages:
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), str(package))
+    with tempfile.TemporaryDirectory() as empty:
+        python = Path(empty) / "bin" / "python"
+        session.run("python", "-m", "venv", empty)
+        session.run(str(python), "-m", "pip", "install", "-q", TORCH, external=True)
+        session.run(str(python), "-m", "pip", "install", "-q", *map(str, sorted(dist.glob("*.whl"))), external=True)
+        for package in packages:
+            module = package.name.replace("-", "_")
+            session.run(str(python), "-c", f"import {module}; print({module}.__name__, {module}.__version__)", external=True)
+        listing = (
+            "from importlib.metadata import entry_points; "
+            "[print(e.group, e.name, e.value) for g in ('console_scripts', 'tokenspeed_kernel.plugins') "
+            "for e in entry_points(group=g) if 'tokenspeed' in e.value]"
+        )
+        session.run(str(python), "-c", listing, external=True)
+        # Without the extra [tools] the command says what it needs.
+        session.run(str(Path(empty) / "bin" / "tokenspeed-kernel"), success_codes=[1], external=True)
+
+
+def _on_this_machine(session: nox.Session, tool: str, vendor: str) -> None:
+    """Hardware sessions use the machine's own PyTorch, which fits its driver; a CPU build put beside it would not see the GPU."""
+    if shutil.which(tool) is None or subprocess.run([tool], capture_output=True, check=False).returncode:
+        session.skip(f"needs an {vendor} GPU with its driver: `{tool}` does not answer here")
+    if importlib.util.find_spec("torch") is None:
+        session.skip(f"needs a PyTorch for {vendor} in the Python that runs nox: install it as pytorch.org says for your driver")
+
+
+@nox.session(name="tests-nvidia", venv_params=["--system-site-packages"])
+def tests_nvidia(session: nox.Session) -> None:
+    """All cases of all kernels that an NVIDIA GPU runs, the large ones too."""
+    _on_this_machine(session, "nvidia-smi", "NVIDIA")
+    session.install("-e", f"{CORE}[tools]", "-e", RUNTIME, *_requirements("test"))
+    session.run("python", "-m", "pytest", "-m", "nvidia", *session.posargs)
+
+
+@nox.session(name="tests-amd", venv_params=["--system-site-packages"])
+def tests_amd(session: nox.Session) -> None:
+    """All cases of all kernels that an AMD GPU runs, the large ones too."""
+    _on_this_machine(session, "rocm-smi", "AMD")
+    session.install("-e", f"{CORE}[tools]", "-e", RUNTIME, *_requirements("test"))
+    session.run("python", "-m", "pytest", "-m", "amd", *session.posargs)
+
+
+@nox.session(name="compile")
+def compile_kernels(session: nox.Session) -> None:
+    """Compiles every GPU kernel for every architecture, without a GPU, and reports registers, spills and shared memory."""
+    session.skip("no package here holds a compiled kernel yet: the operators run on their PyTorch references")

@@ -1,0 +1,147 @@
+"""What a call through the public API costs over calling the bound kernel, and what importing the package costs.
+
+    python packages/tokenspeed-kernel/benchmarks/dispatch.py --output packages/tokenspeed-kernel/benchmarks/dispatch.json
+
+A kernel that does nothing serves each operator, so that only the way to it is measured. Public and bound calls alternate in
+short runs within one process; the figure is the difference of the medians of the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel.benchmark.run import metadata
+from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+
+CALLS, RUNS = 500, 401
+
+
+def _noop(operator: Any) -> None:
+    """Registers a kernel that does nothing, ahead of every other, for all formats and traits."""
+    names = ", ".join(operator.names)
+    kernel = eval(f"lambda {names}: None")  # a lambda of exactly the operator's parameters
+    spec = KernelSpec(
+        f"noop_{operator.mode}",
+        operator.family,
+        operator.mode,
+        solution="noop",
+        format_signatures=None,
+        universal=True,
+        priority=19,
+        origin=__file__,
+    )
+    KernelRegistry.get().register(spec, kernel)
+
+
+def _runs(calls: list[Callable[[], None]]) -> list[list[float]]:
+    """Nanoseconds a call, by run, for each; the callables take turns so that drift of the machine meets all alike."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(RUNS):
+        for call, record in zip(calls, times, strict=True):
+            start = time.perf_counter_ns()
+            call()
+            record.append((time.perf_counter_ns() - start) / CALLS)
+    return times
+
+
+def _repeat(function: Callable[..., Any], keywords: dict[str, Any], positional: tuple[Any, ...]) -> Callable[[], None]:
+    loop: dict[str, Any] = {"function": function, "keywords": keywords, "positional": positional, "numbers": range(CALLS)}
+    # Spelled as a call is in a model: required arguments by position, options by keyword.
+    options = "".join(f", {name}={name}" for name in keywords)
+    names = [f"a{i}" for i in range(len(positional))]
+    source = f"def run({', '.join([*names, *keywords])}):\n    for _ in numbers:\n        function({', '.join(names)}{options})\n"
+    exec(source, loop)
+    return lambda: loop["run"](*positional, **keywords)
+
+
+def overhead(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, float]:
+    """Medians in nanoseconds: of a public call, of a call of the bound kernel, and their difference."""
+    bound = function.bind(*positional, **keywords)
+    complete = function.operator.complete(dict(zip(function.operator.names, positional, strict=False)) | keywords)
+    in_order = tuple(complete[name] for name in function.operator.names)
+    public, kernel = _runs([_repeat(function, keywords, positional), _repeat(bound, {}, in_order)])
+    medians = statistics.median(public), statistics.median(kernel)
+    return {"public_ns": round(medians[0], 1), "bound_ns": round(medians[1], 1), "overhead_ns": round(medians[0] - medians[1], 1)}
+
+
+def decide_again(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> float:
+    """Median nanoseconds of a call whose shapes were never seen: checked and selected from the start."""
+    from tokenspeed_kernel import memo
+
+    times = []
+    for _ in range(2001):
+        memo.invalidate()
+        start = time.perf_counter_ns()
+        function(*positional, **keywords)
+        times.append(time.perf_counter_ns() - start)
+    return statistics.median(times)
+
+
+def _decode_arguments(sinks: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    batch, pages, page_size, heads, kv_heads, head_dim = 4, 64, 16, 64, 8, 64
+    cache = torch.zeros(pages, page_size, kv_heads, head_dim, dtype=torch.bfloat16)
+    page_table = torch.arange(batch * 16, dtype=torch.int32).view(batch, 16)
+    lengths = torch.full((batch,), 200, dtype=torch.int32)
+    q = torch.zeros(batch, heads, head_dim, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"window_left": 127, "sinks": torch.zeros(heads)} if sinks else {}
+    return (q, cache, cache.clone(), page_table, lengths, 256), options
+
+
+def _calls() -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
+    x, weight = torch.zeros(4, 2880, dtype=torch.bfloat16), torch.ones(2880, dtype=torch.bfloat16)
+    yield "rmsnorm", tk.rmsnorm, (x, weight), {}
+    yield "rmsnorm with residual", tk.rmsnorm, (x, weight, 1e-5), {"residual": x.clone()}
+    yield "mha_decode_with_kvcache", tk.mha_decode_with_kvcache, *_decode_arguments(sinks=False)
+    yield "mha_decode_with_kvcache, window and sinks", tk.mha_decode_with_kvcache, *_decode_arguments(sinks=True)
+
+
+def import_cost(repeats: int = 15) -> dict[str, Any]:
+    """Milliseconds that importing the package adds to importing torch, each time in a fresh process."""
+    program = (
+        "import torch, time, sys, json; start = time.perf_counter(); import tokenspeed_kernel; "
+        "print(json.dumps([(time.perf_counter() - start) * 1e3, 'triton' in sys.modules, torch.cuda.is_initialized()]))"
+    )
+    rows = [
+        json.loads(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout) for _ in range(repeats)
+    ]
+    return {
+        "added_ms": round(statistics.median(row[0] for row in rows), 1),
+        "imports_triton": any(row[1] for row in rows),
+        "creates_gpu_context": any(row[2] for row in rows),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in ("rmsnorm", "mha_decode_with_kvcache"):
+        _noop(getattr(tk, name).operator)
+    rows = {}
+    print(f"{'call':<44}{'public ns':>10}{'bound ns':>10}{'overhead ns':>12}{'first call ns':>15}")
+    for label, function, positional, keywords in _calls():
+        row = overhead(function, positional, keywords)
+        row["decide_again_ns"] = decide_again(function, positional, keywords)
+        rows[label] = row
+        print(f"{label:<44}{row['public_ns']:>10}{row['bound_ns']:>10}{row['overhead_ns']:>12}{row['decide_again_ns']:>15}")
+    imports = import_cost()
+    print(f"import tokenspeed_kernel adds {imports['added_ms']} ms to import torch")
+    if arguments.output:
+        result = {"metadata": metadata(), "calls_per_run": CALLS, "runs": RUNS, "overhead": rows, "import": imports}
+        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

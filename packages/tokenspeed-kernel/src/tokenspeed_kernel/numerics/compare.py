@@ -1,0 +1,248 @@
+"""Comparing what a kernel gave with what the reference gave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.checks import describe
+from tokenspeed_kernel.numerics.tolerance import EXACT, Tolerance, tolerance_for
+
+# Elements compared at a time: the comparison is made in float64, and a cache may have 10^9 elements.
+_CHUNK = 1 << 24
+# A norm says something of many elements; of a few it says what the elements say.
+_FEWEST_FOR_NORM = 64
+
+
+@dataclass(frozen=True)
+class Element:
+    """One element of a tensor, in both results."""
+
+    index: tuple[int, ...]
+    got: float
+    expected: float
+
+    def __str__(self) -> str:
+        return f"{list(self.index)}: got {self.got:.9g}, expected {self.expected:.9g}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output of a kernel beside the reference's.
+
+    Attributes:
+        name: of the output or of the argument that was written to.
+        fault: what is wrong with it; empty if nothing is.
+        max_abs_error: largest difference; inf if a NaN or an infinity is where none should be.
+        relative_error: Frobenius norm of the difference over that of the expected tensor; inf likewise.
+        beyond: fraction of elements beyond the tolerance.
+        worst: the element that is farthest out, measured by its own tolerance; None if nothing differs.
+        tolerance: what was applied.
+    """
+
+    name: str
+    fault: str
+    max_abs_error: float
+    relative_error: float
+    beyond: float
+    worst: Element | None
+    tolerance: Tolerance
+
+    @property
+    def passed(self) -> bool:
+        return not self.fault
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values. Numbers that JSON does not have become text."""
+        worst = self.worst
+        return {
+            "name": self.name,
+            "passed": self.passed,
+            "fault": self.fault,
+            "max_abs_error": _json_number(self.max_abs_error),
+            "relative_error": _json_number(self.relative_error),
+            "beyond": self.beyond,
+            "worst": worst
+            and {"index": list(worst.index), "got": _json_number(worst.got), "expected": _json_number(worst.expected)},
+            "tolerance": {
+                "relative": self.tolerance.relative,
+                "absolute": self.tolerance.absolute,
+                "norm": self.tolerance.norm,
+                "reason": self.tolerance.reason,
+            },
+        }
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def compare(got: Any, expected: Any, tolerance: Tolerance | Callable[[torch.dtype], Tolerance] = tolerance_for) -> list[Comparison]:
+    """Compares two results of an operator, each None, a tensor or a tuple of tensors.
+
+    Args:
+        got: what is in question; anything at all.
+        expected: what it should be.
+        tolerance: for all outputs, or a function from an output's dtype.
+
+    Returns:
+        One comparison an output; a single one, which failed, if the results are not alike in kind and number.
+
+    Example:
+        >>> import torch
+        >>> print(compare(torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]))[0].fault)
+        1 of 2 elements beyond tolerance, worst at [1]: got 5, expected 2
+    """
+    given, wanted = _outputs(got), _outputs(expected)
+    assert wanted is not None, f"a reference gives None, a tensor or a tuple of tensors, not {describe(expected)}"
+    if given is None or len(given) != len(wanted):
+        kind = describe(got) if given is None else _count(len(given))
+        fault = f"the result is {kind}, expected {_count(len(wanted))}"
+        return [Comparison("result", fault, math.inf, math.inf, 1.0, None, EXACT)]
+    names = ["output"] if len(wanted) == 1 else [f"output {i}" for i in range(len(wanted))]
+    return [
+        compare_tensors(name, g, w, tolerance if isinstance(tolerance, Tolerance) else tolerance(w.dtype))
+        for name, g, w in zip(names, given, wanted, strict=True)
+    ]
+
+
+def _outputs(result: Any) -> tuple[Any, ...] | None:
+    if result is None:
+        return ()
+    if isinstance(result, Tensor):
+        return (result,)
+    return result if isinstance(result, tuple) else None
+
+
+def _count(outputs: int) -> str:
+    return {0: "None", 1: "one tensor"}.get(outputs, f"{outputs} tensors")
+
+
+def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance) -> Comparison:
+    """Compares one tensor with what it should be.
+
+    A NaN must be where the reference has one and nowhere else, an infinity where it has the same; under an exact tolerance the
+    bits must agree, whatever a NaN's payload.
+
+    Args:
+        name: how the outcome shall call it.
+        got: what is in question; anything at all.
+        expected: what it should be.
+        tolerance: how far apart they may be.
+    """
+    if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype or got.device != expected.device:
+        fault = f"is {describe(got)}, expected {describe(expected)}"
+        return Comparison(name, fault, math.inf, math.inf, 1.0, None, tolerance)
+    if expected.numel() == 0:
+        return Comparison(name, "", 0.0, 0.0, 0.0, None, tolerance)
+    measured = _measure(got, expected, tolerance)
+    relative = _relative_error(measured)
+    worst = None
+    if measured.worst_score > 0:
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(measured.worst_at), expected.shape))
+        worst = Element(index, got[index].item(), expected[index].item())
+    fault = _fault(measured, relative, worst, expected.numel(), tolerance)
+    return Comparison(name, fault, measured.max_error, relative, measured.beyond / expected.numel(), worst, tolerance)
+
+
+@dataclass
+class _Measured:
+    """Sums over the chunks."""
+
+    beyond: int = 0
+    strange: int = 0  # NaN or infinity on one side only
+    nan: int = 0  # of these, NaN in what is in question
+    max_error: float = 0.0
+    error_squares: float = 0.0
+    expected_squares: float = 0.0
+    worst_score: float = 0.0
+    worst_at: int = 0
+
+
+def _measure(got: Tensor, expected: Tensor, tolerance: Tolerance) -> _Measured:
+    total = _Measured()
+    finite = 0
+    for _, _, e in _chunks(got, expected):
+        wide = e.double()
+        usable = wide.isfinite()
+        finite += int(usable.sum())
+        total.expected_squares += float(wide.where(usable, 0.0).square().sum())
+    rms = math.sqrt(total.expected_squares / finite) if finite else 0.0
+
+    for start, g, e in _chunks(got, expected):
+        got_wide, wide = g.double(), e.double()
+        both_nan = got_wide.isnan() & wide.isnan()
+        comparable = got_wide.isfinite() & wide.isfinite()
+        error = (got_wide - wide).abs()
+        if tolerance.exact:
+            differs = _bits(g).ne(_bits(e)) & ~both_nan
+            beyond = differs
+            score = torch.where(comparable, error + 1.0, math.inf).where(differs, 0.0)
+        else:
+            differs = got_wide.ne(wide) & ~both_nan
+            bound = tolerance.relative * wide.abs() + tolerance.absolute * rms
+            beyond = differs & (~comparable | (error > bound))
+            score = torch.where(comparable, error / bound, math.inf).where(differs, 0.0)
+        strange = differs & ~comparable
+        total.beyond += int(beyond.sum())
+        total.strange += int(strange.sum())
+        total.nan += int((strange & got_wide.isnan()).sum())
+        usable_error = error.where(comparable, 0.0)
+        total.max_error = max(total.max_error, float(usable_error.max()))
+        total.error_squares += float(usable_error.square().sum())
+        place = int(score.argmax())
+        if float(score[place]) > total.worst_score:
+            total.worst_score, total.worst_at = float(score[place]), start + place
+    if total.strange:
+        total.max_error = math.inf
+    return total
+
+
+def _chunks(got: Tensor, expected: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    flat_got, flat_expected = got.detach().reshape(-1), expected.detach().reshape(-1)
+    for start in range(0, flat_expected.numel(), _CHUNK):
+        yield start, flat_got[start : start + _CHUNK], flat_expected[start : start + _CHUNK]
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one device are alike in shape, dtype and every bit."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(_bits(left.detach().reshape(-1)), _bits(right.detach().reshape(-1)))
+
+
+def _relative_error(measured: _Measured) -> float:
+    if measured.strange:
+        return math.inf
+    if measured.error_squares == 0:
+        return 0.0
+    return math.sqrt(measured.error_squares / measured.expected_squares) if measured.expected_squares else math.inf
+
+
+def _fault(measured: _Measured, relative: float, worst: Element | None, count: int, tolerance: Tolerance) -> str:
+    if measured.beyond:
+        what = "differ" if tolerance.exact else "beyond tolerance"
+        notes = ""
+        if measured.nan:
+            notes = f" ({measured.nan} NaN where the reference has none)"
+        elif measured.strange:
+            notes = f" ({measured.strange} NaN or infinite in one of the two only)"
+        return f"{measured.beyond} of {count} elements {what}{notes}, worst at {worst}"
+    if count >= _FEWEST_FOR_NORM and relative > tolerance.norm:
+        return (
+            f"each element is within tolerance, but together they are not: relative Frobenius error {relative:.3g} is above "
+            f"{tolerance.norm:.3g}"
+        )
+    return ""

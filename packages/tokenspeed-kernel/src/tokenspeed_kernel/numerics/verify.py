@@ -1,0 +1,273 @@
+"""Running a kernel against the reference, over its operator's cases.
+
+A kernel is run the way a caller runs it: through the operator, by name. Beyond the values of its outputs it is held to what
+every caller may rely on: ``out=`` is written to and returned, arguments that the operator does not declare as written to are
+left alone, outputs are memory of their own, and a kernel tagged ``determinism`` gives the same bits again.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel import lowering
+from tokenspeed_kernel.cases import Case
+from tokenspeed_kernel.numerics.compare import Comparison, compare, compare_tensors, same_bits
+from tokenspeed_kernel.numerics.tolerance import EXACT, Tolerance, tolerance_for
+from tokenspeed_kernel.operator import REFERENCE, Operator, get_operator
+from tokenspeed_kernel.parameters import tensor_arguments
+from tokenspeed_kernel.platform import current_platform, platform_of
+from tokenspeed_kernel.registry import KernelSpec
+from tokenspeed_kernel.selection import gate
+
+
+class Status(str, enum.Enum):
+    """What became of one case."""
+
+    PASSED = "passed"
+    FAILED = "failed"  # ran, and something about the result is wrong
+    ERROR = "error"  # did not run to the end
+    SKIPPED = "skipped"  # the kernel does not claim to serve this case here
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What became of one kernel on one case.
+
+    Attributes:
+        kernel, operator, case: names.
+        status: see `Status`.
+        reason: why it was skipped, what is wrong, or what exactly was checked.
+        comparisons: one a checked tensor; those made with ``out=`` are named after the parameter.
+        traceback: of an error.
+    """
+
+    kernel: str
+    operator: str
+    case: str
+    status: Status
+    reason: str = ""
+    comparisons: tuple[Comparison, ...] = ()
+    traceback: str = ""
+
+    @property
+    def worst(self) -> Comparison | None:
+        """The comparison to look at first: one that failed, else the one with the largest relative error."""
+        return max(self.comparisons, key=lambda c: (not c.passed, c.relative_error), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        return {
+            "kernel": self.kernel,
+            "operator": self.operator,
+            "case": self.case,
+            "status": self.status.value,
+            "reason": self.reason,
+            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+            "traceback": self.traceback,
+        }
+
+
+def default_device() -> torch.device:
+    """Where kernels run in this process: the current GPU, or the CPU (also under a simulator, whose tensors lie there)."""
+    platform = current_platform()
+    if platform.is_cpu or platform.emulated or platform.pretended:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def verify_kernel(
+    spec: KernelSpec,
+    cases: Iterable[Case] | None = None,
+    device: torch.device | str | None = None,
+    *,
+    large: bool = False,
+    seed: int = 0,
+) -> list[CaseResult]:
+    """Runs a registered kernel against its operator's reference.
+
+    Args:
+        spec: the kernel's declaration, from the registry.
+        cases: what to run; the operator's if not given.
+        device: where; `default_device` if not given.
+        large: include the cases that are sized for a GPU. Does not touch ``cases``.
+        seed: of the inputs.
+
+    Returns:
+        One result a case, in order; nothing is raised for a kernel that is wrong.
+
+    Example:
+        >>> from tokenspeed_kernel.registry import KernelRegistry
+        >>> spec = KernelRegistry.get().get_by_name("reference_rmsnorm")
+        >>> {result.status.value for result in verify_kernel(spec)}
+        {'passed'}
+    """
+    if cases is None:
+        try:
+            declared = get_operator(spec.operator).all_cases()
+        except KeyError:
+            return [CaseResult(spec.name, spec.operator, "", Status.ERROR, f"{spec.operator} is not an operator ({spec.origin})")]
+        cases = [case for case in declared if large or not case.large]
+    return [verify_case(spec, case, device, seed=seed) for case in cases]
+
+
+def verify_case(spec: KernelSpec, case: Case, device: torch.device | str | None = None, *, seed: int = 0) -> CaseResult:
+    """Runs a registered kernel on one case of its operator. See `verify_kernel`."""
+    op = get_operator(spec.operator)
+    where = default_device() if device is None else torch.device(device)
+    result = functools.partial(CaseResult, spec.name, spec.operator, case.name)
+    platform = platform_of(where)
+    # Before any input is built: a large case takes gigabytes.
+    gap = f"{platform.arch} is pretended, nothing launches" if platform.pretended else spec.capability.gap(platform)
+    if gap is not None:
+        return result(Status.SKIPPED, f"platform: {gap}")
+
+    doing = "building the case"
+    try:
+        with torch.no_grad():
+            build = functools.partial(_build, op, case, where, seed)
+            arguments, twin = build(), build()
+            op.check_call(arguments)
+            request = op.request(arguments)
+            rejected = gate(spec, request)
+            if rejected is not None:
+                return result(Status.SKIPPED, f"{rejected[0]}: {rejected[1]}")
+            changed = _differing(op, arguments, twin)
+            if changed:
+                return result(Status.ERROR, f"the case does not draw the same {', '.join(changed)} twice")
+
+            doing = "running the reference"
+            expected = op.reference(*arguments.values())
+            written = _written(op, arguments)
+            del arguments  # they may be large
+
+            doing = "running the kernel"
+            is_reference = spec.solution == REFERENCE
+            tolerance = functools.partial(tolerance_for, request=request, exact=op.exact or is_reference)
+            trial = _Trial(op, spec, twin, build, expected, written, tolerance)
+            trial.run()
+    except Exception as error:  # a kernel may fail in any way; every one of them is reported
+        return result(Status.ERROR, f"{doing}: {type(error).__name__}: {error}", traceback=traceback.format_exc())
+    faults = [*(f"{c.name}: {c.fault}" for c in trial.comparisons if c.fault), *trial.faults]
+    if faults:
+        return result(Status.FAILED, "; ".join(faults), tuple(trial.comparisons))
+    remark = "is the reference: the same bits again, out= respected, inputs left alone" if is_reference else ""
+    return result(Status.PASSED, remark, tuple(trial.comparisons))
+
+
+def _build(op: Operator[Any, Any], case: Case, device: torch.device, seed: int) -> dict[str, Any]:
+    return op.complete(case.build(device, seed))
+
+
+def _written(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """The arguments that the operator declares as written to."""
+    return {name: t for name, t in tensor_arguments(op.parameters, arguments) if name.partition(".")[0] in op.mutates}
+
+
+def _differing(op: Operator[Any, Any], left: dict[str, Any], right: dict[str, Any], leave_out: Iterable[str] = ()) -> list[str]:
+    """Names of the tensors that are not bit for bit the same in two sets of arguments."""
+    others = dict(tensor_arguments(op.parameters, right))
+    skipped = set(leave_out)
+    return [
+        name
+        for name, tensor in tensor_arguments(op.parameters, left)
+        if name.partition(".")[0] not in skipped and not same_bits(tensor, others[name])
+    ]
+
+
+@dataclass
+class _Trial:
+    """One kernel's run on one case, and what was found wrong."""
+
+    op: Operator[Any, Any]
+    spec: KernelSpec
+    arguments: dict[str, Any]
+    build: Callable[[], dict[str, Any]]
+    expected: Any
+    written: dict[str, Tensor]
+    tolerance: Callable[[torch.dtype], Tolerance]
+
+    def __post_init__(self) -> None:
+        self.faults: list[str] = []
+        self.comparisons: list[Comparison] = []
+
+    def run(self) -> None:
+        got = self._call(self.arguments)
+        self.comparisons = compare(got, self.expected, self.tolerance)
+        self._compare_written(self.arguments)
+        outputs = [t for t in lowering.as_list(got) if isinstance(t, Tensor)] if isinstance(got, (Tensor, tuple)) else []
+        self._check_memory(outputs)
+
+        fresh = self.build()
+        changed = _differing(self.op, self.arguments, fresh, (*self.op.mutates, *self.op.outs))
+        if changed:
+            self.faults.append(f"changes its input {', '.join(changed)}")
+        alike = len(outputs) == len(lowering.as_list(self.expected)) and all(c.worst is None or c.passed for c in self.comparisons)
+        if self.op.outs:
+            self._check_out(fresh, outputs if alike else None)
+
+    def _call(self, arguments: dict[str, Any]) -> Any:
+        result = self.op.function(**arguments, override=self.spec.name)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # so that a failed launch is blamed on this call
+        return result
+
+    def _compare_written(self, arguments: dict[str, Any]) -> None:
+        for name, tensor in _written(self.op, arguments).items():
+            wanted = self.written[name]
+            self.comparisons.append(compare_tensors(name, tensor, wanted, self.tolerance(wanted.dtype)))
+
+    def _check_memory(self, outputs: list[Tensor]) -> None:
+        """Outputs must be memory of their own: a custom operator of PyTorch may not return a view of what it was given."""
+        provided = {self.arguments[name].data_ptr() for name in self.op.outs if self.arguments[name] is not None}
+        owners = {_storage(t): name for name, t in tensor_arguments(self.op.parameters, self.arguments) if t.numel()}
+        for index, output in enumerate(outputs):
+            if not output.numel() or output.data_ptr() in provided:
+                continue
+            owner = owners.setdefault(_storage(output), f"output {index}")
+            if owner != f"output {index}":
+                self.faults.append(f"output {index} shares memory with {owner}")
+
+    def _check_out(self, arguments: dict[str, Any], before: list[Tensor] | None) -> None:
+        """Runs again with every output provided."""
+        wanted = lowering.as_list(self.expected)
+        provided = {name: _garbage(t) for name, t in zip(self.op.outs, wanted, strict=False)}
+        if not provided:
+            return
+        result = self._call({**arguments, **provided})
+        returned = list(result) if isinstance(result, (tuple, list)) else [result]
+        for index, (name, out) in enumerate(provided.items()):
+            value = returned[index] if index < len(returned) else None
+            if not isinstance(value, Tensor) or not _same_memory(value, out):
+                self.faults.append(f"ignores {name}=: what it returns is not the tensor it was given")
+                continue
+            compared = compare_tensors(f"{name}=", out, wanted[index], self.tolerance(wanted[index].dtype))
+            self.comparisons.append(compared)
+            if before is not None and "determinism" in self.spec.tags and compared.passed:
+                again = compare_tensors(f"{name}=", out, before[index], EXACT)
+                if again.fault:
+                    self.faults.append(f"is tagged determinism, but gives other bits the second time: {again.fault}")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _same_memory(left: Tensor, right: Tensor) -> bool:
+    return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
+
+
+def _garbage(like: Tensor) -> Tensor:
+    """A tensor to be written to, full of values that no kernel would give: NaN or beyond 10^38, 2^30 and more."""
+    made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    if like.dtype == torch.bool:
+        return made.fill_(True)
+    made.untyped_storage().fill_(0x7F)
+    return made

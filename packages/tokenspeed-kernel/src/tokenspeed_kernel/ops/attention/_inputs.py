@@ -1,0 +1,129 @@
+"""Inputs for the cases of attention operators. Each function returns what a `Case` wants: a function of a `Draw`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.cases import Draw
+from tokenspeed_kernel.checks import FP8
+
+Make = Callable[[Draw], dict[str, Any]]
+
+
+def ragged(
+    lengths: Sequence[int],
+    heads: int = 4,
+    kv_heads: int = 4,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    sinks: bool = False,
+    hint: bool = False,
+    **options: Any,
+) -> Make:
+    """Whole sequences, one after another. ``hint``: the lengths are repeated on the host."""
+
+    def make(draw: Draw) -> dict[str, Any]:
+        tokens = sum(lengths)
+        cu_seqlens = draw.cumulative(lengths)
+        arguments = {
+            "q": draw.normal(tokens, heads, head_dim, dtype=dtype),
+            "k": draw.normal(tokens, kv_heads, head_dim, dtype=dtype),
+            "v": draw.normal(tokens, kv_heads, v_head_dim or head_dim, dtype=dtype),
+            "cu_seqlens": cu_seqlens,
+            **options,
+        }
+        if sinks:
+            arguments["sinks"] = draw.normal(heads, dtype=dtype)
+        if hint:
+            arguments["cu_seqlens_cpu"] = cu_seqlens.tolist()
+            arguments["max_seqlen"] = max(lengths, default=0)
+        return arguments
+
+    return make
+
+
+def _paging(draw: Draw, kv_lens: Sequence[int], page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pages for sequences: page table, lengths, and which slots ``[pages, page_size]`` hold a token.
+
+    Pages are shuffled, some belong to no one, and entries of the page table that no sequence reaches name no page.
+    """
+    counts = [-(-length // page_size) for length in kv_lens]
+    pages = sum(counts) + 2
+    free = iter(draw.permutation(pages).tolist())
+    width = max(counts, default=0) + 1
+    rows = [[next(free) for _ in range(count)] + [-1] * (width - count) for count in counts]
+    page_table = draw.tensor(rows, torch.int32).reshape(len(kv_lens), width)
+    held = torch.zeros(pages, page_size, dtype=torch.bool, device=draw.device)
+    for row, count, length in zip(page_table, counts, kv_lens, strict=True):
+        slots = torch.arange(count * page_size, device=draw.device).view(count, page_size)
+        held[row[:count].long()] = slots < length
+    return page_table, draw.tensor(list(kv_lens), torch.int32), held
+
+
+def _cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale: bool) -> Tensor:
+    """A cache with ``token``-shaped tokens in the slots that hold one. ``stale``: NaN lies in all others."""
+    values = draw.normal(*held.shape, *token, dtype=torch.float32 if dtype in FP8 else dtype)
+    if stale:
+        values[~held] = torch.nan
+    return values.to(dtype)
+
+
+def paged(
+    kv_lens: Sequence[int],
+    q_lens: Sequence[int] | None = None,
+    heads: int = 4,
+    kv_heads: int = 4,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    kv_lora_rank: int | None = None,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    sinks: bool = False,
+    scales: Sequence[str] = (),
+    scale_per_head: bool = False,
+    stale: bool = False,
+    **options: Any,
+) -> Make:
+    """New tokens and a paged cache that holds them.
+
+    Args:
+        q_lens: new tokens of each sequence, for extending; None for decoding ``max_seqlen_q`` (or 1) tokens of each.
+        kv_lora_rank: the cache is one of latents, and ``head_dim`` the width of one.
+        scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one a kv head.
+        stale: slots that hold no token hold NaN.
+    """
+
+    def make(draw: Draw) -> dict[str, Any]:
+        page_table, cache_seqlens, held = _paging(draw, kv_lens, page_size)
+        stored = cache_dtype or dtype
+        tokens = sum(q_lens) if q_lens is not None else len(kv_lens) * options.get("max_seqlen_q", 1)
+        arguments: dict[str, Any] = {
+            "q": draw.normal(tokens, heads, head_dim, dtype=dtype),
+            "page_table": page_table,
+            "cache_seqlens": cache_seqlens,
+            "max_seqlen_k": max(kv_lens, default=0),
+        }
+        if kv_lora_rank is None:
+            arguments["k_cache"] = _cache(draw, held, kv_heads, head_dim, dtype=stored, stale=stale)
+            arguments["v_cache"] = _cache(draw, held, kv_heads, v_head_dim or head_dim, dtype=stored, stale=stale)
+        else:
+            arguments["kv_cache"] = _cache(draw, held, head_dim, dtype=stored, stale=stale)
+            arguments["kv_lora_rank"] = kv_lora_rank
+        if q_lens is not None:
+            arguments["cu_seqlens_q"] = draw.cumulative(q_lens)
+            arguments["cu_seqlens_kv"] = draw.cumulative(kv_lens)
+            arguments["max_seqlen_q"] = max(q_lens, default=0)
+        if sinks:
+            arguments["sinks"] = draw.normal(heads, dtype=dtype if dtype not in FP8 else torch.bfloat16)
+        for scale in scales:
+            sizes = (kv_heads,) if scale_per_head else ()
+            arguments[scale] = draw.uniform(*sizes, low=0.5, high=1.5)
+        return {**arguments, **options}
+
+    return make

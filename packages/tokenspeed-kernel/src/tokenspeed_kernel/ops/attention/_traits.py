@@ -1,0 +1,26 @@
+"""What requests for attention ask of a kernel, under one set of names."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def softmax_traits(q: Tensor, kv_heads: int, v_head_dim: int, logit_cap: float, return_lse: bool) -> dict[str, object]:
+    """Of every attention; ``gqa_ratio`` is the number of query heads that share a key head."""
+    return {
+        "head_dim": q.shape[-1],
+        "v_head_dim": v_head_dim,
+        "gqa_ratio": q.shape[1] // kv_heads,
+        "logit_cap": logit_cap > 0,
+        "return_lse": return_lse,
+    }
+
+
+def window_traits(window_left: int, sinks: Tensor | None) -> dict[str, object]:
+    """Of attention that knows windows and sinks."""
+    return {"sliding_window": window_left >= 0, "sinks": sinks is not None}
+
+
+def cache_traits(cache: Tensor, *scales: Tensor | None) -> dict[str, object]:
+    """Of attention to a paged cache; ``scaled`` says that some fp8 operand has a scale."""
+    return {"page_size": cache.shape[1], "scaled": any(scale is not None for scale in scales)}

@@ -1,0 +1,178 @@
+"""Narrow number formats: how values become bits and back. Pure functions of PyTorch tensors, on any device.
+
+========  ====  =======================  ==========================================================
+format    bits  largest finite           notes
+========  ====  =======================  ==========================================================
+e4m3fn    8     448                      no infinities; NaN is ``0x7f`` and ``0xff``
+e4m3fnuz  8     240                      one zero; NaN is ``0x80``
+e5m2      8     57344                    has infinities, which saturating conversion never makes
+e2m1      4     6                        0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives; no NaN
+e8m0      8     2^127                    a power of two, ``2^(byte - 127)``; 255 is NaN; stored as uint8
+========  ====  =======================  ==========================================================
+
+Two e2m1 codes share a byte: the lower nibble is the element with the lower index. Every conversion rounds to nearest, ties to
+even, and saturates.
+
+The mx formats follow "OCP Microscaling Formats (MX) Specification", version 1.0: `BLOCK_MX` consecutive elements of the last
+axis share one e8m0 scale, whose exponent is ``floor(log2(amax)) - emax``, where ``amax`` is the block's largest magnitude and
+``emax`` the exponent of the element format's largest power of two. Where the specification leaves a choice: a block that holds
+a NaN or an infinity gets the scale 255, so that all of it decodes to NaN, and all-zero codes; exponents below -127 become
+-127, so that a block of zeros has the scale byte 0.
+
+nvfp4 has blocks of `BLOCK_NVFP4`, whose scales are e4m3fn numbers relative to one float32 scale of the whole tensor.
+
+Nothing here checks its arguments or synchronises with the device; the operators of this package do the former.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK_MX = 32
+BLOCK_NVFP4 = 16
+
+SOURCE_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})  # what is quantised, and dequantised to
+FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3fnuz: 240.0}
+E2M1_MAX = 6.0
+SMALLEST_NORMAL = 2.0**-126  # of float32
+
+_EMAX_FP8 = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
+_EMAX_E2M1 = 2
+_E8M0_NAN = 255
+
+
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """``x / divisor``, correctly rounded. With a plain number, PyTorch multiplies by the reciprocal on a GPU."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
+def encode_fp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """float ``[...]`` to the 8-bit float ``dtype`` ``[...]``. Infinities become the largest finite value; every NaN becomes the
+    same one, ``0x7f`` (e4m3fnuz: ``0x80``). float64 is rounded to float32 first.
+    """
+    limit = FP8_MAX[dtype]
+    x = x.float()
+    return torch.where(x.isnan(), torch.nan, x.clamp(-limit, limit)).to(dtype)
+
+
+def e8m0_to_float(scale: Tensor) -> Tensor:
+    """uint8 ``[...]`` to float32 ``[...]``: ``2^(scale - 127)``, NaN for 255."""
+    # An e8m0 byte is a float32's exponent field, but for 0 (2^-127 is subnormal in float32) and 255.
+    exponent = scale.to(torch.int32)
+    bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
+    return torch.where(exponent == _E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
+
+
+def encode_e2m1(x: Tensor) -> Tensor:
+    """float ``[..., n]`` to packed e2m1, uint8 ``[..., n/2]``. A value beyond 6 becomes 6, NaN becomes 0, -0 stays -0."""
+    x = x.float()
+    magnitude = x.abs()
+    # Each boundary lies half-way between two neighbours; a tie belongs to the one whose code is even.
+    code = (magnitude > 0.25).to(torch.uint8)
+    code += magnitude >= 0.75
+    code += magnitude > 1.25
+    code += magnitude >= 1.75
+    code += magnitude > 2.5
+    code += magnitude >= 3.5
+    code += magnitude > 5.0
+    code |= (x.signbit() & ~x.isnan()).to(torch.uint8) << 3
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def decode_e2m1(packed: Tensor) -> Tensor:
+    """Packed e2m1, uint8 ``[..., n/2]``, to float32 ``[..., n]``."""
+    code = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2).to(torch.int32)
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    # In halves: 0 and 1 where the exponent is 0, (2 + mantissa) * 2^(exponent - 1) elsewhere.
+    halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp(min=0))
+    magnitude = halves.float() * 0.5
+    return torch.where(code >= 8, -magnitude, magnitude)
+
+
+def encode_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """float ``[..., k]`` to e2m1 codes, uint8 ``[..., k/2]``, and e8m0 scales, uint8 ``[..., k/32]``."""
+    scaled, scale = _share_exponents(x, _EMAX_E2M1)
+    return encode_e2m1(scaled), scale
+
+
+def decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """e2m1 codes, uint8 ``[..., k/2]``, and e8m0 scales, uint8 ``[..., k/32]``, to ``dtype`` ``[..., k]``.
+
+    The products are exact in float32 (or overflow), so ``dtype`` is rounded to once.
+    """
+    return _scale_blocks(decode_e2m1(packed), e8m0_to_float(scale), BLOCK_MX).to(dtype)
+
+
+def encode_mxfp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """float ``[..., k]`` to ``dtype`` (e4m3fn or e5m2) ``[..., k]`` and e8m0 scales, uint8 ``[..., k/32]``."""
+    scaled, scale = _share_exponents(x, _EMAX_FP8[dtype])
+    return encode_fp8(scaled, dtype), scale
+
+
+def decode_mxfp8(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """e4m3fn or e5m2 ``[..., k]`` and e8m0 scales, uint8 ``[..., k/32]``, to ``dtype`` ``[..., k]``. See `decode_mxfp4`."""
+    return _scale_blocks(q.float(), e8m0_to_float(scale), BLOCK_MX).to(dtype)
+
+
+def encode_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """float ``[..., k]`` to e2m1 codes, uint8 ``[..., k/2]``, and e4m3fn block scales ``[..., k/16]``.
+
+    ``x ~= code * block_scale * global_scale``, where global_scale is float32 ``[]`` or ``[1]``. All in float32, in this order:
+    ``block_scale = e4m3fn((amax / 6) / global_scale)`` and ``code = e2m1(x / (block_scale * global_scale))``. Where the latter
+    product is 0 the codes are 0; a block that holds a NaN or an infinity has the block scale NaN and codes 0.
+    """
+    blocks = split_blocks(x.float(), BLOCK_NVFP4)
+    amax = blocks.abs().amax(-1)
+    wanted = divide(amax, E2M1_MAX) / global_scale.reshape(())
+    block_scale = encode_fp8(torch.where(amax.isfinite(), wanted, torch.nan), torch.float8_e4m3fn)
+    step = (block_scale.float() * global_scale.reshape(())).unsqueeze(-1)
+    scaled = torch.where(step > 0, blocks / step, 0.0)
+    return encode_e2m1(scaled.flatten(-2)), block_scale
+
+
+def decode_nvfp4(packed: Tensor, block_scale: Tensor, global_scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The reverse of `encode_nvfp4`: ``code * (block_scale * global_scale)`` in float32, then rounded to ``dtype``."""
+    step = block_scale.float() * global_scale.reshape(())
+    return _scale_blocks(decode_e2m1(packed), step, BLOCK_NVFP4).to(dtype)
+
+
+def decode_fp8(q: Tensor, scale: Tensor, block_shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """An 8-bit float ``[...]`` times float32 block scales, in float32, then rounded to ``dtype``.
+
+    ``block_shape`` says how many elements of each trailing axis share a scale: with ``(128, 128)``, q ``[..., n, k]`` has scale
+    ``[..., ceil(n/128), ceil(k/128)]``.
+    """
+    return (q.float() * expand_scale(scale, block_shape, q.shape)).to(dtype)
+
+
+def expand_scale(scale: Tensor, block_shape: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Repeats block scales over the elements that share them, up to ``shape``; the last block of an axis may be short."""
+    for axis, block in zip(range(-len(block_shape), 0), block_shape, strict=True):
+        if block != 1:
+            scale = scale.repeat_interleave(block, dim=axis).narrow(axis, 0, shape[axis])
+    return scale
+
+
+def split_blocks(x: Tensor, block: int) -> Tensor:
+    """``[..., k]`` as ``[..., k/block, block]``, contiguous."""
+    return x.contiguous().view(*x.shape[:-1], x.shape[-1] // block, block)
+
+
+def _share_exponents(x: Tensor, emax: int) -> tuple[Tensor, Tensor]:
+    """x over its blocks' shared scales, float32 ``[..., k]``, and those scales as e8m0, uint8 ``[..., k/32]``."""
+    blocks = split_blocks(x.float(), BLOCK_MX)
+    # A float32's exponent field is floor(log2) + 127. Subnormal numbers have 0, and end up at the smallest scale either way.
+    field = blocks.abs().amax(-1).view(torch.int32) >> 23
+    finite = field != 255
+    scale = torch.where(finite, (field - emax).clamp(min=0), _E8M0_NAN)
+    # Multiplying by the reciprocal, 2^(127 - byte), is exact. It is normal for all bytes that occur: 0 to 254 - emax.
+    reciprocal = ((254 - scale) << 23).view(torch.float32)
+    scaled = torch.where(finite.unsqueeze(-1), blocks * reciprocal.unsqueeze(-1), 0.0)
+    return scaled.flatten(-2), scale.to(torch.uint8)
+
+
+def _scale_blocks(values: Tensor, scale: Tensor, block: int) -> Tensor:
+    return (split_blocks(values, block) * scale.unsqueeze(-1)).flatten(-2)

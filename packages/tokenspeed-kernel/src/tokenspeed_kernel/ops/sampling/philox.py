@@ -1,0 +1,67 @@
+"""Random numbers that depend on nothing but a seed and an offset: Philox4x32-10.
+
+A counter-based generator (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): ten rounds of
+a keyed bijection turn a 128-bit counter and a 64-bit key into 128 random bits. There is no state, so a row's number is the
+same in every batch, on every device and in every order of evaluation.
+
+Words are 32 bits wide and are held in int64, because PyTorch can do little with unsigned integers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+WORD = 0xFFFFFFFF
+
+
+def _multiply(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low word of a product of two words. In halves, as the whole product would not fit into int64."""
+    low_half = multiplier * (word & 0xFFFF)
+    high_half = multiplier * (word >> 16) + (low_half >> 16)
+    return high_half >> 16, (high_half & 0xFFFF) << 16 | (low_half & 0xFFFF)
+
+
+def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
+    """The random words of a counter under a key.
+
+    Args:
+        counter: int64 ``[..., 4]`` words in 0 to 2^32 - 1, least significant first.
+        key: int64 ``[..., 2]`` words; the leading axes broadcast against the counter's.
+
+    Returns:
+        int64 ``[..., 4]`` words.
+    """
+    c0, c1, c2, c3 = counter.unbind(-1)
+    k0, k1 = key.unbind(-1)
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + KEY_INCREMENTS[0]) & WORD, (k1 + KEY_INCREMENTS[1]) & WORD
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def uniform(seed: Tensor, offset: Tensor) -> Tensor:
+    """One number in [0, 1) for every seed and offset.
+
+    The key is the seed's two words and the counter the offset's, low word first, followed by two zero words; negative numbers
+    count in two's complement. Of the four random words, the upper 24 bits of the first make the number: ``(word >> 8) * 2^-24``,
+    which float32 holds exactly.
+
+    Args:
+        seed: int64 ``[...]``.
+        offset: int64 ``[...]``.
+
+    Returns:
+        float32 ``[...]``, a multiple of 2^-24.
+    """
+    # The shift of a negative number fills with ones; the mask drops them.
+    low, high = offset & WORD, (offset >> 32) & WORD
+    zero = torch.zeros_like(low)
+    counter = torch.stack((low, high, zero, zero), dim=-1)
+    key = torch.stack((seed & WORD, (seed >> 32) & WORD), dim=-1)
+    return (philox4x32(counter, key)[..., 0] >> 8).float() * 2.0**-24

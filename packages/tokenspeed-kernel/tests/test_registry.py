@@ -1,0 +1,497 @@
+"""Declaring kernels: what is taken, what is refused and how that reads, and when an implementation is imported."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+import threading
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed_kernel import registry as registry_module
+from tokenspeed_kernel import selection
+from tokenspeed_kernel.platform import ArchVersion, CapabilityRequirement
+from tokenspeed_kernel.registry import (
+    KernelRegistry,
+    KernelSpec,
+    Priority,
+    PriorityClashWarning,
+    RegistrationError,
+    describe_kernel,
+    register_kernel,
+    registering_as,
+)
+from tokenspeed_kernel.selection import NoKernelFoundError, select_kernel
+from tokenspeed_kernel.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel.traits import at_most, multiple_of
+
+BF16 = format_signatures("x", "dense", {torch.bfloat16})
+X = format_signature(x=dense_tensor_format(torch.bfloat16))
+
+
+def kernel(x: Any, out: Any) -> None: ...
+
+
+def spec(name: str = "mine", **changes: Any) -> KernelSpec:
+    facts: dict[str, Any] = {"family": "norm", "mode": "scale", "solution": "torch", "format_signatures": BF16, "origin": "here:1"}
+    return KernelSpec(name, **{**facts, **changes})
+
+
+# -- declarations -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": ""}, r"name of a kernel must be a non-empty str, got ''"),
+        ({"name": None, "solution": "torch"}, None),
+        ({"solution": ""}, r"solution of a kernel must be a non-empty str, got ''"),
+        ({"family": 3}, r"family of a kernel must be a non-empty str, got 3"),
+        ({"mode": ""}, r"mode of a kernel must be a non-empty str"),
+        ({"priority": 20}, r"torch_scale: priority must be an int from 0 to 19, got 20"),
+        ({"priority": -1}, r"priority must be an int from 0 to 19, got -1"),
+        ({"priority": True}, r"priority must be an int from 0 to 19, got True"),
+        ({"priority": 8.0}, r"priority must be an int from 0 to 19, got 8\.0"),
+        ({"signatures": []}, r"signatures is empty, so no request could reach it; None means all"),
+        ({"signatures": ["bf16"]}, r"signatures must be FormatSignature, got 'bf16'"),
+        ({"traits": {"head_dim": object()}}, r"torch_scale: trait head_dim: a trait is constrained by a value, a set of values"),
+        ({"traits": {"head_dim": {"a": 1}}}, r"trait head_dim: a trait is constrained by"),
+        ({"traits": {"head_dim": [[64]]}}, r"trait head_dim: a trait is constrained by"),
+        ({"traits": {"head_dim": set()}}, r"trait head_dim .* no value"),
+        ({"traits": {"head_dim": at_most(8) & multiple_of(16) & 64}}, r"trait head_dim .* no value"),
+        ({"features": "paged"}, r"torch_scale: features must be a set of str, got 'paged'"),
+        ({"tags": "latency"}, r"torch_scale: tags must be a set of str, got 'latency'"),
+        ({"tags": [1]}, r"tags must be a set of str"),
+    ],
+)
+def test_a_declaration_that_is_wrong_is_refused(registry: KernelRegistry, changes: dict[str, Any], message: str | None) -> None:
+    facts: dict[str, Any] = {"solution": "torch", "signatures": BF16}
+    facts.update(changes)
+    family, mode = facts.pop("family", "norm"), facts.pop("mode", "scale")
+    if message is None:
+        register_kernel(family, mode, **facts)(kernel)
+        return
+    with pytest.raises(RegistrationError, match=message) as caught:
+        register_kernel(family, mode, **facts)(kernel)
+    assert __name__ in str(caught.value) or "test_registry" in str(caught.value), "the message says where the kernel was declared"
+    assert registry.list_kernels() == []
+
+
+def test_features_given_as_a_string_are_not_split(registry: KernelRegistry) -> None:
+    with pytest.raises(RegistrationError, match="features must be a set of str, got 'paged'"):
+        spec(features="paged")
+
+
+def test_default_name_is_solution_and_mode(registry: KernelRegistry) -> None:
+    register_kernel("norm", "scale", solution="torch", signatures=BF16)(kernel)
+    assert [s.name for s in registry.list_kernels()] == ["torch_scale"]
+    assert registry.get_by_name("torch_scale").origin.startswith(__name__ + ":")
+
+
+def test_the_decorator_returns_what_it_decorates(registry: KernelRegistry) -> None:
+    assert register_kernel("norm", "scale", solution="torch", signatures=BF16)(kernel) is kernel
+    path = "nowhere_to_be_found:kernel"
+    assert register_kernel("norm", "scale", solution="lazy", signatures=BF16, priority=9)(path) is path
+
+
+@pytest.mark.parametrize("impl", [3, None, "module", "module:", ":function", "a:b:c", ""])
+def test_what_is_neither_function_nor_path_is_refused(registry: KernelRegistry, impl: Any) -> None:
+    with pytest.raises(RegistrationError, match='mine: an implementation is a function or "module:function", got'):
+        registry.register(spec(), impl)
+    assert registry.list_kernels() == []
+
+
+def test_a_taken_name_is_refused_with_both_origins(registry: KernelRegistry) -> None:
+    registry.register(spec(origin="first.py:10"), kernel)
+    with pytest.raises(RegistrationError, match=r"a kernel named mine exists: registered by first.py:10, now again by plugin b"):
+        registry.register(spec(origin="plugin b", family="other"), kernel)
+    assert registry.get_by_name("mine").origin == "first.py:10"
+
+
+def test_registering_as_names_the_origin(registry: KernelRegistry) -> None:
+    with registering_as("plugin p (package 1.0)"):
+        register_kernel("norm", "scale", solution="torch", signatures=BF16)(kernel)
+    register_kernel("norm", "scale", solution="other", signatures=BF16, priority=1)(kernel)
+    assert registry.get_by_name("torch_scale").origin == "plugin p (package 1.0)"
+    assert registry.get_by_name("other_scale").origin.startswith(__name__)
+
+
+def test_implementations_take_the_operators_parameters(registry: KernelRegistry) -> None:
+    registry.declare_interface("norm", "scale", ("x", "out"))
+
+    def wrong_order(out: Any, x: Any) -> None: ...
+    def too_few(x: Any) -> None: ...
+    def more(x: Any, out: Any, extra: Any) -> None: ...
+    def keyword_only(x: Any, out: Any, *, needed: Any) -> None: ...
+
+    for impl in (wrong_order, too_few, more, keyword_only):
+        with pytest.raises(RegistrationError, match=r"mine: an implementation of norm.scale takes \(x, out\), this one takes \("):
+            registry.register(spec(), impl)
+    assert registry.list_kernels() == []
+
+    def anything(*args: Any) -> None: ...
+    def optional(x: Any, out: Any = None, *, block: int = 128) -> None: ...
+
+    registry.register(spec("a", priority=1), anything)
+    registry.register(spec("b", priority=2), optional)
+    registry.register(spec("c", priority=3), print)  # a builtin has no signature to compare before it is called
+
+
+# -- lazily imported implementations ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a module that can be imported; gives its name."""
+    names: list[str] = []
+
+    def write(source: str) -> str:
+        name = f"lazy_kernels_{len(names)}_{tmp_path.name.replace('-', '_')}"
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        names.append(name)
+        return name
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_a_lazy_kernel_is_imported_only_when_selected(registry: KernelRegistry, module: Any, cpu: Any) -> None:
+    name = module("def kernel(x, out): return 'ran'\n")
+    registry.declare_interface("norm", "scale", ("x", "out"))
+    registry.register(spec("lazy", priority=8), f"{name}:kernel")
+    registry.register(spec("eager", priority=12), kernel)
+    assert select_kernel("norm", "scale", X, platform=cpu).name == "eager"
+    assert selection.explain_selection("norm", "scale", X, platform=cpu)
+    assert describe_kernel("lazy")
+    assert registry.is_lazy("lazy")
+    assert name not in sys.modules
+
+    chosen = select_kernel("norm", "scale", X, platform=cpu, override="lazy")
+    assert chosen(None, None) == "ran"
+    assert not registry.is_lazy("lazy")
+    assert registry.get_impl("lazy") is sys.modules[name].kernel
+
+
+def test_get_impl_says_what_is_wrong_with_a_lazy_kernel(registry: KernelRegistry, module: Any) -> None:
+    name = module("def short(x): ...\nnot_a_function = 3\n")
+    raising = module("raise OSError('libgpu.so is missing')\n")
+    registry.declare_interface("norm", "scale", ("x", "out"))
+    for priority, (kernel_name, path) in enumerate(
+        {
+            "no_module": "there_is_no_such_module:kernel",
+            "no_attribute": f"{name}:absent",
+            "raising": f"{raising}:kernel",
+            "short": f"{name}:short",
+            "number": f"{name}:not_a_function",
+        }.items()
+    ):
+        registry.register(spec(kernel_name, priority=priority), path)
+    with pytest.raises(
+        ImportError, match=r"kernel no_module is implemented by there_is_no_such_module:kernel, which cannot be imported"
+    ):
+        registry.get_impl("no_module")
+    with pytest.raises(AttributeError, match=rf"kernel no_attribute is implemented by {name}:absent, but {name} has no absent"):
+        registry.get_impl("no_attribute")
+    with pytest.raises(ImportError, match=rf"kernel raising is implemented by {raising}:kernel.*OSError: libgpu.so is missing"):
+        registry.get_impl("raising")
+    with pytest.raises(RegistrationError, match=r"short: an implementation of norm.scale takes \(x, out\), this one takes \(x\)"):
+        registry.get_impl("short")
+    with pytest.raises(RegistrationError, match=r"number: .*not_a_function is not callable"):
+        registry.get_impl("number")
+    with pytest.raises(KeyError, match=r"no kernel named shoort; did you mean short\?"):
+        registry.get_impl("shoort")
+
+
+def test_a_kernel_that_cannot_be_loaded_is_left_out_and_reported(registry: KernelRegistry, module: Any, cpu: Any) -> None:
+    """The best kernel by priority, of a package whose toolchain is missing, must not take the operator down."""
+    registry.register(spec("portable", priority=4), kernel)
+    registry.register(spec("broken", priority=16, origin="plugin p"), "there_is_no_such_module:kernel")
+    with pytest.warns(
+        registry_module.KernelLoadWarning, match=r"broken \(plugin p\) cannot be loaded and is left out: .*no_such_module"
+    ):
+        assert select_kernel("norm", "scale", X, platform=cpu).name == "portable"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        selection.memo.invalidate()
+        assert select_kernel("norm", "scale", X, platform=cpu).name == "portable", "reported once"
+
+    text = selection.explain_selection("norm", "scale", X, platform=cpu)
+    assert "broken" in text
+    assert "implementation: cannot be loaded: ImportError: kernel broken is implemented by" in text
+    failure = registry.load_failures()["broken"]
+    assert "Traceback" in failure
+    assert "there_is_no_such_module" in failure
+
+    with pytest.raises(
+        NoKernelFoundError, match=r"broken is wanted by override=, but fails the implementation gate: cannot be loaded"
+    ):
+        select_kernel("norm", "scale", X, platform=cpu, override="broken")
+
+
+def test_nothing_but_kernels_that_cannot_be_loaded_is_an_error(registry: KernelRegistry, cpu: Any) -> None:
+    registry.register(spec("broken"), "there_is_no_such_module:kernel")
+    with (
+        pytest.warns(registry_module.KernelLoadWarning),
+        pytest.raises(NoKernelFoundError, match=r"broken +implementation: cannot be"),
+    ):
+        select_kernel("norm", "scale", X, platform=cpu)
+
+
+def test_a_kernel_registered_again_gets_another_chance(registry: KernelRegistry, cpu: Any) -> None:
+    registry.register(spec("broken"), "there_is_no_such_module:kernel")
+    with pytest.warns(registry_module.KernelLoadWarning), pytest.raises(NoKernelFoundError):
+        select_kernel("norm", "scale", X, platform=cpu)
+    registry.unregister("broken")
+    registry.register(spec("broken"), kernel)
+    assert select_kernel("norm", "scale", X, platform=cpu).name == "broken"
+
+
+def test_importing_does_not_overwrite_what_was_registered_meanwhile(registry: KernelRegistry, module: Any) -> None:
+    name = module(
+        """
+        from tokenspeed_kernel.registry import KernelRegistry
+        registry = KernelRegistry.get()
+        spec = registry.get_by_name("mine")
+        registry.unregister("mine")
+        def replacement(x, out): ...
+        registry.register(spec, replacement)
+        def kernel(x, out): ...
+        """
+    )
+    registry.register(spec(), f"{name}:kernel")
+    registry.get_impl("mine")
+    assert registry.get_impl("mine").__name__ == "replacement"
+
+
+# -- clashes ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_priority_is_reported_with_both_origins(registry: KernelRegistry) -> None:
+    registry.register(spec("b", origin="core.py:7"), kernel)
+    with pytest.warns(PriorityClashWarning, match=r"a \(plugin p\) and b \(core.py:7\) both have priority 8 .* a wins by name"):
+        registry.register(spec("a", origin="plugin p"), kernel)
+    assert [str(c) for c in registry.clashes()] == [
+        "a (plugin p) and b (core.py:7) both have priority 8 and could serve the same norm.scale request; a wins by name. "
+        "Give one of them another priority."
+    ]
+    registry.unregister("b")
+    assert registry.clashes() == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"priority": 9},
+        {"mode": "other"},
+        {"format_signatures": format_signatures("x", "dense", {torch.float16})},
+        {"traits": {"sinks": True}},
+        {"traits": {"head_dim": 128}},
+        {"capability": CapabilityRequirement(vendors=frozenset({"amd"}))},
+        {"capability": CapabilityRequirement(max_arch_version=ArchVersion(8, 9), vendors=frozenset({"nvidia"}))},
+    ],
+)
+def test_kernels_that_cannot_meet_do_not_clash(registry: KernelRegistry, changes: dict[str, Any]) -> None:
+    nvidia = CapabilityRequirement(ArchVersion(9, 0), vendors=frozenset({"nvidia"}))
+    registry.register(spec("first", capability=nvidia, traits={"head_dim": {32, 64}}), kernel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registry.register(spec("second", **changes), kernel)
+    assert registry.clashes() == []
+
+
+def test_only_cpus_do_not_clash_with_an_architecture(registry: KernelRegistry) -> None:
+    registry.register(spec("first", capability=CapabilityRequirement(vendors=frozenset({"cpu"}))), kernel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        registry.register(spec("second", capability=CapabilityRequirement(ArchVersion(9, 0))), kernel)
+
+
+def test_the_universal_reference_clashes_with_priority_0(registry: KernelRegistry) -> None:
+    registry.register(spec("reference", priority=0, universal=True, format_signatures=None), kernel)
+    with pytest.warns(PriorityClashWarning):
+        registry.register(spec("lowest", priority=0, traits={"sinks": True}), kernel)
+
+
+# -- removing, transactions -------------------------------------------------------------------------------------------------------
+
+
+def test_unregistering_what_is_not_there(registry: KernelRegistry) -> None:
+    registry.register(spec("mine"), kernel)
+    with pytest.raises(KeyError, match=r"no kernel named mime; did you mean mine\?"):
+        registry.unregister("mime")
+
+
+def test_a_transaction_keeps_all_or_nothing(registry: KernelRegistry) -> None:
+    registry.register(spec("before"), kernel)
+    with registry.transaction() as added:
+        registry.register(spec("one", priority=1), kernel)
+        registry.register(spec("two", priority=2), kernel)
+    assert [s.name for s in added] == ["one", "two"]
+
+    with pytest.raises(RuntimeError, match="half way"), registry.transaction():
+        registry.register(spec("three", priority=3), kernel)
+        raise RuntimeError("half way")
+    assert sorted(s.name for s in registry.list_kernels()) == ["before", "one", "two"]
+
+
+def test_a_transaction_undoes_removals_interfaces_and_clashes(registry: KernelRegistry) -> None:
+    registry.register(spec("kept"), kernel)
+    with pytest.raises(RuntimeError), registry.transaction():
+        registry.unregister("kept")
+        registry.register(spec("kept", priority=19), print)
+        registry.declare_interface("norm", "scale", ("q",))
+        with pytest.warns(PriorityClashWarning):
+            registry.register(spec("clashing", priority=19), lambda q: None)
+        raise RuntimeError
+    assert registry.get_by_name("kept").priority == 8
+    assert registry.get_impl("kept") is kernel
+    assert registry.clashes() == []
+    registry.register(spec("later", priority=3), kernel)
+
+
+def test_a_kernel_replaced_in_a_transaction_counts_as_added(registry: KernelRegistry) -> None:
+    registry.register(spec("kept"), kernel)
+    with registry.transaction() as added:
+        registry.unregister("kept")
+        registry.register(spec("kept", priority=19), kernel)
+    assert [s.name for s in added] == ["kept"]
+
+
+def test_registering_from_many_threads(registry: KernelRegistry) -> None:
+    def work(thread: int) -> None:
+        for i in range(50):
+            registry.register(spec(f"k_{thread}_{i}", mode=f"m_{thread}_{i}"), kernel)
+
+    threads = [threading.Thread(target=work, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(registry.list_kernels()) == 200
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_lists(registry: KernelRegistry) -> None:
+    registry.declare_interface("moe", "apply", ("x", "out"))
+    registry.register(spec("b", priority=4), kernel)
+    registry.register(
+        spec("a", priority=4, solution="triton", format_signatures=format_signatures("x", "dense", {torch.float16})), kernel
+    )
+    registry.register(spec("c", priority=16, mode="apply", family="moe"), kernel)
+    registry.register(spec("d", priority=12), kernel)
+    assert registry.list_operators() == [("moe", "apply"), ("norm", "scale")]
+    assert [s.name for s in registry.get_for_operator("norm", "scale")] == ["d", "a", "b"]
+    assert registry.get_for_operator("norm", "absent") == []
+    assert [s.name for s in registry.list_kernels()] == ["c", "d", "a", "b"]
+    assert registry.list_solutions() == ["torch", "triton"]
+
+
+def test_describe_kernel(registry: KernelRegistry) -> None:
+    registry.register(
+        spec(
+            capability=CapabilityRequirement(ArchVersion(9, 0), None, frozenset({"triton"}), frozenset({"nvidia"})),
+            traits={"head_dim": at_most(256) & multiple_of(16), "sinks": any},
+            features={"paged"},
+            tags={"latency"},
+        ),
+        "nowhere:kernel",
+    )
+    text = describe_kernel("mine")
+    for fact in ("norm.scale", "torch", "8", "nvidia", "9.0 to any", "triton", "x: bfloat16", "paged", "latency", "here:1"):
+        assert fact in text, fact
+    assert "head_dim: at most 256 and a multiple of 16; sinks: any" in text
+    with pytest.raises(KeyError, match="no kernel named other"):
+        describe_kernel("other")
+
+
+def test_specs_are_immutable(registry: KernelRegistry) -> None:
+    one = spec(traits={"head_dim": 64}, tags={"a"})
+    with pytest.raises(TypeError):
+        one.traits["head_dim"] = 3  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        one.priority = 3  # type: ignore[misc]
+    assert isinstance(one.tags, frozenset)
+    assert one.priority == Priority.PERFORMANT
+    assert hash(one) == hash(spec(traits={"head_dim": 64}, tags={"a"}))
+
+
+def test_get_and_reset() -> None:
+    first = KernelRegistry.get()
+    assert KernelRegistry.get() is first
+    KernelRegistry.reset()
+    assert KernelRegistry.get() is not first
+    assert KernelRegistry.get().list_kernels() == []
+
+
+# -- names and meanings that code written against 0.1 relies on ------------------------------------------------------------------
+
+
+def _parameters(function: Any) -> tuple[list[str], list[str]]:
+    parameters = inspect.signature(function).parameters.values()
+    return (
+        [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"],
+        [p.name for p in parameters if p.kind is p.KEYWORD_ONLY],
+    )
+
+
+def test_published_signatures() -> None:
+    assert _parameters(register_kernel) == (
+        ["family", "mode"],
+        ["name", "features", "solution", "capability", "signatures", "traits", "priority", "tags", "weight_preprocessor"],
+    )
+    assert _parameters(select_kernel) == (
+        ["family", "mode", "format_signature"],
+        ["features", "platform", "objective", "traits", "solution", "override"],
+    )
+    assert {p.name: int(p) for p in Priority} == {"REFERENCE": 0, "PORTABLE": 4, "PERFORMANT": 8, "SPECIALIZED": 12, "PLUGIN": 16}
+    for name in (
+        "get",
+        "reset",
+        "register",
+        "get_by_name",
+        "get_impl",
+        "get_for_operator",
+        "list_operators",
+        "list_kernels",
+        "list_solutions",
+    ):
+        assert callable(getattr(KernelRegistry, name))
+    assert {o.value for o in selection.SelectionObjective} == {
+        "default", "latency", "throughput", "portability", "determinism", "debug"
+    }  # fmt: skip
+    for name in (
+        "SelectionStrategy", "SelectionPolicy", "SelectionOracle", "register_oracle", "set_selection_policy", "kernel_override",
+        "explain_selection", "warmup_selection", "NoKernelFoundError", "SelectedKernel",
+    ):  # fmt: skip
+        assert hasattr(selection, name)
+    assert list(inspect.signature(selection.SelectedKernel).parameters) == ["name", "impl"]
+    assert list(inspect.signature(CapabilityRequirement).parameters) == [
+        "min_arch_version", "max_arch_version", "required_features", "vendors"
+    ]  # fmt: skip
+
+
+def test_published_names_of_the_other_modules() -> None:
+    from tokenspeed_kernel import platform, plugins, profiling, signature
+
+    expected: dict[types.ModuleType, list[str]] = {
+        signature: ["TensorFormat", "ScaleFormat", "FormatSignature", "tensor_format", "dense_tensor_format", "format_signature", "format_signatures"],
+        platform: ["ArchVersion", "PlatformInfo", "CapabilityRequirement", "current_platform"],
+        plugins: ["discover_plugins", "list_plugins", "disable_plugin", "PluginInfo"],
+        profiling: [
+            "kernel_scope", "ShapeCapture", "shape_capture", "start_shape_capture", "stop_shape_capture", "start_profiling", "stop_profiling",
+        ],
+    }  # fmt: skip
+    for module, names in expected.items():
+        assert [n for n in names if not hasattr(module, n)] == []
+    assert list(inspect.signature(plugins.PluginInfo).parameters) == ["name", "package", "version", "num_kernels", "kernel_names"]
+    assert plugins.GROUP == "tokenspeed_kernel.plugins"

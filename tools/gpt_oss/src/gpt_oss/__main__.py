@@ -1,0 +1,147 @@
+"""Command line: ``python -m gpt_oss demo`` and ``python -m gpt_oss benchmark``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gpt_oss import benchmark as bench
+from gpt_oss import demo as demonstration
+from gpt_oss.config import PRESETS
+from gpt_oss.sampling import Sampling
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="GPT-OSS through tokenspeed-kernel's public API.")
+
+DISAGREES = 1
+UNUSABLE = 2
+
+
+class Dtype(str, Enum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(wanted: Dtype | None, device: str) -> torch.dtype:
+    if wanted is not None:
+        return getattr(torch, wanted.value)
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+
+
+DeviceOption = Annotated[str, typer.Option(default_factory=_default_device, help="cuda where there is a GPU, else cpu")]
+DtypeOption = Annotated[
+    Dtype | None, typer.Option(help="of activations and unquantised weights; left out: float32 on a CPU, else bfloat16")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON on standard output and nothing else there")]
+
+
+@app.command()
+def demo(
+    device: DeviceOption,
+    checkpoint: Annotated[Path | None, typer.Option(help="directory of a Hugging Face checkpoint; random weights without")] = None,
+    preset: Annotated[str, typer.Option(help=f"without a checkpoint: {', '.join(PRESETS)}")] = "tiny",
+    layers: Annotated[int | None, typer.Option(min=1, help="how many of the preset's layers")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="may be given several times")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="generated for each prompt")] = 32,
+    temperature: Annotated[float | None, typer.Option(help="0: greedily; left out: every other prompt is sampled at 0.8")] = None,
+    top_k: Annotated[int, typer.Option(help="0: all")] = 0,
+    top_p: Annotated[float, typer.Option()] = 1.0,
+    seed: Annotated[int, typer.Option(help="of random weights and of sampling")] = 0,
+    dtype: DtypeOption = None,
+    check: Annotated[
+        bool | None, typer.Option("--check/--no-check", help="compare with the reference; left out: only without a checkpoint")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Generates text tokens, shows which kernel served each operator and why, and checks itself against the reference.
+
+    Exit status: 0; 1 where it disagrees with the reference; 2 where the model or a request cannot be run.
+    """
+    console = _console(as_json)
+    try:
+        options = demonstration.Options(
+            checkpoint=checkpoint,
+            preset=preset,
+            layers=layers,
+            prompts=tuple(prompt) if prompt else demonstration.PROMPTS,
+            max_tokens=max_tokens,
+            sampling=Sampling(0.8 if temperature is None else temperature, top_k, top_p, seed),
+            mixed=temperature is None,
+            dtype=_dtype(dtype, device),
+            device=device,
+            seed=seed,
+            check=checkpoint is None if check is None else check,
+        )
+        result = demonstration.run(options, console)
+    except (ValueError, RuntimeError) as error:
+        _give_up(error)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        demonstration.show(result, console)
+    if result.agreement is not None and not result.agreement.agrees:
+        raise typer.Exit(DISAGREES)
+
+
+@app.command()
+def benchmark(
+    device: DeviceOption,
+    preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = "gpt-oss-120b",
+    layers: Annotated[int, typer.Option(min=1)] = 2,
+    batch: Annotated[int, typer.Option(min=1, help="sequences")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="for each sequence")] = 1024,
+    decode_steps: Annotated[int, typer.Option(min=1)] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="of the prefill")] = 5,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measures a stack of layers with random weights: tokens a second of a prefill, time of a decode step."""
+    workload = bench.Workload(preset, layers, batch, prompt_tokens, decode_steps, repeats=repeats)
+    try:
+        result = bench.run(workload, _dtype(dtype, device), device)
+    except (ValueError, RuntimeError) as error:
+        _give_up(error)
+    if as_json:
+        _print_json(result)
+        return
+    table = Table("pass", "tokens/s", "time", title=f"{preset}, {layers} layers, {batch} x {prompt_tokens} tokens")
+    prefill, decode = result["prefill"], result["decode"]
+    table.add_row("prefill", f"{prefill['tokens_per_second']:.0f}", f"{prefill['seconds'] * 1e3:.2f} ms")
+    table.add_row("decode", f"{decode['tokens_per_second']:.0f}", f"{decode['milliseconds_per_step']:.2f} ms a step")
+    console = _console()
+    console.print(table)
+    console.print(", ".join(f"{key} {value}" for key, value in result["metadata"].items()))
+
+
+def _console(stderr: bool = False) -> Console:
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=132)  # a log has room for the tables
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def _give_up(error: Exception) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(UNUSABLE) from error
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

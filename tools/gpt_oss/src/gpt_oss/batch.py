@@ -1,0 +1,124 @@
+"""What one forward pass works on: pieces of sequences, laid flat one after the other."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpt_oss.cache import PagedKVCache
+
+
+class Phase(enum.Enum):
+    """What the pieces of a batch attend to, which is what the attention operator is chosen by."""
+
+    PREFILL = "prefill"  # each piece is the beginning of its sequence: it attends to itself
+    EXTEND = "extend"  # some piece has tokens before it in the cache; lengths are mixed
+    DECODE = "decode"  # each piece is one token with others before it
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of one sequence.
+
+    Attributes:
+        tokens: the ids.
+        start: position of the first; what comes before it is in the cache already.
+        pages: pages that the sequence holds, in order, enough for these tokens.
+    """
+
+    tokens: Sequence[int]
+    start: int = 0
+    pages: Sequence[int] = ()
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors of a forward pass, on the model's device. There are n tokens in b pieces.
+
+    Attributes:
+        phase: see `Phase`.
+        tokens: int64 ``[n]``.
+        positions: int64 ``[n]``, in each token's own sequence.
+        cu_seqlens_q: int32 ``[b + 1]``, where each piece begins and ends among the n.
+        cu_seqlens_kv: int32 ``[b + 1]``, the same for what the pieces attend to, the pieces themselves included.
+        cache_seqlens: int32 ``[b]``, tokens of each sequence that are in the cache once this pass has written its own.
+        max_seqlen_q, max_seqlen_k: bounds of both kinds of lengths. The second is rounded up to whole pages.
+        slot_mapping: int64 ``[n]``, where keys and values go, and
+        page_table: int32 ``[b, pages]``, where those of each sequence are; both None without a cache.
+        logit_rows: int64, the rows whose logits are wanted; None for all.
+    """
+
+    phase: Phase
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    cache_seqlens: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    slot_mapping: Tensor | None
+    page_table: Tensor | None
+    logit_rows: Tensor | None
+
+
+def phase_of(pieces: Sequence[Piece]) -> Phase:
+    if all(piece.start == 0 for piece in pieces):
+        return Phase.PREFILL
+    return Phase.DECODE if all(piece.start and len(piece.tokens) == 1 for piece in pieces) else Phase.EXTEND
+
+
+def make_batch(
+    pieces: Sequence[Piece],
+    cache: PagedKVCache | None,
+    device: torch.device | str,
+    logits_of: Sequence[int] | None = None,
+    phase: Phase | None = None,
+) -> Batch:
+    """Lays pieces out for one pass.
+
+    Args:
+        pieces: at least one, none empty.
+        cache: where their keys and values are kept; None for a pass that keeps nothing, and then all pieces start at 0.
+        device: the model's.
+        logits_of: pieces whose last token's logits are wanted; None for all tokens of all pieces.
+        phase: another than `phase_of` says, which must be able to do it: an extend can do everything.
+    """
+    if not pieces or any(not piece.tokens for piece in pieces):
+        raise ValueError("a batch needs at least one piece, and pieces need at least one token")
+    if cache is None and any(piece.start for piece in pieces):
+        raise ValueError("without a cache every piece must start at position 0")
+
+    def ints(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device)
+
+    def cumulative(lengths: Sequence[int]) -> list[int]:
+        sums = [0]
+        for length in lengths:
+            sums.append(sums[-1] + length)
+        return sums
+
+    ends = cumulative([len(piece.tokens) for piece in pieces])
+    page_size = cache.page_size if cache is not None else 1
+    slots = [s for p in pieces for s in cache.slots(p.pages, p.start, p.stop)] if cache is not None else None
+    return Batch(
+        phase=phase or phase_of(pieces),
+        tokens=ints([token for piece in pieces for token in piece.tokens]),
+        positions=ints([position for piece in pieces for position in range(piece.start, piece.stop)]),
+        cu_seqlens_q=ints(ends, torch.int32),
+        cu_seqlens_kv=ints(cumulative([piece.stop for piece in pieces]), torch.int32),
+        cache_seqlens=ints([piece.stop for piece in pieces], torch.int32),
+        max_seqlen_q=max(len(piece.tokens) for piece in pieces),
+        # Whole pages, because a bound that grew with every token would make every decode step a call of a new description.
+        max_seqlen_k=max(-(-piece.stop // page_size) * page_size for piece in pieces),
+        slot_mapping=None if slots is None else ints(slots),
+        page_table=None if cache is None else cache.page_table([piece.pages for piece in pieces]),
+        logit_rows=None if logits_of is None else ints([ends[piece + 1] - 1 for piece in logits_of]),
+    )

@@ -1,0 +1,242 @@
+"""The demonstration: generates text tokens, shows which kernel served each operator and why, and checks itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gpt_oss.cache import PagedKVCache
+from gpt_oss.check import Agreement, compare_with_reference
+from gpt_oss.config import Config, preset
+from gpt_oss.engine import Completion, Engine, Event, Request
+from gpt_oss.kernels import Heard, listen
+from gpt_oss.loader import Checkpoint, RandomTensors, TensorSource
+from gpt_oss.model import GptOss
+from gpt_oss.sampling import Sampling
+from gpt_oss.tokenizer import tokenizer_of
+
+# Of unequal length, and most of them longer than the tiny model's window of 16 tokens.
+PROMPTS = (
+    "Hello!",
+    "A kernel says what it can do,",
+    "an inference runtime asks what it wants, and one selector connects the two.",
+    "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs. How vexingly quick daft zebras jump!",
+    "Once upon a time",
+    "Sliding layers see the last few tokens only; full layers see them all.",
+)
+
+RANDOM_NOTE = (
+    "The weights are random and there is no training behind them: GPT-OSS generates text tokens here, not sense. "
+    "A token is a byte; what cannot be printed is shown as a dot."
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to demonstrate.
+
+    Attributes:
+        checkpoint: a Hugging Face directory; None for random weights of a preset.
+        preset, layers: the configuration without a checkpoint; None leaves the number of layers.
+        prompts: texts; those of this module by default.
+        max_tokens: generated for each prompt.
+        sampling: how; every other prompt is continued greedily all the same when ``mixed``.
+        mixed: greedy and sampled requests in one batch.
+        seed: of the random weights.
+        check: whether to compare with the reference.
+        prefill_tokens: the engine's budget of prompt tokens a step.
+    """
+
+    checkpoint: Path | None = None
+    preset: str = "tiny"
+    layers: int | None = None
+    prompts: Sequence[str] = PROMPTS
+    max_tokens: int = 32
+    sampling: Sampling = field(default_factory=Sampling)
+    mixed: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cpu"
+    seed: int = 0
+    check: bool = True
+    prefill_tokens: int = 64
+    page_size: int = 16
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a demonstration showed."""
+
+    options: Options
+    config: Config
+    completions: Sequence[Completion]
+    texts: Sequence[str]
+    seconds: float
+    steps: dict[str, int]
+    kernels: Sequence[Heard]
+    agreement: Agreement | None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(completion.tokens) for completion in self.completions)
+
+    def to_dict(self) -> dict[str, Any]:
+        options = self.options
+        return {
+            "model": str(options.checkpoint or options.preset),
+            "random_weights": options.checkpoint is None,
+            "config": self.config.to_hf(),
+            "dtype": _name(options.dtype),
+            "device": options.device,
+            "completions": [
+                {
+                    "prompt": prompt,
+                    "text": text,
+                    "tokens": completion.tokens,
+                    "finish_reason": completion.finish_reason,
+                }
+                for prompt, text, completion in zip(options.prompts, self.texts, self.completions, strict=True)
+            ],
+            "generated_tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds,
+            "steps": self.steps,
+            "kernels": [heard.to_dict() for heard in self.kernels],
+            "check": self.agreement.to_dict() if self.agreement else None,
+        }
+
+
+def run(options: Options, console: Console) -> Result:
+    """Runs the demonstration. The console gets the progress only; see `show` for the rest.
+
+    Raises:
+        ConfigError, CheckpointError: the model cannot be had.
+        ValueError: a request can never run on it.
+    """
+    config, source = model_of(options.checkpoint, options.preset, options.layers, options.seed)
+    tokenizer = tokenizer_of(options.checkpoint, config.vocab_size)
+    stop = frozenset(config.eos_token_ids) if options.checkpoint else frozenset()  # random weights mean nothing by an end
+    requests = [
+        Request(
+            tokenizer.encode(prompt),
+            options.max_tokens,
+            Sampling() if options.mixed and number % 2 == 0 else replace(options.sampling, seed=options.sampling.seed + number),
+            stop,
+            keep_logits=options.check,
+        )
+        for number, prompt in enumerate(options.prompts)
+    ]
+    longest = max(len(request.prompt) for request in requests) + options.max_tokens
+    with console.status("loading the weights"):
+        model = GptOss(config, source, options.dtype, options.device, max_positions=longest)
+    engine = Engine(model, _cache_for(model, requests, options.page_size), options.prefill_tokens)
+    with console.status("looking at every kernel once"), listen(model) as listener:
+        # Slower than what follows, and the first call of a kernel may compile it: none of this is timed.
+        engine.generate([replace(request, max_tokens=min(2, request.max_tokens), keep_logits=False) for request in requests])
+    engine.steps = dict.fromkeys(engine.steps, 0)
+    started = time.perf_counter()
+    completions = _generate(engine, requests, console)
+    seconds = time.perf_counter() - started
+    agreement = None
+    if options.check:
+        with console.status("checking against the reference"):
+            agreement = compare_with_reference(config, source, completions, options.dtype, options.device)
+    return Result(
+        options,
+        config,
+        completions,
+        [tokenizer.decode(completion.tokens) for completion in completions],
+        seconds,
+        {phase.value: count for phase, count in engine.steps.items()},
+        listener.heard(),
+        agreement,
+    )
+
+
+def model_of(checkpoint: Path | None, name: str, layers: int | None, seed: int) -> tuple[Config, TensorSource]:
+    """The configuration and tensors of a checkpoint, or random ones of a preset."""
+    if checkpoint is not None:
+        return Config.from_directory(checkpoint), Checkpoint(checkpoint)
+    config = preset(name) if layers is None else preset(name).with_layers(layers)
+    return config, RandomTensors(config, seed)
+
+
+def _cache_for(model: GptOss, requests: Sequence[Request], page_size: int) -> PagedKVCache:
+    """A cache in which all requests fit at a time."""
+    pages = sum(-(-(len(request.prompt) + request.max_tokens) // page_size) for request in requests)
+    return PagedKVCache(model.config, pages, page_size, model.dtype, model.device)
+
+
+def _generate(engine: Engine, requests: Sequence[Request], console: Console) -> list[Completion]:
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=sum(request.max_tokens for request in requests), rate="")
+        started = time.perf_counter()
+
+        def advance(_: Event) -> None:
+            progress.advance(task)
+            done = progress.tasks[0].completed
+            progress.update(task, rate=f"{done / (time.perf_counter() - started):.0f} tokens/s")
+
+        return engine.generate(requests, advance)
+
+
+def show(result: Result, console: Console) -> None:
+    """Prints a result for people."""
+    options, config = result.options, result.config
+    console.print()
+    if options.checkpoint is None:
+        console.print(RANDOM_NOTE, style="yellow")
+    texts = Table("prompt", "continuation", "tokens", "chosen", "ends by", title="Generated", title_justify="left")
+    for prompt, text, completion in zip(options.prompts, result.texts, result.completions, strict=True):
+        sampled = "sampled" if completion.request.sampling.temperature else "greedy"
+        texts.add_row(escape(prompt), escape(_printable(text)), str(len(completion.tokens)), sampled, completion.finish_reason)
+    console.print(texts)
+    kernels = Table(title="Which kernel served which operator, and why", title_justify="left")
+    for heading in ("operator", "kernel", "why"):
+        kernels.add_column(heading, overflow="fold")
+    for heard in result.kernels:
+        kernels.add_row(heard.operator, heard.kernel, escape(heard.why))
+    console.print(kernels)
+    steps = ", ".join(f"{count} {phase}" for phase, count in result.steps.items())
+    experts = f"{config.num_local_experts} experts, {config.num_experts_per_tok} a token"
+    console.print(
+        f"{options.checkpoint or options.preset}: {config.num_hidden_layers} layers, {experts}, {config.quantization or 'dense'} "
+        f"weights, {_name(options.dtype)} on {options.device}"
+    )
+    rate = result.tokens / result.seconds
+    console.print(f"{result.tokens} tokens in {result.seconds:.2f} s: {rate:.1f} tokens/s ({steps} passes)")
+    if result.agreement is not None:
+        _show_agreement(result.agreement, console)
+
+
+def _show_agreement(agreement: Agreement, console: Console) -> None:
+    console.print(
+        f"Against the reference (every operator's PyTorch body, no cache, no batching): "
+        f"{agreement.same_tokens} of {agreement.tokens} tokens and {agreement.same_sequences} of {agreement.sequences} texts are "
+        f"the same; logits differ by at most {agreement.max_abs_difference:.2g} (they reach {agreement.max_abs_logit:.2g}), "
+        f"relative error per token {agreement.median_error:.1g} median, {agreement.max_error:.1g} at most "
+        f"(allowed: {agreement.median_allowed:g} and {agreement.max_allowed:g})."
+    )
+    if not agreement.agrees:
+        console.print("It DISAGREES with the reference.", style="bold red")
+    elif agreement.same_tokens < agreement.tokens:
+        console.print("It agrees with the reference; tokens differ where two were as good as equal.", style="green")
+    else:
+        console.print("It agrees with the reference.", style="green")
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() and char != "�" else "·" for char in text)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

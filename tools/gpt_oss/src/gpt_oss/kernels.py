@@ -1,0 +1,105 @@
+"""Which kernel serves what: listening to a model's operator calls, and forcing all of them onto the reference."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gpt_oss.model import GptOss
+from tokenspeed_kernel.operator import REFERENCE, operators
+from tokenspeed_kernel.registry import KernelRegistry
+from tokenspeed_kernel.selection import Explanation, kernel_override
+
+
+@dataclass
+class Heard:
+    """An operator that was called and the kernel that served it.
+
+    Attributes:
+        explanation: the selection of the first such call.
+        calls: how many there were.
+    """
+
+    explanation: Explanation
+    calls: int = 0
+
+    @property
+    def operator(self) -> str:
+        return self.explanation.request.operator
+
+    @property
+    def kernel(self) -> str:
+        chosen = self.explanation.chosen
+        return chosen.name if chosen is not None else "none"
+
+    @property
+    def why(self) -> str:
+        """What the kernel was chosen by, and what became of the others, in short; the explanation has the reasons in full."""
+        verdicts = self.explanation.verdicts
+        if self.explanation.chosen is None:
+            return self.explanation.problem
+        if len(verdicts) == 1:
+            return f"{verdicts[0].reason}; the only one here"
+        parts = [verdicts[0].reason]
+        parts += [f"before {v.spec.name} ({v.reason})" for v in verdicts[1:] if v.accepted]
+        for gate in dict.fromkeys(v.gate for v in verdicts if not v.accepted):
+            parts.append(f"{gate} rule out " + ", ".join(v.spec.name for v in verdicts if v.gate == gate))
+        return "; ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "operator": self.operator,
+            "kernel": self.kernel,
+            "calls": self.calls,
+            "why": self.why,
+            "explanation": self.explanation.to_dict(),
+        }
+
+
+class Listener:
+    """Looks operators up in ``ops`` and notes how each call is decided. A call through it is slower than one past it."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+        self._heard: dict[tuple[str, str], Heard] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._ops, name)
+        if not hasattr(function, "operator"):
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            heard = Heard(function.explain(*args, **kwargs))
+            self._heard.setdefault((heard.operator, heard.kernel), heard).calls += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def heard(self) -> list[Heard]:
+        """One entry for each operator and kernel, by name."""
+        return [self._heard[key] for key in sorted(self._heard)]
+
+
+@contextlib.contextmanager
+def listen(model: GptOss) -> Iterator[Listener]:
+    """Notes the model's operator calls inside the block."""
+    listener = Listener(model.ops)
+    before, model.ops = model.ops, listener
+    try:
+        yield listener
+    finally:
+        model.ops = before
+
+
+@contextlib.contextmanager
+def reference_only() -> Iterator[None]:
+    """Serves every operator with its reference inside the block, in this thread. A model for it must be built in it too."""
+    registry = KernelRegistry.get()
+    with contextlib.ExitStack() as stack:
+        for op in operators():
+            for spec in registry.get_for_operator(op.family, op.mode):
+                if spec.solution == REFERENCE:
+                    stack.enter_context(kernel_override(op.family, op.mode, spec.name))
+        yield

@@ -1,0 +1,205 @@
+"""The GPT-OSS model over a flat batch of tokens.
+
+Everything that tokenspeed-kernel has an operator for is a call of that operator; what device it runs on, and which kernel
+serves it there, is not known here. What is left is an embedding lookup, views, and the choice of a few rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel
+from gpt_oss.batch import Batch, Phase
+from gpt_oss.cache import PagedKVCache
+from gpt_oss.config import Config
+from gpt_oss.loader import TensorSource, check_source, layer_prefix
+from gpt_oss.rope import cos_sin_cache
+
+
+@dataclass(frozen=True)
+class Linear:
+    """``x @ weight.T + bias``; weight ``[outputs, inputs]``, bias ``[outputs]`` or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, ops: Any, x: Tensor) -> Tensor:
+        return ops.mm(x, self.weight.t(), bias=self.bias)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights. ``experts`` is what `moe_process_weights` made of them for ``plan``."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    output: Linear
+    sinks: Tensor
+    window_left: int
+    mlp_norm: Tensor
+    router: Linear
+    experts: Any
+    plan: Any
+
+
+class GptOss:
+    """A model, ready to run.
+
+    Args:
+        config: what it looks like.
+        source: its tensors; see `gpt_oss.loader`. Each is read once.
+        dtype: of weights and activations. MXFP4 experts stay packed.
+        device: where it runs.
+        max_positions: the longest sequence; the configuration's context by default.
+
+    Attributes:
+        ops: where operators are looked up: the public API, unless somebody listens (`gpt_oss.kernels.listen`).
+
+    Raises:
+        CheckpointError: the tensors do not fit the configuration.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        source: TensorSource,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        max_positions: int | None = None,
+    ) -> None:
+        check_source(config, source)
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.ops: Any = tokenspeed_kernel
+        self.max_positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
+        self.cos_sin = cos_sin_cache(config.rope, config.head_dim, self.max_positions, self.device)
+        self._source = source
+        self.embedding = self._read("model.embed_tokens.weight")
+        self.layers = [self._read_layer(layer) for layer in range(config.num_hidden_layers)]
+        self.norm = self._read("model.norm.weight")
+        self.unembedding = Linear(self.embedding if config.tie_word_embeddings else self._read("lm_head.weight"), None)
+        del self._source
+
+    def forward(self, batch: Batch, cache: PagedKVCache | None) -> Tensor:
+        """Runs a batch and writes its keys and values to the cache.
+
+        Returns:
+            Logits in the model's dtype, ``[rows that the batch wants, vocab_size]``.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        residual = self.embedding[batch.tokens]
+        hidden = None
+        for index, layer in enumerate(self.layers):
+            if hidden is None:
+                normed = ops.rmsnorm(residual, layer.attention_norm, eps)
+            else:
+                normed, residual = ops.rmsnorm(hidden, layer.attention_norm, eps, residual=residual)
+            attended = self._attention(layer, normed, batch, *((cache.k[index], cache.v[index]) if cache else (None, None)))
+            normed, residual = ops.rmsnorm(attended, layer.mlp_norm, eps, residual=residual)
+            hidden = self._experts(layer, normed)
+        if batch.logit_rows is not None:
+            hidden, residual = hidden[batch.logit_rows], residual[batch.logit_rows]
+        normed, _ = ops.rmsnorm(hidden, self.norm, eps, residual=residual)
+        return self.unembedding(ops, normed)
+
+    def _attention(self, layer: Layer, x: Tensor, batch: Batch, k_cache: Tensor | None, v_cache: Tensor | None) -> Tensor:
+        config, ops = self.config, self.ops
+        q, k, v = (
+            part.unflatten(-1, (-1, config.head_dim))
+            for part in layer.qkv(ops, x).split((config.q_size, config.kv_size, config.kv_size), dim=-1)
+        )
+        written = {} if k_cache is None else {"v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": batch.slot_mapping}
+        q, k = ops.apply_rope(q, k, batch.positions, self.cos_sin, **written)
+        options = {"window_left": layer.window_left, "sinks": layer.sinks}
+        if batch.phase is Phase.PREFILL:
+            attended = ops.mha_prefill(q, k, v, batch.cu_seqlens_q, max_seqlen=batch.max_seqlen_q, **options)
+        elif batch.phase is Phase.EXTEND:
+            attended = ops.mha_extend_with_kvcache(
+                q,
+                batch.cu_seqlens_q,
+                batch.cu_seqlens_kv,
+                k_cache,
+                v_cache,
+                batch.page_table,
+                batch.cache_seqlens,
+                batch.max_seqlen_q,
+                batch.max_seqlen_k,
+                is_causal=True,
+                **options,
+            )
+        else:
+            attended = ops.mha_decode_with_kvcache(
+                q, k_cache, v_cache, batch.page_table, batch.cache_seqlens, batch.max_seqlen_k, **options
+            )
+        return layer.output(ops, attended.flatten(1))
+
+    def _experts(self, layer: Layer, x: Tensor) -> Tensor:
+        ops = self.ops
+        weights, ids = ops.moe_topk(layer.router(ops, x), self.config.num_experts_per_tok, renormalize=True)
+        return ops.moe_apply(x, layer.experts, weights, ids, layer.plan)
+
+    # -- reading the weights --------------------------------------------------------------------------------------------------
+
+    def _read(self, name: str) -> Tensor:
+        return self._source.get(name).to(self.device, self.dtype)
+
+    def _read_linear(self, *names: str, bias: bool = True) -> Linear:
+        """One projection, or several side by side."""
+
+        def joined(suffix: str) -> Tensor:
+            return torch.cat([self._read(name + suffix) for name in names])
+
+        return Linear(joined(".weight"), joined(".bias") if bias else None)
+
+    def _read_layer(self, index: int) -> Layer:
+        config, prefix = self.config, layer_prefix(index)
+        attention = prefix + "self_attn."
+        plan, experts = self._read_experts(prefix + "mlp.experts.")
+        return Layer(
+            attention_norm=self._read(prefix + "input_layernorm.weight"),
+            qkv=self._read_linear(*(f"{attention}{x}_proj" for x in "qkv"), bias=config.attention_bias),
+            output=self._read_linear(attention + "o_proj", bias=config.attention_bias),
+            sinks=self._read(attention + "sinks").float(),
+            window_left=config.window_left(index),
+            mlp_norm=self._read(prefix + "post_attention_layernorm.weight"),
+            router=self._read_linear(prefix + "mlp.router"),
+            experts=experts,
+            plan=plan,
+        )
+
+    def _read_experts(self, prefix: str) -> tuple[Any, Any]:
+        """A layer's experts and the plan that they are prepared for."""
+        config = self.config
+        packed = config.quantization == "mxfp4"
+        plan = self.ops.moe_plan(
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            config.hidden_size,
+            config.intermediate_size,
+            dtype=self.dtype,
+            device=self.device,
+            weight_format="mxfp4" if packed else "dense",
+            w13_interleaved=True,
+            bias=True,
+            alpha=config.swiglu_alpha,
+            limit=config.swiglu_limit,
+            beta=1.0,
+        )
+        read = self._read_packed if packed else self._read_dense
+        w13, w13_scale = read(prefix + "gate_up_proj")
+        w2, w2_scale = read(prefix + "down_proj")
+        w13_bias, w2_bias = (self._read(f"{prefix}{name}_bias") for name in ("gate_up_proj", "down_proj"))
+        weights = self.ops.MoEWeights(w13, w13_scale, w13_bias, w2, w2_scale, w2_bias)
+        return plan, self.ops.moe_process_weights(weights, plan)
+
+    def _read_packed(self, name: str) -> tuple[Tensor, Tensor]:
+        """MXFP4 codes ``[experts, outputs, inputs / 2]`` and scales ``[experts, outputs, inputs / 32]``, both uint8."""
+        blocks, scales = self._source.get(name + "_blocks"), self._source.get(name + "_scales")
+        return blocks.flatten(2).to(self.device), scales.to(self.device)
+
+    def _read_dense(self, name: str) -> tuple[Tensor, None]:
+        """``[experts, outputs, inputs]`` in the model's dtype, and no scales."""
+        return self._read(name).transpose(1, 2).contiguous(), None

@@ -1,0 +1,67 @@
+"""Small random models for the tests, and the same in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_oss.config import Config, RopeConfig, alternating
+from gpt_oss.loader import RandomTensors
+
+YARN = RopeConfig(kind="yarn", factor=4.0, original_max_positions=16, truncate=False)
+
+
+def make_config(**changes: Any) -> Config:
+    """A dense configuration of two layers and a window of 6, with changes."""
+    values: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": alternating(2),
+        "sliding_window": 6,
+        "max_position_embeddings": 128,
+    }
+    return Config(**{**values, **changes})
+
+
+@dataclass(frozen=True)
+class TensorDict:
+    """A source of tensors that are there already."""
+
+    tensors: Mapping[str, Tensor]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def get(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def random_prompts(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def tensors_of(config: Config, dtype: torch.dtype = torch.float32, seed: int = 0) -> TensorDict:
+    source = RandomTensors(config, seed, dtype)
+    return TensorDict({name: source.get(name) for name in source.shapes()})
+
+
+def peer(config: Config, source: TensorDict, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model of a dense configuration with the same tensors."""
+    import transformers
+
+    hf_config = transformers.GptOssConfig.from_dict(config.to_hf())
+    hf_config._attn_implementation = hf_config._experts_implementation = "eager"
+    model = transformers.GptOssForCausalLM(hf_config).to(dtype).eval()
+    model.load_state_dict(dict(source.tensors), strict=True)
+    return model

@@ -1,0 +1,213 @@
+"""The command line, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from gpt_oss import benchmark, demo
+from gpt_oss.check import compare_with_reference
+from gpt_oss.config import preset
+from gpt_oss.engine import Completion, Request
+from gpt_oss.kernels import reference_only
+from gpt_oss.loader import RandomTensors, save_checkpoint
+from gpt_oss.sampling import Sampling
+from gpt_oss.tokenizer import ByteTokenizer, CheckpointTokenizer, tokenizer_of
+from tokenspeed_kernel import rmsnorm
+
+
+def gpt_oss(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gpt_oss", *arguments], capture_output=True, text=True, timeout=120, check=False, encoding="utf-8"
+    )
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[str, Any]:
+    run = gpt_oss("demo", "--device", "cpu", "--json", "--max-tokens", "8")
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_demo_generates(shown: dict[str, Any]) -> None:
+    assert [completion["prompt"] for completion in shown["completions"]] == list(demo.PROMPTS)
+    tokenizer = ByteTokenizer()
+    for completion in shown["completions"]:
+        assert len(completion["tokens"]) == 8
+        assert completion["text"] == tokenizer.decode(completion["tokens"])
+    assert shown["generated_tokens"] == 8 * len(demo.PROMPTS)
+    assert shown["tokens_per_second"] > 0
+    assert shown["random_weights"]
+    assert set(shown["steps"]) == {"prefill", "extend", "decode"}
+    assert all(shown["steps"].values())
+
+
+def test_demo_shows_every_operator_and_why(shown: dict[str, Any]) -> None:
+    served = {row["operator"] for row in shown["kernels"]}
+    assert served == {
+        "attention.mha_prefill",
+        "attention.mha_extend_with_kvcache",
+        "attention.mha_decode_with_kvcache",
+        "embedding.apply_rope",
+        "gemm.mm",
+        "moe.moe_apply",
+        "moe.moe_topk",
+        "norm.rmsnorm",
+        "sampling.argmax",
+        "sampling.sample_top_k_top_p",
+    }
+    for row in shown["kernels"]:
+        assert row["kernel"] == row["explanation"]["chosen"]
+        assert "priority" in row["why"]
+
+
+def test_demo_agrees_with_the_reference(shown: dict[str, Any]) -> None:
+    check = shown["check"]
+    assert check["agrees"]
+    assert check["same_tokens"] == check["tokens"] == shown["generated_tokens"]
+    assert check["max_abs_difference"] < 1e-4
+
+
+def test_demo_for_people() -> None:
+    options = demo.Options(max_tokens=2, sampling=Sampling(0.8), mixed=True)
+    console = Console(record=True, width=132, file=open("/dev/null", "w"))  # noqa: SIM115
+    demo.show(demo.run(options, console), console)
+    text = console.export_text()
+    for wanted in (
+        "GPT-OSS generates text tokens",
+        "mha_extend_with_kvcache",
+        "priority",
+        "tokens/s",
+        "It agrees with the reference",
+    ):
+        assert wanted in text
+
+
+def test_demo_on_a_checkpoint(tmp_path: Path) -> None:
+    config = preset("tiny").with_layers(2)
+    save_checkpoint(tmp_path, config, RandomTensors(config, dtype=torch.bfloat16))
+    options = ("--device", "cpu", "--json", "--prompt", "Once upon a time", "--max-tokens", "6", "--temperature", "0")
+    run = gpt_oss("demo", "--checkpoint", str(tmp_path), *options, "--dtype", "bfloat16", "--check")
+    assert run.returncode == 0, run.stderr
+    shown = json.loads(run.stdout)
+    assert not shown["random_weights"]
+    assert len(shown["completions"]) == 1
+    assert shown["check"]["agrees"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preset", "huge"), "no preset 'huge'"),
+        (("--checkpoint", "/nowhere"), "/nowhere/config.json cannot be read"),
+        (("--top-p", "2"), "sampling needs"),
+    ],
+)
+def test_demo_says_what_is_wrong(arguments: tuple[str, ...], message: str) -> None:
+    from typer.testing import CliRunner
+
+    from gpt_oss.__main__ import app
+
+    run = CliRunner().invoke(app, ["demo", "--device", "cpu", *arguments])
+    assert run.exit_code == 2
+    assert message in run.output
+
+
+def test_disagreement_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose logits are off by a little more than the tolerance allows."""
+    from typer.testing import CliRunner
+
+    from gpt_oss.__main__ import app
+
+    def collect(completion: Completion, event: Any, original: Any = Completion.add) -> None:
+        original(completion, event)
+        if event.logits is not None:
+            completion.logits[-1] = event.logits * 1.0001
+
+    monkeypatch.setattr(Completion, "add", collect)
+    run = CliRunner().invoke(app, ["demo", "--device", "cpu", "--max-tokens", "2", "--prompt", "Hello"])
+    assert run.exit_code == 1
+    assert "DISAGREES" in run.output
+
+
+def test_check_notices_a_wrong_token() -> None:
+    config = preset("tiny").with_layers(2)
+    result = demo.run(demo.Options(layers=2, max_tokens=4, prompts=("Hello",)), Console(quiet=True))
+    (completion,) = result.completions
+    assert result.agreement is not None
+    assert result.agreement.agrees
+    completion.tokens[1] += 1
+    agreement = compare_with_reference(config, RandomTensors(config), [completion], torch.bfloat16, "cpu")
+    assert agreement.same_tokens < 4
+    assert agreement.same_sequences == 0
+    assert not agreement.agrees
+
+
+def test_reference_only_forces_every_operator() -> None:
+    x, weight = torch.ones(1, 4), torch.ones(4)
+    with reference_only():
+        explanation = rmsnorm.explain(x, weight)
+    assert explanation.override is not None
+    assert explanation.chosen is not None
+    assert explanation.chosen.solution == "reference"
+    assert rmsnorm.explain(x, weight).override is None
+
+
+def test_benchmark() -> None:
+    run = gpt_oss(
+        "benchmark", "--preset", "tiny", "--batch", "2", "--prompt-tokens", "20", "--decode-steps", "3", "--device", "cpu", "--json"
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    assert result["prefill"]["tokens_per_second"] > 0
+    assert result["decode"]["milliseconds_per_step"] > 0
+    assert {row["operator"] for row in result["kernels"]} >= {"attention.mha_prefill", "attention.mha_decode_with_kvcache"}
+    assert {"device", "torch", "tokenspeed_kernel", "dtype", "date"} <= result["metadata"].keys()
+
+
+def test_benchmark_measures_what_it_says() -> None:
+    workload = benchmark.Workload("tiny", layers=3, batch=2, prompt_tokens=5, decode_steps=2, repeats=2)
+    result = benchmark.run(workload, torch.float32, "cpu")
+    calls = {row["operator"]: row["calls"] for row in result["kernels"]}
+    assert calls["attention.mha_prefill"] == calls["attention.mha_decode_with_kvcache"] == 3
+    assert len(result["prefill"]["all_seconds"]) == 2
+
+
+@given(st.text())
+def test_bytes_round_trip(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(text)
+    assert tokens[0] == tokenizer.START
+    assert max(tokens) < tokenizer.vocab_size
+    assert tokenizer.decode([*tokens, tokenizer.END]) == text
+
+
+def test_which_tokenizer(tmp_path: Path) -> None:
+    assert isinstance(tokenizer_of(None, 100), ByteTokenizer)
+    assert isinstance(tokenizer_of(tmp_path, 258), ByteTokenizer)
+
+
+def test_a_checkpoint_s_own_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
+    tokenizer = tokenizer_of(tmp_path, 3)
+    assert isinstance(tokenizer, CheckpointTokenizer)
+    assert tokenizer.encode("hello world") == [1, 2]
+    assert tokenizer.decode([2, 1]).split() == ["world", "hello"]
+
+
+def test_a_request_keeps_its_logits_only_if_asked() -> None:
+    assert Completion(Request([1])).logits == []

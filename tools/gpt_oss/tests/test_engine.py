@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from gpt_oss_models import YARN, make_config, random_prompts, tensors_of
+
+from gpt_oss.batch import Phase
+from gpt_oss.cache import OutOfPages, PagedKVCache
+from gpt_oss.config import Config, alternating
+from gpt_oss.engine import Completion, Engine, Event, Request
+from gpt_oss.model import GptOss
+from gpt_oss.sampling import Sampling
+
+LENGTHS = (3, 29, 8, 17, 1, 40)
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return make_config(layer_types=alternating(3), rope=YARN)
+
+
+@pytest.fixture(scope="module")
+def model(config: Config) -> GptOss:
+    return GptOss(config, tensors_of(config), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(config: Config) -> list[list[int]]:
+    return random_prompts(LENGTHS, config.vocab_size)
+
+
+def make_engine(model: GptOss, pages: int = 200, **options: int) -> Engine:
+    return Engine(model, PagedKVCache(model.config, pages, 4, torch.float32), **options)
+
+
+def alone(model: GptOss, request: Request) -> Completion:
+    """What a request gives with nothing beside it, its prompt in one piece."""
+    return make_engine(model).generate([request])[0]
+
+
+def recomputed(model: GptOss, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation without engine, cache or batch: the whole sequence anew for every token."""
+    from gpt_oss.batch import Piece, make_batch
+
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model.forward(make_batch([Piece(tokens)], None, "cpu"), None)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def worst_logit(a: Completion, b: Completion) -> float:
+    return (torch.stack(a.logits) - torch.stack(b.logits)).abs().max().item()
+
+
+def test_greedy_is_what_recomputing_everything_gives(model: GptOss, prompts: list[list[int]]) -> None:
+    for prompt in prompts:
+        assert alone(model, Request(prompt, 12)).tokens == recomputed(model, prompt, 12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill_tokens": 512},
+        {"prefill_tokens": 7},
+        {"prefill_tokens": 1},
+        {"prefill_tokens": 33, "max_sequences": 2},
+        {"prefill_tokens": 5, "max_sequences": 3, "pages": 24},
+    ],
+    ids=str,
+)
+def test_batched_equals_one_by_one(model: GptOss, prompts: list[list[int]], options: dict[str, int]) -> None:
+    # Of unequal length on both ends, so that sequences leave while others arrive.
+    requests = [Request(prompt, 4 + 3 * i, keep_logits=True) for i, prompt in enumerate(prompts)]
+    engine = make_engine(model, **options)
+    completions = engine.generate(requests)
+    for request, completion in zip(requests, completions, strict=True):
+        by_itself = alone(model, request)
+        assert completion.tokens == by_itself.tokens
+        assert len(completion.tokens) == request.max_tokens
+        assert completion.finish_reason == "length"
+        assert worst_logit(completion, by_itself) < 1e-4
+    assert engine.cache.allocator.available == engine.cache.allocator.total
+
+
+def test_every_phase_is_run(model: GptOss, prompts: list[list[int]]) -> None:
+    engine = make_engine(model, prefill_tokens=16)
+    engine.generate([Request(prompt, 5) for prompt in prompts])
+    assert all(engine.steps[phase] for phase in Phase)
+
+
+def test_prefill_budget_holds_and_is_used(model: GptOss, prompts: list[list[int]]) -> None:
+    engine = make_engine(model, prefill_tokens=10)
+    engine.generate([Request(prompt, 1) for prompt in prompts])
+    assert sum(engine.steps.values()) == -(-sum(LENGTHS) // 10)
+
+
+def test_requests_may_come_late(model: GptOss, prompts: list[list[int]]) -> None:
+    engine = make_engine(model, prefill_tokens=8)
+    found: dict[int, list[int]] = {}
+    expected: dict[int, list[int]] = {}
+    queue = list(prompts)
+    while queue or not engine.idle:
+        if queue:
+            request = Request(queue.pop(), 6)
+            expected[engine.add(request)] = alone(model, request).tokens
+        for event in engine.step():
+            found.setdefault(event.request, []).append(event.token)
+    assert found == expected
+
+
+def test_waits_for_pages(model: GptOss, prompts: list[list[int]]) -> None:
+    """Room for the largest request only: they run one after another, in order."""
+    requests = [Request(prompt, 8) for prompt in prompts]
+    engine = make_engine(model, pages=12)
+    order: list[int] = []
+    completions = engine.generate(requests, lambda event: order.append(event.request) if event.finish_reason else None)
+    assert [c.tokens for c in completions] == [alone(model, request).tokens for request in requests]
+    assert order[-1] == 5, "the largest came last and still got its turn"
+    assert engine.cache.allocator.available == 12
+
+
+def test_a_small_request_does_not_overtake(model: GptOss, prompts: list[list[int]]) -> None:
+    engine = make_engine(model, pages=12)
+    first, big, small = (engine.add(Request(prompt, 4)) for prompt in (prompts[1], prompts[5], prompts[4]))
+    finished = []
+    while not engine.idle:
+        finished += [event.request for event in engine.step() if event.finish_reason]
+    assert finished.index(first) < finished.index(big)
+    assert set(finished) == {first, big, small}
+
+
+def test_pages_held_by_others_are_reported_rather_than_waited_for(model: GptOss, prompts: list[list[int]]) -> None:
+    engine = make_engine(model, pages=12)
+    elsewhere = engine.cache.allocator.allocate(8)
+    number = engine.add(Request(prompts[1], 4))
+    with pytest.raises(OutOfPages, match="8 pages of 4 tokens are wanted, 4 of 12 are free"):
+        engine.step()
+    engine.cache.allocator.free(elsewhere)
+    events = [event for _ in range(4) for event in engine.step()]
+    assert [event.request for event in events] == [number] * 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 4, "a prompt of at least one token"),
+        ([1], 0, "max_tokens of at least 1"),
+        ([1, 97, -1], 4, r"outside the vocabulary of 97: \[-1, 97\]"),
+        ([1] * 120, 9, "exceed the context of 128 tokens"),
+        ([1] * 40, 10, "need 13 pages of 4 tokens, the cache has 12"),
+    ],
+)
+def test_requests_that_can_never_run(model: GptOss, prompt: list[int], max_tokens: int, message: str) -> None:
+    engine = make_engine(model, pages=12)
+    with pytest.raises(ValueError, match=message):
+        engine.generate([Request([1, 2], 2), Request(prompt, max_tokens)])
+    assert engine.idle, "the request before the wrong one must not stay behind"
+
+
+def test_the_last_page_is_used_to_its_end(model: GptOss) -> None:
+    # 41 + 8 - 1 tokens are stored in 12 pages of 4.
+    assert len(make_engine(model, pages=12).generate([Request([1] * 41, 8)])[0].tokens) == 8
+
+
+def test_bad_options(model: GptOss) -> None:
+    for options in ({"prefill_tokens": 0}, {"max_sequences": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            make_engine(model, **options)
+
+
+def test_stop_tokens(model: GptOss, prompts: list[list[int]]) -> None:
+    for prompt in prompts:
+        free = alone(model, Request(prompt, 12)).tokens
+        stop = free[5]
+        stopped = alone(model, Request(prompt, 12, stop_tokens=frozenset({stop})))
+        assert stopped.tokens == free[: free.index(stop) + 1]
+        assert stopped.finish_reason == "stop"
+
+
+def test_stopping_on_the_last_token_is_a_stop(model: GptOss, prompts: list[list[int]]) -> None:
+    first = alone(model, Request(prompts[0], 1)).tokens[0]
+    assert alone(model, Request(prompts[0], 1, stop_tokens=frozenset({first}))).finish_reason == "stop"
+
+
+# -- sampling -----------------------------------------------------------------------------------------------------------------
+
+SAMPLINGS = [
+    Sampling(1.0, seed=1),
+    Sampling(0.7, top_k=5, seed=2),
+    Sampling(1.5, top_p=0.8, seed=3),
+    Sampling(),
+    Sampling(1.0, 20, 0.9, seed=4),
+    Sampling(1.0, seed=5),
+]
+
+
+def sampled(prompts: Iterable[list[int]]) -> list[Request]:
+    return [Request(prompt, 10, sampling) for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)]
+
+
+def test_sampling_does_not_depend_on_the_company(model: GptOss, prompts: list[list[int]]) -> None:
+    requests = sampled(prompts)
+    expected = [alone(model, request).tokens for request in requests]
+    for options in ({}, {"prefill_tokens": 5}, {"max_sequences": 2}):
+        assert [c.tokens for c in make_engine(model, **options).generate(requests)] == expected
+    backwards = make_engine(model).generate(requests[::-1])
+    assert [c.tokens for c in backwards[::-1]] == expected
+
+
+def test_sampling_depends_on_the_seed(model: GptOss, prompts: list[list[int]]) -> None:
+    texts = {tuple(alone(model, Request(prompts[0], 10, Sampling(1.0, seed=seed))).tokens) for seed in range(8)}
+    assert len(texts) == 8
+
+
+def test_top_k_of_one_and_a_tiny_top_p_are_greedy(model: GptOss, prompts: list[list[int]]) -> None:
+    greedy = alone(model, Request(prompts[1], 10)).tokens
+    for sampling in (Sampling(1.0, top_k=1, seed=9), Sampling(1.0, top_p=1e-6, seed=9)):
+        assert alone(model, Request(prompts[1], 10, sampling)).tokens == greedy
+
+
+@pytest.mark.parametrize("values", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
+def test_impossible_sampling(values: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="sampling needs"):
+        Sampling(**values)
+
+
+# -- streaming ----------------------------------------------------------------------------------------------------------------
+
+
+def test_stream(model: GptOss, prompts: list[list[int]]) -> None:
+    requests = [Request(prompt, 3 + i) for i, prompt in enumerate(prompts)]
+    by_request: dict[int, list[Event]] = {}
+    for event in make_engine(model, prefill_tokens=9).stream(requests):
+        by_request.setdefault(event.request, []).append(event)
+    for number, request in enumerate(requests):
+        events = by_request[number]
+        assert [event.token for event in events] == alone(model, request).tokens
+        assert [event.index for event in events] == list(range(request.max_tokens))
+        assert [event.finish_reason for event in events] == [None] * (request.max_tokens - 1) + ["length"]
+        assert all(event.logits is None for event in events)
+
+
+def test_tokens_come_before_everything_is_done(model: GptOss, prompts: list[list[int]]) -> None:
+    engine = make_engine(model)
+    stream = engine.stream([Request(prompts[0], 30)])
+    next(stream)
+    assert not engine.idle
+    stream.close()
+    assert engine.idle, "closing a stream cancels its requests"
+    assert engine.cache.allocator.available == 200
+
+
+def test_cancel(model: GptOss, prompts: list[list[int]]) -> None:
+    engine = make_engine(model, max_sequences=1)
+    running, waiting, other = (engine.add(Request(prompts[0], 20)) for _ in range(3))
+    engine.step()
+    for number in (running, waiting, 99):
+        engine.cancel(number)
+    assert {event.request for _ in range(5) for event in engine.step()} == {other}
+
+
+def test_generate_wants_an_idle_engine(model: GptOss) -> None:
+    engine = make_engine(model)
+    engine.add(Request([1], 2))
+    with pytest.raises(RuntimeError, match="idle engine"):
+        engine.generate([Request([2], 2)])
+
+
+def test_nothing_to_do(model: GptOss) -> None:
+    engine = make_engine(model)
+    assert engine.idle
+    assert engine.step() == []
+    assert engine.generate([]) == []
