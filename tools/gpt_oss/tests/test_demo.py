@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +27,9 @@ from tokenspeed_kernel import rmsnorm
 
 
 def gpt_oss(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gpt_oss", *arguments], capture_output=True, text=True, timeout=120, check=False, encoding="utf-8"
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-m", "gpt_oss", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")

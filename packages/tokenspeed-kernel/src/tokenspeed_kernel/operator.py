@@ -199,7 +199,8 @@ class Operator(Generic[P, R]):
         """The body, with provided outputs written to. This is what solution ``reference`` runs."""
         arguments = dict(zip(self.names, args, strict=True))
         provided = [arguments[out] for out in self.outs]
-        results = lowering.as_list(self.body(*args))  # type: ignore[call-arg]
+        # Contiguous, as ``fake`` promises: torch.compile relies on it, and a body's result may follow a strided input's order.
+        results = [result.contiguous() for result in lowering.as_list(self.body(*args))]  # type: ignore[call-arg]
         for index, output in enumerate(provided):
             if output is not None and index < len(results):
                 output.copy_(results[index])

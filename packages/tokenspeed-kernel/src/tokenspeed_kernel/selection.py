@@ -14,7 +14,6 @@ import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from tokenspeed_kernel import config, memo
@@ -209,9 +208,17 @@ TunedLookup = Callable[[Request, KernelSpec], "float | None"]
 _policy: SelectionPolicy | None = None
 _oracles: dict[str, SelectionOracle] = {}
 _tuned: TunedLookup | None = None
-_overrides: contextvars.ContextVar[Mapping[tuple[str, str], str]] = contextvars.ContextVar(
-    "kernel_overrides", default=MappingProxyType({})
-)
+
+
+@dataclass(eq=False)
+class _OverrideBlock:
+    operator: tuple[str, str]
+    kernel: str
+    # Tasks inherit the context that they are made in and may outlive the block, so that leaving the context is not enough.
+    active: bool = True
+
+
+_overrides: contextvars.ContextVar[tuple[_OverrideBlock, ...]] = contextvars.ContextVar("kernel_overrides", default=())
 
 
 def selection_policy() -> SelectionPolicy:
@@ -270,7 +277,7 @@ def set_tuned_results(lookup: TunedLookup | None) -> None:
 
 @contextlib.contextmanager
 def kernel_override(family: str, mode: str, kernel_name: str) -> Iterator[None]:
-    """Serves an operator with this kernel inside the block, in this thread or task only.
+    """Serves an operator with this kernel inside the block, in this thread or task only, and in tasks made there until it ends.
 
     The platform and format gates still hold. The traits gate does not: a kernel can be tried on what it does not declare.
 
@@ -281,19 +288,23 @@ def kernel_override(family: str, mode: str, kernel_name: str) -> Iterator[None]:
     spec = KernelRegistry.get().get_by_name(kernel_name)
     if (spec.family, spec.mode) != (family, mode):
         raise ValueError(f"{kernel_name} implements {spec.operator}, not {family}.{mode}")
-    token = _overrides.set(MappingProxyType({**_overrides.get(), (family, mode): kernel_name}))
+    block = _OverrideBlock((family, mode), kernel_name)
+    token = _overrides.set((*_overrides.get(), block))
     try:
         with memo.exceptional():
-            yield
+            try:
+                yield
+            finally:
+                block.active = False  # while nothing is remembered yet: no decision of the block may stay
     finally:
         _overrides.reset(token)
 
 
 def override_in_force(family: str, mode: str) -> Override | None:
     """The kernel wanted by name where a call names none itself: by `kernel_override`, the environment, or the TOML file."""
-    chosen = _overrides.get().get((family, mode))
-    if chosen is not None:
-        return Override(chosen, "kernel_override")
+    for block in reversed(_overrides.get()):
+        if block.active and block.operator == (family, mode):
+            return Override(block.kernel, "kernel_override")
     setting = config.settings().override_for(family, mode)
     return Override(*setting) if setting else None
 
@@ -443,18 +454,10 @@ def select(request: Request, override: Override | None = None) -> SelectedKernel
         name, pretended = explanation.chosen.name, request.platform.pretended
         impl = _refuse_to_launch(name, request.platform) if pretended else KernelRegistry.get().load_or_leave_out(name)
     if config.settings().verbose:
-        _log(explanation)
+        logger.info("%s", explanation)
     selected = SelectedKernel(name, impl)
     memo.remember(_decisions, key, selected, started)
     return selected
-
-
-def _log(explanation: Explanation) -> None:
-    if not logger.isEnabledFor(logging.INFO):
-        logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())  # whoever asks for it sees it, also where logging is not set up
-    logger.info("%s", explanation)
 
 
 def _refuse_to_launch(name: str, platform: PlatformInfo) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tokenspeed_kernel.parameters import Kind
+
 # The first call of an operator is slower than the others, and machines that run the tests may be busy.
 settings.register_profile("operators", deadline=None)
 settings.load_profile("operators")
@@ -20,7 +22,7 @@ def _check_custom_op(function: Any, arguments: dict[str, Any]) -> None:
     """The operator works under torch.compile, with these arguments: as PyTorch's own checks see it, and by its results."""
     op = function.operator
     complete = op.complete(arguments)
-    flat = [complete[name] for name in op.names]
+    flat = [complete[p.name] for p in op.parameters if p.kind is not Kind.HINT]
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
     tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic", _SCHEMA_TEST]
     if any(t.element_size() == 1 and t.is_floating_point() for t in tensors):

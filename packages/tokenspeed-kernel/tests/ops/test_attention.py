@@ -36,13 +36,17 @@ OPERATORS: list[Any] = [
 ]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 SMALL = [(f, case) for f in OPERATORS for case in f.operator.all_cases() if not case.large]
-IDS = [f"{f.operator.mode}: {case.name}" for f, case in SMALL]
+WITH_SEQUENCES = [x for x in SMALL if x[0] is not attn_merge_state and "no sequences" not in x[1].name]
 TOLERANCE = {
     torch.bfloat16: {"rtol": 2**-8, "atol": 1e-5},
     torch.float16: {"rtol": 2**-11, "atol": 1e-5},
     torch.float32: {"rtol": 1e-5, "atol": 2e-6},
     torch.float64: {"rtol": 1e-12, "atol": 1e-13},
 }
+
+
+def name_of(function: Any, case: Case) -> str:
+    return f"{function.operator.mode}: {case.name}"
 
 
 def ints(*values: int) -> Tensor:
@@ -291,9 +295,7 @@ def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-@pytest.mark.parametrize(
-    ("function", "case"), [x for x in SMALL if x[0] is not attn_merge_state and "no sequences" not in x[1].name]
-)
+@pytest.mark.parametrize(("function", "case"), WITH_SEQUENCES, ids=[name_of(*x) for x in WITH_SEQUENCES])
 def test_cases_against_a_dense_formula(function: Any, case: Case) -> None:
     arguments = case.build()
     wanted, wanted_lse = dense_case(function, arguments)
@@ -304,7 +306,7 @@ def test_cases_against_a_dense_formula(function: Any, case: Case) -> None:
     torch.testing.assert_close(lse.double(), wanted_lse.double(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("function", "case"), SMALL, ids=IDS)
+@pytest.mark.parametrize(("function", "case"), SMALL, ids=[name_of(*x) for x in SMALL])
 def test_cases_give_what_fake_says_and_fill_out(function: Any, case: Case) -> None:
     arguments = case.build()
     results = function(**arguments)
@@ -476,7 +478,7 @@ def test_hints_change_nothing() -> None:
     wanted = mha_prefill(q, k, v, offsets(3, 4))
     hints: list[Any] = [[0, 3, 7], (0, 3, 7), offsets(3, 4), offsets(3, 4).long()]
     for hint in hints:
-        assert torch.equal(wanted, mha_prefill(q, k, v, offsets(3, 4), cu_seqlens_cpu=hint, max_seqlen=4))  # type: ignore[arg-type]
+        assert torch.equal(wanted, mha_prefill(q, k, v, offsets(3, 4), cu_seqlens_cpu=hint, max_seqlen=4))
 
 
 def test_strided_inputs_and_outputs() -> None:

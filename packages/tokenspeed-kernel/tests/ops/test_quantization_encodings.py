@@ -181,7 +181,7 @@ _BLOCKS = st.one_of(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(block=_BLOCKS)
 @example(block=[0.0] * 32)
 @example(block=[-0.0] * 31 + [1e-45])

@@ -241,6 +241,34 @@ def test_the_edges_of_top_k_and_top_p() -> None:
     assert support(sloped, top_p=0.75) == {2, 0}
 
 
+def test_a_number_on_the_boundary_of_two_tokens_belongs_to_the_second() -> None:
+    # Of equal tokens, number i begins at i / 4096 exactly; few random numbers hit such a boundary, so they are looked for.
+    offsets = torch.arange(1 << 19)
+    u = uniform(torch.zeros_like(offsets), offsets).double()
+    hits = (u * 4096).frac() == 0
+    offsets, u = offsets[hits], u[hits]
+    assert len(offsets) > 50
+    arguments = {**settings_for(len(offsets)), "offset": offsets}
+    assert torch.equal(sample_top_k_top_p(torch.zeros(len(offsets), 4096), **arguments), (u * 4096).long())
+
+
+def test_values_out_of_range_that_cannot_be_checked_do_what_is_documented() -> None:
+    # Where they lie on a device no value is checked; the body stands for what happens then.
+    body = sample_top_k_top_p.operator.body
+    torch.manual_seed(0)
+    logits = torch.randn(4, 30)
+
+    def changed(**values: torch.Tensor) -> torch.Tensor:
+        return body(logits, **{**settings_for(4, top_k=20, top_p=0.9), **values})
+
+    greedy, plain = argmax(logits), settings_for(4, top_k=20, top_p=0.9)
+    assert torch.equal(changed(temperature=torch.tensor([-1.0, NAN, INF, -INF])), greedy)
+    assert torch.equal(changed(top_p=torch.tensor([0.0, -1.0, NAN, -INF])), greedy)
+    assert torch.equal(changed(top_p=torch.tensor([1.5, 1.0, INF, 2.0])), body(logits, **{**plain, "top_p": torch.ones(4)}))
+    everything = torch.zeros(4, dtype=torch.int32)
+    assert torch.equal(changed(top_k=everything - 3), body(logits, **{**plain, "top_k": everything}))
+
+
 def test_masked_tokens_are_never_drawn() -> None:
     logits = torch.full((50,), -INF)
     logits[[3, 17, 40]] = torch.tensor([0.0, 1.0, 0.5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 import time
@@ -57,14 +58,14 @@ def run(workload: Workload, dtype: torch.dtype, device: str) -> dict[str, Any]:
     with listen(model) as listener:
         tokens = _next(model, prefill, cache).tolist()
         _next(model, _decode_batch(tokens, workload.prompt_tokens, held, cache, model), cache).tolist()
-    prefills = [_timed(lambda: _next(model, prefill, cache)) for _ in range(workload.repeats)]
+    prefills = [_timed(functools.partial(_next, model, prefill, cache)) for _ in range(workload.repeats)]
     decodes = []
     for step in range(workload.decode_steps):
         batch = _decode_batch(tokens, workload.prompt_tokens + step, held, cache, model)
         # The first steps of their shapes decide and perhaps compile; a runtime would have done so before.
         if step == 0:
             _next(model, batch, cache).tolist()
-        decodes.append(_timed(lambda batch=batch: _next(model, batch, cache)))
+        decodes.append(_timed(functools.partial(_next, model, batch, cache)))
     prefill_seconds, decode_seconds = statistics.median(prefills), statistics.median(decodes)
     return {
         "workload": asdict(workload),

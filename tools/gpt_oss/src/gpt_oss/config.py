@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ class Config:
         if problems:
             raise ConfigError("this is no GPT-OSS configuration: " + "; ".join(problems))
 
-    def _problems(self) -> Any:
+    def _problems(self) -> Iterator[str]:
         for name in (*_SIZES, "num_experts_per_tok", "sliding_window", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 yield f"{name} must be at least 1, got {getattr(self, name)}"

@@ -91,18 +91,17 @@ class GptOss:
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         residual = self.embedding[batch.tokens]
-        hidden = None
+        normed = ops.rmsnorm(residual, self.layers[0].attention_norm, eps)
         for index, layer in enumerate(self.layers):
-            if hidden is None:
-                normed = ops.rmsnorm(residual, layer.attention_norm, eps)
-            else:
-                normed, residual = ops.rmsnorm(hidden, layer.attention_norm, eps, residual=residual)
-            attended = self._attention(layer, normed, batch, *((cache.k[index], cache.v[index]) if cache else (None, None)))
+            caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
+            attended = self._attention(layer, normed, batch, *caches)
             normed, residual = ops.rmsnorm(attended, layer.mlp_norm, eps, residual=residual)
             hidden = self._experts(layer, normed)
-        if batch.logit_rows is not None:
-            hidden, residual = hidden[batch.logit_rows], residual[batch.logit_rows]
-        normed, _ = ops.rmsnorm(hidden, self.norm, eps, residual=residual)
+            last = layer is self.layers[-1]
+            if last and batch.logit_rows is not None:
+                hidden, residual = hidden[batch.logit_rows], residual[batch.logit_rows]
+            following = self.norm if last else self.layers[index + 1].attention_norm
+            normed, residual = ops.rmsnorm(hidden, following, eps, residual=residual)
         return self.unembedding(ops, normed)
 
     def _attention(self, layer: Layer, x: Tensor, batch: Batch, k_cache: Tensor | None, v_cache: Tensor | None) -> Tensor:

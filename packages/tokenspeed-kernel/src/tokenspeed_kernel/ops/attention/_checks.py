@@ -180,17 +180,14 @@ def check_values_paging(
     shortest, longest = (int(bound) for bound in cache_seqlens.aminmax())
     check.require(shortest >= 0, "cache_seqlens", "0 or more", shortest)
     check.require(longest <= max_seqlen_k, "cache_seqlens", f"at most max_seqlen_k = {max_seqlen_k}", longest)
-    if page_table is None or not page_table.numel():
+    if page_table is None or longest == 0:
         return
     pages, page_size = cache.shape[:2]
-    lowest, highest = page_table.aminmax()
-    if int(lowest) >= 0 and int(highest) < pages:
-        return
-    # Some entry names no page of the cache. That is wrong only where a sequence reaches it.
     starts = torch.arange(0, page_table.shape[1] * page_size, page_size)
-    wrong = ((page_table < 0) | (page_table >= pages)) & (starts < cache_seqlens.unsqueeze(1))
-    if wrong.any():
-        row, column = (int(index) for index in wrong.nonzero()[0])
+    reached = torch.where(starts < cache_seqlens.unsqueeze(1), page_table, 0)
+    lowest, highest = reached.aminmax()
+    if int(lowest) < 0 or int(highest) >= pages:
+        row, column = (int(index) for index in ((reached < 0) | (reached >= pages)).nonzero()[0])
         expected = f"a page of {cache_name}, 0 to {pages - 1}, where cache_seqlens[{row}] = {int(cache_seqlens[row])} reaches"
         check.fail(f"page_table[{row}, {column}]", expected, int(page_table[row, column]))
 

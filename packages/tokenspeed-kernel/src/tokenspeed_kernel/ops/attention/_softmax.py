@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tokenspeed_kernel.checks import FP8
 
+# Bounds the memory that scores take, and lets a block skip the keys that none of its queries sees.
 _QUERIES_AT_ONCE = 128
 
 

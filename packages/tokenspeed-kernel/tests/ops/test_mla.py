@@ -1,0 +1,185 @@
+"""Latent attention: absorbed and plain are one thing, against PyTorch's own attention and against the operators for plain heads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tokenspeed_kernel import (
+    mha_decode_with_kvcache,
+    mha_extend_with_kvcache,
+    mha_prefill,
+    mla_decode_with_kvcache,
+    mla_extend_with_kvcache,
+    mla_prefill,
+)
+
+HEADS, RANK, NOPE, ROPE, V = 4, 16, 8, 6, 10
+SCALE = 1.3 / math.sqrt(NOPE + ROPE)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Layer:
+    """Projections of one layer around its attention, in float64, and the tokens of one sequence."""
+
+    def __init__(self, tokens: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        self.q_nope, self.q_rope = normal(tokens, HEADS, NOPE), normal(tokens, HEADS, ROPE)
+        self.latent, self.k_rope = normal(tokens, RANK), normal(tokens, ROPE)
+        self.expand_k, self.expand_v = normal(HEADS, RANK, NOPE) / 4, normal(HEADS, RANK, V) / 4
+
+    def plain(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v of every head."""
+        k_nope = torch.einsum("tr,hrd->thd", self.latent, self.expand_k)
+        k_rope = self.k_rope.unsqueeze(1).expand(-1, HEADS, -1)
+        v = torch.einsum("tr,hrd->thd", self.latent, self.expand_v)
+        return torch.cat([self.q_nope, self.q_rope], -1), torch.cat([k_nope, k_rope], -1), v
+
+    def absorbed(self) -> tuple[Tensor, Tensor]:
+        """q that meets latents, and the latents with their rotary part."""
+        q = torch.einsum("thd,hrd->thr", self.q_nope, self.expand_k)
+        return torch.cat([q, self.q_rope], -1), torch.cat([self.latent, self.k_rope], -1)
+
+    def project(self, out: Tensor) -> Tensor:
+        """Values from the latents that attention over latents gives."""
+        return torch.einsum("thr,hrd->thd", out, self.expand_v)
+
+
+def into_pages(tokens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """One sequence in a cache whose pages run backwards; NaN elsewhere."""
+    pages = -(-len(tokens) // page_size)
+    cache = torch.full((pages + 1, page_size, tokens.shape[1]), math.nan, dtype=tokens.dtype)
+    for position, token in enumerate(tokens):
+        cache[pages - position // page_size, position % page_size] = token
+    return cache, torch.arange(pages, 0, -1, dtype=torch.int32).unsqueeze(0)
+
+
+def tensors(result: Any) -> tuple[Tensor, Tensor]:
+    out, lse = result
+    return out, lse
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 25), st.integers(1, 8), st.integers(0, 99), st.data())
+def test_plain_is_absorbed_is_decoded_one_by_one(tokens: int, page_size: int, seed: int, data: st.DataObject) -> None:
+    layer = Layer(tokens, seed)
+    whole, whole_lse = tensors(mla_prefill(*layer.plain(), ints(0, tokens), return_lse=True, softmax_scale=SCALE))
+    q, latents = layer.absorbed()
+    cache, page_table = into_pages(latents, page_size)
+    room = page_table.shape[1] * page_size
+
+    new = data.draw(st.integers(1, tokens))
+    call = (cache, page_table, ints(tokens), new, room, RANK, SCALE)
+    out, lse = tensors(mla_extend_with_kvcache(q[-new:], ints(0, new), ints(0, tokens), *call, is_causal=True, return_lse=True))
+    torch.testing.assert_close(layer.project(out), whole[-new:])
+    torch.testing.assert_close(lse, whole_lse[-new:])
+
+    several = mla_decode_with_kvcache(q[-new:], cache, page_table, ints(tokens), room, RANK, SCALE, new, return_lse=True)
+    torch.testing.assert_close(tensors(several), (out, lse), rtol=0, atol=0)
+
+    lengths = torch.arange(1, tokens + 1, dtype=torch.int32)
+    one_by_one = mla_decode_with_kvcache(q, cache, page_table.repeat(tokens, 1), lengths, room, RANK, SCALE, return_lse=True)
+    torch.testing.assert_close(layer.project(tensors(one_by_one)[0]), whole)
+    torch.testing.assert_close(tensors(one_by_one)[1], whole_lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_prefill_against_sdpa(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    lengths = [5, 0, 200]
+    q, k = torch.randn(205, 3, 192, dtype=dtype), torch.randn(205, 3, 192, dtype=dtype)
+    v = torch.randn(205, 3, 128, dtype=dtype)
+    wanted = [
+        scaled_dot_product_attention(*(x.transpose(0, 1) for x in qkv), is_causal=True, scale=0.1).transpose(0, 1)
+        for qkv in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        if len(qkv[0])
+    ]
+    got = mla_prefill(q, k, v, ints(0, 5, 5, 205), softmax_scale=0.1)
+    assert isinstance(got, Tensor)
+    torch.testing.assert_close(got, torch.cat(wanted))
+    default = mla_prefill(q, k, v, ints(0, 5, 5, 205))
+    torch.testing.assert_close(default, mla_prefill(q, k, v, ints(0, 5, 5, 205), softmax_scale=192**-0.5))
+
+
+@pytest.mark.parametrize("logit_cap", [0.0, 2.0])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_absorbed_is_plain_attention_with_one_key_head(is_causal: bool, logit_cap: float) -> None:
+    torch.manual_seed(0)
+    cache = torch.randn(6, 4, RANK + ROPE)
+    k_cache, v_cache = cache.unsqueeze(2), cache[..., :RANK].unsqueeze(2)
+    page_table, lengths = ints(5, 1, 0, 2, 4, 3).view(2, 3), ints(10, 7)
+    q = torch.randn(8, HEADS, RANK + ROPE)
+    options: dict[str, Any] = {"softmax_scale": SCALE, "logit_cap": logit_cap, "return_lse": True}
+    got = mla_extend_with_kvcache(
+        q, ints(0, 3, 8), None, cache, page_table, lengths, 5, 12, kv_lora_rank=RANK, is_causal=is_causal, **options
+    )
+    wanted = mha_extend_with_kvcache(
+        q, ints(0, 3, 8), None, k_cache, v_cache, page_table, lengths, 5, 12, is_causal=is_causal, **options
+    )
+    torch.testing.assert_close(tensors(got), tensors(wanted), rtol=0, atol=0)
+    got = mla_decode_with_kvcache(q, cache, page_table, lengths, 12, kv_lora_rank=RANK, max_seqlen_q=4, **options)
+    wanted = mha_decode_with_kvcache(q, k_cache, v_cache, page_table, lengths, 12, max_seqlen_q=4, **options)
+    torch.testing.assert_close(tensors(got), tensors(wanted), rtol=0, atol=0)
+
+
+def test_prefill_is_plain_prefill() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(9, 3, 12), torch.randn(9, 3, 12), torch.randn(9, 3, 8)
+    for options in ({}, {"logit_cap": 3.0}, {"softmax_scale": 0.5}, {"cu_seqlens_cpu": [0, 4, 9], "max_seqlen": 5}):
+        assert torch.equal(
+            torch.as_tensor(mla_prefill(q, k, v, ints(0, 4, 9), **options)),
+            torch.as_tensor(mha_prefill(q, k, v, ints(0, 4, 9), **options)),
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_fp8_is_dequantised_by_its_scales(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    cache, q = torch.randn(3, 4, RANK + ROPE).to(dtype), torch.randn(2, HEADS, RANK + ROPE).to(dtype)
+    q_scale, kv_scale = torch.rand(shape) + 0.5, torch.rand(shape) + 0.5
+    rest = (ints(0, 1, 2, 0).view(2, 2), ints(7, 3), 8, RANK, SCALE)
+    wanted = mla_decode_with_kvcache(q.float() * q_scale, cache.float() * kv_scale, *rest)
+    got = mla_decode_with_kvcache(q, cache, *rest, q_scale=q_scale, kv_scale=kv_scale)
+    assert isinstance(wanted, Tensor)
+    assert isinstance(got, Tensor)
+    torch.testing.assert_close(got, wanted.bfloat16())
+    mixed = mla_decode_with_kvcache((q.float() * q_scale).bfloat16(), cache, *rest, kv_scale=kv_scale)
+    assert isinstance(mixed, Tensor)
+    torch.testing.assert_close(mixed.float(), wanted, rtol=0.03, atol=0.03)
+
+
+def test_a_sequence_that_pads_the_batch_gives_nothing() -> None:
+    cache = torch.randn(2, 4, RANK + ROPE)
+    out, lse = tensors(
+        mla_decode_with_kvcache(
+            torch.randn(2, HEADS, RANK + ROPE), cache, ints(-1, 1).view(2, 1), ints(0, 2), 4, RANK, SCALE, return_lse=True
+        )
+    )
+    assert (out[0] == 0).all()
+    assert (lse[0] == -math.inf).all()
+    assert (out[1] != 0).all()
+
+
+def test_no_sequences() -> None:
+    nothing = torch.zeros(0, HEADS, RANK + ROPE)
+    cache, table, lengths = torch.zeros(0, 4, RANK + ROPE), torch.zeros(0, 0, dtype=torch.int32), ints()
+    out, lse = tensors(mla_decode_with_kvcache(nothing, cache, table, lengths, 64, RANK, SCALE, return_lse=True))
+    assert (out.shape, lse.shape) == ((0, HEADS, RANK), (0, HEADS))
+    extended = mla_extend_with_kvcache(nothing, ints(0), ints(0), cache, table, lengths, 0, 64, RANK, SCALE)
+    assert isinstance(extended, Tensor)
+    assert extended.shape == (0, HEADS, RANK)

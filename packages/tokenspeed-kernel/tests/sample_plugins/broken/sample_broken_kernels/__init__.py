@@ -1,0 +1,1 @@
+"""A package for the tests whose plugins do all that a plugin can do wrong."""

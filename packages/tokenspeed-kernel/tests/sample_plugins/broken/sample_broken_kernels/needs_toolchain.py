@@ -1,0 +1,6 @@
+"""What it needs is not installed."""
+
+import a_gpu_toolchain_that_is_not_installed  # noqa: F401
+
+
+def register() -> None: ...

@@ -1,0 +1,11 @@
+"""The kernels. Their results are wrong on purpose, so that a test sees who served a call."""
+
+import torch
+
+
+def rmsnorm(x, weight, eps, residual, out, residual_out):
+    return torch.full_like(x, 42.0)
+
+
+def mm(a, b, a_scale, b_scale, bias, out_dtype, out):
+    raise AssertionError("a kernel of priority 1 was preferred")

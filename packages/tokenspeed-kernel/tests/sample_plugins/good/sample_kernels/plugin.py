@@ -1,0 +1,10 @@
+"""What the core imports: declarations, no kernels."""
+
+from tokenspeed_kernel.registry import Priority, register_kernel
+
+
+def register() -> None:
+    register_kernel(
+        "norm", "rmsnorm", solution="sample", signatures=None, traits={"residual": any}, priority=Priority.PLUGIN, tags={"latency"}
+    )("sample_kernels.kernels:rmsnorm")
+    register_kernel("gemm", "mm", solution="sample", signatures=None, priority=1)("sample_kernels.kernels:mm")

@@ -1,0 +1,295 @@
+"""Plugins as users meet them: built, installed with pip, and found by a fresh process that imports the core.
+
+`sample_plugins/good` is a plugin as it should be, `sample_plugins/broken` one package with a plugin for each mistake.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenspeed_kernel import plugins
+from tokenspeed_kernel.config import PREFIX
+from tokenspeed_kernel.plugins import PluginWarning, discover_plugins
+
+SAMPLES = Path(__file__).parent / "sample_plugins"
+
+BROKEN = {
+    "absent-attribute": "AttributeError: .*nothing_of_that_name",
+    "exits": "SystemExit: no device",
+    "half": "RuntimeError: after two of three",
+    "import-error": "ModuleNotFoundError: No module named 'a_gpu_toolchain_that_is_not_installed'",
+    "name-clash": "RegistrationError: a kernel named reference_rmsnorm exists: registered by tokenspeed_kernel.ops.norm.rmsnorm, "
+    r"now again by plugin name-clash \(sample-broken-kernels 0.1\)",
+    "not-callable": r"TypeError: sample_broken_kernels.plugin:NOT_CALLABLE must be a function without parameters, got 42",
+    "raises": "RuntimeError: the driver is too old",
+    "wants-arguments": "TypeError: wants_arguments\\(\\) missing 1 required positional argument",
+    "wrong-signature": r"RegistrationError: wrong_rmsnorm: an implementation of norm.rmsnorm takes \(x, weight, eps, residual, out, "
+    r"residual_out\), this one takes \(x, weight\)",
+}
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both sample packages, each built and installed into a folder of its own. Needs no network."""
+    targets = {}
+    for package in ("good", "broken"):
+        targets[package] = tmp_path_factory.mktemp(package)
+        command = [
+            sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
+            "--no-build-isolation", "--no-compile", "--target", str(targets[package]), str(SAMPLES / package),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    return targets
+
+
+Run = Callable[..., tuple[Any, str]]
+
+PREAMBLE = """
+import json, sys, warnings
+warnings.simplefilter("always")
+import torch
+import tokenspeed_kernel
+from tokenspeed_kernel import plugins
+from tokenspeed_kernel.registry import KernelRegistry
+x, weight = torch.ones(2, 4), torch.ones(4)
+def served(): return "sample" if tokenspeed_kernel.rmsnorm(x, weight)[0, 0] == 42 else "reference"
+"""
+
+
+@pytest.fixture(scope="session")
+def run(installed: dict[str, Path]) -> Run:
+    """Runs a program in a fresh process that has the named packages installed; gives what it assigns to ``result``, and stderr."""
+
+    def execute(program: str, *packages: str, **environment: str) -> tuple[Any, str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+        env.update({PREFIX + name: value for name, value in environment.items()})
+        paths = [str(installed[p]) for p in packages] + [env["PYTHONPATH"]] * ("PYTHONPATH" in env)
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+        source = PREAMBLE + textwrap.dedent(program) + "\nprint(json.dumps(result))"
+        done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+    return execute
+
+
+@pytest.fixture(scope="session")
+def all_together(run: Run) -> tuple[dict[str, Any], str]:
+    """One process with the good and all broken plugins."""
+    return run(
+        """
+        result = {
+            "modules before": sorted(m for m in sys.modules if m.startswith("sample_")),
+            "plugins": [(p.name, p.package, p.version, p.num_kernels, list(p.kernel_names)) for p in plugins.list_plugins()],
+            "failures": {f.name: [f.package, f.version, f.error, f.traceback] for f in plugins.plugin_failures()},
+            "kernels": {s.name: s.origin for s in KernelRegistry.get().list_kernels()},
+            "clashes": [str(c) for c in KernelRegistry.get().clashes()],
+            "served": served(),
+            "modules after": sorted(m for m in sys.modules if m.startswith("sample_")),
+            "mm": tokenspeed_kernel.mm(x, torch.ones(4, 2)).tolist(),
+            "silu": tokenspeed_kernel.silu_and_mul(torch.ones(1, 2)).tolist(),
+            "silu explained": str(tokenspeed_kernel.silu_and_mul.explain(torch.ones(1, 2))),
+            "load failures": KernelRegistry.get().load_failures(),
+        }
+        """,
+        "good",
+        "broken",
+    )
+
+
+def test_a_plugin_is_discovered_when_the_core_is_imported(all_together: tuple[dict[str, Any], str]) -> None:
+    result, _ = all_together
+    assert ["sample", "sample-kernels", "1.2.3", 2, ["sample_mm", "sample_rmsnorm"]] in result["plugins"]
+    assert result["kernels"]["sample_rmsnorm"] == "plugin sample (sample-kernels 1.2.3)"
+
+
+def test_a_plugin_wins_and_loses_by_priority(all_together: tuple[dict[str, Any], str]) -> None:
+    result, _ = all_together
+    assert result["served"] == "sample"
+    assert result["mm"] == [[4.0, 4.0]] * 2
+
+
+def test_a_plugins_kernels_are_imported_when_selected(all_together: tuple[dict[str, Any], str]) -> None:
+    result, _ = all_together
+    assert "sample_kernels.plugin" in result["modules before"]
+    assert "sample_kernels.kernels" not in result["modules before"]
+    assert "sample_kernels.kernels" in result["modules after"]
+
+
+@pytest.mark.parametrize("name", sorted(BROKEN))
+def test_a_broken_plugin_is_reported(all_together: tuple[dict[str, Any], str], name: str) -> None:
+    result, stderr = all_together
+    package, version, error, traceback = result["failures"][name]
+    assert (package, version) == ("sample-broken-kernels", "0.1")
+    import re
+
+    assert re.match(BROKEN[name], error), error
+    assert traceback.startswith("Traceback (most recent call last)")
+    assert error.split(":")[0] in traceback
+    assert f"plugin {name} of sample-broken-kernels 0.1 failed to load and is left out: {error}" in stderr
+    assert name not in [p[0] for p in result["plugins"]]
+
+
+def test_broken_plugins_leave_nothing_behind(all_together: tuple[dict[str, Any], str]) -> None:
+    result, _ = all_together
+    assert sorted(result["failures"]) == sorted(BROKEN), "no other plugin failed"
+    of_plugins = {n for n, origin in result["kernels"].items() if origin.startswith("plugin ")}
+    assert of_plugins == {"sample_rmsnorm", "sample_mm", "zz_equal_rmsnorm", "later_silu_and_mul"}
+    assert result["kernels"]["reference_rmsnorm"] == "tokenspeed_kernel.ops.norm.rmsnorm"
+
+
+def test_equal_priorities_are_reported_with_both_origins(all_together: tuple[dict[str, Any], str]) -> None:
+    result, stderr = all_together
+    (clash,) = result["clashes"]
+    assert clash.startswith(
+        "sample_rmsnorm (plugin sample (sample-kernels 1.2.3)) and zz_equal_rmsnorm (plugin equal-priority (sample-broken-kernels 0.1)) "
+        "both have priority 16 and could serve the same norm.rmsnorm request; sample_rmsnorm wins by name"
+    )
+    assert "PriorityClashWarning: " + clash in stderr
+    assert ["equal-priority", "sample-broken-kernels", "0.1", 1, ["zz_equal_rmsnorm"]] in result["plugins"]
+
+
+def test_a_kernel_that_proves_broken_when_selected_is_left_out(all_together: tuple[dict[str, Any], str]) -> None:
+    result, stderr = all_together
+    assert result["silu"] == [[pytest.approx(0.7310586)]]
+    assert "KernelLoadWarning: later_silu_and_mul (plugin wrong-signature-later (sample-broken-kernels 0.1)) cannot be loaded" in stderr
+    assert "later_silu_and_mul" in result["load failures"]
+    assert "implementation: cannot be loaded: RegistrationError: later_silu_and_mul: an implementation of" in result["silu explained"]
+
+
+def test_without_plugins(run: Run) -> None:
+    result, stderr = run("result = [served(), [p.name for p in discover_plugins()]]".replace("discover", "plugins.discover"))
+    assert result[0] == "reference"
+    assert "sample" not in result[1]
+    assert stderr == ""
+
+
+@pytest.mark.parametrize("how", ["environment", "file"])
+def test_disabling_by_settings(run: Run, tmp_path: Path, how: str) -> None:
+    names = sorted({*BROKEN, "equal-priority", "wrong-signature-later", "sample"} - {"raises"})
+    if how == "environment":
+        setting = {"DISABLE_PLUGINS": ", ".join(names)}
+    else:
+        (tmp_path / "settings.toml").write_text(f"disabled_plugins = {json.dumps(names)}\n")
+        setting = {"CONFIG": str(tmp_path / "settings.toml")}
+    result, stderr = run(
+        """
+        result = [served(), [p.name for p in plugins.list_plugins()], [f.name for f in plugins.plugin_failures()],
+                  plugins.disabled_plugins(), sorted(m for m in sys.modules if m.startswith("sample_kernels"))]
+        """,
+        "good",
+        "broken",
+        **setting,
+    )
+    assert result == ["reference", [], ["raises"], names, []]
+    assert stderr.count("PluginWarning") == 1
+
+
+def test_disabling_all(run: Run) -> None:
+    result, stderr = run("result = [served(), plugins.disabled_plugins()]", "good", DISABLE_PLUGINS="*")
+    assert result == ["reference", ["sample"]]
+    assert stderr == ""
+
+
+def test_disabling_one_while_running(run: Run) -> None:
+    result, _ = run(
+        """
+        result = [served()]
+        tokenspeed_kernel.KernelRegistry.get().unregister("sample_mm")  # by hand, before
+        plugins.disable_plugin("sample")
+        result += [served(), [p.name for p in plugins.list_plugins()], plugins.disabled_plugins()]
+        plugins.discover_plugins(force=True)
+        result += [served()]
+        try:
+            plugins.disable_plugin("simple")
+        except KeyError as error:
+            result += [error.args[0]]
+        """,
+        "good",
+    )
+    assert result == ["sample", "reference", [], ["sample"], "reference", "no plugin named simple; installed are: sample"]
+
+
+def test_force_looks_again(run: Run, installed: dict[str, Path]) -> None:
+    """A package that was installed, or repaired, while the process runs."""
+    result, _ = run(
+        f"""
+        result = [[p.name for p in plugins.discover_plugins()]]
+        sys.path.insert(0, {str(installed["good"])!r})
+        result += [[p.name for p in plugins.discover_plugins()], [p.name for p in plugins.discover_plugins(force=True)], served()]
+        first = plugins.list_plugins()[0]
+        plugins.discover_plugins(force=True)
+        result += [plugins.list_plugins()[0] is first]
+        """
+    )
+    assert result == [[], [], ["sample"], "sample", True]
+
+
+def test_an_unknown_override_is_warned_of(run: Run) -> None:
+    _, stderr = run("result = 0", "good", OVERRIDE_NORM_RMSNROM="sample_rmsnorm")
+    assert "TOKENSPEED_KERNEL_OVERRIDE_NORM_RMSNROM names no operator; did you mean TOKENSPEED_KERNEL_OVERRIDE_NORM_RMSNORM?" in stderr
+
+
+# -- in this process, with entry points made up ----------------------------------------------------------------------------------
+
+
+class Entry:
+    """As much of an entry point as discovery reads."""
+
+    def __init__(self, name: str, register: Callable[[], None], package: str = "made-up") -> None:
+        self.name, self.value, self._register = name, f"{package}:register", register
+        self.module, self.dist = package, type("Dist", (), {"name": package, "version": "1"})
+
+    def load(self) -> Callable[[], None]:
+        return self._register
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch, registry: Any) -> list[Entry]:
+    found: list[Entry] = []
+    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: list(found))
+    plugins._loaded, plugins._failed, plugins._disabled = {}, {}, set()
+    return found
+
+
+def test_a_failed_plugin_is_tried_again_with_force(entries: list[Entry]) -> None:
+    working = []
+
+    def register() -> None:
+        if not working:
+            raise RuntimeError("not yet")
+
+    entries.append(Entry("late", register))
+    with pytest.warns(PluginWarning, match="plugin late of made-up 1 failed to load and is left out: RuntimeError: not yet"):
+        discover_plugins(force=True)
+    assert [f.name for f in plugins.plugin_failures()] == ["late"]
+    working.append(True)
+    assert [p.name for p in discover_plugins(force=True)] == ["late"]
+    assert plugins.plugin_failures() == []
+
+
+def test_two_packages_with_a_plugin_of_one_name(entries: list[Entry]) -> None:
+    entries += [Entry("same", lambda: None, "one"), Entry("same", lambda: None, "two")]
+    with pytest.warns(PluginWarning, match="plugin same of two 1 is left out: a plugin of that name was loaded from one 1"):
+        (loaded,) = discover_plugins(force=True)
+    assert loaded.package == "one"
+
+
+def test_an_interrupt_is_not_swallowed(entries: list[Entry], registry: Any) -> None:
+    def register() -> None:
+        raise KeyboardInterrupt
+
+    entries.append(Entry("slow", register))
+    with pytest.raises(KeyboardInterrupt):
+        discover_plugins(force=True)
+    assert plugins.list_plugins() == []

@@ -1,0 +1,561 @@
+"""Choosing kernels: what overrides, policies, oracles and measurements do, and when decisions are forgotten.
+
+`test_selection_oracle.py` compares whole selections; here each rule stands alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed_kernel import memo, selection
+from tokenspeed_kernel.config import ConfigurationError
+from tokenspeed_kernel.platform import CapabilityRequirement, PlatformInfo, named_platform, use_platform
+from tokenspeed_kernel.registry import KernelLoadWarning, KernelRegistry, KernelSpec, PriorityClashWarning
+from tokenspeed_kernel.selection import (
+    NoKernelFoundError,
+    SelectedKernel,
+    SelectionObjective,
+    SelectionOracle,
+    SelectionPolicy,
+    SelectionStrategy,
+    consider,
+    explain_selection,
+    kernel_override,
+    make_request,
+    register_oracle,
+    select_kernel,
+    selection_policy,
+    set_selection_policy,
+    set_tuned_results,
+    warmup_selection,
+)
+from tokenspeed_kernel.signature import dense_tensor_format, format_signature, format_signatures
+
+X = format_signature(x=dense_tensor_format(torch.bfloat16))
+BF16 = format_signatures("x", "dense", {torch.bfloat16})
+NVIDIA = CapabilityRequirement(vendors=frozenset({"nvidia"}))
+
+
+@pytest.fixture
+def add(registry: KernelRegistry) -> Callable[..., Callable[..., Any]]:
+    """Registers a kernel of ``norm.scale`` that serves everything a CPU can ask, but for what is given; gives its function."""
+
+    def register(name: str, **facts: Any) -> Callable[..., Any]:
+        def impl(*args: Any) -> str:
+            return name
+
+        defaults: dict[str, Any] = {"solution": "torch", "format_signatures": BF16, "origin": f"test:{name}"}
+        registry.register(KernelSpec(name, facts.pop("family", "norm"), facts.pop("mode", "scale"), **{**defaults, **facts}), impl)
+        return impl
+
+    return register
+
+
+@pytest.fixture
+def three(add: Callable[..., Any]) -> None:
+    add("fast", priority=12, solution="triton", traits={"sinks": any})
+    add("plain", priority=4)
+    add("gpu", priority=16, capability=NVIDIA)
+
+
+def chosen(**request: Any) -> str:
+    return select_kernel("norm", "scale", X, **request).name
+
+
+# -- what is chosen ---------------------------------------------------------------------------------------------------------------
+
+
+def test_priority_decides_among_kernels_that_can(three: None, hopper: PlatformInfo) -> None:
+    assert chosen() == "fast"
+    assert chosen(platform=hopper) == "gpu"
+    assert chosen(solution="torch") == "plain"
+
+
+def test_the_selected_kernel_is_callable_and_stable(add: Callable[..., Any]) -> None:
+    impl = add("one")
+    first = select_kernel("norm", "scale", X, traits={"head_dim": 64, "sinks": False})
+    assert isinstance(first, SelectedKernel)
+    assert first.impl is impl
+    assert first(1, 2) == "one"
+    assert select_kernel("norm", "scale", X, traits={"sinks": False, "head_dim": 64}) is first
+
+
+def test_true_and_one_are_different_requests(add: Callable[..., Any]) -> None:
+    add("flag", traits={"t": True})
+    assert chosen(traits={"t": True}) == "flag"
+    with pytest.raises(NoKernelFoundError, match="t=1 is not True"):
+        chosen(traits={"t": 1})
+
+
+def test_silence_is_not_support(add: Callable[..., Any]) -> None:
+    add("silent", priority=19)
+    add("able", priority=1, traits={"sinks": {True, False}})
+    add("only", priority=2, traits={"sinks": True})
+    assert chosen(traits={"sinks": False}) == "silent"
+    assert chosen(traits={"sinks": True}) == "only"
+    assert chosen() == "silent", "a kernel that exists for a feature does not serve a request that does not know of it"
+
+
+def test_features_are_a_gate(add: Callable[..., Any]) -> None:
+    add("lacking", priority=12)
+    add("paged", priority=4, features={"paged", "ragged"})
+    assert chosen(features={"paged"}) == "paged"
+    with pytest.raises(NoKernelFoundError, match=r"lacking +features: lacks fused, paged"):
+        chosen(features={"paged", "fused"})
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        ("default", "quick"),
+        ("latency", "quick"),
+        ("throughput", "wide"),
+        ("determinism", "exact"),
+        ("portability", "exact"),
+        ("debug", "reference"),
+        (SelectionObjective.THROUGHPUT, "wide"),
+    ],
+)
+def test_objectives(add: Callable[..., Any], hopper: PlatformInfo, objective: Any, expected: str) -> None:
+    add("quick", priority=16, tags={"latency"}, capability=CapabilityRequirement(vendors={"nvidia"}, required_features={"tma"}))  # type: ignore[arg-type]
+    add("wide", priority=12, tags={"throughput"}, capability=NVIDIA)
+    add("exact", priority=4, tags={"determinism"})
+    add("reference", priority=0)
+    assert chosen(platform=hopper, objective=objective) == expected
+
+
+def test_an_unknown_objective_names_the_known_ones(three: None) -> None:
+    with pytest.raises(ValueError, match="'fastest' is not a valid SelectionObjective"):
+        chosen(objective="fastest")
+
+
+def test_ties_are_reported(add: Callable[..., Any]) -> None:
+    add("b")
+    with pytest.warns(PriorityClashWarning):
+        add("a")
+    assert chosen() == "a"
+    assert "ties with b (test:b) and precedes it by name" in explain_selection("norm", "scale", X)
+
+
+# -- oracle, measurements, policy -------------------------------------------------------------------------------------------------
+
+
+class Likes(SelectionOracle):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def adjust(self, spec: KernelSpec, platform: PlatformInfo, traits: Any) -> int:
+        return 5 if spec.name == self.name and traits.get("head_dim") == 64 else 0
+
+
+def test_an_oracle_precedes_the_priority(three: None) -> None:
+    assert chosen(traits={"head_dim": 64}) == "fast"
+    register_oracle("norm", Likes("plain"))
+    assert chosen(traits={"head_dim": 64}) == "plain", "the decision made before was forgotten"
+    assert chosen(traits={"head_dim": 128}) == "fast"
+    assert "oracle +5" in explain_selection("norm", "scale", X, traits={"head_dim": 64})
+    register_oracle("norm", None)
+    assert chosen(traits={"head_dim": 64}) == "fast"
+    register_oracle("norm", None)
+    with pytest.raises(TypeError, match="an oracle has a method adjust"):
+        register_oracle("norm", object())  # type: ignore[arg-type]
+
+
+def test_an_oracle_does_not_open_gates(three: None) -> None:
+    register_oracle("norm", Likes("gpu"))
+    assert chosen(traits={"head_dim": 64}) == "fast"
+
+
+def test_measurements_precede_everything_but_overrides(add: Callable[..., Any]) -> None:
+    add("fast", priority=12, tags={"latency"})
+    add("slow", priority=4)
+    add("unmeasured", priority=19)
+    set_tuned_results(lambda request, spec: {"fast": 7.0, "slow": 3.0}.get(spec.name))
+    register_oracle("norm", Likes("unmeasured"))
+    assert chosen(traits={"head_dim": 64}, objective="latency") == "slow"
+    assert "tuned: 3 us" in explain_selection("norm", "scale", X)
+    assert chosen(override="fast") == "fast"
+    set_tuned_results(None)
+    assert chosen() == "unmeasured"
+
+
+def test_the_policys_objective_holds_where_a_request_has_none(three: None) -> None:
+    set_selection_policy(SelectionPolicy(objective=SelectionObjective.DEBUG))
+    assert chosen() == "plain"
+    assert chosen(objective="default") == "fast"
+    set_selection_policy(None)
+    assert chosen() == "fast"
+
+
+def test_autotune_needs_measurements() -> None:
+    policy = SelectionPolicy(op_strategies={("norm", "scale"): SelectionStrategy.AUTOTUNE})
+    with pytest.raises(ValueError, match="AUTOTUNE needs measured results"):
+        set_selection_policy(policy)
+    assert selection_policy() == SelectionPolicy()
+    set_tuned_results(lambda request, spec: None)
+    set_selection_policy(policy)
+    assert selection_policy().get_strategy("norm", "scale") is SelectionStrategy.AUTOTUNE
+    assert selection_policy().get_strategy("norm", "other") is SelectionStrategy.HEURISTIC
+
+
+def test_the_objective_from_the_settings(three: None, settings_from: Any, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('objective = "debug"\n')
+    settings_from(CONFIG=str(file))
+    assert chosen() == "plain"
+    file.write_text('objective = "fastest"\n')
+    settings_from()
+    with pytest.raises(ConfigurationError, match=r"objective must be one of default, latency, .*, got 'fastest' \(.*settings.toml\)"):
+        chosen()
+
+
+# -- overrides --------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_override_passes_by_traits_and_priority(three: None) -> None:
+    assert chosen(override="plain") == "plain"
+    assert chosen(override="plain", traits={"sinks": True}) == "plain"
+    text = explain_selection("norm", "scale", X, override="plain", traits={"sinks": True})
+    assert "override, although says nothing of sinks" in text
+
+
+def test_an_override_does_not_pass_platform_and_formats(add: Callable[..., Any], three: None) -> None:
+    add("half", priority=1, format_signatures=format_signatures("x", "dense", {torch.float16}))
+    with pytest.raises(NoKernelFoundError, match=r"gpu is wanted by override=, but fails the platform gate: needs a device by nvidia"):
+        chosen(override="gpu")
+    with pytest.raises(NoKernelFoundError, match=r"half is wanted by override=, but fails the formats gate: x: bfloat16 wanted, float16"):
+        chosen(override="half")
+    with pytest.raises(NoKernelFoundError, match=r"fast is wanted by override=, but fails the solution gate: is made with triton, torch"):
+        chosen(override="fast", solution="torch")
+
+
+def test_an_override_of_nothing_known(add: Callable[..., Any], three: None) -> None:
+    add("elsewhere", mode="other")
+    with pytest.raises(NoKernelFoundError, match=r"override=: no kernel named fsat; did you mean fast\?"):
+        chosen(override="fsat")
+    with pytest.raises(NoKernelFoundError, match=r"elsewhere is wanted by override=, but implements norm.other, not norm.scale"):
+        chosen(override="elsewhere")
+
+
+def test_kernel_override_holds_inside_the_block(three: None) -> None:
+    with kernel_override("norm", "scale", "plain"):
+        assert chosen() == "plain"
+        assert chosen(override="fast") == "fast", "the call's own override is nearer"
+        with kernel_override("norm", "scale", "fast"):
+            assert chosen() == "fast"
+        assert chosen() == "plain"
+    assert chosen() == "fast"
+
+
+def test_kernel_override_is_strict(add: Callable[..., Any], three: None) -> None:
+    add("elsewhere", mode="other")
+    with pytest.raises(KeyError, match=r"no kernel named fsat; did you mean fast\?"), kernel_override("norm", "scale", "fsat"):
+        pass
+    with pytest.raises(ValueError, match=r"elsewhere implements norm.other, not norm.scale"), kernel_override("norm", "scale", "elsewhere"):
+        pass
+    with kernel_override("norm", "scale", "gpu"), pytest.raises(NoKernelFoundError, match="gpu is wanted by kernel_override, but fails the platform"):
+        chosen()
+    assert chosen() == "fast"
+
+
+def test_kernel_override_ends_when_the_block_raises(three: None) -> None:
+    with pytest.raises(RuntimeError), kernel_override("norm", "scale", "plain"):
+        raise RuntimeError
+    assert chosen() == "fast"
+
+
+def test_kernel_override_is_of_one_thread(three: None) -> None:
+    ready, done = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def other() -> None:
+        ready.wait()
+        seen.append(chosen())
+        done.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with kernel_override("norm", "scale", "plain"):
+        ready.set()
+        done.wait()
+        assert chosen() == "plain"
+    thread.join()
+    assert seen == ["fast"]
+
+
+def test_kernel_override_is_of_one_task(three: None) -> None:
+    async def wanting(name: str) -> list[str]:
+        seen = []
+        with kernel_override("norm", "scale", name):
+            for _ in range(5):
+                seen.append(chosen())
+                await asyncio.sleep(0)
+        return seen
+
+    async def wanting_none() -> list[str]:
+        seen = []
+        for _ in range(5):
+            seen.append(chosen())
+            await asyncio.sleep(0)
+        return seen
+
+    async def all_at_once() -> list[list[str]]:
+        return await asyncio.gather(wanting("plain"), wanting("fast"), wanting_none())
+
+    assert asyncio.run(all_at_once()) == [["plain"] * 5, ["fast"] * 5, ["fast"] * 5]
+
+
+def test_a_task_that_outlives_the_block_loses_the_override(three: None) -> None:
+    """A task inherits the context it is made in. Its calls after the block's end must neither be overridden nor be remembered
+    as if that were everyone's choice."""
+
+    async def late(go: asyncio.Event) -> str:
+        await go.wait()
+        return chosen()
+
+    async def main() -> tuple[str, str]:
+        go = asyncio.Event()
+        with kernel_override("norm", "scale", "plain"):
+            task = asyncio.create_task(late(go))
+            await asyncio.sleep(0)
+        go.set()
+        return await task, chosen()
+
+    assert asyncio.run(main()) == ("fast", "fast")
+
+
+def test_an_inherited_context_keeps_the_outer_override(three: None) -> None:
+    with kernel_override("norm", "scale", "plain"):
+        with kernel_override("norm", "scale", "fast"):
+            inherited = contextvars.copy_context()
+            assert inherited.run(chosen) == "fast"
+        assert inherited.run(chosen) == "plain"
+    assert inherited.run(chosen) == "fast"
+
+
+def test_override_by_environment_and_file(three: None, settings_from: Any, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[overrides]\n"norm.scale" = "plain"\n')
+    settings_from(CONFIG=str(file))
+    assert chosen() == "plain"
+    assert f"override plain ({file}: overrides.norm.scale)" in explain_selection("norm", "scale", X)
+    settings_from(OVERRIDE_NORM_SCALE="gpu")
+    with pytest.raises(NoKernelFoundError, match="gpu is wanted by TOKENSPEED_KERNEL_OVERRIDE_NORM_SCALE, but fails the platform"):
+        chosen()
+    with kernel_override("norm", "scale", "fast"):
+        assert chosen() == "fast"
+    settings_from(OVERRIDE_NORM_SCALE="nothing")
+    with pytest.raises(NoKernelFoundError, match="TOKENSPEED_KERNEL_OVERRIDE_NORM_SCALE: no kernel named nothing"):
+        chosen()
+
+
+# -- explaining -------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_lists_every_candidate(add: Callable[..., Any]) -> None:
+    add("gpu", capability=NVIDIA)
+    add("half", format_signatures=format_signatures("x", "dense", {torch.float16}), priority=3)
+    add("small", traits={"head_dim": {32, 64}}, priority=2)
+    add("silent", priority=1)
+    with pytest.raises(NoKernelFoundError) as caught:
+        chosen(traits={"head_dim": 128, "sinks": True}, objective="latency")
+    text = str(caught.value)
+    for line in (
+        "no kernel serves norm.scale on ",
+        "objective latency",
+        "formats  x: bfloat16",
+        "traits   head_dim=128, sinks=True",
+        " x gpu     platform: needs a device by nvidia, this is cpu (cpu)",
+        " x half    formats: x: bfloat16 wanted, float16 offered",
+        " x small   traits: head_dim=128 is not one of 32, 64; says nothing of sinks, so it does not have it",
+        " x silent  traits: says nothing of sinks, so it does not have it",
+    ):
+        assert line in text, line
+    explanation = caught.value.explanation
+    assert explanation is not None
+    assert [(v.spec.name, v.gate, v.accepted) for v in explanation.verdicts] == [
+        ("gpu", "platform", False),
+        ("half", "formats", False),
+        ("small", "traits", False),
+        ("silent", "traits", False),
+    ]
+
+
+def test_no_kernel_at_all(registry: KernelRegistry) -> None:
+    with pytest.raises(NoKernelFoundError, match="no kernel is registered for this operator"):
+        chosen()
+
+
+def test_explanations_as_data(three: None) -> None:
+    explanation = consider(make_request("norm", "scale", X, traits={"sinks": True}))
+    data = explanation.to_dict()
+    assert data["chosen"] == "fast"
+    assert data["traits"] == {"sinks": True}
+    assert [(c["name"], c["accepted"], c["gate"]) for c in data["candidates"]] == [
+        ("fast", True, None),
+        ("gpu", False, "platform"),
+        ("plain", False, "traits"),
+    ]
+    assert str(explanation) == explain_selection("norm", "scale", X, traits={"sinks": True})
+    assert "-> fast" in str(explanation)
+
+
+def test_explaining_never_raises_for_want_of_a_kernel(three: None) -> None:
+    text = explain_selection("norm", "scale", X, override="gpu")
+    assert "problem  gpu is wanted by override=, but fails the platform gate" in text
+    assert "->" not in text
+
+
+def test_verbose_shows_each_new_decision_once(three: None, settings_from: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the program never set logging up."""
+    logger = logging.Logger("tokenspeed_kernel")
+    monkeypatch.setattr(selection, "logger", logger)
+    settings_from(VERBOSE="1")
+    chosen()
+    chosen()
+    lines = capsys.readouterr().err
+    assert lines.count("-> fast") == 1
+    settings_from(VERBOSE="0")
+    chosen(traits={"head_dim": 1})
+    assert capsys.readouterr().err == ""
+
+
+# -- forgetting -------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_decisions_rest_on_changes_them(add: Callable[..., Any], registry: KernelRegistry, hopper: PlatformInfo) -> None:
+    add("plain", priority=4)
+    assert chosen() == "plain"
+    add("better", priority=8)
+    assert chosen() == "better"
+    registry.unregister("better")
+    assert chosen() == "plain"
+    add("gpu", priority=16, capability=NVIDIA)
+    with use_platform(hopper) as platform:
+        assert platform is hopper
+        assert chosen() == "gpu"
+    assert chosen() == "plain"
+
+
+def test_a_decision_that_was_being_made_meanwhile_is_not_remembered(add: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    add("plain", priority=4)
+    really = selection.consider
+
+    def interrupted(*args: Any) -> Any:
+        explanation = really(*args)
+        add("better", priority=8)
+        monkeypatch.setattr(selection, "consider", really)
+        return explanation
+
+    monkeypatch.setattr(selection, "consider", interrupted)
+    assert chosen() == "plain"
+    assert chosen() == "better"
+
+
+def test_a_kernel_that_goes_while_it_is_chosen(add: Callable[..., Any], registry: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    add("plain", priority=4)
+    add("going", priority=8)
+    really = selection.consider
+
+    def interrupted(*args: Any) -> Any:
+        explanation = really(*args)
+        monkeypatch.setattr(selection, "consider", really)
+        registry.unregister("going")
+        return explanation
+
+    monkeypatch.setattr(selection, "consider", interrupted)
+    assert chosen() == "plain"
+
+
+def test_threads_select_while_others_register(add: Callable[..., Any], registry: KernelRegistry) -> None:
+    add("plain", priority=4)
+    stop, problems = threading.Event(), []
+
+    def call() -> None:
+        while not stop.is_set():
+            try:
+                name = chosen(traits={"head_dim": 64})
+                if name not in ("plain", "coming"):
+                    problems.append(name)
+            except Exception as error:
+                problems.append(repr(error))
+
+    def overriding() -> None:
+        while not stop.is_set():
+            with kernel_override("norm", "scale", "plain"):
+                if chosen() != "plain":
+                    problems.append("override lost")
+
+    threads = [threading.Thread(target=f) for f in (call, call, overriding)]
+    for thread in threads:
+        thread.start()
+    for _ in range(150):
+        add("coming", priority=8)
+        if chosen() != "coming":
+            problems.append("stale decision after register")
+        registry.unregister("coming")
+        if chosen() != "plain":
+            problems.append("stale decision after unregister")
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
+# -- pretended platforms, warm-up -------------------------------------------------------------------------------------------------
+
+
+def test_a_pretended_platform_never_launches(add: Callable[..., Any], settings_from: Any) -> None:
+    add("gpu", priority=16, capability=NVIDIA)
+    add("plain")
+    selected = select_kernel("norm", "scale", X, platform=named_platform("sm_90"))
+    assert selected.name == "gpu"
+    with pytest.raises(RuntimeError, match=r"gpu was selected for NVIDIA H100 \[sm_90\] \(pretended\), which is pretended"):
+        selected()
+    settings_from(PLATFORM="gfx950")
+    with pytest.raises(RuntimeError, match=r"plain was selected for AMD Instinct MI355X \[gfx950\]"):
+        select_kernel("norm", "scale", X)()
+
+
+def test_a_pretended_platform_imports_nothing(registry: KernelRegistry) -> None:
+    registry.register(KernelSpec("lazy", "norm", "scale", solution="torch", format_signatures=None, origin="here"), "absent_module:kernel")
+    assert select_kernel("norm", "scale", X, platform=named_platform("cpu")).name == "lazy"
+    assert registry.is_lazy("lazy")
+
+
+def test_an_emulated_platform_launches(add: Callable[..., Any], hopper: PlatformInfo) -> None:
+    add("gpu", capability=NVIDIA)
+    assert select_kernel("norm", "scale", X, platform=dataclasses.replace(hopper, emulated=True))() == "gpu"
+
+
+def test_warming_up_named_requests(three: None) -> None:
+    assert warmup_selection([("norm", "scale", X, None), ("norm", "scale", X, {"sinks": True})]) == ["fast", "fast"]
+    assert len(selection._decisions) == 2
+    with pytest.raises(NoKernelFoundError):
+        warmup_selection([("norm", "absent", X, None)])
+
+
+def test_warming_up_everything(three: None, registry: KernelRegistry) -> None:
+    registry.register(KernelSpec("lazy", "norm", "other", solution="torch", format_signatures=None, origin="here"), "json:dumps")
+    registry.register(KernelSpec("broken", "norm", "other", solution="b", format_signatures=None, priority=1, origin="here"), "absent_module:k")
+    with pytest.warns(KernelLoadWarning):
+        assert warmup_selection() == ["lazy", "fast", "plain"]
+    assert not registry.is_lazy("lazy")
+
+
+def test_decisions_are_bounded(add: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memo, "MAX_ENTRIES", 8)
+    add("one")
+    for head_dim in range(50):
+        assert chosen(traits={"head_dim": head_dim}) == "one"
+        assert len(selection._decisions) <= 8
