@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -73,8 +74,7 @@ def run(installed: dict[str, Path]) -> Run:
     def execute(program: str, *packages: str, **environment: str) -> tuple[Any, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
         env.update({PREFIX + name: value for name, value in environment.items()})
-        paths = [str(installed[p]) for p in packages] + [env["PYTHONPATH"]] * ("PYTHONPATH" in env)
-        env["PYTHONPATH"] = os.pathsep.join(paths)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*(str(installed[p]) for p in packages), env.get("PYTHONPATH")]))
         source = PREAMBLE + textwrap.dedent(program) + "\nprint(json.dumps(result))"
         done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -131,8 +131,6 @@ def test_a_broken_plugin_is_reported(all_together: tuple[dict[str, Any], str], n
     result, stderr = all_together
     package, version, error, traceback = result["failures"][name]
     assert (package, version) == ("sample-broken-kernels", "0.1")
-    import re
-
     assert re.match(BROKEN[name], error), error
     assert traceback.startswith("Traceback (most recent call last)")
     assert error.split(":")[0] in traceback

@@ -24,7 +24,7 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,21 @@ def _warn_about_unknown(env: Mapping[str, str]) -> None:
         warnings.warn(f"unknown environment variable {name}; did you mean {near[0]}?", stacklevel=2)
 
 
+def warn_about_unknown_overrides(operators: Iterable[tuple[str, str]]) -> None:
+    """Warns of overrides for operators that do not exist. Only who knows the operators can tell, once they are declared."""
+    known = {f"{family}.{mode}": f"{OVERRIDE_PREFIX}{family}_{mode}".upper() for family, mode in operators}
+    for joined in settings().env_overrides:
+        _warn_unless_known(OVERRIDE_PREFIX + joined, OVERRIDE_PREFIX + joined, [*known.values()])
+    for family, mode in settings().overrides:
+        _warn_unless_known(f"{settings().source}: overrides.{family}.{mode}", f"{family}.{mode}", [*known])
+
+
+def _warn_unless_known(where: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        warnings.warn(f"{where} names no operator" + (f"; did you mean {near[0]}?" if near else ""), stacklevel=4)
+
+
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes()
@@ -167,6 +182,8 @@ def _settings_from_table(table: Mapping[str, Any], source: Path | None) -> Setti
             raise ConfigurationError(f"{source}: unknown key {key!r}; did you mean {near[0]!r}?")
         if not isinstance(value, _KEYS[key]):
             raise ConfigurationError(f"{source}: {key} must be a {_KEYS[key].__name__}, got {value!r}")
+    if not all(isinstance(name, str) for name in table.get("disabled_plugins", ())):
+        raise ConfigurationError(f"{source}: disabled_plugins must be a list of str, got {table['disabled_plugins']!r}")
     capture = table.get("capture_shapes")
     return Settings(
         overrides=_overrides_from_table(table.get("overrides", {}), source),
@@ -187,7 +204,7 @@ def _overrides_from_table(table: Any, source: Path | None) -> dict[tuple[str, st
         entries = value.items() if isinstance(value, Mapping) else [(None, value)]
         for mode, kernel in entries:
             family, dot, rest = (key, ".", mode) if mode is not None else key.partition(".")
-            if not dot or not rest or not isinstance(kernel, str):
+            if not family or not dot or not rest or not isinstance(kernel, str) or not kernel:
                 raise ConfigurationError(f'{source}: an override is spelled "family.mode" = "kernel_name", got {key!r} = {value!r}')
             overrides[family, rest] = kernel
     return overrides

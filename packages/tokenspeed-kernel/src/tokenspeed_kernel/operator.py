@@ -388,7 +388,7 @@ def _is_traced(parameters: Sequence[Parameter], arguments: dict[str, Any]) -> bo
             inner = value if tensor is parameter else getattr(value, tensor.attribute, None)
             if isinstance(inner, torch.Tensor):
                 found.append(inner)
-    return any(type(t) not in _TRACED_TYPES or t.device.type == "meta" for t in found)
+    return any(type(t) not in _TRACED_TYPES for t in found) or (bool(found) and all(t.is_meta for t in found))
 
 
 def _on_meta(parameters: Sequence[Parameter], arguments: dict[str, Any]) -> dict[str, Any]:

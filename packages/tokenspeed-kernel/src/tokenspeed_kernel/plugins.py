@@ -12,6 +12,7 @@ its failure is kept with the traceback (`plugin_failures`, ``tokenspeed-kernel d
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 import warnings
@@ -67,7 +68,7 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
         The loaded plugins.
 
     Warns:
-        PluginWarning: for each that failed.
+        PluginWarning: for each that failed, and for each left out because another package's plugin has its name.
     """
     global _discovered
     with _lock:
@@ -76,22 +77,40 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
         _discovered = True
         # Sorted, so that the outcome does not depend on the order in which distributions lie on disk.
         for entry in sorted(metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
-            if entry.name in _loaded or entry.name in _disabled or config.settings().plugin_disabled(entry.name):
+            if entry.name in _disabled or config.settings().plugin_disabled(entry.name):
+                continue
+            if entry.name in _loaded:
+                _warn_of_namesake(entry)
                 continue
             _load(entry)
+        config.warn_about_unknown_overrides(KernelRegistry.get().list_operators())
         return list_plugins()
 
 
+def _package_of(entry: metadata.EntryPoint) -> tuple[str, str]:
+    return (entry.dist.name, entry.dist.version) if entry.dist else (entry.module, "")
+
+
+def _warn_of_namesake(entry: metadata.EntryPoint) -> None:
+    (package, version), loaded = _package_of(entry), _loaded[entry.name]
+    if package != loaded.package:
+        warnings.warn(
+            f"plugin {entry.name} of {package} {version} is left out: a plugin of that name was loaded from "
+            f"{loaded.package} {loaded.version}",
+            PluginWarning,
+            stacklevel=3,
+        )
+
+
 def _load(entry: metadata.EntryPoint) -> None:
-    package = entry.dist.name if entry.dist else entry.module
-    version = entry.dist.version if entry.dist else ""
+    package, version = _package_of(entry)
     try:
         with KernelRegistry.get().transaction() as added, registering_as(f"plugin {entry.name} ({package} {version})"):
             register = entry.load()
             if not callable(register):
                 raise TypeError(f"{entry.value} must be a function without parameters, got {register!r}")
             register()
-    except Exception as error:  # whatever a plugin does wrong is its own failure, kept and shown
+    except (Exception, SystemExit) as error:  # whatever a plugin does wrong is its own failure, kept and shown
         _failed[entry.name] = PluginFailure(
             entry.name, package, version, f"{type(error).__name__}: {error}", traceback.format_exc()
         )
@@ -99,7 +118,7 @@ def _load(entry: metadata.EntryPoint) -> None:
             f"plugin {entry.name} of {package} {version} failed to load and is left out: {type(error).__name__}: {error}; "
             "tokenspeed-kernel doctor shows the traceback",
             PluginWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
         return
     _failed.pop(entry.name, None)
@@ -140,4 +159,5 @@ def disable_plugin(name: str) -> None:
         _failed.pop(name, None)
         info = _loaded.pop(name, None)
         for kernel in info.kernel_names if info else ():
-            KernelRegistry.get().unregister(kernel)
+            with contextlib.suppress(KeyError):  # unregistered already
+                KernelRegistry.get().unregister(kernel)

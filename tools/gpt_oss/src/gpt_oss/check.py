@@ -51,7 +51,7 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether the logits are within their tolerances. The tokens then differ only where two were as good as equal."""
+        """Whether the logits are within their tolerances. Tokens then differ only where roundings tipped a close choice."""
         return self.median_error <= self.median_allowed and self.max_error <= self.max_allowed
 
     def to_dict(self) -> dict[str, Any]:

@@ -229,7 +229,7 @@ def _show_agreement(agreement: Agreement, console: Console) -> None:
     if not agreement.agrees:
         console.print("It DISAGREES with the reference.", style="bold red")
     elif agreement.same_tokens < agreement.tokens:
-        console.print("It agrees with the reference; tokens differ where two were as good as equal.", style="green")
+        console.print("It agrees with the reference; where tokens differ, roundings tipped a close choice.", style="green")
     else:
         console.print("It agrees with the reference.", style="green")
 
