@@ -47,7 +47,7 @@ def test_named_platforms(name: str, vendor: str, arch: tuple[int, int], label: s
 
 @pytest.mark.parametrize("name", ["", "h100", "sm_", "sm_9", "gfx", "gfx9", "sm_90 or so", "cpu0"])
 def test_unknown_names(name: str) -> None:
-    with pytest.raises(ValueError, match="unknown platform .*; expected cpu, sm_<version>"):
+    with pytest.raises(ValueError, match=r"unknown platform .*; expected cpu, sm_<version>"):
         named_platform(name)
 
 
@@ -157,7 +157,16 @@ def test_a_pretended_platform_from_the_settings(settings_from: Any, hopper: Plat
 
 def test_gpus_are_described_by_their_properties(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = type(
-        "Properties", (), {"major": 9, "minor": 5, "name": "a gpu", "gcnArchName": "gfx950:sramecc+:xnack-", "total_memory": 7, "multi_processor_count": 3}
+        "Properties",
+        (),
+        {
+            "major": 9,
+            "minor": 5,
+            "name": "a gpu",
+            "gcnArchName": "gfx950:sramecc+:xnack-",
+            "total_memory": 7,
+            "multi_processor_count": 3,
+        },
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -167,7 +176,13 @@ def test_gpus_are_described_by_their_properties(monkeypatch: pytest.MonkeyPatch)
     platform._cuda_platform.cache_clear()
     try:
         gpu = current_platform()
-        assert (gpu.vendor, gpu.arch, gpu.arch_version, gpu.device_count, gpu.sm_count) == ("amd", "gfx950", ArchVersion(9, 5), 2, 3)
+        assert (gpu.vendor, gpu.arch, gpu.arch_version, gpu.device_count, gpu.sm_count) == (
+            "amd",
+            "gfx950",
+            ArchVersion(9, 5),
+            2,
+            3,
+        )
         assert platform_of(torch.device("cuda", 0)).arch == "gfx950"
         assert platform_of(torch.device("cpu")).is_cpu
     finally:

@@ -33,8 +33,8 @@ BROKEN = {
     "not-callable": r"TypeError: sample_broken_kernels.plugin:NOT_CALLABLE must be a function without parameters, got 42",
     "raises": "RuntimeError: the driver is too old",
     "wants-arguments": "TypeError: wants_arguments\\(\\) missing 1 required positional argument",
-    "wrong-signature": r"RegistrationError: wrong_rmsnorm: an implementation of norm.rmsnorm takes \(x, weight, eps, residual, out, "
-    r"residual_out\), this one takes \(x, weight\)",
+    "wrong-signature": r"RegistrationError: wrong_rmsnorm: an implementation of norm.rmsnorm takes \(x, weight, eps, residual, "
+    r"out, residual_out\), this one takes \(x, weight\)",
 }
 
 
@@ -150,8 +150,9 @@ def test_equal_priorities_are_reported_with_both_origins(all_together: tuple[dic
     result, stderr = all_together
     (clash,) = result["clashes"]
     assert clash.startswith(
-        "sample_rmsnorm (plugin sample (sample-kernels 1.2.3)) and zz_equal_rmsnorm (plugin equal-priority (sample-broken-kernels 0.1)) "
-        "both have priority 16 and could serve the same norm.rmsnorm request; sample_rmsnorm wins by name"
+        "sample_rmsnorm (plugin sample (sample-kernels 1.2.3)) and "
+        "zz_equal_rmsnorm (plugin equal-priority (sample-broken-kernels 0.1)) both have priority 16 "
+        "and could serve the same norm.rmsnorm request; sample_rmsnorm wins by name"
     )
     assert "PriorityClashWarning: " + clash in stderr
     assert ["equal-priority", "sample-broken-kernels", "0.1", 1, ["zz_equal_rmsnorm"]] in result["plugins"]
@@ -160,9 +161,14 @@ def test_equal_priorities_are_reported_with_both_origins(all_together: tuple[dic
 def test_a_kernel_that_proves_broken_when_selected_is_left_out(all_together: tuple[dict[str, Any], str]) -> None:
     result, stderr = all_together
     assert result["silu"] == [[pytest.approx(0.7310586)]]
-    assert "KernelLoadWarning: later_silu_and_mul (plugin wrong-signature-later (sample-broken-kernels 0.1)) cannot be loaded" in stderr
+    assert (
+        "KernelLoadWarning: later_silu_and_mul (plugin wrong-signature-later (sample-broken-kernels 0.1)) cannot be loaded"
+        in stderr
+    )
     assert "later_silu_and_mul" in result["load failures"]
-    assert "implementation: cannot be loaded: RegistrationError: later_silu_and_mul: an implementation of" in result["silu explained"]
+    assert (
+        "implementation: cannot be loaded: RegistrationError: later_silu_and_mul: an implementation of" in result["silu explained"]
+    )
 
 
 def test_without_plugins(run: Run) -> None:
@@ -235,7 +241,14 @@ def test_force_looks_again(run: Run, installed: dict[str, Path]) -> None:
 
 def test_an_unknown_override_is_warned_of(run: Run) -> None:
     _, stderr = run("result = 0", "good", OVERRIDE_NORM_RMSNROM="sample_rmsnorm")
-    assert "TOKENSPEED_KERNEL_OVERRIDE_NORM_RMSNROM names no operator; did you mean TOKENSPEED_KERNEL_OVERRIDE_NORM_RMSNORM?" in stderr
+    assert (
+        "TOKENSPEED_KERNEL_OVERRIDE_NORM_RMSNROM names no operator; did you mean TOKENSPEED_KERNEL_OVERRIDE_NORM_RMSNORM?" in stderr
+    )
+
+
+def test_verbose_shows_each_decision_once(run: Run) -> None:
+    _, stderr = run("result = [served(), served()]", VERBOSE="1")
+    assert stderr.count("-> reference_rmsnorm") == 1
 
 
 # -- in this process, with entry points made up ----------------------------------------------------------------------------------

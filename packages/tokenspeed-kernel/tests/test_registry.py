@@ -336,7 +336,7 @@ def test_a_transaction_keeps_all_or_nothing(registry: KernelRegistry) -> None:
         registry.register(spec("two", priority=2), kernel)
     assert [s.name for s in added] == ["one", "two"]
 
-    with pytest.raises(RuntimeError, match="half way"), registry.transaction():
+    with pytest.raises(RuntimeError, match="half way"), registry.transaction():  # noqa: PT012
         registry.register(spec("three", priority=3), kernel)
         raise RuntimeError("half way")
     assert sorted(s.name for s in registry.list_kernels()) == ["before", "one", "two"]
@@ -344,7 +344,7 @@ def test_a_transaction_keeps_all_or_nothing(registry: KernelRegistry) -> None:
 
 def test_a_transaction_undoes_removals_interfaces_and_clashes(registry: KernelRegistry) -> None:
     registry.register(spec("kept"), kernel)
-    with pytest.raises(RuntimeError), registry.transaction():
+    with pytest.raises(RuntimeError), registry.transaction():  # noqa: PT012
         registry.unregister("kept")
         registry.register(spec("kept", priority=19), print)
         registry.declare_interface("norm", "scale", ("q",))
@@ -484,11 +484,15 @@ def test_published_names_of_the_other_modules() -> None:
     from tokenspeed_kernel import platform, plugins, profiling, signature
 
     expected: dict[types.ModuleType, list[str]] = {
-        signature: ["TensorFormat", "ScaleFormat", "FormatSignature", "tensor_format", "dense_tensor_format", "format_signature", "format_signatures"],
+        signature: [
+            "TensorFormat", "ScaleFormat", "FormatSignature", "tensor_format", "dense_tensor_format", "format_signature",
+            "format_signatures",
+        ],
         platform: ["ArchVersion", "PlatformInfo", "CapabilityRequirement", "current_platform"],
         plugins: ["discover_plugins", "list_plugins", "disable_plugin", "PluginInfo"],
         profiling: [
-            "kernel_scope", "ShapeCapture", "shape_capture", "start_shape_capture", "stop_shape_capture", "start_profiling", "stop_profiling",
+            "kernel_scope", "ShapeCapture", "shape_capture", "start_shape_capture", "stop_shape_capture", "start_profiling",
+            "stop_profiling",
         ],
     }  # fmt: skip
     for module, names in expected.items():

@@ -215,7 +215,9 @@ def test_the_objective_from_the_settings(three: None, settings_from: Any, tmp_pa
     assert chosen() == "plain"
     file.write_text('objective = "fastest"\n')
     settings_from()
-    with pytest.raises(ConfigurationError, match=r"objective must be one of default, latency, .*, got 'fastest' \(.*settings.toml\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"objective must be one of default, latency, .*, got 'fastest' \(.*settings.toml\)"
+    ):
         chosen()
 
 
@@ -231,11 +233,17 @@ def test_an_override_passes_by_traits_and_priority(three: None) -> None:
 
 def test_an_override_does_not_pass_platform_and_formats(add: Callable[..., Any], three: None) -> None:
     add("half", priority=1, format_signatures=format_signatures("x", "dense", {torch.float16}))
-    with pytest.raises(NoKernelFoundError, match=r"gpu is wanted by override=, but fails the platform gate: needs a device by nvidia"):
+    with pytest.raises(
+        NoKernelFoundError, match=r"gpu is wanted by override=, but fails the platform gate: needs a device by nvidia"
+    ):
         chosen(override="gpu")
-    with pytest.raises(NoKernelFoundError, match=r"half is wanted by override=, but fails the formats gate: x: bfloat16 wanted, float16"):
+    with pytest.raises(
+        NoKernelFoundError, match=r"half is wanted by override=, but fails the formats gate: x: bfloat16 wanted, float16"
+    ):
         chosen(override="half")
-    with pytest.raises(NoKernelFoundError, match=r"fast is wanted by override=, but fails the solution gate: is made with triton, torch"):
+    with pytest.raises(
+        NoKernelFoundError, match=r"fast is wanted by override=, but fails the solution gate: is made with triton, torch"
+    ):
         chosen(override="fast", solution="torch")
 
 
@@ -261,9 +269,15 @@ def test_kernel_override_is_strict(add: Callable[..., Any], three: None) -> None
     add("elsewhere", mode="other")
     with pytest.raises(KeyError, match=r"no kernel named fsat; did you mean fast\?"), kernel_override("norm", "scale", "fsat"):
         pass
-    with pytest.raises(ValueError, match=r"elsewhere implements norm.other, not norm.scale"), kernel_override("norm", "scale", "elsewhere"):
+    with (
+        pytest.raises(ValueError, match=r"elsewhere implements norm.other, not norm.scale"),
+        kernel_override("norm", "scale", "elsewhere"),
+    ):
         pass
-    with kernel_override("norm", "scale", "gpu"), pytest.raises(NoKernelFoundError, match="gpu is wanted by kernel_override, but fails the platform"):
+    with (
+        kernel_override("norm", "scale", "gpu"),
+        pytest.raises(NoKernelFoundError, match="gpu is wanted by kernel_override, but fails the platform"),
+    ):
         chosen()
     assert chosen() == "fast"
 
@@ -416,18 +430,16 @@ def test_explaining_never_raises_for_want_of_a_kernel(three: None) -> None:
     assert "->" not in text
 
 
-def test_verbose_shows_each_new_decision_once(three: None, settings_from: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the program never set logging up."""
-    logger = logging.Logger("tokenspeed_kernel")
-    monkeypatch.setattr(selection, "logger", logger)
+def test_verbose_logs_each_new_decision_once(three: None, settings_from: Any, caplog: pytest.LogCaptureFixture) -> None:
     settings_from(VERBOSE="1")
-    chosen()
-    chosen()
-    lines = capsys.readouterr().err
-    assert lines.count("-> fast") == 1
+    with caplog.at_level(logging.INFO, "tokenspeed_kernel"):
+        chosen()
+        chosen()
+    assert caplog.text.count("-> fast") == 1
     settings_from(VERBOSE="0")
-    chosen(traits={"head_dim": 1})
-    assert capsys.readouterr().err == ""
+    with caplog.at_level(logging.INFO, "tokenspeed_kernel"):
+        chosen(traits={"head_dim": 1})
+    assert caplog.text.count("-> fast") == 1
 
 
 # -- forgetting -------------------------------------------------------------------------------------------------------------------
@@ -447,7 +459,9 @@ def test_what_decisions_rest_on_changes_them(add: Callable[..., Any], registry: 
     assert chosen() == "plain"
 
 
-def test_a_decision_that_was_being_made_meanwhile_is_not_remembered(add: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decision_that_was_being_made_meanwhile_is_not_remembered(
+    add: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     add("plain", priority=4)
     really = selection.consider
 
@@ -462,7 +476,9 @@ def test_a_decision_that_was_being_made_meanwhile_is_not_remembered(add: Callabl
     assert chosen() == "better"
 
 
-def test_a_kernel_that_goes_while_it_is_chosen(add: Callable[..., Any], registry: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_goes_while_it_is_chosen(
+    add: Callable[..., Any], registry: KernelRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add("plain", priority=4)
     add("going", priority=8)
     really = selection.consider
@@ -528,7 +544,9 @@ def test_a_pretended_platform_never_launches(add: Callable[..., Any], settings_f
 
 
 def test_a_pretended_platform_imports_nothing(registry: KernelRegistry) -> None:
-    registry.register(KernelSpec("lazy", "norm", "scale", solution="torch", format_signatures=None, origin="here"), "absent_module:kernel")
+    registry.register(
+        KernelSpec("lazy", "norm", "scale", solution="torch", format_signatures=None, origin="here"), "absent_module:kernel"
+    )
     assert select_kernel("norm", "scale", X, platform=named_platform("cpu")).name == "lazy"
     assert registry.is_lazy("lazy")
 
@@ -547,7 +565,9 @@ def test_warming_up_named_requests(three: None) -> None:
 
 def test_warming_up_everything(three: None, registry: KernelRegistry) -> None:
     registry.register(KernelSpec("lazy", "norm", "other", solution="torch", format_signatures=None, origin="here"), "json:dumps")
-    registry.register(KernelSpec("broken", "norm", "other", solution="b", format_signatures=None, priority=1, origin="here"), "absent_module:k")
+    registry.register(
+        KernelSpec("broken", "norm", "other", solution="b", format_signatures=None, priority=1, origin="here"), "absent_module:k"
+    )
     with pytest.warns(KernelLoadWarning):
         assert warmup_selection() == ["lazy", "fast", "plain"]
     assert not registry.is_lazy("lazy")

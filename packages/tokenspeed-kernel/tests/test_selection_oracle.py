@@ -8,6 +8,8 @@ what a kernel's author would write.
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import math
 import re
 import warnings
@@ -36,7 +38,8 @@ from tokenspeed_kernel.selection import (
 from tokenspeed_kernel.signature import FormatSignature, ScaleFormat, TensorFormat
 from tokenspeed_kernel.traits import at_least, at_most, between, multiple_of, one_of
 
-# -- constraints: ("value", v), ("set", (v, ...)), ("any",), ("least", n), ("most", n), ("between", a, b), ("multiple", n), ("and", l, r)
+# -- constraints: ("value", v), ("set", (v, ...)), ("any",), ("least", n), ("most", n), ("between", a, b), ("multiple", n),
+#    ("and", left, right)
 
 
 def build(rule: tuple[Any, ...], as_list: bool = False) -> Any:
@@ -61,7 +64,7 @@ def holds(rule: tuple[Any, ...], value: Any) -> bool:
         return holds(rest[0], value) and holds(rest[1], value)
     if kind in ("value", "set"):
         members = rest if kind == "value" else rest[0]
-        return any(type(m) is type(value) and m == value for m in members)
+        return any(isinstance(m, bool) == isinstance(value, bool) and m == value for m in members)  # a flag is not a count
     if type(value) not in (int, float):
         return False
     if kind == "least":
@@ -71,6 +74,12 @@ def holds(rule: tuple[Any, ...], value: Any) -> bool:
     if kind == "between":
         return rest[0] <= value <= rest[1]
     return math.fmod(value, rest[0]) == 0
+
+
+@functools.cache
+def _can_hold(rule: tuple[Any, ...]) -> bool:
+    """Whether any value will do: a kernel that constrains a trait otherwise is refused when it registers."""
+    return any(holds(rule, value) for value in (True, False, None, "nhd", 0.5, 0.75, 1.5, *range(600)))
 
 
 FLAGS = ("sinks", "sliding_window", "return_lse")
@@ -172,6 +181,7 @@ class Wish:
     objective: str
     solution: str | None
     override: str | None
+    fixed: frozenset[str] = frozenset()
 
 
 devices = st.builds(
@@ -216,7 +226,7 @@ def kernels(draw: st.DrawFn, index: int) -> Kernel:
         arch=draw(rarely(bounds, (None, None), 6)),
         needs=draw(rarely(subsets(FEATURES), frozenset(), 6)),
         formats=draw(rarely(st.frozensets(st.integers(0, len(SIGNATURES) - 1), min_size=1, max_size=4), None, 3)),
-        traits=draw(trait_rules),
+        traits={name: rule for name, rule in draw(trait_rules).items() if _can_hold(rule)},
         abilities=draw(st.just(frozenset(ABILITIES)) | subsets(ABILITIES)),
         tags=draw(subsets(TAGS)),
         tuned=draw(rarely(st.sampled_from([1.0, 2.5, 40.0]), None, 4)),
@@ -243,6 +253,7 @@ wishes = st.builds(
     abilities=rarely(subsets(ABILITIES), frozenset(), 4),
     objective=st.sampled_from(["default", "default", "latency", "throughput", "portability", "determinism", "debug"]),
     solution=rarely(st.sampled_from(SOLUTIONS), None, 10),
+    fixed=subsets(("head_dim", "sinks")),
     override=rarely(st.sampled_from([*(f"k{i}" for i in range(7)), "k0", "k1", "elsewhere", "nobody"]), None, 8),
 )
 
@@ -267,9 +278,7 @@ def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, An
         return "platform", ["needs " + ", ".join(sorted(kernel.needs - device.features)) + ","]
     if kernel.formats is not None and wish.formats not in kernel.formats:
         return "formats", None
-    if overridden:
-        return None
-    if not kernel.universal and wish.abilities - kernel.abilities:
+    if not overridden and not kernel.universal and wish.abilities - kernel.abilities:
         return "features", wish.abilities - kernel.abilities
     offending = set()
     for name, value in wish.traits.items():
@@ -282,8 +291,11 @@ def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, An
             offending.add(name)
     for name, rule in kernel.traits.items():
         # What exists only for a feature does not serve a request that does not know of it.
-        if name not in wish.traits and rule in (("value", True), ("set", (True,))):
+        if name not in wish.traits and repr(rule) in ("('value', True)", "('set', (True,))"):  # repr, because True == 1
             offending.add(name)
+    if overridden:
+        # An override gets past features and traits, but for those that say what the operands are.
+        offending &= wish.fixed
     return ("traits", offending) if offending else None
 
 
@@ -401,6 +413,7 @@ def compare(described: list[Kernel], implementations: dict[str, Any], wish: Wish
         traits=wish.traits,
         solution=wish.solution,
     )
+    request = dataclasses.replace(request, fixed_traits=wish.fixed)
     override = Override(wish.override, "the test") if wish.override else None
     failures = {k.name: first_failure(k, wish, k.name == wish.override) for k in described}
     passing = sorted((k for k in described if failures[k.name] is None), key=lambda k: place(k, wish))
@@ -487,7 +500,7 @@ def test_selection_agrees_with_the_oracle() -> None:
     assert seen["pairs"] >= 20_000
     # The comparison means nothing where nothing happens: each outcome has to have come up often.
     for outcome in ("accepted", "selected", "none", "solution", "platform", "formats", "features", "traits"):
-        assert seen[outcome] >= 1000, seen
+        assert seen[outcome] >= 500, seen
     for outcome in ("override", "override refused", "tie"):
         assert seen[outcome] >= 50, seen
 
@@ -501,8 +514,8 @@ def test_the_oracle_notices_a_wrong_selector(monkeypatch: pytest.MonkeyPatch) ->
     """Silence taken for support, which is the mistake that matters most, must not pass."""
     lenient = selection.gate
 
-    def gate(spec: KernelSpec, request: Any, *, skip_traits: bool = False) -> Any:
-        failed = lenient(spec, request, skip_traits=skip_traits)
+    def gate(spec: KernelSpec, request: Any, **options: Any) -> Any:
+        failed = lenient(spec, request, **options)
         return None if failed and failed[0] == "traits" and "says nothing" in failed[1] else failed
 
     monkeypatch.setattr(selection, "gate", gate)

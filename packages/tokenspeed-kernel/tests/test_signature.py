@@ -61,7 +61,10 @@ def test_how_formats_read() -> None:
 
 def test_differences_name_roles_that_one_side_lacks() -> None:
     offered, wanted = format_signature(a=BF16, c=BF16), format_signature(a=BF16, b=MX)
-    assert offered.difference(wanted) == ["b: mxfp4<uint8> scaled by uint8/block1x32 wanted, nothing offered", "c: nothing wanted, bfloat16 offered"]
+    assert offered.difference(wanted) == [
+        "b: mxfp4<uint8> scaled by uint8/block1x32 wanted, nothing offered",
+        "c: nothing wanted, bfloat16 offered",
+    ]
     assert offered.difference(offered) == []
 
 
@@ -76,9 +79,17 @@ def test_looking_up_roles() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: format_signature(a=torch.bfloat16), TypeError, r"role 'a' must be a TensorFormat, got torch.bfloat16; dense_tensor_format"),
+        (
+            lambda: format_signature(a=torch.bfloat16),
+            TypeError,
+            r"role 'a' must be a TensorFormat, got torch.bfloat16; dense_tensor_format",
+        ),
         (lambda: FormatSignature((("a", BF16), ("a", MX))), ValueError, "a role may appear once in a signature, got a, a"),
-        (lambda: ScaleFormat(torch.uint8, "row"), ValueError, "granularity must be one of tensor, token, channel, block, got 'row'"),
+        (
+            lambda: ScaleFormat(torch.uint8, "row"),
+            ValueError,
+            "granularity must be one of tensor, token, channel, block, got 'row'",
+        ),
         (lambda: ScaleFormat(torch.uint8, "block"), ValueError, "block_shape belongs to granularity 'block'"),
         (lambda: ScaleFormat(torch.uint8, "tensor", (1, 32)), ValueError, "block_shape belongs to granularity 'block'"),
         (lambda: ScaleFormat(torch.uint8, "block", (1, 32), True), ValueError, "block_shape is None where it is dynamic"),
@@ -91,9 +102,7 @@ def test_wrong_formats(make: Any, error: type[Exception], message: str) -> None:
 
 def test_format_signatures_makes_one_a_dtype() -> None:
     made = format_signatures(("q", "k"), "dense", [torch.bfloat16, torch.float16])
-    assert made == {
-        format_signature(q=dense_tensor_format(t), k=dense_tensor_format(t)) for t in (torch.bfloat16, torch.float16)
-    }
+    assert made == {format_signature(q=dense_tensor_format(t), k=dense_tensor_format(t)) for t in (torch.bfloat16, torch.float16)}
     assert format_signatures("x", "dense", {torch.float32}) == {format_signature(x=dense_tensor_format(torch.float32))}
     scale = ScaleFormat(torch.float32, "tensor")
     assert format_signatures("x", "fp8", {torch.float8_e4m3fn}, scale=scale) == {

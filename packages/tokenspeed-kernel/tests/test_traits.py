@@ -149,13 +149,15 @@ def _requests(names: list[str], pools: dict[str, tuple[Any, ...]]) -> Iterator[d
         yield dict(zip(names, values, strict=True))
 
 
-POOLS: dict[str, tuple[Any, ...]] = {"sinks": (True, False), "lse": (True, False), "dim": (1, 2, 3, 4, 8, 12, 16, 24, "auto")}
+POOLS: dict[str, tuple[Any, ...]] = {"sinks": (True, False), "lse": (True, False), "dim": (0, 1, 2, 3, 4, 8, 12, 16, 24, "auto")}
 sided = st.fixed_dictionaries(
     {},
     optional={
         "sinks": st.sampled_from([True, False, {True, False}, any]),
         "lse": st.sampled_from([True, False, {True, False}, any]),
-        "dim": st.sampled_from([1, {2, 3}, {8, "auto"}, at_least(12), at_most(4), multiple_of(8), multiple_of(3) & at_most(12), any]),
+        "dim": st.sampled_from(
+            [1, {2, 3}, {8, "auto"}, at_least(12), at_most(4), multiple_of(8), multiple_of(3) & at_most(12), any]
+        ),
     },
 )
 

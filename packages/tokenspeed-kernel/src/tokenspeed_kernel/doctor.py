@@ -49,7 +49,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The whole examination."""
+    """The whole examination. ``load_failures``: kernels whose code could not be imported, with the traceback."""
 
     platform: dict[str, Any]
     versions: dict[str, str]
@@ -57,6 +57,7 @@ class Diagnosis:
     plugins: tuple[PluginInfo, ...]
     disabled: tuple[str, ...]
     failures: tuple[PluginFailure, ...]
+    load_failures: dict[str, str]
     kernels: dict[str, int]
     findings: tuple[Finding, ...]
 
@@ -75,7 +76,7 @@ def diagnose() -> Diagnosis:
     try:
         config.settings()
     except config.ConfigurationError as error:
-        return Diagnosis({}, _versions(), (), (), (), (), {}, (Finding(True, str(error), "correct the setting"),))
+        return Diagnosis({}, _versions(), (), (), (), (), {}, {}, (Finding(True, str(error), "correct the setting"),))
     platform = _platform(findings)
     _check_settings(findings)
     _check_plugins(findings)
@@ -87,6 +88,7 @@ def diagnose() -> Diagnosis:
         tuple(list_plugins()),
         tuple(disabled_plugins()),
         tuple(plugin_failures()),
+        KernelRegistry.get().load_failures(),
         _kernels() if platform else {},
         tuple(sorted(findings, key=lambda finding: not finding.problem)),
     )
@@ -194,6 +196,10 @@ def _check_plugins(findings: list[Finding]) -> None:
         for failure in plugin_failures()
     ]
     findings += [
+        Finding(True, f"kernel {name} cannot be loaded: {trace.strip().splitlines()[-1]}", "update or remove what it needs")
+        for name, trace in KernelRegistry.get().load_failures().items()
+    ]
+    findings += [
         Finding(True, str(clash), "give one another priority, or disable its plugin") for clash in KernelRegistry.get().clashes()
     ]
 
@@ -213,16 +219,11 @@ def _check_software(platform: dict[str, Any], findings: list[Finding]) -> None:
                         f"install a {toolkit} build of PyTorch (https://pytorch.org/get-started), or make the device visible",
                     )
                 )
-    if importlib.util.find_spec("triton") is None:
-        findings.append(Finding(False, "triton is not installed: portable GPU kernels are left out", "pip install triton"))
-    elif platform.get("vendor") == "cpu" and "triton" not in platform["features"]:
-        findings.append(
-            Finding(
-                False,
-                "Triton kernels are left out on this CPU",
-                "set TRITON_INTERPRET=1 to run them, slowly, in Triton's interpreter",
-            )
-        )
+    if platform and "triton" not in platform["features"]:
+        on_cpu = platform["vendor"] == "cpu"
+        missing = importlib.util.find_spec("triton") is None
+        steps = ["pip install triton"] * missing + ["set TRITON_INTERPRET=1 (slow: an interpreter runs them)"] * on_cpu
+        findings.append(Finding(False, "portable Triton kernels cannot run here", ", then ".join(steps)))
     if sys.version_info < (3, 11) and importlib.util.find_spec("tomli") is None:
         findings.append(
             Finding(False, f"{config.PREFIX}CONFIG needs tomli on Python 3.10", "pip install 'tokenspeed-kernel[tools]'")

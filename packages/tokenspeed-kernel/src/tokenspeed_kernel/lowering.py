@@ -67,14 +67,16 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Sequence[str], o
     arguments = []
     for index, leaf in enumerate(leaves(parameters)):
         optional = "?" if leaf.optional else ""
+        # PyTorch passes a keyword of this name along with an operator's own arguments.
+        identifier = "mode_" if leaf.identifier == "mode" else leaf.identifier
         if leaf.is_tensor:
             alias = f"(a{index}!)" if leaf.name in mutated else ""
-            arguments.append(f"Tensor{alias}{optional} {leaf.identifier}")
+            arguments.append(f"Tensor{alias}{optional} {identifier}")
             continue
         known = [_SCHEMA_TYPES[t] for t in leaf.types if t in _SCHEMA_TYPES]
         if len(known) != 1:
             raise TypeError(f"{name}: {leaf.name} of type {leaf.types} has no counterpart in a custom operator's schema")
-        arguments.append(f"{known[0]}{optional} {leaf.identifier}")
+        arguments.append(f"{known[0]}{optional} {identifier}")
     returns = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
     return f"{name}({', '.join([*arguments, 'str? override', 'str? solution'])}) -> {returns}"
 
@@ -92,7 +94,8 @@ def gather(parameters: Sequence[Parameter], values: Sequence[Any]) -> list[Any]:
             tuples = {field.attribute for field in parameter.fields if tuple in field.types}
             arguments.append(parameter.cls(**{k: tuple(v) if k in tuples and v is not None else v for k, v in inner.items()}))
         else:
-            arguments.append(next(remaining))
+            value = next(remaining)
+            arguments.append(tuple(value) if tuple in parameter.types and value is not None else value)
     return arguments
 
 

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
@@ -47,7 +48,7 @@ import torch
 from tokenspeed_kernel import dispatch, lowering, memo, profiling
 from tokenspeed_kernel.cases import Case, Cost
 from tokenspeed_kernel.checks import Checker, describe
-from tokenspeed_kernel.parameters import Kind, Parameter, check_types, parse_parameters, tensor_arguments
+from tokenspeed_kernel.parameters import Kind, Parameter, check_types, kind_of, parse_parameters, tensor_arguments
 from tokenspeed_kernel.platform import platform_of
 from tokenspeed_kernel.registry import KernelRegistry, KernelSpec, Priority
 from tokenspeed_kernel.selection import Explanation, Override, Request, consider, override_in_force, select, selection_policy
@@ -59,7 +60,6 @@ R_co = TypeVar("R_co", covariant=True)
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 REFERENCE = "reference"
-_TRACED_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class OperatorFunction(Protocol[P, R_co]):
@@ -121,6 +121,8 @@ class Operator(Generic[P, R]):
         unknown = {*formats, *outs, *mutates, *hints} - set(self.names)
         if unknown:
             raise TypeError(f"{self}: {', '.join(sorted(unknown))} of the declaration are not parameters of {body.__name__}")
+        if not any(t.required and not t.optional for p in self.parameters if not p.optional for t in p.tensors()):
+            raise TypeError(f"{self} ({body.__name__}): an operator takes at least one tensor that may not be absent")
         self._formats, self._reference_traits = tuple(formats), dict(reference_traits)
         self.fixed_traits = frozenset(fixed_traits)
         self._hooks: dict[str, Callable[..., Any]] = {}
@@ -128,6 +130,7 @@ class Operator(Generic[P, R]):
         self._host_values: tuple[str, ...] = ()
         self._guards: dict[tuple[str, ...], Callable[..., Any]] = {}
         self._memo = memo.new_memo()
+        self._recent = memo.new_memo() if dispatch.tensor_guards() is not None else None
         outputs = lowering.count_outputs(body)
         lowered = lowering.define(mode, self.parameters, outs, mutates, outputs, self._call_public, self.fake_outputs)
         self._lowered = lowered
@@ -140,7 +143,7 @@ class Operator(Generic[P, R]):
     # -- declaration -----------------------------------------------------------------------------------------------------------
 
     def _make_function(self, lowered: Callable[..., Any]) -> OperatorFunction[P, R]:
-        function: Any = dispatch.build_public_function(self.mode, self.parameters, self._memo, self.decide, lowered)
+        function: Any = dispatch.build_public_function(self.mode, self.parameters, self._memo, self._recent, self.decide, lowered)
         signature = inspect.signature(self.body)
         keywords = [
             inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
@@ -149,7 +152,8 @@ class Operator(Generic[P, R]):
         function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *keywords])
         function.__doc__, function.__module__ = self.body.__doc__, self.body.__module__
         function.__qualname__ = self.body.__qualname__
-        function.__annotations__ = {**self.body.__annotations__, "override": "str | None", "solution": "str | None"}
+        # Resolved, because the generated function's globals are not the module's.
+        function.__annotations__ = {**typing.get_type_hints(self.body), "override": str | None, "solution": str | None}
         for hook in ("traits", "check", "formats", "fake", "cases", "cost", "prepare"):
             setattr(function, hook, functools.partial(self._add_hook, hook))
         function.check_values = self._add_check_values
@@ -301,14 +305,16 @@ class Operator(Generic[P, R]):
         if _is_traced(self.parameters, arguments):
             return lambda *values: self._lowered(*values, override, solution)
         self.check_call(arguments)
-        wanted = Override(override, "override=") if override else override_in_force(self.family, self.mode)
+        wanted = self._wanted_kernel(override, solution)
         request = self.request(arguments, solution)
         selected = select(request, wanted)
         call = self._skip_if_empty(arguments) or self._guarded(selected.impl, arguments)
         if profiling.observing():
-            dtype = request.signature.roles[0][1].storage_dtype
+            dtype = tensor_arguments(self.parameters, arguments)[0][1].dtype
             return profiling.observe(self.family, self.mode, selected.name, dtype, arguments, request.traits, call)
         memo.remember(self._memo, self._key(args, override, solution), call, started)
+        if self._recent is not None:
+            memo.remember(self._recent, *self._entry(args, override, solution, call), started)
         return call
 
     def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
@@ -342,6 +348,12 @@ class Operator(Generic[P, R]):
         return self._guards[watched](self._check_values_now, call)  # type: ignore[no-any-return]
 
     @functools.cached_property
+    def _entry(self) -> Callable[..., Any]:
+        make_guard = dispatch.tensor_guards()
+        assert make_guard is not None
+        return dispatch.build_entry_function(self.mode, self.parameters, make_guard)
+
+    @functools.cached_property
     def _key(self) -> Callable[..., Any]:
         return dispatch.build_key_function(self.mode, self.parameters)
 
@@ -363,20 +375,26 @@ class Operator(Generic[P, R]):
         """
         arguments = self._bound(args, kwargs)
         self.check_call(arguments)
-        wanted = Override(override, "override=") if override else override_in_force(self.family, self.mode)
-        return self._guarded(select(self.request(arguments, solution), wanted).impl, arguments)
+        selected = select(self.request(arguments, solution), self._wanted_kernel(override, solution))
+        return self._skip_if_empty(arguments) or self._guarded(selected.impl, arguments)
 
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation:
         """Which kernel a call with these arguments would run, and why not the others. Launches nothing."""
         arguments = self._bound(args, kwargs)
         self.check_call(arguments)
-        wanted = Override(override, "override=") if override else override_in_force(self.family, self.mode)
+        wanted = self._wanted_kernel(override, solution)
         return consider(self.request(arguments, solution), wanted)
+
+    def _wanted_kernel(self, override: str | None, solution: str | None) -> Override | None:
+        for name, value in (("override", override), ("solution", solution)):
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{self.mode}: {name} must be str or None, got {kind_of(value)}")
+        return Override(override, "override=") if override else override_in_force(self.family, self.mode)
 
 
 def _readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values can be read without a device."""
-    return tensor.device.type == "cpu" and type(tensor) in _TRACED_TYPES
+    return tensor.device.type == "cpu" and not _stands_in(tensor)
 
 
 def _is_traced(parameters: Sequence[Parameter], arguments: dict[str, Any]) -> bool:
@@ -388,7 +406,13 @@ def _is_traced(parameters: Sequence[Parameter], arguments: dict[str, Any]) -> bo
             inner = value if tensor is parameter else getattr(value, tensor.attribute, None)
             if isinstance(inner, torch.Tensor):
                 found.append(inner)
-    return any(type(t) not in _TRACED_TYPES for t in found) or (bool(found) and all(t.is_meta for t in found))
+    return any(map(_stands_in, found)) or (bool(found) and all(t.is_meta for t in found))
+
+
+def _stands_in(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class takes operations over (fake, functional, distributed, quantised tensors), so that kernels must not
+    see it. A subclass that does not, as of weights with a loader attached, is as good as a plain tensor."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _on_meta(parameters: Sequence[Parameter], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -88,6 +88,9 @@ class Parameter:
             return f"an object with {', '.join(missing)}" if missing else None
         if isinstance(value, bool) and bool not in self.types:
             return self._expected()
+        if tuple in self.types and isinstance(value, tuple):
+            ints = all(isinstance(v, (int, torch.SymInt)) and not isinstance(v, bool) for v in value)
+            return None if ints else self._expected()
         if isinstance(value, self.types) or (float in self.types and isinstance(value, int)):
             return None
         if int in self.types and isinstance(value, torch.SymInt):
@@ -95,8 +98,8 @@ class Parameter:
         return self._expected()
 
     def _expected(self) -> str:
-        names = ["a tensor" if t is torch.Tensor else t.__name__ for t in self.types] + ["None"] * self.optional
-        return " or ".join(names)
+        spelled = {torch.Tensor: "a tensor", tuple: "tuple of int"}
+        return " or ".join([spelled.get(t, t.__name__) for t in self.types] + ["None"] * self.optional)
 
 
 def parse_parameters(function: Callable[..., Any], hints: Iterable[str] = ()) -> tuple[Parameter, ...]:
@@ -152,16 +155,16 @@ def check_types(operator: str, parameters: Iterable[Parameter], arguments: dict[
         value = arguments[parameter.name]
         expected = parameter.type_error(value)
         if expected is not None:
-            raise TypeError(f"{operator}: {parameter.name} must be {expected}, got {_kind_of(value)}")
+            raise TypeError(f"{operator}: {parameter.name} must be {expected}, got {kind_of(value)}")
         if parameter.kind is Kind.OBJECT and value is not None:
             for field in parameter.fields:
                 inner = field.read(value)
                 expected = field.type_error(inner)
                 if expected is not None:
-                    raise TypeError(f"{operator}: {field.name} must be {expected}, got {_kind_of(inner)}")
+                    raise TypeError(f"{operator}: {field.name} must be {expected}, got {kind_of(inner)}")
 
 
-def _kind_of(value: Any) -> str:
+def kind_of(value: Any) -> str:
     return f"{describe(value)}" if isinstance(value, (torch.Tensor, torch.dtype)) else f"{type(value).__name__} {describe(value)}"
 
 

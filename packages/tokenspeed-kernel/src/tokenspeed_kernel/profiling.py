@@ -24,7 +24,8 @@ from tokenspeed_kernel.signature import dtype_name
 MAX_RECORDS = 10_000
 
 _profiling = False
-_capture: ShapeCapture | None = None
+_captures: tuple[ShapeCapture, ...] = ()
+_started: ShapeCapture | None = None  # of them, the one that `start_shape_capture` began
 _lock = threading.Lock()
 
 
@@ -74,6 +75,8 @@ def _plain(value: Any) -> Any:
         return dtype_name(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(member) for member in value]
     fields = getattr(value, "__dataclass_fields__", None)
     if fields is not None:
         return {name: _plain(getattr(value, name)) for name in fields}
@@ -96,7 +99,7 @@ class ShapeCapture:
         entry: dict[str, Any] = {
             "operator": f"{family}.{mode}",
             "kernel": kernel_name,
-            "traits": dict(traits),
+            "traits": {name: _plain(value) for name, value in traits.items()},
             "arguments": {name: _plain(value) for name, value in arguments.items()},
         }
         key = json.dumps(entry, sort_keys=True)
@@ -135,24 +138,22 @@ class ShapeCapture:
 
 
 def start_shape_capture() -> ShapeCapture:
-    """Records every operator call from now on, in this process. Returns the capture, the running one if there is one."""
-    global _capture
+    """Records every operator call from now on, in this process. Returns the capture, the one begun before if it still runs."""
+    global _started
     with _lock:
-        if _capture is None:
-            _capture = ShapeCapture()
-            memo.enter_exceptional()
-        return _capture
+        if _started is None:
+            _started = _begin()
+        return _started
 
 
 def stop_shape_capture(output_path: str | Path | None = None) -> list[dict[str, Any]]:
-    """Ends the recording and writes it, if a path is given. Returns the records; none if nothing was being recorded."""
-    global _capture
+    """Ends what `start_shape_capture` began and writes it, if a path is given. Returns the records; none if it was not begun."""
+    global _started
     with _lock:
-        capture, _capture = _capture, None
-        if capture is not None:
-            memo.leave_exceptional()
-    if capture is None:
-        return []
+        capture, _started = _started, None
+        if capture is None:
+            return []
+        _end(capture)
     if output_path is not None:
         capture.dump(output_path)
     return capture.get()
@@ -160,12 +161,31 @@ def stop_shape_capture(output_path: str | Path | None = None) -> list[dict[str, 
 
 @contextlib.contextmanager
 def shape_capture(output_path: str | Path | None = None) -> Iterator[ShapeCapture]:
-    """Records the calls inside the block; written to ``output_path`` at its end, if given, also when the block raises."""
-    capture = start_shape_capture()
+    """Records the calls made while the block runs, by any thread; written to ``output_path`` at its end, if given, also when the
+    block raises. Blocks nest, each with a capture of its own."""
+    with _lock:
+        capture = _begin()
     try:
         yield capture
     finally:
-        stop_shape_capture(output_path)
+        with _lock:
+            _end(capture)
+        if output_path is not None:
+            capture.dump(output_path)
+
+
+def _begin() -> ShapeCapture:
+    global _captures
+    capture = ShapeCapture()
+    _captures = (*_captures, capture)
+    memo.enter_exceptional()
+    return capture
+
+
+def _end(capture: ShapeCapture) -> None:
+    global _captures
+    _captures = tuple(c for c in _captures if c is not capture)
+    memo.leave_exceptional()
 
 
 def capture_to_file_at_exit(path: Path) -> None:
@@ -176,7 +196,7 @@ def capture_to_file_at_exit(path: Path) -> None:
 
 def observing() -> bool:
     """Whether calls have to be observed."""
-    return _profiling or _capture is not None
+    return _profiling or bool(_captures)
 
 
 def observe(
@@ -189,8 +209,7 @@ def observe(
     call: Callable[..., Any],
 ) -> Callable[..., Any]:
     """``call`` as it must be made for one call while something observes: recorded, and inside a scope."""
-    capture = _capture
-    if capture is not None:
+    for capture in _captures:
         capture.record(family, mode, kernel_name, arguments, traits)
     if not _profiling:
         return call

@@ -1,9 +1,10 @@
 """Which kernel serves a request, and why not the others.
 
 A request passes every kernel of its operator through the gates: solution (if the caller asked for one), platform, formats,
-implementation (which fails only where importing it has failed before), features, traits. What is left is ranked: an override first, then measured (tuned) results, the family's oracle, the objective, the
-priority, and at last the name. The gates fail closed, and each says why; `explain_selection`, `NoKernelFoundError` and the
-selection itself come out of the one function `consider`, so that they cannot disagree.
+implementation (which fails only where importing it has failed before), features, traits. What is left is ranked: an override
+first, then measured (tuned) results, the family's oracle, the objective, the priority, and at last the name. The gates fail
+closed, and each says why; `explain_selection`, `NoKernelFoundError` and the selection itself come out of the one function
+`consider`, so that they cannot disagree.
 """
 
 from __future__ import annotations

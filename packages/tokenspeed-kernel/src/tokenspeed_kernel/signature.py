@@ -42,6 +42,8 @@ class ScaleFormat:
             raise ValueError(f"granularity must be one of {', '.join(GRANULARITIES)}, got {self.granularity!r}")
         if self.block_shape is not None:
             object.__setattr__(self, "block_shape", tuple(self.block_shape))
+        if self.block_shape is not None and self.dynamic_block_shape:
+            raise ValueError(f"block_shape is None where it is dynamic, got {self.block_shape}")
         if (self.granularity == "block") != (self.block_shape is not None or self.dynamic_block_shape):
             raise ValueError(
                 f"block_shape belongs to granularity 'block' and only there, got granularity {self.granularity!r} "

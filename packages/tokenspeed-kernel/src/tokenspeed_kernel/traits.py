@@ -46,13 +46,12 @@ class Constraint:
 
     def __and__(self, other: Constraint | Any) -> Constraint:
         right = as_constraint(other)
-        if self.values is not None and right.values is not None:
-            values: frozenset[Any] | None = frozenset(v for v in self.values if right.accepts(v))
-        else:
-            values = self.values if self.values is not None else right.values
+        members = self.values if self.values is not None else right.values
+        if members is not None:
+            return Constraint(frozenset(v for v in members if self.accepts(v) and right.accepts(v)))
         divisors = [d for d in (self.divisor, right.divisor) if d is not None]
         return Constraint(
-            values,
+            None,
             max((b for b in (self.low, right.low) if b is not None), default=None),
             min((b for b in (self.high, right.high) if b is not None), default=None),
             math.lcm(*divisors) if divisors else None,
@@ -64,9 +63,9 @@ class Constraint:
             return any(self.accepts(value) for value in self.values)
         if self.low is None or self.high is None:
             return True
-        if self.divisor is None:
+        if self.divisor is None or not (math.isfinite(self.low) and math.isfinite(self.high)):
             return self.low <= self.high
-        return math.ceil(self.low / self.divisor) * self.divisor <= self.high
+        return -(-self.low // self.divisor) * self.divisor <= self.high
 
     def only_true(self) -> bool:
         """Whether this is a flag that must be set."""

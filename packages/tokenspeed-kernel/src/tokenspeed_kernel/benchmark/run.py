@@ -19,7 +19,7 @@ from tokenspeed_kernel.benchmark.timing import Timing, measure
 from tokenspeed_kernel.cases import Case
 from tokenspeed_kernel.numerics.verify import Status, default_device, verify_case
 from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.platform import current_platform
+from tokenspeed_kernel.platform import platform_of
 from tokenspeed_kernel.registry import KernelSpec
 from tokenspeed_kernel.version import __version__
 
@@ -109,9 +109,9 @@ def bench_case(spec: KernelSpec, case: Case, device: torch.device | str | None =
         return Row(spec.name, spec.operator, case.name, verified.status.value, verified.reason)
     op = get_operator(spec.operator)
     with torch.no_grad():
-        arguments = op.complete(case.build(where))
+        arguments = op.prepared(op.complete(case.build(where)), spec)
         values = tuple(arguments.values())
-        kernel = op.decide(values, spec.name, None)
+        kernel = op.bind(*values, override=spec.name)
         timing = measure(lambda: kernel(*values), where, budget_s=budget_s)
     cost = op.cost_of(arguments) if op.has_hook("cost") else None
     return Row(
@@ -120,18 +120,19 @@ def bench_case(spec: KernelSpec, case: Case, device: torch.device | str | None =
         case.name,
         "measured",
         timing=timing,
-        tflops=cost and cost.flops / timing.median_us / 1e6,
-        gb_per_s=cost and cost.bytes / timing.median_us / 1e3,
+        tflops=cost.flops / timing.median_us / 1e6 if cost else None,
+        gb_per_s=cost.bytes / timing.median_us / 1e3 if cost else None,
     )
 
 
-def collect_metadata(command: str = "") -> Metadata:
+def collect_metadata(command: str = "", device: torch.device | str | None = None) -> Metadata:
     """What this process would measure on and with.
 
     Args:
         command: the command line that makes the same measurement again.
+        device: where; `default_device` if not given.
     """
-    platform = current_platform()
+    platform = platform_of(default_device() if device is None else torch.device(device))
     return Metadata(
         device=platform.device_name,
         arch=platform.arch,

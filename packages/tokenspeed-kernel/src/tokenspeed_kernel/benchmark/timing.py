@@ -68,8 +68,10 @@ def _cpu_times(call: Callable[[], Any], repeats: int, device: torch.device) -> l
 def _gpu_times(call: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
     flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device=device)
     with torch.cuda.device(device):
-        starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+        starts, ends = [], []
+        for _ in range(repeats):
+            starts.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         for start, end in zip(starts, ends, strict=True):
             flushed.zero_()
             start.record()

@@ -43,10 +43,14 @@ def name_clash() -> None:
 
 
 def equal_priority() -> None:
-    register_kernel("norm", "rmsnorm", name="zz_equal_rmsnorm", solution="equal", signatures=None, priority=Priority.PLUGIN)(_rmsnorm)
+    register_kernel("norm", "rmsnorm", name="zz_equal_rmsnorm", solution="equal", signatures=None, priority=Priority.PLUGIN)(
+        _rmsnorm
+    )
 
 
 def half() -> None:
     register_kernel("norm", "rmsnorm", name="half_rmsnorm", solution="half", signatures=None, priority=19)(_rmsnorm)
-    register_kernel("activation", "silu_and_mul", name="half_silu_and_mul", solution="half", signatures=None, priority=18)(_silu_and_mul)
+    register_kernel("activation", "silu_and_mul", name="half_silu_and_mul", solution="half", signatures=None, priority=18)(
+        _silu_and_mul
+    )
     raise RuntimeError("after two of three")

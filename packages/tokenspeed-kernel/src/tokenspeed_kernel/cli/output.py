@@ -1,0 +1,91 @@
+"""How commands speak: tables with colours and progress in a terminal, plain text in a pipe, JSON on request; errors to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, NoReturn
+
+import rich.box
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+_STYLES = {
+    "passed": "green",
+    "measured": "green",
+    "loaded": "green",
+    "chosen": "bold green",
+    "failed": "bold red",
+    "error": "bold red",
+    "problem": "bold red",
+    "skipped": "dim",
+    "rejected": "dim",
+    "disabled": "dim",
+}
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False, default=str))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Rows under headings. In a pipe each row is one line, whole, however long."""
+    listed = [tuple(" ".join(cell.split()) for cell in row) for row in rows]
+    if not sys.stdout.isatty():
+        widths = [max(map(len, column)) for column in zip(columns, *listed, strict=True)]
+        for row in (columns, *listed):
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in listed:
+        table.add_row(*(rich.text.Text(cell, _STYLES.get(cell, "")) for cell in row))
+    rich.console.Console(file=sys.stdout).print(table)
+
+
+@contextlib.contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr, if a terminal is there. Call what it gives before each step, with the step's name."""
+    if not sys.stderr.isatty():
+        yield lambda step: None
+        return
+    columns = (
+        rich.progress.TextColumn(what),
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+        rich.progress.TimeRemainingColumn(),
+        rich.progress.TextColumn("{task.fields[step]}", markup=False),
+    )
+    with rich.progress.Progress(*columns, console=rich.console.Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("", total=total, step="")
+        started = False
+
+        def begin(step: str) -> None:
+            nonlocal started
+            bar.update(task, advance=int(started), step=step)
+            started = True
+
+        yield begin
+
+
+def fail(message: object) -> NoReturn:
+    """Ends the command because of what it was asked: one line, exit code 2."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> NoReturn:
+    """Ends the command because of a name that nothing has."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    few = f"; there are {', '.join(names)}" if 0 < len(names) <= 8 else ""
+    fail(f"no {what} {name!r}" + (f"; did you mean {near[0]!r}?" if near else few))

@@ -1,0 +1,407 @@
+"""The fast path: what is remembered, what tells two calls apart, and when host values are checked again."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import traceback
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tokenspeed_kernel import memo
+from tokenspeed_kernel.checks import Checker
+from tokenspeed_kernel.profiling import shape_capture
+from tokenspeed_kernel.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel.selection import kernel_override, set_selection_policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    main: Tensor
+    bias: Tensor | None = None
+    blocks: tuple[int, ...] = (1, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    size: int
+    name: str = "plan"
+
+
+def gathered(
+    x: Tensor, lengths: Tensor | None = None, hint: list[int] | None = None, mode: str = "sum", out: Tensor | None = None
+) -> Tensor:
+    return x + 1
+
+
+def weighed(x: Tensor, weights: Weights, plan: Plan, blocks: tuple[int, ...] = (1,), out: Tensor | None = None) -> Tensor:
+    return x * weights.main
+
+
+class Log:
+    def __init__(self) -> None:
+        self.decided: list[str] = []
+        self.checked: list[Any] = []
+        self.launched: list[str] = []
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture
+def gather(declare: Callable[..., Any], log: Log, monkeypatch: pytest.MonkeyPatch) -> Any:
+    function = declare(gathered, formats=("x",), hints=("hint",))
+
+    @function.fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @function.check_values(host=("lengths",))
+    def _(check: Checker, x: Tensor, lengths: Tensor | None, hint: list[int] | None) -> None:
+        log.checked.append((None if lengths is None else lengths.tolist(), hint))
+        check.require(lengths is None or int(lengths.sum()) <= x.shape[0], "lengths", f"at most {x.shape[0]} in sum", lengths)
+        check.require(hint is None or lengths is None or hint == lengths.tolist(), "hint", "what lengths says", hint)
+
+    return _observed(function, log)
+
+
+@pytest.fixture
+def weigh(declare: Callable[..., Any], log: Log) -> Any:
+    function = declare(weighed, formats=("x",))
+
+    @function.fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    return _observed(function, log)
+
+
+def _observed(function: Any, log: Log) -> Any:
+    """Logs the slow path, and what reaches a kernel."""
+    op = function.operator
+    check = function.operator.check_call
+
+    def check_call(arguments: dict[str, Any]) -> None:
+        log.decided.append(op.mode)
+        check(arguments)
+
+    op.check_call = check_call
+
+    def spy(*args: Any) -> Any:
+        log.launched.append(op.mode)
+        return op.reference(*args)
+
+    register_kernel("testing", op.mode, name=f"spy_{op.mode}", solution="spy", signatures=None, priority=19)(spy)
+    return function
+
+
+def test_the_second_call_is_not_decided(gather: Any, log: Log) -> None:
+    for value in (1.0, 2.0, 3.0):
+        assert torch.equal(gather(torch.full((3,), value)), torch.full((3,), value + 1))
+    assert len(log.decided) == 1
+    assert len(log.launched) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda f: f(torch.ones(4)),
+        lambda f: f(torch.ones(1, 3)),
+        lambda f: f(torch.ones(3, dtype=torch.float64)),
+        lambda f: f(torch.ones(3), torch.tensor([1])),
+        lambda f: f(torch.ones(3), mode="max"),
+        lambda f: f(torch.ones(3), out=torch.empty(3)),
+        lambda f: f(torch.ones(3), hint=[1]),
+        lambda f: f(torch.ones(3), solution="reference"),
+        lambda f: f(torch.ones(3), override=f"reference_{f.__name__}"),
+        lambda f: f(torch.nn.Parameter(torch.ones(3), requires_grad=False)),
+    ],
+)
+def test_another_description_is_decided_anew(gather: Any, log: Log, other: Callable[[Any], Any]) -> None:
+    gather(torch.ones(3))
+    other(gather)
+    assert len(log.decided) == 2
+    other(gather)
+    gather(torch.ones(3))
+    assert len(log.decided) == 2, "both are remembered"
+
+
+def test_strides_do_not_tell_calls_apart(gather: Any, log: Log) -> None:
+    gather(torch.ones(3, 4))
+    gather(torch.ones(4, 3).t())
+    assert len(log.decided) == 1
+
+
+def test_what_invalidates(gather: Any, log: Log, hopper: Any) -> None:
+    from tokenspeed_kernel.platform import use_platform
+
+    def decisions() -> int:
+        before = len(log.decided)
+        gather(torch.ones(3))
+        gather(torch.ones(3))
+        return len(log.decided) - before
+
+    assert decisions() == 1
+    register_kernel("testing", gather.__name__, name="another", solution="x", signatures=None, priority=1)(
+        gather.operator.reference
+    )
+    assert decisions() == 1
+    KernelRegistry.get().unregister("another")
+    assert decisions() == 1
+    set_selection_policy(None)
+    assert decisions() == 1
+    with use_platform(hopper):
+        assert decisions() == 1
+    assert decisions() == 1
+    with kernel_override("testing", gather.__name__, f"spy_{gather.__name__}"):
+        assert decisions() == 2, "nothing is remembered while an override holds for one thread"
+    with shape_capture():
+        assert decisions() == 2
+    assert decisions() == 1
+    assert decisions() == 0
+
+
+def test_a_remembered_call_of_a_kernel_that_is_gone(gather: Any, log: Log) -> None:
+    gather(torch.ones(3))
+    KernelRegistry.get().unregister(f"spy_{gather.__name__}")
+    gather(torch.ones(3))
+    assert len(log.launched) == 1
+
+
+def test_descriptions_are_bounded(gather: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memo, "MAX_ENTRIES", 5)
+    for n in range(1, 20):
+        gather(torch.ones(n))
+        assert len(gather.operator._memo) <= 5
+
+
+# -- objects ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_objects_are_described_by_what_they_hold(weigh: Any, log: Log) -> None:
+    x = torch.ones(3)
+    weigh(x, Weights(torch.ones(3)), Plan(3))
+    weigh(x, Weights(torch.zeros(3)), Plan(3))
+    assert len(log.decided) == 1
+    weigh(x, SimpleNamespace(main=torch.ones(3)), Plan(3))
+    assert len(log.decided) == 1, "any object will do, and attributes with a default may be absent"
+    for count, call in enumerate(
+        [
+            lambda: weigh(x, Weights(torch.ones(1)), Plan(3)),
+            lambda: weigh(x, Weights(torch.ones(3).double()), Plan(3)),
+            lambda: weigh(x, Weights(torch.ones(3), torch.ones(3)), Plan(3)),
+            lambda: weigh(x, Weights(torch.ones(3), blocks=(1, 16)), Plan(3)),
+            lambda: weigh(x, Weights(torch.ones(3)), Plan(4)),
+            lambda: weigh(x, Weights(torch.ones(3)), Plan(3), (2,)),
+        ],
+        2,
+    ):
+        call()
+        call()
+        assert len(log.decided) == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, Plan(1)), "weights must be Weights, got None"),
+        ((SimpleNamespace(bias=None), Plan(1)), "weights must be an object with main, got "),
+        ((SimpleNamespace(main=3), Plan(1)), "weights.main must be a tensor, got int 3"),
+        ((Weights(torch.ones(1), bias="b"), Plan(1)), "weights.bias must be a tensor or None, got str 'b'"),  # type: ignore[arg-type]
+        ((Weights(torch.ones(1), blocks=[1]), Plan(1)), r"weights.blocks must be tuple of int, got list \[1\]"),  # type: ignore[arg-type]
+        ((Weights(torch.ones(1)), 3), "plan must be Plan, got int 3"),
+        ((Weights(torch.ones(1)), None), "plan must be Plan, got None"),
+        ((Weights(torch.ones(1)), Plan(1), [1]), r"blocks must be tuple of int, got list \[1\]"),
+        ((Weights(torch.ones(1)), Plan(1), ("a",)), r"blocks must be tuple of int, got tuple \('a',\)"),
+        ((Weights(torch.ones(1)), Plan(1), ([1],)), r"blocks must be tuple of int, got tuple \(\[1\],\)"),
+    ],
+)
+def test_wrong_objects(weigh: Any, log: Log, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        weigh(torch.ones(3), *arguments)
+    assert log.launched == []
+
+
+# -- stand-ins --------------------------------------------------------------------------------------------------------------------
+
+
+def test_fake_tensors_are_traced_not_run(gather: Any, log: Log) -> None:
+    gather(torch.ones(3))
+    with FakeTensorMode():
+        fake = torch.ones(3)
+        assert isinstance(gather(fake), FakeTensor)
+        assert gather(fake).shape == (3,)
+        out = torch.empty(3)
+        assert gather(fake, out=out) is out
+    assert len(log.launched) == 1
+
+
+def test_fake_tensors_in_objects(weigh: Any, log: Log) -> None:
+    with FakeTensorMode():
+        assert weigh(torch.ones(3), Weights(torch.ones(3)), Plan(1)).shape == (3,)
+    assert log.launched == []
+
+
+def test_meta_tensors_are_traced_not_run(gather: Any, weigh: Any, log: Log) -> None:
+    gather(torch.ones(3))
+    weigh(torch.ones(3), Weights(torch.ones(3)), Plan(1))
+    result = gather(torch.ones(3, device="meta"))
+    assert result.is_meta
+    assert result.shape == (3,)
+    meta = torch.ones(3, device="meta")
+    assert weigh(meta, Weights(meta), Plan(1)).is_meta
+    assert len(log.launched) == 2, "also where CPU tensors of that description were seen before"
+
+
+class Labelled(torch.Tensor):
+    """A subclass that leaves operations alone, as weights with a loader attached do."""
+
+
+class Distributed(torch.Tensor):
+    """A subclass that takes operations over, as distributed and quantised tensors do."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        seen.append(str(function))
+        plain = [a.as_subclass(torch.Tensor) if isinstance(a, Distributed) else a for a in arguments]
+        return function(*plain, **(keywords or {}))
+
+
+seen: list[str] = []
+
+
+def test_a_tensor_that_takes_operations_over_sees_the_operator(weigh: Any, log: Log) -> None:
+    """Also where it is not the first, and plain tensors of that description were seen before."""
+    weigh(torch.ones(3), Weights(torch.ones(3)), Plan(1))
+    seen.clear()
+    result = weigh(torch.ones(3), Weights(torch.ones(3).as_subclass(Distributed)), Plan(1))
+    assert seen == [f"tokenspeed_kernel.{weigh.__name__}.default"]
+    assert torch.equal(result, torch.ones(3))
+
+
+def test_plain_subclasses_are_as_good_as_tensors(gather: Any, log: Log) -> None:
+    gather(torch.ones(3))
+    subclass = torch.ones(3).as_subclass(Labelled)
+    assert torch.equal(torch.Tensor(gather(subclass)), torch.full((3,), 2.0))
+    assert len(log.decided) == 2
+    assert len(log.launched) == 2, "a subclass that leaves operations alone is as good as a tensor"
+
+
+def test_autograd_does_not_follow_into_the_fast_path(gather: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    with torch.no_grad():
+        assert not gather(parameter).requires_grad
+
+
+# -- values in host memory --------------------------------------------------------------------------------------------------------
+
+
+def test_host_values_are_checked_when_they_may_have_changed(gather: Any, log: Log) -> None:
+    x, lengths = torch.ones(4), torch.tensor([1, 2])
+    gather(x, lengths)
+    checked = len(log.checked)
+    for _ in range(3):
+        gather(x, lengths)
+        gather(torch.zeros(4), lengths)
+    assert len(log.checked) == checked, "the same tensor, not written to"
+
+    lengths[0] = 2
+    gather(x, lengths)
+    assert len(log.checked) == checked + 1
+    gather(x, lengths)
+    assert len(log.checked) == checked + 1
+
+    gather(x, lengths.clone())
+    assert len(log.checked) == checked + 2, "another tensor"
+
+
+def test_wrong_host_values_are_found_on_the_fast_path(gather: Any, log: Log) -> None:
+    x, lengths = torch.ones(4), torch.tensor([1, 2])
+    gather(x, lengths)
+    launched = len(log.launched)
+    lengths.fill_(9)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="lengths must be at most 4 in sum, got a int64 tensor"):
+            gather(x, lengths)
+    with pytest.raises(ValueError, match="lengths must be at most 4 in sum"):
+        gather(x, torch.tensor([5, 5]))
+    assert len(log.launched) == launched
+    lengths.fill_(1)
+    gather(x, lengths)
+
+
+def test_values_under_inference_mode_are_always_checked(gather: Any, log: Log) -> None:
+    with torch.inference_mode():
+        x, lengths = torch.ones(4), torch.tensor([1, 2])
+        gather(x, lengths)
+        lengths.fill_(9)
+        with pytest.raises(ValueError, match="lengths must be at most"):
+            gather(x, lengths)
+    ordinary = torch.tensor([1, 2])
+    gather(x, ordinary)
+    with pytest.raises(ValueError, match="lengths must be at most"):
+        gather(x, lengths)
+
+
+def test_hints_are_always_checked_and_never_decide(gather: Any, log: Log) -> None:
+    x, lengths = torch.ones(4), torch.tensor([1, 2])
+    gather(x, lengths, [1, 2])
+    decided = len(log.decided)
+    for wrong in ([1, 3], [2], []):
+        with pytest.raises(ValueError, match="hint must be what lengths says"):
+            gather(x, lengths, wrong)
+    gather(x, lengths, [1, 2])
+    assert len(log.decided) == decided
+    gather(x, None, [7])
+
+
+def test_a_bound_kernel_still_checks_host_values(gather: Any, log: Log) -> None:
+    x, lengths = torch.ones(4), torch.tensor([1, 2])
+    bound = gather.bind(x, lengths)
+    bound(x, lengths, None, "sum", None)
+    lengths.fill_(9)
+    with pytest.raises(ValueError, match="lengths must be at most"):
+        bound(x, lengths, None, "sum", None)
+
+
+def test_two_threads_with_their_own_lengths(gather: Any) -> None:
+    """The guard remembers the last tensors that it saw; threads that alternate must not see half of each other's."""
+    problems: list[str] = []
+
+    def work(good: bool) -> None:
+        x, lengths = torch.ones(4), torch.tensor([1, 2])
+        for _ in range(300):
+            lengths.fill_(1 if good else 9)
+            try:
+                gather(x, lengths)
+                if not good:
+                    problems.append("a wrong value passed")
+            except ValueError:
+                if good:
+                    problems.append("a right value failed")
+
+    threads = [threading.Thread(target=work, args=(good,)) for good in (True, False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
+# -- tracebacks -------------------------------------------------------------------------------------------------------------------
+
+
+def test_tracebacks_show_the_generated_lines(gather: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        gather(3)
+    lines = "".join(traceback.format_exception(caught.value))
+    assert f"in {gather.__name__}" in lines
+    assert "_call = _decide((x, lengths, hint, mode, out,), override, solution)" in lines

@@ -1,0 +1,308 @@
+"""A table of calls that are wrong. Each raises the right error, which names the argument, what was wanted and what came, before
+anything is launched: a kernel that outranks all others counts the calls that get through."""
+
+# ruff: noqa: E501 (a row of the table is a line)
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel import memo
+from tokenspeed_kernel.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel.traits import as_constraint
+
+BF16, F32, F64, I32, I64, U8, FP8 = (
+    torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn,
+)  # fmt: skip
+
+
+def ones(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.ones(shape, dtype=F32).to(dtype)
+
+
+def ints(*values: Any, dtype: torch.dtype = I32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def _valid() -> dict[str, dict[str, Any]]:
+    """One valid call of each operator: 2 sequences of 3 and 2 tokens, 4 q heads, 2 kv heads, head_dim 8, pages of 4 tokens."""
+    prefill = {"q": ones(5, 4, 8), "k": ones(5, 2, 8), "v": ones(5, 2, 8), "cu_seqlens": ints(0, 3, 5)}
+    paged = {
+        "k_cache": ones(6, 4, 2, 8),
+        "v_cache": ones(6, 4, 2, 8),
+        "page_table": ints([0, 1], [2, 3]),
+        "cache_seqlens": ints(7, 5),
+        "max_seqlen_k": 8,
+    }
+    latent = {
+        "kv_cache": ones(6, 4, 12),
+        "page_table": ints([0, 1], [2, 3]),
+        "cache_seqlens": ints(7, 5),
+        "max_seqlen_k": 8,
+        "kv_lora_rank": 8,
+        "softmax_scale": 0.3,
+    }
+    extend = {"cu_seqlens_q": ints(0, 3, 5), "cu_seqlens_kv": ints(0, 7, 12), "max_seqlen_q": 3}
+    weights = tk.MoEWeights(ones(4, 12, 8), None, None, ones(4, 8, 6), None, None)
+    rows = {"temperature": ones(3, dtype=F32), "top_k": ints(0, 2, 5), "top_p": ones(3, dtype=F32)}
+    return {
+        "silu_and_mul": {"x": ones(3, 8)},
+        "swiglu": {"x": ones(3, 8)},
+        "attn_merge_state": {
+            "out_a": ones(3, 4, 8), "lse_a": ones(3, 4, dtype=F32), "out_b": ones(3, 4, 8), "lse_b": ones(3, 4, dtype=F32),
+        },
+        "mha_prefill": prefill,
+        "mha_extend_with_kvcache": {"q": ones(5, 4, 8), **extend, **paged, "is_causal": True},
+        "mha_decode_with_kvcache": {"q": ones(2, 4, 8), **paged},
+        "mla_prefill": {**prefill, "k": ones(5, 4, 8), "v": ones(5, 4, 6)},
+        "mla_extend_with_kvcache": {"q": ones(5, 4, 12), **extend, **latent},
+        "mla_decode_with_kvcache": {"q": ones(2, 4, 12), **latent},
+        "apply_rope": {
+            "q": ones(3, 4, 8), "k": ones(3, 2, 8), "positions": ints(0, 1, 2, dtype=I64), "cos_sin_cache": ones(16, 8, dtype=F32),
+        },
+        "mm": {"a": ones(3, 8), "b": ones(8, 4)},
+        "bmm": {"a": ones(2, 3, 8), "b": ones(2, 8, 4)},
+        "store_kv_cache": {
+            "k": ones(3, 2, 8), "v": ones(3, 2, 8), "k_cache": ones(6, 4, 2, 8), "v_cache": ones(6, 4, 2, 8), "slot_mapping": ints(0, 5, -1),
+        },
+        "moe_topk": {"logits": ones(3, 8, dtype=F32), "top_k": 2},
+        "moe_apply": {
+            "x": ones(3, 8), "weights": weights, "topk_weights": ones(3, 2, dtype=F32), "topk_ids": ints([0, 1], [2, 3], [1, 0]),
+            "plan": tk.moe_plan(4, 2, 8, 6),
+        },
+        "rmsnorm": {"x": ones(3, 8), "weight": ones(8)},
+        "qk_rmsnorm": {"q": ones(3, 4, 8), "k": ones(3, 2, 8), "q_weight": ones(8), "k_weight": ones(8)},
+        "quantize_fp8": {"x": ones(3, 256)},
+        "quantize_fp8_with_scale": {"x": ones(3, 256), "scale": ones(1, dtype=F32)},
+        "dequantize_fp8": {"q": ones(3, 256, dtype=FP8), "scale": ones(1, dtype=F32)},
+        "quantize_mxfp8": {"x": ones(3, 64)},
+        "dequantize_mxfp8": {"q": ones(3, 64, dtype=FP8), "scale": ones(3, 2, dtype=U8)},
+        "quantize_mxfp4": {"x": ones(3, 64)},
+        "dequantize_mxfp4": {"q": ones(3, 32, dtype=U8), "scale": ones(3, 2, dtype=U8)},
+        "quantize_nvfp4": {"x": ones(3, 64), "global_scale": ones(1, dtype=F32)},
+        "dequantize_nvfp4": {"q": ones(3, 32, dtype=U8), "scale": ones(3, 4, dtype=FP8), "global_scale": ones(1, dtype=F32)},
+        "argmax": {"logits": ones(3, 8)},
+        "sample_top_k_top_p": {"logits": ones(3, 8), **rows, "seed": ints(1, 2, 3, dtype=I64), "offset": ints(0, 0, 0, dtype=I64)},
+    }  # fmt: skip
+
+
+VALID = _valid()
+T, V = TypeError, ValueError
+
+# operator, what is changed in its valid call, error, what the message says
+MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    # activation
+    ("silu_and_mul", {"x": ones(3, 7)}, V, r"x must be of shape \[\.\.\., 2 \* d\], even in the last axis, got \[3, 7\]"),
+    ("silu_and_mul", {"x": ints(1, 2)}, T, r"x must be a tensor of bfloat16 or .*, got int32"),
+    ("silu_and_mul", {"x": None}, T, r"x must be a tensor, got None"),
+    ("silu_and_mul", {"out": ones(3, 8)}, V, r"out must have shape \[3, 4\], got a bfloat16 tensor of shape \[3, 8\]"),
+    ("swiglu", {"x": torch.tensor(1.0)}, V, r"x must be of shape \[\.\.\., gate_and_up\], got \[\]"),
+    ("swiglu", {"limit": -1.0}, V, r"limit must be positive or None, got -1.0"),
+    ("swiglu", {"alpha": float("nan")}, V, r"alpha must be finite, got nan"),
+    ("swiglu", {"interleaved": 1}, T, r"interleaved must be bool, got int 1"),
+    # attention: prefill
+    ("mha_prefill", {"q": ones(5, 32)}, V, r"q must be of shape \[tokens, heads, head_dim\], got \[5, 32\]"),
+    ("mha_prefill", {"k": ones(4, 2, 8)}, V, r"k must be of shape .* where tokens is 5 in q, got \[4, 2, 8\]"),
+    ("mha_prefill", {"k": ones(5, 2, 8, dtype=F32)}, T, r"k must be a tensor of bfloat16, got float32"),
+    ("mha_prefill", {"v": ones(5, 1, 8)}, V, r"v must be of shape .* where kv_heads is 2 in k, got \[5, 1, 8\]"),
+    ("mha_prefill", {"k": ones(5, 3, 8), "v": ones(5, 3, 8)}, V, r"q must be such that heads is a multiple of kv_heads = 3 of k, got heads = 4"),
+    ("mha_prefill", {"cu_seqlens": ints(0, 3, 5, dtype=I64)}, T, r"cu_seqlens must be a tensor of int32, got int64"),
+    ("mha_prefill", {"cu_seqlens": ints(0, 3, 6)}, V, r"cu_seqlens\[-1\] must be 5, the number of tokens in q, got 6"),
+    ("mha_prefill", {"cu_seqlens": ints(1, 3, 5)}, V, r"cu_seqlens\[0\] must be 0, got 1"),
+    ("mha_prefill", {"cu_seqlens": ints(0, 6, 5)}, V, r"cu_seqlens must be non-decreasing, got 6 then 5 at 1"),
+    ("mha_prefill", {"cu_seqlens": torch.empty(0, dtype=I32)}, V, r"cu_seqlens must be of shape \[batch \+ 1\], got \[0\]"),
+    ("mha_prefill", {"cu_seqlens_cpu": [0, 2, 5]}, V, r"cu_seqlens_cpu must be what cu_seqlens says, \[0, 3, 5\], got \[0, 2, 5\]"),
+    ("mha_prefill", {"cu_seqlens_cpu": "lengths"}, T, r"cu_seqlens_cpu must be a sequence of int, a tensor or None, got lengths"),
+    ("mha_prefill", {"max_seqlen": 2}, V, r"max_seqlen must be at least 3, the longest sequence of cu_seqlens, got 2"),
+    ("mha_prefill", {"window_left": -2}, V, r"window_left must be -1 \(unlimited\) or a number of tokens, got -2"),
+    ("mha_prefill", {"window_left": 1.5}, T, r"window_left must be int, got float 1.5"),
+    ("mha_prefill", {"logit_cap": -1.0}, V, r"logit_cap must be 0 \(off\) or positive and finite, got -1.0"),
+    ("mha_prefill", {"softmax_scale": 0.0}, V, r"softmax_scale must be positive and finite, got 0.0"),
+    ("mha_prefill", {"sinks": ones(2)}, V, r"sinks must be of shape \[heads\] where heads is 4 in q, got \[2\]"),
+    ("mha_prefill", {"return_lse": "yes"}, T, r"return_lse must be bool, got str 'yes'"),
+    ("mha_prefill", {"out": ones(5, 4, 8, dtype=F32)}, T, r"out must be bfloat16, got a float32 tensor"),
+    ("mha_prefill", {"k": torch.ones(5, 2, 8, dtype=BF16, device="meta")}, V, r"k must be on cpu like q, got a bfloat16 tensor of .* on meta"),
+    ("mha_prefill", {"override": "no_such_kernel"}, tk.NoKernelFoundError, r"override=: no kernel named no_such_kernel"),
+    ("mha_prefill", {"solution": 3}, T, r"solution must be str or None, got int 3"),
+    ("mla_prefill", {"k": ones(5, 4, 6)}, V, r"k must be of shape .* where head_dim is 8 in q, got \[5, 4, 6\]"),
+    ("mla_prefill", {"cu_seqlens": [0, 3, 5]}, T, r"cu_seqlens must be a tensor, got list"),
+    # attention: cache
+    ("mha_decode_with_kvcache", {"q": ones(3, 4, 8)}, V, r"q must be of 2 tokens, max_seqlen_q = 1 for each length in cache_seqlens \[2\], got 3 tokens"),
+    ("mha_decode_with_kvcache", {"q": ones(2, 3, 8)}, V, r"q must be such that heads is a multiple of kv_heads = 2 of k_cache, got heads = 3"),
+    ("mha_decode_with_kvcache", {"k_cache": ones(6, 4, 2, 8, dtype=F32)}, T, r"k_cache must be a tensor of bfloat16 or float8.*, got float32"),
+    ("mha_decode_with_kvcache", {"v_cache": ones(5, 4, 2, 8)}, V, r"v_cache must be of shape .* where pages is 6 in k_cache, got \[5, 4, 2, 8\]"),
+    ("mha_decode_with_kvcache", {"page_table": ints([0], [2])}, V, r"max_seqlen_k must be at most 4, what 1 pages of 4 tokens a sequence hold, got 8"),
+    ("mha_decode_with_kvcache", {"page_table": ints([0, 1])}, V, r"page_table must be of shape .* where batch is 2 in cache_seqlens, got \[1, 2\]"),
+    ("mha_decode_with_kvcache", {"page_table": ints([0, 6], [2, 3])}, V, r"page_table\[0, 1\] must be a page of k_cache, 0 to 5, .*, got 6"),
+    ("mha_decode_with_kvcache", {"page_table": ints([0, 1], [-1, 3])}, V, r"page_table\[1, 0\] must be a page of k_cache, 0 to 5, .*, got -1"),
+    ("mha_decode_with_kvcache", {"page_table": ints([0, 1], [2, 3], dtype=I64)}, T, r"page_table must be a tensor of int32, got int64"),
+    ("mha_decode_with_kvcache", {"cache_seqlens": ints(9, 5)}, V, r"cache_seqlens must be at most max_seqlen_k = 8, got 9"),
+    ("mha_decode_with_kvcache", {"cache_seqlens": ints(-1, 5)}, V, r"cache_seqlens must be 0 or more, got -1"),
+    ("mha_decode_with_kvcache", {"k_scale": ones(1, dtype=F32)}, V, r"k_scale must be None, because k_cache is not fp8 but bfloat16, got a float32"),
+    ("mha_decode_with_kvcache", {"max_seqlen_k": None}, T, r"max_seqlen_k must be int, got None"),
+    ("mha_extend_with_kvcache", {"cu_seqlens_q": ints(0, 5)}, V, r"cu_seqlens_q must be of shape .* where batch\+1 is 3 in cache_seqlens, got \[2\]"),
+    ("mha_extend_with_kvcache", {"cu_seqlens_q": ints(0, 3, 4)}, V, r"cu_seqlens_q\[-1\] must be 5, the number of tokens in q, got 4"),
+    ("mha_extend_with_kvcache", {"cu_seqlens_kv": ints(0, 7, 11)}, V, r"cu_seqlens_kv must be the running sums of cache_seqlens, \[7, 5\], got \[0, 7, 11\]"),
+    ("mha_extend_with_kvcache", {"max_seqlen_q": 2}, V, r"max_seqlen_q must be at least 3, the longest sequence of cu_seqlens_q, got 2"),
+    ("mha_extend_with_kvcache", {"cache_seqlens": ints(2, 5), "cu_seqlens_kv": ints(0, 2, 7)}, V, r"cache_seqlens\[0\] must be at least the 3 new tokens .*, got 2"),
+    ("mla_decode_with_kvcache", {"kv_cache": ones(6, 4, 10)}, V, r"kv_cache must be of shape .* where latent_dim is 12 in q, got \[6, 4, 10\]"),
+    ("mla_decode_with_kvcache", {"kv_lora_rank": 13}, V, r"kv_lora_rank must be positive and at most 12, the width of a latent, got 13"),
+    ("mla_extend_with_kvcache", {"softmax_scale": -1.0}, V, r"softmax_scale must be positive and finite, got -1.0"),
+    ("mla_extend_with_kvcache", {"page_table": None}, T, r"page_table must be a tensor, got None"),
+    ("attn_merge_state", {"lse_a": ones(3, 4)}, T, r"lse_a must be a tensor of float32, got bfloat16"),
+    ("attn_merge_state", {"out_b": ones(3, 4, 6)}, V, r"out_b must be of shape \[3, 4, 8\] like out_a, got \[3, 4, 6\]"),
+    # embedding and cache
+    ("apply_rope", {"positions": ints(0, 1, 16)}, V, r"positions must be in 0 to 15, the rows of cos_sin_cache, got 16 for token 2"),
+    ("apply_rope", {"positions": ints(0, -1, 2)}, V, r"positions must be in 0 to 15, .*, got -1 for token 1"),
+    ("apply_rope", {"positions": ints(0, 1)}, V, r"positions must be of shape \[tokens\] where tokens is 3 in q, got \[2\]"),
+    ("apply_rope", {"cos_sin_cache": ones(16, 10, dtype=F32)}, V, r"cos_sin_cache must be .*, got "),
+    ("apply_rope", {"cos_sin_cache": ones(16, 8)}, T, r"cos_sin_cache must be a tensor of float32, got bfloat16"),
+    ("apply_rope", {"k_cache": ones(6, 4, 2, 8)}, V, r"v.* must be .*, got "),
+    ("store_kv_cache", {"slot_mapping": ints(0, 24, -1)}, V, r"slot_mapping must be below pages \* page_size = 24 .*, got 24 for token 1"),
+    ("store_kv_cache", {"slot_mapping": ints(5, 5, -1)}, V, r"slot_mapping must be .*, got "),
+    ("store_kv_cache", {"slot_mapping": ones(3, dtype=F32)}, T, r"slot_mapping must be a tensor of int32 or int64, got float32"),
+    ("store_kv_cache", {"v": ones(3, 2, 6)}, V, r"v must be of shape .* where head_dim is 8 in k, got \[3, 2, 6\]"),
+    ("store_kv_cache", {"k_scale": ones(1, dtype=F32)}, V, r"k_scale must be None, because k_cache has k's dtype, got a float32 tensor"),
+    # gemm
+    ("mm", {"b": ones(7, 4)}, V, r"b must be such that its k is 8 like a's .*, got 7"),
+    ("mm", {"a": ones(8)}, V, r"a must be of shape \[m, k\], got a bfloat16 tensor of shape \[8\]"),
+    ("mm", {"b": ones(8, 4, dtype=F32)}, T, r"a and b must be in formats that go together .*, got a: bfloat16 and b: float32"),
+    ("mm", {"bias": ones(5)}, V, r"bias must be of shape \[n\] where n is 4 in b, got \[5\]"),
+    ("mm", {"out_dtype": torch.int8}, V, r"out_dtype must be one of .*, got int8"),
+    ("mm", {"out_dtype": "bfloat16"}, T, r"out_dtype must be dtype or None, got str 'bfloat16'"),
+    ("mm", {"a_scale": ones(1, dtype=F32)}, V, r"a_scale must be None.*, got "),
+    ("bmm", {"b": ones(3, 8, 4)}, V, r"b must be of shape .* where batch is 2 in a, got \[3, 8, 4\]"),
+    ("bmm", {"a": ones(3, 8)}, V, r"a must be of shape \[batch, m, k\], got a bfloat16 tensor of shape \[3, 8\]"),
+    # mixture of experts
+    ("moe_topk", {"top_k": 9}, V, r"top_k must be from 1 to .*8.*, got 9"),
+    ("moe_topk", {"scoring": "relu"}, V, r"scoring must be one of 'softmax', .*, got 'relu'|scoring must be one of .*, got relu"),
+    ("moe_topk", {"num_groups": 3}, V, r"num_groups must be a divisor of the 8 experts of logits, got 3"),
+    ("moe_topk", {"correction_bias": ones(7)}, V, r"correction_bias must be of shape \[experts\] where experts is 8 in logits, got \[7\]"),
+    ("moe_apply", {"x": ones(3, 9)}, V, r"x must be of shape .* where hidden is 8 in plan.hidden_size, got \[3, 9\]"),
+    ("moe_apply", {"topk_ids": ints([0, 1], [2, 4], [1, 0])}, V, r"topk_ids must be below plan.num_experts = 4, got an id 4"),
+    ("moe_apply", {"weights": SimpleNamespace(w13_weight=ones(1))}, T, r"weights must be an object with .*w2_weight"),
+    ("moe_apply", {"weights": dataclasses.replace(VALID["moe_apply"]["weights"], w2_weight=ones(4, 8, 5))}, V, r"weights.w2_weight must be of shape .*, got \[4, 8, 5\]"),
+    ("moe_apply", {"plan": None}, T, r"plan must be MoEPlan, got None"),
+    # normalisation
+    ("rmsnorm", {"weight": ones(7)}, V, r"weight must be of shape \[hidden\] where hidden is 8 in x, got \[7\]"),
+    ("rmsnorm", {"eps": 0.0}, V, r"eps must be positive, got 0.0"),
+    ("rmsnorm", {"residual": ones(3, 8, dtype=F32)}, T, r"residual must be a tensor of bfloat16, got float32"),
+    ("rmsnorm", {"residual_out": ones(3, 8)}, V, r"residual_out must be None, because this call has no such output, got a bfloat16"),
+    ("qk_rmsnorm", {"k": ones(3, 2, 6)}, V, r"k must be of shape .* where head_dim is 8 in q, got \[3, 2, 6\]"),
+    ("qk_rmsnorm", {"q_weight": ones(4)}, V, r"q_weight must be of shape \[head_dim\] where head_dim is 8 in q, got \[4\]"),
+    # quantisation
+    ("quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got '?row"),
+    ("quantize_fp8", {"block_size": 0}, V, r"block_size must be at least 1, got 0"),
+    ("quantize_fp8", {"dtype": BF16}, V, r"dtype must be one of .*float8_e4m3fn.*, got bfloat16"),
+    ("quantize_fp8_with_scale", {"scale": ones(2, dtype=F32)}, V, r"scale must be of shape \[\] \(tensor\) or .*, got a float32 tensor of shape \[2\]"),
+    ("quantize_fp8_with_scale", {"scale": 1.0}, T, r"scale must be a tensor, got float 1.0"),
+    ("dequantize_fp8", {"q": ones(3, 256)}, T, r"q must be a tensor of float8.*, got bfloat16"),
+    ("dequantize_fp8", {"scale": ones(1)}, T, r"scale must be a tensor of float32, got bfloat16"),
+    ("quantize_mxfp8", {"x": ones(3, 33)}, V, r"x must be of shape .* a multiple of 32, got a bfloat16 tensor of shape \[3, 33\]"),
+    ("dequantize_mxfp8", {"scale": ones(3, 3, dtype=U8)}, V, r"scale must be of shape \[3, 2\].*, got a uint8 tensor of shape \[3, 3\]"),
+    ("quantize_mxfp4", {"x": ones(3, 64, dtype=I32)}, T, r"x must be a tensor of .*, got int32"),
+    ("dequantize_mxfp4", {"scale": ones(3, 2, dtype=F32)}, T, r"scale must be a tensor of uint8, got float32"),
+    ("quantize_nvfp4", {"x": ones(3, 24)}, V, r"x must be of shape .* a multiple of 16, got a bfloat16 tensor of shape \[3, 24\]"),
+    ("quantize_nvfp4", {"global_scale": ones(2, dtype=F32)}, V, r"global_scale must be .*, got "),
+    ("dequantize_nvfp4", {"scale": ones(3, 5, dtype=FP8)}, V, r"scale must be of shape \[3, 4\].*, got a float8_e4m3fn tensor of shape \[3, 5\]"),
+    # sampling
+    ("argmax", {"logits": ones(3, 0)}, V, r"logits must be of shape \[rows, vocab\] with vocab > 0, got \[3, 0\]"),
+    ("argmax", {"out": ones(3, dtype=F32)}, T, r"out must be int(32|64), got a float32 tensor"),
+    ("sample_top_k_top_p", {"top_p": torch.tensor([1.0, 0.0, 1.0])}, V, r"top_p must be more than 0 and at most 1, got 0 in row 1"),
+    ("sample_top_k_top_p", {"temperature": torch.tensor([1.0, 1.0, -1.0])}, V, r"temperature must be finite and not negative, got -1 in row 2"),
+    ("sample_top_k_top_p", {"top_k": ints(0, -1, 2)}, V, r"top_k must be 0 for all tokens, or how many to keep, got -1 in row 1"),
+    ("sample_top_k_top_p", {"seed": ints(1, 2, 3)}, T, r"seed must be a tensor of int64, got int32"),
+    ("sample_top_k_top_p", {"top_k": 5}, T, r"top_k must be a tensor, got int 5"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def launched() -> Iterator[list[str]]:
+    """For every operator a kernel that outranks the others, serves everything, and says that it was called."""
+    names: list[str] = []
+    for op in tk.operators():
+        flags = {name for case in op.all_cases() if not case.large for name in _flags(op, case)}
+
+        def spy(*args: Any, op: Any = op) -> Any:
+            names.append(op.mode)
+            return op.reference(*args)
+
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in op.names]
+        spy.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        traits = {name: as_constraint(any) for name in flags}
+        register_kernel(op.family, op.mode, name=f"spy_{op.mode}", solution="spy", signatures=None, traits=traits, priority=19)(spy)
+    yield names
+    for op in tk.operators():
+        KernelRegistry.get().unregister(f"spy_{op.mode}")
+
+
+def _flags(op: Any, case: Any) -> set[str]:
+    traits = op.request(op.complete(case.build())).traits
+    return {name for name, value in traits.items() if isinstance(value, bool)}
+
+
+def test_the_table_is_large_and_covers_every_operator() -> None:
+    assert len(MALFORMED) >= 60
+    assert (
+        {row[0] for row in MALFORMED}
+        == set(VALID)
+        == {op.mode for op in tk.operators() if op.body.__module__.startswith("tokenspeed")}
+    )
+
+
+def test_the_valid_calls_are_valid(launched: list[str]) -> None:
+    """Or the table would prove nothing."""
+    for name, arguments in VALID.items():
+        getattr(tk, name)(**_copied(arguments))
+        assert launched[-1:] == [name]
+
+
+def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+
+
+def test_every_malformed_call_raises_the_right_error(launched: list[str]) -> None:
+    problems = []
+    for mode, changes, error, message in MALFORMED:
+        function = getattr(tk, mode)
+        # Once before and once after a valid call was remembered: the fast path must not let a wrong one through.
+        # But for a meta tensor among CPU tensors: to tell the two apart would cost every call more than the mistake is worth.
+        on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in changes.values())
+        for remembered in (False,) if on_meta else (False, True):
+            if on_meta:
+                memo.invalidate()
+            if remembered:
+                function(**_copied(VALID[mode]))
+            launched.clear()
+            try:
+                function(**{**_copied(VALID[mode]), **changes})
+            except Exception as caught:
+                if not isinstance(caught, error):
+                    problems.append(f"{mode} {[*changes]}: {type(caught).__name__} in place of {error.__name__}: {caught}")
+                elif not re.search(rf"^{mode}: {message}" if error in (T, V) else message, str(caught)):
+                    problems.append(f"{mode} {[*changes]}: {caught}\n    wanted: {message}")
+            else:
+                problems.append(f"{mode} {[*changes]}: no error")
+            if launched:
+                problems.append(f"{mode} {[*changes]}: launched")
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("mode", sorted(VALID))
+def test_malformed_calls_do_not_bind_and_do_not_explain(mode: str) -> None:
+    function = getattr(tk, mode)
+    for _, changes, error, _ in (row for row in MALFORMED if row[0] == mode):
+        if error is tk.NoKernelFoundError:
+            continue
+        for ask in (function.bind, function.explain):
+            with pytest.raises(error, match=f"^{mode}: "):
+                ask(**{**VALID[mode], **changes})

@@ -1,0 +1,176 @@
+"""The quick look-up by PyTorch's guards: it agrees with the whole description, errs on the safe side, and can be missing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel import dispatch, memo
+from tokenspeed_kernel.operator import get_operator
+
+RMSNORM = get_operator("rmsnorm")
+
+
+@pytest.fixture()
+def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The arguments of every call of rmsnorm that takes the slow path."""
+    seen: list[tuple[Any, ...]] = []
+    decide = RMSNORM.decide
+
+    def counted(args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
+        seen.append(args)
+        return decide(args, override, solution)
+
+    monkeypatch.setitem(tk.rmsnorm.__globals__, "_decide", counted)
+    memo.invalidate()
+    return seen
+
+
+def _arguments() -> tuple[Tensor, Tensor]:
+    return torch.randn(3, 8), torch.ones(8)
+
+
+def test_this_pytorch_has_guards_that_do_what_is_needed() -> None:
+    assert dispatch.tensor_guards() is not None
+
+
+def test_a_call_is_decided_once_by_description(decisions: list[tuple[Any, ...]]) -> None:
+    for _ in range(3):
+        tk.rmsnorm(*_arguments())
+    tk.rmsnorm(torch.randn(4, 8), torch.ones(8))
+    for _ in range(3):  # the first description is no longer the recent one, and is still known
+        tk.rmsnorm(*_arguments())
+    assert [args[0].shape[0] for args in decisions] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, w: (x[:2], w),
+        lambda x, w: (x.double(), w),
+        lambda x, w: (x, w.double()),
+        lambda x, w: (x.unsqueeze(0), w),
+    ],
+    ids=["shape", "dtype", "dtype of the weight", "rank"],
+)
+def test_another_description_is_decided_for_itself(
+    decisions: list[tuple[Any, ...]], other: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> None:
+    arguments = _arguments()
+    tk.rmsnorm(*arguments)
+    changed = other(*arguments)
+    result = tk.rmsnorm(*changed)
+    assert (result.shape, result.dtype) == (changed[0].shape, changed[0].dtype)
+    assert len(decisions) == 2
+
+
+def test_a_wrong_call_is_refused_after_a_right_one() -> None:
+    x, weight = _arguments()
+    tk.rmsnorm(x, weight)
+    with pytest.raises(ValueError, match=r"weight must be of shape \[hidden\]"):
+        tk.rmsnorm(x, weight[:7])
+    with pytest.raises(ValueError, match="weight must be on cpu like x"):
+        tk.rmsnorm(x, weight.to("meta"))
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        tk.rmsnorm([1.0], weight)  # type: ignore[arg-type]
+
+
+def test_other_strides_and_one_tensor_given_twice_are_served_from_the_whole_description(decisions: list[tuple[Any, ...]]) -> None:
+    x, weight = torch.randn(8, 8), torch.ones(8)
+    torch.testing.assert_close(tk.rmsnorm(x.t(), weight), tk.rmsnorm(x.t().contiguous(), weight))
+    normed, total = tk.rmsnorm(x, weight, residual=x)
+    assert torch.equal(total, x + x)
+    assert torch.equal(normed, tk.rmsnorm(x + x, weight))
+    assert len(decisions) == 2  # with a residual and without
+
+
+def test_inference_mode_is_served(decisions: list[tuple[Any, ...]]) -> None:
+    x, weight = _arguments()
+    expected = tk.rmsnorm(x, weight)
+    with torch.inference_mode():
+        assert torch.equal(tk.rmsnorm(x, weight), expected)
+        assert torch.equal(tk.rmsnorm(x.clone(), weight.clone()), expected)
+    assert len(decisions) == 1
+
+
+def test_invalidation_forgets_it() -> None:
+    tk.rmsnorm(*_arguments())
+    assert RMSNORM._recent
+    memo.invalidate()
+    assert not RMSNORM._recent
+    with memo.exceptional():
+        tk.rmsnorm(*_arguments())
+        assert not RMSNORM._recent
+
+
+def test_optional_tensors_are_guarded_too() -> None:
+    x, weight = _arguments()
+    out = torch.empty(3, 8)
+    assert tk.rmsnorm(x, weight, out=out) is out
+    with pytest.raises(ValueError, match=r"out must have shape \[3, 8\]"):
+        tk.rmsnorm(x, weight, out=torch.empty(3, 9))
+    with pytest.raises(TypeError, match="residual must be a tensor of float32"):
+        tk.rmsnorm(x, weight, residual=x.double())
+
+
+def test_without_guards_everything_works() -> None:
+    calls = []
+
+    def decide(args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
+        calls.append((args, override, solution))
+        remembered[RMSNORM._key(args, override, solution)] = RMSNORM.reference
+        return RMSNORM.reference
+
+    remembered: dict[Any, Callable[..., Any]] = {}
+    plain = dispatch.build_public_function("rmsnorm", RMSNORM.parameters, remembered, None, decide, RMSNORM.reference)
+    x, weight = _arguments()
+    assert torch.equal(plain(x, weight), tk.rmsnorm(x, weight))
+    assert torch.equal(plain(x, weight), tk.rmsnorm(x, weight))
+    plain(x[:1], weight, solution="reference")
+    assert [(override, solution) for _, override, solution in calls] == [(None, None), (None, "reference")]
+
+
+def test_guards_that_do_otherwise_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._C._dynamo import guards
+
+    class Agreeable:
+        def __init__(self, *tensors: Tensor, **options: object) -> None:
+            pass
+
+        def check(self, *tensors: Tensor) -> bool:
+            return True
+
+    class Changed:
+        def __init__(self) -> None:
+            pass
+
+    for stand_in in (Agreeable, Changed):
+        monkeypatch.setattr(guards, "TensorGuards", stand_in)
+        assert dispatch.tensor_guards.__wrapped__() is None
+    monkeypatch.delattr(guards, "TensorGuards")
+    assert dispatch.tensor_guards.__wrapped__() is None
+
+
+def test_threads_with_different_shapes_each_get_their_own(decisions: list[tuple[Any, ...]]) -> None:
+    wrong: list[str] = []
+
+    def run(rows: int) -> None:
+        x, weight = torch.full((rows, 8), float(rows)), torch.ones(8)
+        for _ in range(300):
+            result = tk.rmsnorm(x, weight)
+            if result.shape != x.shape:
+                wrong.append(f"{rows} rows gave {list(result.shape)}")
+
+    threads = [threading.Thread(target=run, args=(rows,)) for rows in (1, 2, 3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert 4 <= len(decisions) <= 8
