@@ -38,7 +38,7 @@ def tensor_guards() -> Callable[..., Guard] | None:
         return None
 
     def make(*tensors: torch.Tensor) -> Guard:
-        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
     plain = torch.empty(2, 3, device="cpu")
     alike = torch.empty(2, 3, device="cpu")
@@ -65,12 +65,9 @@ def _compile(name: str, source: str, namespace: dict[str, Any]) -> Any:
     return namespace[name]
 
 
-def _tensor_terms(expression: str, first: bool, optional: bool) -> str:
-    # The class keeps fake, distributed and quantised tensors apart from plain ones. One tensor tells whether the call is about
-    # meta tensors, whose device index is a CPU tensor's too; asking them all would cost every call more than it is worth.
-    terms = f"type({expression}), {expression}.dtype, {expression}.shape, {expression}.get_device()"
-    if first:
-        return f"{terms}, {expression}.is_meta"
+def _tensor_terms(expression: str, optional: bool) -> str:
+    # The class keeps fake, distributed and quantised tensors apart from plain ones.
+    terms = f"type({expression}), {expression}.dtype, {expression}.shape, {expression}.device"
     return f"None if {expression} is None else ({terms})" if optional else terms
 
 
@@ -89,13 +86,12 @@ def _absent_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
 
 def _key_terms(parameters: Sequence[Parameter]) -> str:
     terms = []
-    first = next((t for p in parameters if not p.optional for t in p.tensors() if t.required and not t.optional), None)
     for parameter in parameters:
         if parameter.kind is Kind.TENSOR:
-            terms.append(_tensor_terms(parameter.name, parameter is first, parameter.optional))
+            terms.append(_tensor_terms(parameter.name, parameter.optional))
         elif parameter.kind is Kind.OBJECT:
             reads = [(f, _attribute(parameter, f)) for f in parameter.fields]
-            inner = [_tensor_terms(read, f is first, f.optional) if f.is_tensor else read for f, read in reads]
+            inner = [_tensor_terms(read, f.optional) if f.is_tensor else read for f, read in reads]
             group = f"({', '.join(inner)},)"
             terms.append(f"None if {parameter.name} is None else {group}" if parameter.optional else group)
         elif parameter.kind is Kind.HINT:

@@ -314,7 +314,8 @@ class Operator(Generic[P, R]):
             return profiling.observe(self.family, self.mode, selected.name, dtype, arguments, request.traits, call)
         memo.remember(self._memo, self._key(args, override, solution), call, started)
         if self._recent is not None:
-            memo.remember(self._recent, *self._entry(args, override, solution, call), started)
+            key, entry = self._entry(args, override, solution, call)
+            memo.remember(self._recent, key, entry, started)
         return call
 
     def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:

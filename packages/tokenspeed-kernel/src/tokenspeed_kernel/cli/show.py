@@ -42,14 +42,17 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
             typer.echo(f"  {name:<{width}}  {shown}")
         typer.echo()
 
-    section("platform", diagnosis.platform)
+    platform = dict(diagnosis.platform)
+    if platform:
+        platform["memory"] = f"{platform['memory'] / 2**30:.1f} GiB" if platform["memory"] else "unknown"
+    section("platform", platform)
     section("versions", diagnosis.versions)
     section("kernels", diagnosis.kernels)
     section("settings", {s.name: f"{s.value}  ({s.source})" for s in diagnosis.settings})
     plugins = {p.name: f"{p.package} {p.version}, {p.num_kernels} kernels" for p in diagnosis.plugins}
     plugins.update(dict.fromkeys(diagnosis.disabled, "disabled"))
     plugins.update({f.name: f"{f.package} {f.version}, failed: {f.error}" for f in diagnosis.failures})
-    section("plugins", plugins or {"none": ""})
+    section("plugins", plugins or {"none": "installed"})
     for name, trace in [*((f"plugin {f.name}", f.traceback) for f in diagnosis.failures), *diagnosis.load_failures.items()]:
         typer.echo(f"{name} failed:")
         typer.echo("\n".join(f"  {line}" for line in trace.rstrip().splitlines()) + "\n")
@@ -89,7 +92,7 @@ def _summary(op: Operator[Any, Any]) -> dict[str, Any]:
 
 
 def _show_operator(op: Operator[Any, Any], as_json: bool) -> None:
-    signature = f"{op.mode}{inspect.signature(op.body)}"
+    signature = f"{op.mode}{inspect.signature(op.body, eval_str=True)}"
     contract = inspect.cleandoc(op.body.__doc__ or "")
     cases = [{"name": case.name, "large": case.large} for case in op.all_cases()]
     if as_json:

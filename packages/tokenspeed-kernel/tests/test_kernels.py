@@ -1,0 +1,80 @@
+"""Every registered kernel on every case of its operator, against the reference. Nothing here names a kernel or an operator.
+
+On a machine with a GPU everything runs there, the large cases too, under that vendor's marker. Without one the kernels that a CPU
+can run are run, and those that want a device are listed as skipped, with what they want.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tokenspeed_kernel.cases import Case
+from tokenspeed_kernel.numerics import Status, verify_case
+from tokenspeed_kernel.numerics.verify import default_device, refusal
+from tokenspeed_kernel.operator import Operator, get_operator, operators
+from tokenspeed_kernel.platform import current_platform
+from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+
+PLATFORM = current_platform()
+ON_GPU = not PLATFORM.is_cpu and not PLATFORM.pretended and not PLATFORM.emulated
+KERNELS = [spec for op in operators() for spec in KernelRegistry.get().get_for_operator(op.family, op.mode)]
+
+
+def _marks(spec: KernelSpec) -> list[pytest.MarkDecorator]:
+    if ON_GPU:
+        return [getattr(pytest.mark, PLATFORM.vendor)]
+    vendors = spec.capability.vendors
+    if spec.capability.gap(PLATFORM) is None or vendors is None:
+        return []
+    return [getattr(pytest.mark, vendor) for vendor in sorted(vendors)]
+
+
+@functools.cache
+def _arguments(op: Operator[Any, Any], case: Case) -> dict[str, Any]:
+    return op.complete(case.build())
+
+
+def _runs() -> Iterator[Any]:
+    """Kernels with the cases that they take. A kernel that cannot run here stands once, to say why."""
+    for spec in KERNELS:
+        op, marks = get_operator(spec.operator), _marks(spec)
+        cases = [case for case in op.all_cases() if ON_GPU or not case.large]
+        if spec.capability.gap(PLATFORM) is not None:
+            yield pytest.param(spec, cases[0], marks=marks, id=f"{spec.name}-{cases[0].name}")
+            continue
+        for case in cases:
+            # Large ones are drawn when it is their turn.
+            if case.large or refusal(op, spec, _arguments(op, case)) is None:
+                yield pytest.param(spec, case, marks=marks, id=f"{spec.name}-{case.name}")
+    _arguments.cache_clear()
+
+
+@pytest.mark.parametrize(("spec", "case"), _runs())
+def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> None:
+    result = verify_case(spec, case, default_device())
+    if result.status is Status.SKIPPED:
+        pytest.skip(result.reason)
+    assert result.status is Status.PASSED, f"{result.reason}\n{result.traceback}"
+    assert result.comparisons, "something was compared"
+
+
+@pytest.mark.parametrize("spec", [pytest.param(spec, marks=_marks(spec), id=spec.name) for spec in KERNELS])
+def test_some_case_reaches_a_kernel(spec: KernelSpec) -> None:
+    """A kernel that no case reaches is a kernel that nothing tests."""
+    gap = spec.capability.gap(PLATFORM)
+    if gap is not None:
+        pytest.skip(gap)
+    op = get_operator(spec.operator)
+    small = [case for case in op.all_cases() if not case.large]
+    refusals = {case.name: refusal(op, spec, op.complete(case.build())) for case in small}
+    assert None in refusals.values(), refusals
+
+
+@pytest.mark.parametrize("op", operators(), ids=str)
+def test_an_operator_has_kernels_and_cases(op: Operator[Any, Any]) -> None:
+    assert any(spec.universal for spec in KernelRegistry.get().get_for_operator(op.family, op.mode))
+    assert [case for case in op.all_cases() if not case.large]
