@@ -47,7 +47,8 @@ def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU. Arguments go to pytest instead of the defaults."""
     _install(session, "test", "peers", "build")
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd"]
-    session.run("python", "-m", "pytest", *arguments)
+    # One thread a worker: two that each use all cores slow each other down many times over.
+    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
