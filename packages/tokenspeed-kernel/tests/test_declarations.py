@@ -251,14 +251,16 @@ def _custom_op_check(op: Operator[Any, Any], case: Case) -> None:
         if parameter.kind is not Kind.HINT:
             flat.extend([f.read(value) for f in parameter.fields] if parameter.fields else [value])
     custom_op = getattr(torch.ops.tokenspeed_kernel, op.mode).default
-    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    tests = ["test_autograd_registration", "test_faketensor"]
+    eager = {n: v.clone() if n in op.mutates and v is not None else v for n, v in arguments.items()}
+    wanted = lowering.as_list(op.function(**eager))
+    if not any(t.float().isnan().any() for t in wanted):
+        tests.append("test_aot_dispatch_dynamic")  # it takes NaN for a difference
     if not any(t.element_size() == 1 and t.is_floating_point() for t in tensors_of(flat)):
         tests.append("test_schema")  # it compares values in a way that PyTorch lacks for 8-bit floats
     torch.library.opcheck(custom_op, (*flat, None, None), test_utils=tests)
 
-    eager = {n: v.clone() if n in op.mutates and v is not None else v for n, v in arguments.items()}
     traced = {n: v.clone() if n in op.mutates and v is not None else v for n, v in arguments.items()}
-    wanted = lowering.as_list(op.function(**eager))
     torch._dynamo.reset()
     compiled = torch.compile(lambda kwargs: op.function(**kwargs), fullgraph=True, backend="aot_eager")
     got = lowering.as_list(compiled(traced))

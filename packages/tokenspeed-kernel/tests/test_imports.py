@@ -63,8 +63,8 @@ def _imported(name: str, *, at_import: bool) -> set[str]:
         for child in ast.iter_child_nodes(node):
             if at_import and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 continue
-            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
+            if isinstance(child, ast.If) and re.search("TYPE_CHECKING|__name__", ast.unparse(child.test)):
+                continue  # for type checkers, or when the module is run as a program
             if isinstance(child, ast.Import):
                 found.update(alias.name for alias in child.names)
             elif isinstance(child, ast.ImportFrom):

@@ -6,7 +6,6 @@ can run are run, and those that want a device are listed as skipped, with what t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,27 +32,21 @@ def _marks(spec: KernelSpec) -> list[pytest.MarkDecorator]:
     return [getattr(pytest.mark, vendor) for vendor in sorted(vendors)]
 
 
-@functools.cache
-def _arguments(op: Operator[Any, Any], case: Case) -> dict[str, Any]:
-    return op.complete(case.build())
-
-
 def _runs() -> Iterator[Any]:
     """Kernels with the cases that they take. A kernel that cannot run here stands once, to say why."""
-    for spec in KERNELS:
-        op, marks = get_operator(spec.operator), _marks(spec)
+    for op in operators():
         cases = [case for case in op.all_cases() if ON_GPU or not case.large]
-        if spec.capability.gap(PLATFORM) is not None:
-            yield pytest.param(spec, cases[0], marks=marks, id=f"{spec.name}-{cases[0].name}")
-            continue
-        for case in cases:
-            # Large ones are drawn when it is their turn.
-            if case.large or refusal(op, spec, _arguments(op, case)) is None:
-                yield pytest.param(spec, case, marks=marks, id=f"{spec.name}-{case.name}")
-    _arguments.cache_clear()
+        # Large ones are drawn when it is their turn.
+        drawn = {case.name: None if case.large else op.complete(case.build()) for case in cases}
+        for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
+            runs_here = spec.capability.gap(PLATFORM) is None
+            for case in cases if runs_here else cases[:1]:
+                arguments = drawn[case.name]
+                if not runs_here or arguments is None or refusal(op, spec, arguments) is None:
+                    yield pytest.param(spec, case, marks=_marks(spec), id=f"{spec.name}-{case.name}")
 
 
-@pytest.mark.parametrize(("spec", "case"), _runs())
+@pytest.mark.parametrize(("spec", "case"), [*_runs()])
 def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> None:
     result = verify_case(spec, case, default_device())
     if result.status is Status.SKIPPED:

@@ -17,7 +17,7 @@ from tokenspeed_kernel.operator import get_operator
 RMSNORM = get_operator("rmsnorm")
 
 
-@pytest.fixture()
+@pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The arguments of every call of rmsnorm that takes the slow path."""
     seen: list[tuple[Any, ...]] = []

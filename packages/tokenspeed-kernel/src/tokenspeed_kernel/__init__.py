@@ -64,6 +64,7 @@ from tokenspeed_kernel.profiling import (
     stop_shape_capture,
 )
 from tokenspeed_kernel.registry import (
+    KernelLoadWarning,
     KernelRegistry,
     KernelSpec,
     Priority,
@@ -106,6 +107,7 @@ __all__ = [
     "ConfigurationError",
     "Explanation",
     "FormatSignature",
+    "KernelLoadWarning",
     "KernelRegistry",
     "KernelSpec",
     "MoEPlan",

@@ -41,7 +41,7 @@ class SelectionStrategy(enum.Enum):
     """Where the ranking comes from."""
 
     HEURISTIC = "heuristic"  # tuned results where there are any, else oracle, objective, priority
-    AUTOTUNE = "autotune"  # measures what has no tuned result yet
+    AUTOTUNE = "autotune"  # the same, and refused while there is no source of tuned results
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ say the rest. Constraints combine with ``&``: ``at_most(256) & multiple_of(16)``
 
 **Silence.** Flags and values differ. A kernel that says nothing of a flag (a trait whose value is True or False) does not have
 that feature: a request with the flag set is refused, one with the flag clear is served. A kernel that says nothing of a valued
-trait does not depend on it.
+trait does not depend on it. A request that does not state a trait is indifferent to it (the page size of a call without a cache,
+say), so that only kernels for which a flag must be set refuse it.
 """
 
 from __future__ import annotations

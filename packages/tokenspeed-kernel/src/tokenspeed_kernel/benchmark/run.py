@@ -108,11 +108,15 @@ def bench_case(spec: KernelSpec, case: Case, device: torch.device | str | None =
     if verified.status is not Status.PASSED:
         return Row(spec.name, spec.operator, case.name, verified.status.value, verified.reason)
     op = get_operator(spec.operator)
-    with torch.no_grad():
-        arguments = op.prepared(op.complete(case.build(where)), spec)
-        values = tuple(arguments.values())
-        kernel = op.bind(*values, override=spec.name)
-        timing = measure(lambda: kernel(*values), where, budget_s=budget_s)
+    try:
+        with torch.no_grad():
+            arguments = op.prepared(op.complete(case.build(where)), spec)
+            values = tuple(arguments.values())
+            kernel = op.bind(*values, override=spec.name)
+            timing = measure(lambda: kernel(*values), where, budget_s=budget_s)
+    except Exception as error:  # memory may run out; the rows before must not be lost with it
+        reason = f"while timing: {type(error).__name__}: {error}"
+        return Row(spec.name, spec.operator, case.name, Status.ERROR.value, reason)
     cost = op.cost_of(arguments) if op.has_hook("cost") else None
     return Row(
         spec.name,

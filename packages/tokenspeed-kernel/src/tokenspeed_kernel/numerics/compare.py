@@ -101,7 +101,7 @@ def compare(got: Any, expected: Any, tolerance: Tolerance | Callable[[torch.dtyp
     given, wanted = _outputs(got), _outputs(expected)
     assert wanted is not None, f"a reference gives None, a tensor or a tuple of tensors, not {describe(expected)}"
     if given is None or len(given) != len(wanted):
-        kind = describe(got) if given is None else _count(len(given))
+        kind = f"a {type(got).__name__}" if given is None else _count(len(given))
         fault = f"the result is {kind}, expected {_count(len(wanted))}"
         return [Comparison("result", fault, math.inf, math.inf, 1.0, None, EXACT)]
     names = ["output"] if len(wanted) == 1 else [f"output {i}" for i in range(len(wanted))]

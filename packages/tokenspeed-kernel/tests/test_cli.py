@@ -1,0 +1,481 @@
+"""The command line, as its users meet it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from tokenspeed_kernel import config, plugins
+from tokenspeed_kernel.cli import app
+from tokenspeed_kernel.cli.output import print_table
+from tokenspeed_kernel.operator import operators
+from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
+from tokenspeed_kernel.registry import PriorityClashWarning, register_kernel
+
+runner = CliRunner()
+
+
+def call(*words: str, code: int = 0) -> str:
+    """What a command prints; it must end with this exit code."""
+    result = runner.invoke(app, list(words))
+    assert result.exit_code == code, result.output + str(result.exception)
+    assert "\x1b" not in result.output, "no colours in a pipe"
+    return result.stdout
+
+
+def call_json(*words: str, code: int = 0) -> Any:
+    return json.loads(call(*words, "--json", code=code))
+
+
+def refused(*words: str) -> str:
+    """What stderr says of a command that cannot be followed."""
+    result = runner.invoke(app, list(words))
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    return result.stderr
+
+
+def process(*command: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(config.PREFIX)} | environment
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=env, cwd=cwd)
+
+
+@pytest.fixture
+def wrong() -> str:
+    """A kernel that is wrong in one element."""
+
+    @register_kernel("norm", "rmsnorm", name="wrong_rmsnorm", solution="wrong", signatures=None, traits={"hidden": 8}, priority=1)
+    def rmsnorm(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
+        made = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+        made[0, 5] = 7
+        return made if out is None else out.copy_(made)
+
+    return "wrong_rmsnorm"
+
+
+# -- doctor -------------------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_is_there() -> None:
+    found = call_json("doctor")
+    assert found["healthy"] is True
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["kernels"]["operators"] == len(operators())
+    text = call("doctor")
+    for word in ("platform", "versions", "settings", "plugins", torch.__version__, "all well"):
+        assert word in text
+
+
+def test_doctor_says_where_settings_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings_from: Callable[..., Any]
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('objective = "latency"\n[overrides]\n"norm.rmsnorm" = "reference_rmsnorm"\n')
+    settings_from(CONFIG=str(file), VERBOSE="1", OVERRIDE_GEMM_MM="reference_mm")
+    settings = {s["name"]: (s["value"], s["source"]) for s in call_json("doctor")["settings"]}
+    assert settings["objective"] == ("latency", str(file))
+    assert settings["verbose"] == ("true", "environment: TOKENSPEED_KERNEL_VERBOSE")
+    assert settings["override GEMM_MM"] == ("reference_mm", "environment: TOKENSPEED_KERNEL_OVERRIDE_GEMM_MM")
+    assert settings["override norm.rmsnorm"] == ("reference_rmsnorm", str(file))
+    assert settings["platform"] == ("as found", "default")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"OVERRIDE_NORM_RMSNORM": "reference_rmsnrom"}, "did you mean reference_rmsnorm?"),
+        ({"OVERRIDE_NORM_RMSNORM": "reference_mm"}, "reference_mm implements gemm.mm, not norm.rmsnorm"),
+        ({"OVERRIDE_NORM_RMSNROM": "reference_rmsnorm"}, "no such operator"),
+        ({"PLATFORM": "gfx9"}, "unknown platform 'gfx9'"),
+    ],
+)
+def test_doctor_finds_settings_that_cannot_be_followed(
+    settings_from: Callable[..., Any], variables: dict[str, str], said: str
+) -> None:
+    settings_from(**variables)
+    found = call_json("doctor", code=1)
+    assert found["healthy"] is False
+    assert any(said in finding["what"] and finding["problem"] for finding in found["findings"]), found["findings"]
+    assert f"problem: {found['findings'][0]['what']}" in call("doctor", code=1)
+
+
+def test_doctor_finds_a_wrong_objective(tmp_path: Path, settings_from: Callable[..., Any]) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('objective = "speed"')
+    settings_from(CONFIG=str(file))
+    assert "objective must be one of" in call("doctor", code=1)
+
+
+def test_doctor_says_that_a_platform_is_pretended(settings_from: Callable[..., Any]) -> None:
+    settings_from(PLATFORM="gfx950")
+    found = call_json("doctor")
+    assert found["platform"]["pretended"] is True
+    assert any("gfx950 is pretended: nothing launches" in finding["what"] for finding in found["findings"])
+
+
+def test_doctor_shows_the_traceback_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = PluginFailure(
+        "bad", "bad-kernels", "1.2", "RuntimeError: no driver", "Traceback...\n  File x\nRuntimeError: no driver"
+    )
+    monkeypatch.setattr(plugins, "_failed", {"bad": failure})
+    text = call("doctor", code=1)
+    assert "plugin bad of bad-kernels 1.2 failed to load: RuntimeError: no driver" in text
+    assert "  File x" in text
+    assert "TOKENSPEED_KERNEL_DISABLE_PLUGINS=bad" in text
+
+
+def test_doctor_shows_clashes(wrong: str) -> None:
+    with pytest.warns(PriorityClashWarning):
+        register_kernel("norm", "rmsnorm", name="rival", solution="rival", signatures=None, priority=1)("a_module:function")
+    assert "rival" in call_json("doctor", code=1)["findings"][0]["what"]
+
+
+# -- ops ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_ops_lists_every_operator() -> None:
+    listed = call_json("ops")
+    assert [o["operator"] for o in listed] == [str(op) for op in operators()]
+    lines = call("ops").splitlines()
+    assert lines[0].split() == ["operator", "parameters", "kernels", "solutions"]
+    assert len(lines) == 1 + len(listed)
+    for line, op in zip(lines[1:], listed, strict=True):
+        assert line.startswith(op["operator"])
+        assert ", ".join(op["parameters"]) in line, "no text is lost in a pipe"
+
+
+def test_ops_shows_one_in_full() -> None:
+    text = call("ops", "rmsnorm")
+    assert "eps: float = 1e-05" in text
+    assert "arXiv:1910.07467" in text
+    assert "reference_rmsnorm" in text
+    assert call_json("ops", "norm.rmsnorm")["cases"][0].keys() == {"name", "large"}
+
+
+# -- explain ------------------------------------------------------------------------------------------------------------------
+
+
+def test_explain_gives_every_kernel_its_verdict() -> None:
+    found = call_json("explain", "mm")
+    assert found["chosen"] in {c["name"] for c in found["candidates"] if c["accepted"]}
+    assert all(c["reason"] for c in found["candidates"])
+    text = call("explain", "mm")
+    assert re.search(rf"^{found['chosen']} +chosen ", text, re.MULTILINE)
+    for candidate in found["candidates"]:
+        assert candidate["reason"] in text
+
+
+def test_explain_starts_from_a_case() -> None:
+    op = next(op for op in operators() if op.mode == "rmsnorm")
+    small = next(case for case in op.all_cases() if not case.large)
+    assert call_json("explain", "rmsnorm")["case"] == small.name
+    assert call_json("explain", "rmsnorm", "--case", "with residual")["traits"]["residual"] is True
+
+
+def test_explain_of_every_large_case_draws_little() -> None:
+    for op in operators():
+        large = [case.name for case in op.all_cases() if case.large]
+        if op.family not in ("attention", "moe") and large:
+            assert call_json("explain", op.mode, "--case", large[0])["case"] == large[0]
+
+
+def test_explain_changes_traits_and_formats() -> None:
+    found = call_json("explain", "rmsnorm", "residual=true", "hidden=64", "x=float16")
+    assert found["traits"]["residual"] is True
+    assert found["traits"]["hidden"] == 64
+    assert found["formats"]["x"] == "float16"
+
+
+def test_explain_asks_for_another_platform_objective_solution_and_kernel() -> None:
+    found = call_json("explain", "rmsnorm", "--platform", "gfx950", "--objective", "debug", "--solution", "reference")
+    assert found["platform"]["arch"] == "gfx950"
+    assert found["objective"] == "debug"
+    assert found["chosen"] == "reference_rmsnorm"
+    assert call_json("explain", "rmsnorm", "--override", "reference_rmsnorm")["override"] == "reference_rmsnorm"
+
+
+def test_explain_follows_the_settings(settings_from: Callable[..., Any]) -> None:
+    settings_from(OVERRIDE_NORM_RMSNORM="reference_rmsnorm", PLATFORM="sm_90")
+    found = call_json("explain", "rmsnorm")
+    assert found["override"] == "reference_rmsnorm"
+    assert found["platform"]["arch"] == "sm_90"
+
+
+def test_explain_of_what_nothing_serves(wrong: str) -> None:
+    found = call_json("explain", "rmsnorm", "--solution", "wrong", "hidden=9", code=1)
+    assert found["chosen"] is None
+    text = call("explain", "rmsnorm", "--solution", "wrong", "hidden=9", code=1)
+    assert "hidden=9 is not 8" in text
+    assert "no kernel serves this" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["rmsnrom"], "no operator rmsnrom; did you mean rmsnorm?"),
+        (["rmsnorm", "residuel=true"], "did you mean 'residual'?"),
+        (["rmsnorm", "residual"], "a change is written trait=value or role=dtype, got 'residual'"),
+        (["rmsnorm", "residual=3"], "residual is a flag, true or false; got '3'"),
+        (["rmsnorm", "hidden=true"], "hidden is not a flag; got 'true'"),
+        (["rmsnorm", "x=flaot16"], "no dtype 'flaot16'; did you mean 'float16'?"),
+        (["rmsnorm", "--platform", "gfx"], "unknown platform 'gfx'"),
+        (["rmsnorm", "--solution", "referense"], "did you mean 'reference'?"),
+        (["rmsnorm", "--override", "reference_rmsnrom"], "did you mean reference_rmsnorm?"),
+        (["rmsnorm", "--case", "no rovs"], "did you mean 'no rows'?"),
+        (["rmsnorm", "--objective", "speed"], "'speed' is not one of"),
+    ],
+)
+def test_explain_refuses_what_it_does_not_know(words: list[str], said: str) -> None:
+    assert said in refused("explain", *words)
+
+
+# -- verify -------------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_one_kernel_and_one_operator() -> None:
+    by_kernel = call_json("verify", "reference_rmsnorm")
+    assert {r["status"] for r in by_kernel["results"]} == {"passed"}
+    assert by_kernel["summary"]["passed"] == len(by_kernel["results"])
+    by_operator = call_json("verify", "rmsnorm")
+    assert {r["kernel"] for r in by_operator["results"]} >= {"reference_rmsnorm"}
+    assert "passed on " in call("verify", "rmsnorm")
+
+
+def test_verify_fails_for_a_wrong_kernel_and_shows_the_element(wrong: str) -> None:
+    text = call("verify", wrong, code=1)
+    assert "1 of 8 elements beyond tolerance, worst at [0, 5]: got 7, expected " in text
+    assert re.search(r"^wrong_rmsnorm +one row of 8, float32 +failed ", text, re.MULTILINE)
+    found = call_json("verify", "rmsnorm", code=1)
+    failed = [r for r in found["results"] if r["status"] == "failed"]
+    assert [r["kernel"] for r in failed] == [wrong]
+    assert failed[0]["comparisons"][0]["worst"]["index"] == [0, 5]
+
+
+def test_verify_shows_the_traceback_of_an_error() -> None:
+    @register_kernel("norm", "rmsnorm", name="raising", solution="raising", signatures=None, traits={"hidden": 8}, priority=1)
+    def rmsnorm(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
+        raise RuntimeError("out of registers")
+
+    text = call("verify", "raising", code=1)
+    assert "running the kernel: RuntimeError: out of registers" in text
+    assert "Traceback (most recent call last):" in text
+
+
+def test_verify_folds_what_many_cases_are_skipped_for(wrong: str) -> None:
+    assert re.search(r"^wrong_rmsnorm +\d+ cases +skipped +traits: hidden=\d+ is not 8", call("verify", "rmsnorm", code=1), re.M)
+    assert not re.search(r"\d+ cases +skipped", call("verify", wrong, code=1))
+
+
+def test_verify_chooses_cases(wrong: str) -> None:
+    found = call_json("verify", "reference_rmsnorm", "--case", "decode 64")
+    assert len(found["results"]) >= 2
+    assert all("decode 64" in r["case"] for r in found["results"])
+    exact = call_json("verify", "reference_rmsnorm", "--case", "gpt-oss-120b decode 64")
+    assert [r["case"] for r in exact["results"]] == ["gpt-oss-120b decode 64"], "a whole name means itself"
+    assert "did you mean 'no rows'?" in refused("verify", "rmsnorm", "--case", "no rovs")
+
+
+def test_verify_of_a_plugin(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setattr(plugins, "_loaded", {"sample": PluginInfo("sample", "sample-kernels", "1", 1, (wrong,))})
+    assert {r["kernel"] for r in call_json("verify", "--plugin", "sample", code=1)["results"]} == {wrong}
+    assert "did you mean 'sample'?" in refused("verify", "--plugin", "sampel")
+    failure = PluginFailure("bad", "bad-kernels", "1.2", "RuntimeError: no driver", "")
+    monkeypatch.setattr(plugins, "_failed", {"bad": failure})
+    assert "plugin bad failed to load: RuntimeError: no driver" in refused("verify", "--plugin", "bad")
+
+
+def test_names_and_devices_that_are_not_there() -> None:
+    assert "no kernel or operator 'rmsnrom'; did you mean 'rmsnorm'?" in refused("verify", "rmsnrom")
+    assert "did you mean 'reference_rmsnorm'?" in refused("bench", "reference_rmsnrom")
+    assert "error: " in refused("verify", "rmsnorm", "--device", "toaster")
+    assert "device must be cpu or cuda" in refused("verify", "rmsnorm", "--device", "meta")
+    if not torch.cuda.is_available():
+        assert "PyTorch finds no GPU here" in refused("verify", "rmsnorm", "--device", "cuda")
+
+
+# -- bench --------------------------------------------------------------------------------------------------------------------
+
+QUICK = ("bench", "rmsnorm", "--case", "no rows", "--budget", "0.001")
+
+
+def test_bench_writes_its_report(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    printed = call_json(*QUICK, "--output", str(file))
+    assert json.loads(file.read_text()) == printed
+    assert printed["rows"][0]["timing"]["repeats"] >= 10
+    assert printed["metadata"]["command"] == "tokenspeed-kernel bench rmsnorm --case 'no rows' --budget 0.001"
+    assert "there is no folder" in refused(*QUICK, "--output", str(tmp_path / "none" / "report.json"))
+
+
+def test_bench_prints_a_table(wrong: str) -> None:
+    text = call("bench", "rmsnorm", "--case", "one row", "--budget", "0.001", code=1)
+    assert text.split()[:4] == ["kernel", "case", "status", "median"]
+    assert re.search(r"^reference_rmsnorm +one row of 8, float32 +measured +[\d.]+", text, re.MULTILINE)
+    assert re.search(r"^wrong_rmsnorm +one row of 8, float32 +failed .*worst at \[0, 5\]", text, re.MULTILINE)
+
+
+# -- plugins ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def some_plugins(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setattr(plugins, "_loaded", {"sample": PluginInfo("sample", "sample-kernels", "1.0", 1, (wrong,))})
+    failure = PluginFailure("bad", "bad-kernels", "1.2", "RuntimeError: no driver", "Traceback...\nRuntimeError: no driver")
+    monkeypatch.setattr(plugins, "_failed", {"bad": failure})
+
+
+@pytest.mark.usefixtures("some_plugins")
+def test_plugins_are_listed() -> None:
+    found = call_json("plugins", "list")
+    assert [p["name"] for p in found["loaded"]] == ["sample"]
+    assert [p["name"] for p in found["failed"]] == ["bad"]
+    text = call("plugins", "list")
+    assert re.search(r"^sample +loaded +sample-kernels +1\.0 +1$", text, re.MULTILINE)
+    assert re.search(r"^bad +failed +bad-kernels +1\.2 +RuntimeError: no driver$", text, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("some_plugins")
+def test_one_plugin_is_shown() -> None:
+    assert "wrong_rmsnorm  norm.rmsnorm  wrong" in call("plugins", "info", "sample")
+    assert call_json("plugins", "info", "sample")["kernels"][0]["name"] == "wrong_rmsnorm"
+    assert "Traceback..." in call("plugins", "info", "bad", code=1)
+    assert call_json("plugins", "info", "bad", code=1)["status"] == "failed"
+    assert "did you mean 'sample'?" in refused("plugins", "info", "sampel")
+
+
+# -- output -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_in_a_terminal_loses_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    words = [f"word{i}" for i in range(40)]
+    print_table(["name", "text"], [["a", " ".join(words)], ["[b]", "failed"]])
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in words)
+    assert "[b]" in printed, "names are not markup"
+
+
+def test_a_table_in_a_pipe_keeps_each_row_on_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(["name", "text"], [["a", "one\ntwo " + "x" * 300], ["bb", ""]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["name  text", "a     one two " + "x" * 300, "bb"]
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    result = runner.invoke(app, [])
+    for command in ("doctor", "ops", "explain", "verify", "bench", "plugins"):
+        assert re.search(rf"^  {command} ", result.output, re.MULTILINE)
+
+
+# -- real processes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["tokenspeed_kernel", "doctor", "--json"],
+        ["tokenspeed_kernel", "explain", "rmsnorm", "--json"],
+        ["tokenspeed_kernel.numerics", "rmsnorm", "--case", "no rows", "--json"],
+        ["tokenspeed_kernel.benchmark", "rmsnorm", "--case", "no rows", "--budget", "0.001", "--json"],
+        ["tokenspeed_kernel.plugins", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_modules_run_and_stdout_is_json(command: list[str]) -> None:
+    done = process("-m", *command)
+    assert done.returncode == 0, done.stderr
+    json.loads(done.stdout)
+
+
+def test_the_exit_code_reaches_the_shell() -> None:
+    done = process("-m", "tokenspeed_kernel", "verify", "rmsnrom", "--json")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: no kernel or operator 'rmsnrom'; did you mean 'rmsnorm'?\n"
+
+
+def test_plugins_by_module_shows_the_plugins_that_the_core_loaded(tmp_path: Path) -> None:
+    """Run as a program the module exists twice; the copy that runs has loaded nothing."""
+    (tmp_path / "tiny_plugin.py").write_text("def register(): pass\n")
+    info = tmp_path / "tiny_kernels-0.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-kernels\nVersion: 0.5\n")
+    (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\ntiny = tiny_plugin:register\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    done = process("-m", "tokenspeed_kernel.plugins", "--json", PYTHONPATH=path)
+    assert [(p["name"], p["version"]) for p in json.loads(done.stdout)["loaded"]] == [("tiny", "0.5")]
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_tools_one_line_says_what_to_install(missing: str) -> None:
+    program = f"""
+    import sys
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == {missing!r}:
+                raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+    sys.meta_path.insert(0, Blocker())
+    sys.argv = ["tokenspeed-kernel", "doctor", "--json"]
+    from tokenspeed_kernel.__main__ import main
+    main()
+    """
+    done = process("-c", textwrap.dedent(program))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'tokenspeed-kernel[tools]'" in done.stderr
+
+
+def test_a_missing_module_of_our_own_is_not_taken_for_a_missing_extra() -> None:
+    program = """
+    import sys
+    sys.modules["tokenspeed_kernel.doctor"] = None
+    from tokenspeed_kernel.__main__ import main
+    main()
+    """
+    done = process("-c", textwrap.dedent(program))
+    assert "pip install" not in done.stderr
+    assert "tokenspeed_kernel.doctor" in done.stderr
+
+
+def test_importing_the_core_imports_no_tools() -> None:
+    tools = ["typer", "rich", "click"] + [f"tokenspeed_kernel.{name}" for name in ("numerics", "benchmark", "cli", "doctor")]
+    done = process("-c", f"import sys, tokenspeed_kernel; print([t for t in {tools!r} if t in sys.modules])")
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_terminal_gets_colours_and_progress() -> None:
+    pty = pytest.importorskip("pty")
+    controller, terminal = pty.openpty()
+    env = {k: v for k, v in os.environ.items() if not k.startswith(config.PREFIX) and k not in ("NO_COLOR", "FORCE_COLOR")}
+    command = [sys.executable, "-m", "tokenspeed_kernel", "verify", "rmsnorm"]
+    with subprocess.Popen(
+        command, stdout=terminal, stderr=terminal, env=env | {"TERM": "xterm-256color", "COLUMNS": "200"}
+    ) as child:
+        os.close(terminal)
+        seen = bytearray()
+        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+            while data := os.read(controller, 4096):
+                seen += data
+    os.close(controller)
+    assert child.returncode == 0, seen.decode()
+    assert b"\x1b[32mpassed" in seen
+    assert b"verifying" in seen

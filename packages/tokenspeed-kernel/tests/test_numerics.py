@@ -1,0 +1,604 @@
+"""Comparison, tolerances, and verification: kernels that are wrong in one way each have to be caught, and told what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tokenspeed_kernel.cases import Case, Draw
+from tokenspeed_kernel.numerics import EXACT, CaseResult, Status, Tolerance, compare, compare_tensors, tolerance_for, verify_kernel
+from tokenspeed_kernel.numerics.compare import same_bits
+from tokenspeed_kernel.platform import CapabilityRequirement, named_platform, use_platform
+from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.selection import Request
+from tokenspeed_kernel.signature import FormatSignature, ScaleFormat, TensorFormat, dense_tensor_format
+
+LOOSE = Tolerance(0.01, 0.0, 1.0, "a hundredth of each value")
+NAN, INF = math.nan, math.inf
+
+
+def one(got: list[Any], expected: list[Any], tolerance: Tolerance = LOOSE, dtype: torch.dtype = torch.float32) -> Any:
+    return compare_tensors("output", torch.tensor(got, dtype=dtype), torch.tensor(expected, dtype=dtype), tolerance)
+
+
+# -- comparing ----------------------------------------------------------------------------------------------------------------
+
+
+def test_equal_tensors_differ_in_nothing() -> None:
+    outcome = one([1.0, -2.0, 0.0], [1.0, -2.0, 0.0])
+    assert outcome.passed
+    assert (outcome.max_abs_error, outcome.relative_error, outcome.beyond, outcome.worst) == (0.0, 0.0, 0.0, None)
+
+
+def test_what_is_reported_of_a_difference() -> None:
+    got, expected = torch.zeros(3, 4), torch.zeros(3, 4)
+    expected[0, 0], got[0, 0] = 4.0, 4.01
+    expected[2, 1], got[2, 1] = 3.0, 3.5
+    outcome = compare_tensors("output", got, expected, LOOSE)
+    assert not outcome.passed
+    assert outcome.fault == "1 of 12 elements beyond tolerance, worst at [2, 1]: got 3.5, expected 3"
+    assert outcome.worst.index == (2, 1)
+    assert outcome.max_abs_error == pytest.approx(0.5)
+    assert outcome.relative_error == pytest.approx(math.hypot(0.5, 0.01) / 5, rel=1e-3)
+    assert outcome.beyond == pytest.approx(1 / 12)
+
+
+def test_the_worst_element_is_measured_by_its_own_tolerance() -> None:
+    outcome = one([1000.0, 1.0], [1005.0, 1.009])
+    assert outcome.passed
+    assert outcome.max_abs_error == pytest.approx(5.0)
+    assert outcome.worst.index == (1,)
+
+
+def test_absolute_tolerance_goes_by_the_root_mean_square() -> None:
+    by_size = Tolerance(0.0, 0.1, 1.0, "")
+    assert one([3.0, 0.2], [3.0, 0.0], by_size).passed
+    assert not one([0.3, 0.2], [0.3, 0.0], by_size).passed
+
+
+def test_zeros_must_be_zeros() -> None:
+    assert one([0.0, 0.0], [0.0, -0.0]).passed
+    assert not one([0.0, 1e-30], [0.0, 0.0], Tolerance(0.1, 0.1, 1.0, "")).passed
+
+
+def test_many_small_errors_that_lean_one_way_are_seen() -> None:
+    expected = torch.ones(1000)
+    tolerance = Tolerance(0.01, 0.0, 0.002, "")
+    outcome = compare_tensors("output", expected * 1.005, expected, tolerance)
+    assert outcome.beyond == 0
+    assert "each element is within tolerance, but together they are not" in outcome.fault
+    assert compare_tensors("output", expected[:10] * 1.005, expected[:10], tolerance).passed
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "passes"),
+    [
+        (NAN, NAN, True), (INF, INF, True), (-INF, -INF, True),
+        (NAN, 1.0, False), (1.0, NAN, False), (INF, 1.0, False), (1.0, INF, False),
+        (INF, -INF, False), (NAN, INF, False), (INF, NAN, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tolerance", [LOOSE, EXACT], ids=["loose", "exact"])
+def test_nan_and_infinity_are_where_they_belong(got: float, expected: float, passes: bool, tolerance: Tolerance) -> None:
+    outcome = one([1.0, got, 2.0], [1.0, expected, 2.0], tolerance)
+    assert outcome.passed is passes
+    if not passes:
+        assert outcome.worst.index == (1,)
+        assert outcome.max_abs_error == outcome.relative_error == INF
+        assert "NaN" in outcome.fault
+
+
+def test_nan_in_the_result_is_counted() -> None:
+    assert "2 of 3 elements beyond tolerance (2 NaN where the reference has none)" in one([NAN, NAN, 1.0], [1.0, 1.0, 1.0]).fault
+
+
+def test_what_surrounds_an_expected_nan_is_still_compared() -> None:
+    assert one([NAN, 2.0], [NAN, 1.0]).worst.index == (1,)
+
+
+def test_exact_means_every_bit() -> None:
+    assert not one([0.0], [-0.0], EXACT).passed
+    assert one([NAN], [-NAN], EXACT).passed
+    assert not one([1.0], [math.nextafter(1.0, 2.0)], EXACT, torch.float64).passed
+    assert one([2**62], [2**62], EXACT, torch.int64).passed
+    off = one([5, 2**62 + 1], [5, 2**62], EXACT, torch.int64)
+    assert "1 of 2 elements differ, worst at [1]" in off.fault
+    assert (off.worst.got, off.worst.expected) == (2**62 + 1, 2**62)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool, torch.bfloat16])
+def test_narrow_dtypes_compare(dtype: torch.dtype) -> None:
+    expected = torch.tensor([0, 1, 1, 0]).to(dtype)
+    got = expected.clone()
+    got[2] = torch.tensor(0).to(dtype)
+    assert compare_tensors("output", expected.clone(), expected, EXACT).passed
+    assert compare_tensors("output", got, expected, EXACT).worst.index == (2,)
+    assert compare_tensors("output", got, expected, LOOSE).worst.index == (2,)
+
+
+@pytest.mark.parametrize(
+    ("got", "said"),
+    [
+        (torch.zeros(3), "is a float32 tensor of shape [3] on cpu, expected a float32 tensor of shape [2] on cpu"),
+        (torch.zeros(2, dtype=torch.float64), "is a float64 tensor"),
+        (torch.zeros(2, device="meta"), "on meta, expected"),
+        (None, "is None, expected"),
+    ],
+)
+def test_a_tensor_of_another_kind(got: Any, said: str) -> None:
+    assert said in compare_tensors("output", got, torch.zeros(2), LOOSE).fault
+
+
+def test_results_of_several_outputs() -> None:
+    a, b = torch.ones(2), torch.tensor([1, 2])
+    assert [c.name for c in compare((a, b), (a, b))] == ["output 0", "output 1"]
+    assert all(c.passed for c in compare((a, b), (a, b)))
+    assert compare(None, None) == []
+    wrong = compare((a, b + 1), (a, b))
+    assert [c.passed for c in wrong] == [True, False]
+    assert compare(a, (a, b))[0].fault == "the result is one tensor, expected 2 tensors"
+    assert compare(None, a)[0].fault == "the result is None, expected one tensor"
+    assert "expected one tensor" in compare([a], a)[0].fault
+
+
+def test_scalars_and_empty_tensors() -> None:
+    assert compare(torch.tensor(1.0), torch.tensor(1.0))[0].passed
+    assert compare(torch.tensor(2.0), torch.tensor(1.0))[0].worst.index == ()
+    assert compare(torch.empty(0, 3), torch.empty(0, 3))[0].passed
+    assert not compare(torch.empty(0, 4), torch.empty(0, 3))[0].passed
+
+
+def test_views_compare_by_their_elements() -> None:
+    base = torch.randn(6, 8)
+    assert compare(base.t(), base.t().contiguous())[0].passed
+    assert same_bits(base.t()[::2], base.t()[::2].contiguous())
+
+
+def test_tensors_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["tokenspeed_kernel.numerics.compare"], "_CHUNK", 7)
+    expected = torch.randn(5, 9)
+    got = expected.clone()
+    got[4, 2] += 1
+    outcome = compare_tensors("output", got, expected, LOOSE)
+    assert outcome.worst.index == (4, 2)
+    assert outcome.beyond == pytest.approx(1 / 45)
+    assert outcome.relative_error == pytest.approx(float((got - expected).norm() / expected.norm()), rel=1e-5)
+
+
+@given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=20))
+def test_comparison_agrees_with_one_element_at_a_time(pairs: list[tuple[float, float]]) -> None:
+    got, expected = (torch.tensor(values, dtype=torch.float32) for values in zip(*pairs, strict=True))
+    outcome = compare_tensors("output", got, expected, LOOSE)
+
+    def fits(g: float, e: float) -> bool:
+        if math.isfinite(g) and math.isfinite(e):
+            return abs(g - e) <= 0.01 * abs(e)
+        return g == e or (math.isnan(g) and math.isnan(e))
+
+    misfits = [i for i, (g, e) in enumerate(zip(got.tolist(), expected.tolist(), strict=True)) if not fits(g, e)]
+    assert outcome.beyond == pytest.approx(len(misfits) / len(pairs))
+    assert outcome.passed is (not misfits)
+    if misfits:
+        assert outcome.worst.index[0] in misfits
+
+
+def test_a_comparison_as_json_has_no_numbers_that_json_lacks() -> None:
+    text = json.dumps(one([NAN], [1.0]).to_dict(), allow_nan=False)
+    assert json.loads(text)["worst"] == {"index": [0], "got": "nan", "expected": 1.0}
+
+
+# -- tolerances ---------------------------------------------------------------------------------------------------------------
+
+MXFP4 = TensorFormat(torch.uint8, "mxfp4", ScaleFormat(torch.uint8, "block", (1, 32)))
+
+
+def request_with(traits: dict[str, Any] | None = None, **formats: TensorFormat) -> Request:
+    return Request("f", "m", FormatSignature(tuple(formats.items())), named_platform("cpu"), traits or {})
+
+
+def test_integers_and_exact_operators_are_exact() -> None:
+    assert all(tolerance_for(dtype).exact for dtype in (torch.uint8, torch.int32, torch.int64, torch.bool))
+    assert all(tolerance_for(dtype, exact=True).exact for dtype in (torch.float32, torch.float8_e4m3fn))
+    fp8 = request_with(q=dense_tensor_format(torch.float8_e4m3fn))
+    assert tolerance_for(torch.int32, fp8).exact
+
+
+def test_wider_dtypes_are_held_to_more() -> None:
+    order = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+    relative = [tolerance_for(dtype).relative for dtype in order]
+    assert relative == sorted(relative)
+    assert len(set(relative)) == len(order)
+    assert all(tolerance_for(dtype).reason for dtype in order)
+
+
+def test_narrow_formats_loosen_it() -> None:
+    dense = tolerance_for(torch.bfloat16, request_with(a=dense_tensor_format(torch.bfloat16)))
+    assert dense == tolerance_for(torch.bfloat16)
+    fp4 = tolerance_for(torch.bfloat16, request_with(a=dense_tensor_format(torch.bfloat16), b=MXFP4))
+    fp8 = tolerance_for(torch.bfloat16, request_with(a=dense_tensor_format(torch.float8_e4m3fn)))
+    inside = tolerance_for(torch.bfloat16, request_with({"activations": "mxfp4"}, b=MXFP4))
+    assert dense.norm < fp4.norm < fp8.norm < inside.norm
+    assert len({dense.reason, fp4.reason, fp8.reason, inside.reason}) == 4
+
+
+def test_rounding_that_is_granted_passes_and_a_wrong_scale_does_not() -> None:
+    """A product whose intermediate is rounded to bfloat16 passes; one block of 32 with the next scale does not."""
+    torch.manual_seed(0)
+    a, b = torch.randn(64, 512).bfloat16(), torch.randn(512, 64).bfloat16()
+    exact = a.float() @ b.float()
+    tolerance = tolerance_for(torch.bfloat16, request_with(a=dense_tensor_format(torch.bfloat16), b=MXFP4))
+    halves = (a[:, :256].float() @ b[:256].float()).bfloat16() + (a[:, 256:].float() @ b[256:].float()).bfloat16()
+    assert compare_tensors("output", halves, exact.bfloat16(), tolerance).passed
+    scaled = b.clone()
+    scaled[:32] *= 2
+    assert not compare_tensors("output", (a.float() @ scaled.float()).bfloat16(), exact.bfloat16(), tolerance).passed
+
+
+# -- verifying ----------------------------------------------------------------------------------------------------------------
+
+Declare = Callable[..., Any]
+Impl = Callable[..., Any]
+
+
+def _scale_body(x: Tensor, factor: float = 2.0, out: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
+    return (x.float() * factor).to(x.dtype)
+
+
+@pytest.fixture
+def scale(declare: Declare) -> Any:
+    function = declare(_scale_body, formats=("x",))
+
+    @function.traits
+    def _(x: Tensor, counts: Tensor | None) -> dict[str, Any]:
+        return {"size": x.shape[-1], "counted": counts is not None}
+
+    @function.fake
+    def _(x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @function.cases
+    def _() -> list[Case]:
+        return [
+            Case("eight", lambda draw: {"x": draw.normal(2, 4)}),
+            Case("none", lambda draw: {"x": draw.normal(0, 4)}),
+            Case("huge", lambda draw: {"x": draw.normal(64, 64)}, large=True),
+        ]
+
+    return function
+
+
+def verify(function: Any, impl: Impl | str, *, name: str = "tried", **declaration: Any) -> list[CaseResult]:
+    """Registers a kernel and verifies it."""
+    op = function.operator
+    spec = KernelSpec(name, op.family, op.mode, solution="tried", format_signatures=None, **declaration)
+    KernelRegistry.get().register(spec, impl)
+    return verify_kernel(spec, device="cpu")
+
+
+def right(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    out = torch.empty_like(x) if out is None else out
+    return torch.mul(x, factor, out=out)
+
+
+def test_a_kernel_that_is_right_passes(scale: Any) -> None:
+    results = verify(scale, right)
+    assert [(r.case, r.status) for r in results] == [("eight", Status.PASSED), ("none", Status.PASSED)]
+    assert [c.name for c in results[0].comparisons] == ["output", "out="]
+    assert results[0].to_dict()["status"] == "passed"
+
+
+def wrong_at_one(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    made = right(x, factor, out, counts)
+    made[1, 3] += 1
+    return made
+
+
+def nan_at_one(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    made = right(x, factor, out, counts)
+    made[0, 1] = NAN
+    return made
+
+
+def ignores_out(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    return x * factor
+
+
+def fills_out_and_returns_another(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    made = x * factor
+    if out is not None:
+        out.copy_(made)
+    return made
+
+
+def returns_out_unwritten(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    return x * factor if out is None else out
+
+
+def writes_part_of_out(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    if out is None:
+        return x * factor
+    out[:1] = x[:1] * factor
+    return out
+
+
+def changes_input(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    made = right(x, factor, out, counts)
+    x[0, 0] = 0
+    return made
+
+
+def returns_input(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    x.mul_(factor)
+    return x if out is None else out.copy_(x)
+
+
+def wrong_shape(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    return (x * factor).t()
+
+
+def wrong_dtype(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+    return (x * factor).double()
+
+
+def gives_nothing(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> None:
+    return None
+
+
+def gives_two(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    return right(x, factor, out, counts), x.clone()
+
+
+def gives_a_list(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> list[Tensor]:
+    return [right(x, factor, out, counts)]
+
+
+WRONG: list[tuple[Impl, str]] = [
+    (wrong_at_one, r"output: 1 of 8 elements beyond tolerance, worst at \[1, 3\]: got "),
+    (nan_at_one, r"output: 1 of 8 elements beyond tolerance \(1 NaN where the reference has none\), worst at \[0, 1\]: got nan"),
+    (ignores_out, "ignores out=: what it returns is not the tensor it was given"),
+    (fills_out_and_returns_another, "ignores out=: what it returns is not the tensor it was given"),
+    (returns_out_unwritten, "out=: 8 of 8 elements beyond tolerance"),
+    (writes_part_of_out, r"out=: 4 of 8 elements beyond tolerance.*worst at \[1, "),
+    (changes_input, "changes its input x"),
+    (returns_input, "output 0 shares memory with x; changes its input x"),
+    (wrong_shape, r"output: is a float32 tensor of shape \[4, 2\] on cpu, expected a float32 tensor of shape \[2, 4\] on cpu"),
+    (wrong_dtype, "output: is a float64 tensor"),
+    (gives_nothing, "result: the result is None, expected one tensor"),
+    (gives_two, "result: the result is 2 tensors, expected one tensor"),
+    (gives_a_list, "result: the result is a list, expected one tensor"),
+]
+
+
+@pytest.mark.parametrize(("impl", "said"), WRONG, ids=[impl.__name__ for impl, _ in WRONG])
+def test_a_kernel_that_is_wrong_is_caught(scale: Any, impl: Impl, said: str) -> None:
+    result = verify(scale, impl)[0]
+    assert result.status is Status.FAILED
+    assert re.search(said, result.reason), result.reason
+
+
+def test_a_kernel_that_raises(scale: Any) -> None:
+    def raises(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+        raise RuntimeError("out of registers")
+
+    result = verify(scale, raises)[0]
+    assert result.status is Status.ERROR
+    assert result.reason == "running the kernel: RuntimeError: out of registers"
+    assert "in raises" in result.traceback
+
+
+def test_a_kernel_that_fails_only_when_given_out(scale: Any) -> None:
+    def raises(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+        if out is not None:
+            raise NotImplementedError("out")
+        return x * factor
+
+    assert verify(scale, raises)[0].reason == "running the kernel: NotImplementedError: out"
+
+
+def test_a_kernel_that_says_it_is_deterministic_must_be(scale: Any) -> None:
+    calls = iter(range(100))
+
+    def drifts(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+        made = right(x, factor, out, counts)
+        made *= 1 + 1e-6 * next(calls)
+        return made
+
+    assert verify(scale, drifts, name="silent")[0].status is Status.PASSED
+    result = verify(scale, drifts, name="claiming", tags=frozenset({"determinism"}), priority=9)[0]
+    assert result.status is Status.FAILED
+    assert result.reason.startswith("is tagged determinism, but gives other bits the second time: ")
+
+
+def test_kernels_are_imported_when_they_are_verified(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("kernels_of_a_test")
+    module.right = right  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kernels_of_a_test", module)
+    assert verify(scale, "kernels_of_a_test:right")[0].status is Status.PASSED
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_kernel_that_cannot_be_imported_is_an_error_in_every_case(scale: Any) -> None:
+    results = verify(scale, "no_such_package_at_all:kernel")
+    assert {r.status for r in results} == {Status.ERROR}
+    assert "loading the kernel: ImportError" in results[0].reason
+    assert "no_such_package_at_all" in results[0].traceback
+
+
+def test_what_a_kernel_does_not_take_is_skipped_with_the_gates_reason(scale: Any) -> None:
+    needy = verify(scale, right, name="needy", capability=CapabilityRequirement(vendors=frozenset({"nvidia"})))
+    assert {r.status for r in needy} == {Status.SKIPPED}
+    assert needy[0].reason == "platform: needs a device by nvidia, this is cpu (cpu)"
+    small = verify(scale, right, name="small", traits={"size": 2}, priority=9)
+    assert small[0].reason == "traits: size=4 is not 2"
+    assert small[0].status is Status.SKIPPED
+
+
+def test_nothing_launches_on_a_pretended_platform(scale: Any) -> None:
+    with use_platform(named_platform("gfx950")):
+        results = verify(scale, right)
+    assert {(r.status, r.reason) for r in results} == {(Status.SKIPPED, "platform: gfx950 is pretended, nothing launches")}
+
+
+def test_large_cases_are_asked_for(scale: Any) -> None:
+    op = scale.operator
+    spec = KernelSpec("tried", op.family, op.mode, solution="tried", format_signatures=None)
+    KernelRegistry.get().register(spec, right)
+    assert [r.case for r in verify_kernel(spec, large=True)] == ["eight", "none", "huge"]
+    assert [r.case for r in verify_kernel(spec, [op.all_cases()[2]])] == ["huge"]
+
+
+def test_a_kernel_of_no_operator() -> None:
+    spec = KernelSpec("stray", "no", "operator", solution="tried", format_signatures=None)
+    results = verify_kernel(spec)
+    assert results[0].status is Status.ERROR
+    assert "no.operator is not an operator" in results[0].reason
+
+
+def test_the_reference_is_not_said_to_agree_with_itself(scale: Any) -> None:
+    op = scale.operator
+    result = verify_kernel(KernelRegistry.get().get_by_name(f"reference_{op.mode}"))[0]
+    assert result.status is Status.PASSED
+    assert result.reason.startswith("is the reference: ")
+    assert all(c.tolerance.exact for c in result.comparisons)
+
+
+def test_a_reference_that_changes_from_call_to_call_is_caught(declare: Declare) -> None:
+    calls = iter(range(1000))
+
+    def unsteady(x: Tensor, out: Tensor | None = None) -> Tensor:
+        return x + 1e-3 * next(calls)
+
+    function = declare(unsteady, formats=("x",))
+    function.fake(lambda x: torch.empty_like(x))
+    function.cases(lambda: [Case("one", lambda draw: {"x": draw.normal(4)})])
+    result = verify_kernel(KernelRegistry.get().get_by_name(f"reference_{function.operator.mode}"))[0]
+    assert result.status is Status.FAILED
+    assert "output: 4 of 4 elements differ" in result.reason
+
+
+def test_a_reference_that_changes_its_input_is_caught(declare: Declare) -> None:
+    def eager(x: Tensor, out: Tensor | None = None) -> Tensor:
+        x.mul_(2)
+        return x + 1
+
+    function = declare(eager, formats=("x",))
+    function.fake(lambda x: torch.empty_like(x))
+    function.cases(lambda: [Case("one", lambda draw: {"x": draw.normal(4)})])
+    result = verify_kernel(KernelRegistry.get().get_by_name(f"reference_{function.operator.mode}"))[0]
+    assert result.status is Status.FAILED
+    assert "changes its input x" in result.reason
+
+
+@pytest.fixture
+def put(declare: Declare) -> Any:
+    """Writes values into a table and returns nothing."""
+
+    def put(table: Tensor, index: Tensor, values: Tensor) -> None:
+        table[index] = values
+
+    function = declare(put, formats=("table",), outs=(), mutates=("table",))
+    function.fake(lambda table: None)
+
+    def make(draw: Draw) -> dict[str, Any]:
+        return {"table": draw.normal(6, 2), "index": draw.permutation(6)[:3], "values": draw.normal(3, 2)}
+
+    function.cases(lambda: [Case("three rows", make)])
+    return function
+
+
+def test_arguments_that_are_written_to_are_compared(put: Any) -> None:
+    def writes(table: Tensor, index: Tensor, values: Tensor) -> None:
+        table.index_copy_(0, index, values)
+
+    def writes_too_much(table: Tensor, index: Tensor, values: Tensor) -> None:
+        table.fill_(0).index_copy_(0, index, values)
+
+    def writes_nothing(table: Tensor, index: Tensor, values: Tensor) -> None:
+        pass
+
+    def turns_the_index(table: Tensor, index: Tensor, values: Tensor) -> None:
+        table.index_copy_(0, index, values)
+        index.copy_(index.flip(0))
+
+    good = verify(put, writes, name="a")[0]
+    assert good.status is Status.PASSED
+    assert [c.name for c in good.comparisons] == ["table"]
+    much = verify(put, writes_too_much, name="b", priority=9)[0]
+    assert much.reason.startswith("table: 6 of 12 elements beyond tolerance")
+    nothing = verify(put, writes_nothing, name="c", priority=10)[0]
+    assert nothing.reason.startswith("table: 6 of 12 elements beyond tolerance")
+    index = verify(put, turns_the_index, name="d", priority=11)[0]
+    assert "changes its input index" in index.reason
+
+
+def test_exact_operators_compare_bits(declare: Declare) -> None:
+    def exact(x: Tensor, out: Tensor | None = None) -> Tensor:
+        return x * 3
+
+    function = declare(exact, formats=("x",), exact=True)
+    function.fake(lambda x: torch.empty_like(x))
+    function.cases(lambda: [Case("one", lambda draw: {"x": draw.normal(64)})])
+
+    def nearly(x: Tensor, out: Tensor | None) -> Tensor:
+        made = torch.nextafter(x * 3, torch.full_like(x, 100))
+        return made if out is None else out.copy_(made)
+
+    result = verify(function, nearly)[0]
+    assert "output: 64 of 64 elements differ" in result.reason
+
+
+def test_two_outputs_that_share_memory_are_caught(declare: Declare) -> None:
+    def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1, x + 1
+
+    function = declare(twice, formats=("x",), outs=())
+    function.fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+    function.cases(lambda: [Case("one", lambda draw: {"x": draw.normal(4)})])
+
+    def shared(x: Tensor) -> tuple[Tensor, Tensor]:
+        made = x + 1
+        return made, made
+
+    assert verify(function, shared)[0].reason == "output 1 shares memory with output 0"
+
+
+def test_a_case_that_is_not_reproducible_is_blamed_itself(declare: Declare) -> None:
+    function = declare(_scale_body, formats=("x",))
+    function.fake(lambda x: torch.empty_like(x))
+    function.cases(lambda: [Case("fresh", lambda draw: {"x": torch.rand(4)})])
+    result = verify(function, right)[0]
+    assert result.status is Status.ERROR
+    assert result.reason == "the case does not draw the same x twice"
+
+
+def test_kernels_get_the_arguments_that_were_prepared_for_them(declare: Declare) -> None:
+    """The kernel wants its operand transposed; the reference does not."""
+
+    def body(x: Tensor, turned: bool = False, out: Tensor | None = None) -> Tensor:
+        return x.sum(1)
+
+    function = declare(body, formats=("x",), fixed_traits=("turned",), reference_traits={"turned": False})
+    function.traits(lambda turned: {"turned": turned})
+    function.fake(lambda x, turned: x.new_empty(x.shape[1 if turned else 0]))
+    function.cases(lambda: [Case("one", lambda draw: {"x": draw.normal(2, 3)})])
+
+    @function.prepare
+    def _(spec: KernelSpec, x: Tensor) -> dict[str, Any]:
+        return {"x": x.t().contiguous(), "turned": True} if spec.solution == "tried" else {}
+
+    def turned(x: Tensor, turned: bool, out: Tensor | None) -> Tensor:
+        made = x.sum(0)
+        return made if out is None else out.copy_(made)
+
+    assert verify(function, turned, traits={"turned": True})[0].status is Status.PASSED
