@@ -46,6 +46,12 @@ BF16 = format_signatures("x", "dense", {torch.bfloat16})
 NVIDIA = CapabilityRequirement(vendors=frozenset({"nvidia"}))
 
 
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current platform is the CPU's, also where there is a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture
 def add(registry: KernelRegistry) -> Callable[..., Callable[..., Any]]:
     """Registers a kernel of ``norm.scale`` that serves everything a CPU can ask, but for what is given; gives its function."""

@@ -161,10 +161,3 @@ def disable_plugin(name: str) -> None:
         for kernel in info.kernel_names if info else ():
             with contextlib.suppress(KeyError):  # unregistered already
                 KernelRegistry.get().unregister(kernel)
-
-
-if __name__ == "__main__":
-    # By way of the command line, which looks at the module that the core imported, not at this second copy of it.
-    from tokenspeed_kernel.__main__ import main
-
-    main("plugins", "list")
