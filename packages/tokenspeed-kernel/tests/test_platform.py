@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,35 +156,31 @@ def test_a_pretended_platform_from_the_settings(settings_from: Any, hopper: Plat
         assert current_platform() is hopper
 
 
-def test_gpus_are_described_by_their_properties(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = type(
-        "Properties",
-        (),
-        {
-            "major": 9,
-            "minor": 5,
-            "name": "a gpu",
-            "gcnArchName": "gfx950:sramecc+:xnack-",
-            "total_memory": 7,
-            "multi_processor_count": 3,
-        },
+@pytest.mark.parametrize(
+    ("hip", "version", "gcn_arch_name", "vendor", "arch"),
+    [
+        ("7.0", (9, 5), "gfx950:sramecc+:xnack-", "amd", "gfx950"),
+        # PyTorch fills in this property with the device's name where it has no meaning.
+        (None, (9, 0), "a gpu", "nvidia", "sm_90"),
+    ],
+)
+def test_gpus_are_described_by_their_properties(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, version: tuple[int, int], gcn_arch_name: str, vendor: str, arch: str
+) -> None:
+    properties = SimpleNamespace(
+        major=version[0], minor=version[1], name="a gpu", gcnArchName=gcn_arch_name, total_memory=7, multi_processor_count=3
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.version, "hip", hip)
     platform._cuda_platform.cache_clear()
     try:
         gpu = current_platform()
-        assert (gpu.vendor, gpu.arch, gpu.arch_version, gpu.device_count, gpu.sm_count) == (
-            "amd",
-            "gfx950",
-            ArchVersion(9, 5),
-            2,
-            3,
-        )
-        assert platform_of(torch.device("cuda", 0)).arch == "gfx950"
+        assert (gpu.vendor, gpu.arch, gpu.arch_version) == (vendor, arch, ArchVersion(*version))
+        assert (gpu.device_name, gpu.device_count, gpu.total_memory, gpu.sm_count) == ("a gpu", 2, 7, 3)
+        assert platform_of(torch.device("cuda", 0)).arch == arch
         assert platform_of(torch.device("cpu")).is_cpu
     finally:
         platform._cuda_platform.cache_clear()

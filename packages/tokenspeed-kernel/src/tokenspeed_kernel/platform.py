@@ -176,7 +176,7 @@ def _cuda_platform(index: int) -> PlatformInfo:
         vendor,
         arch,
         properties.name,
-        getattr(properties, "gcnArchName", "").split(":")[0] or _arch_name(vendor, arch),
+        properties.gcnArchName.split(":")[0] if vendor == "amd" else _arch_name(vendor, arch),
         torch.cuda.device_count(),
         properties.total_memory,
         properties.multi_processor_count,
