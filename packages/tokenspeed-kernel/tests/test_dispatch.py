@@ -89,9 +89,9 @@ def _observed(function: Any, log: Log) -> Any:
     op = function.operator
     check = function.operator.check_call
 
-    def check_call(arguments: dict[str, Any]) -> None:
+    def check_call(arguments: dict[str, Any], **options: Any) -> None:
         log.decided.append(op.mode)
-        check(arguments)
+        check(arguments, **options)
 
     op.check_call = check_call
 

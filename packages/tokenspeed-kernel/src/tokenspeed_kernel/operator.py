@@ -256,8 +256,8 @@ class Operator(Generic[P, R]):
         roles = ((name, arguments[name]) for name in self._formats)
         return FormatSignature(tuple((name, dense_tensor_format(t.dtype)) for name, t in roles if t is not None))
 
-    def check_call(self, arguments: dict[str, Any]) -> None:
-        """Raises TypeError or ValueError for a call that no kernel must see."""
+    def check_call(self, arguments: dict[str, Any], *, values: bool = True) -> None:
+        """Raises TypeError or ValueError for a call that no kernel must see; ``values``: look at those in host memory too."""
         check_types(self.mode, self.parameters, arguments)
         tensors = tensor_arguments(self.parameters, arguments)
         if tensors:
@@ -268,7 +268,7 @@ class Operator(Generic[P, R]):
         self.run_hook("check", arguments, Checker(self.mode))
         if any(arguments[out] is not None for out in self.outs):
             self._check_outputs(arguments)
-        if self._host_values:
+        if values and self._host_values:
             self._check_values_now(*(arguments[name] for name in self.names))
 
     def _check_outputs(self, arguments: dict[str, Any]) -> None:
@@ -304,11 +304,11 @@ class Operator(Generic[P, R]):
         arguments = dict(zip(self.names, args, strict=True))
         if _is_traced(self.parameters, arguments):
             return lambda *values: self._lowered(*values, override, solution)
-        self.check_call(arguments)
+        self.check_call(arguments, values=False)  # the guard looks at them, now and whenever they change
         wanted = self._wanted_kernel(override, solution)
         request = self.request(arguments, solution)
         selected = select(request, wanted)
-        call = self._skip_if_empty(arguments) or self._guarded(selected.impl, arguments)
+        call = self._guarded(self._skip_if_empty(arguments) or selected.impl, arguments)
         if profiling.observing():
             dtype = tensor_arguments(self.parameters, arguments)[0][1].dtype
             return profiling.observe(self.family, self.mode, selected.name, dtype, arguments, request.traits, call)
@@ -377,7 +377,7 @@ class Operator(Generic[P, R]):
         arguments = self._bound(args, kwargs)
         self.check_call(arguments)
         selected = select(self.request(arguments, solution), self._wanted_kernel(override, solution))
-        return self._skip_if_empty(arguments) or self._guarded(selected.impl, arguments)
+        return self._guarded(self._skip_if_empty(arguments) or selected.impl, arguments)
 
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation:
         """Which kernel a call with these arguments would run, and why not the others. Launches nothing."""

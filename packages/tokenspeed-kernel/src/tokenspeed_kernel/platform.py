@@ -163,8 +163,15 @@ def _software_features(vendor: str) -> frozenset[str]:
 @functools.cache
 def cpu_platform() -> PlatformInfo:
     """The host's CPU. Portable Triton kernels count as available on it under ``TRITON_INTERPRET=1``."""
-    name = _host.processor() or _host.machine() or "cpu"
-    return PlatformInfo("cpu", ArchVersion(0, 0), name, "cpu", 1, 0, os.cpu_count() or 0, _software_features("cpu"))
+    return PlatformInfo("cpu", ArchVersion(0, 0), _cpu_name(), "cpu", 1, 0, os.cpu_count() or 0, _software_features("cpu"))
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:  # Linux says it nowhere else
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return _host.processor() or _host.machine() or "cpu"
 
 
 @functools.cache
