@@ -184,7 +184,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("bmm", {"a": ones(3, 8)}, V, r"a must be of shape \[batch, m, k\], got a bfloat16 tensor of shape \[3, 8\]"),
     # mixture of experts
     ("moe_topk", {"top_k": 9}, V, r"top_k must be from 1 to .*8.*, got 9"),
-    ("moe_topk", {"scoring": "relu"}, V, r"scoring must be one of 'softmax', .*, got 'relu'|scoring must be one of .*, got relu"),
+    ("moe_topk", {"scoring": "relu"}, V, r"scoring must be one of 'softmax', .*, got 'relu'"),
     ("moe_topk", {"num_groups": 3}, V, r"num_groups must be a divisor of the 8 experts of logits, got 3"),
     ("moe_topk", {"correction_bias": ones(7)}, V, r"correction_bias must be of shape \[experts\] where experts is 8 in logits, got \[7\]"),
     ("moe_apply", {"x": ones(3, 9)}, V, r"x must be of shape .* where hidden is 8 in plan.hidden_size, got \[3, 9\]"),
@@ -200,7 +200,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("qk_rmsnorm", {"k": ones(3, 2, 6)}, V, r"k must be of shape .* where head_dim is 8 in q, got \[3, 2, 6\]"),
     ("qk_rmsnorm", {"q_weight": ones(4)}, V, r"q_weight must be of shape \[head_dim\] where head_dim is 8 in q, got \[4\]"),
     # quantisation
-    ("quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got '?row"),
+    ("quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got 'row'"),
     ("quantize_fp8", {"block_size": 0}, V, r"block_size must be at least 1, got 0"),
     ("quantize_fp8", {"dtype": BF16}, V, r"dtype must be one of .*float8_e4m3fn.*, got bfloat16"),
     ("quantize_fp8_with_scale", {"scale": ones(2, dtype=F32)}, V, r"scale must be of shape \[\] \(tensor\) or .*, got a float32 tensor of shape \[2\]"),

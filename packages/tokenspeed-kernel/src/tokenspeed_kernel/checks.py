@@ -111,7 +111,7 @@ class Checker:
     def one_of(self, argument: str, value: Any, allowed: Collection[Any]) -> None:
         """Raises ValueError unless the value is among those allowed."""
         if value not in allowed:
-            self.fail(argument, "one of " + ", ".join(map(repr, allowed)), value)
+            self.fail(argument, "one of " + ", ".join(map(describe, allowed)), describe(value))
 
     def same_shape(self, argument: str, value: torch.Tensor | None, like: str, model: torch.Tensor) -> None:
         """Checks that an optional tensor has another's shape and dtype."""

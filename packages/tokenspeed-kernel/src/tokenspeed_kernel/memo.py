@@ -38,10 +38,13 @@ def epoch() -> int:
     return _epoch
 
 
-def remember(memo: dict[Any, Any], key: Hashable, value: object, decided_in: int) -> None:
-    """Stores a decision, unless what it rests on has changed since ``decided_in`` or something exceptional is in force."""
+def remember(memo: dict[Any, Any], key: Hashable, value: object, decided_in: int, *, exceptions_in_key: bool = False) -> None:
+    """Stores a decision, unless what it rests on has changed since ``decided_in`` or something exceptional is in force.
+
+    ``exceptions_in_key``: the key holds whatever may be exceptional, so that this is no reason against it.
+    """
     with _lock:
-        if decided_in != _epoch or _exceptions:
+        if decided_in != _epoch or (_exceptions and not exceptions_in_key):
             return
         if len(memo) >= MAX_ENTRIES:
             # Shapes that vary with every step would grow it for ever; making a decision again costs microseconds.

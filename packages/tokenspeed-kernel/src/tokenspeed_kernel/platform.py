@@ -251,7 +251,12 @@ def _forced_platform() -> PlatformInfo | None:
     if _installed is not None:
         return _installed
     pretended = config.settings().platform
-    return named_platform(pretended) if pretended else None
+    if not pretended:
+        return None
+    try:
+        return named_platform(pretended)
+    except ValueError as error:
+        raise config.ConfigurationError(f"{config.PREFIX}PLATFORM or platform in the file: {error}") from None
 
 
 def installed_platform() -> PlatformInfo | None:

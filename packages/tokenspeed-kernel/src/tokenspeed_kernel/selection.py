@@ -457,7 +457,7 @@ def select(request: Request, override: Override | None = None) -> SelectedKernel
     if config.settings().verbose:
         logger.info("%s", explanation)
     selected = SelectedKernel(name, impl)
-    memo.remember(_decisions, key, selected, started)
+    memo.remember(_decisions, key, selected, started, exceptions_in_key=True)
     return selected
 
 

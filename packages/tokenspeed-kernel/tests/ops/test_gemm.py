@@ -306,7 +306,7 @@ MALFORMED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: tk.mm(_A, _B, bias=torch.ones(3, 1)), ValueError, "bias must be of shape"),
     (lambda: tk.mm(_A, _B, out_dtype=torch.int8), ValueError, "out_dtype must be one of .*, got int8"),
     (lambda: tk.mm(_A, _B, out_dtype=F64), ValueError, "out_dtype must be one of"),
-    (lambda: tk.mm(_A.double(), _B.double(), out_dtype=F32), ValueError, "out_dtype must be one of torch.float64, got float32"),
+    (lambda: tk.mm(_A.double(), _B.double(), out_dtype=F32), ValueError, "out_dtype must be one of float64, got float32"),
     (lambda: tk.mm(_A, _B, out=torch.ones(3, 2)), ValueError, r"out must have shape \[2, 3\]"),
     (lambda: tk.mm(_A, _B, out=torch.ones(2, 3, dtype=BF16)), TypeError, "out must be float32"),
     (lambda: tk.mm(_F8, _G8), ValueError, "a_scale must be given with a of a scaled format"),

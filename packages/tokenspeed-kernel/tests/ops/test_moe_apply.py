@@ -404,7 +404,7 @@ def test_ids_are_checked_again_when_they_were_written_to() -> None:
 def test_a_plan_made_by_hand_is_checked_too() -> None:
     with pytest.raises(ValueError, match=r"moe_apply: plan.limit must be positive or None, got -1"):
         moe_apply(**build(PLAN, limit=-1.0))
-    with pytest.raises(ValueError, match=r"moe_apply: plan.weight_format must be one of .*got int3"):
+    with pytest.raises(ValueError, match=r"moe_apply: plan.weight_format must be one of .*got 'int3'"):
         moe_apply(**build(PLAN, weight_format="int3"))
 
 

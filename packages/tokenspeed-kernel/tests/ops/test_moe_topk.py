@@ -188,7 +188,7 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "top_k must be from 1 to the 8 experts of logits, got 0", {"top_k": 0}),
     (ValueError, "top_k must be from 1 to the 8 experts of logits, got 9", {"top_k": 9}),
     (TypeError, "top_k must be int, got float", {"top_k": 2.0}),
-    (ValueError, "scoring must be one of 'softmax', 'sigmoid', got relu", {"scoring": "relu"}),
+    (ValueError, "scoring must be one of 'softmax', 'sigmoid', got 'relu'", {"scoring": "relu"}),
     (TypeError, "renormalize must be bool", {"renormalize": 1}),
     (ValueError, "correction_bias must be of shape .* where experts is 8 in logits", {"correction_bias": torch.zeros(7)}),
     (TypeError, "correction_bias must be a tensor of", {"correction_bias": torch.zeros(8, dtype=torch.int64)}),
