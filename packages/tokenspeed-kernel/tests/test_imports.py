@@ -150,7 +150,7 @@ def test_the_core_names_no_vendor_package() -> None:
 
 
 def test_the_runtimes_only_dependency_is_torch() -> None:
-    standard = sys.stdlib_module_names | {"torch", "tokenspeed_kernel"}
+    standard = sys.stdlib_module_names | {"tomllib", "torch", "tokenspeed_kernel"}  # Python 3.10 has no tomllib
     tools = {"rich", "typer", "tomli", "click"}
     for name, path in modules().items():
         third = set()
