@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from typing import Annotated, Any, Optional
@@ -176,11 +177,9 @@ def _request(op: Operator[Any, Any], case: Case) -> Request:
     if case.large:
         from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-        try:
-            with FakeTensorMode():
-                return op.request(op.complete(case.build("cpu")))
-        except DataDependentOutputException:
-            pass  # some inputs follow from the values of others; those have to be drawn
+        # Some inputs follow from the values of others; those have to be drawn.
+        with contextlib.suppress(DataDependentOutputException), FakeTensorMode():
+            return op.request(op.complete(case.build("cpu")))
     return op.request(op.complete(case.build("cpu")))
 
 
