@@ -6,8 +6,8 @@ owns the two rules that keep that safe, so that no one else needs to think of th
 * Whatever decisions rest on (kernels, policy, overrides for all, the platform) calls `invalidate` when it changes. A decision
   that was being made meanwhile is not remembered.
 * While anything is in force that holds only for one thread or task, or that must see every call (an override in a context,
-  shape capture, profiling), nothing is remembered at all: it enters `exceptional`. The common path then needs no test for any
-  of them; it simply finds its dictionary empty.
+  shape capture, profiling), no call is remembered: it enters `exceptional`. The common path then needs no test for any of them;
+  it simply finds its dictionary empty. Only selections, whose key names the override, are remembered all the same.
 """
 
 from __future__ import annotations
