@@ -22,6 +22,8 @@ CORE = "packages/tokenspeed-kernel"
 RUNTIME = "tools/gpt_oss"
 # The build for CPUs where the package index offers one. Named exactly, so that every session and CI run the same.
 TORCH = "torch==2.13.0"
+# The oldest and the newest Triton that the kernels are compiled with.
+TRITONS = ("triton==3.6.0", "triton==3.9.0")
 
 
 def _install(session: nox.Session, *groups: str, runtime: bool = True) -> None:
@@ -49,6 +51,16 @@ def tests(session: nox.Session) -> None:
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd"]
     # One thread a worker: two that each use all cores slow each other down many times over.
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def interpret(session: nox.Session) -> None:
+    """The portable Triton kernels on small cases, interpreted: no GPU, no compiler. Arguments go to pytest."""
+    _install(session, "test", runtime=False)
+    session.install(TRITONS[-1])
+    arguments = session.posargs or ["-n", "auto", "-m", "not slow", "-k", "triton"]
+    environment = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    session.run("python", "-m", "pytest", f"{CORE}/tests/test_kernels.py", f"{CORE}/tests/triton", *arguments, env=environment)
 
 
 @nox.session
@@ -112,6 +124,12 @@ def tests_amd(session: nox.Session) -> None:
 
 
 @nox.session(name="compile")
-def compile_kernels(session: nox.Session) -> None:
-    """Compiles every GPU kernel for every architecture, without a GPU, and reports registers, spills and shared memory."""
-    session.skip("no package here holds a compiled kernel yet: the operators run on their PyTorch references")
+@nox.parametrize("triton", TRITONS)
+def compile_kernels(session: nox.Session, triton: str) -> None:
+    """Compiles every Triton kernel for every architecture, without a GPU, and reports registers, spills and shared memory.
+
+    Arguments go to ``ci/compile_triton.py``: ``nox -s compile -- --arch sm_90 --kernel decode``.
+    """
+    _install(session, runtime=False)
+    session.install(triton)
+    session.run("python", "ci/compile_triton.py", *session.posargs)

@@ -94,7 +94,7 @@ def registered(function: Any, impl: Callable[..., Any], **declaration: Any) -> K
 
 
 def test_rates_follow_from_the_cost(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "measure", lambda call, device, budget_s: Timing(50.0, 40.0, 60.0, 10))
+    monkeypatch.setattr(run, "measure", lambda call, device, **options: Timing(50.0, 40.0, 60.0, 10))
     rows = bench_kernel(registered(double, lambda x, out: torch.mul(x, 2, out=out)))
     assert [(r.case, r.status) for r in rows] == [("sixty-four", "measured"), ("none", "measured")]
     assert rows[0].timing == Timing(50.0, 40.0, 60.0, 10)
@@ -120,7 +120,7 @@ def test_large_cases_are_asked_for(double: Any) -> None:
 
 def test_the_kernel_itself_is_timed(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(run, "measure", lambda call, device, budget_s: (seen.append(call()), Timing(1.0, 1.0, 1.0, 10))[1])
+    monkeypatch.setattr(run, "measure", lambda call, device, **options: (seen.append(call()), Timing(1.0, 1.0, 1.0, 10))[1])
     calls: list[int] = []
 
     def kernel(x: Tensor, out: Tensor | None) -> Tensor:
@@ -146,7 +146,7 @@ def test_a_wrong_kernel_is_not_timed(double: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_failure_while_timing_ends_only_that_row(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(call: Any, device: Any, budget_s: float) -> Timing:
+    def fails(call: Any, device: Any, **options: Any) -> Timing:
         raise MemoryError("nothing left")
 
     monkeypatch.setattr(run, "measure", fails)

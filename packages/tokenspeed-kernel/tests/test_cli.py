@@ -312,7 +312,7 @@ def test_names_and_devices_that_are_not_there() -> None:
 
 # -- bench --------------------------------------------------------------------------------------------------------------------
 
-QUICK = ("bench", "rmsnorm", "--case", "no rows", "--budget", "0.001")
+QUICK = ("bench", "reference_rmsnorm", "--case", "no rows", "--budget", "0.001")
 
 
 def test_bench_writes_its_report(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_bench_writes_its_report(tmp_path: Path) -> None:
     printed = call_json(*QUICK, "--output", str(file))
     assert json.loads(file.read_text()) == printed
     assert printed["rows"][0]["timing"]["repeats"] >= 10
-    assert printed["metadata"]["command"] == "tokenspeed-kernel bench rmsnorm --case 'no rows' --budget 0.001"
+    assert printed["metadata"]["command"] == "tokenspeed-kernel bench reference_rmsnorm --case 'no rows' --budget 0.001"
     assert "there is no folder" in refused(*QUICK, "--output", str(tmp_path / "none" / "report.json"))
 
 

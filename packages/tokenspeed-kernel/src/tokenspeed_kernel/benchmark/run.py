@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernel.benchmark.roofline import Roofline
 from tokenspeed_kernel.benchmark.timing import Timing, measure
 from tokenspeed_kernel.cases import Case
 from tokenspeed_kernel.numerics.verify import Status, default_device, verify_case
@@ -64,10 +65,11 @@ class Metadata:
 
 @dataclass(frozen=True)
 class Report:
-    """Rows, and what they were measured on and with."""
+    """Rows, what they were measured on and with, and what the device can do at most (None: not measured)."""
 
     metadata: Metadata
     rows: tuple[Row, ...]
+    roofline: Roofline | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -83,6 +85,7 @@ def bench_kernel(
     *,
     large: bool = False,
     budget_s: float = 0.5,
+    graph_calls: int = 0,
 ) -> list[Row]:
     """Times a registered kernel on its operator's cases, one row a case.
 
@@ -91,14 +94,16 @@ def bench_kernel(
         cases: what to run; the operator's if not given.
         device: where; `default_device` if not given.
         large: include the cases that are sized for a GPU. Does not touch ``cases``.
-        budget_s: see `measure`.
+        budget_s, graph_calls: see `measure`.
     """
     if cases is None:
         cases = [case for case in get_operator(spec.operator).all_cases() if large or not case.large]
-    return [bench_case(spec, case, device, budget_s=budget_s) for case in cases]
+    return [bench_case(spec, case, device, budget_s=budget_s, graph_calls=graph_calls) for case in cases]
 
 
-def bench_case(spec: KernelSpec, case: Case, device: torch.device | str | None = None, *, budget_s: float = 0.5) -> Row:
+def bench_case(
+    spec: KernelSpec, case: Case, device: torch.device | str | None = None, *, budget_s: float = 0.5, graph_calls: int = 0
+) -> Row:
     """Times a registered kernel on one case, if it gives the right result there.
 
     The kernel itself is timed, as `Operator.bind` gives it: the memory of its outputs included, dispatch left out.
@@ -113,7 +118,7 @@ def bench_case(spec: KernelSpec, case: Case, device: torch.device | str | None =
             arguments = op.prepared(op.complete(case.build(where)), spec)
             values = tuple(arguments.values())
             kernel = op.bind(*values, override=spec.name)
-            timing = measure(lambda: kernel(*values), where, budget_s=budget_s)
+            timing = measure(lambda: kernel(*values), where, budget_s=budget_s, graph_calls=graph_calls)
     except Exception as error:  # memory may run out; the rows before must not be lost with it
         reason = f"while timing: {type(error).__name__}: {error}"
         return Row(spec.name, spec.operator, case.name, Status.ERROR.value, reason)

@@ -10,10 +10,11 @@ from typing import Annotated, Optional
 import torch
 import typer
 
+from tokenspeed_kernel.benchmark.roofline import Roofline, measure_roofline
 from tokenspeed_kernel.benchmark.run import Report, Row, bench_case, collect_metadata
 from tokenspeed_kernel.cli.find import find_device, find_kernels, find_runs
 from tokenspeed_kernel.cli.output import AsJson, fail, print_json, print_table, progress
-from tokenspeed_kernel.numerics.verify import CaseResult, Status, verify_case
+from tokenspeed_kernel.numerics.verify import CaseResult, Status, default_device, verify_case
 from tokenspeed_kernel.platform import current_platform
 
 # Optional rather than `| None`: typer evaluates these.
@@ -23,6 +24,8 @@ Large = Annotated[bool, typer.Option("--large", help="Also the cases that are si
 Device = Annotated[Optional[str], typer.Option("--device", help="cpu or cuda; where kernels run by default if left out.")]  # noqa: UP045
 Plugin = Annotated[Optional[str], typer.Option("--plugin", help="Only kernels of this plugin.")]  # noqa: UP045
 Output = Annotated[Optional[Path], typer.Option("--output", help="Write the report to this JSON file, too.")]  # noqa: UP045
+Solution = Annotated[Optional[str], typer.Option("--solution", help="Only kernels made with this.")]  # noqa: UP045
+Graph = Annotated[int, typer.Option("--graph", min=0, help="Capture this many calls in a CUDA graph, and time that; 0 for none.")]
 Budget = Annotated[float, typer.Option("--budget", min=0.001, help="Seconds of measuring a case.")]
 
 
@@ -84,47 +87,63 @@ def bench(
     target: Target = None,
     case: CaseName = None,
     large: Large = False,
+    solution: Solution = None,
     output: Output = None,
     device: Device = None,
     budget: Budget = 0.5,
+    graph: Graph = 0,
     as_json: AsJson = False,
 ) -> None:
     """Time kernels, after checking their results. Exit code 1 if any is wrong."""
-    where = find_device(device)
-    runs = find_runs(find_kernels(target), case, large)
+    where = find_device(device) or default_device()
+    kernels = [spec for spec in find_kernels(target) if solution in (None, spec.solution)]
+    if not kernels:
+        fail(f"--solution {solution}: no such kernel here")
+    if graph and where.type != "cuda":
+        fail(f"--graph {graph}: there are CUDA graphs on GPUs only, and this would run on {where}")
+    runs = find_runs(kernels, case, large)
     if output is not None and not output.parent.is_dir():
         fail(f"--output {output}: there is no folder {output.parent}")
-    metadata = collect_metadata(_command(target, case, large, device, budget), where)
+    metadata = collect_metadata(_command(target, case, large, solution, device, budget, graph), where)
+    roofline = measure_roofline(where) if where.type == "cuda" else None
     rows: list[Row] = []
     with progress(len(runs), "measuring") as begin:
         for spec, chosen in runs:
             begin(f"{spec.name}: {chosen.name}")
-            rows.append(bench_case(spec, chosen, where, budget_s=budget))
-    report = Report(metadata, tuple(rows))
+            rows.append(bench_case(spec, chosen, where, budget_s=budget, graph_calls=graph))
+    report = Report(metadata, tuple(rows), roofline)
     if output is not None:
         output.write_text(report.to_json() + "\n")
     if as_json:
         print_json(report.to_dict())
     else:
-        columns = ["kernel", "case", "status", "median us", "p10", "p90", "TFLOP/s", "GB/s", "detail"]
-        print_table(columns, [_bench_cells(row) for row in rows if row.status != "skipped"])
+        columns = ["kernel", "case", "status", "median us", "p10", "p90", "TFLOP/s", "GB/s", "of copy", "detail"]
+        print_table(columns, [_bench_cells(row, roofline) for row in rows if row.status != "skipped"])
+        if roofline is not None:
+            copy, read, product = roofline.copy_gb_per_s, roofline.read_gb_per_s, roofline.bf16_tflops
+            typer.echo(f"\nthis device copies {copy:.4g} GB/s, reads {read:.4g} GB/s, multiplies bfloat16 at {product:.4g} TFLOP/s")
         unserved = sum(row.status == "skipped" for row in rows)
         typer.echo(f"\n{metadata.device}, torch {torch.__version__}, {metadata.date}" + f"; {unserved} skipped" * bool(unserved))
     raise typer.Exit(any(row.status in (Status.FAILED.value, Status.ERROR.value) for row in rows))
 
 
-def _bench_cells(row: Row) -> list[str]:
+def _bench_cells(row: Row, roofline: Roofline | None) -> list[str]:
     if row.timing is None:
-        return [row.kernel, row.case, row.status, "", "", "", "", "", row.reason]
+        return [row.kernel, row.case, row.status, "", "", "", "", "", "", row.reason]
     timing = row.timing
     times = [f"{value:.2f}" for value in (timing.median_us, timing.p10_us, timing.p90_us)]
     rates = ["" if value is None else f"{value:.4g}" for value in (row.tflops, row.gb_per_s)]
-    return [row.kernel, row.case, row.status, *times, *rates, f"{timing.repeats} calls"]
+    share = "" if row.gb_per_s is None or roofline is None else f"{row.gb_per_s / roofline.copy_gb_per_s:.0%}"
+    return [row.kernel, row.case, row.status, *times, *rates, share, f"{timing.repeats} repeats"]
 
 
-def _command(target: str | None, case: str | None, large: bool, device: str | None, budget: float) -> str:
+def _command(
+    target: str | None, case: str | None, large: bool, solution: str | None, device: str | None, budget: float, graph: int
+) -> str:
     words = ["tokenspeed-kernel", "bench", *([target] if target else [])]
     words += ["--case", case] if case else []
     words += ["--large"] if large else []
+    words += ["--solution", solution] if solution else []
     words += ["--device", device] if device else []
+    words += ["--graph", str(graph)] if graph else []
     return shlex.join([*words, "--budget", f"{budget:g}"])

@@ -1,5 +1,6 @@
 """Mixture of experts."""
 
+from tokenspeed_kernel.ops.moe import triton  # noqa: F401  (registers its kernels)
 from tokenspeed_kernel.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel.ops.moe.moe_topk import moe_topk
 from tokenspeed_kernel.ops.moe.plan import MoEPlan, moe_plan

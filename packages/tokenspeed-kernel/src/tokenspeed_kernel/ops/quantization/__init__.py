@@ -1,5 +1,6 @@
 """Quantisation to narrow formats, and back."""
 
+from tokenspeed_kernel.ops.quantization import triton  # noqa: F401  (registers its kernels)
 from tokenspeed_kernel.ops.quantization.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_with_scale
 from tokenspeed_kernel.ops.quantization.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
 from tokenspeed_kernel.ops.quantization.nvfp4 import dequantize_nvfp4, quantize_nvfp4

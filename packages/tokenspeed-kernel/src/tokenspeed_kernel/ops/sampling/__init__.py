@@ -1,5 +1,6 @@
 """From logits to the next token."""
 
+from tokenspeed_kernel.ops.sampling import triton  # noqa: F401  (registers its kernels)
 from tokenspeed_kernel.ops.sampling.argmax import argmax
 from tokenspeed_kernel.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
 

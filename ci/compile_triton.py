@@ -1,0 +1,355 @@
+"""Compiles every Triton kernel for GPUs that this machine does not have, and reports what each takes of a multiprocessor.
+
+Launchers run as they would on the device, on tensors of the operators' own cases, with a driver in Triton's place that compiles
+and never launches. So what is compiled is what would run: every kernel, in every configuration that some case reaches. Large
+cases lend their shapes alone; their values are never drawn.
+
+    python ci/compile_triton.py --arch sm_90 --arch gfx950 --kernel decode
+
+Fails on a kernel that does not compile or wants more shared memory than there is, and on spills to local memory beyond
+``ci/spill_allowances.toml``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+# The most shared memory (bytes) that a block may have.
+ARCHITECTURES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536, "gfx950": 163_840}
+ALLOWANCES = Path(__file__).with_name("spill_allowances.toml")
+SOLUTION = "triton"
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One device function in one configuration.
+
+    Attributes:
+        kernel: the registered kernel whose launcher asked for it.
+        function: the device function.
+        cases: how many cases reach it, and the first of them.
+        registers: a thread's (vector registers on AMD, accumulation registers included).
+        spilled_bytes: a thread's spills and stack in local memory.
+        sgpr_spills: scalar registers spilled to vector lanes (AMD).
+        shared_bytes: of a block.
+    """
+
+    arch: str
+    kernel: str
+    function: str
+    configuration: str
+    case: str
+    warps: int
+    registers: int
+    spilled_bytes: int
+    sgpr_spills: int
+    shared_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A case whose launcher or compilation raised."""
+
+    arch: str
+    kernel: str
+    case: str
+    error: str
+
+
+def main() -> int:
+    options = _parse()
+    jobs = [(arch, kernel) for kernel in _kernels(options.kernel) for arch in options.arch or ARCHITECTURES]
+    compiled: list[Compiled] = []
+    failures: list[Failure] = []
+    began = time.monotonic()
+    # One process a kernel and architecture: Triton's state is a process's, and memory goes back.
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
+        work = [(arch, kernel, options.small, options.dump, options.case) for arch, kernel in jobs]
+        for done, missed in pool.imap_unordered(_compile, work):
+            compiled += done
+            failures += missed
+    compiled.sort(key=lambda c: (c.kernel, c.function, c.arch, c.configuration))
+    _print(compiled, every=options.every)
+    excess = _beyond_allowance(compiled)
+    for failure in sorted(failures, key=lambda f: (f.kernel, f.arch, f.case)):
+        print(f"FAILED {failure.kernel} for {failure.arch}, case {failure.case!r}: {failure.error}")
+    for line in excess:
+        print(f"SPILLS {line}")
+    if options.json:
+        rows = {"versions": _versions(), "compiled": [dataclasses.asdict(c) for c in compiled]}
+        options.json.write_text(json.dumps({**rows, "failures": [dataclasses.asdict(f) for f in failures]}, indent=1))
+    kernels = len({kernel for _, kernel in jobs})
+    print(
+        f"{len(compiled)} device functions of {kernels} kernels, {len(failures)} failures, {len(excess)} beyond their spill "
+        f"allowance, in {time.monotonic() - began:.0f} s ({_versions()})"
+    )
+    return 1 if failures or excess or not compiled else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", action="append", help=f"by default all of {', '.join(ARCHITECTURES)}")
+    parser.add_argument("--kernel", default="", help="kernels whose name this regular expression finds")
+    parser.add_argument("--case", default="", help="cases whose name this regular expression finds")
+    parser.add_argument("--small", action="store_true", help="leave the large cases out")
+    parser.add_argument("--every", action="store_true", help="print every configuration, not one line a function and architecture")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, help="where to write every row")
+    parser.add_argument("--dump", type=Path, help="a folder for the intermediate representations and the machine code")
+    return parser.parse_args()
+
+
+def _versions() -> str:
+    import torch
+    import triton
+
+    return f"triton {triton.__version__}, torch {torch.__version__}"
+
+
+def _kernels(pattern: str) -> list[str]:
+    import tokenspeed_kernel  # noqa: F401  (declares the kernels)
+    from tokenspeed_kernel.registry import KernelRegistry
+
+    names = [
+        spec.name for spec in KernelRegistry.get().list_kernels() if spec.solution == SOLUTION and re.search(pattern, spec.name)
+    ]
+    if not names:
+        raise SystemExit(f"no {SOLUTION} kernel's name has {pattern!r} in it")
+    return names
+
+
+# -- one kernel on one architecture ------------------------------------------------------------------------------------------------
+
+
+def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compiled], list[Failure]]:
+    arch, kernel, small, dump, pattern = work
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default to date; Triton 3.9 warns that 3.10 will change it
+    from tokenspeed_kernel.operator import get_operator
+    from tokenspeed_kernel.platform import named_platform, use_platform
+    from tokenspeed_kernel.registry import KernelRegistry
+
+    registry = KernelRegistry.get()
+    spec = registry.get_by_name(kernel)
+    # The multiprocessors and memory of the largest device of its kind do not matter to the code, but for a kernel's choices.
+    platform = dataclasses.replace(named_platform(arch), sm_count={"sm_90": 132, "sm_100": 148, "sm_80": 108}.get(arch, 256))
+    if spec.capability.gap(platform) is not None:
+        return [], []
+    recorder = Recorder(arch, kernel, dump)
+    failures = []
+    with use_platform(platform), recorder.in_place_of_the_driver():
+        op = get_operator(spec.operator)
+        for case in op.all_cases():
+            if (small and case.large) or not re.search(pattern, case.name):
+                continue
+            recorder.case = case.name
+            try:
+                _launch(op, spec, registry, case)
+            except Exception as error:  # whatever a compiler raises is a finding
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+                failures.append(Failure(arch, kernel, case.name, text[-1500:]))
+    return recorder.compiled, failures
+
+
+def _launch(op: Any, spec: Any, registry: Any, case: Any) -> None:
+    import torch
+
+    from tokenspeed_kernel.numerics.verify import refusal
+
+    drawn = op.complete(case.make(_blank_draw()) if case.large else case.build("cpu"))
+    if refusal(op, spec, drawn) is not None:
+        return
+    with torch.no_grad():
+        registry.get_impl(spec.name)(**op.prepared(drawn, spec))
+
+
+def _blank_draw() -> Any:
+    """A `Draw` whose random tensors have shapes and no values: memory that is never touched costs nothing."""
+    import torch
+
+    from tokenspeed_kernel.cases import Draw
+
+    class Blank(Draw):
+        def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+            return (
+                torch.empty(shape, dtype=dtype) if math.prod(shape) > 1 << 20 else super().normal(*shape, dtype=dtype, scale=scale)
+            )
+
+        def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            if math.prod(shape) > 1 << 20:
+                return torch.empty(shape, dtype=dtype)
+            return super().uniform(*shape, low=low, high=high, dtype=dtype)
+
+        def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            if math.prod(shape) > 1 << 20:
+                return torch.empty(shape, dtype=dtype)
+            return super().integers(low, high, *shape, dtype=dtype)
+
+    return Blank("cpu")
+
+
+class Recorder:
+    """Takes Triton's launches, compiles them, and keeps what came out."""
+
+    def __init__(self, arch: str, kernel: str, dump: Path | None) -> None:
+        self.arch, self.kernel, self.dump = arch, kernel, dump
+        self.case = ""
+        self.compiled: list[Compiled] = []
+        self._seen: set[str] = set()
+
+    def in_place_of_the_driver(self) -> Any:
+        import contextlib
+
+        import triton
+        from triton.runtime.jit import JITFunction
+
+        recorder, run = self, JITFunction.run
+
+        def compile_only(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            compiled = run(function, *args, grid=grid, warmup=True, **kwargs)
+            if compiled is None:
+                raise RuntimeError(f"{function.__name__} was not compiled")
+            recorder.note(compiled, time.monotonic() - began)
+            limit = ARCHITECTURES.get(recorder.arch, math.inf)
+            if compiled.metadata.shared > limit:
+                raise RuntimeError(f"{function.__name__} wants {compiled.metadata.shared} bytes of shared memory, of {limit}")
+            return compiled
+
+        @contextlib.contextmanager
+        def replaced() -> Iterator[None]:
+            # There is no driver to put back: this process was made for one kernel and architecture.
+            triton.runtime.driver.set_active(_NoDevice(self.arch))
+            JITFunction.run = compile_only
+            try:
+                yield
+            finally:
+                JITFunction.run = run
+
+        return replaced()
+
+    def note(self, compiled: Any, seconds: float) -> None:
+        if compiled.hash in self._seen:
+            return
+        self._seen.add(compiled.hash)
+        if self.dump is not None:
+            self.dump.mkdir(parents=True, exist_ok=True)
+            for kind, content in compiled.asm.items():
+                name = f"{self.kernel}.{compiled.name}.{self.arch}.{compiled.hash[:8]}.{kind}"
+                (self.dump / name).write_bytes(content if isinstance(content, bytes) else str(content).encode())
+        registers, spilled, sgpr_spills = _resources(compiled)
+        constants = {str(k): v for k, v in compiled.src.constants.items() if isinstance(v, (int, bool))}
+        names = compiled.src.fn.arg_names
+        shown = {names[int(k.strip("(),"))]: v for k, v in constants.items() if k.strip("(),").isdigit()}
+        meta = compiled.metadata
+        self.compiled.append(
+            Compiled(
+                arch=self.arch,
+                kernel=self.kernel,
+                function=compiled.name,
+                configuration=", ".join(f"{k}={v}" for k, v in shown.items() if k.isupper()) + f" hash={compiled.hash[:8]}",
+                case=self.case,
+                warps=meta.num_warps,
+                registers=registers,
+                spilled_bytes=spilled,
+                sgpr_spills=sgpr_spills,
+                shared_bytes=meta.shared,
+                seconds=round(seconds, 2),
+            )
+        )
+
+
+class _NoDevice:
+    """What Triton asks of a driver in order to compile."""
+
+    def __init__(self, arch: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        number = arch.removeprefix("sm_")
+        self._target = GPUTarget("cuda", int(number), 32) if number != arch else GPUTarget("hip", arch, 64)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+
+def _resources(compiled: Any) -> tuple[int, int, int]:
+    """Registers and bytes of local memory of a thread, and scalar registers spilled."""
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
+        found = {key: int(value) for key, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
+        stack = found["private_segment_fixed_size"] + 4 * found["vgpr_spill_count"]
+        return found["vgpr_count"], stack, found["sgpr_spill_count"]
+    import tempfile
+
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        text = subprocess.run([tool, "-res-usage", cubin.name], capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    return int(usage["REG"]), int(usage["STACK"]) + int(usage["LOCAL"]), 0
+
+
+# -- the report --------------------------------------------------------------------------------------------------------------------
+
+
+def _print(compiled: Sequence[Compiled], *, every: bool) -> None:
+    groups: dict[tuple[str, ...], list[Compiled]] = {}
+    for row in compiled:
+        key = (row.kernel, row.function, row.arch, row.configuration if every else "")
+        groups.setdefault(key, []).append(row)
+    print(f"{'kernel':<34} {'function':<34} {'arch':<7} {'configs':>7} {'regs':>5} {'spill B':>7} {'sgpr sp.':>8} {'shared B':>8}")
+    for (kernel, function, arch, configuration), rows in groups.items():
+        worst = max(rows, key=lambda r: (r.spilled_bytes, r.registers))
+        print(
+            f"{kernel:<34} {function:<34} {arch:<7} {len(rows):>7} {worst.registers:>5} {worst.spilled_bytes:>7} "
+            f"{max(r.sgpr_spills for r in rows):>8} {max(r.shared_bytes for r in rows):>8}  {configuration}"
+        )
+
+
+def _beyond_allowance(compiled: Sequence[Compiled]) -> list[str]:
+    """Spills to local memory that ``ci/spill_allowances.toml`` does not list: ``[function]`` tables of ``arch = bytes``."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    allowed = tomllib.loads(ALLOWANCES.read_text())
+    return [
+        f"{row.function} ({row.kernel}) on {row.arch}: {row.spilled_bytes} bytes a thread, {limit} allowed, {row.configuration}, "
+        f"case {row.case!r}"
+        for row in compiled
+        if row.spilled_bytes > (limit := allowed.get(row.function, {}).get(row.arch, 0))
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Device code that the attention kernels share: scores, one step of the online softmax, and its end.
+
+Everything is in base 2, because the hardware's exponential is: with ``multiplier = softmax_scale * log2(e)`` a score is
+``products * multiplier`` and its weight ``exp2(score - largest)``. Under a logit cap ``multiplier`` is ``softmax_scale / cap`` and
+``cap_log2 = cap * log2(e)``, so that a score is ``cap_log2 * tanh(products * multiplier)``. `score_factors` makes both.
+
+The state of a row is ``(largest, total)``, float32: the largest score so far and the sum of weights relative to it, from -inf and 0.
+A row that has seen nothing weighs nothing, rather than NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2.0))
+
+
+def score_factors(softmax_scale: float, logit_cap: float) -> tuple[float, float]:
+    """``(multiplier, cap_log2)`` for `capped` and the functions after it; ``cap_log2`` is 0 without a cap."""
+    if logit_cap > 0:
+        return softmax_scale / logit_cap, logit_cap * math.log2(math.e)
+    return softmax_scale * math.log2(math.e), 0.0
+
+
+@triton.jit
+def tanh(x):
+    """Good to about 1e-7 absolutely, for any x: the exponential may be 0 or infinite."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
+
+
+@triton.jit
+def rise(largest, products, multiplier, cap_log2, visible, HAS_CAP: tl.constexpr, MASKED: tl.constexpr):
+    """One more block of keys for the running maximum.
+
+    Args:
+        largest: float32 [M], the state.
+        products: float32 [M, N], q . k.
+        visible: bool, broadcastable to [M, N]; looked at where MASKED.
+
+    Returns:
+        ``(scores, factor, largest, shift)``: the weights are ``exp2(scores * factor - shift[:, None])``. Without a cap ``scores`` are
+        the products and ``factor`` the multiplier (which must be positive), so that scaling and shifting are one instruction.
+    """
+    if HAS_CAP:
+        scores = cap_log2 * tanh(products * multiplier)
+        factor = 1.0
+    else:
+        scores = products
+        factor = multiplier
+    if MASKED:
+        scores = tl.where(visible, scores, -float("inf"))
+    largest = tl.maximum(largest, tl.max(scores, 1) * factor)
+    return scores, factor, largest, tl.where(largest == -float("inf"), 0.0, largest)
+
+
+@triton.jit
+def step(largest, total, products, multiplier, cap_log2, visible, HAS_CAP: tl.constexpr, MASKED: tl.constexpr):
+    """One block of keys. Returns ``(weights, decay, largest, total)``: the accumulated values are to be multiplied by
+    ``decay`` [M] before ``weights @ v`` is added.
+    """
+    scores, factor, raised, shift = rise(largest, products, multiplier, cap_log2, visible, HAS_CAP, MASKED)
+    weights = tl.exp2(scores * factor - shift[:, None])
+    decay = tl.exp2(largest - shift)
+    return weights, decay, raised, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def join_sink(largest, total, sink):
+    """The state with one more score, ``sink`` [M] in natural units. Returns ``(decay, largest, total)``."""
+    sink = sink.to(tl.float32) * LOG2_E
+    raised = tl.maximum(largest, sink)
+    shift = tl.where(raised == -float("inf"), 0.0, raised)
+    decay = tl.exp2(largest - shift)
+    return decay, raised, total * decay + tl.exp2(sink - shift)
+
+
+@triton.jit
+def log_sum_exp(largest, total):
+    """The natural logarithm of the softmax's denominator; -inf of a row that has seen nothing."""
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    return (shift + tl.log2(total)) * LN_2
+
+
+@triton.jit
+def reciprocal_of(total):
+    """``1 / total``, and 1 for a row that has seen nothing: its accumulated values are 0."""
+    return 1.0 / tl.where(total == 0.0, 1.0, total)

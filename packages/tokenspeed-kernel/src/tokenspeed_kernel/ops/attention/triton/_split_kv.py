@@ -1,0 +1,313 @@
+"""Paged decode with the keys of a sequence split over programs, planned on the device.
+
+A *unit* is one program's share of one sequence: some blocks of keys, for one key head (or tile of query rows). How many units a
+sequence has follows from all lengths, which only the device knows; the grid is fixed by what the host knows (`SplitPlan`), and
+programs beyond the last unit return at once. So a captured graph stays right, and evenly loaded, when lengths change.
+
+All units have at most ``share`` blocks, the same number for every sequence (`blocks_a_unit`), and the units of one sequence differ
+by one block at most. Each leaves a normalised partial output and its log-sum-exp in float32; `merge_units` makes them one, in a
+fixed order. A sequence of a single unit needs none of that: its program writes the result itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_kernel.ops.attention.triton._online_softmax import LN_2, LOG2_E
+
+_LENGTHS_AT_ONCE = 1024
+_MERGED_AT_ONCE = 4096  # elements of partial outputs: 16 to 32 a thread
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """What the host decides from capacities. Lengths are in blocks.
+
+    Attributes:
+        batch: sequences.
+        units: bounds the units of all sequences together (for one head): the grid.
+        most: bounds the units of one sequence; 1 if there is nothing to merge, ever.
+        wave: units that run at once; a batch with little work is cut into as many.
+        waves_units: units that a batch with much work is cut into.
+        long: blocks that make a unit long enough: shares between that and ``1 / wave`` of the work are not cut further.
+        at_once: lengths that are looked at together.
+    """
+
+    batch: int
+    units: int
+    most: int
+    wave: int
+    waves_units: int
+    long: int
+    at_once: int
+
+    def partials(self, heads: int, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Room for partial outputs ``[units, heads, rows, width]`` and their log-sum-exps ``[units, heads, rows]``."""
+        units = self.units if self.most > 1 else 0
+        return (
+            torch.empty((units, heads, rows, width), dtype=torch.float32, device=device),
+            torch.empty((units, heads, rows), dtype=torch.float32, device=device),
+        )
+
+
+def plan_units(batch: int, blocks: int, heads: int, at_once: int, waves: int, long: int) -> SplitPlan:
+    """A plan.
+
+    Args:
+        blocks: that the longest sequence can have.
+        heads: programs of one unit: key heads times tiles of query rows.
+        at_once: programs that the device runs at once.
+        waves, long: see `SplitPlan`.
+    """
+    wave = max(1, at_once // heads)
+    waves_units = wave * waves
+    most = max(1, min(blocks, waves_units))
+    units = batch if most == 1 else min(batch + waves_units, batch * most)
+    lengths = min(_LENGTHS_AT_ONCE, max(16, triton.next_power_of_2(batch)))
+    return SplitPlan(batch, units, most, wave, waves_units, long, lengths)
+
+
+@triton.jit
+def first_block(length, q_len, window_left, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The block of the first key that the oldest of ``q_len`` queries sees, of a sequence of ``length`` tokens."""
+    if WINDOWED:
+        first = tl.maximum(length - q_len - window_left, 0) // BLOCK_N
+    else:
+        first = length * 0
+    return first
+
+
+@triton.jit
+def blocks_of(length, q_len, window_left, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks of keys that some query sees."""
+    return (length + BLOCK_N - 1) // BLOCK_N - first_block(length, q_len, window_left, WINDOWED, BLOCK_N)
+
+
+@triton.jit
+def _lengths(cache_seqlens, start, batch, capacity, AT_ONCE: tl.constexpr):
+    at = start + tl.arange(0, AT_ONCE)
+    lengths = tl.load(cache_seqlens + at, mask=at < batch, other=0)
+    return tl.minimum(tl.maximum(lengths, 0), capacity), at < batch
+
+
+@triton.jit
+def blocks_a_unit(
+    cache_seqlens,
+    batch,
+    capacity,
+    q_len,
+    window_left,
+    wave,
+    waves_units,
+    long,
+    WINDOWED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The share: one wave of units where they are short, ``waves_units`` of them where they are long."""
+    total = 0
+    for start in range(0, batch, AT_ONCE):
+        lengths, _ = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
+        total += tl.sum(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N))
+    finest = (total + waves_units - 1) // waves_units
+    return tl.maximum(tl.maximum(finest, tl.minimum((total + wave - 1) // wave, long)), 1)
+
+
+@triton.jit
+def units_of(blocks, share):
+    """Units of a sequence; one that is empty has a unit too, whose program writes what attention to nothing is."""
+    return tl.maximum((blocks + share - 1) // share, 1)
+
+
+@triton.jit
+def find_unit(
+    unit,
+    share,
+    cache_seqlens,
+    batch,
+    capacity,
+    q_len,
+    window_left,
+    WINDOWED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """``(sequence, its first unit)`` of a unit; sequence is ``batch`` where the unit is beyond the last."""
+    sequence = 0
+    first = 0
+    before = 0
+    for start in range(0, batch, AT_ONCE):
+        lengths, real = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
+        units = tl.where(real, units_of(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N), share), 0)
+        ends = before + tl.cumsum(units, 0)
+        passed = (ends <= unit) & real
+        sequence += tl.sum(passed.to(tl.int32))
+        first = tl.maximum(first, tl.max(tl.where(passed, ends, 0)))
+        before += tl.sum(units)
+    return sequence, first
+
+
+@triton.jit
+def units_before(
+    sequence,
+    share,
+    cache_seqlens,
+    capacity,
+    q_len,
+    window_left,
+    WINDOWED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The first unit of a sequence."""
+    first = 0
+    for start in range(0, sequence, AT_ONCE):
+        lengths, real = _lengths(cache_seqlens, start, sequence, capacity, AT_ONCE)
+        units = units_of(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N), share)
+        first += tl.sum(tl.where(real, units, 0))
+    return first
+
+
+@triton.jit
+def _merge_units(
+    partial,  # float32 [units, heads, rows, width]
+    partial_lse,  # float32 [units, heads, rows], base 2
+    out,  # [batch * q_len, heads * group, width]
+    lse,  # float32 [batch * q_len, heads * group] or None
+    sinks,  # [heads * group] or None
+    cache_seqlens,
+    batch,
+    capacity,
+    window_left,
+    wave,
+    waves_units,
+    long,
+    out_stride_t,
+    out_stride_h,
+    out_stride_d,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    UNITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    share = blocks_a_unit(
+        cache_seqlens, batch, capacity, Q_LEN, window_left, wave, waves_units, long, WINDOWED, BLOCK_N, AT_ONCE
+    )
+    length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
+    units = units_of(blocks_of(length, Q_LEN, window_left, WINDOWED, BLOCK_N), share)
+    first = units_before(sequence, share, cache_seqlens, capacity, Q_LEN, window_left, WINDOWED, BLOCK_N, AT_ONCE)
+    if EARLY:  # until here the kernel that makes the units may be running; no program ends before it has
+        tl.extra.cuda.gdc_wait()
+    if units == 1:
+        return
+    column = tl.arange(0, BLOCK_W)
+    real = row < GROUP * Q_LEN
+    q_head = head * GROUP + row % GROUP
+
+    if sinks is not None:
+        largest = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+        total = tl.full([ROWS], 1.0, tl.float32)
+        total = tl.where(largest == -float("inf"), 0.0, total)
+    else:
+        largest = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+    merged = tl.zeros([ROWS, BLOCK_W], tl.float32)
+    for start in range(0, units, UNITS):
+        at = start + tl.arange(0, UNITS)
+        where = ((first + at).to(tl.int64)[:, None] * HEADS + head) * (GROUP * Q_LEN) + row[None, :]
+        usable = (at < units)[:, None] & real[None, :]
+        part_lse = tl.load(partial_lse + where, mask=usable, other=-float("inf"))
+        part = tl.load(
+            partial + where[:, :, None] * WIDTH + column[None, None, :],
+            mask=usable[:, :, None] & (column < WIDTH)[None, None, :],
+            other=0.0,
+        )
+        raised = tl.maximum(largest, tl.max(part_lse, 0))
+        shift = tl.where(raised == -float("inf"), 0.0, raised)
+        weight = tl.exp2(part_lse - shift[None, :])
+        decay = tl.exp2(largest - shift)
+        total = total * decay + tl.sum(weight, 0)
+        merged = merged * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
+        largest = raised
+    merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
+    token = sequence.to(tl.int64) * Q_LEN + row // GROUP
+    to = out + token[:, None] * out_stride_t + q_head[:, None] * out_stride_h + column[None, :] * out_stride_d
+    tl.store(to, merged.to(out.dtype.element_ty), mask=real[:, None] & (column < WIDTH)[None, :])
+    if lse is not None:
+        shift = tl.where(largest == -float("inf"), 0.0, largest)
+        tl.store(lse + token * (HEADS * GROUP) + q_head, (shift + tl.log2(total)) * LN_2, mask=real)
+
+
+def merge_units(
+    plan: SplitPlan,
+    partial: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    cache_seqlens: Tensor,
+    capacity: int,
+    q_len: int,
+    window_left: int,
+    block_n: int,
+    multiprocessors: int,
+    early: bool = False,
+) -> None:
+    """Makes the units of every sequence that has several one, and adds the sinks.
+
+    Args:
+        partial, partial_lse: as `SplitPlan.partials` made them; filled, the log-sum-exp in base 2 and without sinks. Row r of
+            head h is token ``r // group`` and query head ``h * group + r % group`` of the sequence.
+        capacity: bounds lengths, in tokens; with ``q_len``, ``window_left`` and ``block_n`` what the units were made with.
+        lse: contiguous.
+        early: launched before the kernel that fills the partials has ended, which is waited for on the device.
+    """
+    _, heads, rows, width = partial.shape
+    block_w = triton.next_power_of_2(width)
+    # Many small programs where there are few sequences, and so many units each; else one for all rows of a head.
+    at_once = triton.next_power_of_2(rows) if plan.batch * heads >= 2 * multiprocessors else 1
+    at_once = min(at_once, max(1, _MERGED_AT_ONCE // block_w))
+    units = min(triton.next_power_of_2(plan.most), max(2, _MERGED_AT_ONCE // (block_w * at_once)), 64)
+    _merge_units[(plan.batch, heads, triton.cdiv(rows, at_once))](
+        partial,
+        partial_lse,
+        out,
+        lse,
+        sinks,
+        cache_seqlens,
+        plan.batch,
+        capacity,
+        window_left,
+        plan.wave,
+        plan.waves_units,
+        plan.long,
+        *out.stride(),
+        HEADS=heads,
+        GROUP=rows // q_len,
+        Q_LEN=q_len,
+        WIDTH=width,
+        WINDOWED=window_left >= 0,
+        BLOCK_N=block_n,
+        AT_ONCE=plan.at_once,
+        UNITS=units,
+        ROWS=at_once,
+        BLOCK_W=block_w,
+        EARLY=early,
+        num_warps=4,
+        **({"launch_pdl": True} if early else {}),
+    )
