@@ -121,7 +121,7 @@ def run(options: Options, console: Console) -> Result:
         ConfigError, CheckpointError: the model cannot be had.
         ValueError: a request can never run on it.
     """
-    config, source = model_of(options.checkpoint, options.preset, options.layers, options.seed)
+    config, source = model_of(options.checkpoint, options.preset, options.layers, options.seed, options.device)
     tokenizer = tokenizer_of(options.checkpoint, config.vocab_size)
     stop = frozenset(config.eos_token_ids) if options.checkpoint else frozenset()  # random weights mean nothing by an end
     requests = [
@@ -161,12 +161,12 @@ def run(options: Options, console: Console) -> Result:
     )
 
 
-def model_of(checkpoint: Path | None, name: str, layers: int | None, seed: int) -> tuple[Config, TensorSource]:
-    """The configuration and tensors of a checkpoint, or random ones of a preset."""
+def model_of(checkpoint: Path | None, name: str, layers: int | None, seed: int, device: str) -> tuple[Config, TensorSource]:
+    """The configuration and tensors of a checkpoint, or random ones of a preset, drawn on the device that will hold them."""
     if checkpoint is not None:
         return Config.from_directory(checkpoint), Checkpoint(checkpoint)
     config = preset(name) if layers is None else preset(name).with_layers(layers)
-    return config, RandomTensors(config, seed)
+    return config, RandomTensors(config, seed, device=device)
 
 
 def _cache_for(model: GptOss, requests: Sequence[Request], page_size: int) -> PagedKVCache:
