@@ -1,6 +1,6 @@
 """Attention: of whole sequences, of new tokens to a paged cache, and of partial results made one."""
 
-from tokenspeed_kernel.ops.attention import triton  # noqa: F401  (registers its kernels)
+from tokenspeed_kernel.ops.attention import torch, triton  # noqa: F401  (they register their kernels)
 from tokenspeed_kernel.ops.attention.attn_merge_state import attn_merge_state
 from tokenspeed_kernel.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
 from tokenspeed_kernel.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
