@@ -115,6 +115,21 @@ def tests_nvidia(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-m", "nvidia", *session.posargs)
 
 
+@nox.session(name="sanitize-nvidia", venv_params=["--system-site-packages"])
+def sanitize_nvidia(session: nox.Session) -> None:
+    """The small cases of every Triton kernel under compute-sanitizer's memcheck. Arguments are operators; all by default."""
+    _on_this_machine(session, "nvidia-smi", "NVIDIA")
+    if shutil.which("compute-sanitizer") is None:
+        session.skip("needs compute-sanitizer, which comes with the CUDA toolkit")
+    session.install("-e", f"{CORE}[tools]")
+    # Without PyTorch's own pool every tensor is an allocation of its own, so that going past its end is seen.
+    environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    check = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
+    for target in session.posargs or [""]:
+        verify = ("python", "-m", "tokenspeed_kernel", "verify", *([target] if target else []), "--solution", "triton")
+        session.run(*check, *verify, env=environment, external=True)
+
+
 @nox.session(name="tests-amd", venv_params=["--system-site-packages"])
 def tests_amd(session: nox.Session) -> None:
     """All cases of all kernels that an AMD GPU runs, the large ones too."""

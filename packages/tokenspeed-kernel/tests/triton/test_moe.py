@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tokenspeed_kernel import moe_topk
+from tokenspeed_kernel import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_topk
+from tokenspeed_kernel.numerics.compare import compare_tensors
+from tokenspeed_kernel.numerics.tolerance import tolerance_for
 from tokenspeed_kernel.numerics.verify import default_device
 from tokenspeed_kernel.platform import current_platform
 
@@ -20,9 +23,11 @@ ODD_VALUES = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, 1e-30, 
 
 def _topk_agrees(logits: torch.Tensor, **options: Any) -> None:
     got = moe_topk(logits, **options, override="triton_moe_topk")
-    expected = moe_topk(logits, **options, override="reference_moe_topk")
-    assert torch.equal(got[1], expected[1])
-    torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-7, equal_nan=True)
+    # On the CPU: PyTorch's sort on a GPU ranks a NaN with the sign bit set below everything.
+    on_cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    expected = moe_topk(logits.cpu(), **on_cpu, override="reference_moe_topk")
+    assert torch.equal(got[1].cpu(), expected[1])
+    torch.testing.assert_close(got[0].cpu(), expected[0], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -65,6 +70,109 @@ def test_strided_logits_bias_and_outputs() -> None:
     got = moe_topk(
         logits, 4, "sigmoid", correction_bias=bias, weights_out=weights_out, ids_out=ids_out, override="triton_moe_topk"
     )
-    assert got[0].data_ptr() == weights_out.data_ptr() and got[1].data_ptr() == ids_out.data_ptr()
+    assert got[0].data_ptr() == weights_out.data_ptr()
+    assert got[1].data_ptr() == ids_out.data_ptr()
     assert torch.equal(ids_out, expected[1])
     torch.testing.assert_close(weights_out, expected[0])
+
+
+# -- moe_apply, dense ----------------------------------------------------------------------------------------------------------
+
+
+def _layer(
+    tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(tokens)
+    plan = moe_plan(experts, top_k, hidden, intermediate, dtype=dtype, device=DEVICE, override="triton_moe_apply", **options)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype).to(DEVICE)
+
+    bias = (normal(experts, 2 * intermediate), normal(experts, hidden)) if plan.bias else (None, None)
+    w13 = normal(experts, 2 * intermediate, hidden, scale=hidden**-0.5)
+    w2 = normal(experts, hidden, intermediate, scale=intermediate**-0.5)
+    return {
+        "x": normal(tokens, hidden),
+        "weights": MoEWeights(w13, None, bias[0], w2, None, bias[1]),
+        "topk_weights": torch.rand(tokens, top_k, generator=generator).to(DEVICE),
+        "topk_ids": torch.randint(0, experts, (tokens, top_k), generator=generator, dtype=torch.int32).to(DEVICE),
+        "plan": plan,
+    }
+
+
+def _apply_agrees(layer: dict[str, Any], got: torch.Tensor | None = None) -> None:
+    got = moe_apply(**layer, override="triton_moe_apply") if got is None else got
+    expected = moe_apply(**layer, override="reference_moe_apply")
+    compared = compare_tensors("output", got, expected, tolerance_for(expected.dtype))
+    assert compared.passed, compared.fault
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 100, 200, 700])
+def test_blocks_of_all_lengths(tokens: int) -> None:
+    """Few tokens an expert and many: tiles are chosen by that. Some slots name the same expert twice."""
+    layer = _layer(tokens, 3, 2, 48, 40, torch.float16, bias=True, limit=2.0, beta=1.0)
+    _apply_agrees(layer)
+    layer["topk_ids"] = torch.where(torch.rand(tokens, 2) < 0.3, -1, layer["topk_ids"].cpu()).int().to(DEVICE)
+    layer["topk_ids"][:, 1] = layer["topk_ids"][:, 0]
+    _apply_agrees(layer)
+
+
+def test_all_tokens_to_one_expert() -> None:
+    layer = _layer(300, 16, 1, 32, 32)
+    layer["topk_ids"].fill_(11)
+    _apply_agrees(layer)
+
+
+def test_rows_of_skipped_slots_are_not_read() -> None:
+    """A weight of NaN, or what uninitialised memory holds, must not reach the sum."""
+    layer = _layer(9, 4, 3, 32, 32)
+    layer["topk_ids"][::2, 1] = -1
+    layer["topk_weights"][::2, 1] = torch.nan
+    got = moe_apply(**layer, override="triton_moe_apply")
+    layer["topk_weights"][::2, 1] = 0.0
+    _apply_agrees(layer, got)
+
+
+def test_strides() -> None:
+    """Weights that lie transposed, as some checkpoints have them, and tokens and results within larger tensors."""
+    layer = _layer(10, 4, 2, 32, 48, bias=True, w13_interleaved=True)
+    weights = layer["weights"]
+    layer["weights"] = replace(
+        weights,
+        w13_weight=weights.w13_weight.mT.contiguous().mT,
+        w2_weight=weights.w2_weight.mT.contiguous().mT,
+        w2_weight_bias=weights.w2_weight_bias.t().contiguous().t(),
+    )
+    layer["x"] = torch.cat([layer["x"], layer["x"]], dim=1).t().contiguous().t()[:, ::2]
+    layer["topk_weights"] = layer["topk_weights"].t().contiguous().t()
+    layer["topk_ids"] = layer["topk_ids"].t().contiguous().t()
+    out = torch.full((10, 96), 7.0, device=DEVICE)
+    returned = moe_apply(**layer, out=out[:, 5:69:2], override="triton_moe_apply")
+    assert returned.data_ptr() == out[:, 5:].data_ptr()
+    _apply_agrees(layer, returned)
+    assert bool((out[:, 4::2] == 7.0).all())
+    assert bool((out[:, :5] == 7.0).all())
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="graphs are captured on a GPU")
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_format": "fp8_block", "activation_dtype": "fp8"}, {"activation_dtype": "mxfp4"}], ids=str
+)
+def test_a_graph_follows_the_routing(options: dict[str, str]) -> None:
+    layer = _layer(64, 8, 4, 256, 128, torch.bfloat16)
+    if "weight_format" in options:
+        weights = layer["weights"]
+        layer["weights"] = MoEWeights(
+            weights.w13_weight.to(torch.float8_e4m3fn), torch.rand(8, 2, 2, device=DEVICE), None,
+            weights.w2_weight.to(torch.float8_e4m3fn), torch.rand(8, 2, 1, device=DEVICE), None,
+        )  # fmt: skip
+    plan: MoEPlan = layer["plan"]
+    layer["plan"] = replace(plan, **options)
+    moe_apply(**layer, override="triton_moe_apply")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = moe_apply(**layer, override="triton_moe_apply")
+    for experts in (8, 1, 3):
+        layer["topk_ids"].copy_(torch.randint(-1, experts, (64, 4), dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(captured, moe_apply(**layer, override="triton_moe_apply"))

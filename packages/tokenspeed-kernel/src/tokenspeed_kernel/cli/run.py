@@ -13,9 +13,10 @@ import typer
 from tokenspeed_kernel.benchmark.roofline import Roofline, measure_roofline
 from tokenspeed_kernel.benchmark.run import Report, Row, bench_case, collect_metadata
 from tokenspeed_kernel.cli.find import find_device, find_kernels, find_runs
-from tokenspeed_kernel.cli.output import AsJson, fail, print_json, print_table, progress
+from tokenspeed_kernel.cli.output import AsJson, fail, print_json, print_table, progress, unknown
 from tokenspeed_kernel.numerics.verify import CaseResult, Status, default_device, verify_case
 from tokenspeed_kernel.platform import current_platform
+from tokenspeed_kernel.registry import KernelSpec
 
 # Optional rather than `| None`: typer evaluates these.
 Target = Annotated[Optional[str], typer.Argument(metavar="[KERNEL|OP]", help="A kernel, or all of an operator's; all if left out.")]  # noqa: UP045
@@ -33,13 +34,14 @@ def verify(
     target: Target = None,
     case: CaseName = None,
     large: Large = False,
+    solution: Solution = None,
     plugin: Plugin = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Run kernels against their operators' references. Exit code 1 if any is wrong."""
     where = find_device(device)
-    runs = find_runs(find_kernels(target, plugin), case, large)
+    runs = find_runs(_made_with(solution, find_kernels(target, plugin)), case, large)
     results: list[CaseResult] = []
     with progress(len(runs), "verifying") as begin:
         for spec, chosen in runs:
@@ -59,6 +61,13 @@ def verify(
         parts = [f"{counts[status.value]} {status.value}" for status in Status if counts[status.value]]
         typer.echo(f"\n{', '.join(parts) or 'nothing to run'} on {current_platform()}")
     raise typer.Exit(bool(bad))
+
+
+def _made_with(solution: str | None, kernels: list[KernelSpec]) -> list[KernelSpec]:
+    chosen = [spec for spec in kernels if solution in (None, spec.solution)]
+    if not chosen:
+        unknown("solution", str(solution), sorted({spec.solution for spec in kernels}))
+    return chosen
 
 
 def _verify_rows(results: list[CaseResult], *, fold: bool) -> list[list[str]]:
@@ -96,12 +105,9 @@ def bench(
 ) -> None:
     """Time kernels, after checking their results. Exit code 1 if any is wrong."""
     where = find_device(device) or default_device()
-    kernels = [spec for spec in find_kernels(target) if solution in (None, spec.solution)]
-    if not kernels:
-        fail(f"--solution {solution}: no such kernel here")
     if graph and where.type != "cuda":
         fail(f"--graph {graph}: there are CUDA graphs on GPUs only, and this would run on {where}")
-    runs = find_runs(kernels, case, large)
+    runs = find_runs(_made_with(solution, find_kernels(target)), case, large)
     if output is not None and not output.parent.is_dir():
         fail(f"--output {output}: there is no folder {output.parent}")
     metadata = collect_metadata(_command(target, case, large, solution, device, budget, graph), where)

@@ -71,6 +71,7 @@ def _() -> list[Case]:
         Case("odd d 1001, three axes, float16", _inputs(2, 3, 2 * 1001, dtype=torch.float16)),
         Case("every second row of a wider tensor", lambda draw: {"x": draw.normal(6, 2, 2 * 64)[:, 0]}),
         Case("no rows", _inputs(0, 2 * 128)),
+        Case("64 rows of 2880", _inputs(64, 2 * 2880), large=True),
         Case("llama-70b prefill 8192", _inputs(8192, 2 * 28672), large=True),
     ]
 

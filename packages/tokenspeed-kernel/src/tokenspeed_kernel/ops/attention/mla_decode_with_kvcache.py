@@ -154,8 +154,11 @@ def _() -> list[Case]:
         Case("fp8 cache without scale", paged([33, 18], **tiny, cache_dtype=e4m3)),
         Case("fp8 q and cache, a scale each", paged([33, 18], **tiny, dtype=e4m3, scales=("q_scale", "kv_scale"))),
         Case("deepseek-v3, 16 of its heads, 1 to 300 tokens", paged([1, 63, 64, 65, 300], **sharded)),
+        Case("one long sequence among short ones, lse", paged([900, 3, 0, 64], **tiny, return_lse=True)),
         Case("no sequences", paged([], **tiny, return_lse=True)),
+        Case("deepseek-v3 64 x 8192", paged([8192] * 64, **deepseek_v3), large=True),
         Case("deepseek-v3 128 x 4096", paged([4096] * 128, **deepseek_v3), large=True),
+        Case("deepseek-v3, 16 of its heads, 64 x 8192", paged([8192] * 64, **sharded), large=True),
         Case("deepseek-v3, 16 of its heads, 128 x 4096", paged([4096] * 128, **sharded), large=True),
         Case("deepseek-v3, 16 of its heads, 64 x 8192, two new tokens", paged([8192] * 64, **sharded, max_seqlen_q=2), large=True),
         Case(

@@ -186,6 +186,7 @@ def _() -> list[Case]:
         Case("fp8 cache without scale", paged([33, 18], [10, 18], **causal, cache_dtype=e4m3)),
         Case("fp8 q and cache, a scale each", paged([33, 18], [10, 18], **causal, dtype=e4m3, scales=("q_scale", "kv_scale"))),
         Case("deepseek-v3, 16 of its heads, 1 to 100 new", paged([200, 64, 65], [100, 64, 1], **sharded)),
+        Case("few new tokens of a long sequence, lse", paged([900, 3, 0, 64], [2, 3, 0, 7], **causal, return_lse=True)),
         Case("no new tokens", paged([20, 0], [0, 0], **causal)),
         Case("no sequences", paged([], [], **causal, return_lse=True)),
         Case("deepseek-v3 4 x 512 of 4096", paged([4096] * 4, [512] * 4, **deepseek_v3), large=True),

@@ -45,8 +45,9 @@ def torch_mha_prefill(
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     for begin, end in itertools.pairwise(cu_seqlens.tolist()):
         if begin < end:
-            of_one = (x[begin:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            of_q, of_k, of_v = (x[begin:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            grouped = q.shape[1] != k.shape[1]
             # [1, heads, q_len, v_head_dim]
-            attended = scaled_dot_product_attention(*of_one, is_causal=True, scale=softmax_scale, enable_gqa=q.shape[1] != k.shape[1])
+            attended = scaled_dot_product_attention(of_q, of_k, of_v, is_causal=True, scale=softmax_scale, enable_gqa=grouped)
             out[begin:end] = attended[0].transpose(0, 1)
     return out

@@ -222,6 +222,7 @@ def _() -> list[Case]:
         Case("fp8 cache", _inputs(9, 8, 2, 64, page_size=4, cache_dtype=torch.float8_e4m3fn)),
         Case("no tokens", _inputs(0, *gpt_oss, fused=False)),
         Case("no tokens, with cache", _inputs(0, *gpt_oss, page_size=16, fused=False)),
+        Case("gpt-oss-120b decode 64 with cache", _inputs(64, *gpt_oss, max_positions=131072, page_size=64), large=True),
         Case("gpt-oss-120b prefill 16384", _inputs(16384, *gpt_oss, max_positions=131072), large=True),
         Case("gpt-oss-120b prefill 16384 with cache", _inputs(16384, *gpt_oss, max_positions=131072, page_size=16), large=True),
         Case("llama-70b decode 256 with cache", _inputs(256, 64, 8, 128, max_positions=131072, page_size=16), large=True),

@@ -167,8 +167,11 @@ def _() -> list[Case]:
         Case("every token is padding", _inputs(4, 2, 4, 2, 16, padding=4)),
         Case("no tokens", _inputs(0, 2, 4, 2, 16, fused=False)),
         Case("the whole cache, not fused", _inputs(64, 4, 16, 2, 32, torch.float32, fused=False)),
+        Case("gpt-oss-120b decode 64", _inputs(64, 512, 64, 8, 64), large=True),
         Case("gpt-oss-120b prefill 16384", _inputs(16384, 2048, 16, 8, 64), large=True),
         Case("gpt-oss-120b prefill 16384, fp8 cache", _inputs(16384, 2048, 16, 8, 64, cache_dtype=fp8, scale_shape=()), large=True),
+        Case("gpt-oss-120b prefill 65536", _inputs(65536, 1280, 64, 8, 64), large=True),
+        Case("gpt-oss-120b prefill 65536, fp8 cache", _inputs(65536, 1280, 64, 8, 64, cache_dtype=fp8, scale_shape=()), large=True),
     ]
 
 

@@ -105,6 +105,7 @@ def _() -> list[Case]:
         Case("odd head_dim 57, float16", _inputs(5, 6, 3, 57, torch.float16)),
         Case("more kv heads than heads, float32", _inputs(3, 1, 4, 64, torch.float32)),
         Case("no tokens", _inputs(0, 8, 2, 64)),
+        Case("qwen3-235b decode 64, slices of a fused qkv", _inputs(64, 64, 4, 128, fused=True), large=True),
         Case("qwen3-235b prefill 16384, slices of a fused qkv", _inputs(16384, 64, 4, 128, fused=True), large=True),
     ]
 

@@ -12,10 +12,9 @@ from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
 from tokenspeed_kernel.checks import FLOATS, Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.sampling.philox import uniform
+from tokenspeed_kernel.ops.sampling.weights import LOG2_E, WEIGHT_BITS, weights
 
-# Weights are integers, so that their sums do not depend on the order of addition. The largest is 2^WEIGHT_BITS, and a sum of
-# MAX_VOCAB of them fits into int64.
-WEIGHT_BITS = 40
+# The largest weight is 2^WEIGHT_BITS, and a sum of MAX_VOCAB of them fits into int64.
 MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
 
 
@@ -35,10 +34,12 @@ def sample_top_k_top_p(
     et al., 2018, arXiv:1805.04833), of those again the shortest prefix that holds at least ``top_p`` of their probability
     (Holtzman et al., 2020, arXiv:1904.09751), and one of the rest is drawn by inverting its cumulative distribution at a
     number that depends on the row's ``seed`` and ``offset`` only. The same row with the same seed and offset therefore gives
-    the same token in any batch, at any place in it, and on any device.
+    the same token in any batch, at any place in it, on any device and by any kernel.
 
-    Exactly: token i weighs ``w[i] = round(2^40 * exp((logit[i] - max(logits)) / temperature))``, computed in float64, held in
-    int64, in the order above. With S(n) the sum of the first n weights,
+    Exactly: token i weighs ``w[i] = round(2^40 * exp((logit[i] - max(logits)) / temperature))`` in the order above, in int64. So
+    that it is the same number everywhere, ``w[i]`` is defined, to within 1 of that, by
+    `tokenspeed_kernel.ops.sampling.weights.weights` of the float64 numbers ``logit[i] - max(logits)`` and
+    ``log2(e) / temperature``. With S(n) the sum of the first n weights,
 
     * k is top_k, or vocab where top_k is 0 or larger than vocab;
     * n is the number of i < k with ``S(i) < top_p * S(k)``, at least 1; the product is float64, of the float32 that top_p is;
@@ -85,8 +86,8 @@ def sample_top_k_top_p(
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     largest, warmth = ordered[:, :1].double(), temperature.double().unsqueeze(1)
     greedy = ~((warmth > 0) & warmth.isfinite() & largest.isfinite())
-    distance = torch.where(greedy, 0.0, (ordered.double() - largest) / warmth)
-    weight = (distance.exp() * 2.0**WEIGHT_BITS).round().long()
+    distance = torch.where(greedy, 0.0, ordered.double() - largest)
+    weight = weights(distance, torch.where(greedy, 1.0, LOG2_E / warmth))
     total = weight.cumsum(-1)
 
     k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k).long().unsqueeze(1)

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,13 +24,16 @@ class Tile:
     warps: int
 
 
-_ELEMENTS = 1024
+# H200, bf16: 16384 x 2880 moves 96% of what a copy does, interleaved or not, as with half of both; twice the warps 84%, twice the
+# columns 83 to 89%. 64 rows take 1.6 to 1.8 us.
+_ELEMENTS, _WARPS = 1024, 4
 
 
+@functools.cache
 def tile_for(intermediate: int) -> Tile:
     """The tile for results of this many columns."""
     columns = min(triton.next_power_of_2(intermediate), _ELEMENTS)
-    return Tile(max(1, _ELEMENTS // columns), columns, warps=4)
+    return Tile(_ELEMENTS // columns, columns, _WARPS)
 
 
 @triton.jit
@@ -91,9 +94,7 @@ def _launch(
     x: Tensor, out: Tensor | None, alpha: float, limit: float | None, beta: float, interleaved: bool, plain: bool
 ) -> Tensor:
     intermediate = x.shape[-1] // 2
-    result = out
-    if out is None or not has_rows(out):
-        result = torch.empty((*x.shape[:-1], intermediate), dtype=x.dtype, device=x.device)
+    result = out if out is not None and has_rows(out) else x.new_empty((*x.shape[:-1], intermediate))
     if result.numel():
         source, target = as_rows(x), as_rows(result)
         rows = source.shape[0]

@@ -9,21 +9,163 @@ import torch
 from tokenspeed_kernel.ops.triton_common import TRITON
 from tokenspeed_kernel.registry import Priority, register_kernel
 from tokenspeed_kernel.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel.traits import at_most
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _HERE = __name__
 
 # -- mha_prefill ---------------------------------------------------------------------------------------------------------------
 
+register_kernel(
+    "attention",
+    "mha_prefill",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures(("q", "k", "v"), "dense", _FLOATS),
+    traits={
+        "head_dim": at_most(256),
+        "v_head_dim": at_most(256),
+        "logit_cap": any,
+        "return_lse": any,
+        "sliding_window": any,
+        "sinks": any,
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)(f"{_HERE}.mha_prefill:mha_prefill")
+
 # -- mha_extend_with_kvcache ---------------------------------------------------------------------------------------------------
+
+register_kernel(
+    "attention",
+    "mha_extend_with_kvcache",
+    solution="triton",
+    capability=TRITON,
+    signatures=frozenset(
+        format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
+        for q, cache in [
+            *((dtype, dtype) for dtype in _FLOATS),
+            *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
+        ]
+    ),
+    traits={
+        "head_dim": at_most(256),
+        "v_head_dim": at_most(256),
+        "logit_cap": any,
+        "return_lse": any,
+        "sliding_window": any,
+        "sinks": any,
+        "scaled": any,
+        "is_causal": any,
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)(f"{_HERE}.mha_extend_with_kvcache:mha_extend_with_kvcache")
 
 # -- mha_decode_with_kvcache ---------------------------------------------------------------------------------------------------
 
+register_kernel(
+    "attention",
+    "mha_decode_with_kvcache",
+    solution="triton",
+    capability=TRITON,
+    signatures=frozenset(
+        format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
+        for q, cache in [
+            *((dtype, dtype) for dtype in _FLOATS),
+            *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
+        ]
+    ),
+    traits={
+        "head_dim": at_most(256),
+        "v_head_dim": at_most(256),
+        "logit_cap": any,
+        "return_lse": any,
+        "sliding_window": any,
+        "sinks": any,
+        "scaled": any,
+        "multi_query": any,
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)(f"{_HERE}.mha_decode_with_kvcache:mha_decode_with_kvcache")
+
 # -- attn_merge_state ----------------------------------------------------------------------------------------------------------
+
+register_kernel(
+    "attention",
+    "attn_merge_state",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures(("out_a", "out_b"), "dense", _FLOATS),
+    traits={"v_head_dim": at_most(4096)},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)(f"{_HERE}.attn_merge_state:attn_merge_state")
 
 # -- mla_prefill ---------------------------------------------------------------------------------------------------------------
 
+register_kernel(
+    "attention",
+    "mla_prefill",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures(("q", "k", "v"), "dense", _FLOATS),
+    traits={"head_dim": at_most(256), "v_head_dim": at_most(256), "logit_cap": any, "return_lse": any},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)(f"{_HERE}.mla_prefill:mla_prefill")
+
 # -- mla_extend_with_kvcache ---------------------------------------------------------------------------------------------------
 
+register_kernel(
+    "attention",
+    "mla_extend_with_kvcache",
+    solution="triton",
+    capability=TRITON,
+    signatures=frozenset(
+        format_signature(q=dense_tensor_format(q), kv_cache=dense_tensor_format(cache))
+        for q, cache in [
+            *((dtype, dtype) for dtype in _FLOATS),
+            *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
+        ]
+    ),
+    traits={
+        "head_dim": at_most(1024),
+        "v_head_dim": at_most(512),
+        "logit_cap": any,
+        "return_lse": any,
+        "scaled": any,
+        "is_causal": any,
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)(f"{_HERE}.mla_extend_with_kvcache:mla_extend_with_kvcache")
+
 # -- mla_decode_with_kvcache ---------------------------------------------------------------------------------------------------
+
+register_kernel(
+    "attention",
+    "mla_decode_with_kvcache",
+    solution="triton",
+    capability=TRITON,
+    signatures=frozenset(
+        format_signature(q=dense_tensor_format(q), kv_cache=dense_tensor_format(cache))
+        for q, cache in [
+            *((dtype, dtype) for dtype in _FLOATS),
+            *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
+        ]
+    ),
+    traits={
+        "head_dim": at_most(1024),
+        "v_head_dim": at_most(512),
+        "logit_cap": any,
+        "return_lse": any,
+        "scaled": any,
+        "multi_query": any,
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)(f"{_HERE}.mla_decode_with_kvcache:mla_decode_with_kvcache")
 

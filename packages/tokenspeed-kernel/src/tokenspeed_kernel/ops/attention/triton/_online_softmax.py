@@ -20,7 +20,7 @@ LN_2 = tl.constexpr(math.log(2.0))
 
 
 def score_factors(softmax_scale: float, logit_cap: float) -> tuple[float, float]:
-    """``(multiplier, cap_log2)`` for `capped` and the functions after it; ``cap_log2`` is 0 without a cap."""
+    """``(multiplier, cap_log2)`` for `scored`; ``cap_log2`` is 0 without a cap."""
     if logit_cap > 0:
         return softmax_scale / logit_cap, logit_cap * math.log2(math.e)
     return softmax_scale * math.log2(math.e), 0.0
@@ -33,17 +33,10 @@ def tanh(x):
 
 
 @triton.jit
-def rise(largest, products, multiplier, cap_log2, visible, HAS_CAP: tl.constexpr, MASKED: tl.constexpr):
-    """One more block of keys for the running maximum.
+def scored(products, multiplier, cap_log2, HAS_CAP: tl.constexpr):
+    """``(scores, factor)``: the scores in base 2 are ``scores * factor``, factor positive.
 
-    Args:
-        largest: float32 [M], the state.
-        products: float32 [M, N], q . k.
-        visible: bool, broadcastable to [M, N]; looked at where MASKED.
-
-    Returns:
-        ``(scores, factor, largest, shift)``: the weights are ``exp2(scores * factor - shift[:, None])``. Without a cap ``scores`` are
-        the products and ``factor`` the multiplier (which must be positive), so that scaling and shifting are one instruction.
+    Without a cap those are the arguments, so that scaling and shifting become one instruction in `step_scored`.
     """
     if HAS_CAP:
         scores = cap_log2 * tanh(products * multiplier)
@@ -51,21 +44,36 @@ def rise(largest, products, multiplier, cap_log2, visible, HAS_CAP: tl.constexpr
     else:
         scores = products
         factor = multiplier
-    if MASKED:
-        scores = tl.where(visible, scores, -float("inf"))
-    largest = tl.maximum(largest, tl.max(scores, 1) * factor)
-    return scores, factor, largest, tl.where(largest == -float("inf"), 0.0, largest)
+    return scores, factor
+
+
+@triton.jit
+def step_scored(largest, total, scores, factor):
+    """`step` for scores of `scored`, -inf where a key is not visible."""
+    raised = tl.maximum(largest, tl.max(scores, 1) * factor)
+    shift = tl.where(raised == -float("inf"), 0.0, raised)
+    weights = tl.exp2(scores * factor - shift[:, None])
+    decay = tl.exp2(largest - shift)
+    return weights, decay, raised, total * decay + tl.sum(weights, 1)
 
 
 @triton.jit
 def step(largest, total, products, multiplier, cap_log2, visible, HAS_CAP: tl.constexpr, MASKED: tl.constexpr):
-    """One block of keys. Returns ``(weights, decay, largest, total)``: the accumulated values are to be multiplied by
-    ``decay`` [M] before ``weights @ v`` is added.
+    """One block of keys.
+
+    Args:
+        largest, total: float32 [M], the state.
+        products: float32 [M, N], q . k.
+        visible: bool, broadcastable to [M, N]; looked at where MASKED.
+
+    Returns:
+        ``(weights, decay, largest, total)``: what has been accumulated is to be multiplied by ``decay`` [M] before
+        ``weights @ v`` is added.
     """
-    scores, factor, raised, shift = rise(largest, products, multiplier, cap_log2, visible, HAS_CAP, MASKED)
-    weights = tl.exp2(scores * factor - shift[:, None])
-    decay = tl.exp2(largest - shift)
-    return weights, decay, raised, total * decay + tl.sum(weights, 1)
+    scores, factor = scored(products, multiplier, cap_log2, HAS_CAP)
+    if MASKED:
+        scores = tl.where(visible, scores, -float("inf"))
+    return step_scored(largest, total, scores, factor)
 
 
 @triton.jit

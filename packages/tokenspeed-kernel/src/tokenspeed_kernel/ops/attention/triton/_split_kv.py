@@ -21,7 +21,8 @@ from torch import Tensor
 from tokenspeed_kernel.ops.attention.triton._online_softmax import LN_2, LOG2_E
 
 _LENGTHS_AT_ONCE = 1024
-_MERGED_AT_ONCE = 4096  # elements of partial outputs: 16 to 32 a thread
+_STARTING = tl.constexpr(4)  # blocks that could be done while a unit begins and ends
+_MERGED_AT_ONCE = 2048  # elements of partial outputs: 16 a thread
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,23 @@ class SplitPlan:
         batch: sequences.
         units: bounds the units of all sequences together (for one head): the grid.
         most: bounds the units of one sequence; 1 if there is nothing to merge, ever.
+        least: blocks of a unit, at least.
         wave: units that run at once; a batch with little work is cut into as many.
         waves_units: units that a batch with much work is cut into.
         long: blocks that make a unit long enough: shares between that and ``1 / wave`` of the work are not cut further.
         at_once: lengths that are looked at together.
+        shares: shares that are tried, see `blocks_a_unit`.
     """
 
     batch: int
     units: int
     most: int
+    least: int
     wave: int
     waves_units: int
     long: int
     at_once: int
+    shares: int = 1
 
     def partials(self, heads: int, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Room for partial outputs ``[units, heads, rows, width]`` and their log-sum-exps ``[units, heads, rows]``."""
@@ -55,21 +60,25 @@ class SplitPlan:
         )
 
 
-def plan_units(batch: int, blocks: int, heads: int, at_once: int, waves: int, long: int) -> SplitPlan:
+def plan_units(
+    batch: int, blocks: int, heads: int, at_once: int, waves: int, long: int, least: int = 1, whole: int = 1, shares: int = 1
+) -> SplitPlan:
     """A plan.
 
     Args:
         blocks: that the longest sequence can have.
         heads: programs of one unit: key heads times tiles of query rows.
         at_once: programs that the device runs at once.
-        waves, long: see `SplitPlan`.
+        waves: how often the device is filled where there is much work.
+        long, least, shares: see `SplitPlan`.
+        whole: no sequence is split where none can have more blocks than this.
     """
     wave = max(1, at_once // heads)
     waves_units = wave * waves
-    most = max(1, min(blocks, waves_units))
+    most = 1 if blocks <= whole else max(1, min(triton.cdiv(blocks, least), waves_units))
     units = batch if most == 1 else min(batch + waves_units, batch * most)
     lengths = min(_LENGTHS_AT_ONCE, max(16, triton.next_power_of_2(batch)))
-    return SplitPlan(batch, units, most, wave, waves_units, long, lengths)
+    return SplitPlan(batch, units, most, least, wave, waves_units, long, lengths, shares)
 
 
 @triton.jit
@@ -102,20 +111,39 @@ def blocks_a_unit(
     capacity,
     q_len,
     window_left,
+    least,
     wave,
     waves_units,
     long,
     WINDOWED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    SHARES: tl.constexpr = 1,
 ):
-    """The share: one wave of units where they are short, ``waves_units`` of them where they are long."""
+    """The share: one wave of units where they are short, ``waves_units`` of them where they are long.
+
+    Where a wave is one program a multiprocessor, a last wave that is nearly empty costs as much as a full one. With SHARES (a power
+    of two above 1), as many shares about that one are tried, and the one is taken whose waves times longest unit is least.
+    """
     total = 0
     for start in range(0, batch, AT_ONCE):
         lengths, _ = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
         total += tl.sum(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N))
     finest = (total + waves_units - 1) // waves_units
-    return tl.maximum(tl.maximum(finest, tl.minimum((total + wave - 1) // wave, long)), 1)
+    share = tl.maximum(tl.maximum(finest, tl.minimum((total + wave - 1) // wave, long)), least)
+    if SHARES > 1:
+        shares = tl.maximum(share * (tl.arange(0, SHARES) + SHARES // 8) * 2 // SHARES, tl.maximum(finest, least))
+        units = tl.zeros([SHARES], tl.int32)
+        longest = tl.zeros([SHARES], tl.int32)
+        for start in range(0, batch, AT_ONCE):
+            lengths, real = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
+            blocks = blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N)[:, None]
+            each = units_of(blocks, shares[None, :])
+            units += tl.sum(tl.where(real[:, None], each, 0), 0)
+            longest = tl.maximum(longest, tl.max((blocks + each - 1) // each, 0))
+        cost = (units + wave - 1) // wave * (longest + _STARTING)
+        share = tl.min(tl.where(cost == tl.min(cost), shares, 1 << 30))
+    return share
 
 
 @triton.jit
@@ -173,7 +201,7 @@ def units_before(
     return first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "capacity", "window_left", "least", "wave", "waves_units", "long"])
 def _merge_units(
     partial,  # float32 [units, heads, rows, width]
     partial_lse,  # float32 [units, heads, rows], base 2
@@ -181,9 +209,11 @@ def _merge_units(
     lse,  # float32 [batch * q_len, heads * group] or None
     sinks,  # [heads * group] or None
     cache_seqlens,
+    cu_seqlens_q,  # None where every sequence has Q_LEN queries, else at most as many
     batch,
     capacity,
     window_left,
+    least,
     wave,
     waves_units,
     long,
@@ -201,12 +231,13 @@ def _merge_units(
     ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     EARLY: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     share = blocks_a_unit(
-        cache_seqlens, batch, capacity, Q_LEN, window_left, wave, waves_units, long, WINDOWED, BLOCK_N, AT_ONCE
+        cache_seqlens, batch, capacity, Q_LEN, window_left, least, wave, waves_units, long, WINDOWED, BLOCK_N, AT_ONCE, SHARES
     )
     length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
     units = units_of(blocks_of(length, Q_LEN, window_left, WINDOWED, BLOCK_N), share)
@@ -217,6 +248,10 @@ def _merge_units(
         return
     column = tl.arange(0, BLOCK_W)
     real = row < GROUP * Q_LEN
+    token = sequence.to(tl.int64) * Q_LEN + row // GROUP
+    if cu_seqlens_q is not None:
+        token = tl.load(cu_seqlens_q + sequence).to(tl.int64) + row // GROUP
+        real &= token < tl.load(cu_seqlens_q + sequence + 1)
     q_head = head * GROUP + row % GROUP
 
     if sinks is not None:
@@ -245,7 +280,6 @@ def _merge_units(
         merged = merged * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
         largest = raised
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
-    token = sequence.to(tl.int64) * Q_LEN + row // GROUP
     to = out + token[:, None] * out_stride_t + q_head[:, None] * out_stride_h + column[None, :] * out_stride_d
     tl.store(to, merged.to(out.dtype.element_ty), mask=real[:, None] & (column < WIDTH)[None, :])
     if lse is not None:
@@ -267,6 +301,7 @@ def merge_units(
     block_n: int,
     multiprocessors: int,
     early: bool = False,
+    cu_seqlens_q: Tensor | None = None,
 ) -> None:
     """Makes the units of every sequence that has several one, and adds the sinks.
 
@@ -275,13 +310,14 @@ def merge_units(
             head h is token ``r // group`` and query head ``h * group + r % group`` of the sequence.
         capacity: bounds lengths, in tokens; with ``q_len``, ``window_left`` and ``block_n`` what the units were made with.
         lse: contiguous.
+        cu_seqlens_q: where a sequence may have less than ``q_len`` queries.
         early: launched before the kernel that fills the partials has ended, which is waited for on the device.
     """
     _, heads, rows, width = partial.shape
     block_w = triton.next_power_of_2(width)
-    # Many small programs where there are few sequences, and so many units each; else one for all rows of a head.
-    at_once = triton.next_power_of_2(rows) if plan.batch * heads >= 2 * multiprocessors else 1
-    at_once = min(at_once, max(1, _MERGED_AT_ONCE // block_w))
+    # Many small programs where there are few rows, and so many units each; else few that do many.
+    most_rows = min(triton.next_power_of_2(rows), max(1, _MERGED_AT_ONCE // block_w))
+    at_once = min(most_rows, 1 << (max(1, plan.batch * heads * rows // (4 * multiprocessors)).bit_length() - 1))
     units = min(triton.next_power_of_2(plan.most), max(2, _MERGED_AT_ONCE // (block_w * at_once)), 64)
     _merge_units[(plan.batch, heads, triton.cdiv(rows, at_once))](
         partial,
@@ -290,9 +326,11 @@ def merge_units(
         lse,
         sinks,
         cache_seqlens,
+        cu_seqlens_q,
         plan.batch,
         capacity,
         window_left,
+        plan.least,
         plan.wave,
         plan.waves_units,
         plan.long,
@@ -308,6 +346,7 @@ def merge_units(
         ROWS=at_once,
         BLOCK_W=block_w,
         EARLY=early,
+        SHARES=plan.shares,
         num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )

@@ -1,8 +1,8 @@
 """Attention of the newest tokens to a paged cache.
 
-All query heads of a key head, and all new tokens of a sequence, are the rows of one tile, so that a key is read once. Memory decides
-the speed: a program is a warp or a few, several share a multiprocessor, and each keeps some blocks of keys and values on the way.
-Long sequences are split over programs, see `_split_kv`.
+All query heads of a key head, and all new tokens of a sequence, are the rows of one tile, so that a key is read once. Memory
+decides the speed: a program is a warp or a few, several share a multiprocessor, and each keeps some blocks of keys and values on
+the way. Long sequences are split over programs, see `_split_kv`.
 """
 
 from __future__ import annotations
@@ -17,46 +17,68 @@ from torch import Tensor
 from tokenspeed_kernel.checks import FP8
 from tokenspeed_kernel.ops.attention._softmax import empty_outputs, softmax_scale_of
 from tokenspeed_kernel.ops.attention.triton import _online_softmax as softmax
-from tokenspeed_kernel.ops.attention.triton._split_kv import blocks_a_unit, blocks_of, find_unit, first_block, merge_units
-from tokenspeed_kernel.ops.attention.triton._split_kv import plan_units, units_of
+from tokenspeed_kernel.ops.attention.triton._fp8 import fp8_operand, widened
+from tokenspeed_kernel.ops.attention.triton._fp8_pairs import even_and_odd, pairable, paired
+from tokenspeed_kernel.ops.attention.triton._split_kv import (
+    blocks_a_unit,
+    blocks_of,
+    find_unit,
+    first_block,
+    merge_units,
+    plan_units,
+    units_of,
+)
 from tokenspeed_kernel.ops.triton_common import for_architecture, multiprocessors
+from tokenspeed_kernel.platform import platform_of
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a program walks its keys.
+    """How a program walks its keys, and how work is cut.
 
     Attributes:
         block_n: keys at once.
-        num_warps, num_stages: of a program, and blocks of keys on the way.
+        num_warps: of a program.
+        num_stages: of the loop; the compiler halves them between page numbers, which come first, and keys and values.
         resident: programs that share a multiprocessor.
         waves: how often the device is filled with programs where there is much work.
         long: keys of a program that are enough for its start and end not to matter.
+        least: keys that a program has at least, where a sequence has as many.
+        whole: a sequence of at most so many keys is never split.
     """
 
     block_n: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
+    num_warps: int = 2
+    num_stages: int = 7
     resident: int = 4
     waves: int = 3
     long: int = 1024
+    least: int = 128
+    whole: int = 256
 
 
-@triton.jit
-def _widened(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Elements of a cache in the dtype of the products, to which every fp8 number is exact."""
-    if FP8 == "e4m3 in bits":  # an e4m3's exponent and mantissa, moved, are a float16 that is 2^-8 times too small
-        bits = x.to(tl.uint16)
-        moved = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
-        value = moved.to(tl.float16, bitcast=True) * 256.0
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(DTYPE)
-    elif FP8 == "e5m2 in bits":  # the upper half of a float16
-        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
-    else:
-        return x.to(DTYPE)
+# Shared memory of a multiprocessor, of which the keys on their way take most.
+_SHARED_BYTES = {"sm_80": 160_000, "sm_90": 225_000, "sm_100": 225_000, "sm_103": 225_000, "amd": 64_000, "any": 98_000}
 
 
-@triton.jit
+def _config(key_bytes: int, rows: int, device: torch.device) -> Config:
+    """For keys that take ``key_bytes`` with their values, and tiles of ``rows`` query rows."""
+    block_n = min(64, max(16, 1 << (16_384 // key_bytes).bit_length() - 1))
+    num_warps = 4 if rows > 16 else 2
+    num_stages = 7
+    if platform_of(device).is_amd:
+        num_warps, num_stages = 4, 2
+    buffers = num_stages // 2
+    resident = for_architecture(_SHARED_BYTES, device) // (buffers * block_n * key_bytes + 3_000)
+    return Config(block_n, num_warps, num_stages, min(8, max(1, resident)))
+
+
+# Where the kernel that merges may be launched while the units are still at work.
+_EARLY = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
+_TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@triton.jit(do_not_specialize=["page_table_stride_b", "batch", "capacity", "window_left", "least", "wave", "waves_units", "long"])
 def _decode(
     q,  # [batch * Q_LEN, HEADS * GROUP, HEAD_DIM]
     k_cache,  # [pages, PAGE_SIZE, HEADS, HEAD_DIM]
@@ -92,6 +114,7 @@ def _decode(
     window_left,
     multiplier,
     cap_log2,
+    least,
     wave,
     waves_units,
     long,
@@ -108,8 +131,12 @@ def _decode(
     WINDOWED: tl.constexpr,
     SPLIT: tl.constexpr,
     DTYPE: tl.constexpr,
+    RESCALED: tl.constexpr,
     Q_FP8: tl.constexpr,
     FP8: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ALIKE: tl.constexpr,
+    FAR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -120,8 +147,10 @@ def _decode(
 ):
     """One unit: a tile of the query rows of a key head, and a share of the keys of their sequence."""
     ROWS: tl.constexpr = GROUP * Q_LEN
+    EACH: tl.constexpr = 2 if PAIRS else 1  # numbers in an element of the cache as it is read
+    COLUMNS: tl.constexpr = HEAD_DIM // EACH
+    V_COLUMNS: tl.constexpr = V_HEAD_DIM // EACH
     TILES: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
-    INT8: tl.constexpr = 1
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     # Programs of all heads of the same keys lie side by side: their keys are neighbours in memory.
@@ -132,7 +161,7 @@ def _decode(
     first_unit = unit
     if SPLIT:
         share = blocks_a_unit(
-            cache_seqlens, batch, capacity, Q_LEN, window_left, wave, waves_units, long, WINDOWED, BLOCK_N, AT_ONCE
+            cache_seqlens, batch, capacity, Q_LEN, window_left, least, wave, waves_units, long, WINDOWED, BLOCK_N, AT_ONCE
         )
         sequence, first_unit = find_unit(
             unit, share, cache_seqlens, batch, capacity, Q_LEN, window_left, WINDOWED, BLOCK_N, AT_ONCE
@@ -157,20 +186,22 @@ def _decode(
     position = length - Q_LEN + row // GROUP
     d = tl.arange(0, BLOCK_D)
     w = tl.arange(0, BLOCK_W)
-    q_at = q + token[:, None] * q_stride_t + q_head[:, None] * q_stride_h + d[None, :] * q_stride_d
-    queries = tl.load(q_at, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0)
-    if FP8 is None:
-        queries = queries.to(DTYPE)
-    else:
-        # Keys become float16, which holds every fp8 number. A row of queries is scaled to float16's range by a power of 2.
-        wide = _widened(queries, tl.float32, Q_FP8)
-        top = tl.max(tl.abs(wide), 1)
-        exponent = ((top.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
-        exponent = tl.minimum(tl.maximum(exponent, -100), 126)
+    q_at = q + token[:, None] * q_stride_t + q_head[:, None] * q_stride_h + (d * EACH)[None, :] * q_stride_d
+    queries = tl.load(q_at, mask=real[:, None] & (d < COLUMNS)[None, :], other=0.0)
+    queries_odd = queries
+    if PAIRS:
+        queries_odd = tl.load(q_at + q_stride_d, mask=real[:, None] & (d < COLUMNS)[None, :], other=0.0)
+    if RESCALED:  # to float16's range, by a power of 2 that the scores are given back
+        top = tl.maximum(tl.max(tl.abs(queries.to(tl.float32))), tl.max(tl.abs(queries_odd.to(tl.float32))))
+        exponent = ((top.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127 - 14
+        exponent = tl.minimum(tl.maximum(exponent, -100), 112)
         down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
-        queries = (wide * down[:, None]).to(DTYPE)
-        up = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
-        multiplier = multiplier
+        queries = (queries.to(tl.float32) * down).to(DTYPE)
+        queries_odd = (queries_odd.to(tl.float32) * down).to(DTYPE)
+        multiplier *= ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        queries = widened(queries, DTYPE, Q_FP8)
+        queries_odd = widened(queries_odd, DTYPE, Q_FP8)
     if q_scale is not None:
         multiplier *= tl.load(q_scale + head * Q_SCALES)
     if k_scale is not None:
@@ -186,33 +217,39 @@ def _decode(
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    acc_odd = acc
     for block in tl.range(begin, end, num_stages=STAGES):
         # Keys that no query sees are not read, as they may be NaN: the nearest one that some query sees stands in.
         key = block * BLOCK_N + n
         held = tl.maximum(tl.minimum(key, length - 1), low)
+        slot = held % PAGE_SIZE
         if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(pages + block // (PAGE_SIZE // BLOCK_N) * page_table_stride_p).to(tl.int64)
-            k_from = k_head + page * k_stride_p
-            v_from = v_head + page * v_stride_p
-            slot = held % PAGE_SIZE
-            k_at = k_from + (slot[None, :] * k_stride_t + d[:, None] * k_stride_d)
-            v_at = v_from + (slot[:, None] * v_stride_t + w[None, :] * v_stride_d)
+            page = tl.load(pages + block // (PAGE_SIZE // BLOCK_N) * page_table_stride_p)
         else:
-            page = tl.load(pages + held // PAGE_SIZE * page_table_stride_p).to(tl.int64)
-            slot = held % PAGE_SIZE
-            k_at = k_head + (page * k_stride_p + slot * k_stride_t)[None, :] + d[:, None] * k_stride_d
-            v_at = v_head + (page * v_stride_p + slot * v_stride_t)[:, None] + w[None, :] * v_stride_d
-        if BLOCK_D == HEAD_DIM:
+            page = tl.load(pages + held // PAGE_SIZE * page_table_stride_p)
+        if FAR:
+            page = page.to(tl.int64)
+        k_row = page * k_stride_p + slot * k_stride_t
+        if ALIKE:
+            v_row = k_row
+        else:
+            v_row = page * v_stride_p + slot * v_stride_t
+        k_at = k_head + (k_row[:, None] + (d * k_stride_d)[None, :])
+        v_at = v_head + (v_row[:, None] + (w * v_stride_d)[None, :])
+        if BLOCK_D == COLUMNS:
             k = tl.load(k_at)
         else:
-            k = tl.load(k_at, mask=(d < HEAD_DIM)[:, None], other=0)
-        if BLOCK_W == V_HEAD_DIM:
+            k = tl.load(k_at, mask=(d < COLUMNS)[None, :], other=0)
+        if BLOCK_W == V_COLUMNS:
             v = tl.load(v_at)
         else:
-            v = tl.load(v_at, mask=(w < V_HEAD_DIM)[None, :], other=0)
-        products = tl.dot(queries, _widened(k, DTYPE, FP8), input_precision="ieee")
-        if FP8 is not None:
-            products *= up[:, None]
+            v = tl.load(v_at, mask=(w < V_COLUMNS)[None, :], other=0)
+        if PAIRS:
+            k_even, k_odd = even_and_odd(tl.trans(k), DTYPE, FP8)
+            products = tl.dot(queries, k_even, input_precision="ieee")
+            products = tl.dot(queries_odd, k_odd, products, input_precision="ieee")
+        else:
+            products = tl.dot(queries, widened(tl.trans(k), DTYPE, FP8), input_precision="ieee")
         if Q_LEN == 1:
             visible = key < length
             if WINDOWED:
@@ -222,22 +259,28 @@ def _decode(
             visible = key[None, :] <= position[:, None]
             if WINDOWED:
                 visible &= key[None, :] >= position[:, None] - window_left
-        weights, decay, largest, total = softmax.step(
-            largest, total, products, multiplier, cap_log2, visible, HAS_CAP, True
-        )
-        acc = tl.dot(weights.to(DTYPE), _widened(v, DTYPE, FP8), acc * decay[:, None], input_precision="ieee")
+        weights, decay, largest, total = softmax.step(largest, total, products, multiplier, cap_log2, visible, HAS_CAP, True)
+        weights = weights.to(DTYPE)
+        if PAIRS:
+            v_even, v_odd = even_and_odd(v, DTYPE, FP8)
+            acc = tl.dot(weights, v_even, acc * decay[:, None], input_precision="ieee")
+            acc_odd = tl.dot(weights, v_odd, acc_odd * decay[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(weights, widened(v, DTYPE, FP8), acc * decay[:, None], input_precision="ieee")
 
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
+        w = tl.arange(0, 2 * BLOCK_W)
     if v_scale is not None:
         acc *= tl.load(v_scale + head * V_SCALES)
     held_w = real[:, None] & (w < V_HEAD_DIM)[None, :]
-    if SPLIT:
-        if units > 1:
-            at_row = (unit.to(tl.int64) * HEADS + head) * ROWS + row
-            shift = tl.where(largest == -float("inf"), 0.0, largest)
-            tl.store(partial_lse + at_row, shift + tl.log2(total), mask=real)
-            acc *= softmax.reciprocal_of(total)[:, None]
-            tl.store(partial + at_row[:, None] * V_HEAD_DIM + w[None, :], acc, mask=held_w)
-            return
+    if SPLIT and units > 1:
+        at_row = (unit.to(tl.int64) * HEADS + head) * ROWS + row
+        shift = tl.where(largest == -float("inf"), 0.0, largest)
+        tl.store(partial_lse + at_row, shift + tl.log2(total), mask=real)
+        acc *= softmax.reciprocal_of(total)[:, None]
+        tl.store(partial + at_row[:, None] * V_HEAD_DIM + w[None, :], acc, mask=held_w)
+        return
     if sinks is not None:
         sink = tl.load(sinks + q_head, mask=real, other=0.0)
         decay, largest, total = softmax.join_sink(largest, total, sink)
@@ -247,3 +290,156 @@ def _decode(
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=held_w)
     if lse is not None:
         tl.store(lse + token * (HEADS * GROUP) + q_head, softmax.log_sum_exp(largest, total), mask=real)
+
+
+def _reach(x: Tensor) -> int:
+    """How far the last element is from the first, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _scales(scale: Tensor | None) -> int:
+    """The stride of the scales of key heads: 0 if they share one."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+
+
+def mha_decode_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_k: int,
+    max_seqlen_q: int = 1,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See the operator."""
+    made = empty_outputs(q, v_cache.shape[3], return_lse) if out is None or return_lse else out
+    made, lse = made if isinstance(made, tuple) else (made, None)
+    out = made if out is None else out
+    device, batch = q.device, cache_seqlens.shape[0]
+    _, page_size, heads, head_dim = k_cache.shape
+    v_head_dim = v_cache.shape[3]
+    if out.numel() == 0 and (lse is None or lse.numel() == 0):
+        return out if lse is None else (out, lse)
+
+    pairs = pairable(k_cache) and pairable(v_cache)
+    each = 2 if pairs else 1
+    # Narrow queries and keys meet in the dtype that holds both.
+    if k_cache.dtype not in FP8 or q.dtype == torch.float32:
+        dtype = q.dtype
+    else:
+        dtype = torch.float16
+    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # the interpreter's products of bfloat16 are wrong
+    rescaled = q.dtype == torch.bfloat16 and dtype == torch.float16
+    group = q.shape[1] // heads
+    rows = group * max_seqlen_q
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    tiles = triton.cdiv(rows, block_m)
+    block_d = triton.next_power_of_2(max(16, head_dim // each))
+    block_w = triton.next_power_of_2(max(16, v_head_dim // each))
+    config = _config((block_d + block_w) * k_cache.element_size() * each, block_m, device)
+    capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
+    blocks = triton.cdiv(capacity, config.block_n)
+    if window_left >= 0:
+        blocks = min(blocks, triton.cdiv(max_seqlen_q + window_left, config.block_n) + 1)
+    sm_count = multiprocessors(device)
+    plan = plan_units(
+        batch,
+        blocks,
+        heads * tiles,
+        sm_count * config.resident,
+        config.waves,
+        triton.cdiv(config.long, config.block_n),
+        triton.cdiv(config.least, config.block_n),
+        triton.cdiv(config.whole, config.block_n),
+    )
+    split = plan.most > 1
+    partial, partial_lse = plan.partials(heads, rows, v_head_dim, device)
+    q, q_fp8 = fp8_operand(q)
+    if pairs:
+        (k_cache, fp8), (v_cache, _) = paired(k_cache), paired(v_cache)
+    else:
+        (k_cache, fp8), (v_cache, _) = fp8_operand(k_cache), fp8_operand(v_cache)
+    multiplier, cap_log2 = softmax.score_factors(softmax_scale_of(softmax_scale, head_dim), logit_cap)
+    early = split and for_architecture(_EARLY, device)
+    _decode[(plan.units * heads * tiles,)](
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        cache_seqlens,
+        sinks,
+        q_scale,
+        k_scale,
+        v_scale,
+        out,
+        lse,
+        partial,
+        partial_lse,
+        *q.stride(),
+        *k_cache.stride(),
+        *v_cache.stride(),
+        *page_table.stride(),
+        *out.stride(),
+        batch,
+        capacity,
+        window_left,
+        multiplier,
+        cap_log2,
+        plan.least,
+        plan.wave,
+        plan.waves_units,
+        plan.long,
+        HEADS=heads,
+        GROUP=group,
+        Q_LEN=max_seqlen_q,
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
+        PAGE_SIZE=page_size,
+        Q_SCALES=_scales(q_scale),
+        K_SCALES=_scales(k_scale),
+        V_SCALES=_scales(v_scale),
+        HAS_CAP=logit_cap > 0,
+        WINDOWED=window_left >= 0,
+        SPLIT=split,
+        DTYPE=_TRITON_DTYPES[dtype],
+        RESCALED=rescaled,
+        Q_FP8=q_fp8,
+        FP8=fp8,
+        PAIRS=pairs,
+        ALIKE=k_cache.stride()[:2] == v_cache.stride()[:2],
+        FAR=max(_reach(k_cache), _reach(v_cache)) >= 2**31,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=block_d,
+        BLOCK_W=block_w,
+        AT_ONCE=plan.at_once,
+        EARLY=early,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )
+    if split:
+        merge_units(
+            plan,
+            partial,
+            partial_lse,
+            out,
+            lse,
+            sinks,
+            cache_seqlens,
+            capacity,
+            max_seqlen_q,
+            window_left,
+            config.block_n,
+            sm_count,
+            early,
+        )
+    return out if lse is None else (out, lse)

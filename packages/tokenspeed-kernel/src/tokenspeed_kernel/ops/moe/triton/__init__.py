@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 
+from tokenspeed_kernel.ops.quantization.formats import fp8_format, mxfp4_format
 from tokenspeed_kernel.ops.triton_common import TRITON
 from tokenspeed_kernel.registry import Priority, register_kernel
 from tokenspeed_kernel.signature import dense_tensor_format, format_signature, format_signatures
@@ -37,5 +38,53 @@ register_kernel(
 
 # -- moe_apply: weights as they are (dense, fp8 blocks, mxfp4 with narrow activations) -----------------------------------------
 
+# Prepared mxfp4 weights are served faster below; this takes them where they were left as they are.
+register_kernel(
+    "moe",
+    "moe_apply",
+    solution="triton",
+    capability=TRITON,
+    signatures=[
+        format_signature(x=dense_tensor_format(dtype), w13=weight, w2=weight)
+        for dtype in _FLOATS
+        for weight in (dense_tensor_format(dtype), fp8_format(torch.float8_e4m3fn, "block", (128, 128)), mxfp4_format())
+    ],
+    traits={
+        "activation": "swiglu",
+        "bias": any,
+        "w13_interleaved": any,
+        "swiglu_limit": any,
+        "swiglu_alpha_beta": any,
+        "fp8_activations": any,
+        "mxfp4_activations": any,
+        "weight_layout": "canonical",
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism", "portability"},
+)(f"{_HERE}.moe_apply:moe_apply")
+
 # -- moe_apply: mxfp4 weights, prepared ----------------------------------------------------------------------------------------
 
+register_kernel(
+    "moe",
+    "moe_apply",
+    name="triton_moe_apply_mxfp4",
+    solution="triton",
+    capability=TRITON,
+    signatures={
+        format_signature(x=dense_tensor_format(dtype), w13=mxfp4_format(), w2=mxfp4_format())
+        for dtype in (torch.float16, torch.bfloat16)
+    },
+    traits={
+        "weight_layout": "triton_mxfp4",
+        "processed_weights": True,
+        "activation": "swiglu",
+        "bias": any,
+        "w13_interleaved": any,
+        "swiglu_limit": any,
+        "swiglu_alpha_beta": any,
+    },
+    priority=Priority.PORTABLE + 1,  # before the kernel that takes these weights as they are
+    tags={"determinism", "portability"},
+    weight_preprocessor=f"{_HERE}._mxfp4_layout:prepare_weights",
+)(f"{_HERE}.moe_apply_mxfp4:moe_apply")

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Pairs that a program looks at in one step. A routing of 4096 tokens to 4 experts is 16 steps, some microseconds.
+# Pairs that a program looks at in one step.
 _CHUNK = 1024
+# Programs that share the pairs of an expert, at most: each reads all counts.
+_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def block_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
 
 
 def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> BlockSchedule:
-    """The schedule of one call: one launch, safe in CUDA graphs, the same for the same ids. There must be at least one pair.
+    """The schedule of one call: one launch (two for many pairs), safe in CUDA graphs, the same for the same ids. There must be a pair.
 
     Args:
         topk_ids: int32 ``[tokens, top_k]``, any strides; ids that are negative (or not below ``num_experts``) are left out.
@@ -76,21 +78,33 @@ def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> Block
     memory = torch.empty(pairs + num_experts + 1 + 2 * capacity, dtype=torch.int32, device=topk_ids.device)
     order, expert_start, block_expert, block_row = memory.split([pairs, num_experts + 1, capacity, capacity])
     chunk = min(_CHUNK, max(32, triton.next_power_of_2(pairs)))
-    _schedule_kernel[(num_experts,)](
+    chunks = triton.cdiv(pairs, chunk)
+    bins = triton.next_power_of_2(num_experts + 1)
+    counts = order  # of each chunk; not needed where there is one
+    if chunks > 1:
+        counts = torch.empty(chunks, bins, dtype=torch.int32, device=topk_ids.device)
+        _count_kernel[(chunks,)](
+            topk_ids, *topk_ids.stride(), pairs, top_k, counts, num_experts, BINS=bins, CHUNK=chunk, num_warps=4
+        )
+    parts = min(chunks, _PARTS)
+    _schedule_kernel[(num_experts, parts)](
         topk_ids,
-        topk_ids.stride(0),
-        topk_ids.stride(1),
+        *topk_ids.stride(),
         pairs,
         top_k,
+        counts,
         order,
         expert_start,
         block_expert,
         block_row,
         num_experts,
         capacity,
+        chunks,
+        parts,
         BLOCK_ROWS=block_rows,
-        BINS=triton.next_power_of_2(num_experts + 1),
+        BINS=bins,
         CHUNK=chunk,
+        COUNTED=chunks > 1,
         num_warps=4 if chunk >= 256 else 1,
     )
     return BlockSchedule(order, expert_start, block_expert, block_row, block_rows)
@@ -105,51 +119,74 @@ def _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_expert
     return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
+def _count_kernel(
+    ids_ptr, stride_token, stride_slot, pairs, top_k, counts_ptr, num_experts, BINS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """How many pairs of a chunk each expert has; the bin after the last counts those of none."""
+    chunk = tl.program_id(0)
+    ids = _load_ids(ids_ptr, stride_token, stride_slot, chunk * CHUNK + tl.arange(0, CHUNK), pairs, top_k, num_experts)
+    tl.store(counts_ptr + chunk * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS))
+
+
+@triton.jit(do_not_specialize=["pairs", "capacity", "chunks", "parts"])
 def _schedule_kernel(
     ids_ptr,
     stride_token,
     stride_slot,
     pairs,
     top_k,
+    counts_ptr,
     order_ptr,
     expert_start_ptr,
     block_expert_ptr,
     block_row_ptr,
     num_experts,
     capacity,
+    chunks,
+    parts,
     BLOCK_ROWS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
-    """One program an expert. Each counts the pairs of all experts, so that none waits for another."""
+    """A program for an expert and a range of chunks. Each sums the counts of all, so that none waits for another."""
     expert = tl.program_id(0)
+    part = tl.program_id(1)
+    first_chunk = chunks * part // parts
+    last_chunk = chunks * (part + 1) // parts
     lane = tl.arange(0, CHUNK)
-    counts = tl.zeros([BINS], tl.int32)
-    for first in range(0, pairs, CHUNK):
-        ids = _load_ids(ids_ptr, stride_token, stride_slot, first + lane, pairs, top_k, num_experts)
-        counts += tl.histogram(ids, BINS)
     bins = tl.arange(0, BINS)
+    before = tl.zeros([BINS], tl.int32)  # counts of the chunks before this program's
+    if COUNTED:
+        counts = tl.zeros([BINS], tl.int32)
+        for chunk in range(0, chunks):
+            before = tl.where(chunk == first_chunk, counts, before)
+            counts += tl.load(counts_ptr + chunk * BINS + bins)
+    else:
+        counts = tl.histogram(_load_ids(ids_ptr, stride_token, stride_slot, lane, pairs, top_k, num_experts), BINS)
     counts = tl.where(bins < num_experts, counts, 0)
     blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
     row = tl.sum(tl.where(bins < expert, counts, 0), 0)
     count = tl.sum(tl.where(bins == expert, counts, 0), 0)
     block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
-    tl.store(expert_start_ptr + expert, row)
-    if expert == num_experts - 1:
-        tl.store(expert_start_ptr + num_experts, row + count)
-        for first in range(block + (count + BLOCK_ROWS - 1) // BLOCK_ROWS, capacity, CHUNK):
-            tl.store(block_expert_ptr + first + lane, tl.full([CHUNK], -1, tl.int32), mask=first + lane < capacity)
-    for first in range(0, count, CHUNK * BLOCK_ROWS):
-        start = first + lane * BLOCK_ROWS
-        place = block + start // BLOCK_ROWS
-        tl.store(block_expert_ptr + place, expert + tl.zeros([CHUNK], tl.int32), mask=start < count)
-        tl.store(block_row_ptr + place, row + start, mask=start < count)
+    if part == 0:
+        tl.store(expert_start_ptr + expert, row)
+        if expert == num_experts - 1:
+            tl.store(expert_start_ptr + num_experts, row + count)
+            for first in range(block + (count + BLOCK_ROWS - 1) // BLOCK_ROWS, capacity, CHUNK):
+                tl.store(block_expert_ptr + first + lane, tl.full([CHUNK], -1, tl.int32), mask=first + lane < capacity)
+        for first in range(0, count, CHUNK * BLOCK_ROWS):
+            start = first + lane * BLOCK_ROWS
+            place = block + start // BLOCK_ROWS
+            tl.store(block_expert_ptr + place, expert + tl.zeros([CHUNK], tl.int32), mask=start < count)
+            tl.store(block_row_ptr + place, row + start, mask=start < count)
     if count > 0:
-        for first in range(0, pairs, CHUNK):
-            pair = first + lane
+        row += tl.sum(tl.where(bins == expert, before, 0), 0)
+        for chunk in range(first_chunk, last_chunk):
+            pair = chunk * CHUNK + lane
             ids = _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_experts)
-            mine = ids == expert
-            place = row + tl.cumsum(mine.to(tl.int32), 0) - 1
-            tl.store(order_ptr + place, pair, mask=mine)
-            row += tl.sum(mine.to(tl.int32), 0)
+            mine = (ids == expert).to(tl.int32)
+            place = row + tl.cumsum(mine, 0) - 1
+            tl.store(order_ptr + place, pair, mask=mine != 0)
+            row += tl.sum(mine, 0)

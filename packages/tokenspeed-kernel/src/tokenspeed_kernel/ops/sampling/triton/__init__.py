@@ -8,12 +8,33 @@ import torch
 
 from tokenspeed_kernel.ops.triton_common import TRITON
 from tokenspeed_kernel.registry import Priority, register_kernel
-from tokenspeed_kernel.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel.signature import format_signatures
+from tokenspeed_kernel.traits import at_most
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _HERE = __name__
 
 # -- argmax --------------------------------------------------------------------------------------------------------------------
 
+register_kernel(
+    "sampling",
+    "argmax",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures("logits", "dense", _FLOATS),
+    traits={"vocab": at_most(2**31 - 2**15)},
+    priority=Priority.PORTABLE,
+    tags={"portability", "determinism"},
+)(f"{_HERE}.argmax:argmax")
+
 # -- sample_top_k_top_p --------------------------------------------------------------------------------------------------------
 
+register_kernel(
+    "sampling",
+    "sample_top_k_top_p",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures("logits", "dense", _FLOATS),
+    priority=Priority.PORTABLE,
+    tags={"portability", "determinism"},
+)(f"{_HERE}.sample_top_k_top_p:sample_top_k_top_p")

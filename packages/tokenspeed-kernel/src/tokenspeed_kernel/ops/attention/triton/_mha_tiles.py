@@ -1,0 +1,570 @@
+"""Multi-head attention of many queries: one program a tile of queries, over the blocks of keys that the tile can see.
+
+The rows of a tile are positions times the query heads of one key head ("packed": row r of a sequence is position ``r // GROUP``, head
+``r % GROUP``), so that a key is read once for all of them, and a tile spans few positions: little of its last block lies beyond the
+causal diagonal, and under a window it sees few keys more than each of its rows.
+
+Lengths are known on the device only. The rows of all sequences share a grid of *slots*, of which sequence b owns those from
+``cu_seqlens[b] * GROUP // BLOCK_M + b`` on: always enough for its tiles, never more than one too many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenspeed_kernel.checks import FP8
+from tokenspeed_kernel.ops.attention.triton import _online_softmax as softmax
+from tokenspeed_kernel.ops.attention.triton._fp8 import fp8_operand, widened
+from tokenspeed_kernel.ops.triton_common import for_architecture
+
+_TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_SEQUENCES_AT_ONCE = 256
+# Keys and values that all heads of a sequence may take before its heads go one after another: what stays in a second-level cache.
+_HEADS_TOGETHER_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a program walks its keys.
+
+    Attributes:
+        block_m: rows of a tile, positions times query heads of a key head.
+        block_n: keys at once.
+        num_warps, num_stages: of a program, and blocks of keys on the way.
+        edges: "branch": one loop, that masks where a block lies at an edge; "apart": the blocks in between have their own loop.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    edges: str = "branch"
+    descriptors: bool = False
+    edge_stages: int = 1
+    registers: int | None = None
+    edges_first: bool = False
+
+
+@dataclass(frozen=True)
+class Paging:
+    """Where keys lie that are in pages."""
+
+    page_table: Tensor
+    cache_seqlens: Tensor
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """A head's columns as one or two powers of two, at least 16 each, that waste few: 80 is 64 and 16, 72 too, 120 is 128."""
+    whole = max(16, triton.next_power_of_2(width))
+    half = whole // 2
+    rest = max(16, triton.next_power_of_2(width - half))
+    return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
+
+
+def product_dtype(q: Tensor) -> tl.dtype:
+    """What operands of products are: every fp8 number is a bfloat16."""
+    dtype = _TRITON_DTYPES[torch.bfloat16 if q.dtype in FP8 else q.dtype]
+    return for_architecture({"cpu": tl.float32, "any": dtype}, q.device)  # the interpreter's products of bfloat16 are wrong
+
+
+def sequences_at_once(batch: int) -> int:
+    """Offsets that `sequence_of` looks at together."""
+    return min(_SEQUENCES_AT_ONCE, max(16, triton.next_power_of_2(batch)))
+
+
+def scale_stride(scale: Tensor | None) -> int:
+    """The distance between the scales of neighbouring heads: 0 where there is one for all."""
+    return int(scale is not None and scale.numel() > 1)
+
+
+def attend(
+    tiles: Tiles,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    cu_seqlens: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    longest: int,
+    paging: Paging | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Launches `attend_tiles`. The arguments are the operators'; ``longest`` bounds the keys of a sequence."""
+    tokens, heads, head_dim = q.shape
+    kv_heads, v_head_dim = v.shape[-2:]
+    batch = cu_seqlens.numel() - 1
+    if tokens == 0 or batch == 0:
+        return
+    group = heads // kv_heads
+    dtype = product_dtype(q)
+    (q, q_fp8), (k, k_fp8), (v, _) = fp8_operand(q), fp8_operand(k), fp8_operand(v)
+    slots = tokens * group // tiles.block_m + batch
+    multiplier, cap_log2 = softmax.score_factors(softmax_scale, logit_cap)
+    together = longest * kv_heads * (head_dim + v_head_dim) * k.element_size() <= _HEADS_TOGETHER_BYTES
+    page_table, cache_seqlens = (paging.page_table, paging.cache_seqlens) if paging else (None, None)
+    page_size = k.shape[1] if paging else 0
+    described = _whole_rows(k) and _whole_rows(v) and page_size % tiles.block_n == 0
+    attend_tiles[(slots * kv_heads,)](
+        q,
+        k,
+        v,
+        *((_rows_of(k, tiles.block_n), _rows_of(v, tiles.block_n)) if tiles.descriptors and described else (None, None)),
+        out,
+        lse,
+        cu_seqlens,
+        cache_seqlens,
+        page_table,
+        sinks,
+        q_scale,
+        k_scale,
+        v_scale,
+        *q.stride(),
+        *(k.stride() if paging else (0, *k.stride())),
+        *(v.stride() if paging else (0, *v.stride())),
+        *out.stride(),
+        *(page_table.stride() if paging else (0, 0)),
+        batch,
+        slots,
+        page_table.shape[1] * page_size if paging else 0,
+        window_left,
+        multiplier,
+        cap_log2,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
+        PAGE_SIZE=page_size,
+        Q_SCALES=scale_stride(q_scale),
+        K_SCALES=scale_stride(k_scale),
+        V_SCALES=scale_stride(v_scale),
+        CAUSAL=causal,
+        WINDOWED=window_left >= 0,
+        HAS_CAP=logit_cap > 0,
+        DTYPE=dtype,
+        Q_FP8=q_fp8,
+        KV_FP8=k_fp8,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        D_LOW=split_width(head_dim)[0],
+        D_HIGH=split_width(head_dim)[1],
+        W_LOW=split_width(v_head_dim)[0],
+        W_HIGH=split_width(v_head_dim)[1],
+        HEADS_FIRST=together,
+        EDGES=tiles.edges,
+        AT_ONCE=sequences_at_once(batch),
+        STAGES=tiles.num_stages,
+        EDGE_STAGES=tiles.edge_stages,
+        EDGES_FIRST=tiles.edges_first,
+        ALIGN=tiles.block_n if page_size else 1,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
+    )
+
+
+def _whole_rows(x: Tensor) -> bool:
+    """Whether a tensor map can describe ``[..., heads, dim]``, dim a power of two, as rows of all heads."""
+    dim = x.shape[-1]
+    aligned = x.data_ptr() % 16 == 0 and dim * x.element_size() % 16 == 0 and x.stride(-3) * x.element_size() % 16 == 0
+    whole = x.stride(-1) == 1 and x.stride(-2) == dim and (x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1))
+    return aligned and whole and dim & (dim - 1) == 0 and dim >= 16
+
+
+def _rows_of(x: Tensor, block_n: int) -> TensorDescriptor:
+    heads, dim = x.shape[-2:]
+    rows = x.numel() // (heads * dim)
+    return TensorDescriptor(x, [rows, heads * dim], [x.stride(-3), 1], [block_n, dim])
+
+
+@triton.jit
+def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The sequence that owns a slot."""
+    count = 0
+    for start in range(0, batch, AT_ONCE):
+        at = start + tl.arange(0, AT_ONCE)
+        begins = tl.load(cu_seqlens + at, mask=at < batch, other=0)
+        count += tl.sum(((begins * GROUP // BLOCK_M + at <= slot) & (at < batch)).to(tl.int32))
+    return count - 1
+
+
+@triton.jit
+def rows_of_columns(at, columns, stride, WIDTH: tl.constexpr, DTYPE: tl.constexpr, FP8: tl.constexpr):
+    """Columns of the rows that begin at pointers ``at``, in the dtype of the products; columns from WIDTH on are 0."""
+    if WIDTH is None:
+        x = tl.load(at[:, None] + columns[None, :] * stride)
+    else:
+        x = tl.load(at[:, None] + columns[None, :] * stride, mask=(columns < WIDTH)[None, :], other=0.0)
+    return widened(x, DTYPE, FP8)
+
+
+@triton.jit
+def _walk(
+    state,  # (largest, total, acc_low, acc_high)
+    begin,
+    end,
+    queries,  # (q_low, q_high)
+    position,
+    source,
+    k_rows,
+    v_rows,
+    strides,
+    reach,
+    scaling,
+    KIND: tl.constexpr,
+    SIZES: tl.constexpr,
+    MASKED: tl.constexpr,  # "never"; "always"; or "edges": blocks before full_begin and from full_end on
+    STAGES: tl.constexpr,
+):
+    """Attention to blocks begin to end, of which block i begins with key ``low_block + i * BLOCK_N``."""
+    k_head, v_head, pages, start, head = source
+    k_stride_p, k_stride_t, k_stride_d, v_stride_p, v_stride_t, v_stride_d, page_table_stride_p = strides
+    low_block, low, kv_len, full_begin, full_end, window_left = reach
+    multiplier, cap_log2 = scaling
+    PAGE_SIZE: tl.constexpr = KIND[0]
+    CAUSAL: tl.constexpr = KIND[1]
+    WINDOWED: tl.constexpr = KIND[2]
+    HAS_CAP: tl.constexpr = KIND[3]
+    DTYPE: tl.constexpr = KIND[4]
+    KV_FP8: tl.constexpr = KIND[5]
+    BLOCK_N: tl.constexpr = SIZES[0]
+    HEAD_DIM: tl.constexpr = SIZES[1]
+    D_LOW: tl.constexpr = SIZES[2]
+    D_HIGH: tl.constexpr = SIZES[3]
+    V_HEAD_DIM: tl.constexpr = SIZES[4]
+    W_LOW: tl.constexpr = SIZES[5]
+    W_HIGH: tl.constexpr = SIZES[6]
+    largest, total, acc_low, acc_high = state
+    q_low, q_high = queries
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D_LOW)
+    w = tl.arange(0, W_LOW)
+    if D_HIGH:
+        d_high = D_LOW + tl.arange(0, D_HIGH)
+    if W_HIGH:
+        w_high = W_LOW + tl.arange(0, W_HIGH)
+    D_LOW_WIDTH: tl.constexpr = None if D_LOW <= HEAD_DIM else HEAD_DIM
+    D_WIDTH: tl.constexpr = None if D_LOW + D_HIGH == HEAD_DIM else HEAD_DIM
+    W_LOW_WIDTH: tl.constexpr = None if W_LOW <= V_HEAD_DIM else V_HEAD_DIM
+    W_WIDTH: tl.constexpr = None if W_LOW + W_HIGH == V_HEAD_DIM else V_HEAD_DIM
+    DESCRIBED: tl.constexpr = k_rows is not None
+    SCATTERED: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_N != 0
+
+    for block in tl.range(begin, end, num_stages=STAGES):
+        first = low_block + block * BLOCK_N
+        # Where the block is. Keys that no row sees are not read, they may be NaN: the nearest one that some row sees stands in.
+        if MASKED == "never":
+            held = n
+        else:
+            held = tl.maximum(tl.minimum(first + n, kv_len - 1), low) - first
+        if SCATTERED:
+            page = tl.load(pages + (first + held) // PAGE_SIZE * page_table_stride_p).to(tl.int64)
+            slot = (first + held) % PAGE_SIZE
+            k_at = k_head + page * k_stride_p + slot * k_stride_t
+            v_at = v_head + page * v_stride_p + slot * v_stride_t
+        elif PAGE_SIZE:
+            page = tl.load(pages + first // PAGE_SIZE * page_table_stride_p).to(tl.int64)
+            first_slot = page.to(tl.int32) * PAGE_SIZE + first % PAGE_SIZE
+            k_at = k_head + page * k_stride_p + first % PAGE_SIZE * k_stride_t + held * k_stride_t
+            v_at = v_head + page * v_stride_p + first % PAGE_SIZE * v_stride_t + held * v_stride_t
+        else:
+            first_slot = start + first
+            k_at = k_head + first.to(tl.int64) * k_stride_t + held * k_stride_t
+            v_at = v_head + first.to(tl.int64) * v_stride_t + held * v_stride_t
+
+        if DESCRIBED:
+            k = widened(k_rows.load([first_slot, head * HEAD_DIM]), DTYPE, KV_FP8)
+        else:
+            k = rows_of_columns(k_at, d, k_stride_d, D_LOW_WIDTH, DTYPE, KV_FP8)
+        products = tl.dot(q_low, tl.trans(k), input_precision="ieee")
+        if D_HIGH:
+            k = rows_of_columns(k_at, d_high, k_stride_d, D_WIDTH, DTYPE, KV_FP8)
+            products = tl.dot(q_high, tl.trans(k), products, input_precision="ieee")
+
+        scores, factor = softmax.scored(products, multiplier, cap_log2, HAS_CAP)
+        if MASKED != "never":
+            if MASKED == "always" or (block < full_begin) | (block >= full_end):
+                visible = (first + n < kv_len)[None, :]
+                if CAUSAL:
+                    visible &= first + n[None, :] <= position[:, None]
+                if WINDOWED:
+                    visible &= first + n[None, :] >= position[:, None] - window_left
+                scores = tl.where(visible, scores, -float("inf"))
+        weights, decay, largest, total = softmax.step_scored(largest, total, scores, factor)
+
+        weights = weights.to(DTYPE)
+        if DESCRIBED:
+            v = v_rows.load([first_slot, head * V_HEAD_DIM])
+            if MASKED != "never":
+                v = tl.where(((first + n >= low) & (first + n < kv_len))[:, None], v, 0.0)
+            v = widened(v, DTYPE, KV_FP8)
+        else:
+            v = rows_of_columns(v_at, w, v_stride_d, W_LOW_WIDTH, DTYPE, KV_FP8)
+        acc_low = tl.dot(weights, v, acc_low * decay[:, None], input_precision="ieee")
+        if W_HIGH:
+            v = rows_of_columns(v_at, w_high, v_stride_d, W_WIDTH, DTYPE, KV_FP8)
+            acc_high = tl.dot(weights, v, acc_high * decay[:, None], input_precision="ieee")
+    return largest, total, acc_low, acc_high
+
+
+@triton.jit
+def attend_tiles(
+    q,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
+    k,  # [tokens, KV_HEADS, HEAD_DIM], or [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM] where there are pages
+    v,
+    k_rows,  # descriptor of k as [tokens or pages * PAGE_SIZE, KV_HEADS * HEAD_DIM], or None
+    v_rows,
+    out,
+    lse,  # float32 [tokens, KV_HEADS * GROUP] or None
+    cu_seqlens,  # of the queries
+    cache_seqlens,  # where PAGED
+    page_table,
+    sinks,
+    q_scale,
+    k_scale,
+    v_scale,
+    q_stride_t,
+    q_stride_h,
+    q_stride_d,
+    k_stride_p,
+    k_stride_t,
+    k_stride_h,
+    k_stride_d,
+    v_stride_p,
+    v_stride_t,
+    v_stride_h,
+    v_stride_d,
+    out_stride_t,
+    out_stride_h,
+    out_stride_d,
+    page_table_stride_b,
+    page_table_stride_p,
+    batch,
+    slots,
+    capacity,
+    window_left,
+    multiplier,
+    cap_log2,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,  # 0: not paged
+    Q_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    KV_FP8: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D_LOW: tl.constexpr,  # a head is D_LOW columns and D_HIGH more, powers of two; D_HIGH may be 0
+    D_HIGH: tl.constexpr,
+    W_LOW: tl.constexpr,
+    W_HIGH: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    EDGES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    STAGES: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+    EDGES_FIRST: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """One tile of queries of one key head."""
+    # The last tiles see the most keys, and go first.
+    if HEADS_FIRST:
+        head = tl.program_id(0) % KV_HEADS
+        slot = slots - 1 - tl.program_id(0) // KV_HEADS
+    else:
+        head = tl.program_id(0) // slots
+        slot = slots - 1 - tl.program_id(0) % slots
+    sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, AT_ONCE)
+    start = tl.load(cu_seqlens + sequence)
+    q_len = tl.load(cu_seqlens + sequence + 1) - start
+    first_row = (slot - sequence - start * GROUP // BLOCK_M) * BLOCK_M
+    if first_row >= q_len * GROUP:
+        return
+    if PAGE_SIZE:
+        kv_len = tl.minimum(tl.load(cache_seqlens + sequence), capacity)
+    else:
+        kv_len = q_len
+    ahead = kv_len - q_len  # the position of the first query
+
+    # Queries.
+    row = first_row + tl.arange(0, BLOCK_M)
+    real = row < q_len * GROUP
+    token = (start + row // GROUP).to(tl.int64)
+    q_head = head * GROUP + row % GROUP
+    position = ahead + row // GROUP
+    q_rows = q + token[:, None] * q_stride_t + q_head[:, None] * q_stride_h
+    d = tl.arange(0, D_LOW)
+    q_low = tl.load(q_rows + d[None, :] * q_stride_d, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    q_low = widened(q_low, DTYPE, Q_FP8)
+    if D_HIGH:
+        d_high = D_LOW + tl.arange(0, D_HIGH)
+        q_high = tl.load(q_rows + d_high[None, :] * q_stride_d, mask=real[:, None] & (d_high < HEAD_DIM)[None, :], other=0.0)
+        queries = (q_low, widened(q_high, DTYPE, Q_FP8))
+    else:
+        queries = (q_low, q_low)  # no second part
+    if q_scale is not None:
+        multiplier *= tl.load(q_scale + head * Q_SCALES)
+    if k_scale is not None:
+        multiplier *= tl.load(k_scale + head * K_SCALES)
+
+    # Keys that some row sees are low to high; those that every row sees are full_low to full_high.
+    oldest = ahead + first_row // GROUP
+    newest = ahead + tl.minimum((first_row + BLOCK_M - 1) // GROUP, q_len - 1)
+    low = 0
+    full_low = 0
+    high = kv_len
+    full_high = kv_len
+    if CAUSAL:
+        high = tl.minimum(kv_len, newest + 1)
+        full_high = tl.minimum(kv_len, oldest + 1)
+    if WINDOWED:
+        low = tl.maximum(oldest - window_left, 0)
+        full_low = tl.maximum(newest - window_left, 0)
+        low_block = low // ALIGN * ALIGN
+    else:
+        low_block = 0
+    blocks = tl.maximum(high - low_block + BLOCK_N - 1, 0) // BLOCK_N
+    full_begin = tl.minimum((full_low - low_block + BLOCK_N - 1) // BLOCK_N, blocks)
+    full_end = tl.maximum(tl.minimum(tl.maximum(full_high - low_block, 0) // BLOCK_N, blocks), full_begin)
+
+    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc_low = tl.zeros([BLOCK_M, W_LOW], tl.float32)
+    acc_high = tl.zeros([BLOCK_M, W_HIGH if W_HIGH else 1], tl.float32)
+
+    k_head = k + head.to(tl.int64) * k_stride_h
+    v_head = v + head.to(tl.int64) * v_stride_h
+    pages = cu_seqlens  # none
+    if PAGE_SIZE:
+        pages = page_table + sequence.to(tl.int64) * page_table_stride_b
+    else:
+        k_head += start.to(tl.int64) * k_stride_t
+        v_head += start.to(tl.int64) * v_stride_t
+    source = (k_head, v_head, pages, start, head)
+    strides = (k_stride_p, k_stride_t, k_stride_d, v_stride_p, v_stride_t, v_stride_d, page_table_stride_p)
+    reach = (low_block, low, kv_len, full_begin, full_end, window_left)
+    scaling = (multiplier, cap_log2)
+    KIND: tl.constexpr = (PAGE_SIZE, CAUSAL, WINDOWED, HAS_CAP, DTYPE, KV_FP8)
+    SIZES: tl.constexpr = (BLOCK_N, HEAD_DIM, D_LOW, D_HIGH, V_HEAD_DIM, W_LOW, W_HIGH)
+    state = (largest, total, acc_low, acc_high)
+    if EDGES == "apart":  # any order will do
+        if WINDOWED:
+            state = _walk(
+                state,
+                0,
+                full_begin,
+                queries,
+                position,
+                source,
+                k_rows,
+                v_rows,
+                strides,
+                reach,
+                scaling,
+                KIND,
+                SIZES,
+                "always",
+                EDGE_STAGES,
+            )
+        if EDGES_FIRST:
+            state = _walk(
+                state,
+                full_end,
+                blocks,
+                queries,
+                position,
+                source,
+                k_rows,
+                v_rows,
+                strides,
+                reach,
+                scaling,
+                KIND,
+                SIZES,
+                "always",
+                EDGE_STAGES,
+            )
+        state = _walk(
+            state,
+            full_begin,
+            full_end,
+            queries,
+            position,
+            source,
+            k_rows,
+            v_rows,
+            strides,
+            reach,
+            scaling,
+            KIND,
+            SIZES,
+            "never",
+            STAGES,
+        )
+        if not EDGES_FIRST:
+            state = _walk(
+                state,
+                full_end,
+                blocks,
+                queries,
+                position,
+                source,
+                k_rows,
+                v_rows,
+                strides,
+                reach,
+                scaling,
+                KIND,
+                SIZES,
+                "always",
+                EDGE_STAGES,
+            )
+    else:
+        state = _walk(
+            state, 0, blocks, queries, position, source, k_rows, v_rows, strides, reach, scaling, KIND, SIZES, "edges", STAGES
+        )
+    largest, total, acc_low, acc_high = state
+
+    if sinks is not None:
+        sink = tl.load(sinks + q_head, mask=real, other=0.0)
+        decay, largest, total = softmax.join_sink(largest, total, sink)
+        factor = decay * softmax.reciprocal_of(total)
+    else:
+        factor = softmax.reciprocal_of(total)
+    if v_scale is not None:
+        factor *= tl.load(v_scale + head * V_SCALES)
+    w = tl.arange(0, W_LOW)
+    out_rows = out + token[:, None] * out_stride_t + q_head[:, None] * out_stride_h
+    tl.store(
+        out_rows + w[None, :] * out_stride_d,
+        (acc_low * factor[:, None]).to(out.dtype.element_ty),
+        mask=real[:, None] & (w < V_HEAD_DIM)[None, :],
+    )
+    if W_HIGH:
+        w_high = W_LOW + tl.arange(0, W_HIGH)
+        tl.store(
+            out_rows + w_high[None, :] * out_stride_d,
+            (acc_high * factor[:, None]).to(out.dtype.element_ty),
+            mask=real[:, None] & (w_high < V_HEAD_DIM)[None, :],
+        )
+    if lse is not None:
+        tl.store(lse + token * (KV_HEADS * GROUP) + q_head, softmax.log_sum_exp(largest, total), mask=real)

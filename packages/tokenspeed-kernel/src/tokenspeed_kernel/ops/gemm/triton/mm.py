@@ -1,0 +1,33 @@
+"""The launchers of `mm` and `bmm`: which of the kernels of this folder computes a product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.ops.gemm.operands import default_out_dtype
+from tokenspeed_kernel.ops.gemm.triton.decoded import decoded_mm
+
+
+def mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    if out is None:
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or default_out_dtype(a))
+    decoded_mm(a, b, a_scale, b_scale, bias, out)
+    return out
+
+
+def bmm(
+    a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None
+) -> Tensor:
+    if out is None:
+        out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype or default_out_dtype(a))
+    decoded_mm(a, b, a_scale, b_scale, None, out)
+    return out

@@ -1,0 +1,386 @@
+"""A grouped matrix product: rows sorted by expert, in blocks, each times its expert's weight as it lies in memory.
+
+Both projections of a mixture-of-experts layer run it. The first gathers its rows from the tokens and ends in the gated activation;
+the second writes each (token, slot) pair to a row of its own, which a combine pass sums.
+
+Tiles lie as ``[features, rows]`` while they are summed: an expert may have few rows, and the matrix units of all vendors
+take a shorter second side (8 or 16) than first (16 to 64). The tile is turned round once, when it is stored.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.ops.moe.triton._rounding import round_mxfp4
+from tokenspeed_kernel.ops.quantization.triton._encode import decode_e2m1, decode_e8m0, decode_fp8, round_to, unpack_e2m1
+
+# What a weight is made of.
+DENSE = tl.constexpr(0)
+MXFP4 = tl.constexpr(1)  # packed e2m1 with an e8m0 scale for each 32 of a row
+FP8 = tl.constexpr(2)  # e4m3 with a float32 scale for each 128 x 128
+FP8_BITS = tl.constexpr(3)  # the same, decoded by integer operations: the target has no e4m3
+
+_BLOCK_FP8 = tl.constexpr(128)
+
+
+@triton.jit
+def _load(pointers, column, k_left, EVEN_K: tl.constexpr):
+    """A tile ``[rows, columns]``; zeros beyond the last column."""
+    if EVEN_K:
+        tile = tl.load(pointers)
+    else:
+        zero: tl.constexpr = 0.0 if pointers.dtype.element_ty.is_floating() else 0
+        tile = tl.load(pointers, mask=(column < k_left)[None, :], other=zero)
+    return tile
+
+
+@triton.jit
+def _weight_tile(
+    w_row,
+    w_column_stride,
+    scale_row,
+    scale_column_stride,
+    k,
+    k_left,
+    COMPUTE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Columns ``k`` to ``k + BLOCK_K`` of a weight's rows, decoded. fp8 blocks' scales are left to the sums."""
+    if FORMAT == MXFP4:
+        column = tl.arange(0, BLOCK_K // 2)
+        block = tl.arange(0, BLOCK_K // 32)
+        packed_at = (k // 2 + column).to(tl.int64) * w_column_stride
+        packed = _load(w_row[:, None] + packed_at[None, :], column, k_left // 2, EVEN_K)
+        scale_at = (k // 32 + block).to(tl.int64) * scale_column_stride
+        scale = decode_e8m0(_load(scale_row[:, None] + scale_at[None, :], block, k_left // 32, EVEN_K))
+        values = tl.reshape(decode_e2m1(unpack_e2m1(packed)), [w_row.shape[0], BLOCK_K // 32, 32]) * scale[:, :, None]
+        tile = tl.reshape(values, [w_row.shape[0], BLOCK_K])
+    else:
+        column = tl.arange(0, BLOCK_K)
+        at = (k + column).to(tl.int64) * w_column_stride
+        tile = _load(w_row[:, None] + at[None, :], column, k_left, EVEN_K)
+        if FORMAT == FP8_BITS:
+            tile = decode_fp8(tile, "e4m3fn", False)
+    return tile.to(COMPUTE)
+
+
+@triton.jit
+def _add_product(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr, ROWS_FIRST: tl.constexpr):
+    """``acc + w x^T``, for w ``[features, k]`` and x ``[rows, k]``, or its transpose; times a feature's scale if ``SCALED``."""
+    if ROWS_FIRST:
+        left, right, scales = x, tl.trans(w), scale[None, :]
+    else:
+        left, right, scales = w, tl.trans(x), scale[:, None]
+    if SCALED:
+        acc += tl.dot(left, right, input_precision=PRECISION) * scales
+    else:
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _x_rows(x, order, first, end, x_row_stride, top_k, GATHER: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Where the rows of a block begin in x. Rows beyond the end repeat the last: their sums are not stored."""
+    row = tl.minimum(first + tl.arange(0, BLOCK_T), end - 1)
+    if GATHER:
+        row = tl.load(order + row) // top_k
+    return x + row.to(tl.int64) * x_row_stride
+
+
+@triton.jit
+def _store_tile(
+    gate,
+    up,
+    first,
+    end,
+    feature,
+    expert_bias,
+    bias_stride,
+    x_scale,
+    y,
+    y_row_stride,
+    order,
+    N,
+    top_k,
+    alpha,
+    limit,
+    beta,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GATHER: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    ROUND_MXFP4: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Scale, bias, activation, and the way to memory of one tile."""
+    if not ROWS_FIRST:
+        gate = tl.trans(gate)
+        up = tl.trans(up)
+    rows = first + tl.arange(0, BLOCK_T)
+    exists = rows < end
+    pair = tl.load(order + rows, mask=exists, other=0)
+    if X_SCALE:
+        scale = tl.load(x_scale + (pair // top_k if GATHER else rows), mask=exists, other=0.0)
+        gate *= scale[:, None]
+        if GATED:
+            up *= scale[:, None]
+    inside = feature < N
+    if BIAS:
+        gate_at = feature * 2 if GATED and INTERLEAVED else feature
+        gate += tl.load(expert_bias + gate_at * bias_stride, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            up_at = feature * 2 + 1 if INTERLEAVED else feature + N
+            up += tl.load(expert_bias + up_at * bias_stride, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if LIMIT:
+            gate = tl.where(gate > limit, limit, gate)  # NaN stays
+            up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        value = (up + beta) * (gate / (1.0 + tl.exp(-alpha * gate)))
+    else:
+        value = gate
+    if ROUND_MXFP4:
+        value = round_mxfp4(value)
+    row = (rows if GATED else pair).to(tl.int64)
+    pointers = y + row[:, None] * y_row_stride + feature[None, :]
+    tl.store(pointers, round_to(value, y.dtype.element_ty, INTERPRETED), mask=exists[:, None] & inside[None, :])
+
+
+@triton.jit
+def _block(
+    x,
+    x_row_stride,
+    x_column_stride,
+    x_scale,
+    w,
+    w_row_stride,
+    w_column_stride,
+    w_scale,
+    scale_row_stride,
+    scale_column_stride,
+    expert_bias,
+    bias_stride,
+    y,
+    y_row_stride,
+    order,
+    first,
+    end,
+    feature,
+    N,
+    K,
+    top_k,
+    alpha,
+    limit,
+    beta,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GATHER: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    ROUND_MXFP4: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    EXTRA_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """One tile of features for the rows of a block: ``BLOCK_T`` of them, and ``EXTRA_T`` more by the same reading of the weight."""
+    known = tl.minimum(feature, N - 1).to(tl.int64)  # features beyond the last repeat it and are not stored
+    gate_row = known * 2 if GATED and INTERLEAVED else known
+    up_row = known * 2 + 1 if INTERLEAVED else known + N
+    x_row = _x_rows(x, order, first, end, x_row_stride, top_k, GATHER, BLOCK_T)
+    gate = tl.zeros([BLOCK_T, BLOCK_N] if ROWS_FIRST else [BLOCK_N, BLOCK_T], tl.float32)
+    up = gate
+    if EXTRA_T > 0:
+        x_row_extra = _x_rows(x, order, first + BLOCK_T, end, x_row_stride, top_k, GATHER, EXTRA_T)
+        gate_extra = tl.zeros([EXTRA_T, BLOCK_N] if ROWS_FIRST else [BLOCK_N, EXTRA_T], tl.float32)
+        up_extra = gate_extra
+    w_gate = w + gate_row * w_row_stride
+    w_up = w + up_row * w_row_stride
+    scaled_rows: tl.constexpr = 1 if FORMAT == MXFP4 else _BLOCK_FP8
+    s_gate = w_scale
+    s_up = w_scale
+    if FORMAT != DENSE:
+        s_gate = w_scale + gate_row // scaled_rows * scale_row_stride
+        s_up = w_scale + up_row // scaled_rows * scale_row_stride
+    # The scales of fp8 blocks multiply the product of one step, and are fetched one step ahead: nothing else hides their way.
+    scaled: tl.constexpr = FORMAT >= FP8
+    if scaled:
+        by_gate = tl.load(s_gate)
+        by_up = tl.load(s_up) if GATED else by_gate
+    else:
+        by_gate = tl.zeros([BLOCK_N], tl.float32)
+        by_up = by_gate
+    column = tl.arange(0, BLOCK_K)
+
+    for k in range(0, K, BLOCK_K):
+        columns = (k + column).to(tl.int64) * x_column_stride
+        x_tile = _load(x_row[:, None] + columns[None, :], column, K - k, EVEN_K).to(COMPUTE)
+        if EXTRA_T > 0:
+            x_tile_extra = _load(x_row_extra[:, None] + columns[None, :], column, K - k, EVEN_K).to(COMPUTE)
+        if scaled:
+            next_block = tl.minimum(k + BLOCK_K, K - 1) // _BLOCK_FP8 * scale_column_stride
+            by_gate_next = tl.load(s_gate + next_block)
+            by_up_next = tl.load(s_up + next_block) if GATED else by_gate_next
+        tile = _weight_tile(w_gate, w_column_stride, s_gate, scale_column_stride, k, K - k, COMPUTE, FORMAT, BLOCK_K, EVEN_K)
+        gate = _add_product(gate, tile, x_tile, by_gate, scaled, PRECISION, ROWS_FIRST)
+        if EXTRA_T > 0:
+            gate_extra = _add_product(gate_extra, tile, x_tile_extra, by_gate, scaled, PRECISION, ROWS_FIRST)
+        if GATED:
+            tile = _weight_tile(w_up, w_column_stride, s_up, scale_column_stride, k, K - k, COMPUTE, FORMAT, BLOCK_K, EVEN_K)
+            up = _add_product(up, tile, x_tile, by_up, scaled, PRECISION, ROWS_FIRST)
+            if EXTRA_T > 0:
+                up_extra = _add_product(up_extra, tile, x_tile_extra, by_up, scaled, PRECISION, ROWS_FIRST)
+        if scaled:
+            by_gate = by_gate_next
+            by_up = by_up_next
+
+    _store_tile(
+        gate, up, first, end, feature, expert_bias, bias_stride, x_scale, y, y_row_stride, order, N, top_k, alpha, limit, beta,
+        GATED, INTERLEAVED, GATHER, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, ROWS_FIRST, BLOCK_T,
+    )  # fmt: skip
+    if EXTRA_T > 0:
+        _store_tile(
+            gate_extra, up_extra, first + BLOCK_T, end, feature, expert_bias, bias_stride, x_scale, y, y_row_stride, order, N,
+            top_k, alpha, limit, beta, GATED, INTERLEAVED, GATHER, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, ROWS_FIRST, EXTRA_T,
+        )  # fmt: skip
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    x,
+    x_row_stride,
+    x_column_stride,
+    x_scale,
+    w,
+    w_expert_stride,
+    w_row_stride,
+    w_column_stride,
+    w_scale,
+    scale_expert_stride,
+    scale_row_stride,
+    scale_column_stride,
+    bias,
+    bias_expert_stride,
+    bias_stride,
+    y,
+    y_row_stride,
+    order,
+    expert_start,
+    block_expert,
+    block_row,
+    capacity,
+    N,
+    K,
+    top_k,
+    alpha,
+    limit,
+    beta,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GATHER: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    X_SCALE: tl.constexpr,
+    ROUND_MXFP4: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    EXTRA_T: tl.constexpr,
+    TAIL_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Blocks have up to ``BLOCK_T + EXTRA_T`` rows. Those with no more than ``BLOCK_T``, or ``TAIL_T``, take a loop without
+    the rest. ``GROUP`` blocks take the same features in turn, so that a weight is read from memory once."""
+    tiles = tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles)
+    in_group = tl.minimum(GROUP, capacity - group * GROUP)
+    block = group * GROUP + (program % (GROUP * tiles)) % in_group
+    tile = (program % (GROUP * tiles)) // in_group
+    expert = tl.load(block_expert + block).to(tl.int64)
+    if expert < 0:
+        return
+    first = tl.load(block_row + block)
+    end = tl.minimum(first + BLOCK_T + EXTRA_T, tl.load(expert_start + expert + 1))
+    feature = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    w += expert * w_expert_stride
+    if FORMAT != DENSE:
+        w_scale += expert * scale_expert_stride
+    if BIAS:
+        bias += expert * bias_expert_stride
+    # fmt: off
+    if TAIL_T > 0 and end - first <= TAIL_T:
+        _block(
+            x, x_row_stride, x_column_stride, x_scale, w, w_row_stride, w_column_stride, w_scale, scale_row_stride,
+            scale_column_stride, bias, bias_stride, y, y_row_stride, order, first, end, feature, N, K, top_k, alpha, limit, beta,
+            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, TAIL_T, 0, BLOCK_N, BLOCK_K,
+            EVEN_K,
+        )
+    elif EXTRA_T > 0 and end - first > BLOCK_T:
+        _block(
+            x, x_row_stride, x_column_stride, x_scale, w, w_row_stride, w_column_stride, w_scale, scale_row_stride,
+            scale_column_stride, bias, bias_stride, y, y_row_stride, order, first, end, feature, N, K, top_k, alpha, limit, beta,
+            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, BLOCK_T, EXTRA_T, BLOCK_N,
+            BLOCK_K, EVEN_K,
+        )
+    else:
+        _block(
+            x, x_row_stride, x_column_stride, x_scale, w, w_row_stride, w_column_stride, w_scale, scale_row_stride,
+            scale_column_stride, bias, bias_stride, y, y_row_stride, order, first, end, feature, N, K, top_k, alpha, limit, beta,
+            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, BLOCK_T, 0, BLOCK_N,
+            BLOCK_K, EVEN_K,
+        )
+    # fmt: on
+
+
+@triton.jit
+def combine_kernel(
+    y,
+    topk_weights,
+    weights_row_stride,
+    weights_column_stride,
+    topk_ids,
+    ids_row_stride,
+    ids_column_stride,
+    out,
+    out_row_stride,
+    out_column_stride,
+    H,
+    num_experts,
+    top_k,
+    BLOCK_H: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """``out[token] = sum over slots of topk_weights * y[token * top_k + slot]``, slots in order, those without an expert left out."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = column < H
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for slot in range(top_k):
+        expert = tl.load(topk_ids + token * ids_row_stride + slot * ids_column_stride)
+        weight = tl.load(topk_weights + token * weights_row_stride + slot * weights_column_stride)
+        # A slot without an expert has no row: what lies there may be NaN, and so may its weight.
+        here = (expert >= 0) & (expert < num_experts)
+        value = tl.load(y + (token * top_k + slot) * H + column, mask=column < tl.where(here, H, 0), other=0.0).to(tl.float32)
+        total += tl.where(here, weight, 0.0) * value
+    pointers = out + token * out_row_stride + column.to(tl.int64) * out_column_stride
+    tl.store(pointers, round_to(total, out.dtype.element_ty, INTERPRETED), mask=inside)

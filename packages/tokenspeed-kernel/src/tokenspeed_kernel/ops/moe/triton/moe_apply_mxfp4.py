@@ -1,0 +1,557 @@
+"""Mixture of experts with mxfp4 weights in the layout of `_mxfp4_layout`, tokens in bfloat16 or float16.
+
+Two grouped products and a sum. In both products weights are the left operand: features are rows, tokens columns, so that a few tokens
+fill a narrow tile, and the codes, which are decoded in registers, stay there (on Hopper the left operand of a matrix instruction may).
+A tile of 16-bit words becomes four tiles of weights: two blocks of k for each of two rows, which have accumulators of their own. In the
+first product these are gate and up of a feature, so that the activation happens before anything is stored.
+
+Few tokens find the pairs of their expert among all ids by themselves; many get a schedule from `block_schedule`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_kernel.ops.moe.plan import MoEPlan
+from tokenspeed_kernel.ops.moe.triton._routing import BlockSchedule, block_schedule
+from tokenspeed_kernel.ops.moe.weights import MoEWeights
+from tokenspeed_kernel.ops.triton_common import for_architecture
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program computes, and how.
+
+    Attributes:
+        rows: pairs of weight rows.
+        columns: (token, slot) pairs of one expert.
+        warps, stages: of the program and its pipeline of loads.
+        split_k: programs that share k; only of the second product, whose parts are summed afterwards.
+        separate: whether the two blocks of a chunk have accumulators of their own, so that products need not wait for each other.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    split_k: int = 1
+    separate: bool = True
+    tail: int = 0
+    unroll: int = 1
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Tiles of both products, used up to so many (token, slot) pairs an expert."""
+
+    pairs_per_expert: float
+    first: Tile
+    second: Tile
+
+
+_TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+# Where pairs are this few, programs look for theirs among all ids: cheaper than a launch before.
+_DIRECT_PAIRS = 64
+
+_REGIMES = (
+    Regime(0.04, Tile(32, 16, 2, 5), Tile(32, 16, 2, 5, 4)),
+    Regime(0.5, Tile(64, 16, 4, 5), Tile(64, 16, 4, 5, 2)),
+    Regime(9, Tile(64, 16, 4, 4), Tile(64, 16, 4, 4)),
+    Regime(20, Tile(64, 32, 4, 4), Tile(64, 32, 4, 4)),
+    Regime(64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    Regime(float("inf"), Tile(128, 128, 8, 3, 1, False), Tile(128, 128, 8, 3, 1, False)),
+)
+
+
+def moe_apply(
+    x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None = None
+) -> Tensor:
+    """See `tokenspeed_kernel.moe_apply`. Weights are in the layout that `prepare_weights` makes."""
+    pairs_per_expert = topk_ids.numel() / plan.num_experts
+    regime = next(r for r in _REGIMES if pairs_per_expert <= r.pairs_per_expert)
+    return moe_apply_as(regime, x, weights, topk_weights, topk_ids, plan, out)
+
+
+def moe_apply_as(
+    regime: Regime, x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None = None
+) -> Tensor:
+    """`moe_apply` with these tiles."""
+    tokens, hidden = x.shape
+    pairs = topk_ids.numel()
+    if out is None:
+        out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    if not pairs:
+        return out
+    first, second = regime.first, regime.second
+    # A schedule, or None for each product whose programs do without.
+    schedules: dict[int, BlockSchedule | None] = {
+        columns: None if pairs <= _DIRECT_PAIRS else block_schedule(topk_ids, plan.num_experts, columns)
+        for columns in {first.columns, second.columns}
+    }
+    activated = torch.empty((1, pairs, plan.intermediate_size), dtype=x.dtype, device=x.device)
+    shape = (first.split_k, pairs, 2 * plan.intermediate_size)
+    gate_up = torch.empty(shape, dtype=torch.float32, device=x.device) if first.split_k > 1 else activated
+    w13 = (weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias)
+    _product(first, schedules[first.columns], x, *w13, gate_up, topk_ids, plan, gated=True)
+    if first.split_k > 1:
+        _activate(gate_up, activated, plan)
+    # Parts of a sum stay float32; a whole one may be rounded.
+    partial = torch.float32 if second.split_k > 1 else x.dtype
+    slots = torch.empty((second.split_k, pairs, hidden), dtype=partial, device=x.device)
+    w2 = (weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias)
+    _product(second, schedules[second.columns], activated[0], *w2, slots, topk_ids, plan, gated=False)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+        slots,
+        slots.stride(0),
+        topk_weights,
+        *topk_weights.stride(),
+        topk_ids,
+        *topk_ids.stride(),
+        out,
+        *out.stride(),
+        hidden,
+        plan.num_experts,
+        TOP_K=topk_ids.shape[1],
+        PARTS=second.split_k,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out
+
+
+def _activate(gate_up: Tensor, activated: Tensor, plan: MoEPlan) -> None:
+    parts, pairs, _ = gate_up.shape
+    features = plan.intermediate_size
+    block = min(512, triton.next_power_of_2(features))
+    _activate_kernel[(pairs, triton.cdiv(features, block))](
+        gate_up,
+        activated,
+        pairs,
+        features,
+        plan.alpha,
+        0.0 if plan.limit is None else plan.limit,
+        plan.beta,
+        LIMITED=plan.limit is not None,
+        PARTS=parts,
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def _product(
+    tile: Tile,
+    schedule: BlockSchedule | None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    epilogue: Tensor | None,
+    out: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    *,
+    gated: bool,
+) -> None:
+    """One grouped product; ``out`` is ``[parts, pairs, features]``."""
+    pairs, k = topk_ids.numel(), x.shape[1]
+    _, chunks, rows, _ = weight.shape
+    row_tiles = triton.cdiv(rows, tile.rows)
+    blocks = pairs if schedule is None else schedule.capacity
+    # The interpreter's products of bfloat16 are wrong.
+    dtype = for_architecture({"cpu": tl.float32, "any": _TRITON_DTYPE[x.dtype]}, x.device)
+    native = for_architecture({"nvidia": True, "any": False}, x.device)
+    lists = (topk_ids,) * 4 if schedule is None else _lists(schedule)
+    _product_kernel[(row_tiles * blocks, tile.split_k)](
+        x,
+        x.stride(0),
+        x.stride(1),
+        weight,
+        scale,
+        epilogue,
+        out,
+        out.stride(0),
+        out.stride(1),
+        topk_ids,
+        *topk_ids.stride(),
+        *lists,
+        pairs,
+        topk_ids.shape[1],
+        plan.num_experts,
+        rows,
+        k,
+        chunks,
+        row_tiles,
+        plan.alpha,
+        0.0 if plan.limit is None else plan.limit,
+        plan.beta,
+        GATED=gated,
+        ACTIVATED=gated and tile.split_k == 1,
+        LIMITED=plan.limit is not None,
+        PAIRS=0 if schedule is not None else 16 if pairs <= 16 else _DIRECT_PAIRS,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        TAIL=tile.tail or tile.columns,
+        SPLIT_K=tile.split_k,
+        WHOLE_K=k % 64 == 0,
+        DTYPE=dtype,
+        PTX=native,
+        SEPARATE=tile.separate,
+        UNROLL=next(u for u in range(tile.unroll, 0, -1) if chunks % u == 0),
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _lists(schedule: BlockSchedule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return schedule.order, schedule.expert_start, schedule.block_expert, schedule.block_row
+
+
+@triton.jit
+def _decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The four weight tiles of a tile of words; see `_mxfp4_layout`. ``scales``: int32, a column of exponents, a byte a tile."""
+    s0, s1, s2, s3 = scales & 0xFF, (scales >> 8) & 0xFF, (scales >> 16) & 0xFF, (scales >> 24) & 0xFF
+    if PTX and dtype == tl.bfloat16:
+        # Two words at once. A multiplication puts the two parts of a code where they belong, and what it puts elsewhere is cut away.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, s, z;
+            mov.b32 z, 0x80008000;
+            and.b32 a, $4, 0x81C081C0;
+            fma.rn.bf16x2 $0, a, $5, z;
+            shl.b32 a, $4, 3;
+            and.b32 a, a, 0x81C081C0;
+            fma.rn.bf16x2 $1, a, $7, z;
+            and.b32 a, $4, 0x40074007;
+            mul.lo.u32 a, a, 66;
+            and.b32 a, a, 0x81C081C0;
+            fma.rn.bf16x2 $2, a, $9, z;
+            shr.u32 a, $4, 3;
+            shl.b32 s, $4, 2;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 a, a, 0x01C001C0, s, 0xEA;
+            fma.rn.bf16x2 $3, a, $11, z;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+            # Exponent fields, each twice in a word.
+            [word, s0 * 0x00800080, s1 * 0x00800080, s2 * 0x00800080, s3 * 0x00800080],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    if PTX and dtype == tl.float16:
+        # As above; a code's bits belong at 15 and 11...9, which makes it 2^-14 times its value, and 253 stands for 2^14: the field 29.
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, s;
+            shl.b32 a, $4, 3;
+            and.b32 s, $4, 0x80008000;
+            lop3.b32 a, a, 0x0E000E00, s, 0xEA;
+            mul.rn.f16x2 $0, a, $5;
+            and.b32 a, $4, 0x10381038;
+            mul.lo.u32 a, a, 72;
+            and.b32 a, a, 0x8E008E00;
+            mul.rn.f16x2 $1, a, $7;
+            and.b32 a, $4, 0x40074007;
+            mul.lo.u32 a, a, 514;
+            and.b32 a, a, 0x8E008E00;
+            mul.rn.f16x2 $2, a, $9;
+            shl.b32 s, $4, 2;
+            and.b32 s, s, 0x80008000;
+            lop3.b32 a, $4, 0x0E000E00, s, 0xEA;
+            mul.rn.f16x2 $3, a, $11;
+            }
+            """,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+            [
+                word,
+                tl.maximum(s0 - 224, 0) * 0x04000400,
+                tl.maximum(s1 - 224, 0) * 0x04000400,
+                tl.maximum(s2 - 224, 0) * 0x04000400,
+                tl.maximum(s3 - 224, 0) * 0x04000400,
+            ],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    bits = word.to(tl.int32)
+    code0 = (bits & 0x8000) | (bits & 0x01C0)
+    code1 = ((bits & 0x1000) << 3) | ((bits & 0x0038) << 3)
+    code2 = ((bits & 0x4000) << 1) | ((bits & 0x0007) << 6)
+    code3 = ((bits & 0x2000) << 2) | ((bits & 0x0E00) >> 3)
+    return _scaled(code0, s0, dtype), _scaled(code1, s1, dtype), _scaled(code2, s2, dtype), _scaled(code3, s3, dtype)
+
+
+@triton.jit
+def _scaled(code, scale, dtype: tl.constexpr):
+    """Codes, at bits 15 and 8...6, times scales, each first put where a float32 has such bits; only float16 rounds, far below a row's largest."""
+    number = (code << 16).to(tl.float32, bitcast=True)
+    return (number * (scale << 23).to(tl.float32, bitcast=True)).to(dtype)
+
+
+@triton.jit
+def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The expert of pair ``me``, and a block of the pairs that have it too, which ``me`` is the first of; else expert -1."""
+    other = tl.arange(0, PAIRS)
+    token = other // top_k
+    ids = tl.load(ids_ptr + token * stride_token + (other - token * top_k) * stride_slot, mask=other < pairs, other=-1)
+    expert = tl.sum(tl.where(other == me, ids, 0), 0)
+    same = (ids == expert).to(tl.int32)
+    before = tl.sum(tl.where(other < me, same, 0), 0)
+    column = tl.arange(0, COLUMNS)
+    place = tl.where(same != 0, tl.cumsum(same, 0) - 1 - before, -1)
+    pair = tl.sum(tl.where(place[:, None] == column[None, :], other[:, None], 0), 0)
+    valid = column < tl.sum(same, 0) - before
+    return tl.where(before % COLUMNS == 0, expert, -1), pair, valid
+
+
+@triton.jit
+def _activated(gate, up, alpha, limit, beta, LIMITED: tl.constexpr):
+    if LIMITED:  # comparisons that leave NaN as it is
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return (up + beta) * gate / (1.0 + tl.exp(-alpha * gate))
+
+
+@triton.jit
+def _tile(
+    x_ptr,
+    x_stride_row,
+    x_stride_k,
+    weight_ptr,
+    scale_ptr,
+    epilogue_ptr,
+    out_ptr,
+    out_stride_pair,
+    pair,
+    valid,
+    row_tile,
+    first_chunk,
+    last_chunk,
+    rows,
+    k,
+    top_k,
+    alpha,
+    limit,
+    beta,
+    GATED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile of one expert's product; pointers are the expert's. ``pair``, ``valid``: a column's pair, and whether there is one."""
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    # Rows beyond the last compute it again, and are not stored.
+    own = tl.minimum(row, rows - 1)
+    lane = tl.arange(0, 32)
+    wide = tl.arange(0, 64)
+    words = weight_ptr + (first_chunk.to(tl.int64) * rows * 32) + own[:, None] * 32 + lane[None, :]
+    exponents = scale_ptr + first_chunk.to(tl.int64) * rows + own
+    source = (pair // top_k if GATED else pair).to(tl.int64) * x_stride_row
+    values = x_ptr + source[None, :] + (first_chunk * 64 + lane[:, None]).to(tl.int64) * x_stride_k
+    inputs = x_ptr + source[None, :] + (first_chunk * 64 + wide[:, None]).to(tl.int64) * x_stride_k
+    acc0 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    acc1 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if SEPARATE:
+        acc2 = tl.zeros([ROWS, COLUMNS], tl.float32)
+        acc3 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for chunk in tl.range(first_chunk, last_chunk, UNROLL, num_stages=STAGES):
+        for ahead in tl.static_range(UNROLL):
+            word = tl.load(words + ahead * rows * 32)
+            a0, a1, b0, b1 = _decode(word, tl.load(exponents + ahead * rows)[:, None], DTYPE, PTX)
+            if SEPARATE:
+                x0 = tl.load(values + ahead * 64 * x_stride_k, mask=valid[None, :], other=0.0).to(DTYPE)
+                present = valid[None, :] if WHOLE_K else valid[None, :] & ((chunk + ahead) * 64 + 32 + lane[:, None] < k)
+                x1 = tl.load(values + (ahead * 64 + 32) * x_stride_k, mask=present, other=0.0).to(DTYPE)
+                acc0 = tl.dot(a0, x0, acc0)
+                acc1 = tl.dot(b0, x0, acc1)
+                acc2 = tl.dot(a1, x1, acc2)
+                acc3 = tl.dot(b1, x1, acc3)
+            else:
+                present = valid[None, :] if WHOLE_K else valid[None, :] & ((chunk + ahead) * 64 + wide[:, None] < k)
+                x = tl.load(inputs + ahead * 64 * x_stride_k, mask=present, other=0.0).to(DTYPE)
+                acc0 = tl.dot(tl.reshape(tl.permute(tl.join(a0, a1), 0, 2, 1), (ROWS, 64)), x, acc0)
+                acc1 = tl.dot(tl.reshape(tl.permute(tl.join(b0, b1), 0, 2, 1), (ROWS, 64)), x, acc1)
+        words += UNROLL * rows * 32
+        exponents += UNROLL * rows
+        values += UNROLL * 64 * x_stride_k
+        inputs += UNROLL * 64 * x_stride_k
+    if SEPARATE:
+        acc0 += acc2
+        acc1 += acc3
+    factors = epilogue_ptr + own
+    acc0 *= tl.load(factors)[:, None]
+    acc1 *= tl.load(factors + rows)[:, None]
+    if first_chunk == 0:
+        acc0 += tl.load(factors + 2 * rows)[:, None]
+        acc1 += tl.load(factors + 3 * rows)[:, None]
+    mask = (row < rows)[:, None] & valid[None, :]
+    target = out_ptr + pair.to(tl.int64)[None, :] * out_stride_pair + row[:, None]
+    if ACTIVATED:
+        result = _activated(acc0, acc1, alpha, limit, beta, LIMITED)
+        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(target, acc0.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + rows, acc1.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["pairs", "row_tiles", "chunks"])
+def _product_kernel(
+    x_ptr,
+    x_stride_row,
+    x_stride_k,
+    weight_ptr,
+    scale_ptr,
+    epilogue_ptr,
+    out_ptr,
+    out_stride_part,
+    out_stride_pair,
+    ids_ptr,
+    ids_stride_token,
+    ids_stride_slot,
+    order_ptr,
+    expert_start_ptr,
+    block_expert_ptr,
+    block_row_ptr,
+    pairs,
+    top_k,
+    num_experts,
+    rows,
+    k,
+    chunks,
+    row_tiles,
+    alpha,
+    limit,
+    beta,
+    GATED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TAIL: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile of one product. GATED: the first, whose tokens are gathered and whose result is activated. PAIRS: if there is no
+    schedule, how many pairs there are at most. TAIL: columns of blocks that have no more."""
+    block = tl.program_id(0) // row_tiles
+    row_tile = tl.program_id(0) % row_tiles
+    part = tl.program_id(1)
+    steps = chunks // UNROLL
+    first_chunk = steps * part // SPLIT_K * UNROLL
+    last_chunk = steps * (part + 1) // SPLIT_K * UNROLL
+    out_ptr += part.to(tl.int64) * out_stride_part
+    if PAIRS > 0:
+        expert, pair, valid = _own_pairs(ids_ptr, ids_stride_token, ids_stride_slot, block, pairs, top_k, PAIRS, COLUMNS)
+        if (expert < 0) | (expert >= num_experts):
+            return
+        wide = expert.to(tl.int64)
+        _tile(
+            x_ptr, x_stride_row, x_stride_k, weight_ptr + wide * chunks * rows * 32, scale_ptr + wide * chunks * rows,
+            epilogue_ptr + wide * 4 * rows, out_ptr, out_stride_pair, pair, valid, row_tile, first_chunk, last_chunk, rows, k, top_k,
+            alpha, limit, beta, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, SEPARATE, UNROLL, STAGES,
+        )  # fmt: skip
+    else:
+        expert = tl.load(block_expert_ptr + block)
+        if expert < 0:
+            return
+        wide = expert.to(tl.int64)
+        weight_ptr += wide * chunks * rows * 32
+        scale_ptr += wide * chunks * rows
+        epilogue_ptr += wide * 4 * rows
+        first_row = tl.load(block_row_ptr + block)
+        count = tl.load(expert_start_ptr + expert + 1) - first_row
+        order_ptr += first_row
+        if (TAIL < COLUMNS) & (count <= TAIL):
+            few = tl.arange(0, TAIL) < count
+            few_pairs = tl.load(order_ptr + tl.arange(0, TAIL), mask=few, other=0)
+            _tile(
+                x_ptr, x_stride_row, x_stride_k, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair, few_pairs, few, row_tile,
+                first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                GATED, ACTIVATED, LIMITED, ROWS, TAIL, WHOLE_K, DTYPE, PTX, SEPARATE, UNROLL, STAGES,
+            )  # fmt: skip
+        else:
+            valid = tl.arange(0, COLUMNS) < count
+            pair = tl.load(order_ptr + tl.arange(0, COLUMNS), mask=valid, other=0)
+            _tile(
+                x_ptr, x_stride_row, x_stride_k, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair, pair, valid, row_tile,
+                first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, SEPARATE, UNROLL, STAGES,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _activate_kernel(
+    gate_up_ptr, out_ptr, pairs, features, alpha, limit, beta, LIMITED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The activation where the first product is in parts ``[parts, pairs, 2, features]``."""
+    pair = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = feature < features
+    gate = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        source = gate_up_ptr + (part * pairs.to(tl.int64) + pair) * 2 * features + feature
+        gate += tl.load(source, mask=mask, other=0.0)
+        up += tl.load(source + features, mask=mask, other=0.0)
+    result = _activated(gate, up, alpha, limit, beta, LIMITED)
+    tl.store(out_ptr + pair * features + feature, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _combine_kernel(
+    slots_ptr,
+    slots_stride_part,
+    weights_ptr,
+    weights_stride_token,
+    weights_stride_slot,
+    ids_ptr,
+    ids_stride_token,
+    ids_stride_slot,
+    out_ptr,
+    out_stride_token,
+    out_stride_feature,
+    hidden,
+    num_experts,
+    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The weighted sum over a token's slots, and over the parts of each."""
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = feature < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        expert = tl.load(ids_ptr + token * ids_stride_token + slot * ids_stride_slot)
+        here = (expert >= 0) & (expert < num_experts)
+        present = tl.where(here, hidden, 0)
+        weight = tl.load(weights_ptr + token * weights_stride_token + slot * weights_stride_slot)
+        source = slots_ptr + (token * TOP_K + slot) * hidden + feature
+        value = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            value += tl.load(source + part * slots_stride_part, mask=feature < present, other=0.0).to(tl.float32)
+        total += tl.where(here, weight * value, 0.0)
+    tl.store(out_ptr + token * out_stride_token + feature * out_stride_feature, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,90 @@
+"""quantize_nvfp4: a program holds a tile of whole blocks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_kernel.ops.quantization.encodings import BLOCK_NVFP4
+from tokenspeed_kernel.ops.quantization.triton._encode import (
+    abilities,
+    decode_fp8,
+    divide,
+    division_steps,
+    encode_e2m1,
+    encode_fp8,
+    largest,
+    pack_e2m1,
+    prepare_divisor,
+)
+from tokenspeed_kernel.ops.quantization.triton._rows import config_for, finish, grid, groups_of, made_or, rows_of
+
+_BLOCK = tl.constexpr(BLOCK_NVFP4)
+
+
+@triton.jit
+def _quantize(
+    x_ptr,
+    global_scale_ptr,
+    q_ptr,
+    scale_ptr,
+    count,
+    x_stride,
+    x_outer_stride,
+    BLOCKS: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """``BLOCKS`` blocks of one outer row; q and the scales are contiguous."""
+    programs = tl.cdiv(count, BLOCKS)
+    outer = (tl.program_id(0) // programs).to(tl.int64)
+    index = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
+    block = index.to(tl.int64)
+    inside = (index < count)[:, None]
+    at = tl.arange(0, _BLOCK)[None, :]
+    x = tl.load(x_ptr + outer * x_outer_stride + block[:, None] * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    global_scale = tl.load(global_scale_ptr)
+    amax = largest(x, 1)
+    wanted = tl.div_rn(tl.div_rn(amax, 6.0), global_scale)
+    # Neither NaN nor infinite: all comparisons with NaN are false.
+    scale = encode_fp8(tl.where(amax < float("inf"), wanted, float("nan")), "e4m3fn", NATIVE)
+    block += outer * count
+    tl.store(scale_ptr + block, scale, mask=index < count)
+    step = decode_fp8(scale, "e4m3fn", NATIVE) * global_scale
+    # Blocks without a step become +0.
+    kept = tl.where(step > 0, -1, 0)[:, None]
+    x = (x.to(tl.int32, bitcast=True) & kept).to(tl.float32, bitcast=True)
+    factor, divisor, reciprocal = prepare_divisor(tl.where(step > 0, step, 1.0), INTERPRETED)
+    # Where the quotient overflows it may be NaN, which saturates like infinity.
+    quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
+    packed = pack_e2m1(encode_e2m1(quotient, x), BLOCKS, _BLOCK)
+    tl.store(q_ptr + block[:, None] * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2)[None, :], packed, mask=inside)
+
+
+def quantize_nvfp4(x: Tensor, global_scale: Tensor, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:
+    q = made_or(out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x)
+    scale = made_or(scale_out, (*x.shape[:-1], x.shape[-1] // BLOCK_NVFP4), torch.float8_e4m3fn, x)
+    if x.numel():
+        rows = rows_of(x)
+        groups = groups_of(rows, BLOCK_NVFP4)
+        config = config_for(x.numel())
+        blocks = config.tile // BLOCK_NVFP4
+        able = abilities(x.device)
+        _quantize[grid(groups, blocks)](
+            rows,
+            global_scale,
+            q,
+            scale.view(torch.uint8),
+            groups.count,
+            groups.stride,
+            groups.outer_stride,
+            BLOCKS=blocks,
+            NATIVE=able.native,
+            INTERPRETED=able.interpreted,
+            STEPS=division_steps(x.dtype),
+            num_warps=config.warps,
+        )
+    return finish(q, out), finish(scale, scale_out)
