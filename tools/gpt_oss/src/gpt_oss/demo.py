@@ -223,8 +223,8 @@ def _show_agreement(agreement: Agreement, console: Console) -> None:
         f"Against the reference (every operator's PyTorch body, no cache, no batching): "
         f"{agreement.same_tokens} of {agreement.tokens} tokens and {agreement.same_sequences} of {agreement.sequences} texts are "
         f"the same; logits differ by at most {agreement.max_abs_difference:.2g} (they reach {agreement.max_abs_logit:.2g}), "
-        f"relative error per token {agreement.median_error:.1g} median, {agreement.max_error:.1g} at most "
-        f"(allowed: {agreement.median_allowed:g} and {agreement.max_allowed:g})."
+        f"relative error per token, against the reference in float32, {agreement.median_error:.1g} median, "
+        f"{agreement.mean_error:.1g} mean (allowed: {agreement.median_allowed:.2g} and {agreement.mean_allowed:.2g})."
     )
     if not agreement.agrees:
         console.print("It DISAGREES with the reference.", style="bold red")
