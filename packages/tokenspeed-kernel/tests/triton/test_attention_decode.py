@@ -69,6 +69,14 @@ def test_lengths_are_looked_at_in_parts() -> None:
 
 
 @pytest.mark.usefixtures("small_units")
+@pytest.mark.parametrize("options", [{"sinks": True}, {"max_seqlen_q": 2, "window_left": 50}], ids=["sinks", "window"])
+def test_one_program_merges_all_heads(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there are many sequences."""
+    monkeypatch.setattr(_split_kv, "_FEW", 0)
+    _agrees(_draw([100, 0, 15, 61], None, 12, 4, 16, 24, dtype=torch.float32, return_lse=True, **options), 1e-5)
+
+
+@pytest.mark.usefixtures("small_units")
 def test_every_sequence_is_empty() -> None:
     _agrees(_draw([0, 0, 0], None, 2, 1, 16, return_lse=True, sinks=True))
     arguments = _draw([0, 0], None, 2, 1, 16, return_lse=True)
@@ -83,6 +91,16 @@ def test_more_rows_than_a_tile() -> None:
 @pytest.mark.parametrize("dim", [(8, 8), (24, 40), (72, 16), (192, 128), (256, 256)])
 def test_head_dimensions(dim: tuple[int, int]) -> None:
     _agrees(_draw([70, 33], None, 6, 2, *dim, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("cache_dtype", [torch.float16, E4M3], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_seqlen_q": 2, "sinks": True, "return_lse": True}], ids=["one", "two"])
+def test_heads_that_share_a_program(group: int, cache_dtype: torch.dtype, options: dict[str, Any]) -> None:
+    scales = {"scales": ("k_scale", "v_scale"), "scale_per_head": True} if cache_dtype == E4M3 else {}
+    arguments = _draw([40, 17], None, 8 * group, 8, 32, dtype=torch.float16, cache_dtype=cache_dtype, **scales, **options)
+    assert kernel._packed(arguments["k_cache"], arguments["v_cache"], group * options.get("max_seqlen_q", 1)) > 1 or group > 4
+    _agrees(arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, E4M3, E5M2], ids=str)

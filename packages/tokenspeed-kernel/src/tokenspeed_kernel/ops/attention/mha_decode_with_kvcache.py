@@ -152,10 +152,12 @@ def _(q: Tensor, v_cache: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Te
 @mha_decode_with_kvcache.cases
 def _() -> list[Case]:
     gpt_oss: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 64, "sinks": True}
+    fp8_cache: dict[str, Any] = {**gpt_oss, "page_size": 64, "cache_dtype": torch.float8_e4m3fn, "scales": ("k_scale", "v_scale")}
     llama_70b: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 128}
     gqa: dict[str, Any] = {"heads": 8, "kv_heads": 2}
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     both = ("k_scale", "v_scale")
+    each: dict[str, Any] = {"scales": ("q_scale", *both), "scale_per_head": True}
     return [
         Case("one token in the cache, float32", paged([1], dtype=torch.float32)),
         Case("lengths about a page's end, float32, lse", paged([15, 16, 17, 0, 33], dtype=torch.float32, return_lse=True)),
@@ -172,10 +174,19 @@ def _() -> list[Case]:
         Case("fp8 e5m2 cache, a scale a kv head", paged([33, 18], **gqa, cache_dtype=e5m2, scales=both, scale_per_head=True)),
         Case("gpt-oss-120b sliding layer, 1 to 400 tokens", paged([1, 127, 128, 129, 400], **gpt_oss, window_left=127)),
         Case("gpt-oss-120b full layer, 1 to 300 tokens, pages of 64", paged([1, 64, 65, 300], **gpt_oss, page_size=64)),
+        Case("a key head a query head, lse", paged([30, 5, 70], None, 8, 8, 64, page_size=8, return_lse=True)),
+        Case("one key head of 24 query heads, pages of 256", paged([300, 1], None, 24, 1, 32, page_size=256, sinks=True)),
+        Case("head_dim 192 over v_head_dim 128, float16", paged([40, 9], None, 4, 1, 192, 128, dtype=torch.float16)),
+        Case("fp8 q, a scale a kv head, float32 lse", paged([70, 3], **gqa, dtype=e5m2, **each, return_lse=True)),
         Case("no sequences", paged([], return_lse=True)),
         Case("gpt-oss-120b sliding layer 64 x 8192", paged([8192] * 64, **gpt_oss, page_size=64, window_left=127), large=True),
         Case("gpt-oss-120b full layer 64 x 8192", paged([8192] * 64, **gpt_oss, page_size=64), large=True),
         Case("gpt-oss-120b full layer 1 x 65536", paged([65536], **gpt_oss, page_size=64), large=True),
+        Case("gpt-oss-120b full layer 16 x 8192", paged([8192] * 16, **gpt_oss, page_size=64), large=True),
+        Case("gpt-oss-120b full layer 256 x 1024", paged([1024] * 256, **gpt_oss, page_size=64), large=True),
+        Case("gpt-oss-120b full layer 1 x 1024", paged([1024], **gpt_oss, page_size=64), large=True),
+        Case("gpt-oss-120b full layer 1 x 32768", paged([32768], **gpt_oss, page_size=64), large=True),
+        Case("gpt-oss-120b full layer 64 x 8192, fp8 cache", paged([8192] * 64, **fp8_cache), large=True),
         Case("llama-70b 128 x 2048", paged([2048] * 128, **llama_70b), large=True),
         Case("llama-70b 32 x 4096, fp8 cache", paged([4096] * 32, **llama_70b, cache_dtype=e4m3, scales=both), large=True),
     ]

@@ -202,6 +202,11 @@ def _() -> list[Case]:
         Case("fp8 e5m2 cache, a scale a kv head", paged([33], [10], **causal, cache_dtype=e5m2, scales=both, scale_per_head=True)),
         Case("gpt-oss-120b sliding layer, 1 to 140 new", paged([200, 129, 140], [1, 60, 140], **gpt_oss, window_left=127)),
         Case("gpt-oss-120b full layer, pages of 64", paged([200, 64, 65], [80, 64, 1], **gpt_oss, page_size=64)),
+        Case("sixteen new tokens, pages of 1", paged([70, 16], [16, 16], **causal, page_size=1)),
+        Case(
+            "head_dim 192, v_head_dim 128, pages of 256, fp8 cache",
+            paged([70], [33], 4, 2, 192, 128, page_size=256, cache_dtype=e4m3),
+        ),
         Case("no new tokens", paged([20, 0], [0, 0], **causal)),
         Case("no sequences", paged([], [], **causal, return_lse=True)),
         Case(

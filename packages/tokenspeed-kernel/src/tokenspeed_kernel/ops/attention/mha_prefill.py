@@ -139,13 +139,22 @@ def _() -> list[Case]:
         Case("logit cap 30, float16, scale 0.3", ragged([50, 20], dtype=torch.float16, logit_cap=30.0, softmax_scale=0.3)),
         Case("window of the token alone", ragged([9, 4], 4, 2, window_left=0)),
         Case("window, cap, sinks and lse together", ragged([90], 8, 4, sinks=True, window_left=31, logit_cap=5.0, return_lse=True)),
+        Case("a key head for each head, head_dim 192, v_head_dim 128", ragged([40, 70], 3, 3, 192, 128)),
+        Case("head_dim 256, lse", ragged([70], 4, 2, 256, return_lse=True)),
+        Case("window of 1000, five query heads a key head", ragged([66, 9], 5, 1, 64, window_left=1000)),
         Case("lengths known on the host", ragged([17, 64], hint=True)),
         Case("gpt-oss-120b sliding layer, 1 to 180 tokens", ragged([1, 127, 128, 180], **gpt_oss, window_left=127)),
         Case("gpt-oss-120b full layer, 1 to 100 tokens", ragged([1, 64, 100], **gpt_oss)),
         Case("empty sequences", ragged([0, 0])),
         Case("no sequences", ragged([], return_lse=True)),
         Case("gpt-oss-120b sliding layer 4 x 4096", ragged([4096] * 4, **gpt_oss, window_left=127), large=True),
-        Case("gpt-oss-120b full layer 4 x 4096", ragged([4096] * 4, **gpt_oss), large=True),
+        Case("gpt-oss-120b sliding layer 16 x 8192", ragged([8192] * 16, **gpt_oss, window_left=127), large=True),
+        *(
+            Case(f"gpt-oss-120b full layer {batch} x {length}", ragged([length] * batch, **gpt_oss), large=True)
+            for length in (1024, 4096, 8192)
+            for batch in (1, 4, 16)
+        ),
+        Case("llama-8b 4 x 8192", ragged([8192] * 4, 32, 8, 128), large=True),
         Case("llama-70b 2 x 8192", ragged([8192] * 2, **llama_70b), large=True),
         Case("llama-70b 37 to 4000 tokens", ragged([37, 4000, 515, 1234], **llama_70b, return_lse=True), large=True),
     ]

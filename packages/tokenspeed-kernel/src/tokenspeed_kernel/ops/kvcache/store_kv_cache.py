@@ -163,6 +163,7 @@ def _() -> list[Case]:
         Case("fp8 cache, one scale", _inputs(12, 4, 16, 8, 64, cache_dtype=fp8, scale_shape=())),
         Case("fp8 cache, one scale a head, float16", _inputs(7, 2, 8, 4, 128, torch.float16, fp8, (4,))),
         Case("e5m2 cache, one scale", _inputs(12, 4, 16, 2, 64, cache_dtype=torch.float8_e5m2, scale_shape=(1,))),
+        Case("e4m3fnuz cache, no scale", _inputs(5, 2, 4, 2, 64, cache_dtype=torch.float8_e4m3fnuz)),
         Case("fp8 copied", _inputs(6, 3, 4, 2, 64, fp8)),
         Case("every token is padding", _inputs(4, 2, 4, 2, 16, padding=4)),
         Case("no tokens", _inputs(0, 2, 4, 2, 16, fused=False)),

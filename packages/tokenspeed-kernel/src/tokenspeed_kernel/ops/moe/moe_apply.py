@@ -227,6 +227,14 @@ def _() -> list[Case]:
         Case("mxfp4 in all", _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", activation_dtype="mxfp4", **_GPT_OSS)),
         Case("fp8 blocks, blocks cut short", _inputs(6, 4, 2, 192, 136, weight_format="fp8_block")),
         Case("fp8 blocks, fp8 activations", _inputs(6, 4, 2, 128, 256, weight_format="fp8_block", activation_dtype="fp8")),
+        Case("fp8 blocks, gpt-oss options", _inputs(9, 4, 2, 160, 160, weight_format="fp8_block", **_GPT_OSS)),
+        Case("fp8 blocks, float16", _inputs(5, 4, 2, 256, 128, weight_format="fp8_block", dtype=torch.float16)),
+        Case("mxfp4, float16", _inputs(9, 4, 2, 96, 64, weight_format="mxfp4", dtype=torch.float16)),
+        Case(
+            "mxfp4 and fp8 activations, float32", _inputs(5, 4, 2, 64, 32, weight_format="mxfp4", activation_dtype="fp8", **float32)
+        ),
+        Case("dense, fp8 activations", _inputs(9, 4, 2, 80, 48, activation_dtype="fp8")),
+        Case("dense float16, mxfp4 activations", _inputs(9, 4, 2, 64, 96, activation_dtype="mxfp4", dtype=torch.float16)),
         Case("2 of 8 experts here", _inputs(12, 2, 3, 32, 32, of=8, **float32)),
         Case("no expert of these tokens here", _nothing_here),
         Case("no tokens", _inputs(0, 8, 4, 96, 64, weight_format="mxfp4", **_GPT_OSS)),

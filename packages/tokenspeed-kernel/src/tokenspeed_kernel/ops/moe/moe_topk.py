@@ -168,6 +168,13 @@ def _ties(draw: Draw) -> dict[str, Any]:
     return {"logits": draw.integers(-1, 2, 16, 24).float(), "top_k": 7, "num_groups": 4, "top_groups": 2}
 
 
+def _not_finite(draw: Draw) -> dict[str, Any]:
+    logits = draw.integers(-2, 3, 8, 24).float()
+    for row, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        logits[row::4, row + 5 :: 7] = value
+    return {"logits": logits, "top_k": 9, "scoring": "sigmoid"}
+
+
 _GROUPS: dict[str, Any] = {"scoring": "sigmoid", "bias": True, "num_groups": 8, "top_groups": 4, "scaling_factor": 2.5}
 
 
@@ -186,6 +193,8 @@ def _() -> list[Case]:
         Case("groups of one expert", _inputs(5, 6, 2, torch.float32, bias=True, scoring="sigmoid", num_groups=6, top_groups=3)),
         Case("all 5 experts", _inputs(3, 5, 5, torch.float32)),
         Case("equal logits and groups", _ties),
+        Case("NaN and infinities", _not_finite),
+        Case("300 experts, 20 chosen", _inputs(3, 300, 20)),
         Case("no tokens", _inputs(0, 128, 4)),
         Case("gpt-oss-120b prefill 16384", _inputs(16384, 128, 4), large=True),
         Case("deepseek-v3 prefill 16384", _inputs(16384, 256, 8, torch.float32, **_GROUPS), large=True),

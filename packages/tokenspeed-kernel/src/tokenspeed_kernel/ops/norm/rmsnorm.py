@@ -100,6 +100,7 @@ def _() -> list[Case]:
         Case("gpt-oss-120b decode 64", _inputs(64, 2880)),
         Case("gpt-oss-120b decode 64 with residual", _inputs(64, 2880, residual=True)),
         Case("odd hidden 1001, float16", _inputs(3, 5, 1001, dtype=torch.float16)),
+        Case("very long rows, with residual, float32", _inputs(2, 33000, dtype=torch.float32, residual=True)),
         Case("no rows", _inputs(0, 2880)),
         Case("gpt-oss-120b prefill 16384", _inputs(16384, 2880), large=True),
         Case("gpt-oss-120b prefill 16384 with residual", _inputs(16384, 2880, residual=True), large=True),

@@ -132,7 +132,7 @@ register_kernel(
         ]
     ),
     traits={
-        "head_dim": at_most(1024),
+        "head_dim": at_most(576),
         "v_head_dim": at_most(512),
         "logit_cap": any,
         "return_lse": any,
@@ -158,7 +158,7 @@ register_kernel(
         ]
     ),
     traits={
-        "head_dim": at_most(1024),
+        "head_dim": at_most(576),
         "v_head_dim": at_most(512),
         "logit_cap": any,
         "return_lse": any,

@@ -1,30 +1,18 @@
-"""Multi-head attention of many queries: one program a tile of queries, over the blocks of keys that the tile can see.
-
-The rows of a tile are positions times the query heads of one key head ("packed": row r of a sequence is position ``r // GROUP``, head
-``r % GROUP``), so that a key is read once for all of them, and a tile spans few positions: little of its last block lies beyond the
-causal diagonal, and under a window it sees few keys more than each of its rows.
-
-Lengths are known on the device only. The rows of all sequences share a grid of *slots*, of which sequence b owns those from
-``cu_seqlens[b] * GROUP // BLOCK_M + b`` on: always enough for its tiles, never more than one too many.
-"""
+"""Multi-head attention of many queries: one program a tile of packed rows, over the blocks of keys that the tile can see."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenspeed_kernel.checks import FP8
 from tokenspeed_kernel.ops.attention.triton import _online_softmax as softmax
-from tokenspeed_kernel.ops.attention.triton._fp8 import fp8_operand, widened
-from tokenspeed_kernel.ops.triton_common import for_architecture
+from tokenspeed_kernel.ops.attention.triton._fp8 import widened
+from tokenspeed_kernel.ops.attention.triton._mha_call import Call, columns_of, sequence_of
 
-_TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-_SEQUENCES_AT_ONCE = 256
 # Keys and values that all heads of a sequence may take before its heads go one after another: what stays in a second-level cache.
 _HEADS_TOGETHER_BYTES = 16 << 20
 
@@ -34,10 +22,11 @@ class Tiles:
     """How a program walks its keys.
 
     Attributes:
-        block_m: rows of a tile, positions times query heads of a key head.
+        block_m: rows of a tile.
         block_n: keys at once.
         num_warps, num_stages: of a program, and blocks of keys on the way.
-        edges: "branch": one loop, that masks where a block lies at an edge; "apart": the blocks in between have their own loop.
+        edges: "branch": one loop, that masks where a block lies at an edge; "apart": blocks that need no mask have their own loop.
+        descriptors: keys come by tensor maps where those can describe them; wants edges apart.
     """
 
     block_m: int
@@ -51,163 +40,12 @@ class Tiles:
     edges_first: bool = False
 
 
-@dataclass(frozen=True)
-class Paging:
-    """Where keys lie that are in pages."""
-
-    page_table: Tensor
-    cache_seqlens: Tensor
-
-
 def split_width(width: int) -> tuple[int, int]:
     """A head's columns as one or two powers of two, at least 16 each, that waste few: 80 is 64 and 16, 72 too, 120 is 128."""
     whole = max(16, triton.next_power_of_2(width))
     half = whole // 2
     rest = max(16, triton.next_power_of_2(width - half))
     return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
-
-
-def product_dtype(q: Tensor) -> tl.dtype:
-    """What operands of products are: every fp8 number is a bfloat16."""
-    dtype = _TRITON_DTYPES[torch.bfloat16 if q.dtype in FP8 else q.dtype]
-    return for_architecture({"cpu": tl.float32, "any": dtype}, q.device)  # the interpreter's products of bfloat16 are wrong
-
-
-def sequences_at_once(batch: int) -> int:
-    """Offsets that `sequence_of` looks at together."""
-    return min(_SEQUENCES_AT_ONCE, max(16, triton.next_power_of_2(batch)))
-
-
-def scale_stride(scale: Tensor | None) -> int:
-    """The distance between the scales of neighbouring heads: 0 where there is one for all."""
-    return int(scale is not None and scale.numel() > 1)
-
-
-def attend(
-    tiles: Tiles,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    cu_seqlens: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    window_left: int,
-    logit_cap: float,
-    sinks: Tensor | None,
-    longest: int,
-    paging: Paging | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """Launches `attend_tiles`. The arguments are the operators'; ``longest`` bounds the keys of a sequence."""
-    tokens, heads, head_dim = q.shape
-    kv_heads, v_head_dim = v.shape[-2:]
-    batch = cu_seqlens.numel() - 1
-    if tokens == 0 or batch == 0:
-        return
-    group = heads // kv_heads
-    dtype = product_dtype(q)
-    (q, q_fp8), (k, k_fp8), (v, _) = fp8_operand(q), fp8_operand(k), fp8_operand(v)
-    slots = tokens * group // tiles.block_m + batch
-    multiplier, cap_log2 = softmax.score_factors(softmax_scale, logit_cap)
-    together = longest * kv_heads * (head_dim + v_head_dim) * k.element_size() <= _HEADS_TOGETHER_BYTES
-    page_table, cache_seqlens = (paging.page_table, paging.cache_seqlens) if paging else (None, None)
-    page_size = k.shape[1] if paging else 0
-    described = _whole_rows(k) and _whole_rows(v) and page_size % tiles.block_n == 0
-    attend_tiles[(slots * kv_heads,)](
-        q,
-        k,
-        v,
-        *((_rows_of(k, tiles.block_n), _rows_of(v, tiles.block_n)) if tiles.descriptors and described else (None, None)),
-        out,
-        lse,
-        cu_seqlens,
-        cache_seqlens,
-        page_table,
-        sinks,
-        q_scale,
-        k_scale,
-        v_scale,
-        *q.stride(),
-        *(k.stride() if paging else (0, *k.stride())),
-        *(v.stride() if paging else (0, *v.stride())),
-        *out.stride(),
-        *(page_table.stride() if paging else (0, 0)),
-        batch,
-        slots,
-        page_table.shape[1] * page_size if paging else 0,
-        window_left,
-        multiplier,
-        cap_log2,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        V_HEAD_DIM=v_head_dim,
-        PAGE_SIZE=page_size,
-        Q_SCALES=scale_stride(q_scale),
-        K_SCALES=scale_stride(k_scale),
-        V_SCALES=scale_stride(v_scale),
-        CAUSAL=causal,
-        WINDOWED=window_left >= 0,
-        HAS_CAP=logit_cap > 0,
-        DTYPE=dtype,
-        Q_FP8=q_fp8,
-        KV_FP8=k_fp8,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        D_LOW=split_width(head_dim)[0],
-        D_HIGH=split_width(head_dim)[1],
-        W_LOW=split_width(v_head_dim)[0],
-        W_HIGH=split_width(v_head_dim)[1],
-        HEADS_FIRST=together,
-        EDGES=tiles.edges,
-        AT_ONCE=sequences_at_once(batch),
-        STAGES=tiles.num_stages,
-        EDGE_STAGES=tiles.edge_stages,
-        EDGES_FIRST=tiles.edges_first,
-        ALIGN=tiles.block_n if page_size else 1,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
-    )
-
-
-def _whole_rows(x: Tensor) -> bool:
-    """Whether a tensor map can describe ``[..., heads, dim]``, dim a power of two, as rows of all heads."""
-    dim = x.shape[-1]
-    aligned = x.data_ptr() % 16 == 0 and dim * x.element_size() % 16 == 0 and x.stride(-3) * x.element_size() % 16 == 0
-    whole = x.stride(-1) == 1 and x.stride(-2) == dim and (x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1))
-    return aligned and whole and dim & (dim - 1) == 0 and dim >= 16
-
-
-def _rows_of(x: Tensor, block_n: int) -> TensorDescriptor:
-    heads, dim = x.shape[-2:]
-    rows = x.numel() // (heads * dim)
-    return TensorDescriptor(x, [rows, heads * dim], [x.stride(-3), 1], [block_n, dim])
-
-
-@triton.jit
-def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The sequence that owns a slot."""
-    count = 0
-    for start in range(0, batch, AT_ONCE):
-        at = start + tl.arange(0, AT_ONCE)
-        begins = tl.load(cu_seqlens + at, mask=at < batch, other=0)
-        count += tl.sum(((begins * GROUP // BLOCK_M + at <= slot) & (at < batch)).to(tl.int32))
-    return count - 1
-
-
-@triton.jit
-def rows_of_columns(at, columns, stride, WIDTH: tl.constexpr, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Columns of the rows that begin at pointers ``at``, in the dtype of the products; columns from WIDTH on are 0."""
-    if WIDTH is None:
-        x = tl.load(at[:, None] + columns[None, :] * stride)
-    else:
-        x = tl.load(at[:, None] + columns[None, :] * stride, mask=(columns < WIDTH)[None, :], other=0.0)
-    return widened(x, DTYPE, FP8)
 
 
 @triton.jit
@@ -287,10 +125,10 @@ def _walk(
         if DESCRIBED:
             k = widened(k_rows.load([first_slot, head * HEAD_DIM]), DTYPE, KV_FP8)
         else:
-            k = rows_of_columns(k_at, d, k_stride_d, D_LOW_WIDTH, DTYPE, KV_FP8)
+            k = columns_of(k_at, d, k_stride_d, D_LOW_WIDTH, DTYPE, KV_FP8)
         products = tl.dot(q_low, tl.trans(k), input_precision="ieee")
         if D_HIGH:
-            k = rows_of_columns(k_at, d_high, k_stride_d, D_WIDTH, DTYPE, KV_FP8)
+            k = columns_of(k_at, d_high, k_stride_d, D_WIDTH, DTYPE, KV_FP8)
             products = tl.dot(q_high, tl.trans(k), products, input_precision="ieee")
 
         scores, factor = softmax.scored(products, multiplier, cap_log2, HAS_CAP)
@@ -311,10 +149,10 @@ def _walk(
                 v = tl.where(((first + n >= low) & (first + n < kv_len))[:, None], v, 0.0)
             v = widened(v, DTYPE, KV_FP8)
         else:
-            v = rows_of_columns(v_at, w, v_stride_d, W_LOW_WIDTH, DTYPE, KV_FP8)
+            v = columns_of(v_at, w, v_stride_d, W_LOW_WIDTH, DTYPE, KV_FP8)
         acc_low = tl.dot(weights, v, acc_low * decay[:, None], input_precision="ieee")
         if W_HIGH:
-            v = rows_of_columns(v_at, w_high, v_stride_d, W_WIDTH, DTYPE, KV_FP8)
+            v = columns_of(v_at, w_high, v_stride_d, W_WIDTH, DTYPE, KV_FP8)
             acc_high = tl.dot(weights, v, acc_high * decay[:, None], input_precision="ieee")
     return largest, total, acc_low, acc_high
 
@@ -324,8 +162,6 @@ def attend_tiles(
     q,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
     k,  # [tokens, KV_HEADS, HEAD_DIM], or [pages, PAGE_SIZE, KV_HEADS, HEAD_DIM] where there are pages
     v,
-    k_rows,  # descriptor of k as [tokens or pages * PAGE_SIZE, KV_HEADS * HEAD_DIM], or None
-    v_rows,
     out,
     lse,  # float32 [tokens, KV_HEADS * GROUP] or None
     cu_seqlens,  # of the queries
@@ -352,11 +188,13 @@ def attend_tiles(
     page_table_stride_b,
     page_table_stride_p,
     batch,
-    slots,
     capacity,
     window_left,
     multiplier,
     cap_log2,
+    k_rows,  # descriptor of k as [tokens or pages * PAGE_SIZE, KV_HEADS * HEAD_DIM], or None
+    v_rows,
+    slots,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -383,7 +221,6 @@ def attend_tiles(
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
     EDGES_FIRST: tl.constexpr,
-    ALIGN: tl.constexpr,
 ):
     """One tile of queries of one key head."""
     # The last tiles see the most keys, and go first.
@@ -439,7 +276,7 @@ def attend_tiles(
     if WINDOWED:
         low = tl.maximum(oldest - window_left, 0)
         full_low = tl.maximum(newest - window_left, 0)
-        low_block = low // ALIGN * ALIGN
+        low_block = low // BLOCK_N * BLOCK_N if PAGE_SIZE else low
     else:
         low_block = 0
     blocks = tl.maximum(high - low_block + BLOCK_N - 1, 0) // BLOCK_N
@@ -568,3 +405,50 @@ def attend_tiles(
         )
     if lse is not None:
         tl.store(lse + token * (KV_HEADS * GROUP) + q_head, softmax.log_sum_exp(largest, total), mask=real)
+
+
+def attend(tiles: Tiles, call: Call) -> None:
+    """Launches `attend_tiles`."""
+    slots = call.slots(tiles.block_m)
+    if slots == 0:
+        return
+    d_low, d_high = split_width(call.q.shape[2])
+    w_low, w_high = split_width(call.v.shape[-1])
+    operands, constants = call.operands(), call.constants()
+    described = tiles.descriptors and whole_rows(call.k) and whole_rows(call.v) and call.page_size % tiles.block_n == 0
+    token_bytes = call.kv_heads * (call.q.shape[2] + call.v.shape[-1]) * call.k.element_size()
+    attend_tiles[(slots * call.kv_heads,)](
+        *operands,
+        *(descriptor(x, tiles.block_n) if described else None for x in operands[1:3]),
+        slots,
+        **constants,
+        CAUSAL=call.causal,
+        WINDOWED=call.window_left >= 0,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        D_LOW=d_low,
+        D_HIGH=d_high,
+        W_LOW=w_low,
+        W_HIGH=w_high,
+        HEADS_FIRST=call.longest * token_bytes <= _HEADS_TOGETHER_BYTES,
+        EDGES=tiles.edges,
+        STAGES=tiles.num_stages,
+        EDGE_STAGES=tiles.edge_stages,
+        EDGES_FIRST=tiles.edges_first,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **({} if tiles.registers is None else {"maxnreg": tiles.registers}),
+    )
+
+
+def whole_rows(x: Tensor) -> bool:
+    """Whether a tensor map can describe ``[..., heads, dim]``, dim a power of two, as rows of all heads."""
+    dim, size = x.shape[-1], x.element_size()
+    whole = x.stride(-1) == 1 and x.stride(-2) == dim and (x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1))
+    aligned = x.data_ptr() % 16 == 0 and x.stride(-3) * size % 16 == 0
+    return whole and aligned and dim & (dim - 1) == 0 and dim >= 16
+
+
+def descriptor(x: Tensor, block_n: int) -> TensorDescriptor:
+    heads, dim = x.shape[-2:]
+    return TensorDescriptor(x, [x.numel() // (heads * dim), heads * dim], [x.stride(-3), 1], [block_n, dim])

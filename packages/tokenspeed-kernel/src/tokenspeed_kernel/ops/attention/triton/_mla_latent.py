@@ -17,7 +17,8 @@ from tokenspeed_kernel.checks import FP8
 from tokenspeed_kernel.ops.attention._softmax import output_dtype
 from tokenspeed_kernel.ops.attention.triton import _online_softmax as softmax
 from tokenspeed_kernel.ops.attention.triton._fp8 import fp8_operand, widened
-from tokenspeed_kernel.ops.attention.triton._split_kv import blocks_a_unit, find_unit, merge_units, plan_units, units_of
+from tokenspeed_kernel.ops.attention.triton._mla_schedule import schedule_units
+from tokenspeed_kernel.ops.attention.triton._split_kv import merge_units
 from tokenspeed_kernel.ops.triton_common import for_architecture, multiprocessors
 
 
@@ -50,17 +51,21 @@ _TILES = {
         32: Tile(32, 64, 8, 2, transposed=True, apart=True, parts=4),
         64: Tile(64, 64, 8, 2, apart=True, parts=2),
     },
-    "amd": {16: Tile(16, 32, 4, 1)},
+    "gfx942": {16: Tile(16, 32, 4, 1)},
+    "gfx950": {16: Tile(16, 32, 4, 1)},
     "any": {16: Tile(16, 64, 8, 2)},
 }
-_WIDE = Tile(16, 16, 4, 2)  # fits 64 KB of shared memory with 1024 columns, or half as many of float32
+_FLOAT32 = Tile(16, 16, 4, 2)
+_WIDE = Tile(16, 16, 4, 1)
 
 
-def tile_for(rows: int, columns: int, dtype: torch.dtype, fp8_cache: bool, device: torch.device) -> Tile:
-    """The tile for sequences of ``rows`` rows at most, and a cache of ``columns`` columns, those that only fill up included."""
-    if dtype == torch.float32 or columns > 576:
+def tile_for(rows: int, block_c: int, block_r: int, dtype: torch.dtype, fp8_cache: bool, device: torch.device) -> Tile:
+    """The tile for sequences of ``rows`` rows at most, and a cache of that many columns, those that only fill up included."""
+    if block_c + block_r > 576:
         return _WIDE
-    tiles = for_architecture(_TILES, device)
+    if dtype == torch.float32:
+        return _FLOAT32
+    tiles = for_architecture(_TILES, device) if block_c == 512 else _TILES["any"]
     # A transposed product has the keys in its first operand, which comes out of registers if it has to be widened first.
     fitting = [most for most in tiles if rows <= most and not (fp8_cache and tiles[most].transposed)]
     return tiles[min(fitting, default=max(tiles))]
@@ -70,12 +75,13 @@ def tile_for(rows: int, columns: int, dtype: torch.dtype, fp8_cache: bool, devic
 def _scores(q, k, acc, TRANSPOSED: tl.constexpr):
     """``q @ k.T + acc`` [M, N], or its transpose."""
     if TRANSPOSED:
-        return tl.dot(k, tl.trans(q), tl.zeros([k.shape[0], q.shape[0]], tl.float32) + acc, input_precision="ieee")
+        products = tl.dot(k, tl.trans(q), tl.zeros([k.shape[0], q.shape[0]], tl.float32) + acc, input_precision="ieee")
     else:
-        return tl.dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32) + acc, input_precision="ieee")
+        products = tl.dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32) + acc, input_precision="ieee")
+    return products
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "q_bound", "tiles", "least", "wave", "waves_units", "long"])
+@triton.jit(do_not_specialize=["batch", "capacity", "q_bound", "tiles"])
 def _attend_latent(
     q,  # [tokens, HEADS, RANK + ROPE]
     kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
@@ -86,6 +92,7 @@ def _attend_latent(
     kv_scale,
     out,
     lse,
+    units,  # a `Schedule`'s, or None where every sequence is one
     partial,
     partial_lse,
     q_stride_t,
@@ -105,17 +112,12 @@ def _attend_latent(
     tiles,
     multiplier,
     cap_log2,
-    least,
-    wave,
-    waves_units,
-    long,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    SPLIT: tl.constexpr,
     DTYPE: tl.constexpr,
     Q_FP8: tl.constexpr,
     FP8: tl.constexpr,
@@ -126,20 +128,16 @@ def _attend_latent(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    SHARES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One tile of the rows of a sequence, and all of its keys or a unit of them."""
     # Tiles of the same keys lie side by side: the second finds them in the cache of the device.
-    unit = tl.program_id(0) // tiles
+    sequence = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    sequence = unit
-    first_unit = unit
-    if SPLIT:
-        share = blocks_a_unit(cache_seqlens, batch, capacity, q_bound, -1, least, wave, waves_units, long, False, BLOCK_N, AT_ONCE, SHARES)
-        sequence, first_unit = find_unit(unit, share, cache_seqlens, batch, capacity, q_bound, -1, False, BLOCK_N, AT_ONCE)
-        if sequence >= batch:
+    if units is not None:
+        unit = units + tl.program_id(0) // tiles * 4
+        sequence = tl.load(unit)
+        if sequence < 0:
             return
     length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
     if cu_seqlens_q is None:
@@ -160,24 +158,21 @@ def _attend_latent(
     seen = length
     if CAUSAL:
         seen = tl.maximum(length - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, q_len - 1) + 1, 0)
-    blocks = (length + BLOCK_N - 1) // BLOCK_N
-    begin, end = blocks * 0, blocks
-    units = 1
-    if SPLIT:  # shares of a sequence differ by one block at most
-        units = units_of(blocks, share)
-        each, more, at = blocks // units, blocks % units, unit - first_unit
-        begin = at * each + tl.minimum(at, more)
-        end = begin + each + (at < more).to(tl.int32)
+    begin = tile * 0
+    end = (length + BLOCK_N - 1) // BLOCK_N
+    if units is not None:
+        begin, end, part = tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
     end = tl.minimum(end, (seen + BLOCK_N - 1) // BLOCK_N)
 
     c = tl.arange(0, BLOCK_C)
     q_at = q + token * q_stride_t + head * q_stride_h
     q_latent = tl.load(q_at[:, None] + c[None, :] * q_stride_d, mask=real[:, None] & (c < RANK)[None, :], other=0.0)
-    q_latent = widened(q_latent, DTYPE, Q_FP8)
     r = tl.arange(0, BLOCK_R)
     if ROPE > 0:
         q_rope_at = q_at[:, None] + (RANK + r)[None, :] * q_stride_d
         q_rope = tl.load(q_rope_at, mask=real[:, None] & (r < ROPE)[None, :], other=0.0)
+    q_latent = widened(q_latent, DTYPE, Q_FP8)
+    if ROPE > 0:
         q_rope = widened(q_rope, DTYPE, Q_FP8)
     if q_scale is not None:
         multiplier *= tl.load(q_scale)
@@ -268,13 +263,12 @@ def _attend_latent(
     if kv_scale is not None:
         acc *= tl.load(kv_scale)
     stored = real[:, None] & (c < RANK)[None, :]
-    if SPLIT:
-        if units > 1:
-            at_row = unit.to(tl.int64) * (q_bound * HEADS) + row
-            shift = tl.where(largest == -float("inf"), 0.0, largest)
-            tl.store(partial_lse + at_row, shift + tl.log2(total), mask=real)
-            tl.store(partial + at_row[:, None] * RANK + c[None, :], acc, mask=stored)
-            return
+    if units is not None and part >= 0:
+        at_row = part.to(tl.int64) * (q_bound * HEADS) + row
+        shift = tl.where(largest == -float("inf"), 0.0, largest)
+        tl.store(partial_lse + at_row, shift + tl.log2(total), mask=real)
+        tl.store(partial + at_row[:, None] * RANK + c[None, :], acc, mask=stored)
+        return
     out_at = out + (token * out_stride_t + head * out_stride_h)[:, None] + c[None, :] * out_stride_d
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=stored)
     if lse is not None:
@@ -311,33 +305,27 @@ def attend_latent(
     if tokens == 0 or heads == 0:
         return out if lse is None else (out, lse)
 
-    dtype = for_architecture({"cpu": torch.float32, "any": output_dtype(q)}, device)  # interpreted products of bfloat16 are wrong
-    q_bound = min(max_seqlen_q, tokens)
-    rows = q_bound * heads
+    dtype = output_dtype(q)
+    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # interpreted products of bfloat16 are wrong
+    rows = min(max_seqlen_q, tokens) * heads
+    # Where sequences differ, the bound differs from call to call; the kernel that merges is compiled for each that it is given.
+    q_bound = max_seqlen_q if cu_seqlens_q is None else triton.next_power_of_2(min(max_seqlen_q, tokens))
     rope = width - kv_lora_rank
     block_c = triton.next_power_of_2(max(16, kv_lora_rank))
     block_r = triton.next_power_of_2(max(16, rope))
-    tile = tile or tile_for(rows, block_c + block_r, dtype, kv_cache.dtype in FP8, device)
+    tile = tile or tile_for(rows, block_c, block_r, dtype, kv_cache.dtype in FP8, device)
     tiles = triton.cdiv(rows, tile.block_m)
     capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
     sm_count = multiprocessors(device)
-    plan = plan_units(
-        batch,
-        triton.cdiv(capacity, tile.block_n),
-        tiles,
-        sm_count,
-        waves=2,
-        long=1 << 30,
-        least=2,
-        whole=1 << 30 if batch * tiles >= 16 * sm_count else 1,
-        shares=16 if batch <= 256 else 1,
-    )
-    split = plan.most > 1
-    partial, partial_lse = plan.partials(1, rows, kv_lora_rank, device)
+    schedule = schedule_units(cache_seqlens, capacity, tiles, sm_count, tile.block_n)
+    units, partial, partial_lse = None, None, None
+    if schedule is not None:
+        units = schedule.units
+        partial, partial_lse = schedule.plan.partials(1, q_bound * heads, kv_lora_rank, device)
     multiplier, cap_log2 = softmax.score_factors(softmax_scale, logit_cap)
     q, q_fp8 = fp8_operand(q)
     kv_cache, fp8 = fp8_operand(kv_cache)
-    _attend_latent[(plan.units * tiles,)](
+    _attend_latent[((batch if units is None else units.shape[0]) * tiles,)](
         q,
         kv_cache,
         page_table,
@@ -347,6 +335,7 @@ def attend_latent(
         kv_scale,
         out,
         lse,
+        units,
         partial,
         partial_lse,
         *q.stride(),
@@ -359,17 +348,12 @@ def attend_latent(
         tiles,
         multiplier,
         cap_log2,
-        plan.least,
-        plan.wave,
-        plan.waves_units,
-        plan.long,
         HEADS=heads,
         RANK=kv_lora_rank,
         ROPE=rope,
         PAGE_SIZE=page_size,
         CAUSAL=is_causal,
         HAS_CAP=logit_cap > 0,
-        SPLIT=split,
         DTYPE=_TRITON_DTYPES[dtype],
         Q_FP8=q_fp8,
         FP8=fp8,
@@ -380,14 +364,12 @@ def attend_latent(
         BLOCK_N=tile.block_n,
         BLOCK_C=block_c,
         BLOCK_R=block_r,
-        AT_ONCE=plan.at_once,
-        SHARES=plan.shares,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
-    if split:
+    if schedule is not None:
         merge_units(
-            plan,
+            schedule.plan,
             partial,
             partial_lse,
             out,
@@ -400,5 +382,6 @@ def attend_latent(
             tile.block_n,
             sm_count,
             cu_seqlens_q=cu_seqlens_q,
+            parts=schedule.parts,
         )
     return out if lse is None else (out, lse)

@@ -21,8 +21,8 @@ from torch import Tensor
 from tokenspeed_kernel.ops.attention.triton._online_softmax import LN_2, LOG2_E
 
 _LENGTHS_AT_ONCE = 1024
-_STARTING = tl.constexpr(4)  # blocks that could be done while a unit begins and ends
 _MERGED_AT_ONCE = 2048  # elements of partial outputs: 16 a thread
+_FEW = 4  # programs of a multiprocessor that cost no time
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class SplitPlan:
         waves_units: units that a batch with much work is cut into.
         long: blocks that make a unit long enough: shares between that and ``1 / wave`` of the work are not cut further.
         at_once: lengths that are looked at together.
-        shares: shares that are tried, see `blocks_a_unit`.
     """
 
     batch: int
@@ -49,7 +48,6 @@ class SplitPlan:
     waves_units: int
     long: int
     at_once: int
-    shares: int = 1
 
     def partials(self, heads: int, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Room for partial outputs ``[units, heads, rows, width]`` and their log-sum-exps ``[units, heads, rows]``."""
@@ -61,7 +59,7 @@ class SplitPlan:
 
 
 def plan_units(
-    batch: int, blocks: int, heads: int, at_once: int, waves: int, long: int, least: int = 1, whole: int = 1, shares: int = 1
+    batch: int, blocks: int, heads: int, at_once: int, waves: int, long: int, least: int = 1, whole: int = 1
 ) -> SplitPlan:
     """A plan.
 
@@ -70,7 +68,7 @@ def plan_units(
         heads: programs of one unit: key heads times tiles of query rows.
         at_once: programs that the device runs at once.
         waves: how often the device is filled where there is much work.
-        long, least, shares: see `SplitPlan`.
+        long, least: see `SplitPlan`.
         whole: no sequence is split where none can have more blocks than this.
     """
     wave = max(1, at_once // heads)
@@ -78,7 +76,7 @@ def plan_units(
     most = 1 if blocks <= whole else max(1, min(triton.cdiv(blocks, least), waves_units))
     units = batch if most == 1 else min(batch + waves_units, batch * most)
     lengths = min(_LENGTHS_AT_ONCE, max(16, triton.next_power_of_2(batch)))
-    return SplitPlan(batch, units, most, least, wave, waves_units, long, lengths, shares)
+    return SplitPlan(batch, units, most, least, wave, waves_units, long, lengths)
 
 
 @triton.jit
@@ -118,32 +116,14 @@ def blocks_a_unit(
     WINDOWED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    SHARES: tl.constexpr = 1,
 ):
-    """The share: one wave of units where they are short, ``waves_units`` of them where they are long.
-
-    Where a wave is one program a multiprocessor, a last wave that is nearly empty costs as much as a full one. With SHARES (a power
-    of two above 1), as many shares about that one are tried, and the one is taken whose waves times longest unit is least.
-    """
+    """The share: one wave of units where they are short, ``waves_units`` of them where they are long."""
     total = 0
     for start in range(0, batch, AT_ONCE):
         lengths, _ = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
         total += tl.sum(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N))
     finest = (total + waves_units - 1) // waves_units
-    share = tl.maximum(tl.maximum(finest, tl.minimum((total + wave - 1) // wave, long)), least)
-    if SHARES > 1:
-        shares = tl.maximum(share * (tl.arange(0, SHARES) + SHARES // 8) * 2 // SHARES, tl.maximum(finest, least))
-        units = tl.zeros([SHARES], tl.int32)
-        longest = tl.zeros([SHARES], tl.int32)
-        for start in range(0, batch, AT_ONCE):
-            lengths, real = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
-            blocks = blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N)[:, None]
-            each = units_of(blocks, shares[None, :])
-            units += tl.sum(tl.where(real[:, None], each, 0), 0)
-            longest = tl.maximum(longest, tl.max((blocks + each - 1) // each, 0))
-        cost = (units + wave - 1) // wave * (longest + _STARTING)
-        share = tl.min(tl.where(cost == tl.min(cost), shares, 1 << 30))
-    return share
+    return tl.maximum(tl.maximum(finest, tl.minimum((total + wave - 1) // wave, long)), least)
 
 
 @triton.jit
@@ -210,6 +190,7 @@ def _merge_units(
     sinks,  # [heads * group] or None
     cache_seqlens,
     cu_seqlens_q,  # None where every sequence has Q_LEN queries, else at most as many
+    parts,  # int32 [batch, 2]: the first unit and their number, or None where they follow from the lengths
     batch,
     capacity,
     window_left,
@@ -231,60 +212,64 @@ def _merge_units(
     ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
     EARLY: tl.constexpr,
-    SHARES: tl.constexpr,
 ):
     sequence = tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    share = blocks_a_unit(
-        cache_seqlens, batch, capacity, Q_LEN, window_left, least, wave, waves_units, long, WINDOWED, BLOCK_N, AT_ONCE, SHARES
-    )
-    length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
-    units = units_of(blocks_of(length, Q_LEN, window_left, WINDOWED, BLOCK_N), share)
-    first = units_before(sequence, share, cache_seqlens, capacity, Q_LEN, window_left, WINDOWED, BLOCK_N, AT_ONCE)
+    if parts is None:
+        share = blocks_a_unit(
+            cache_seqlens, batch, capacity, Q_LEN, window_left, least, wave, waves_units, long, WINDOWED, BLOCK_N, AT_ONCE
+        )
+        length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
+        units = units_of(blocks_of(length, Q_LEN, window_left, WINDOWED, BLOCK_N), share)
+        first = units_before(sequence, share, cache_seqlens, capacity, Q_LEN, window_left, WINDOWED, BLOCK_N, AT_ONCE)
+    else:
+        first = tl.load(parts + sequence * 2)
+        units = tl.load(parts + sequence * 2 + 1)
     if EARLY:  # until here the kernel that makes the units may be running; no program ends before it has
         tl.extra.cuda.gdc_wait()
     if units == 1:
         return
-    column = tl.arange(0, BLOCK_W)
-    real = row < GROUP * Q_LEN
-    token = sequence.to(tl.int64) * Q_LEN + row // GROUP
+    token = sequence.to(tl.int64) * Q_LEN
+    queries = Q_LEN
     if cu_seqlens_q is not None:
-        token = tl.load(cu_seqlens_q + sequence).to(tl.int64) + row // GROUP
-        real &= token < tl.load(cu_seqlens_q + sequence + 1)
-    q_head = head * GROUP + row % GROUP
-
-    if sinks is not None:
-        largest = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
-        total = tl.full([ROWS], 1.0, tl.float32)
-        total = tl.where(largest == -float("inf"), 0.0, total)
-    else:
+        token = tl.load(cu_seqlens_q + sequence).to(tl.int64)
+        queries = (tl.load(cu_seqlens_q + sequence + 1) - token).to(tl.int32)
+    column = tl.arange(0, BLOCK_W)
+    TILES: tl.constexpr = (GROUP * Q_LEN + ROWS - 1) // ROWS
+    for item in range(tl.program_id(1), HEADS * TILES, tl.num_programs(1)):
+        head = item // TILES
+        row = item % TILES * ROWS + tl.arange(0, ROWS)
+        real = row < GROUP * queries
+        q_head = head * GROUP + row % GROUP
         largest = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-    merged = tl.zeros([ROWS, BLOCK_W], tl.float32)
-    for start in range(0, units, UNITS):
-        at = start + tl.arange(0, UNITS)
-        where = ((first + at).to(tl.int64)[:, None] * HEADS + head) * (GROUP * Q_LEN) + row[None, :]
-        usable = (at < units)[:, None] & real[None, :]
-        part_lse = tl.load(partial_lse + where, mask=usable, other=-float("inf"))
-        part = tl.load(
-            partial + where[:, :, None] * WIDTH + column[None, None, :],
-            mask=usable[:, :, None] & (column < WIDTH)[None, None, :],
-            other=0.0,
-        )
-        raised = tl.maximum(largest, tl.max(part_lse, 0))
-        shift = tl.where(raised == -float("inf"), 0.0, raised)
-        weight = tl.exp2(part_lse - shift[None, :])
-        decay = tl.exp2(largest - shift)
-        total = total * decay + tl.sum(weight, 0)
-        merged = merged * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
-        largest = raised
-    merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
-    to = out + token[:, None] * out_stride_t + q_head[:, None] * out_stride_h + column[None, :] * out_stride_d
-    tl.store(to, merged.to(out.dtype.element_ty), mask=real[:, None] & (column < WIDTH)[None, :])
-    if lse is not None:
-        shift = tl.where(largest == -float("inf"), 0.0, largest)
-        tl.store(lse + token * (HEADS * GROUP) + q_head, (shift + tl.log2(total)) * LN_2, mask=real)
+        if sinks is not None:
+            largest = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+            total = tl.where(largest == -float("inf"), 0.0, 1.0)
+        merged = tl.zeros([ROWS, BLOCK_W], tl.float32)
+        for start in range(0, units, UNITS):
+            at = start + tl.arange(0, UNITS)
+            where = ((first + at).to(tl.int64)[:, None] * HEADS + head) * (GROUP * Q_LEN) + row[None, :]
+            usable = (at < units)[:, None] & real[None, :]
+            part_lse = tl.load(partial_lse + where, mask=usable, other=-float("inf"))
+            part = tl.load(
+                partial + where[:, :, None] * WIDTH + column[None, None, :],
+                mask=usable[:, :, None] & (column < WIDTH)[None, None, :],
+                other=0.0,
+            )
+            raised = tl.maximum(largest, tl.max(part_lse, 0))
+            shift = tl.where(raised == -float("inf"), 0.0, raised)
+            weight = tl.exp2(part_lse - shift[None, :])
+            decay = tl.exp2(largest - shift)
+            total = total * decay + tl.sum(weight, 0)
+            merged = merged * decay[:, None] + tl.sum(part * weight[:, :, None], 0)
+            largest = raised
+        merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
+        row_token = token + row // GROUP
+        to = out + row_token[:, None] * out_stride_t + q_head[:, None] * out_stride_h + column[None, :] * out_stride_d
+        tl.store(to, merged.to(out.dtype.element_ty), mask=real[:, None] & (column < WIDTH)[None, :])
+        if lse is not None:
+            shift = tl.where(largest == -float("inf"), 0.0, largest)
+            tl.store(lse + row_token * (HEADS * GROUP) + q_head, (shift + tl.log2(total)) * LN_2, mask=real)
 
 
 def merge_units(
@@ -302,6 +287,7 @@ def merge_units(
     multiprocessors: int,
     early: bool = False,
     cu_seqlens_q: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> None:
     """Makes the units of every sequence that has several one, and adds the sinks.
 
@@ -311,15 +297,19 @@ def merge_units(
         capacity: bounds lengths, in tokens; with ``q_len``, ``window_left`` and ``block_n`` what the units were made with.
         lse: contiguous.
         cu_seqlens_q: where a sequence may have less than ``q_len`` queries.
+        parts: int32 ``[batch, 2]``, the first partial result of a sequence and their number (1: there is none), where that has been
+            decided otherwise than here.
         early: launched before the kernel that fills the partials has ended, which is waited for on the device.
     """
     _, heads, rows, width = partial.shape
     block_w = triton.next_power_of_2(width)
-    # Many small programs where there are few rows, and so many units each; else few that do many.
-    most_rows = min(triton.next_power_of_2(rows), max(1, _MERGED_AT_ONCE // block_w))
-    at_once = min(most_rows, 1 << (max(1, plan.batch * heads * rows // (4 * multiprocessors)).bit_length() - 1))
-    units = min(triton.next_power_of_2(plan.most), max(2, _MERGED_AT_ONCE // (block_w * at_once)), 64)
-    _merge_units[(plan.batch, heads, triton.cdiv(rows, at_once))](
+    # Where there are few sequences a program has one row and, at once, all units of it; elsewhere all rows of a head. Where there
+    # are many, mostly unsplit, a program has several heads: that a sequence is not split is all that most programs find.
+    few = plan.batch * heads * rows < _FEW * multiprocessors
+    at_once = 1 if few else min(triton.next_power_of_2(rows), max(1, _MERGED_AT_ONCE // (2 * block_w)))
+    units = min(triton.next_power_of_2(plan.most), max(2, (2 if few else 1) * _MERGED_AT_ONCE // (block_w * at_once)))
+    items = heads * triton.cdiv(rows, at_once)
+    _merge_units[(plan.batch, items if few else min(items, max(1, _FEW * multiprocessors // plan.batch)))](
         partial,
         partial_lse,
         out,
@@ -327,6 +317,7 @@ def merge_units(
         sinks,
         cache_seqlens,
         cu_seqlens_q,
+        parts,
         plan.batch,
         capacity,
         window_left,
@@ -346,7 +337,6 @@ def merge_units(
         ROWS=at_once,
         BLOCK_W=block_w,
         EARLY=early,
-        SHARES=plan.shares,
         num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )

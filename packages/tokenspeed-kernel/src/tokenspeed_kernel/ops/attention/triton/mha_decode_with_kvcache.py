@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel.checks import FP8
-from tokenspeed_kernel.ops.attention._softmax import empty_outputs, softmax_scale_of
+from tokenspeed_kernel.ops.attention._softmax import output_dtype, softmax_scale_of
 from tokenspeed_kernel.ops.attention.triton import _online_softmax as softmax
 from tokenspeed_kernel.ops.attention.triton._fp8 import fp8_operand, widened
 from tokenspeed_kernel.ops.attention.triton._fp8_pairs import even_and_odd, pairable, paired
@@ -52,28 +52,36 @@ class Config:
     num_stages: int = 7
     resident: int = 4
     waves: int = 3
-    long: int = 1024
+    long: int = 2048
     least: int = 128
     whole: int = 256
 
 
 # Shared memory of a multiprocessor, of which the keys on their way take most.
 _SHARED_BYTES = {"sm_80": 160_000, "sm_90": 225_000, "sm_100": 225_000, "sm_103": 225_000, "amd": 64_000, "any": 98_000}
+_OTHER_BYTES = 4_000  # of a program, besides those keys
 
 
-def _config(key_bytes: int, rows: int, device: torch.device) -> Config:
-    """For keys that take ``key_bytes`` with their values, and tiles of ``rows`` query rows."""
-    block_n = min(64, max(16, 1 << (16_384 // key_bytes).bit_length() - 1))
-    num_warps = 4 if rows > 16 else 2
-    num_stages = 7
+def _config(key_bytes: int, rows: int, dtype: torch.dtype, device: torch.device) -> Config:
+    """For keys that take ``key_bytes`` with their values, tiles of ``rows`` query rows, and products of ``dtype``."""
+    room = for_architecture(_SHARED_BYTES, device)
+    block_n, num_warps, num_stages = 64, 4 if rows > 16 else 2, 7
+    if dtype == torch.float32:  # no tensor cores: products take registers
+        block_n, num_warps = 32, 4
     if platform_of(device).is_amd:
         num_warps, num_stages = 4, 2
-    buffers = num_stages // 2
-    resident = for_architecture(_SHARED_BYTES, device) // (buffers * block_n * key_bytes + 3_000)
+    while block_n > 16 and block_n * key_bytes > 32_768:
+        block_n //= 2
+    while num_stages > 3 and num_stages // 2 * block_n * key_bytes > room - 8 * _OTHER_BYTES:
+        num_stages -= 2
+    resident = room // (num_stages // 2 * block_n * key_bytes + _OTHER_BYTES)
     return Config(block_n, num_warps, num_stages, min(8, max(1, resident)))
 
 
-# Where the kernel that merges may be launched while the units are still at work.
+_LEAST_ROWS = 16  # of a product's tile
+# Key heads are packed until a key takes so many bytes.
+_PACKED_BYTES = 128
+# Where a kernel may be launched before the one in front of it has ended, which it waits for itself.
 _EARLY = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
 _TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -135,6 +143,7 @@ def _decode(
     Q_FP8: tl.constexpr,
     FP8: tl.constexpr,
     PAIRS: tl.constexpr,
+    PACKED: tl.constexpr,
     ALIKE: tl.constexpr,
     FAR: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -145,17 +154,23 @@ def _decode(
     EARLY: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One unit: a tile of the query rows of a key head, and a share of the keys of their sequence."""
+    """One unit: a tile of the query rows of a key head (or of several), and a share of the keys of their sequence.
+
+    Where heads have few rows, PACKED of them are one head of keys as wide as all: a query is 0 in the columns of other heads, and
+    of its values' sum only the columns of its own head are kept. The tile would have been as large, and a key is read in one piece.
+    """
     ROWS: tl.constexpr = GROUP * Q_LEN
     EACH: tl.constexpr = 2 if PAIRS else 1  # numbers in an element of the cache as it is read
-    COLUMNS: tl.constexpr = HEAD_DIM // EACH
-    V_COLUMNS: tl.constexpr = V_HEAD_DIM // EACH
+    COLUMNS: tl.constexpr = PACKED * HEAD_DIM // EACH
+    V_COLUMNS: tl.constexpr = PACKED * V_HEAD_DIM // EACH
+    PROGRAMS: tl.constexpr = HEADS // PACKED
     TILES: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
     if EARLY:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # Programs of all heads of the same keys lie side by side: their keys are neighbours in memory.
-    unit = tl.program_id(0) // (HEADS * TILES)
-    head = tl.program_id(0) // TILES % HEADS
+    unit = tl.program_id(0) // (PROGRAMS * TILES)
+    head = tl.program_id(0) // TILES % PROGRAMS * PACKED
     tile = tl.program_id(0) % TILES
     sequence = unit
     first_unit = unit
@@ -180,17 +195,23 @@ def _decode(
         end = begin + each + (at < more).to(tl.int32)
 
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    real = row < ROWS
+    real = row < PACKED * ROWS
+    own = row // ROWS  # which of the heads
+    row = row % ROWS
     token = sequence.to(tl.int64) * Q_LEN + row // GROUP
-    q_head = head * GROUP + row % GROUP
+    q_head = (head + own) * GROUP + row % GROUP
     position = length - Q_LEN + row // GROUP
     d = tl.arange(0, BLOCK_D)
     w = tl.arange(0, BLOCK_W)
-    q_at = q + token[:, None] * q_stride_t + q_head[:, None] * q_stride_h + (d * EACH)[None, :] * q_stride_d
-    queries = tl.load(q_at, mask=real[:, None] & (d < COLUMNS)[None, :], other=0.0)
+    if PACKED > 1:
+        asked = real[:, None] & ((d * EACH // HEAD_DIM)[None, :] == own[:, None])
+    else:
+        asked = real[:, None] & (d < COLUMNS)[None, :]
+    q_at = q + token[:, None] * q_stride_t + q_head[:, None] * q_stride_h + (d * EACH % HEAD_DIM)[None, :] * q_stride_d
+    queries = tl.load(q_at, mask=asked, other=0.0)
     queries_odd = queries
     if PAIRS:
-        queries_odd = tl.load(q_at + q_stride_d, mask=real[:, None] & (d < COLUMNS)[None, :], other=0.0)
+        queries_odd = tl.load(q_at + q_stride_d, mask=asked, other=0.0)
     if RESCALED:  # to float16's range, by a power of 2 that the scores are given back
         top = tl.maximum(tl.max(tl.abs(queries.to(tl.float32))), tl.max(tl.abs(queries_odd.to(tl.float32))))
         exponent = ((top.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127 - 14
@@ -202,10 +223,18 @@ def _decode(
     else:
         queries = widened(queries, DTYPE, Q_FP8)
         queries_odd = widened(queries_odd, DTYPE, Q_FP8)
+    EACH_SCALED: tl.constexpr = PACKED > 1 and (Q_SCALES > 0 or K_SCALES > 0)
+    row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if q_scale is not None:
-        multiplier *= tl.load(q_scale + head * Q_SCALES)
+        if EACH_SCALED:
+            row_scale *= tl.load(q_scale + (head + own) * Q_SCALES, mask=real, other=1.0)
+        else:
+            multiplier *= tl.load(q_scale + head * Q_SCALES)
     if k_scale is not None:
-        multiplier *= tl.load(k_scale + head * K_SCALES)
+        if EACH_SCALED:
+            row_scale *= tl.load(k_scale + (head + own) * K_SCALES, mask=real, other=1.0)
+        else:
+            multiplier *= tl.load(k_scale + head * K_SCALES)
 
     pages = page_table + sequence.to(tl.int64) * page_table_stride_b
     k_head = k_cache + head.to(tl.int64) * k_stride_h
@@ -250,6 +279,8 @@ def _decode(
             products = tl.dot(queries_odd, k_odd, products, input_precision="ieee")
         else:
             products = tl.dot(queries, widened(tl.trans(k), DTYPE, FP8), input_precision="ieee")
+        if EACH_SCALED:
+            products *= row_scale[:, None]
         if Q_LEN == 1:
             visible = key < length
             if WINDOWED:
@@ -272,10 +303,11 @@ def _decode(
         acc = tl.interleave(acc, acc_odd)
         w = tl.arange(0, 2 * BLOCK_W)
     if v_scale is not None:
-        acc *= tl.load(v_scale + head * V_SCALES)
-    held_w = real[:, None] & (w < V_HEAD_DIM)[None, :]
+        acc *= tl.load(v_scale + (head + own) * V_SCALES, mask=real, other=1.0)[:, None]
+    held_w = real[:, None] & ((w // V_HEAD_DIM)[None, :] == own[:, None])
+    w = w % V_HEAD_DIM
     if SPLIT and units > 1:
-        at_row = (unit.to(tl.int64) * HEADS + head) * ROWS + row
+        at_row = (unit.to(tl.int64) * HEADS + head + own) * ROWS + row
         shift = tl.where(largest == -float("inf"), 0.0, largest)
         tl.store(partial_lse + at_row, shift + tl.log2(total), mask=real)
         acc *= softmax.reciprocal_of(total)[:, None]
@@ -290,6 +322,19 @@ def _decode(
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=held_w)
     if lse is not None:
         tl.store(lse + token * (HEADS * GROUP) + q_head, softmax.log_sum_exp(largest, total), mask=real)
+
+
+def _packed(k_cache: Tensor, v_cache: Tensor, rows: int) -> int:
+    """How many key heads of ``rows`` query rows share a program: all in the least tile, side by side in memory."""
+    packed, heads = 1, k_cache.shape[2]
+    for cache in (k_cache, v_cache):
+        dim = cache.shape[3]
+        if cache.stride(2) != dim * cache.stride(3) or dim & (dim - 1):
+            return 1
+    key_bytes = max(k_cache.shape[3], v_cache.shape[3]) * k_cache.element_size()
+    while heads % (2 * packed) == 0 and 2 * packed * rows <= _LEAST_ROWS and 2 * packed * key_bytes <= _PACKED_BYTES:
+        packed *= 2
+    return packed
 
 
 def _reach(x: Tensor) -> int:
@@ -321,12 +366,12 @@ def mha_decode_with_kvcache(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See the operator."""
-    made = empty_outputs(q, v_cache.shape[3], return_lse) if out is None or return_lse else out
-    made, lse = made if isinstance(made, tuple) else (made, None)
-    out = made if out is None else out
+    v_head_dim = v_cache.shape[3]
+    if out is None:
+        out = torch.empty((*q.shape[:2], v_head_dim), dtype=output_dtype(q), device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     device, batch = q.device, cache_seqlens.shape[0]
     _, page_size, heads, head_dim = k_cache.shape
-    v_head_dim = v_cache.shape[3]
     if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return out if lse is None else (out, lse)
 
@@ -341,11 +386,13 @@ def mha_decode_with_kvcache(
     rescaled = q.dtype == torch.bfloat16 and dtype == torch.float16
     group = q.shape[1] // heads
     rows = group * max_seqlen_q
-    block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    tiles = triton.cdiv(rows, block_m)
-    block_d = triton.next_power_of_2(max(16, head_dim // each))
-    block_w = triton.next_power_of_2(max(16, v_head_dim // each))
-    config = _config((block_d + block_w) * k_cache.element_size() * each, block_m, device)
+    packed = _packed(k_cache, v_cache, rows)
+    block_m = min(64, max(_LEAST_ROWS, triton.next_power_of_2(rows * packed)))
+    tiles = triton.cdiv(rows * packed, block_m)
+    block_d = triton.next_power_of_2(max(16, head_dim * packed // each))
+    block_w = triton.next_power_of_2(max(16, v_head_dim * packed // each))
+    config = _config((block_d + block_w) * k_cache.element_size() * each, block_m, dtype, device)
+    programs = heads // packed * tiles
     capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
     blocks = triton.cdiv(capacity, config.block_n)
     if window_left >= 0:
@@ -354,7 +401,7 @@ def mha_decode_with_kvcache(
     plan = plan_units(
         batch,
         blocks,
-        heads * tiles,
+        programs,
         sm_count * config.resident,
         config.waves,
         triton.cdiv(config.long, config.block_n),
@@ -369,8 +416,8 @@ def mha_decode_with_kvcache(
     else:
         (k_cache, fp8), (v_cache, _) = fp8_operand(k_cache), fp8_operand(v_cache)
     multiplier, cap_log2 = softmax.score_factors(softmax_scale_of(softmax_scale, head_dim), logit_cap)
-    early = split and for_architecture(_EARLY, device)
-    _decode[(plan.units * heads * tiles,)](
+    early = for_architecture(_EARLY, device)
+    _decode[(plan.units * programs,)](
         q,
         k_cache,
         v_cache,
@@ -415,6 +462,7 @@ def mha_decode_with_kvcache(
         Q_FP8=q_fp8,
         FP8=fp8,
         PAIRS=pairs,
+        PACKED=packed,
         ALIKE=k_cache.stride()[:2] == v_cache.stride()[:2],
         FAR=max(_reach(k_cache), _reach(v_cache)) >= 2**31,
         BLOCK_M=block_m,
@@ -425,6 +473,7 @@ def mha_decode_with_kvcache(
         EARLY=early,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
+        **({"launch_pdl": True} if early else {}),
     )
     if split:
         merge_units(

@@ -1,4 +1,4 @@
-"""Causal attention of whole sequences whose keys are wider than their values: the tiles of `_mha_tiles`, a key head a query head."""
+"""Causal attention of whole sequences whose keys are wider than their values: the tiles of `_mha_tiles`, as many key heads."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.ops.attention._softmax import softmax_scale_of
+from tokenspeed_kernel.ops.attention.triton._mha_call import Call
 from tokenspeed_kernel.ops.attention.triton._mha_tiles import Tiles, attend
+from tokenspeed_kernel.ops.triton_common import for_architecture
+
+_HOPPER = Tiles(128, 64, 8, 3, "apart")
 
 
-def tiles_for(dtype: torch.dtype, head_dim: int) -> Tiles:
+def tiles_for(dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.device) -> Tiles:
     """The tile for a call."""
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 2)
-    if head_dim <= 192:
-        return Tiles(128, 64, 8, 3)
-    return Tiles(64, 32, 4, 2)
+    portable = Tiles(64, 32, 4, 2)
+    return for_architecture({"sm_90": _HOPPER, "any": portable}, device) if head_dim <= 192 and v_head_dim <= 128 else portable
 
 
 def mla_prefill(
@@ -37,19 +40,8 @@ def mla_prefill(
     if out is None:
         out = q.new_empty(tokens, heads, v.shape[2])
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
-    attend(
-        tiles_for(q.dtype, head_dim),
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_seqlens,
-        softmax_scale_of(softmax_scale, head_dim),
-        True,
-        -1,
-        logit_cap,
-        None,
-        longest=tokens if max_seqlen is None else max_seqlen,
-    )
+    longest = tokens if max_seqlen is None else min(max_seqlen, tokens)
+    scale = softmax_scale_of(softmax_scale, head_dim)
+    call = Call(q, k, v, out, lse, cu_seqlens, scale, True, -1, logit_cap, None, longest)
+    attend(tiles_for(q.dtype, head_dim, v.shape[2], q.device), call)
     return out if lse is None else (out, lse)

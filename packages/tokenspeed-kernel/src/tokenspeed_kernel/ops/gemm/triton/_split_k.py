@@ -51,10 +51,10 @@ def _sum_splits(
 ):
     down, across = tl.cdiv(M, _ROWS), tl.cdiv(N, _COLUMNS)
     batch, index = (tl.program_id(0) // (down * across)).to(tl.int64), tl.program_id(0) % (down * across)
-    m = (index // across * _ROWS + tl.arange(0, _ROWS)).to(tl.int64)[:, None]
-    n = (index % across * _COLUMNS + tl.arange(0, _COLUMNS)).to(tl.int64)[None, :]
+    m = (index // across * _ROWS + tl.arange(0, _ROWS))[:, None]
+    n = (index % across * _COLUMNS + tl.arange(0, _COLUMNS))[None, :]
     inside = (m < M) & (n < N)
-    at = batch * M * N + m * N + n
+    at = (batch * M + m) * N + n
     acc = tl.zeros([_ROWS, _COLUMNS], tl.float32)
     for split in tl.static_range(SPLITS):
         acc += tl.load(partial_ptr + split * elements + at, mask=inside, other=0.0)

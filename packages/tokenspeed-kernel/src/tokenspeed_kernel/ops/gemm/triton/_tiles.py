@@ -19,12 +19,12 @@ def tile_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def scale_of_lines(scale_ptr, line, inside, line_stride, SCALING: tl.constexpr):
-    """Scales that apply to whole sums: one for all, or one a line."""
+    """Scales that apply to whole sums: one a line, or one for all."""
     if SCALING == "line":
-        return tl.load(scale_ptr + line * line_stride, mask=inside, other=0.0)
-    if SCALING == "whole":
-        return tl.load(scale_ptr)
-    return 1.0
+        scale = tl.load(scale_ptr + line.to(tl.int64) * line_stride, mask=inside, other=0.0)
+    else:
+        scale = tl.load(scale_ptr)
+    return scale
 
 
 @triton.jit
@@ -40,8 +40,8 @@ def store_tile(
     stride_n,
     INTERPRETED: tl.constexpr,
 ):
-    """Adds the bias, rounds, stores. ``m`` and ``n`` are offsets (int64) that broadcast to acc's shape."""
+    """Adds the bias, rounds, stores. ``m`` and ``n`` are its rows and columns, which broadcast to acc's shape."""
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     value = round_to(acc, out_ptr.dtype.element_ty, INTERPRETED)
-    tl.store(out_ptr + m * stride_m + n * stride_n, value, mask=(m < M) & (n < N))
+    tl.store(out_ptr + m.to(tl.int64) * stride_m + n.to(tl.int64) * stride_n, value, mask=(m < M) & (n < N))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.ops.gemm.triton._operands import MX, operand
+from tokenspeed_kernel.ops.gemm.triton._operands import BLOCK, MX, Operand
 from tokenspeed_kernel.ops.gemm.triton._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel.ops.gemm.triton._tiles import scale_of_lines, store_tile, tile_of
 from tokenspeed_kernel.ops.quantization.triton._encode import abilities, decode_e2m1, decode_e8m0, decode_fp8, unpack_e2m1
@@ -35,7 +35,20 @@ class Tile:
 
 # float32 products have no matrix unit: small tiles keep the sums in registers.
 _WIDE = Tile(32, 32, 32, 4, 2)
+# Lines that are not aligned are loaded byte by byte, each with its own address in registers.
+_UNALIGNED = Tile(16, 64, 64, 4, 2)
+# Products that are scaled block by block are held beside their sums.
+_BLOCKS = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 64, 4, 3))
 _TILES = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3))
+
+
+def tile_for(x: Operand, w: Operand) -> Tile:
+    if x.tensor.dtype == torch.float32:
+        return _WIDE
+    if not (x.aligned and w.aligned):
+        return _UNALIGNED
+    tiles = _BLOCKS if w.scaling == BLOCK else _TILES
+    return next(tile for tile in tiles if x.lines <= tile.m or tile is tiles[-1])
 
 
 @triton.jit
@@ -62,11 +75,11 @@ def _decoded_lines(
     if FORMAT == "e2m1":
         at = k0 // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
         mask = inside if EVEN_K else inside & (at < K // 2)
-        value = decode_e2m1(unpack_e2m1(tl.load(data_ptr + line * stride + at * stride_k, mask=mask, other=0)))
+        value = decode_e2m1(unpack_e2m1(tl.load(data_ptr + line.to(tl.int64) * stride + at * stride_k, mask=mask, other=0)))
     else:
         at = k0 + tl.arange(0, BLOCK_K)[None, :]
         mask = inside if EVEN_K else inside & (at < K)
-        loaded = tl.load(data_ptr + line * stride + at * stride_k, mask=mask, other=0)
+        loaded = tl.load(data_ptr + line.to(tl.int64) * stride + at * stride_k, mask=mask, other=0)
         if FORMAT == "dense":
             value = loaded
         else:
@@ -74,7 +87,7 @@ def _decoded_lines(
     if MX:
         block = k0 // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
         mask = inside if EVEN_K else inside & (block < K // 32)
-        scale = decode_e8m0(tl.load(scale_ptr + line * scale_stride + block * scale_stride_k, mask=mask, other=0))
+        scale = decode_e8m0(tl.load(scale_ptr + line.to(tl.int64) * scale_stride + block * scale_stride_k, mask=mask, other=0))
         value = tl.reshape(value, [LINES, BLOCK_K // 32, 32]) * scale[:, :, None]
         value = tl.reshape(value, [LINES, BLOCK_K])
     return value.to(COMPUTE)
@@ -130,8 +143,8 @@ def _decoded_mm(
     a_ptr += batch * stride_a_batch
     b_ptr += batch * stride_b_batch
     out_ptr += batch * stride_out_batch + split * stride_split
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if A_SCALING != "none":
         a_scale_ptr += batch * stride_as_batch
     if B_SCALING != "none":
@@ -181,7 +194,7 @@ def _decoded_mm(
             block = k0 // 128
             products = tl.dot(b, tl.trans(a), input_precision=PRECISION)
             if A_SCALING == "block":
-                products *= tl.load(a_scale_ptr + m * stride_asm + block * stride_ask, mask=m < M, other=0.0)[None, :]
+                products *= tl.load(a_scale_ptr + m.to(tl.int64) * stride_asm + block * stride_ask, mask=m < M, other=0.0)[None, :]
             products *= tl.load(b_scale_ptr + n // 128 * stride_bsn + block * stride_bsk, mask=n < N, other=0.0)[:, None]
             acc += products
         elif SPLIT_A:
@@ -199,38 +212,21 @@ def _decoded_mm(
     store_tile(acc, out_ptr, bias_ptr, m[None, :], n[:, None], M, N, stride_out_m, stride_out_n, INTERPRETED)
 
 
-def _tile_for(m: int, n: int, k: int, wide: bool) -> Tile:
-    if wide:
-        return _WIDE
-    return next(tile for tile in _TILES if m <= tile.m or tile is _TILES[-1])
-
-
-def decoded_mm(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    tile: Tile | None = None,
-) -> None:
-    """``out[...] = a @ b + bias`` for two axes, or three with the batch in front."""
-    x, w = operand(a, a_scale, -2), operand(b, b_scale, -1)
-    m, k, n = a.shape[-2], a.shape[-1] * (2 if x.format == "e2m1" else 1), b.shape[-1]
-    batch = a.shape[0] if a.ndim == 3 else 1
-    if not out.numel():
-        return
-    able = abilities(a.device)
-    wide = a.dtype == torch.float32
-    tile = tile or _tile_for(m, n, k, wide)
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) * batch
-    splits, k_per_split = choose_splits(tiles, k, tile.k, a.device)
+def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Tile | None = None) -> None:
+    """``out[...] = a @ b + bias`` for two axes, or three with the batch in front; out has elements."""
+    m, n, k = x.lines, w.lines, x.k
+    device, dtype = x.tensor.device, x.tensor.dtype
+    able = abilities(device)
+    wide = dtype == torch.float32
+    tile = tile or tile_for(x, w)
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) * x.batch
+    splits, k_per_split = choose_splits(tiles, k, tile.k, device)
     target, strides = split_target(out, splits)
-    split_a = a.dtype == torch.float16 and w.scaling == MX
-    compute = tl.float32 if wide or able.interpreted else tl.float16 if a.dtype == torch.float16 and not split_a else tl.bfloat16
+    split_a = dtype == torch.float16 and w.scaling == MX
+    compute = tl.float32 if wide or able.interpreted else tl.float16 if dtype == torch.float16 and not split_a else tl.bfloat16
     _decoded_mm[(tiles, splits)](
-        x.data,
-        w.data,
+        x.codes,
+        w.codes,
         x.scale,
         w.scale,
         bias if splits == 1 else None,

@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.ops.gemm.operands import default_out_dtype
-from tokenspeed_kernel.ops.gemm.triton.decoded import decoded_mm
+from tokenspeed_kernel.ops.gemm.triton import decoded, direct, once
+from tokenspeed_kernel.ops.gemm.triton._operands import operand
+
+# Rows of a from which on it pays to decode the operands beforehand: below, every weight is decoded once or twice anyway.
+_DECODE_ONCE = 256
 
 
 def mm(
@@ -20,7 +24,7 @@ def mm(
 ) -> Tensor:
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or default_out_dtype(a))
-    decoded_mm(a, b, a_scale, b_scale, bias, out)
+    _multiply(a, b, a_scale, b_scale, bias, out)
     return out
 
 
@@ -29,5 +33,17 @@ def bmm(
 ) -> Tensor:
     if out is None:
         out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype or default_out_dtype(a))
-    decoded_mm(a, b, a_scale, b_scale, None, out)
+    _multiply(a, b, a_scale, b_scale, None, out)
     return out
+
+
+def _multiply(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    if not out.numel():
+        return
+    x, w = operand(a, a_scale, -2), operand(b, b_scale, -1)
+    if direct.serves(x, w):
+        direct.multiply(x, w, bias, out)
+    elif x.lines >= _DECODE_ONCE and once.serves(x, w):
+        once.multiply(x, w, bias, out)
+    else:
+        decoded.multiply(x, w, bias, out)

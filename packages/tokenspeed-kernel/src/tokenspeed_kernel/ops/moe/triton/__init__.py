@@ -83,6 +83,8 @@ register_kernel(
         "w13_interleaved": any,
         "swiglu_limit": any,
         "swiglu_alpha_beta": any,
+        "fp8_activations": any,
+        "mxfp4_activations": any,
     },
     priority=Priority.PORTABLE + 1,  # before the kernel that takes these weights as they are
     tags={"determinism", "portability"},

@@ -68,6 +68,29 @@ def _weight_tile(
 
 
 @triton.jit
+def _weight_of(
+    w,
+    w_row,
+    w_first,
+    w_column_stride,
+    scale_row,
+    scale_column_stride,
+    k,
+    k_left,
+    COMPUTE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    if TMA:
+        tile = w.load([w_first, k]).to(COMPUTE)
+    else:
+        tile = _weight_tile(w_row, w_column_stride, scale_row, scale_column_stride, k, k_left, COMPUTE, FORMAT, BLOCK_K, EVEN_K)
+    return tile
+
+
+@triton.jit
 def _add_product(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr, ROWS_FIRST: tl.constexpr):
     """``acc + w x^T``, for w ``[features, k]`` and x ``[rows, k]``, or its transpose; times a feature's scale if ``SCALED``."""
     if ROWS_FIRST:
@@ -159,6 +182,9 @@ def _block(
     x_column_stride,
     x_scale,
     w,
+    w_up,
+    w_first,
+    w_up_first,
     w_row_stride,
     w_column_stride,
     w_scale,
@@ -190,6 +216,7 @@ def _block(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_T: tl.constexpr,
     EXTRA_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -207,8 +234,12 @@ def _block(
         x_row_extra = _x_rows(x, order, first + BLOCK_T, end, x_row_stride, top_k, GATHER, EXTRA_T)
         gate_extra = tl.zeros([EXTRA_T, BLOCK_N] if ROWS_FIRST else [BLOCK_N, EXTRA_T], tl.float32)
         up_extra = gate_extra
-    w_gate = w + gate_row * w_row_stride
-    w_up = w + up_row * w_row_stride
+    if TMA:
+        at_gate = w_first
+        at_up = w_first
+    else:
+        at_gate = w + gate_row * w_row_stride
+        at_up = w + up_row * w_row_stride
     scaled_rows: tl.constexpr = 1 if FORMAT == MXFP4 else _BLOCK_FP8
     s_gate = w_scale
     s_up = w_scale
@@ -234,12 +265,12 @@ def _block(
             next_block = tl.minimum(k + BLOCK_K, K - 1) // _BLOCK_FP8 * scale_column_stride
             by_gate_next = tl.load(s_gate + next_block)
             by_up_next = tl.load(s_up + next_block) if GATED else by_gate_next
-        tile = _weight_tile(w_gate, w_column_stride, s_gate, scale_column_stride, k, K - k, COMPUTE, FORMAT, BLOCK_K, EVEN_K)
+        tile = _weight_of(w, at_gate, w_first, w_column_stride, s_gate, scale_column_stride, k, K - k, COMPUTE, FORMAT, TMA, BLOCK_K, EVEN_K)
         gate = _add_product(gate, tile, x_tile, by_gate, scaled, PRECISION, ROWS_FIRST)
         if EXTRA_T > 0:
             gate_extra = _add_product(gate_extra, tile, x_tile_extra, by_gate, scaled, PRECISION, ROWS_FIRST)
         if GATED:
-            tile = _weight_tile(w_up, w_column_stride, s_up, scale_column_stride, k, K - k, COMPUTE, FORMAT, BLOCK_K, EVEN_K)
+            tile = _weight_of(w_up, at_up, w_up_first, w_column_stride, s_up, scale_column_stride, k, K - k, COMPUTE, FORMAT, TMA, BLOCK_K, EVEN_K)
             up = _add_product(up, tile, x_tile, by_up, scaled, PRECISION, ROWS_FIRST)
             if EXTRA_T > 0:
                 up_extra = _add_product(up_extra, tile, x_tile_extra, by_up, scaled, PRECISION, ROWS_FIRST)
@@ -265,6 +296,9 @@ def grouped_gemm_kernel(
     x_column_stride,
     x_scale,
     w,
+    w_up,
+    w_expert_rows,
+    w_up_offset,
     w_expert_stride,
     w_row_stride,
     w_column_stride,
@@ -300,6 +334,7 @@ def grouped_gemm_kernel(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
+    TMA: tl.constexpr,
     BLOCK_T: tl.constexpr,
     EXTRA_T: tl.constexpr,
     TAIL_T: tl.constexpr,
@@ -322,7 +357,13 @@ def grouped_gemm_kernel(
     first = tl.load(block_row + block)
     end = tl.minimum(first + BLOCK_T + EXTRA_T, tl.load(expert_start + expert + 1))
     feature = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    w += expert * w_expert_stride
+    w_first = 0
+    w_up_first = 0
+    if TMA:
+        w_first = (expert * w_expert_rows).to(tl.int32) + tile * BLOCK_N
+        w_up_first = w_first + w_up_offset
+    else:
+        w += expert * w_expert_stride
     if FORMAT != DENSE:
         w_scale += expert * scale_expert_stride
     if BIAS:
@@ -330,23 +371,23 @@ def grouped_gemm_kernel(
     # fmt: off
     if TAIL_T > 0 and end - first <= TAIL_T:
         _block(
-            x, x_row_stride, x_column_stride, x_scale, w, w_row_stride, w_column_stride, w_scale, scale_row_stride,
+            x, x_row_stride, x_column_stride, x_scale, w, w_up, w_first, w_up_first, w_row_stride, w_column_stride, w_scale, scale_row_stride,
             scale_column_stride, bias, bias_stride, y, y_row_stride, order, first, end, feature, N, K, top_k, alpha, limit, beta,
-            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, TAIL_T, 0, BLOCK_N, BLOCK_K,
+            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, TMA, TAIL_T, 0, BLOCK_N, BLOCK_K,
             EVEN_K,
         )
     elif EXTRA_T > 0 and end - first > BLOCK_T:
         _block(
-            x, x_row_stride, x_column_stride, x_scale, w, w_row_stride, w_column_stride, w_scale, scale_row_stride,
+            x, x_row_stride, x_column_stride, x_scale, w, w_up, w_first, w_up_first, w_row_stride, w_column_stride, w_scale, scale_row_stride,
             scale_column_stride, bias, bias_stride, y, y_row_stride, order, first, end, feature, N, K, top_k, alpha, limit, beta,
-            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, BLOCK_T, EXTRA_T, BLOCK_N,
+            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, TMA, BLOCK_T, EXTRA_T, BLOCK_N,
             BLOCK_K, EVEN_K,
         )
     else:
         _block(
-            x, x_row_stride, x_column_stride, x_scale, w, w_row_stride, w_column_stride, w_scale, scale_row_stride,
+            x, x_row_stride, x_column_stride, x_scale, w, w_up, w_first, w_up_first, w_row_stride, w_column_stride, w_scale, scale_row_stride,
             scale_column_stride, bias, bias_stride, y, y_row_stride, order, first, end, feature, N, K, top_k, alpha, limit, beta,
-            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, BLOCK_T, 0, BLOCK_N,
+            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, TMA, BLOCK_T, 0, BLOCK_N,
             BLOCK_K, EVEN_K,
         )
     # fmt: on

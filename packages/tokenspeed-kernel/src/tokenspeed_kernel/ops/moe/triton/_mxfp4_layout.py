@@ -1,21 +1,21 @@
 """The layout ``"triton_mxfp4"`` of mxfp4 expert weights: what `moe_apply_mxfp4` reads, made once when a model is loaded.
 
-A projection ``[rows, k]`` is seen as ``rows / 2`` pairs of rows whose results meet in one program: gate and up of a feature in w13, row ``r``
-and row ``r + rows / 2`` in w2. ``k`` is cut into chunks of 64, two blocks of 32 elements. A 16-bit word holds, of one pair of rows
-and one place ``j`` of 0...31, the four codes of (first row, block 0), (first row, block 1), (second row, block 0), (second row, block 1).
-So each of the four tiles that come of a tile of words lies along k in order and within one block of scales.
+A projection ``[rows, k]`` is seen as ``rows / 2`` pairs of rows whose results meet in one program: gate and up of a feature in w13,
+row ``r`` and row ``r + rows / 2`` in w2. ``k`` is cut into chunks of 64, two blocks of 32 elements. A 16-bit word holds, of one
+pair of rows and one place ``j`` of 0...31, the four codes of (first row, block 0), (first row, block 1), (second row, block 0),
+(second row, block 1). So each of the four tiles that come of a tile of words lies along k in order and within one block of scales.
 
     weight  int16    [experts, chunks, pairs, 32]    a tile of many pairs and one chunk is contiguous
     scale   int32    [experts, chunks, pairs]        four exponents, byte i for code i; relative to the largest of the row
-    bias    float32  [experts, 4, pairs]             factor of the first and second row (what the scales are relative to), bias of each
+    bias    float32  [experts, 4, pairs]             factors of both rows (what their scales are relative to), biases of both
 
-Where in the word the bits of the codes stand is chosen for few instructions: sign and magnitude of a code (s, e, e, m) belong at bits
-15 and 8...6 of a bfloat16, whose value then is that of the code times 2^-126.
+Where in the word the bits of the codes stand is chosen for few instructions: sign and magnitude of a code (s, e, e, m) belong at
+bits 15 and 8...6 of a bfloat16, whose value then is that of the code times 2^-126.
 
     bit   15  14  13  12   11 10 9    8 7 6      5 4 3      2 1 0
     code  0s  2s  3s  1s   3 e e m    0 e e m    1 e e m    2 e e m
 
-A scale byte is the exponent field of the bfloat16 by which such a number is to be multiplied, 253 for the row's largest scale: 2^126.
+A scale byte is the exponent field of the bfloat16 by which such a number is to be multiplied, 253 (2^126) for the row's largest.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _words(codes: Tensor, chunks: int) -> Tensor:
 def _exponents(scale: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     """uint8 ``[2, pairs, k / 32]`` to int32 ``[chunks, pairs]`` and the rows' factors, float32 ``[2, pairs]``.
 
-    A scale that is 2^253 times smaller than its row's largest becomes 0. A NaN makes its row's results NaN, which they are in any case.
+    A scale 2^253 times smaller than its row's largest becomes 0. A NaN makes its row's results NaN, which they are in any case.
     """
     scale = scale.int()
     largest = scale.amax(-1)

@@ -27,12 +27,13 @@ class BlockSchedule:
     A pair ``(token, slot)`` has the number ``token * top_k + slot``. A row is a position in ``order``.
 
     Attributes:
-        order: ``[pairs]``: the pairs by expert, and in ascending order within an expert. Pairs whose expert is not here (a negative id)
-            are left out; the last ``pairs - expert_start[-1]`` entries are undefined.
+        order: ``[pairs]``: the pairs by expert, and in ascending order within an expert. Pairs whose expert is not here (a negative
+            id) are left out; the last ``pairs - expert_start[-1]`` entries are undefined.
         expert_start: ``[num_experts + 1]``: the first row of each expert; the last entry is the number of rows.
-        block_expert: ``[capacity]``: the expert of each block, -1 for blocks that do not exist; those that do come first, experts ascending.
-        block_row: ``[capacity]``: the first row of each block. Its rows end at ``min(block_row + block_rows, expert_start[expert + 1])``.
-            Undefined where the block does not exist.
+        block_expert: ``[capacity]``: the expert of each block, -1 for blocks that do not exist; those that do come first, experts
+            ascending.
+        block_row: ``[capacity]``: the first row of each block, undefined where it does not exist. Its rows end at
+            ``min(block_row + block_rows, expert_start[expert + 1])``.
         block_rows: the most rows of a block.
     """
 
@@ -55,7 +56,9 @@ def block_capacity(pairs: int, num_experts: int, block_rows: int) -> int:
 
 
 def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> BlockSchedule:
-    """The schedule of one call: one launch (two for many pairs), safe in CUDA graphs, the same for the same ids. There must be a pair.
+    """The schedule of one call: one launch (two for many pairs), safe in CUDA graphs, the same for the same ids.
+
+    There must be at least one pair.
 
     Args:
         topk_ids: int32 ``[tokens, top_k]``, any strides; ids that are negative (or not below ``num_experts``) are left out.
@@ -160,7 +163,7 @@ def _schedule_kernel(
     before = tl.zeros([BINS], tl.int32)  # counts of the chunks before this program's
     if COUNTED:
         counts = tl.zeros([BINS], tl.int32)
-        for chunk in range(0, chunks):
+        for chunk in range(chunks):
             before = tl.where(chunk == first_chunk, counts, before)
             counts += tl.load(counts_ptr + chunk * BINS + bins)
     else:

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed_kernel.ops.moe.plan import MoEPlan
 from tokenspeed_kernel.ops.moe.triton._grouped_gemm import DENSE, FP8, FP8_BITS, MXFP4, combine_kernel, grouped_gemm_kernel
@@ -40,6 +41,7 @@ class Tile:
     stages: int
     group: int = 4
     rows_first: bool = False
+    tma: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ def moe_apply(
 
     pairs = tokens * plan.top_k
     rows, row_scale = _rounded(x, plan, formats, None)
-    between = x.new_empty(pairs, plan.intermediate_size, dtype=formats.carrier if plan.activation_dtype == "mxfp4" else x.dtype)
+    # Rounded to 16 bits first, one in twenty e4m3 codes would come out as its neighbour.
+    between_dtype = {"none": x.dtype, "fp8": torch.float32, "mxfp4": formats.carrier}[plan.activation_dtype]
+    between = x.new_empty(pairs, plan.intermediate_size, dtype=between_dtype)
     _project(rows, row_scale, weights, "w13", between, schedule, plan, formats, blocks, blocks.first)
     rows, row_scale = (between, None) if plan.activation_dtype == "mxfp4" else _rounded(between, plan, formats, schedule)
     slots = x.new_empty(pairs, hidden)
@@ -220,12 +224,25 @@ def _project(
     if formats.weight is FP8_BITS:
         weight = weight.view(torch.uint8)
     features, k = (plan.intermediate_size, plan.hidden_size) if gated else (plan.hidden_size, plan.intermediate_size)
+    weight_at, up_at, expert_rows, up_offset = weight, None, 0, 0
+    if tile.tma:
+        block = [tile.features, tile.k]
+        flat = weight.view(-1, k)
+        if gated and plan.w13_interleaved:
+            weight_at, up_at = (TensorDescriptor.from_tensor(flat[i::2], block) for i in range(2))
+            expert_rows = features
+        else:
+            weight_at = up_at = TensorDescriptor.from_tensor(flat, block)
+            expert_rows, up_offset = weight.shape[1], features
     grid = (schedule.capacity * triton.cdiv(features, tile.features),)
     grouped_gemm_kernel[grid](
         x,
         *x.stride(),
         x_scale,
-        weight,
+        weight_at,
+        up_at,
+        expert_rows,
+        up_offset,
         *weight.stride(),
         scale,
         *((0, 0, 0) if scale is None else scale.stride()),
@@ -256,6 +273,7 @@ def _project(
         COMPUTE=formats.compute,
         PRECISION=formats.precision,
         ROWS_FIRST=tile.rows_first,
+        TMA=tile.tma,
         BLOCK_T=blocks.rows,
         EXTRA_T=blocks.extra,
         TAIL_T=blocks.tail,

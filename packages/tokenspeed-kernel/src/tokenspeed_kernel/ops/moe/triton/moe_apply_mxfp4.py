@@ -10,6 +10,7 @@ Few tokens find the pairs of their expert among all ids by themselves; many get 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +19,56 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel.ops.moe.plan import MoEPlan
+from tokenspeed_kernel.ops.moe.triton._rounding import round_rows_fp8_kernel, round_rows_mxfp4_kernel
 from tokenspeed_kernel.ops.moe.triton._routing import BlockSchedule, block_schedule
 from tokenspeed_kernel.ops.moe.weights import MoEWeights
 from tokenspeed_kernel.ops.triton_common import for_architecture
+
+# Words to four bfloat16 or float16 tiles, two numbers at a time. A multiplication puts the two parts of a code where they belong; what it
+# puts elsewhere is cut away.
+_DECODE_BF16 = tl.constexpr("""
+.reg .b32 a, s, z;
+mov.b32 z, 0x80008000;
+and.b32 a, $4, 0x81C081C0;
+fma.rn.bf16x2 $0, a, $5, z;
+shl.b32 a, $4, 3;
+and.b32 a, a, 0x81C081C0;
+fma.rn.bf16x2 $1, a, $7, z;
+and.b32 a, $4, 0x40074007;
+mul.lo.u32 a, a, 66;
+and.b32 a, a, 0x81C081C0;
+fma.rn.bf16x2 $2, a, $9, z;
+shr.u32 a, $4, 3;
+shl.b32 s, $4, 2;
+and.b32 s, s, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 $3, a, $11, z;
+}
+""")
+# A code's bits belong at 15 and 11...9, which makes it 2^-14 times its value, and 253 stands for 2^14: the field 29.
+_DECODE_FP16 = tl.constexpr("""
+.reg .b32 a, s;
+shl.b32 a, $4, 3;
+and.b32 s, $4, 0x80008000;
+lop3.b32 a, a, 0x0E000E00, s, 0xEA;
+mul.rn.f16x2 $0, a, $5;
+and.b32 a, $4, 0x10381038;
+mul.lo.u32 a, a, 72;
+and.b32 a, a, 0x8E008E00;
+mul.rn.f16x2 $1, a, $7;
+and.b32 a, $4, 0x40074007;
+mul.lo.u32 a, a, 514;
+and.b32 a, a, 0x8E008E00;
+mul.rn.f16x2 $2, a, $9;
+shl.b32 s, $4, 2;
+and.b32 s, s, 0x80008000;
+lop3.b32 a, $4, 0x0E000E00, s, 0xEA;
+mul.rn.f16x2 $3, a, $11;
+}
+""")
+# Hopper's asynchronous products read their left operand from registers until they end: the next may be written only then.
+_DRAIN = tl.constexpr("{ wgmma.wait_group.sync.aligned 0;")
+_NO_DRAIN = tl.constexpr("{")
 
 
 @dataclass(frozen=True)
@@ -58,23 +106,40 @@ _TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 # Where pairs are this few, programs look for theirs among all ids: cheaper than a launch before.
 _DIRECT_PAIRS = 64
+DRAIN_ALL = True
 
-_REGIMES = (
-    Regime(0.04, Tile(32, 16, 2, 5), Tile(32, 16, 2, 5, 4)),
-    Regime(0.5, Tile(64, 16, 4, 5), Tile(64, 16, 4, 5, 2)),
-    Regime(9, Tile(64, 16, 4, 4), Tile(64, 16, 4, 4)),
-    Regime(20, Tile(64, 32, 4, 4), Tile(64, 32, 4, 4)),
-    Regime(64, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    Regime(float("inf"), Tile(128, 128, 8, 3, 1, False), Tile(128, 128, 8, 3, 1, False)),
-)
+# Fewer pairs than this do not fill the device with whole sums over k.
+_FEW_PAIRS = 8
+
+_FEW = {
+    "sm_90": Regime(0, Tile(64, 8, 4, 4, split_k=5), Tile(64, 8, 4, 4, split_k=5)),
+    "any": Regime(0, Tile(32, 16, 2, 2, split_k=4), Tile(32, 16, 2, 2, split_k=4)),
+}
+
+_REGIMES = {
+    "sm_90": (
+        Regime(3, Tile(64, 8, 2, 3, unroll=3), Tile(64, 8, 2, 3, unroll=3)),
+        Regime(20, Tile(64, 16, 2, 4), Tile(64, 16, 2, 3, unroll=3)),
+        Regime(100, Tile(64, 64, 4, 4, separate=False, tail=32), Tile(64, 64, 4, 4, separate=False, tail=32)),
+        Regime(math.inf, Tile(64, 128, 4, 4, separate=False, tail=64), Tile(64, 128, 4, 4, separate=False, tail=64)),
+    ),
+    "any": (
+        Regime(10, Tile(64, 16, 4, 2, separate=False), Tile(64, 16, 4, 2, separate=False)),
+        Regime(40, Tile(64, 32, 4, 2, separate=False), Tile(64, 32, 4, 2, separate=False)),
+        Regime(math.inf, Tile(64, 64, 4, 2, separate=False), Tile(64, 64, 4, 2, separate=False)),
+    ),
+}
 
 
 def moe_apply(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None = None
 ) -> Tensor:
     """See `tokenspeed_kernel.moe_apply`. Weights are in the layout that `prepare_weights` makes."""
-    pairs_per_expert = topk_ids.numel() / plan.num_experts
-    regime = next(r for r in _REGIMES if pairs_per_expert <= r.pairs_per_expert)
+    pairs = topk_ids.numel()
+    if pairs <= _FEW_PAIRS:
+        regime = for_architecture(_FEW, x.device)
+    else:
+        regime = next(r for r in for_architecture(_REGIMES, x.device) if pairs <= r.pairs_per_expert * plan.num_experts)
     return moe_apply_as(regime, x, weights, topk_weights, topk_ids, plan, out)
 
 
@@ -98,14 +163,14 @@ def moe_apply_as(
     shape = (first.split_k, pairs, 2 * plan.intermediate_size)
     gate_up = torch.empty(shape, dtype=torch.float32, device=x.device) if first.split_k > 1 else activated
     w13 = (weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias)
-    _product(first, schedules[first.columns], x, *w13, gate_up, topk_ids, plan, gated=True)
+    _product(first, schedules[first.columns], *_rounded(x, plan), *w13, gate_up, topk_ids, plan, gated=True)
     if first.split_k > 1:
         _activate(gate_up, activated, plan)
     # Parts of a sum stay float32; a whole one may be rounded.
     partial = torch.float32 if second.split_k > 1 else x.dtype
     slots = torch.empty((second.split_k, pairs, hidden), dtype=partial, device=x.device)
     w2 = (weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias)
-    _product(second, schedules[second.columns], activated[0], *w2, slots, topk_ids, plan, gated=False)
+    _product(second, schedules[second.columns], *_rounded(activated[0], plan), *w2, slots, topk_ids, plan, gated=False)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
         slots,
@@ -124,6 +189,24 @@ def moe_apply_as(
         num_warps=4,
     )
     return out
+
+
+def _rounded(x: Tensor, plan: MoEPlan) -> tuple[Tensor, Tensor | None]:
+    """What the plan rounds an activation to, in its own dtype, and the rows' scales; 16-bit floats hold e4m3 and e2m1 exactly."""
+    if plan.activation_dtype == "none":
+        return x, None
+    rows, columns = x.shape
+    rounded = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    if plan.activation_dtype == "mxfp4":
+        block = min(1024, triton.next_power_of_2(columns))
+        height = max(1, 2048 // block)
+        grid = (triton.cdiv(rows, height), triton.cdiv(columns, block))
+        round_rows_mxfp4_kernel[grid](x, *x.stride(), rounded, rows, columns, ROWS=height, BLOCK=block)
+        return rounded, None
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = min(4096, triton.next_power_of_2(columns))
+    round_rows_fp8_kernel[(rows,)](x, *x.stride(), rounded, scale, scale, columns, COUNTED=False, NATIVE=False, BLOCK=block)
+    return rounded, scale
 
 
 def _activate(gate_up: Tensor, activated: Tensor, plan: MoEPlan) -> None:
@@ -149,6 +232,7 @@ def _product(
     tile: Tile,
     schedule: BlockSchedule | None,
     x: Tensor,
+    x_scale: Tensor | None,
     weight: Tensor,
     scale: Tensor | None,
     epilogue: Tensor | None,
@@ -171,6 +255,7 @@ def _product(
         x,
         x.stride(0),
         x.stride(1),
+        x if x_scale is None else x_scale,
         weight,
         scale,
         epilogue,
@@ -190,6 +275,7 @@ def _product(
         plan.alpha,
         0.0 if plan.limit is None else plan.limit,
         plan.beta,
+        SCALED=x_scale is not None,
         GATED=gated,
         ACTIVATED=gated and tile.split_k == 1,
         LIMITED=plan.limit is not None,
@@ -201,6 +287,7 @@ def _product(
         WHOLE_K=k % 64 == 0,
         DTYPE=dtype,
         PTX=native,
+        DRAIN=DRAIN_ALL and for_architecture({'sm_90': True, 'any': False}, x.device) and tile.warps % 4 == 0 and tile.columns >= 16,
         SEPARATE=tile.separate,
         UNROLL=next(u for u in range(tile.unroll, 0, -1) if chunks % u == 0),
         STAGES=tile.stages,
@@ -214,32 +301,13 @@ def _lists(schedule: BlockSchedule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @triton.jit
-def _decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr):
+def _decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr, DRAIN: tl.constexpr):
     """The four weight tiles of a tile of words; see `_mxfp4_layout`. ``scales``: int32, a column of exponents, a byte a tile."""
     s0, s1, s2, s3 = scales & 0xFF, (scales >> 8) & 0xFF, (scales >> 16) & 0xFF, (scales >> 24) & 0xFF
+    drain: tl.constexpr = _DRAIN if DRAIN else _NO_DRAIN
     if PTX and dtype == tl.bfloat16:
-        # Two words at once. A multiplication puts the two parts of a code where they belong, and what it puts elsewhere is cut away.
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, s, z;
-            mov.b32 z, 0x80008000;
-            and.b32 a, $4, 0x81C081C0;
-            fma.rn.bf16x2 $0, a, $5, z;
-            shl.b32 a, $4, 3;
-            and.b32 a, a, 0x81C081C0;
-            fma.rn.bf16x2 $1, a, $7, z;
-            and.b32 a, $4, 0x40074007;
-            mul.lo.u32 a, a, 66;
-            and.b32 a, a, 0x81C081C0;
-            fma.rn.bf16x2 $2, a, $9, z;
-            shr.u32 a, $4, 3;
-            shl.b32 s, $4, 2;
-            and.b32 s, s, 0x80008000;
-            lop3.b32 a, a, 0x01C001C0, s, 0xEA;
-            fma.rn.bf16x2 $3, a, $11, z;
-            }
-            """,
+            drain + _DECODE_BF16,
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
             # Exponent fields, each twice in a word.
             [word, s0 * 0x00800080, s1 * 0x00800080, s2 * 0x00800080, s3 * 0x00800080],
@@ -248,29 +316,8 @@ def _decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr):
             pack=2,
         )
     if PTX and dtype == tl.float16:
-        # As above; a code's bits belong at 15 and 11...9, which makes it 2^-14 times its value, and 253 stands for 2^14: the field 29.
         return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, s;
-            shl.b32 a, $4, 3;
-            and.b32 s, $4, 0x80008000;
-            lop3.b32 a, a, 0x0E000E00, s, 0xEA;
-            mul.rn.f16x2 $0, a, $5;
-            and.b32 a, $4, 0x10381038;
-            mul.lo.u32 a, a, 72;
-            and.b32 a, a, 0x8E008E00;
-            mul.rn.f16x2 $1, a, $7;
-            and.b32 a, $4, 0x40074007;
-            mul.lo.u32 a, a, 514;
-            and.b32 a, a, 0x8E008E00;
-            mul.rn.f16x2 $2, a, $9;
-            shl.b32 s, $4, 2;
-            and.b32 s, s, 0x80008000;
-            lop3.b32 a, $4, 0x0E000E00, s, 0xEA;
-            mul.rn.f16x2 $3, a, $11;
-            }
-            """,
+            drain + _DECODE_FP16,
             "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
             [
                 word,
@@ -327,6 +374,7 @@ def _tile(
     x_ptr,
     x_stride_row,
     x_stride_k,
+    x_scale_ptr,
     weight_ptr,
     scale_ptr,
     epilogue_ptr,
@@ -335,6 +383,7 @@ def _tile(
     pair,
     valid,
     row_tile,
+    part,
     first_chunk,
     last_chunk,
     rows,
@@ -343,6 +392,7 @@ def _tile(
     alpha,
     limit,
     beta,
+    SCALED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATED: tl.constexpr,
     LIMITED: tl.constexpr,
@@ -351,6 +401,7 @@ def _tile(
     WHOLE_K: tl.constexpr,
     DTYPE: tl.constexpr,
     PTX: tl.constexpr,
+    DRAIN: tl.constexpr,
     SEPARATE: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -363,7 +414,8 @@ def _tile(
     wide = tl.arange(0, 64)
     words = weight_ptr + (first_chunk.to(tl.int64) * rows * 32) + own[:, None] * 32 + lane[None, :]
     exponents = scale_ptr + first_chunk.to(tl.int64) * rows + own
-    source = (pair // top_k if GATED else pair).to(tl.int64) * x_stride_row
+    source_row = pair // top_k if GATED else pair
+    source = source_row.to(tl.int64) * x_stride_row
     values = x_ptr + source[None, :] + (first_chunk * 64 + lane[:, None]).to(tl.int64) * x_stride_k
     inputs = x_ptr + source[None, :] + (first_chunk * 64 + wide[:, None]).to(tl.int64) * x_stride_k
     acc0 = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -374,7 +426,7 @@ def _tile(
     for chunk in tl.range(first_chunk, last_chunk, UNROLL, num_stages=STAGES):
         for ahead in tl.static_range(UNROLL):
             word = tl.load(words + ahead * rows * 32)
-            a0, a1, b0, b1 = _decode(word, tl.load(exponents + ahead * rows)[:, None], DTYPE, PTX)
+            a0, a1, b0, b1 = _decode(word, tl.load(exponents + ahead * rows)[:, None], DTYPE, PTX, DRAIN)
             if SEPARATE:
                 x0 = tl.load(values + ahead * 64 * x_stride_k, mask=valid[None, :], other=0.0).to(DTYPE)
                 present = valid[None, :] if WHOLE_K else valid[None, :] & ((chunk + ahead) * 64 + 32 + lane[:, None] < k)
@@ -398,7 +450,11 @@ def _tile(
     factors = epilogue_ptr + own
     acc0 *= tl.load(factors)[:, None]
     acc1 *= tl.load(factors + rows)[:, None]
-    if first_chunk == 0:
+    if SCALED:
+        step = tl.load(x_scale_ptr + source_row)[None, :]
+        acc0 *= step
+        acc1 *= step
+    if part == 0:
         acc0 += tl.load(factors + 2 * rows)[:, None]
         acc1 += tl.load(factors + 3 * rows)[:, None]
     mask = (row < rows)[:, None] & valid[None, :]
@@ -416,6 +472,7 @@ def _product_kernel(
     x_ptr,
     x_stride_row,
     x_stride_k,
+    x_scale_ptr,
     weight_ptr,
     scale_ptr,
     epilogue_ptr,
@@ -439,6 +496,7 @@ def _product_kernel(
     alpha,
     limit,
     beta,
+    SCALED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATED: tl.constexpr,
     LIMITED: tl.constexpr,
@@ -450,6 +508,7 @@ def _product_kernel(
     WHOLE_K: tl.constexpr,
     DTYPE: tl.constexpr,
     PTX: tl.constexpr,
+    DRAIN: tl.constexpr,
     SEPARATE: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
@@ -469,9 +528,9 @@ def _product_kernel(
             return
         wide = expert.to(tl.int64)
         _tile(
-            x_ptr, x_stride_row, x_stride_k, weight_ptr + wide * chunks * rows * 32, scale_ptr + wide * chunks * rows,
-            epilogue_ptr + wide * 4 * rows, out_ptr, out_stride_pair, pair, valid, row_tile, first_chunk, last_chunk, rows, k, top_k,
-            alpha, limit, beta, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, SEPARATE, UNROLL, STAGES,
+            x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr + wide * chunks * rows * 32, scale_ptr + wide * chunks * rows,
+            epilogue_ptr + wide * 4 * rows, out_ptr, out_stride_pair, pair, valid, row_tile, part, first_chunk, last_chunk, rows, k, top_k,
+            alpha, limit, beta, SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
         )  # fmt: skip
     else:
         expert = tl.load(block_expert_ptr + block)
@@ -484,21 +543,29 @@ def _product_kernel(
         first_row = tl.load(block_row_ptr + block)
         count = tl.load(expert_start_ptr + expert + 1) - first_row
         order_ptr += first_row
-        if (TAIL < COLUMNS) & (count <= TAIL):
+        if TAIL < COLUMNS and count <= TAIL // 2:
+            fewest = tl.arange(0, TAIL // 2) < count
+            fewest_pairs = tl.load(order_ptr + tl.arange(0, TAIL // 2), mask=fewest, other=0)
+            _tile(
+                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair, fewest_pairs, fewest,
+                row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                SCALED, GATED, ACTIVATED, LIMITED, ROWS, TAIL // 2, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
+            )  # fmt: skip
+        elif TAIL < COLUMNS and count <= TAIL:
             few = tl.arange(0, TAIL) < count
             few_pairs = tl.load(order_ptr + tl.arange(0, TAIL), mask=few, other=0)
             _tile(
-                x_ptr, x_stride_row, x_stride_k, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair, few_pairs, few, row_tile,
-                first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
-                GATED, ACTIVATED, LIMITED, ROWS, TAIL, WHOLE_K, DTYPE, PTX, SEPARATE, UNROLL, STAGES,
+                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair, few_pairs, few,
+                row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                SCALED, GATED, ACTIVATED, LIMITED, ROWS, TAIL, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
             )  # fmt: skip
         else:
             valid = tl.arange(0, COLUMNS) < count
             pair = tl.load(order_ptr + tl.arange(0, COLUMNS), mask=valid, other=0)
             _tile(
-                x_ptr, x_stride_row, x_stride_k, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair, pair, valid, row_tile,
-                first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
-                GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, SEPARATE, UNROLL, STAGES,
+                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair, pair, valid,
+                row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
             )  # fmt: skip
 
 

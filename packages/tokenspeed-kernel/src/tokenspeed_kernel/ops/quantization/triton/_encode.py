@@ -16,6 +16,7 @@ import triton.language as tl
 from tokenspeed_kernel.platform import ArchVersion, platform_of
 
 _FP8_NATIVE_SINCE = ArchVersion(8, 9)
+_BFLOAT16_PAIRS_SINCE = ArchVersion(9, 0)
 
 FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", torch.float8_e4m3fnuz: "e4m3fnuz"}
 
@@ -26,16 +27,22 @@ class Abilities:
 
     Attributes:
         native: float32 to and from e4m3fn and e5m2, as specified.
+        bfloat16_pairs: arithmetic on two bfloat16 in a register, `pack_scaled_e2m1`.
         interpreted: Triton's interpreter stands in for the device. It rounds twice in ``tl.fma``, and does not round to bfloat16.
     """
 
     native: bool
+    bfloat16_pairs: bool
     interpreted: bool
 
 
 def abilities(device: torch.device) -> Abilities:
     platform = platform_of(device)
-    return Abilities(native=platform.is_nvidia and platform.arch_version >= _FP8_NATIVE_SINCE, interpreted=platform.is_cpu)
+    return Abilities(
+        native=platform.is_nvidia and platform.arch_version >= _FP8_NATIVE_SINCE,
+        bfloat16_pairs=platform.is_nvidia and platform.arch_version >= _BFLOAT16_PAIRS_SINCE,
+        interpreted=platform.is_cpu,
+    )
 
 
 # -- 8-bit floats --------------------------------------------------------------------------------------------------------------
@@ -115,6 +122,47 @@ def pack_e2m1(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def pack_scaled_e2m1(pairs, factors):
+    """Two bfloat16 in an int32 each, times a power of two (twice in an int32), to two e2m1 codes in a byte. For sm_90.
+
+    `encode_e2m1` and `pack_e2m1` with half the instructions: bfloat16 counts in halves from 64 on, in ones from 128 on, in twos
+    from 256 on, and the products are exact.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 v, two, four, sign, c;
+        mul.rn.bf16x2 v, $1, $2;
+        and.b32 v, v, 0x7fff7fff;
+        mov.b32 c, 0x40c040c0;
+        min.bf16x2 v, v, c;
+        mov.b32 c, 0x40004000;
+        set.ge.bf16x2.bf16x2 two, v, c;
+        mov.b32 c, 0x40804080;
+        set.ge.bf16x2.bf16x2 four, v, c;
+        mov.b32 c, 0x42844284;
+        mov.b32 sign, 0x42804280;
+        fma.rn.bf16x2 two, two, c, sign;
+        mov.b32 c, 0x43064306;
+        fma.rn.bf16x2 two, four, c, two;
+        add.rn.bf16x2 v, v, two;
+        shr.u32 sign, $1, 12;
+        and.b32 sign, sign, 0x00080008;
+        and.b32 v, v, 0x00070007;
+        or.b32 v, v, sign;
+        shr.u32 sign, v, 12;
+        or.b32 $0, v, sign;
+        }
+        """,
+        "=r,r,r",
+        args=[pairs, factors],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    ).to(tl.uint8)
+
+
+@triton.jit
 def unpack_e2m1(packed):
     """uint8 ``[R, C / 2]`` to codes, int32 ``[R, C]``, with bits above the fourth left in."""
     wide = packed.to(tl.int32)
@@ -158,33 +206,35 @@ def larger(a, b):
 
 @triton.jit
 def prepare_divisor(divisor, INTERPRETED: tl.constexpr):
-    """What `divide` wants to know of a divisor: a power of two, the divisor times that, the reciprocal of the product.
+    """What `divide` wants to know of a divisor: a power of two, the divisor times that, the negative reciprocal of the product.
 
-    The power of two keeps the divisor within 2^-85 and 2^64, where remainders are not subnormal. An infinite divisor becomes 0,
-    with a reciprocal of 0.
+    The power of two has the divisor's sign, so that the product is positive, and keeps that within 2^-85 and 2^64, where remainders
+    are not subnormal. An infinite divisor becomes 0, with a reciprocal of 0.
     """
     if not INTERPRETED:
         magnitude = tl.abs(divisor)
         factor = tl.where(magnitude < 2.0**-60, 2.0**64, tl.where(magnitude > 2.0**60, 2.0**-64, 1.0))
-        divisor = divisor * factor
-        reciprocal = tl.div_rn(1.0, divisor)
+        sign = tl.where(divisor < 0, -1.0, 1.0)
+        divisor = magnitude * factor
+        factor *= sign
+        reciprocal = tl.div_rn(-1.0, divisor)
         return factor, tl.where(reciprocal == 0.0, 0.0, divisor), reciprocal
     return divisor, divisor, divisor
 
 
 @triton.jit
-def divide(x, factor, divisor, reciprocal, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
+def divide(x, factor, divisor, negative_reciprocal, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
     """``x / divisor`` for a prepared divisor, as far as rounding to a narrow format can tell: see `division_steps`.
 
     A product with the reciprocal, corrected by its remainder: a third of the instructions of a division. Quotients that overflow
     are NaN or infinite. Zeros keep their sign.
     """
     if not INTERPRETED:
-        x = x * factor
-        quotient = x * reciprocal
+        negative = x * -factor
+        quotient = negative * negative_reciprocal
         for _ in tl.static_range(STEPS):
-            remainder = tl.fma(quotient, divisor, -x)
-            quotient = tl.fma(remainder, -reciprocal, quotient)
+            remainder = tl.fma(quotient, divisor, negative)
+            quotient = tl.fma(remainder, negative_reciprocal, quotient)
         return quotient
     return x / divisor
 

@@ -23,7 +23,7 @@ class Config:
     warps: int
 
 
-_LARGE, _MEDIUM, _SMALL = Config(4096, 8), Config(2048, 4), Config(1024, 4)
+_LARGE, _MEDIUM, _SMALL = Config(4096, 4), Config(2048, 4), Config(1024, 4)
 
 
 def config_for(elements: int) -> Config:
@@ -100,8 +100,10 @@ def as_matrix(x: Tensor, whole: bool = False) -> Tensor:
     return x.reshape(1, -1) if whole and x.is_contiguous() else as_rows(x)
 
 
-def matrix_tile(matrix: Tensor) -> MatrixTile:
-    """A tile for what is done element by element."""
+def matrix_tile(matrix: Tensor, most_columns: int | None = None) -> MatrixTile:
+    """A tile for what is done element by element. A power of two as ``most_columns`` is heeded, but for small ones."""
     config = config_for(matrix.numel())
     columns = min(triton.next_power_of_2(matrix.shape[1]), config.tile)
+    if most_columns is not None and most_columns >= 32 and most_columns & (most_columns - 1) == 0:
+        columns = min(columns, most_columns)
     return MatrixTile(config.tile // columns, columns, config.warps)

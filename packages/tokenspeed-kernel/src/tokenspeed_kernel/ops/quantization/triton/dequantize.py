@@ -50,10 +50,12 @@ def _dequantize_fp8(
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     LAYOUT: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
 ):
     """Rows of matrices of ``matrix_rows`` rows each; ``block_rows`` by ``block_columns`` elements share a scale."""
     across = tl.cdiv(columns, COLUMNS)
-    row = ((tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    index = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS))[:, None]
+    row = index.to(tl.int64)
     column = ((tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
     value = decode_fp8(tl.load(q_ptr + row * q_stride + column, mask=inside, other=0), FORMAT, NATIVE)
@@ -64,9 +66,14 @@ def _dequantize_fp8(
     elif LAYOUT == "channel":
         scale = tl.load(scale_ptr + column * scale_column_stride, mask=column < columns)
     else:
-        matrix = row // matrix_rows
-        at = matrix * scale_matrix_stride + (row - matrix * matrix_rows) // block_rows * scale_row_stride
-        scale = tl.load(scale_ptr + at + column.to(tl.int32) // block_columns * scale_column_stride, mask=inside)
+        matrix = index // matrix_rows
+        block = (index - matrix * matrix_rows) // block_rows
+        at = matrix.to(tl.int64) * scale_matrix_stride + block.to(tl.int64) * scale_row_stride
+        if ONE_BLOCK:  # all columns of the tile
+            first = tl.program_id(0) % across * COLUMNS // block_columns
+            scale = tl.load(scale_ptr + at + first * scale_column_stride, mask=row < rows)
+        else:
+            scale = tl.load(scale_ptr + at + column.to(tl.int32) // block_columns * scale_column_stride, mask=inside)
     value = round_to(value * scale, out_ptr.dtype.element_ty, INTERPRETED)
     tl.store(out_ptr + row * columns + column, value, mask=inside)
 
@@ -116,7 +123,7 @@ def dequantize_fp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size:
         layout = scale_layout(scale_layouts(q.shape, block_size), scale.shape)
         matrix = as_matrix(q, whole=layout == "tensor")
         rows, columns = matrix.shape
-        tile = matrix_tile(matrix)
+        tile = matrix_tile(matrix, most_columns=block_size if layout in ("block", "block2d") else None)
         able = abilities(q.device)
         tiled = layout == "block2d"
         scale = scale.contiguous()
@@ -140,6 +147,7 @@ def dequantize_fp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size:
             NATIVE=able.native,
             INTERPRETED=able.interpreted,
             LAYOUT=layout,
+            ONE_BLOCK=block_size % tile.columns == 0,
             num_warps=tile.warps,
         )
     return finish(made, out)

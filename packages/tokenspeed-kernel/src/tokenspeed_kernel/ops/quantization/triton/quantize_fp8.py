@@ -33,6 +33,9 @@ _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 _HELD = 16384
 # Elements of a chunk of what is too large to be held.
 _CHUNK = 4096
+_REGION_WARPS = 16
+# Elements a thread of a group that takes a program's whole tile.
+_EACH = 16
 # Programs a multiprocessor that find partial maxima, and the most partial maxima there are: a program reduces them all.
 _PARTIAL_PROGRAMS, _MOST_PARTIALS = 4, 1024
 
@@ -104,6 +107,7 @@ def _quantize_regions(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ONCE: tl.constexpr,
+    EVEN_ROWS: tl.constexpr,
 ):
     """One region of ``rows`` by ``columns`` of a matrix ``[m, k]``, held (``ONCE``) or read twice in chunks; q is contiguous."""
     region = tl.program_id(0)
@@ -115,7 +119,8 @@ def _quantize_regions(
     q_ptr += batch * m * k
     if ONCE:
         row, column = top + tl.arange(0, ROWS)[:, None], left + tl.arange(0, COLUMNS)[None, :]
-        inside = (row < bottom) & (column < right)
+        # Without a mask that is different for every element, registers suffice for all of them.
+        inside = (column < right) if EVEN_ROWS else (row < bottom) & (column < right)
         x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
         scale = _scale_of(largest(largest(x, 1), 0), LIMIT)
         tl.store(scale_ptr + region, scale)
@@ -238,7 +243,7 @@ def _groups(x: Tensor, q: Tensor, scale: Tensor, length: int) -> None:
         GROUPS=per_program,
         LENGTH=padded,
         FULL=padded == groups.length,
-        num_warps=max(config.warps, min(padded // 512, 16)),
+        num_warps=max(config.warps, min(padded // (32 * _EACH), 16)),
         **_format(x, q.dtype),
     )
     return None
@@ -274,7 +279,8 @@ def _regions(x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int) -> No
         ROWS=padded_rows,
         COLUMNS=padded_columns,
         ONCE=once,
-        num_warps=8,
+        EVEN_ROWS=m % padded_rows == 0 and rows == padded_rows,
+        num_warps=_REGION_WARPS,
         **_format(x, q.dtype),
     )
 

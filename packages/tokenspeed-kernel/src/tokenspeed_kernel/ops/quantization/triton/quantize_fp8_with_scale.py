@@ -30,29 +30,30 @@ def _quantize(
     columns,
     x_stride,
     q_stride,
-    scale_row_stride,
-    scale_column_stride,
+    scale_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     FORMAT: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     STEPS: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     across = tl.cdiv(columns, COLUMNS)
     row = ((tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = ((tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if ONE_SCALE:
+    if SCALES == "tensor":
         scale = tl.load(scale_ptr)
-    else:  # one of the strides is 0: a row or a column of scales, but for its shape
-        scale = tl.load(scale_ptr + row * scale_row_stride + column * scale_column_stride, mask=inside, other=1.0)
+    elif SCALES == "token":
+        scale = tl.load(scale_ptr + row * scale_stride, mask=row < rows, other=1.0)
+    else:
+        scale = tl.load(scale_ptr + column * scale_stride, mask=column < columns, other=1.0)
     factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
     quotient = divide(x, factor, divisor, reciprocal, INTERPRETED, STEPS)
     if not INTERPRETED:
-        rough = (x * factor) * reciprocal
+        rough = (x * -factor) * reciprocal
         quotient = tl.where(tl.abs(rough) < _SATURATED, quotient, rough)
     tl.store(q_ptr + row * q_stride + column, encode_fp8(quotient, FORMAT, NATIVE), mask=inside)
 
@@ -75,15 +76,14 @@ def quantize_fp8_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, out: T
             columns,
             matrix.stride(0),
             columns,
-            scales.stride(0) if per_token else 0,
-            0 if per_token else scales.stride(0),
+            scales.stride(0),
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             FORMAT=FP8_NAMES[dtype],
             NATIVE=able.native,
             INTERPRETED=able.interpreted,
             STEPS=division_steps(x.dtype),
-            ONE_SCALE=one_scale,
+            SCALES="tensor" if one_scale else "token" if per_token else "channel",
             num_warps=tile.warps,
         )
     return finish(q, out)

@@ -40,28 +40,26 @@ def _quantize(
 ):
     """``BLOCKS`` blocks of one outer row; q and the scales are contiguous."""
     programs = tl.cdiv(count, BLOCKS)
-    outer = (tl.program_id(0) // programs).to(tl.int64)
-    index = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
-    block = index.to(tl.int64)
-    inside = (index < count)[:, None]
+    outer, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * BLOCKS
+    x_ptr += outer * x_outer_stride + first.to(tl.int64) * x_stride
+    first_made = outer * count + first
+    block = tl.arange(0, BLOCKS)
+    inside = block < count - first
     at = tl.arange(0, _BLOCK)[None, :]
-    x = tl.load(x_ptr + outer * x_outer_stride + block[:, None] * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + block[:, None] * x_stride + at, mask=inside[:, None], other=0.0).to(tl.float32)
     global_scale = tl.load(global_scale_ptr)
     amax = largest(x, 1)
     wanted = tl.div_rn(tl.div_rn(amax, 6.0), global_scale)
     # Neither NaN nor infinite: all comparisons with NaN are false.
     scale = encode_fp8(tl.where(amax < float("inf"), wanted, float("nan")), "e4m3fn", NATIVE)
-    block += outer * count
-    tl.store(scale_ptr + block, scale, mask=index < count)
+    tl.store(scale_ptr + first_made + block, scale, mask=inside)
     step = decode_fp8(scale, "e4m3fn", NATIVE) * global_scale
-    # Blocks without a step become +0.
-    kept = tl.where(step > 0, -1, 0)[:, None]
-    x = (x.to(tl.int32, bitcast=True) & kept).to(tl.float32, bitcast=True)
-    factor, divisor, reciprocal = prepare_divisor(tl.where(step > 0, step, 1.0), INTERPRETED)
-    # Where the quotient overflows it may be NaN, which saturates like infinity.
+    factor, divisor, reciprocal = prepare_divisor(step, INTERPRETED)
+    # Where the quotient overflows it may be NaN, which saturates like infinity. Blocks without a step become zeros below.
     quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
-    packed = pack_e2m1(encode_e2m1(quotient, x), BLOCKS, _BLOCK)
-    tl.store(q_ptr + block[:, None] * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2)[None, :], packed, mask=inside)
+    code = pack_e2m1(encode_e2m1(quotient, x), BLOCKS, _BLOCK) & tl.where(step > 0, 255, 0).to(tl.uint8)[:, None]
+    at = tl.arange(0, _BLOCK // 2)[None, :]
+    tl.store(q_ptr + first_made * (_BLOCK // 2) + block[:, None] * (_BLOCK // 2) + at, code, mask=inside[:, None])
 
 
 def quantize_nvfp4(x: Tensor, global_scale: Tensor, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,10 @@ from tokenspeed_kernel.ops.sampling.triton._weights import WEIGHTLESS, limit_of,
 # Count and weight are summed in one int64, the count above this many bits. A weight has 41 bits, so that 2^10 of them fit below.
 _COUNT_SHIFT = tl.constexpr(51)
 _ONE_TOKEN = tl.constexpr(1 << 51)
+# What `collect` would list for -inf and token 0.
+_NO_TOKEN = tl.constexpr(-0x7F80000100000000)
+_NO_KEY = tl.constexpr(-0x80000000)
+_LEVEL_BITS = tl.constexpr(4)
 _WEIGHT_MASK = tl.constexpr((1 << 51) - 1)
 
 
@@ -42,7 +46,7 @@ def sum_levels(
     temperature,
     state,
     spans,
-    SPAN: tl.constexpr,
+    length,
     LANES: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
@@ -55,9 +59,9 @@ def sum_levels(
         scale = scale_of(tl.load(temperature + row))
         step = tl.arange(0, LEVELS)
         ends = _levels(step + 1, state, scale, logits)
-        end = tl.minimum(vocab, (span + 1) * SPAN)
+        end = tl.minimum(vocab, (span + 1) * length)
         added = tl.zeros([LEVELS, LANES], tl.int64)
-        for start in range(span * SPAN, end, LANES * UNROLL):
+        for start in range(span * length, end, LANES * UNROLL):
             for part in tl.static_range(UNROLL):
                 ids = start + part * LANES + tl.arange(0, LANES)
                 live = ids < end
@@ -95,11 +99,10 @@ def collect(
     state,
     listed,
     spans,
-    SPAN: tl.constexpr,
-    LANES: tl.constexpr,
-    UNROLL: tl.constexpr,
+    length,
+    BLOCK: tl.constexpr,
 ):
-    """Lists the tokens of all levels that any place may lie in, in any order."""
+    """Lists the tokens of all levels that any place may lie in, in any order, as int64: sort key above token."""
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     state += row * STATE
@@ -134,18 +137,18 @@ def collect(
         u_low = _levels(last + 1, state, scale, logits)
         u_high = _levels(level, state, scale, logits)
 
-        counter = state + LISTED + tl.zeros([LANES], tl.int32)
-        one = tl.full([LANES], 1, tl.int64)
-        end = tl.minimum(vocab, (span + 1) * SPAN)
-        for start in range(span * SPAN, end, LANES * UNROLL):
-            for part in tl.static_range(UNROLL):
-                ids = start + part * LANES + tl.arange(0, LANES)
-                live = ids < end
-                offsets = ids.to(tl.int64) * vocab_stride
-                x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)
-                wanted = ((x >= k_low) & (x < k_high)) | ((x >= p_low) & (x < p_high)) | ((x >= u_low) & (x < u_high))
-                place = tl.atomic_add(counter, one, mask=wanted & live, sem="relaxed")
-                tl.store(listed + row * vocab + place, ids, mask=wanted & live)
+        counter = state + LISTED + tl.zeros([BLOCK], tl.int32)
+        one = tl.full([BLOCK], 1, tl.int64)
+        end = tl.minimum(vocab, (span + 1) * length)
+        for start in range(span * length, end, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            live = ids < end
+            offsets = ids.to(tl.int64) * vocab_stride
+            x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)
+            wanted = ((x >= k_low) & (x < k_high)) | ((x >= p_low) & (x < p_high)) | ((x >= u_low) & (x < u_high))
+            place = tl.atomic_add(counter, one, mask=wanted & live, sem="relaxed")
+            packed = (sort_key(x).to(tl.int64) << 32) | ids.to(tl.int64)
+            tl.store(listed + row * vocab + place, packed, mask=wanted & live)
 
 
 @triton.jit
@@ -170,13 +173,13 @@ def _crossed(stage, count, weight, bound_count, limit, target):
 
 
 @triton.jit
-def _ties_needed(base, weight, limit):
-    """How many tokens of one weight on top of base reach the limit; at least 1."""
+def _ties_needed(stage, base, weight, limit, target):
+    """How many tokens of one weight on top of base cross a bound by weight; at least 1."""
     low = base * 0 + 1
     high = low << 22
     while low < high:
-        middle = (low + high) // 2
-        if (base + middle * weight).to(tl.float64) >= limit:
+        middle = (low + high) >> 1
+        if _crossed(stage, middle, base + middle * weight, middle, limit, target):
             high = middle
         else:
             low = middle + 1
@@ -186,8 +189,6 @@ def _ties_needed(base, weight, limit):
 @triton.jit
 def narrow(
     logits,
-    row_stride,
-    vocab_stride,
     vocab,
     temperature,
     top_k,
@@ -198,7 +199,8 @@ def narrow(
     listed,
     out,
     out_stride,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    UNROLL: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
 ):
     """Finds a row's token."""
@@ -241,24 +243,25 @@ def narrow(
                     base_weight = low * 0
                 # Keys from low to high hold the place; base is the sum above high.
                 while low < high:
-                    stride = (high - low) // LEVELS + 1
+                    stride = ((high - low) >> _LEVEL_BITS) + 1
                     ends = (low + step * stride).to(tl.int32)
-                    added = tl.zeros([LEVELS], tl.int64)
-                    added_weight = tl.zeros([LEVELS], tl.int64)
-                    for start in range(0, number, BLOCK):
-                        index = start + tl.arange(0, BLOCK)
-                        live = index < number
-                        ids = tl.load(listed + row * vocab + index, mask=live, other=0)
-                        offsets = ids.to(tl.int64) * vocab_stride
-                        x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)
-                        key = _short_key(x, UNUSED_BITS)
-                        if stage == 3:
-                            key = tl.where(key == drawn_key, vocab - 1 - ids, -1)
-                        inside = live & (key <= high)
-                        packed = tl.where(inside, weigh(x, top, scale) | _ONE_TOKEN, 0)
-                        both = tl.sum(tl.where(key[None, :] >= ends[:, None], packed[None, :], 0), axis=1)
-                        added += both >> _COUNT_SHIFT
-                        added_weight += both & _WEIGHT_MASK
+                    lane_counts = tl.zeros([LEVELS, LANES], tl.int32)
+                    lane_weights = tl.zeros([LEVELS, LANES], tl.int64)
+                    for start in range(0, number, LANES * UNROLL):
+                        for part in tl.static_range(UNROLL):
+                            index = start + part * LANES + tl.arange(0, LANES)
+                            packed = tl.load(listed + row * vocab + index, mask=index < number, other=_NO_TOKEN)
+                            long_key = (packed >> 32).to(tl.int32)
+                            key = long_key >> UNUSED_BITS
+                            weight = weigh(from_sort_key(long_key), top, scale)
+                            if stage == 3:
+                                key = tl.where(key == drawn_key, vocab - 1 - packed.to(tl.int32), -1)
+                            key = tl.where((key <= high) & (index < number), key, _NO_KEY)
+                            inside = key[None, :] >= ends[:, None]
+                            lane_counts += inside.to(tl.int32)
+                            lane_weights += tl.where(inside, weight[None, :], 0)
+                    added = tl.sum(lane_counts, axis=1).to(tl.int64)
+                    added_weight = tl.sum(lane_weights, axis=1)
                     added += base_count
                     added_weight += base_weight
                     # The first part always holds it: all of its end's sums cross.
@@ -275,10 +278,12 @@ def narrow(
                     if stage == 0:
                         kept = base_weight + (bound_count - base_count) * weight
                         limit = limit_of(p, kept)
-                    if stage == 1:
-                        kept = base_weight + _ties_needed(base_weight, weight, limit) * weight
-                    if stage == 2:
-                        drawn_key = low
-                        bound_count = (target - base_weight) // weight + 1
+                    else:
+                        ties = _ties_needed(stage, base_weight, weight, limit, target)
+                        if stage == 1:
+                            kept = base_weight + ties * weight
+                        else:
+                            drawn_key = low
+                            bound_count = ties
                     target = target_of(u, kept)
         tl.store(out + row * out_stride, token)

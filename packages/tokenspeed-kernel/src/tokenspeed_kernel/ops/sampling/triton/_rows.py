@@ -16,7 +16,8 @@ from tokenspeed_kernel.ops.triton_common import multiprocessors
 # Programs a multiprocessor: enough that loads are in flight while others compute, and that the last ones to end are few.
 _PROGRAMS_PER_MULTIPROCESSOR = 16
 _SHORTEST_SPAN, _LONGEST_SPAN = 2048, 16384
-EXTREMES_BLOCK = 4096
+# Spans begin at multiples of it, so that loads are wide.
+_SPAN_UNIT = 512
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Spans:
 def spans_of(logits: Tensor) -> Spans:
     """The cut for logits ``[rows, vocab]``."""
     rows, vocab = logits.shape
-    wanted = -(-multiprocessors(logits.device) * _PROGRAMS_PER_MULTIPROCESSOR // rows)
-    length = min(max(-(-vocab // wanted), _SHORTEST_SPAN), _LONGEST_SPAN)
-    length = -(-length // _SHORTEST_SPAN) * _SHORTEST_SPAN
-    return Spans(-(-vocab // length), length)
+    wanted = triton.next_power_of_2(multiprocessors(logits.device) * _PROGRAMS_PER_MULTIPROCESSOR // rows // 2 + 1)
+    length = min(max(triton.cdiv(vocab, wanted), _SHORTEST_SPAN), _LONGEST_SPAN)
+    length = triton.cdiv(length, _SPAN_UNIT) * _SPAN_UNIT
+    return Spans(triton.cdiv(vocab, length), length)
 
 
 @triton.jit
@@ -76,7 +77,7 @@ def row_extremes(
     out,
     out_stride,
     spans,
-    SPAN: tl.constexpr,
+    length,
     BLOCK: tl.constexpr,
     WITH_LEAST: tl.constexpr,
     FINAL: tl.constexpr,
@@ -88,11 +89,11 @@ def row_extremes(
     """
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
-    end = tl.minimum(vocab, (span + 1) * SPAN)
+    end = tl.minimum(vocab, (span + 1) * length)
     best_key = tl.full([BLOCK], -0x80000000, tl.int32)
     best_id = tl.zeros([BLOCK], tl.int32)
     lowest = tl.full([BLOCK], float("inf"), tl.float32)
-    for start in range(span * SPAN, end, BLOCK):
+    for start in range(span * length, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         offsets = ids.to(tl.int64) * vocab_stride
         x = tl.load(logits + row * row_stride + offsets, mask=ids < end, other=float("-inf")).to(tl.float32)

@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.ops.sampling.triton._rows import EXTREMES_BLOCK, best_of_row, row_extremes, spans_of, token_of
+from tokenspeed_kernel.ops.sampling.triton._rows import best_of_row, row_extremes, spans_of, token_of
+
+# 64 rows of 201088 float32 on an H200: 23.8 us; 28.0 with 1024, 29.3 with 2048, 29.9 with 4096, 38.4 with 8192.
+_BLOCK = 512
 
 
 @triton.jit
@@ -34,8 +37,8 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
         out,
         out.stride(0),
         spans.count,
-        SPAN=spans.length,
-        BLOCK=EXTREMES_BLOCK,
+        spans.length,
+        BLOCK=_BLOCK,
         WITH_LEAST=False,
         FINAL=spans.count == 1,
     )

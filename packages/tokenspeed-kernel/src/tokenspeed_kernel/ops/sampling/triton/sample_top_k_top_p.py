@@ -7,7 +7,7 @@ it. Sums of integers are exact in any order of addition.
 1. `_group_maxima` cuts a row into groups and takes the largest logit of each.
 2. `_threshold` takes the k-th largest of those: at least k of the row's logits are at or above it, and seldom many more.
 3. `_candidates` lists the tokens at or above it and, where top-k does not rule the rest out, sums the weights of all.
-4. `_choose` sorts the candidates and finds the three places, if all of them lie there.
+4. `_order` puts these in order, and `_choose` finds the three places, if all of them lie there.
 5. The kernels of `_levels` serve the rows where they do not: flat distributions, mostly.
 """
 
@@ -33,8 +33,12 @@ from tokenspeed_kernel.ops.sampling.triton._state import (
     TOTAL,
 )
 from tokenspeed_kernel.ops.sampling.triton._weights import is_drawn, limit_of, scale_of, target_of, uniform, weigh
+from tokenspeed_kernel.ops.triton_common import for_architecture
 
 _PARTS = tl.constexpr(16)
+_PART_BITS = tl.constexpr(4)
+# The threshold is good enough if 2^-this too many maxima reach it.
+_SLACK = tl.constexpr(3)
 _NO_KEY = tl.constexpr(-0x80000000)
 _NO_CANDIDATE = tl.constexpr(-0x8000000000000000)
 _KEY_OF_INFINITY = tl.constexpr(0x7F800000)
@@ -52,43 +56,51 @@ class Tiles:
         threshold_warps: of `_threshold`.
         rank: the group maximum that is the threshold where top-k gives none; the largest top-k that candidates can serve.
         capacity: candidates of a row, a power of two, well above rank: groups may hold several.
-        few: candidates that are sorted faster; a power of two.
-        lanes, unroll: of `_candidates` and `sum_levels`: threads, and tokens that each has in flight.
+        order_chunk, order_others: candidates that `_order` compares with each other at a time.
+        list_block, list_warps: of `_candidates` and `collect`.
+        lanes, unroll: of `sum_levels`: threads, and tokens that each has in flight.
         choose_warps: of `_choose`.
-        narrow_block, narrow_warps: of `narrow`.
+        narrow_lanes: threads of `narrow`.
     """
 
     groups: int = 2048
     group_block: int = 1024
     threshold_warps: int = 8
-    rank: int = 512
-    capacity: int = 1024
-    few: int = 128
+    rank: int = 1024
+    capacity: int = 2048
+    order_chunk: int = 32
+    order_others: int = 128
+    list_block: int = 512
+    list_warps: int = 4
+    list_stages: int = 1
     lanes: int = 128
     unroll: int = 4
     choose_warps: int = 8
-    narrow_block: int = 1024
-    narrow_warps: int = 8
+    narrow_lanes: int = 512
 
     def groups_of(self, spans: Spans) -> int:
         """Groups a span, a power of two."""
         return max(1, min(self.groups // spans.block, self.group_block))
 
 
+_TILES = {
+    # Interpreted: few and large operations.
+    "cpu": Tiles(order_chunk=1024, order_others=1024, list_block=2048, lanes=2048, narrow_lanes=2048, unroll=1),
+    "any": Tiles(),
+}
+
 # Trailing bits of a float32 that are 0 in every number of the format.
 _UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 
 
 @triton.jit
-def _group_maxima(
-    logits, row_stride, vocab_stride, vocab, maxima, spans, SPAN: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr
-):
+def _group_maxima(logits, row_stride, vocab_stride, vocab, maxima, spans, length, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
     """maxima: int32 [rows, spans, GROUPS], sort keys."""
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
-    end = tl.minimum(vocab, (span + 1) * SPAN)
+    end = tl.minimum(vocab, (span + 1) * length)
     best = tl.full([BLOCK], _NO_KEY, tl.int32)
-    for start in range(span * SPAN, end, BLOCK):
+    for start in range(span * length, end, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         live = ids < end
         x = tl.load(logits + row * row_stride + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
@@ -107,15 +119,17 @@ def _threshold(maxima, temperature, top_k, state, vocab, rank, groups, GROUPS: t
     k = tl.load(top_k + row)
     wanted = tl.where((k > 0) & (k < vocab) & (k < rank), k, rank)
     wanted = tl.where(is_drawn(tl.load(temperature + row), largest), wanted, 1)
-    # The largest key that as many maxima reach as are wanted; all do where there are fewer.
-    low = tl.full([], _NO_KEY, tl.int64)
+    # A key that as many maxima reach as are wanted, or a few more; all do where there are fewer.
+    low = tl.min(tl.where(group < groups, keys, largest), axis=0).to(tl.int64)
     high = largest.to(tl.int64)
     part = tl.arange(0, _PARTS)
-    while low < high:
-        stride = (high - low) // _PARTS + 1
+    number = groups
+    while (low < high) & (number > wanted + (wanted >> _SLACK)):
+        stride = ((high - low) >> _PART_BITS) + 1
         ends = tl.minimum(low + part * stride, 0x7FFFFFFF).to(tl.int32)
         reaching = tl.sum((keys[None, :] >= ends[:, None]).to(tl.int32), axis=1)
         passed = tl.maximum(tl.sum((reaching >= wanted).to(tl.int32), axis=0) - 1, 0)
+        number = tl.sum(tl.where(part == passed, reaching, 0), axis=0)
         high = tl.minimum(high, low + (passed + 1) * stride - 1)
         low = low + passed * stride
 
@@ -136,13 +150,13 @@ def _candidates(
     state,
     candidates,
     spans,
-    SPAN: tl.constexpr,
+    length,
     CAPACITY: tl.constexpr,
-    LANES: tl.constexpr,
-    UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Lists the tokens at or above the threshold, in any order, as int64: sort key above 2^31 - 1 - token, so that they sort like the
-    row. Of a greedy row only the first token of the largest is kept."""
+    """Lists the tokens at or above the threshold as int64 that sort like the row: sort key above 2^31 - 1 - token. They are listed
+    in any order. Of a greedy row only the first token of the largest is kept."""
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     largest = tl.load(state + row * STATE + LARGEST).to(tl.int32)
@@ -153,31 +167,30 @@ def _candidates(
     sums = draws & ((k <= 0) | (k >= vocab))
     top = from_sort_key(largest).to(tl.float64)
     scale = scale_of(tl.where(draws, warmth, 1.0))
-    end = tl.minimum(vocab, (span + 1) * SPAN)
-    total = tl.zeros([LANES], tl.int64)
-    least = tl.full([LANES], float("inf"), tl.float32)
-    first = tl.full([LANES], _NO_TOKEN, tl.int32)
-    counter = state + row * STATE + CANDIDATES + tl.zeros([LANES], tl.int32)
-    one = tl.full([LANES], 1, tl.int64)
-    for start in range(span * SPAN, end, LANES * UNROLL):
-        for part in tl.static_range(UNROLL):
-            ids = start + part * LANES + tl.arange(0, LANES)
-            live = ids < end
-            offsets = ids.to(tl.int64) * vocab_stride
-            x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)
-            key = sort_key(x)
-            found = live & (key >= threshold)
-            if draws:
-                # Nobody else asks for a place, most of the time.
-                place = tl.atomic_add(counter, one, mask=found, sem="relaxed")
-                packed = (key.to(tl.int64) << 32) | (ids ^ _NO_TOKEN).to(tl.int64)
-                tl.store(candidates + row * CAPACITY + place, packed, mask=found & (place < CAPACITY))
-                least = tl.minimum(least, tl.where(x == float("-inf"), float("inf"), x))
-            else:
-                first = tl.minimum(first, tl.where(found, ids, _NO_TOKEN))
-            if sums:
-                # Beyond the end are weights of -inf, which are 0.
-                total += weigh(x, top, scale)
+    end = tl.minimum(vocab, (span + 1) * length)
+    total = tl.zeros([BLOCK], tl.int64)
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    first = tl.full([BLOCK], _NO_TOKEN, tl.int32)
+    counter = state + row * STATE + CANDIDATES + tl.zeros([BLOCK], tl.int32)
+    one = tl.full([BLOCK], 1, tl.int64)
+    for start in tl.range(span * length, end, BLOCK, num_stages=STAGES):
+        ids = start + tl.arange(0, BLOCK)
+        live = ids < end
+        offsets = ids.to(tl.int64) * vocab_stride
+        x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)
+        if sums:
+            # Beyond the end are weights of -inf, which are 0.
+            total += weigh(x, top, scale)
+        key = sort_key(x)
+        found = live & (key >= threshold)
+        if draws:
+            least = tl.minimum(least, tl.where(x == float("-inf"), float("inf"), x))
+            # Few ask for a place, so that it costs little to do so one by one.
+            place = tl.atomic_add(counter, one, mask=found, sem="relaxed")
+            packed = (key.to(tl.int64) << 32) | (ids ^ _NO_TOKEN).to(tl.int64)
+            tl.store(candidates + row * CAPACITY + place, packed, mask=found & (place < CAPACITY))
+        else:
+            first = tl.minimum(first, tl.where(found, ids, _NO_TOKEN))
     if draws:
         tl.atomic_min(state + row * STATE + LEAST, sort_key(tl.min(least, axis=0)).to(tl.int64), sem="relaxed")
     else:
@@ -187,28 +200,20 @@ def _candidates(
 
 
 @triton.jit
-def _place(candidates, row, number, total, k, p, u, top, scale, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
-    """The drawn token, and whether all places lie among the candidates. total: what top-k keeps, if k does not say; k: 0 for all."""
-    index = tl.arange(0, BLOCK)
-    packed = tl.load(candidates + row * CAPACITY + index, mask=index < number, other=_NO_CANDIDATE)
-    packed = tl.sort(packed, descending=True)
-    key = tl.where(index < number, packed >> 32, 0).to(tl.int32)
-    weight = tl.where(index < number, weigh(from_sort_key(key), top, scale), 0)
-    upto = tl.cumsum(weight, axis=0)
-    listed = tl.sum(weight, axis=0)
-
-    within_k = (k == 0) | (index < k)
-    kept = tl.where(k == 0, total, tl.sum(tl.where(within_k, weight, 0), axis=0))
-    limit = limit_of(p, kept)
-    within_p = (index == 0) | ((upto - weight).to(tl.float64) < limit)
-    shortened = ~(p >= 1.0)
-    known = (k <= number) & ((k > 0) | (~shortened) | (listed.to(tl.float64) >= limit))
-    kept = tl.where(shortened, tl.sum(tl.where(within_k & within_p, weight, 0), axis=0), kept)
-    target = target_of(u, kept)
-    known &= listed > target
-    place = tl.sum((upto <= target).to(tl.int32), axis=0)
-    drawn = tl.sum(tl.where(index == place, packed, 0), axis=0)
-    return (drawn & _NO_TOKEN) ^ _NO_TOKEN, known
+def _order(candidates, ordered, state, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, OTHERS: tl.constexpr):
+    """Puts candidates in order: each goes to the place whose number is how many others are above it."""
+    row = (tl.program_id(0) // (CAPACITY // CHUNK)).to(tl.int64)
+    first = tl.program_id(0) % (CAPACITY // CHUNK) * CHUNK
+    number = tl.load(state + row * STATE + CANDIDATES).to(tl.int32)
+    if (first < number) & (number <= CAPACITY):
+        index = first + tl.arange(0, CHUNK)
+        mine = tl.load(candidates + row * CAPACITY + index, mask=index < number, other=_NO_CANDIDATE)
+        above = tl.zeros([CHUNK, OTHERS], tl.int32)
+        for start in range(0, number, OTHERS):
+            other = start + tl.arange(0, OTHERS)
+            others = tl.load(candidates + row * CAPACITY + other, mask=other < number, other=_NO_CANDIDATE)
+            above += (others[None, :] > mine[:, None]).to(tl.int32)
+        tl.store(ordered + row * CAPACITY + tl.sum(above, axis=1), mine, mask=index < number)
 
 
 @triton.jit
@@ -219,38 +224,47 @@ def _choose(
     seed,
     offset,
     state,
-    candidates,
+    ordered,
     out,
     out_stride,
     vocab,
     CAPACITY: tl.constexpr,
-    FEW: tl.constexpr,
 ):
-    """Writes a row's token, or marks it as pending."""
+    """Writes a row's token if all places lie among its candidates, or marks it as pending."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.load(state + row * STATE + LARGEST).to(tl.int32)
     warmth = tl.load(temperature + row)
-    if is_drawn(warmth, largest):
-        number = tl.load(state + row * STATE + CANDIDATES)
-        total = tl.load(state + row * STATE + TOTAL)
+    token = tl.load(state + row * STATE + FIRST)
+    known = ~is_drawn(warmth, largest)
+    number = tl.load(state + row * STATE + CANDIDATES)
+    if (~known) & (number <= CAPACITY):
         k = tl.load(top_k + row)
         k = tl.where((k > 0) & (k < vocab), k, 0)
         p = tl.load(top_p + row)
         u = uniform(tl.load(seed + row), tl.load(offset + row))
-        top = from_sort_key(largest).to(tl.float64)
-        scale = scale_of(warmth)
-        token = number * 0
-        known = number < 0
-        if number <= FEW:
-            token, known = _place(candidates, row, number, total, k, p, u, top, scale, CAPACITY, FEW)
-        elif number <= CAPACITY:
-            token, known = _place(candidates, row, number, total, k, p, u, top, scale, CAPACITY, CAPACITY)
-        if known:
-            tl.store(out + row * out_stride, token)
-        else:
-            tl.store(state + row * STATE + PENDING, 1)
+        index = tl.arange(0, CAPACITY)
+        live = index < number
+        packed = tl.load(ordered + row * CAPACITY + index, mask=live, other=0)
+        weight = weigh(from_sort_key((packed >> 32).to(tl.int32)), from_sort_key(largest).to(tl.float64), scale_of(warmth))
+        weight = tl.where(live, weight, 0)
+        upto = tl.cumsum(weight, axis=0)
+        listed = tl.sum(weight, axis=0)
+
+        within_k = (k == 0) | (index < k)
+        kept = tl.where(k == 0, tl.load(state + row * STATE + TOTAL), tl.sum(tl.where(within_k, weight, 0), axis=0))
+        limit = limit_of(p, kept)
+        within_p = (index == 0) | ((upto - weight).to(tl.float64) < limit)
+        shortened = ~(p >= 1.0)
+        known = (k <= number) & ((k > 0) | (~shortened) | (listed.to(tl.float64) >= limit))
+        kept = tl.where(shortened, tl.sum(tl.where(within_k & within_p, weight, 0), axis=0), kept)
+        target = target_of(u, kept)
+        known &= listed > target
+        drawn = tl.sum(tl.where(index == tl.sum((upto <= target).to(tl.int32), axis=0), packed, 0), axis=0)
+        token = (drawn & _NO_TOKEN) ^ _NO_TOKEN
+    if known:
+        tl.store(out + row * out_stride, token)
     else:
-        tl.store(out + row * out_stride, tl.load(state + row * STATE + FIRST))
+        tl.store(state + row * STATE + PENDING, 1)
 
 
 def sample_top_k_top_p(
@@ -262,7 +276,7 @@ def sample_top_k_top_p(
     offset: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`tokenspeed_kernel.sample_top_k_top_p`: seven launches, the last three of which have nothing to do for most rows."""
+    """`tokenspeed_kernel.sample_top_k_top_p`: eight launches, the last three of which have nothing to do for most rows."""
     rows, vocab = logits.shape
     device = logits.device
     if out is None:
@@ -270,18 +284,19 @@ def sample_top_k_top_p(
     if rows == 0:
         return out
     temperature, top_k, top_p, seed, offset = (x.contiguous() for x in (temperature, top_k, top_p, seed, offset))
-    spans, tiles = spans_of(logits), Tiles()
+    spans, tiles = spans_of(logits), for_architecture(_TILES, device)
     groups = tiles.groups_of(spans)
     row = (logits, *logits.stride(), vocab)
     cut = (rows * spans.count,)
     maxima = torch.empty(rows, spans.count * groups, dtype=torch.int32, device=device)
     state = torch.empty(rows, STATE.value, dtype=torch.int64, device=device)
     candidates = torch.empty(rows, tiles.capacity, dtype=torch.int64, device=device)
-    listed = torch.empty(rows, vocab, dtype=torch.int32, device=device)
+    ordered = torch.empty_like(candidates)
+    listed = torch.empty(rows, vocab, dtype=torch.int64, device=device)
     # Fused multiply-add would round other than the definition of weights does.
     exact = {"enable_fp_fusion": False}
 
-    _group_maxima[cut](*row, maxima, spans.count, SPAN=spans.length, BLOCK=tiles.group_block, GROUPS=groups)
+    _group_maxima[cut](*row, maxima, spans.count, spans.length, BLOCK=tiles.group_block, GROUPS=groups)
     _threshold[(rows,)](
         maxima,
         temperature,
@@ -300,12 +315,21 @@ def sample_top_k_top_p(
         state,
         candidates,
         spans.count,
-        SPAN=spans.length,
+        spans.length,
         CAPACITY=tiles.capacity,
-        LANES=tiles.lanes,
-        UNROLL=tiles.unroll,
-        num_warps=tiles.lanes // 32,
+        BLOCK=tiles.list_block,
+        STAGES=tiles.list_stages,
+        num_warps=tiles.list_warps,
         **exact,
+    )
+    _order[(rows * (tiles.capacity // tiles.order_chunk),)](
+        candidates,
+        ordered,
+        state,
+        CAPACITY=tiles.capacity,
+        CHUNK=tiles.order_chunk,
+        OTHERS=tiles.order_others,
+        num_warps=tiles.order_others // 32,
     )
     _choose[(rows,)](
         temperature,
@@ -314,12 +338,11 @@ def sample_top_k_top_p(
         seed,
         offset,
         state,
-        candidates,
+        ordered,
         out,
         out.stride(0),
         vocab,
         CAPACITY=tiles.capacity,
-        FEW=tiles.few,
         num_warps=tiles.choose_warps,
         **exact,
     )
@@ -328,7 +351,7 @@ def sample_top_k_top_p(
         temperature,
         state,
         spans.count,
-        SPAN=spans.length,
+        spans.length,
         LANES=tiles.lanes,
         UNROLL=tiles.unroll,
         num_warps=tiles.lanes // 32,
@@ -344,14 +367,14 @@ def sample_top_k_top_p(
         state,
         listed,
         spans.count,
-        SPAN=spans.length,
-        LANES=tiles.lanes,
-        UNROLL=tiles.unroll,
-        num_warps=tiles.lanes // 32,
+        spans.length,
+        BLOCK=tiles.list_block,
+        num_warps=tiles.list_warps,
         **exact,
     )
     narrow[(rows,)](
-        *row,
+        logits,
+        vocab,
         temperature,
         top_k,
         top_p,
@@ -361,9 +384,10 @@ def sample_top_k_top_p(
         listed,
         out,
         out.stride(0),
-        BLOCK=tiles.narrow_block,
+        LANES=tiles.narrow_lanes,
+        UNROLL=tiles.unroll,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
-        num_warps=tiles.narrow_warps,
+        num_warps=tiles.narrow_lanes // 32,
         **exact,
     )
     return out

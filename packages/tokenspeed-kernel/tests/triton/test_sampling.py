@@ -1,0 +1,160 @@
+"""The Triton sampling kernels where the operators' cases do not reach: weights and numbers bit by bit, and distributions of all
+kinds, among them those that the candidates do not decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel import argmax, sample_top_k_top_p
+from tokenspeed_kernel.numerics.verify import default_device
+from tokenspeed_kernel.ops.sampling import philox
+from tokenspeed_kernel.ops.sampling import weights as definition
+from tokenspeed_kernel.platform import current_platform
+
+if "triton" not in current_platform().features:
+    pytest.skip("needs Triton, or its interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.ops.sampling.triton._rows import from_sort_key, sort_key
+from tokenspeed_kernel.ops.sampling.triton._weights import uniform, weigh
+from tokenspeed_kernel.ops.sampling.triton.sample_top_k_top_p import sample_top_k_top_p as launcher
+
+DEVICE = default_device()
+INF, NAN = float("inf"), float("nan")
+
+
+@triton.jit
+def _weigh(x, largest, scale, out, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + index, weigh(tl.load(x + index), tl.load(largest), tl.load(scale)))
+
+
+@pytest.mark.parametrize("scale", [definition.LOG2_E, 0.0137, 100.0])
+def test_weights_are_those_of_the_definition_bit_for_bit(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    spread = 60 / scale
+    x = 3.0 - torch.cat(
+        [
+            torch.rand(40_000, generator=generator) * spread,
+            torch.rand(20_000, generator=generator) * spread * 1e-3,
+            torch.arange(5119) / (128 * scale),
+            torch.tensor([0.0, INF]),
+        ]
+    )
+    x = torch.nn.functional.pad(x, (0, -len(x) % 1024), value=3.0)
+    largest, factor = torch.tensor([3.0], dtype=torch.float64), torch.tensor([scale], dtype=torch.float64)
+    got = torch.empty(len(x), dtype=torch.int64, device=DEVICE)
+    _weigh[(len(x) // 1024,)](x.to(DEVICE), largest.to(DEVICE), factor.to(DEVICE), got, BLOCK=1024, enable_fp_fusion=False)
+    expected = definition.weights(x.double() - 3.0, factor)
+    assert torch.equal(got.cpu(), expected)
+    assert torch.equal(definition.weights(x.to(DEVICE).double() - 3.0, factor.to(DEVICE)).cpu(), expected)
+    assert expected.max() == 2**definition.WEIGHT_BITS
+    exact = 2.0**definition.WEIGHT_BITS * torch.exp2((x.double() - 3.0) * factor)
+    assert float((expected - exact).abs().max()) < 1
+
+
+@triton.jit
+def _uniform(seed, offset, out, count):
+    for i in range(count):
+        tl.store(out + i, uniform(tl.load(seed + i), tl.load(offset + i)))
+
+
+def test_random_numbers_are_those_of_the_definition() -> None:
+    generator = torch.Generator().manual_seed(1)
+    low, high = -(2**63), 2**63 - 1
+    seed, offset = (torch.randint(low, high, (60,), generator=generator) for _ in range(2))
+    seed[:4], offset[:4] = torch.tensor([0, -1, 2**32, low]), torch.tensor([0, -1, 2**32 - 1, high])
+    got = torch.empty(60, dtype=torch.float64, device=DEVICE)
+    _uniform[(1,)](seed.to(DEVICE), offset.to(DEVICE), got, 60)
+    assert torch.equal(got.cpu(), philox.uniform(seed, offset).double())
+
+
+@triton.jit
+def _keys(x, keys, back, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    key = sort_key(tl.load(x + index))
+    tl.store(keys + index, key)
+    tl.store(back + index, from_sort_key(key))
+
+
+def test_keys_sort_like_logits() -> None:
+    ascending = [-INF, -3e38, -1.5, -1e-45, 0.0, 1e-45, 1.0, 1.5, 3e38, INF]
+    x = torch.tensor([*ascending, -0.0, NAN, -NAN, 0.0, 0.0, 0.0], device=DEVICE)
+    keys, back = torch.empty(16, dtype=torch.int32, device=DEVICE), torch.empty(16, device=DEVICE)
+    _keys[(1,)](x, keys, back, BLOCK=16)
+    values = keys.tolist()
+    assert values[:10] == sorted(set(values[:10]))
+    assert values[10] == values[4]
+    assert values[11] == values[12] > values[9]
+    assert back.tolist()[:10] == x.tolist()[:10]
+
+
+Logits = Callable[[Tensor], Tensor]
+DISTRIBUTIONS: dict[str, Logits] = {
+    "narrow": lambda normal: normal,
+    "wide": lambda normal: normal * 4,
+    "few different ones": lambda normal: (normal * 2).round(),
+    "all equal": lambda normal: normal * 0,
+    "both zeros": lambda normal: torch.copysign(torch.zeros(()), normal),
+    "most are masked": lambda normal: torch.where(normal.abs() < 2.5, -INF, normal),
+    "almost equal": lambda normal: normal * 1e-6 + 5,
+    "descending": lambda normal: (normal * 4).sort(dim=-1, descending=True)[0],
+    "one far above": lambda normal: torch.cat([normal[:, :-1] * 30, torch.full_like(normal[:, :1], 500)], dim=1),
+    "huge": lambda normal: normal * 1e38,
+}
+
+
+def requests(rows: int, vocab: int, generator: torch.Generator) -> list[Tensor]:
+    """All ways to restrict, at temperatures from tiny to huge; the last row is greedy."""
+    drawn = torch.rand(5, rows, generator=generator)
+    temperature = 10 ** (drawn[0] * 6 - 3)
+    temperature[-1] = 0.0
+    top_k = torch.where(drawn[1] < 0.4, 0, (drawn[2] ** 3 * vocab).int() + 1).int()
+    top_p = torch.where(drawn[3] < 0.4, 1.0, drawn[4].clamp(min=1e-4))
+    seed, offset = (torch.randint(-(2**62), 2**62, (rows,), generator=generator) for _ in range(2))
+    return [temperature, top_k, top_p, seed, offset]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_every_distribution_gives_the_same_token_on_every_device(distribution: str, dtype: torch.dtype) -> None:
+    rows, vocab = (64, 20_000) if DEVICE.type == "cuda" else (3, 5_000)
+    generator = torch.Generator().manual_seed(len(distribution))
+    logits = DISTRIBUTIONS[distribution](torch.randn(rows, vocab, generator=generator)).to(dtype)
+    request = requests(rows, vocab, generator)
+    expected = sample_top_k_top_p(logits, *request, override="reference_sample_top_k_top_p")
+    there = [x.to(DEVICE) for x in (logits, *request)]
+    got = sample_top_k_top_p(*there, override="triton_sample_top_k_top_p")
+    assert got.tolist() == expected.tolist()
+    assert sample_top_k_top_p(*there, override="reference_sample_top_k_top_p").tolist() == expected.tolist()
+
+
+def test_settings_out_of_range_do_what_is_documented() -> None:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    logits = torch.randn(12, 3000, generator=generator, device=DEVICE)
+    temperature = torch.tensor([-1.0, NAN, INF, 0.0] + [1.0] * 8, device=DEVICE)
+    top_k = torch.tensor([0] * 4 + [-3, 0, 2**31 - 1, 5] + [0] * 4, dtype=torch.int32, device=DEVICE)
+    top_p = torch.tensor([1.0] * 8 + [0.0, -1.0, NAN, 1.5], device=DEVICE)
+    seed, offset = torch.arange(12, device=DEVICE), torch.arange(12, device=DEVICE)
+    expected = sample_top_k_top_p.operator.body(logits, temperature, top_k, top_p, seed, offset)
+    # Not through the operator, which checks values that lie in host memory.
+    assert torch.equal(launcher(logits, temperature, top_k, top_p, seed, offset), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_strided_logits_and_out(rows: int) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    logits = torch.randn(2500, rows * 2, generator=generator, device=DEVICE).t()[::2]
+    request = [x.to(DEVICE) for x in requests(rows, 2500, torch.Generator().manual_seed(1))]
+    out = torch.full((rows, 3), -1, device=DEVICE)
+    for function, inputs in ((argmax, [logits]), (sample_top_k_top_p, [logits, *request])):
+        expected = function(*inputs, override=f"reference_{function.__name__}")
+        function(*inputs, out=out[:, 1], override=f"triton_{function.__name__}")
+        assert torch.equal(out[:, 1], expected)
+        assert (out[:, ::2] == -1).all()
