@@ -2,7 +2,7 @@
 
 from tokenspeed_kernel.benchmark.roofline import Roofline, measure_roofline
 from tokenspeed_kernel.benchmark.run import Metadata, Report, Row, bench_case, bench_kernel, collect_metadata
-from tokenspeed_kernel.benchmark.timing import Timing, measure
+from tokenspeed_kernel.benchmark.timing import Timing, measure, measure_graph
 
 __all__ = [
     "Metadata",
@@ -14,5 +14,6 @@ __all__ = [
     "bench_kernel",
     "collect_metadata",
     "measure",
+    "measure_graph",
     "measure_roofline",
 ]

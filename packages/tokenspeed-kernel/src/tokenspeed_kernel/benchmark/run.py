@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
 import platform as _host
 import subprocess
@@ -16,13 +18,16 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel.benchmark.roofline import Roofline
-from tokenspeed_kernel.benchmark.timing import Timing, measure
-from tokenspeed_kernel.cases import Case
+from tokenspeed_kernel.benchmark.timing import Timing, measure, measure_graph
+from tokenspeed_kernel.cases import Case, nbytes
 from tokenspeed_kernel.numerics.verify import Status, default_device, verify_case
-from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel.operator import Operator, get_operator
+from tokenspeed_kernel.parameters import tensor_arguments
 from tokenspeed_kernel.platform import platform_of
 from tokenspeed_kernel.registry import KernelSpec
 from tokenspeed_kernel.version import __version__
+
+_COPIED_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def bench_kernel(
         cases: what to run; the operator's if not given.
         device: where; `default_device` if not given.
         large: include the cases that are sized for a GPU. Does not touch ``cases``.
-        budget_s, graph_calls: see `measure`.
+        budget_s, graph_calls: see `bench_case`.
     """
     if cases is None:
         cases = [case for case in get_operator(spec.operator).all_cases() if large or not case.large]
@@ -107,6 +112,12 @@ def bench_case(
     """Times a registered kernel on one case, if it gives the right result there.
 
     The kernel itself is timed, as `Operator.bind` gives it: the memory of its outputs included, dispatch left out.
+
+    Args:
+        spec, case, device: what to time where.
+        budget_s: see `measure`.
+        graph_calls: how many calls to capture in one CUDA graph, each with its own copy of the arguments (as far as they fit in a
+            few GB); see `measure_graph`. 0 for no graph.
     """
     where = default_device() if device is None else torch.device(device)
     verified = verify_case(spec, case, where)
@@ -118,7 +129,11 @@ def bench_case(
             arguments = op.prepared(op.complete(case.build(where)), spec)
             values = tuple(arguments.values())
             kernel = op.bind(*values, override=spec.name)
-            timing = measure(lambda: kernel(*values), where, budget_s=budget_s, graph_calls=graph_calls)
+            if graph_calls:
+                copies = [values, *(copy.deepcopy(values) for _ in range(_copies(op, arguments, graph_calls) - 1))]
+                timing = measure_graph([functools.partial(kernel, *of_one) for of_one in copies], where, budget_s=budget_s)
+            else:
+                timing = measure(lambda: kernel(*values), where, budget_s=budget_s)
     except Exception as error:  # memory may run out; the rows before must not be lost with it
         reason = f"while timing: {type(error).__name__}: {error}"
         return Row(spec.name, spec.operator, case.name, Status.ERROR.value, reason)
@@ -132,6 +147,12 @@ def bench_case(
         tflops=cost.flops / timing.median_us / 1e6 if cost else None,
         gb_per_s=cost.bytes / timing.median_us / 1e3 if cost else None,
     )
+
+
+def _copies(op: Operator[Any, Any], arguments: dict[str, Any], wanted: int) -> int:
+    """How many copies of a call's arguments to make, at most: fewer where they are large."""
+    of_one = sum(nbytes(tensor) for _, tensor in tensor_arguments(op.parameters, arguments))
+    return max(1, min(wanted, _COPIED_BYTES // max(of_one, 1)))
 
 
 def collect_metadata(command: str = "", device: torch.device | str | None = None) -> Metadata:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,25 +28,16 @@ class Timing:
     repeats: int
 
 
-def measure(call: Callable[[], Any], device: torch.device | str, *, budget_s: float = 0.5, graph_calls: int = 0) -> Timing:
+def measure(call: Callable[[], Any], device: torch.device | str, *, budget_s: float = 0.5) -> Timing:
     """Times a callable.
 
     On a GPU each call starts with cold caches and is timed by events on the current stream. On a CPU it is timed by the clock,
     with the caches as the call before left them.
 
-    In a CUDA graph a GPU gets what it has to do in one piece, so that times leave out what Python and the driver take to launch
-    it. What remains of the launch of the graph itself is a few microseconds: to measure something as short as that, capture
-    several calls. Only the first of them starts with cold caches then.
-
     Args:
         call: what to time; takes nothing.
         device: where it runs.
-        budget_s: how long to go on, in seconds, warm-up left out; at least 10 and at most 1000 calls (or graphs of calls) are made.
-        graph_calls: how many calls to capture in a CUDA graph, which is then timed as one, and its time divided by this; 0 for no
-            graph.
-
-    Raises:
-        ValueError: a graph on a CPU.
+        budget_s: how long to go on, in seconds, warm-up left out; at least 10 and at most 1000 calls are made.
 
     Example:
         >>> import torch
@@ -54,29 +45,48 @@ def measure(call: Callable[[], Any], device: torch.device | str, *, budget_s: fl
         >>> measure(lambda: x @ x, "cpu", budget_s=0.01).repeats >= 10
         True
     """
-    where = torch.device(device)
-    if graph_calls and where.type != "cuda":
-        raise ValueError(f"graph_calls is for GPUs; got {graph_calls} for {where}")
-    times_of = _gpu_times if where.type == "cuda" else _cpu_times
     for _ in range(_WARMUP):
         call()
-    if graph_calls:
-        call = _captured(call, graph_calls, where)
-    estimate = statistics.median(times_of(call, 3, where))
-    repeats = min(max(int(budget_s * 1e6 / max(estimate, 1e-3)), _FEWEST), _MOST)
-    times = [time_us / max(graph_calls, 1) for time_us in times_of(call, repeats, where)]
-    deciles = statistics.quantiles(times, n=10, method="inclusive")
-    return Timing(statistics.median(times), deciles[0], deciles[-1], repeats)
+    return _timed(call, torch.device(device), budget_s)
 
 
-def _captured(call: Callable[[], Any], count: int, device: torch.device) -> Callable[[], Any]:
-    """That many calls as one CUDA graph."""
-    with torch.cuda.device(device):
+def measure_graph(calls: Sequence[Callable[[], Any]], device: torch.device | str, *, budget_s: float = 0.5) -> Timing:
+    """Times callables one after another in one CUDA graph: what they take on the device, without what launching them takes.
+
+    Each time the graph starts with cold caches. So each call meets cold caches, if it works on memory of its own.
+
+    Args:
+        calls: what to time, the same work on different memory; take nothing. What starting a graph takes, a few microseconds, is
+            shared among them.
+        device: a GPU.
+        budget_s: how long to go on, in seconds, warm-up and capture left out; the graph runs at least 10 and at most 1000 times.
+
+    Returns:
+        The time of one call on average.
+
+    Raises:
+        ValueError: there are no calls, or the device is a CPU.
+    """
+    where = torch.device(device)
+    if where.type != "cuda" or not calls:
+        raise ValueError(f"a CUDA graph wants at least one call and a GPU, got {len(calls)} for {where}")
+    with torch.cuda.device(where):
+        for call in (*calls, *[calls[0]] * _WARMUP):
+            call()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(count):
+            for call in calls:
                 call()
-    return graph.replay
+    return _timed(graph.replay, where, budget_s, len(calls))
+
+
+def _timed(call: Callable[[], Any], device: torch.device, budget_s: float, share: int = 1) -> Timing:
+    times_of = _gpu_times if device.type == "cuda" else _cpu_times
+    estimate = statistics.median(times_of(call, 3, device))
+    repeats = min(max(int(budget_s * 1e6 / max(estimate, 1e-3)), _FEWEST), _MOST)
+    times = [time_us / share for time_us in times_of(call, repeats, device)]
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    return Timing(statistics.median(times), deciles[0], deciles[-1], repeats)
 
 
 def _cpu_times(call: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:

@@ -26,7 +26,9 @@ Device = Annotated[Optional[str], typer.Option("--device", help="cpu or cuda; wh
 Plugin = Annotated[Optional[str], typer.Option("--plugin", help="Only kernels of this plugin.")]  # noqa: UP045
 Output = Annotated[Optional[Path], typer.Option("--output", help="Write the report to this JSON file, too.")]  # noqa: UP045
 Solution = Annotated[Optional[str], typer.Option("--solution", help="Only kernels made with this.")]  # noqa: UP045
-Graph = Annotated[int, typer.Option("--graph", min=0, help="Capture this many calls in a CUDA graph, and time that; 0 for none.")]
+Graph = Annotated[
+    int, typer.Option("--graph", min=0, help="Calls in one CUDA graph, on inputs of their own, to time without launches.")
+]
 Budget = Annotated[float, typer.Option("--budget", min=0.001, help="Seconds of measuring a case.")]
 
 

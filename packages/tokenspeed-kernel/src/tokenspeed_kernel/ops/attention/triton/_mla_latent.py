@@ -18,7 +18,7 @@ from tokenspeed_kernel.ops.attention._softmax import output_dtype
 from tokenspeed_kernel.ops.attention.triton import _online_softmax as softmax
 from tokenspeed_kernel.ops.attention.triton._fp8 import fp8_operand, widened
 from tokenspeed_kernel.ops.attention.triton._mla_schedule import schedule_units
-from tokenspeed_kernel.ops.attention.triton._split_kv import merge_units
+from tokenspeed_kernel.ops.attention.triton._split_kv import OVERLAPPING, merge_units
 from tokenspeed_kernel.ops.triton_common import for_architecture, multiprocessors
 
 
@@ -47,7 +47,7 @@ class Tile:
 # By the most rows of a sequence.
 _TILES = {
     "sm_90": {
-        16: Tile(16, 64, 8, 2, transposed=True, apart=True, parts=4),
+        16: Tile(16, 64, 4, 2, transposed=True),
         32: Tile(32, 64, 8, 2, transposed=True, apart=True, parts=4),
         64: Tile(64, 64, 8, 2, apart=True, parts=2),
     },
@@ -65,7 +65,7 @@ def tile_for(rows: int, block_c: int, block_r: int, dtype: torch.dtype, fp8_cach
         return _WIDE
     if dtype == torch.float32:
         return _FLOAT32
-    tiles = for_architecture(_TILES, device) if block_c == 512 else _TILES["any"]
+    tiles = for_architecture(_TILES, device) if block_c >= 64 else _TILES["any"]  # 64 rows of a transposed product at least
     # A transposed product has the keys in its first operand, which comes out of registers if it has to be widened first.
     fitting = [most for most in tiles if rows <= most and not (fp8_cache and tiles[most].transposed)]
     return tiles[min(fitting, default=max(tiles))]
@@ -129,8 +129,12 @@ def _attend_latent(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One tile of the rows of a sequence, and all of its keys or a unit of them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()  # for the schedule
     # Tiles of the same keys lie side by side: the second finds them in the cache of the device.
     sequence = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -317,7 +321,9 @@ def attend_latent(
     tiles = triton.cdiv(rows, tile.block_m)
     capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
     sm_count = multiprocessors(device)
-    schedule = schedule_units(cache_seqlens, capacity, tiles, sm_count, tile.block_n)
+    early = for_architecture(OVERLAPPING, device)
+    schedule = schedule_units(cache_seqlens, capacity, tiles, sm_count, tile.block_n, early)
+    early = early and schedule is not None
     units, partial, partial_lse = None, None, None
     if schedule is not None:
         units = schedule.units
@@ -365,7 +371,9 @@ def attend_latent(
         BLOCK_C=block_c,
         BLOCK_R=block_r,
         STAGES=tile.num_stages,
+        EARLY=early,
         num_warps=tile.num_warps,
+        **({"launch_pdl": True} if early else {}),
     )
     if schedule is not None:
         merge_units(
@@ -381,6 +389,7 @@ def attend_latent(
             -1,
             tile.block_n,
             sm_count,
+            early,
             cu_seqlens_q=cu_seqlens_q,
             parts=schedule.parts,
         )

@@ -56,8 +56,11 @@ def _schedule(
     BLOCK_N: tl.constexpr,
     SHARES: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program b writes the units of sequence b; the last one also those that there are not."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     sequence = tl.program_id(0)
     total = 0
     most = 0
@@ -114,7 +117,9 @@ def _schedule(
             tl.store(units + (start + lane) * 4, tl.full([AT_ONCE], -1, tl.int32), mask=start + lane < count)
 
 
-def schedule_units(cache_seqlens: Tensor, capacity: int, tiles: int, multiprocessors: int, block_n: int) -> Schedule | None:
+def schedule_units(
+    cache_seqlens: Tensor, capacity: int, tiles: int, multiprocessors: int, block_n: int, early: bool
+) -> Schedule | None:
     """Units for sequences of at most ``capacity`` tokens with ``tiles`` tiles of rows each; None where all remain whole."""
     batch = cache_seqlens.shape[0]
     if capacity <= _LEAST * block_n or tiles >= multiprocessors or batch * tiles >= 16 * multiprocessors:
@@ -138,6 +143,7 @@ def schedule_units(cache_seqlens: Tensor, capacity: int, tiles: int, multiproces
         BLOCK_N=block_n,
         SHARES=_SHARES,
         AT_ONCE=at_once,
+        EARLY=early,
         num_warps=4,
     )
     # A sequence that is split has more blocks than a share, and there are no more of such than shares.

@@ -23,6 +23,9 @@ from tokenspeed_kernel.ops.attention.triton._online_softmax import LN_2, LOG2_E
 _LENGTHS_AT_ONCE = 1024
 _MERGED_AT_ONCE = 2048  # elements of partial outputs: 16 a thread
 _FEW = 4  # programs of a multiprocessor that cost no time
+_MANY = 256  # and of those that end at once
+# Where a kernel may be launched while the one before it is still at work.
+OVERLAPPING = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
 
 
 @dataclass(frozen=True)
@@ -221,11 +224,11 @@ def _merge_units(
         length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
         units = units_of(blocks_of(length, Q_LEN, window_left, WINDOWED, BLOCK_N), share)
         first = units_before(sequence, share, cache_seqlens, capacity, Q_LEN, window_left, WINDOWED, BLOCK_N, AT_ONCE)
-    else:
-        first = tl.load(parts + sequence * 2)
-        units = tl.load(parts + sequence * 2 + 1)
     if EARLY:  # until here the kernel that makes the units may be running; no program ends before it has
         tl.extra.cuda.gdc_wait()
+    if parts is not None:
+        first = tl.load(parts + sequence * 2)
+        units = tl.load(parts + sequence * 2 + 1)
     if units == 1:
         return
     token = sequence.to(tl.int64) * Q_LEN
@@ -305,11 +308,14 @@ def merge_units(
     block_w = triton.next_power_of_2(width)
     # Where there are few sequences a program has one row and, at once, all units of it; elsewhere all rows of a head. Where there
     # are many, mostly unsplit, a program has several heads: that a sequence is not split is all that most programs find.
-    few = plan.batch * heads * rows < _FEW * multiprocessors
+    # Where it has been decided elsewhere, that costs next to nothing.
+    few = plan.batch * heads * rows < (_FEW if parts is None else _MANY) * multiprocessors
     at_once = 1 if few else min(triton.next_power_of_2(rows), max(1, _MERGED_AT_ONCE // (2 * block_w)))
     units = min(triton.next_power_of_2(plan.most), max(2, (2 if few else 1) * _MERGED_AT_ONCE // (block_w * at_once)))
     items = heads * triton.cdiv(rows, at_once)
-    _merge_units[(plan.batch, items if few else min(items, max(1, _FEW * multiprocessors // plan.batch)))](
+    _merge_units[
+        (plan.batch, items if few else min(items, max(1, (_FEW if parts is None else _MANY) * multiprocessors // plan.batch)))
+    ](
         partial,
         partial_lse,
         out,

@@ -246,7 +246,8 @@ def apply_rope(
     new_q = q_out if q_out is not None and q_out.stride(2) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     new_k = k_out if k_out is not None and k_out.stride(2) == 1 else torch.empty(k.shape, dtype=k.dtype, device=k.device)
     q, k, table = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos_sin_cache))
-    write, form, native, page_size, slots_stride, v_strides, cache_strides = False, COPIED, False, 1, 1, (1, 1), (1,) * 8
+    write, form, native, page_size, slots_stride, v_strides = False, COPIED, False, 1, 1, (1, 1)
+    cache_strides: tuple[int, ...] = (1,) * 8
     if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None and k_cache.numel():
         write, form = True, cache_format(k.dtype, k_cache.dtype)
         page_size, slots_stride, cache_strides = k_cache.shape[1], slot_mapping.stride(0), (*k_cache.stride(), *v_cache.stride())
