@@ -1,0 +1,80 @@
+"""The README's table of measured kernels, from the report that the bench command wrote.
+
+python packages/tokenspeed-kernel/benchmarks/table.py            # prints it
+python packages/tokenspeed-kernel/benchmarks/table.py --write    # puts it into the README
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+REPORT = HERE / "h200.json"
+README = HERE.parent / "README.md"
+MARKS = ("<!-- measured on an H200 -->", "<!-- end -->")
+
+# Operators whose time is arithmetic, or may be; the others move bytes.
+COMPUTING = ("mha_prefill", "mha_extend_with_kvcache", "mla_", "moe_apply", "mm", "bmm")
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: what it was measured on and by which command, and one row a large case."""
+    metadata, roofline = report["metadata"], report["roofline"]
+    driver = f"driver {metadata['driver']}, " if metadata["driver"] else ""
+    copy, read = roofline["copy_gb_per_s"] / 1e3, roofline["read_gb_per_s"] / 1e3
+    lines = [
+        f"{metadata['device']}, {driver}torch {metadata['torch']}, Triton {metadata['triton']}. It copies {copy:.2f} TB/s, reads "
+        f"{read:.2f} TB/s and multiplies bfloat16 matrices at {roofline['bf16_tflops']:.0f} TFLOP/s. Medians, cold caches, in a CUDA "
+        "graph; every result was checked first.",
+        "",
+        f"`{metadata['command']}`",
+        "",
+        "| operator | case | µs | TFLOP/s | TB/s | of copy |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(report["rows"], key=lambda row: row["operator"]):
+        if row["timing"] is None or not _shown(row):
+            continue
+        operator = row["operator"].partition(".")[2]
+        computes = operator.startswith(COMPUTING)
+        tflops = f"{row['tflops']:.0f}" if computes and row["tflops"] >= 1 else ""
+        share = row["gb_per_s"] / roofline["copy_gb_per_s"]
+        lines.append(
+            f"| `{operator}` | {row['case']} | {_three_digits(row['timing']['median_us'])} | {tflops} | "
+            f"{row['gb_per_s'] / 1e3:.2f} | {share:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def _shown(row: dict[str, Any]) -> bool:
+    """Rows of shapes that models run: the small cases are there to be hard, not to be fast."""
+    return bool(re.search(r"gpt-oss|llama|deepseek|qwen|64 rows of 2880", row["case"])) and row["timing"]["median_us"] > 0
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def in_readme(text: str) -> str:
+    """The table as the README has it now."""
+    begin, end = (text.index(mark) for mark in MARKS)
+    return text[begin + len(MARKS[0]) : end].strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table into the README")
+    made = table(json.loads(REPORT.read_text()))
+    if not parser.parse_args().write:
+        print(made)
+        return
+    text = README.read_text()
+    README.write_text(text.replace(in_readme(text), made))
+
+
+if __name__ == "__main__":
+    main()
