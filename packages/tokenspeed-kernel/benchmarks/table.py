@@ -28,8 +28,8 @@ def table(report: dict[str, Any]) -> str:
     copy, read = roofline["copy_gb_per_s"] / 1e3, roofline["read_gb_per_s"] / 1e3
     lines = [
         f"{metadata['device']}, {driver}torch {metadata['torch']}, Triton {metadata['triton']}. It copies {copy:.2f} TB/s, reads "
-        f"{read:.2f} TB/s and multiplies bfloat16 matrices at {roofline['bf16_tflops']:.0f} TFLOP/s. Medians, cold caches, in a CUDA "
-        "graph; every result was checked first.",
+        f"{read:.2f} TB/s and multiplies bfloat16 matrices at {roofline['bf16_tflops']:.0f} TFLOP/s. Medians, cold caches, in a "
+        "CUDA graph; every result was checked first.",
         "",
         f"`{metadata['command']}`",
         "",

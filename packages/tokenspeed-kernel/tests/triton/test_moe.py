@@ -67,9 +67,7 @@ def test_strided_logits_bias_and_outputs() -> None:
     weights_out = torch.zeros(7, 8, device=DEVICE)[:, ::2]
     ids_out = torch.zeros(4, 7, dtype=torch.int32, device=DEVICE).t()
     expected = moe_topk(logits, 4, "sigmoid", correction_bias=bias, override="reference_moe_topk")
-    got = moe_topk(
-        logits, 4, "sigmoid", correction_bias=bias, weights_out=weights_out, ids_out=ids_out, override="triton_moe_topk"
-    )
+    got = moe_topk(logits, 4, "sigmoid", correction_bias=bias, weights_out=weights_out, ids_out=ids_out, override="triton_moe_topk")
     assert got[0].data_ptr() == weights_out.data_ptr()
     assert got[1].data_ptr() == ids_out.data_ptr()
     assert torch.equal(ids_out, expected[1])
@@ -115,6 +113,24 @@ def test_blocks_of_all_lengths(tokens: int) -> None:
     layer["topk_ids"] = torch.where(torch.rand(tokens, 2) < 0.3, -1, layer["topk_ids"].cpu()).int().to(DEVICE)
     layer["topk_ids"][:, 1] = layer["topk_ids"][:, 0]
     _apply_agrees(layer)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("intermediate", [48, 40])
+def test_blocks_of_all_kinds(monkeypatch: pytest.MonkeyPatch, interleaved: bool, intermediate: int) -> None:
+    """Main part, extra rows and short tails, and weights read by descriptors where they can be: small tiles, to have all of them."""
+    from tokenspeed_kernel.ops.moe.triton import moe_apply as module
+
+    tile = module.Tile(32, 32, 4, 2)
+    for descriptors in (False, True):
+        blocks = module.Blocks(32, 16, 16, tile, tile, descriptors)
+        monkeypatch.setattr(module, "_blocks_for", lambda *_, blocks=blocks: blocks)
+        layer = _layer(70, 4, 2, 64, intermediate, torch.float16, bias=True, w13_interleaved=interleaved)
+        layer["topk_ids"][:20, 0] = 1
+        _apply_agrees(layer)
+        weights = layer["weights"]
+        layer["weights"] = replace(weights, w13_weight=torch.cat([weights.w13_weight] * 2, dim=1)[:, : 2 * intermediate])
+        _apply_agrees(layer)
 
 
 def test_all_tokens_to_one_expert() -> None:

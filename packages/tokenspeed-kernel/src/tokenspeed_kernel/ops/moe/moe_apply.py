@@ -246,6 +246,11 @@ def _() -> list[Case]:
             _inputs(128, 32, 8, 7168, 2048, of=256, weight_format="fp8_block", activation_dtype="fp8"),
             large=True,
         ),
+        Case(
+            "deepseek-v3 prefill 2048, 32 of 256 experts here, fp8 activations",
+            _inputs(2048, 32, 8, 7168, 2048, of=256, weight_format="fp8_block", activation_dtype="fp8"),
+            large=True,
+        ),
     ]
 
 

@@ -20,10 +20,11 @@ _SHARES = 16
 _WAVES = 3  # units that work is cut into at most: so many waves
 _LEAST = 2  # blocks of a unit, at least
 _LENGTHS_AT_ONCE = 256
-# What a unit costs besides its blocks, and a split the batch, in blocks. Measured on an H200, where a block of 64 rows and 64 keys
-# takes 2.8 us.
+# In blocks: what a unit costs besides its own; what merging costs, and how much more for each wave of partial results, which are
+# written and read. Measured on an H200, where a block of 64 rows and 64 keys takes 2.7 us.
 _STARTING = tl.constexpr(3)
-_MERGING = tl.constexpr(5)
+_MERGING = tl.constexpr(2)
+_PARTIAL = tl.constexpr(2)
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,16 @@ def _schedule(
     shares = tl.maximum(shares, finest)
     all_units = tl.zeros([SHARES], tl.int32)
     longest = tl.zeros([SHARES], tl.int32)
-    pieces = tl.zeros([SHARES], tl.int32)
+    partial = tl.zeros([SHARES], tl.int32)
     for start in range(0, batch, AT_ONCE):
         lengths, real = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
         blocks = ((lengths + BLOCK_N - 1) // BLOCK_N)[:, None]
         each = units_of(blocks, shares[None, :])
         all_units += tl.sum(tl.where(real[:, None], each, 0), 0)
         longest = tl.maximum(longest, tl.max((blocks + each - 1) // each, 0))
-        pieces = tl.maximum(pieces, tl.max(each, 0))
-    cost = (all_units + wave - 1) // wave * (longest + _STARTING) + tl.where(pieces > 1, _MERGING, 0)
+        partial += tl.sum(tl.where(real[:, None] & (each > 1), each, 0), 0)
+    cost = (all_units + wave - 1) // wave * (longest + _STARTING)
+    cost += tl.where(partial > 0, _MERGING + partial * _PARTIAL // wave, 0)
     share = tl.max(tl.where(cost == tl.min(cost), shares, 0))
 
     first = 0

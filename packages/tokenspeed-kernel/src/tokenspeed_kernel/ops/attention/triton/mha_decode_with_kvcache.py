@@ -36,6 +36,9 @@ from tokenspeed_kernel.platform import platform_of
 class Config:
     """How a program walks its keys, and how work is cut.
 
+    The figures beside the constants are microseconds on an H200, in a CUDA graph, of 64 query heads and 8 key heads of dimension
+    64, bfloat16, pages of 64, where nothing else is said: "64 x 8K" are 64 sequences of 8192 tokens.
+
     Attributes:
         block_n: keys at once.
         num_warps: of a program.
@@ -47,14 +50,14 @@ class Config:
         whole: a sequence of at most so many keys is never split.
     """
 
-    block_n: int = 64
-    num_warps: int = 2
-    num_stages: int = 7
-    resident: int = 4
-    waves: int = 3
-    long: int = 2048
-    least: int = 128
-    whole: int = 256
+    block_n: int
+    num_warps: int
+    num_stages: int
+    resident: int
+    waves: int = 3  # 64 x 8K: 261, with 5 or 6: 262; 64 x 1K: 39, with 6: 41
+    long: int = 2048  # 16 x 8K: 73, with 1024: 78. 64 x 8K with 4096: 256 for 261, but with an fp8 cache 169 for 147
+    least: int = 128  # 1 x 1K: 6.6, with 256: 7.7, with 64: 6.7
+    whole: int = 256  # 64 x 8K in a window of 128: 8.8; split and merged: 11.1
 
 
 # Shared memory of a multiprocessor, of which the keys on their way take most.
@@ -65,12 +68,19 @@ _OTHER_BYTES = 4_000  # of a program, besides those keys
 def _config(key_bytes: int, rows: int, dtype: torch.dtype, device: torch.device) -> Config:
     """For keys that take ``key_bytes`` with their values, tiles of ``rows`` query rows, and products of ``dtype``."""
     room = for_architecture(_SHARED_BYTES, device)
-    block_n, num_warps, num_stages = 64, 4 if rows > 16 else 2, 7
+    # 32 keys at once: 16 x 8K 76 for 72; 128: 75, and 64 x 1K 43 for 38.
+    # Two buffers (5 stages): 16 x 8K 86 for 72, four (9 stages): 83, as fewer programs are resident. But where a tile has many rows
+    # of 128 wide keys (64 heads on one, 64 x 4K), four: 47 for 56.
+    block_n, num_stages = 64, 9 if rows > 32 and key_bytes >= 512 else 7
+    if rows > 32 or key_bytes > 512:
+        num_warps = 4  # the tile's registers; with 64 rows two warps: 341 for 297
+    else:
+        num_warps = 1 if key_bytes <= 256 else 2  # 64 x 8K, 4 new tokens: one 273, two 292, four 300; 64 x 1K: 37, 38, 40
     if dtype == torch.float32:  # no tensor cores: products take registers
         block_n, num_warps = 32, 4
-    if platform_of(device).is_amd:
+    if platform_of(device).is_amd:  # not measured: what compiles without spills
         num_warps, num_stages = 4, 2
-    while block_n > 16 and block_n * key_bytes > 32_768:
+    while block_n > 16 and block_n * key_bytes > 32_768:  # of dimension 128, 128 x 2K: 64 keys 257, 32 keys 271
         block_n //= 2
     while num_stages > 3 and num_stages // 2 * block_n * key_bytes > room - 8 * _OTHER_BYTES:
         num_stages -= 2
@@ -79,7 +89,8 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, device: torch.device)
 
 
 _LEAST_ROWS = 16  # of a product's tile
-# Key heads are packed until a key takes so many bytes.
+# Key heads are packed until a key takes so many bytes, a line of the cache. With an fp8 cache, 64 x 8K: 146, unpacked 208; with
+# 256 bytes, bfloat16: 261 for 264, but 1 x 1K 7.5 for 6.7.
 _PACKED_BYTES = 128
 # Where a kernel may be launched before the one in front of it has ended, which it waits for itself.
 _EARLY = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
@@ -157,7 +168,8 @@ def _decode(
     """One unit: a tile of the query rows of a key head (or of several), and a share of the keys of their sequence.
 
     Where heads have few rows, PACKED of them are one head of keys as wide as all: a query is 0 in the columns of other heads, and
-    of its values' sum only the columns of its own head are kept. The tile would have been as large, and a key is read in one piece.
+    of its values' sum only the columns of its own head are kept. The tile would have been as large, and memory is read in longer
+    pieces. (So an infinite key of one head also spoils those that share its program.)
     """
     ROWS: tl.constexpr = GROUP * Q_LEN
     EACH: tl.constexpr = 2 if PAIRS else 1  # numbers in an element of the cache as it is read
@@ -411,6 +423,7 @@ def mha_decode_with_kvcache(
     split = plan.most > 1
     partial, partial_lse = plan.partials(heads, rows, v_head_dim, device)
     q, q_fp8 = fp8_operand(q)
+    fp8: str | None
     if pairs:
         (k_cache, fp8), (v_cache, _) = paired(k_cache), paired(v_cache)
     else:

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tokenspeed_kernel.ops.gemm.triton._operands import BLOCK, LINE, NO_SCALE, WHOLE, Operand
 from tokenspeed_kernel.ops.gemm.triton._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel.ops.gemm.triton._tiles import scale_of_lines, store_tile, tile_of
-from tokenspeed_kernel.ops.triton_common import multiprocessors
+from tokenspeed_kernel.ops.triton_common import for_architecture, multiprocessors
 from tokenspeed_kernel.platform import ArchVersion, platform_of
 
 
@@ -47,19 +47,47 @@ class Config:
     group: int = 8
 
 
-# By operand: few rows of a, scales of whole lines, scales of blocks.
+@dataclass(frozen=True)
+class Configs:
+    """By a's rows (at most 64, or 128 with scales of blocks, are few) and b's scales (of blocks, or of whole lines)."""
+
+    few: Config
+    few_blocks: Config
+    lines: Config
+    blocks: Config
+
+
 # One H200, 8192 x 8192 x 8192, e4m3fn. Scales of lines: 1484 TFLOP/s; without descriptors 1258, without persistence 1446, two
 # 128 x 128 tiles a multiprocessor 1390, sums of at most 128 products in the matrix unit 866 (relative error 1.7e-3, like that of
 # rounding the result to bfloat16; with all of them there 2.6e-3). Scales of blocks: 947 TFLOP/s; three stages 858, persistent 772,
-# 64 x 128 tiles 886.
-# Few rows (64 x 7168 x 4096): 12.9 us; tiles 128 wide 13.7, 128 deep 13.2.
-_FP8_SMALL = Config(64, 64, 256, 4, 4)
-_FP8_SMALL_BLOCKS = Config(64, 128, 128, 4, 4, descriptors=True)
-_FP8_LINES = Config(128, 256, 128, 8, 3, persistent=1, descriptors=True)
-_FP8_BLOCKS = Config(128, 128, 128, 8, 4, descriptors=True)
-_HALF_SMALL = Config(64, 64, 128, 4, 4)
-_HALF_LINES = Config(128, 256, 64, 8, 3, persistent=1, descriptors=True)
-_HALF_BLOCKS = Config(128, 128, 64, 8, 4, descriptors=True)
+# 64 x 128 tiles 886. Few rows (64 x 7168 x 4096): 12.9 us; tiles 128 wide 13.7, 128 deep 13.2; with blocks 14.4.
+_FP8_LARGE_MEMORY = Configs(
+    few=Config(64, 64, 256, 4, 4),
+    few_blocks=Config(64, 128, 128, 4, 4, descriptors=True),
+    lines=Config(128, 256, 128, 8, 3, persistent=1, descriptors=True),
+    blocks=Config(128, 128, 128, 8, 4, descriptors=True),
+)
+_HALF_LARGE_MEMORY = Configs(
+    few=Config(64, 64, 128, 4, 4),
+    few_blocks=Config(64, 64, 128, 4, 4),
+    lines=Config(128, 256, 64, 8, 3, persistent=1, descriptors=True),
+    blocks=Config(128, 128, 64, 8, 4, descriptors=True),
+)
+# Within 64 KiB of shared memory, the least that there is.
+_FP8_SMALL_MEMORY = Configs(
+    few=Config(64, 64, 128, 4, 3),
+    few_blocks=Config(64, 64, 128, 4, 3),
+    lines=Config(128, 128, 128, 8, 2),
+    blocks=Config(128, 64, 128, 8, 2),
+)
+_HALF_SMALL_MEMORY = Configs(
+    few=Config(64, 64, 64, 4, 3),
+    few_blocks=Config(64, 64, 64, 4, 3),
+    lines=Config(128, 128, 64, 8, 2),
+    blocks=Config(128, 64, 64, 8, 2),
+)
+_FP8 = {"sm_90": _FP8_LARGE_MEMORY, "sm_100": _FP8_LARGE_MEMORY, "any": _FP8_SMALL_MEMORY}
+_HALF = {"sm_90": _HALF_LARGE_MEMORY, "sm_100": _HALF_LARGE_MEMORY, "any": _HALF_SMALL_MEMORY}
 
 # From where on matrix units take e4m3fn and e5m2.
 _FP8_SINCE = {"nvidia": ArchVersion(8, 9), "amd": ArchVersion(9, 5)}
@@ -200,14 +228,10 @@ def serves(x: Operand, w: Operand) -> bool:
 
 
 def config_for(x: Operand, w: Operand) -> Config:
-    blocks = w.scaling == BLOCK
-    if x.tensor.element_size() == 1:
-        if blocks:
-            return _FP8_BLOCKS if x.lines > 128 else _FP8_SMALL_BLOCKS
-        return _FP8_LINES if x.lines > 64 else _FP8_SMALL
-    if blocks:
-        return _HALF_BLOCKS
-    return _HALF_LINES if x.lines > 64 else _HALF_SMALL
+    configs = for_architecture(_FP8 if x.tensor.element_size() == 1 else _HALF, x.tensor.device)
+    if w.scaling == BLOCK:
+        return configs.blocks if x.lines > 128 else configs.few_blocks
+    return configs.lines if x.lines > 64 else configs.few
 
 
 def _describable(x: Operand) -> bool:

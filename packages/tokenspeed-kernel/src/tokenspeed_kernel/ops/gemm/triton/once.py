@@ -31,7 +31,9 @@ def serves(x: Operand, w: Operand) -> bool:
 
 
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor) -> None:
-    a = x.tensor if x.format == "dense" else _mx_values(x.tensor, x.scale)
+    a = x.tensor if x.scale is None else _values(x.tensor, x.scale)
+    scales = w.scale
+    assert scales is not None  # `serves` has seen to it
     # Slices of whole blocks of 128 columns, which may have scales in common.
     step = max(_SLICE_BYTES // (a.element_size() * max(w.k, 1)) // 128 * 128, 128)
     one = None if w.scaling == MX else torch.ones(1, device=a.device)
@@ -39,22 +41,22 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor) -> None:
         last = min(first + step, w.lines)
         lines = w.tensor[:, first:last].mT
         if one is None:
-            values = operand(_mx_values(lines, w.scale[:, first:last].mT).mT, None, -1)
+            values = operand(_values(lines, scales[:, first:last].mT).mT, None, -1)
         else:
             values = operand(dequantize_fp8(lines, one, a.dtype, 1, None).mT, None, -1)
-            scale = _scales_of(w, first, last)
+            scale = _scales_of(scales, w.scaling, first, last)
             strides = (0, scale.stride(1), scale.stride(0)) if scale.ndim == 2 else (0, 0, 0)
             values = replace(values, scale=scale, scaling=w.scaling, scale_strides=strides)
         direct.multiply(operand(a, None, -2), values, None if bias is None else bias[first:last], out[:, first:last])
 
 
-def _scales_of(w: Operand, first: int, last: int) -> Tensor:
-    if w.scaling == LINE:
-        return w.scale[:, first:last]
-    return w.scale[:, first // 128 : triton.cdiv(last, 128)] if w.scaling == BLOCK else w.scale
+def _scales_of(scales: Tensor, scaling: str, first: int, last: int) -> Tensor:
+    if scaling == LINE:
+        return scales[:, first:last]
+    return scales[:, first // 128 : triton.cdiv(last, 128)] if scaling == BLOCK else scales
 
 
-def _mx_values(q: Tensor, scale: Tensor) -> Tensor:
-    """``[lines, k]`` in bfloat16, exactly."""
+def _values(q: Tensor, scale: Tensor) -> Tensor:
+    """mx ``[lines, k]`` in bfloat16, exactly."""
     dequantize = dequantize_mxfp4 if q.dtype == torch.uint8 else dequantize_mxfp8
     return dequantize(q, scale, torch.bfloat16, None)

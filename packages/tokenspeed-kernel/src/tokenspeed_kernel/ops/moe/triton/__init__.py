@@ -1,5 +1,5 @@
-"""What the portable Triton mixture-of-experts kernels can do. Declarations only: a kernel's module, and Triton with it, is imported when the
-kernel is first selected.
+"""What the portable Triton mixture-of-experts kernels can do. Declarations only: a kernel's module, and Triton with it, is imported
+when the kernel is first selected.
 """
 
 from __future__ import annotations

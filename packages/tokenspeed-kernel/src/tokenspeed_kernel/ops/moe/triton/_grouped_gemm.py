@@ -4,7 +4,7 @@ Both projections of a mixture-of-experts layer run it. The first gathers its row
 the second writes each (token, slot) pair to a row of its own, which a combine pass sums.
 
 Tiles lie as ``[features, rows]`` while they are summed: an expert may have few rows, and the matrix units of all vendors
-take a shorter second side (8 or 16) than first (16 to 64). The tile is turned round once, when it is stored.
+take a shorter second side (8 or 16) than first (16 to 64). A tile is turned round once, when it is stored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _load(pointers, column, k_left, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _weight_tile(
-    w_row,
+    w,
+    row,
     w_column_stride,
     scale_row,
     scale_column_stride,
@@ -45,62 +46,39 @@ def _weight_tile(
     k_left,
     COMPUTE: tl.constexpr,
     FORMAT: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """Columns ``k`` to ``k + BLOCK_K`` of a weight's rows, decoded. fp8 blocks' scales are left to the sums."""
-    if FORMAT == MXFP4:
+    """Columns ``k`` to ``k + BLOCK_K`` of a weight's rows, decoded. fp8 blocks' scales are left to the sums. ``row``: where each
+    row begins, or the first row's number if w is a descriptor."""
+    if DESCRIPTOR:
+        tile = w.load([row, k])
+    elif FORMAT == MXFP4:
         column = tl.arange(0, BLOCK_K // 2)
         block = tl.arange(0, BLOCK_K // 32)
         packed_at = (k // 2 + column).to(tl.int64) * w_column_stride
-        packed = _load(w_row[:, None] + packed_at[None, :], column, k_left // 2, EVEN_K)
+        packed = _load((w + row)[:, None] + packed_at[None, :], column, k_left // 2, EVEN_K)
         scale_at = (k // 32 + block).to(tl.int64) * scale_column_stride
         scale = decode_e8m0(_load(scale_row[:, None] + scale_at[None, :], block, k_left // 32, EVEN_K))
-        values = tl.reshape(decode_e2m1(unpack_e2m1(packed)), [w_row.shape[0], BLOCK_K // 32, 32]) * scale[:, :, None]
-        tile = tl.reshape(values, [w_row.shape[0], BLOCK_K])
+        values = tl.reshape(decode_e2m1(unpack_e2m1(packed)), [row.shape[0], BLOCK_K // 32, 32]) * scale[:, :, None]
+        tile = tl.reshape(values, [row.shape[0], BLOCK_K])
     else:
         column = tl.arange(0, BLOCK_K)
         at = (k + column).to(tl.int64) * w_column_stride
-        tile = _load(w_row[:, None] + at[None, :], column, k_left, EVEN_K)
+        tile = _load((w + row)[:, None] + at[None, :], column, k_left, EVEN_K)
         if FORMAT == FP8_BITS:
             tile = decode_fp8(tile, "e4m3fn", False)
     return tile.to(COMPUTE)
 
 
 @triton.jit
-def _weight_of(
-    w,
-    w_row,
-    w_first,
-    w_column_stride,
-    scale_row,
-    scale_column_stride,
-    k,
-    k_left,
-    COMPUTE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    if TMA:
-        tile = w.load([w_first, k]).to(COMPUTE)
-    else:
-        tile = _weight_tile(w_row, w_column_stride, scale_row, scale_column_stride, k, k_left, COMPUTE, FORMAT, BLOCK_K, EVEN_K)
-    return tile
-
-
-@triton.jit
-def _add_product(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr, ROWS_FIRST: tl.constexpr):
-    """``acc + w x^T``, for w ``[features, k]`` and x ``[rows, k]``, or its transpose; times a feature's scale if ``SCALED``."""
-    if ROWS_FIRST:
-        left, right, scales = x, tl.trans(w), scale[None, :]
-    else:
-        left, right, scales = w, tl.trans(x), scale[:, None]
+def _add_product(acc, w, x, scale, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+    """``acc + w x^T``, for w ``[features, k]`` and x ``[rows, k]``; times a feature's scale if ``SCALED``."""
     if SCALED:
-        acc += tl.dot(left, right, input_precision=PRECISION) * scales
+        acc += tl.dot(w, tl.trans(x), input_precision=PRECISION) * scale[:, None]
     else:
-        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
     return acc
 
 
@@ -133,32 +111,29 @@ def _store_tile(
     beta,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    GATHER: tl.constexpr,
     BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
     X_SCALE: tl.constexpr,
     ROUND_MXFP4: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Scale, bias, activation, and the way to memory of one tile."""
-    if not ROWS_FIRST:
-        gate = tl.trans(gate)
-        up = tl.trans(up)
     rows = first + tl.arange(0, BLOCK_T)
     exists = rows < end
     pair = tl.load(order + rows, mask=exists, other=0)
-    if X_SCALE:
-        scale = tl.load(x_scale + (pair // top_k if GATHER else rows), mask=exists, other=0.0)
-        gate *= scale[:, None]
-        if GATED:
-            up *= scale[:, None]
     inside = feature < N
+    gate = tl.trans(gate)
+    if X_SCALE:
+        by_row = tl.load(x_scale + (pair // top_k if GATED else rows), mask=exists, other=0.0)[:, None]
+        gate *= by_row
     if BIAS:
         gate_at = feature * 2 if GATED and INTERLEAVED else feature
         gate += tl.load(expert_bias + gate_at * bias_stride, mask=inside, other=0.0).to(tl.float32)[None, :]
     if GATED:
+        up = tl.trans(up)
+        if X_SCALE:
+            up *= by_row
         if BIAS:
             up_at = feature * 2 + 1 if INTERLEAVED else feature + N
             up += tl.load(expert_bias + up_at * bias_stride, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -166,11 +141,12 @@ def _store_tile(
             gate = tl.where(gate > limit, limit, gate)  # NaN stays
             up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         value = (up + beta) * (gate / (1.0 + tl.exp(-alpha * gate)))
+        if ROUND_MXFP4:
+            value = round_mxfp4(value)
+        row = rows.to(tl.int64)
     else:
         value = gate
-    if ROUND_MXFP4:
-        value = round_mxfp4(value)
-    row = (rows if GATED else pair).to(tl.int64)
+        row = pair.to(tl.int64)
     pointers = y + row[:, None] * y_row_stride + feature[None, :]
     tl.store(pointers, round_to(value, y.dtype.element_ty, INTERPRETED), mask=exists[:, None] & inside[None, :])
 
@@ -183,8 +159,8 @@ def _block(
     x_scale,
     w,
     w_up,
-    w_first,
-    w_up_first,
+    first_gate,
+    first_up,
     w_row_stride,
     w_column_stride,
     w_scale,
@@ -206,7 +182,6 @@ def _block(
     beta,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    GATHER: tl.constexpr,
     FORMAT: tl.constexpr,
     BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -215,8 +190,7 @@ def _block(
     INTERPRETED: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
-    TMA: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
     BLOCK_T: tl.constexpr,
     EXTRA_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -227,23 +201,19 @@ def _block(
     known = tl.minimum(feature, N - 1).to(tl.int64)  # features beyond the last repeat it and are not stored
     gate_row = known * 2 if GATED and INTERLEAVED else known
     up_row = known * 2 + 1 if INTERLEAVED else known + N
-    x_row = _x_rows(x, order, first, end, x_row_stride, top_k, GATHER, BLOCK_T)
-    gate = tl.zeros([BLOCK_T, BLOCK_N] if ROWS_FIRST else [BLOCK_N, BLOCK_T], tl.float32)
+    x_row = _x_rows(x, order, first, end, x_row_stride, top_k, GATED, BLOCK_T)
+    gate = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = gate
     if EXTRA_T > 0:
-        x_row_extra = _x_rows(x, order, first + BLOCK_T, end, x_row_stride, top_k, GATHER, EXTRA_T)
-        gate_extra = tl.zeros([EXTRA_T, BLOCK_N] if ROWS_FIRST else [BLOCK_N, EXTRA_T], tl.float32)
+        x_row_extra = _x_rows(x, order, first + BLOCK_T, end, x_row_stride, top_k, GATED, EXTRA_T)
+        gate_extra = tl.zeros([BLOCK_N, EXTRA_T], tl.float32)
         up_extra = gate_extra
-    if TMA:
-        at_gate = w_first
-        at_up = w_first
-    else:
-        at_gate = w + gate_row * w_row_stride
-        at_up = w + up_row * w_row_stride
-    scaled_rows: tl.constexpr = 1 if FORMAT == MXFP4 else _BLOCK_FP8
+    at_gate = first_gate if DESCRIPTOR else gate_row * w_row_stride
+    at_up = first_up if DESCRIPTOR else up_row * w_row_stride
     s_gate = w_scale
     s_up = w_scale
     if FORMAT != DENSE:
+        scaled_rows: tl.constexpr = 1 if FORMAT == MXFP4 else _BLOCK_FP8
         s_gate = w_scale + gate_row // scaled_rows * scale_row_stride
         s_up = w_scale + up_row // scaled_rows * scale_row_stride
     # The scales of fp8 blocks multiply the product of one step, and are fetched one step ahead: nothing else hides their way.
@@ -265,28 +235,28 @@ def _block(
             next_block = tl.minimum(k + BLOCK_K, K - 1) // _BLOCK_FP8 * scale_column_stride
             by_gate_next = tl.load(s_gate + next_block)
             by_up_next = tl.load(s_up + next_block) if GATED else by_gate_next
-        tile = _weight_of(w, at_gate, w_first, w_column_stride, s_gate, scale_column_stride, k, K - k, COMPUTE, FORMAT, TMA, BLOCK_K, EVEN_K)
-        gate = _add_product(gate, tile, x_tile, by_gate, scaled, PRECISION, ROWS_FIRST)
+        tile = _weight_tile(
+            w, at_gate, w_column_stride, s_gate, scale_column_stride, k, K - k, COMPUTE, FORMAT, DESCRIPTOR, BLOCK_K, EVEN_K
+        )
+        gate = _add_product(gate, tile, x_tile, by_gate, scaled, PRECISION)
         if EXTRA_T > 0:
-            gate_extra = _add_product(gate_extra, tile, x_tile_extra, by_gate, scaled, PRECISION, ROWS_FIRST)
+            gate_extra = _add_product(gate_extra, tile, x_tile_extra, by_gate, scaled, PRECISION)
         if GATED:
-            tile = _weight_of(w_up, at_up, w_up_first, w_column_stride, s_up, scale_column_stride, k, K - k, COMPUTE, FORMAT, TMA, BLOCK_K, EVEN_K)
-            up = _add_product(up, tile, x_tile, by_up, scaled, PRECISION, ROWS_FIRST)
+            tile = _weight_tile(
+                w_up, at_up, w_column_stride, s_up, scale_column_stride, k, K - k, COMPUTE, FORMAT, DESCRIPTOR, BLOCK_K, EVEN_K
+            )
+            up = _add_product(up, tile, x_tile, by_up, scaled, PRECISION)
             if EXTRA_T > 0:
-                up_extra = _add_product(up_extra, tile, x_tile_extra, by_up, scaled, PRECISION, ROWS_FIRST)
+                up_extra = _add_product(up_extra, tile, x_tile_extra, by_up, scaled, PRECISION)
         if scaled:
             by_gate = by_gate_next
             by_up = by_up_next
 
-    _store_tile(
-        gate, up, first, end, feature, expert_bias, bias_stride, x_scale, y, y_row_stride, order, N, top_k, alpha, limit, beta,
-        GATED, INTERLEAVED, GATHER, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, ROWS_FIRST, BLOCK_T,
-    )  # fmt: skip
+    rest = (end, feature, expert_bias, bias_stride, x_scale, y, y_row_stride, order, N, top_k, alpha, limit, beta)
+    _store_tile(gate, up, first, *rest, GATED, INTERLEAVED, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, BLOCK_T)
     if EXTRA_T > 0:
-        _store_tile(
-            gate_extra, up_extra, first + BLOCK_T, end, feature, expert_bias, bias_stride, x_scale, y, y_row_stride, order, N,
-            top_k, alpha, limit, beta, GATED, INTERLEAVED, GATHER, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, ROWS_FIRST, EXTRA_T,
-        )  # fmt: skip
+        first += BLOCK_T
+        _store_tile(gate_extra, up_extra, first, *rest, GATED, INTERLEAVED, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, EXTRA_T)
 
 
 @triton.jit
@@ -298,7 +268,7 @@ def grouped_gemm_kernel(
     w,
     w_up,
     w_expert_rows,
-    w_up_offset,
+    w_up_rows,
     w_expert_stride,
     w_row_stride,
     w_column_stride,
@@ -324,7 +294,6 @@ def grouped_gemm_kernel(
     beta,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    GATHER: tl.constexpr,
     FORMAT: tl.constexpr,
     BIAS: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -333,8 +302,7 @@ def grouped_gemm_kernel(
     INTERPRETED: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
-    TMA: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
     BLOCK_T: tl.constexpr,
     EXTRA_T: tl.constexpr,
     TAIL_T: tl.constexpr,
@@ -343,8 +311,14 @@ def grouped_gemm_kernel(
     EVEN_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Blocks have up to ``BLOCK_T + EXTRA_T`` rows. Those with no more than ``BLOCK_T``, or ``TAIL_T``, take a loop without
-    the rest. ``GROUP`` blocks take the same features in turn, so that a weight is read from memory once."""
+    """The first projection with its activation if ``GATED``, else the second; ``N`` features of the result, from ``K``.
+
+    w and w_up are the same pointer, or with ``DESCRIPTOR`` tensor descriptors of all experts' rows ``[rows, K]``, for gates and for
+    ups; an expert has ``w_expert_rows`` of them, and its ups begin ``w_up_rows`` after its gates.
+
+    Blocks have up to ``BLOCK_T + EXTRA_T`` rows. Those with no more than ``BLOCK_T``, or ``TAIL_T``, take a loop without the
+    rest. ``GROUP`` blocks take the same features in turn, so that a weight is read from memory once.
+    """
     tiles = tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     group = program // (GROUP * tiles)
@@ -357,38 +331,35 @@ def grouped_gemm_kernel(
     first = tl.load(block_row + block)
     end = tl.minimum(first + BLOCK_T + EXTRA_T, tl.load(expert_start + expert + 1))
     feature = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_first = 0
-    w_up_first = 0
-    if TMA:
-        w_first = (expert * w_expert_rows).to(tl.int32) + tile * BLOCK_N
-        w_up_first = w_first + w_up_offset
-    else:
+    first_gate = (expert * w_expert_rows).to(tl.int32) + tile * BLOCK_N
+    first_up = first_gate + w_up_rows
+    if not DESCRIPTOR:
         w += expert * w_expert_stride
+        w_up += expert * w_expert_stride
     if FORMAT != DENSE:
         w_scale += expert * scale_expert_stride
     if BIAS:
         bias += expert * bias_expert_stride
     # fmt: off
+    operands = (
+        x, x_row_stride, x_column_stride, x_scale, w, w_up, first_gate, first_up, w_row_stride, w_column_stride, w_scale,
+        scale_row_stride, scale_column_stride, bias, bias_stride, y, y_row_stride, order, first, end, feature, N, K, top_k,
+        alpha, limit, beta,
+    )
     if TAIL_T > 0 and end - first <= TAIL_T:
         _block(
-            x, x_row_stride, x_column_stride, x_scale, w, w_up, w_first, w_up_first, w_row_stride, w_column_stride, w_scale, scale_row_stride,
-            scale_column_stride, bias, bias_stride, y, y_row_stride, order, first, end, feature, N, K, top_k, alpha, limit, beta,
-            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, TMA, TAIL_T, 0, BLOCK_N, BLOCK_K,
-            EVEN_K,
+            *operands, GATED, INTERLEAVED, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION,
+            DESCRIPTOR, TAIL_T, 0, BLOCK_N, BLOCK_K, EVEN_K,
         )
     elif EXTRA_T > 0 and end - first > BLOCK_T:
         _block(
-            x, x_row_stride, x_column_stride, x_scale, w, w_up, w_first, w_up_first, w_row_stride, w_column_stride, w_scale, scale_row_stride,
-            scale_column_stride, bias, bias_stride, y, y_row_stride, order, first, end, feature, N, K, top_k, alpha, limit, beta,
-            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, TMA, BLOCK_T, EXTRA_T, BLOCK_N,
-            BLOCK_K, EVEN_K,
+            *operands, GATED, INTERLEAVED, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION,
+            DESCRIPTOR, BLOCK_T, EXTRA_T, BLOCK_N, BLOCK_K, EVEN_K,
         )
     else:
         _block(
-            x, x_row_stride, x_column_stride, x_scale, w, w_up, w_first, w_up_first, w_row_stride, w_column_stride, w_scale, scale_row_stride,
-            scale_column_stride, bias, bias_stride, y, y_row_stride, order, first, end, feature, N, K, top_k, alpha, limit, beta,
-            GATED, INTERLEAVED, GATHER, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION, ROWS_FIRST, TMA, BLOCK_T, 0, BLOCK_N,
-            BLOCK_K, EVEN_K,
+            *operands, GATED, INTERLEAVED, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION,
+            DESCRIPTOR, BLOCK_T, 0, BLOCK_N, BLOCK_K, EVEN_K,
         )
     # fmt: on
 
@@ -411,7 +382,7 @@ def combine_kernel(
     BLOCK_H: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """``out[token] = sum over slots of topk_weights * y[token * top_k + slot]``, slots in order, those without an expert left out."""
+    """``out[token] = sum of topk_weights * y[token * top_k + slot]``, slots in order, those without an expert left out."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = column < H

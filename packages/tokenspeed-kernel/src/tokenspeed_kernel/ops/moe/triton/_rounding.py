@@ -1,5 +1,5 @@
-"""Activations rounded to narrow formats, for products that take them in a wider one: stored as codes where the matrix units know the
-format, as the values that they stand for elsewhere.
+"""Activations rounded to narrow formats: stored as codes where the matrix units know the format, elsewhere as the values that the
+codes stand for, for products in a wider format.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def round_rows_fp8_kernel(
     """Rows of x to e4m3 with a scale each. q is contiguous: the codes, or where the target does not know them their values.
     ``COUNTED``: there are only as many rows as ``row_count`` says."""
     row = tl.program_id(0).to(tl.int64)
-    if COUNTED:
-        if row >= tl.load(row_count):
-            return
+    count = tl.load(row_count) if COUNTED else row + 1
+    if row >= count:
+        return
     x += row * x_row_stride
     q += row * K
     column = tl.arange(0, BLOCK)

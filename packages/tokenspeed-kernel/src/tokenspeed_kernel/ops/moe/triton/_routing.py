@@ -18,6 +18,8 @@ from torch import Tensor
 _CHUNK = 1024
 # Programs that share the pairs of an expert, at most: each reads all counts.
 _PARTS = 8
+# Chunks whose counts are loaded together.
+_ROWS = tl.constexpr(16)
 
 
 @dataclass(frozen=True)
@@ -163,9 +165,13 @@ def _schedule_kernel(
     before = tl.zeros([BINS], tl.int32)  # counts of the chunks before this program's
     if COUNTED:
         counts = tl.zeros([BINS], tl.int32)
-        for chunk in range(chunks):
-            before = tl.where(chunk == first_chunk, counts, before)
-            counts += tl.load(counts_ptr + chunk * BINS + bins)
+        some = tl.arange(0, _ROWS)
+        for first in range(0, chunks, _ROWS):
+            rows = tl.load(
+                counts_ptr + (first + some)[:, None] * BINS + bins[None, :], mask=(first + some < chunks)[:, None], other=0
+            )
+            counts += tl.sum(rows, 0)
+            before += tl.sum(tl.where((first + some < first_chunk)[:, None], rows, 0), 0)
     else:
         counts = tl.histogram(_load_ids(ids_ptr, stride_token, stride_slot, lane, pairs, top_k, num_experts), BINS)
     counts = tl.where(bins < num_experts, counts, 0)

@@ -6,6 +6,7 @@ projection with the activation, round again (fp8 only: its scale is a whole row'
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,17 +32,12 @@ class Tile:
         features: out-features of a program.
         k: of a step. A divisor of 128 for fp8 blocks: a step has one scale.
         warps, stages: of a program, and of its pipeline.
-        group: blocks that take the same features in turn.
-        rows_first: sums lie as ``[rows, features]``.
     """
 
     features: int
     k: int
     warps: int
     stages: int
-    group: int = 4
-    rows_first: bool = False
-    tma: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,7 @@ class Blocks:
         extra: rows beyond it that a block may have; they cost a second, small product by the same weights. 0 for none.
         tail: blocks with no more rows than this take a smaller tile; 0 for none.
         first, second: tiles of the projections. The first sums gate and up at once, so its features count twice.
+        descriptors: dense weights are read by tensor descriptors (TMA) where they lie such that they can be.
     """
 
     rows: int
@@ -60,30 +57,60 @@ class Blocks:
     tail: int
     first: Tile
     second: Tile
+    descriptors: bool = False
 
 
 # tf32 holds float16 and mxfp4 values exactly.
 _EXACT_FLOAT32 = {"nvidia": "tf32", "any": "ieee"}
 
-_HOPPER = {
-    16: Blocks(16, 0, 0, Tile(64, 128, 4, 4), Tile(64, 128, 4, 5)),
-    32: Blocks(32, 0, 0, Tile(64, 128, 4, 4), Tile(64, 128, 4, 5)),
-    64: Blocks(64, 0, 0, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
-    128: Blocks(128, 0, 0, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
+# Blocks that take the same features in turn. 4096 tokens as below, blocks of 128: 4 2425 us, 1 2589, 16 2432.
+_GROUP = 4
+
+# By the mean rows of an expert up to which an entry is taken. Measured on an H200 with dense bfloat16 weights of 128 experts,
+# top-4, 2880 features, the whole layer in a graph; reading all weights takes 1464 us, and with few rows there is nothing else to
+# it. Around 128 rows of mean a block of 128 is too small for half of the experts, whose weights are then read and multiplied twice
+# for a few rows: "extra" avoids that. Far above it no longer pays, but an expert's last block should not cost as much as a full
+# one: "tail". Products with rows as their first side were 7% slower (128 rows, features 128 and 256).
+_LARGE_MEMORY = {
+    # 1 token 67 us (features 32: 78; k 64: 75), 16 tokens 545, 64 tokens 1268.
+    11: Blocks(16, 0, 0, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4)),
+    # 512 tokens 1478 us; with k 128 1530, without a tail 1544, blocks of 16 1709.
+    22: Blocks(32, 0, 16, Tile(64, 64, 4, 6), Tile(64, 64, 4, 8)),
+    # 1024 tokens 1535 us; 32 + 16 rows 1551, k 128 1685.
+    45: Blocks(64, 0, 32, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
+    # 2048 tokens 1630 us; 128 rows with a tail of 64 1693, 64 alone 1902.
+    90: Blocks(64, 16, 0, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    # 4096 tokens 1997 us; without descriptors 2058, without extra 2242, extra 64 2281.
+    190: Blocks(128, 32, 0, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4), descriptors=True),
+    # 8192 tokens 3721 us, as with extra 32 and descriptors; 16384 tokens 6809 (those 7786; extra 64 and 3 stages 6949).
+    math.inf: Blocks(128, 0, 32, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
 }
+# 64 KB of shared memory do for these: there are such devices, and the others are not measured.
 _SMALL_MEMORY = {
-    16: Blocks(16, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    32: Blocks(32, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
-    64: Blocks(64, 0, 0, Tile(64, 32, 4, 2), Tile(128, 32, 4, 2)),
-    128: Blocks(128, 0, 0, Tile(64, 32, 8, 2), Tile(128, 32, 8, 2)),
+    11: Blocks(16, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    22: Blocks(32, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    90: Blocks(64, 0, 0, Tile(64, 32, 4, 2), Tile(128, 32, 4, 2)),
+    math.inf: Blocks(128, 0, 0, Tile(64, 32, 8, 2), Tile(128, 32, 8, 2)),
 }
-# 16-bit operands. Without TMA or large shared memory a tile has to be smaller.
-_BLOCKS = {"sm_90": _HOPPER, "sm_100": _HOPPER, "any": _SMALL_MEMORY}
+_BLOCKS = {"sm_90": _LARGE_MEMORY, "sm_100": _LARGE_MEMORY, "any": _SMALL_MEMORY}
+
+# Both operands fp8. A step's product is summed apart, to be scaled, and takes as many registers as the sum itself: fewer features.
+# DeepSeek-V3, 128 tokens, 32 of 256 experts here (mean 32 as seen from the host, 4 in truth): 346 us as below, with 4 stages 358,
+# blocks of 32 without a tail 355, of 64 376; reading the weights takes 324.
+_LARGE_MEMORY_FP8 = {
+    11: Blocks(16, 0, 0, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
+    45: Blocks(32, 0, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
+    90: Blocks(64, 0, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
+    math.inf: Blocks(128, 0, 32, Tile(64, 128, 8, 4), Tile(128, 128, 8, 4)),
+}
+_SMALL_MEMORY_FP8 = {
+    22: Blocks(16, 0, 0, Tile(64, 128, 4, 2), Tile(64, 128, 4, 2)),
+    math.inf: Blocks(64, 0, 16, Tile(64, 128, 4, 2), Tile(64, 128, 4, 2)),
+}
+_BLOCKS_FP8 = {"sm_90": _LARGE_MEMORY_FP8, "sm_100": _LARGE_MEMORY_FP8, "any": _SMALL_MEMORY_FP8}
 
 
-def moe_apply(
-    x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None
-) -> Tensor:
+def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None) -> Tensor:
     """See the operator."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -159,27 +186,23 @@ class _Formats:
 
 
 def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.device) -> Blocks:
-    """Blocks about as long as an expert has rows, if tokens spread evenly."""
+    """What suits the mean rows of an expert, were all of a token's experts here."""
     share = tokens * plan.top_k / plan.num_experts
-    table = for_architecture(_BLOCKS, device)
-    blocks = next((table[rows] for rows in sorted(table) if share <= 0.75 * rows), table[max(table)])
-    return replace(blocks, first=_fitted(blocks.first, plan, formats), second=_fitted(blocks.second, plan, formats))
+    table = for_architecture(_BLOCKS_FP8 if formats.compute is tl.float8e4nv else _BLOCKS, device)
+    blocks = next(blocks for most, blocks in table.items() if share <= most)
+    return replace(blocks, first=_fitted(blocks.first, formats, 64), second=_fitted(blocks.second, formats, 128))
 
 
-def _fitted(tile: Tile, plan: MoEPlan, formats: _Formats) -> Tile:
-    """A tile for 16-bit operands, made to suit others."""
-    if formats.weight is FP8 and formats.compute is tl.float8e4nv:
-        return replace(tile, k=128)
-    if formats.weight is FP8 or formats.weight is FP8_BITS:  # decoded on the way: registers are short
-        tile = replace(tile, k=min(tile.k, 64), stages=min(tile.stages, 3))
+def _fitted(tile: Tile, formats: _Formats, features: int) -> Tile:
+    """A tile for dense 16-bit weights, made to suit others. ``features``: as many as registers hold with a step's product apart."""
     if formats.compute is tl.float32:
         return replace(tile, features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
+    if formats.weight.value >= FP8.value and formats.compute is not tl.float8e4nv:
+        return replace(tile, features=min(tile.features, features), k=min(tile.k, 64), stages=min(tile.stages, 3))
     return tile
 
 
-def _rounded(
-    x: Tensor, plan: MoEPlan, formats: _Formats, schedule: BlockSchedule | None
-) -> tuple[Tensor, Tensor | None]:
+def _rounded(x: Tensor, plan: MoEPlan, formats: _Formats, schedule: BlockSchedule | None) -> tuple[Tensor, Tensor | None]:
     """x as the products take it, with its scales. ``schedule``: x has only as many rows as that says."""
     if plan.activation_dtype == "none":
         return x, None
@@ -224,25 +247,15 @@ def _project(
     if formats.weight is FP8_BITS:
         weight = weight.view(torch.uint8)
     features, k = (plan.intermediate_size, plan.hidden_size) if gated else (plan.hidden_size, plan.intermediate_size)
-    weight_at, up_at, expert_rows, up_offset = weight, None, 0, 0
-    if tile.tma:
-        block = [tile.features, tile.k]
-        flat = weight.view(-1, k)
-        if gated and plan.w13_interleaved:
-            weight_at, up_at = (TensorDescriptor.from_tensor(flat[i::2], block) for i in range(2))
-            expert_rows = features
-        else:
-            weight_at = up_at = TensorDescriptor.from_tensor(flat, block)
-            expert_rows, up_offset = weight.shape[1], features
+    by_rows = _descriptors(weight, gated and plan.w13_interleaved, tile) if blocks.descriptors and scale is None else None
     grid = (schedule.capacity * triton.cdiv(features, tile.features),)
     grouped_gemm_kernel[grid](
         x,
         *x.stride(),
         x_scale,
-        weight_at,
-        up_at,
-        expert_rows,
-        up_offset,
+        *(by_rows or (weight, weight)),
+        features if gated and plan.w13_interleaved else weight.shape[1],
+        features if gated and not plan.w13_interleaved else 0,
         *weight.stride(),
         scale,
         *((0, 0, 0) if scale is None else scale.stride()),
@@ -263,7 +276,6 @@ def _project(
         float(plan.beta),
         GATED=gated,
         INTERLEAVED=plan.w13_interleaved,
-        GATHER=gated,
         FORMAT=formats.weight.value,
         BIAS=bias is not None,
         LIMIT=plan.limit is not None,
@@ -272,15 +284,28 @@ def _project(
         INTERPRETED=abilities(x.device).interpreted,
         COMPUTE=formats.compute,
         PRECISION=formats.precision,
-        ROWS_FIRST=tile.rows_first,
-        TMA=tile.tma,
+        DESCRIPTOR=by_rows is not None,
         BLOCK_T=blocks.rows,
         EXTRA_T=blocks.extra,
         TAIL_T=blocks.tail,
         BLOCK_N=tile.features,
         BLOCK_K=tile.k,
         EVEN_K=k % tile.k == 0,
-        GROUP=tile.group,
+        GROUP=_GROUP,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def _descriptors(weight: Tensor, interleaved: bool, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """All experts' rows of a dense weight, those of gates and those of ups, for tiles of ``tile``; None where strides forbid it."""
+    experts, rows, columns = weight.shape
+    unaligned = weight.data_ptr() % 16 or weight.stride(1) * weight.element_size() % 16
+    if unaligned or weight.stride(2) != 1 or weight.stride(0) != rows * weight.stride(1):
+        return None
+    flat = weight.as_strided((experts * rows, columns), weight.stride()[1:])
+    block = [tile.features, tile.k]
+    if not interleaved:
+        every = TensorDescriptor.from_tensor(flat, block)
+        return every, every
+    return TensorDescriptor.from_tensor(flat[0::2], block), TensorDescriptor.from_tensor(flat[1::2], block)

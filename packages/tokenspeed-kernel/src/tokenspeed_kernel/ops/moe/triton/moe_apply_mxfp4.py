@@ -1,11 +1,12 @@
 """Mixture of experts with mxfp4 weights in the layout of `_mxfp4_layout`, tokens in bfloat16 or float16.
 
-Two grouped products and a sum. In both products weights are the left operand: features are rows, tokens columns, so that a few tokens
-fill a narrow tile, and the codes, which are decoded in registers, stay there (on Hopper the left operand of a matrix instruction may).
-A tile of 16-bit words becomes four tiles of weights: two blocks of k for each of two rows, which have accumulators of their own. In the
-first product these are gate and up of a feature, so that the activation happens before anything is stored.
+Two grouped products and a sum. In both products weights are the left operand: features are rows, tokens columns, so that a few
+tokens fill a narrow tile, and the codes, which are decoded in registers, stay there (on Hopper the left operand of a matrix
+instruction may). A tile of 16-bit words becomes four tiles of weights, two blocks of k for each of two rows, which have
+accumulators of their own. In the first product these are gate and up of a feature, so that the activation happens before anything
+is stored.
 
-Few tokens find the pairs of their expert among all ids by themselves; many get a schedule from `block_schedule`.
+A few tokens find the pairs of their expert among all ids by themselves; many get a schedule from `block_schedule`.
 """
 
 from __future__ import annotations
@@ -19,56 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel.ops.moe.plan import MoEPlan
+from tokenspeed_kernel.ops.moe.triton._mxfp4_decode import decode
+from tokenspeed_kernel.ops.moe.triton._mxfp4_layout import CHUNK
 from tokenspeed_kernel.ops.moe.triton._rounding import round_rows_fp8_kernel, round_rows_mxfp4_kernel
 from tokenspeed_kernel.ops.moe.triton._routing import BlockSchedule, block_schedule
 from tokenspeed_kernel.ops.moe.weights import MoEWeights
 from tokenspeed_kernel.ops.triton_common import for_architecture
-
-# Words to four bfloat16 or float16 tiles, two numbers at a time. A multiplication puts the two parts of a code where they belong; what it
-# puts elsewhere is cut away.
-_DECODE_BF16 = tl.constexpr("""
-.reg .b32 a, s, z;
-mov.b32 z, 0x80008000;
-and.b32 a, $4, 0x81C081C0;
-fma.rn.bf16x2 $0, a, $5, z;
-shl.b32 a, $4, 3;
-and.b32 a, a, 0x81C081C0;
-fma.rn.bf16x2 $1, a, $7, z;
-and.b32 a, $4, 0x40074007;
-mul.lo.u32 a, a, 66;
-and.b32 a, a, 0x81C081C0;
-fma.rn.bf16x2 $2, a, $9, z;
-shr.u32 a, $4, 3;
-shl.b32 s, $4, 2;
-and.b32 s, s, 0x80008000;
-lop3.b32 a, a, 0x01C001C0, s, 0xEA;
-fma.rn.bf16x2 $3, a, $11, z;
-}
-""")
-# A code's bits belong at 15 and 11...9, which makes it 2^-14 times its value, and 253 stands for 2^14: the field 29.
-_DECODE_FP16 = tl.constexpr("""
-.reg .b32 a, s;
-shl.b32 a, $4, 3;
-and.b32 s, $4, 0x80008000;
-lop3.b32 a, a, 0x0E000E00, s, 0xEA;
-mul.rn.f16x2 $0, a, $5;
-and.b32 a, $4, 0x10381038;
-mul.lo.u32 a, a, 72;
-and.b32 a, a, 0x8E008E00;
-mul.rn.f16x2 $1, a, $7;
-and.b32 a, $4, 0x40074007;
-mul.lo.u32 a, a, 514;
-and.b32 a, a, 0x8E008E00;
-mul.rn.f16x2 $2, a, $9;
-shl.b32 s, $4, 2;
-and.b32 s, s, 0x80008000;
-lop3.b32 a, $4, 0x0E000E00, s, 0xEA;
-mul.rn.f16x2 $3, a, $11;
-}
-""")
-# Hopper's asynchronous products read their left operand from registers until they end: the next may be written only then.
-_DRAIN = tl.constexpr("{ wgmma.wait_group.sync.aligned 0;")
-_NO_DRAIN = tl.constexpr("{")
 
 
 @dataclass(frozen=True)
@@ -79,18 +36,20 @@ class Tile:
         rows: pairs of weight rows.
         columns: (token, slot) pairs of one expert.
         warps, stages: of the program and its pipeline of loads.
-        split_k: programs that share k; only of the second product, whose parts are summed afterwards.
-        separate: whether the two blocks of a chunk have accumulators of their own, so that products need not wait for each other.
+        unroll: chunks of k a turn of the loop, at most; fewer where their number is no multiple.
+        split_k: programs that share k; the parts are summed by another kernel.
+        tail: columns of blocks that have no more (from 32 on, also half as many); 0 for one size.
+        separate: whether the two blocks of a chunk have accumulators of their own: shorter chains of products, more registers.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
-    split_k: int = 1
-    separate: bool = True
-    tail: int = 0
     unroll: int = 1
+    split_k: int = 1
+    tail: int = 0
+    separate: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,27 +61,36 @@ class Regime:
     second: Tile
 
 
-_TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 # Where pairs are this few, programs look for theirs among all ids: cheaper than a launch before.
 _DIRECT_PAIRS = 64
-DRAIN_ALL = True
 
-# Fewer pairs than this do not fill the device with whole sums over k.
+# Up to so many pairs, programs that each sum over all of k do not fill the device.
 _FEW_PAIRS = 8
 
+# Microseconds are those of both products of GPT-OSS-120B's layer on an H200, in brackets of what else was tried. With two warps
+# products are those of the Ampere generation, which leave no waiting to do: better while weights are what is waited for. (64 x 16
+# with four warps: 164 and 88 at 16 tokens, where 64 x 8 with two took 121 and 67.)
 _FEW = {
-    "sm_90": Regime(0, Tile(64, 8, 4, 4, split_k=5), Tile(64, 8, 4, 4, split_k=5)),
+    # One token: 14 and 10, the parts' sum included 17 (whole sums over k: 18 and 18).
+    "sm_90": Regime(0, Tile(64, 8, 2, 4, split_k=5), Tile(64, 8, 2, 4, split_k=5)),
     "any": Regime(0, Tile(32, 16, 2, 2, split_k=4), Tile(32, 16, 2, 2, split_k=4)),
 }
-
 _REGIMES = {
     "sm_90": (
-        Regime(3, Tile(64, 8, 2, 3, unroll=3), Tile(64, 8, 2, 3, unroll=3)),
-        Regime(20, Tile(64, 16, 2, 4), Tile(64, 16, 2, 3, unroll=3)),
-        Regime(100, Tile(64, 64, 4, 4, separate=False, tail=32), Tile(64, 64, 4, 4, separate=False, tail=32)),
-        Regime(math.inf, Tile(64, 128, 4, 4, separate=False, tail=64), Tile(64, 128, 4, 4, separate=False, tail=64)),
+        # 4 tokens: 41 and 26.
+        Regime(0.3, Tile(64, 8, 2, 3, unroll=3), Tile(64, 8, 4, 3, unroll=3)),
+        # 16: 122 and 67 (unrolled 124 and 72); 64: 230 and 127.
+        Regime(3, Tile(64, 8, 2, 4), Tile(64, 8, 2, 4)),
+        # 256: 322 and 167 (one size 332 and 184, asynchronous products 128 x 16 341 and 183).
+        Regime(20, Tile(64, 16, 2, 4, tail=8), Tile(64, 16, 2, 4, tail=8)),
+        # 1024: 532 and 268 (64 x 32 615 and 296); 2048: 781 and 411 (64 x 128 823 and 442).
+        Regime(100, Tile(64, 64, 4, 4, tail=32, separate=False), Tile(64, 64, 4, 4, tail=32, separate=False)),
+        # 8192: 2234 and 1100 (128 x 128 with eight warps 2305 and 1245, one size 2512 and 1173).
+        Regime(math.inf, Tile(64, 128, 4, 3, tail=64, separate=False), Tile(64, 128, 4, 4, tail=64, separate=False)),
     ),
+    # Never timed: tiles that compile for every target without spilling.
     "any": (
         Regime(10, Tile(64, 16, 4, 2, separate=False), Tile(64, 16, 4, 2, separate=False)),
         Regime(40, Tile(64, 32, 4, 2, separate=False), Tile(64, 32, 4, 2, separate=False)),
@@ -134,7 +102,7 @@ _REGIMES = {
 def moe_apply(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None = None
 ) -> Tensor:
-    """See `tokenspeed_kernel.moe_apply`. Weights are in the layout that `prepare_weights` makes."""
+    """See the operator. Weights are in the layout that `prepare_weights` makes."""
     pairs = topk_ids.numel()
     if pairs <= _FEW_PAIRS:
         regime = for_architecture(_FEW, x.device)
@@ -144,7 +112,13 @@ def moe_apply(
 
 
 def moe_apply_as(
-    regime: Regime, x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None = None
+    regime: Regime,
+    x: Tensor,
+    weights: MoEWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`moe_apply` with these tiles."""
     tokens, hidden = x.shape
@@ -160,18 +134,19 @@ def moe_apply_as(
         for columns in {first.columns, second.columns}
     }
     activated = torch.empty((1, pairs, plan.intermediate_size), dtype=x.dtype, device=x.device)
-    shape = (first.split_k, pairs, 2 * plan.intermediate_size)
-    gate_up = torch.empty(shape, dtype=torch.float32, device=x.device) if first.split_k > 1 else activated
+    gate_up = activated
+    if first.split_k > 1:  # parts of a sum stay float32
+        shape = (first.split_k, pairs, 2 * plan.intermediate_size)
+        gate_up = torch.empty(shape, dtype=torch.float32, device=x.device)
     w13 = (weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias)
     _product(first, schedules[first.columns], *_rounded(x, plan), *w13, gate_up, topk_ids, plan, gated=True)
     if first.split_k > 1:
         _activate(gate_up, activated, plan)
-    # Parts of a sum stay float32; a whole one may be rounded.
     partial = torch.float32 if second.split_k > 1 else x.dtype
     slots = torch.empty((second.split_k, pairs, hidden), dtype=partial, device=x.device)
     w2 = (weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias)
     _product(second, schedules[second.columns], *_rounded(activated[0], plan), *w2, slots, topk_ids, plan, gated=False)
-    block = min(1024, triton.next_power_of_2(hidden))
+    block = min(512, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
         slots,
         slots.stride(0),
@@ -248,8 +223,9 @@ def _product(
     row_tiles = triton.cdiv(rows, tile.rows)
     blocks = pairs if schedule is None else schedule.capacity
     # The interpreter's products of bfloat16 are wrong.
-    dtype = for_architecture({"cpu": tl.float32, "any": _TRITON_DTYPE[x.dtype]}, x.device)
+    dtype = for_architecture({"cpu": tl.float32, "any": _FORMATS[x.dtype]}, x.device)
     native = for_architecture({"nvidia": True, "any": False}, x.device)
+    asynchronous = for_architecture({"sm_90": True, "any": False}, x.device)
     lists = (topk_ids,) * 4 if schedule is None else _lists(schedule)
     _product_kernel[(row_tiles * blocks, tile.split_k)](
         x,
@@ -284,10 +260,10 @@ def _product(
         COLUMNS=tile.columns,
         TAIL=tile.tail or tile.columns,
         SPLIT_K=tile.split_k,
-        WHOLE_K=k % 64 == 0,
+        WHOLE_K=k % CHUNK == 0,
         DTYPE=dtype,
         PTX=native,
-        DRAIN=DRAIN_ALL and for_architecture({'sm_90': True, 'any': False}, x.device) and tile.warps % 4 == 0 and tile.columns >= 16,
+        DRAIN=asynchronous and tile.warps % 4 == 0,
         SEPARATE=tile.separate,
         UNROLL=next(u for u in range(tile.unroll, 0, -1) if chunks % u == 0),
         STAGES=tile.stages,
@@ -298,51 +274,6 @@ def _product(
 
 def _lists(schedule: BlockSchedule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return schedule.order, schedule.expert_start, schedule.block_expert, schedule.block_row
-
-
-@triton.jit
-def _decode(word, scales, dtype: tl.constexpr, PTX: tl.constexpr, DRAIN: tl.constexpr):
-    """The four weight tiles of a tile of words; see `_mxfp4_layout`. ``scales``: int32, a column of exponents, a byte a tile."""
-    s0, s1, s2, s3 = scales & 0xFF, (scales >> 8) & 0xFF, (scales >> 16) & 0xFF, (scales >> 24) & 0xFF
-    drain: tl.constexpr = _DRAIN if DRAIN else _NO_DRAIN
-    if PTX and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            drain + _DECODE_BF16,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-            # Exponent fields, each twice in a word.
-            [word, s0 * 0x00800080, s1 * 0x00800080, s2 * 0x00800080, s3 * 0x00800080],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    if PTX and dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            drain + _DECODE_FP16,
-            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-            [
-                word,
-                tl.maximum(s0 - 224, 0) * 0x04000400,
-                tl.maximum(s1 - 224, 0) * 0x04000400,
-                tl.maximum(s2 - 224, 0) * 0x04000400,
-                tl.maximum(s3 - 224, 0) * 0x04000400,
-            ],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    bits = word.to(tl.int32)
-    code0 = (bits & 0x8000) | (bits & 0x01C0)
-    code1 = ((bits & 0x1000) << 3) | ((bits & 0x0038) << 3)
-    code2 = ((bits & 0x4000) << 1) | ((bits & 0x0007) << 6)
-    code3 = ((bits & 0x2000) << 2) | ((bits & 0x0E00) >> 3)
-    return _scaled(code0, s0, dtype), _scaled(code1, s1, dtype), _scaled(code2, s2, dtype), _scaled(code3, s3, dtype)
-
-
-@triton.jit
-def _scaled(code, scale, dtype: tl.constexpr):
-    """Codes, at bits 15 and 8...6, times scales, each first put where a float32 has such bits; only float16 rounds, far below a row's largest."""
-    number = (code << 16).to(tl.float32, bitcast=True)
-    return (number * (scale << 23).to(tl.float32, bitcast=True)).to(dtype)
 
 
 @triton.jit
@@ -426,7 +357,7 @@ def _tile(
     for chunk in tl.range(first_chunk, last_chunk, UNROLL, num_stages=STAGES):
         for ahead in tl.static_range(UNROLL):
             word = tl.load(words + ahead * rows * 32)
-            a0, a1, b0, b1 = _decode(word, tl.load(exponents + ahead * rows)[:, None], DTYPE, PTX, DRAIN)
+            a0, a1, b0, b1 = decode(word, tl.load(exponents + ahead * rows)[:, None], DTYPE, PTX, DRAIN)
             if SEPARATE:
                 x0 = tl.load(values + ahead * 64 * x_stride_k, mask=valid[None, :], other=0.0).to(DTYPE)
                 present = valid[None, :] if WHOLE_K else valid[None, :] & ((chunk + ahead) * 64 + 32 + lane[:, None] < k)
@@ -524,47 +455,47 @@ def _product_kernel(
     out_ptr += part.to(tl.int64) * out_stride_part
     if PAIRS > 0:
         expert, pair, valid = _own_pairs(ids_ptr, ids_stride_token, ids_stride_slot, block, pairs, top_k, PAIRS, COLUMNS)
-        if (expert < 0) | (expert >= num_experts):
+        if expert >= num_experts:
             return
-        wide = expert.to(tl.int64)
-        _tile(
-            x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr + wide * chunks * rows * 32, scale_ptr + wide * chunks * rows,
-            epilogue_ptr + wide * 4 * rows, out_ptr, out_stride_pair, pair, valid, row_tile, part, first_chunk, last_chunk, rows, k, top_k,
-            alpha, limit, beta, SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
-        )  # fmt: skip
     else:
         expert = tl.load(block_expert_ptr + block)
-        if expert < 0:
-            return
-        wide = expert.to(tl.int64)
-        weight_ptr += wide * chunks * rows * 32
-        scale_ptr += wide * chunks * rows
-        epilogue_ptr += wide * 4 * rows
+    if expert < 0:
+        return
+    weight_ptr += expert.to(tl.int64) * chunks * rows * 32
+    scale_ptr += expert.to(tl.int64) * chunks * rows
+    epilogue_ptr += expert.to(tl.int64) * 4 * rows
+    if PAIRS > 0:
+        _tile(
+            x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
+            pair, valid, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+            SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
+        )  # fmt: skip
+    else:
         first_row = tl.load(block_row_ptr + block)
         count = tl.load(expert_start_ptr + expert + 1) - first_row
         order_ptr += first_row
-        if TAIL < COLUMNS and count <= TAIL // 2:
+        if TAIL >= 32 and TAIL < COLUMNS and count <= TAIL // 2:
             fewest = tl.arange(0, TAIL // 2) < count
             fewest_pairs = tl.load(order_ptr + tl.arange(0, TAIL // 2), mask=fewest, other=0)
             _tile(
-                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair, fewest_pairs, fewest,
-                row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
+                fewest_pairs, fewest, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
                 SCALED, GATED, ACTIVATED, LIMITED, ROWS, TAIL // 2, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
             )  # fmt: skip
         elif TAIL < COLUMNS and count <= TAIL:
             few = tl.arange(0, TAIL) < count
             few_pairs = tl.load(order_ptr + tl.arange(0, TAIL), mask=few, other=0)
             _tile(
-                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair, few_pairs, few,
-                row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
+                few_pairs, few, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
                 SCALED, GATED, ACTIVATED, LIMITED, ROWS, TAIL, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
             )  # fmt: skip
         else:
-            valid = tl.arange(0, COLUMNS) < count
-            pair = tl.load(order_ptr + tl.arange(0, COLUMNS), mask=valid, other=0)
+            all_valid = tl.arange(0, COLUMNS) < count
+            all_pairs = tl.load(order_ptr + tl.arange(0, COLUMNS), mask=all_valid, other=0)
             _tile(
-                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair, pair, valid,
-                row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
+                all_pairs, all_valid, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
                 SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
             )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Routing: the best experts of each token and their weights, in one kernel.
 
 A tile of tokens lies in registers with all its experts. Choosing works on integers that sort as the reference sorts: floats mapped
-to ordered int32 keys, NaN above everything and -0 on 0, and of equal keys the lowest expert. ``top_k`` rounds of "largest key, lowest
-position, strike it out" are short for the counts that models have. The weights come from the logits of the chosen, loaded again.
+to ordered int32 keys, NaN above everything and -0 on 0, and of equal keys the lowest expert. ``top_k`` rounds of "largest key,
+lowest position, strike it out" are short for the counts that models have. The weights come from the logits of the chosen, loaded
+again.
 """
 
 from __future__ import annotations
@@ -280,5 +281,5 @@ def _tile(tokens: int, padded: int, multiprocessor_count: int) -> tuple[int, int
     config = TopkConfig()
     if tokens > 4 * multiprocessor_count and padded < config.elements:
         return config.elements // padded, config.warps
-    # A few tokens finish soonest alone, in one warp (64 x 128 experts: 1.7 us, with 2 or 4 warps 1.9) while its registers hold them.
+    # A few tokens finish soonest alone, in one warp while its registers hold them: 64 x 128 experts 1.7 us, 2 or 4 warps 1.9.
     return 1, min(8, max(1, padded // 1024))

@@ -13,5 +13,11 @@ FIRST = tl.constexpr(5)  # first token of the largest, if that is what the row g
 PENDING = tl.constexpr(6)  # 1 if candidates did not decide
 LISTED = tl.constexpr(7)  # how many tokens `collect` listed
 LEVELS = tl.constexpr(16)
+LEVEL_BITS = tl.constexpr(4)
 SUMS = tl.constexpr(8)  # tokens down to the end of each level, then their weights: 2 * LEVELS numbers
 STATE = tl.constexpr(64)
+
+# Where count and weight are summed in one int64, the count stands above this many bits. A weight has 41, so that 2^10 fit below.
+COUNT_SHIFT = tl.constexpr(51)
+ONE_TOKEN = tl.constexpr(1 << 51)
+WEIGHT_MASK = tl.constexpr((1 << 51) - 1)

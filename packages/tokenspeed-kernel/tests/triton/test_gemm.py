@@ -1,0 +1,179 @@
+"""The Triton products where the operators' cases do not reach: every path on every device, layouts, splits of k, extremes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel.numerics.verify import default_device
+from tokenspeed_kernel.platform import current_platform
+
+if "triton" not in current_platform().features:
+    pytest.skip("Triton neither compiles nor interprets here", allow_module_level=True)
+
+from tokenspeed_kernel.ops.gemm.triton import _split_k, decoded, direct, once
+from tokenspeed_kernel.ops.gemm.triton._operands import operand
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _normal(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
+    return torch.randn(*shape, generator=_generator(seed)).to(dtype).to(default_device())
+
+
+def _codes(*shape: int, seed: int = 0, low: int = 0, high: int = 256) -> Tensor:
+    return torch.randint(low, high, shape, dtype=torch.uint8, generator=_generator(seed)).to(default_device())
+
+
+def _coarse(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """Small integers: exact in every format, and so are their sums. (Triton's interpreter has no subnormal 8-bit floats.)"""
+    return torch.randint(-8, 9, shape, generator=_generator(seed)).to(F32).to(dtype).to(default_device())
+
+
+def _close(got: Tensor, wanted: Tensor, bound: float = 4e-3) -> None:
+    assert got.shape == wanted.shape
+    error = (got.double() - wanted.double()).norm() / wanted.double().norm()
+    assert error <= bound, float(error)
+
+
+def _scales(m: int, k: int, n: int, kind: str) -> tuple[Tensor, Tensor]:
+    positive = lambda *shape: _normal(*shape, seed=9).abs() + 0.1  # noqa: E731
+    blocks = [-(-size // 128) for size in (n, k)]
+    a = {"whole": (1,), "line": (m, 1), "block": (m, blocks[1])}[kind]
+    b = {"whole": (1,), "line": (n, 1), "block": tuple(blocks)}[kind]
+    b_scale = positive(*b)
+    return positive(*a), b_scale if kind == "whole" else b_scale.t()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("kind", ["whole", "line", "block"])
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_direct_products_of_fp8(descriptors: bool, kind: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not current_platform().is_cpu and not direct.serves(
+        operand(_coarse(16, 16, seed=1, dtype=E4M3), torch.ones(1), -2),
+        operand(_coarse(16, 16, seed=1, dtype=E4M3), torch.ones(1), -1),
+    ):
+        pytest.skip("the matrix units of this device do not take 8-bit floats")
+    m, k, n = 70, 1600, 136
+    monkeypatch.setattr(_split_k, "multiprocessors", lambda device: 6 * splits)
+    for persistent in (0, 1):
+        config = direct.Config(64, 64, 128, 4, 2, persistent=persistent, descriptors=descriptors)
+        a, b = _coarse(m, k, seed=1, dtype=E4M3), _coarse(n, k, seed=2, dtype=E4M3).t()
+        a_scale, b_scale = _scales(m, k, n, kind)
+        bias = _normal(n, seed=3)
+        out = torch.empty(m, n, device=a.device)
+        direct.multiply(operand(a, a_scale, -2), operand(b, b_scale, -1), bias, out, config)
+        _close(out, tk.mm(a, b, a_scale, b_scale, bias, out_dtype=F32, override="reference_mm"), 1e-3)
+
+
+def test_direct_products_of_batches_and_lines_across() -> None:
+    """b and a with lines that are not along k, batches, an output with gaps."""
+    a, b = _normal(3, 80, 64, seed=1, dtype=F16), _normal(3, 64, 48, seed=2, dtype=F16)
+    wanted = torch.bmm(a.float(), b.float())
+    for x in (a, a.mT.contiguous().mT):
+        for w in (b, b.mT.contiguous().mT):
+            wide = torch.zeros(3, 80, 96, device=a.device)
+            for persistent in (0, 1):
+                config = direct.Config(64, 64, 64, 4, 2, persistent=persistent, descriptors=True)
+                direct.multiply(operand(x, None, -2), operand(w, None, -1), None, wide[..., ::2], config)
+                _close(wide[..., ::2], wanted, 1e-3)
+                assert not wide[..., 1::2].any()
+
+
+def test_few_tiles_share_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = _normal(5, 2304, seed=1, dtype=BF16), _codes(40, 1152, seed=2).t()
+    scale = _codes(40, 72, seed=3, low=120, high=128).t()
+    bias = _normal(40, seed=4)
+    wanted = tk.mm(a, b, None, scale, bias, override="reference_mm")
+    for programs in (1, 2, 4, 1000):
+        monkeypatch.setattr(_split_k, "multiprocessors", lambda device, programs=programs: programs)
+        _close(tk.mm(a, b, None, scale, bias, override="triton_mm"), wanted)
+        wide = torch.zeros(5, 80, device=a.device, dtype=BF16)
+        tk.mm(a, b, None, scale, bias, out=wide[:, ::2], override="triton_mm")
+        _close(wide[:, ::2], wanted)
+        assert not wide[:, 1::2].any()
+    batch, wide_b = a.expand(2, 5, 2304), b.expand(2, 1152, 40)
+    got = tk.bmm(batch, wide_b, None, scale.expand(2, 72, 40), override="triton_bmm")
+    _close(got, tk.bmm(batch, wide_b, None, scale.expand(2, 72, 40), override="reference_bmm"))
+
+
+@pytest.mark.parametrize("weight", ["mxfp4", "mxfp8"])
+def test_float16_meets_mx_weights_beyond_its_range(weight: str) -> None:
+    a = _normal(4, 64, seed=1, dtype=F16)
+    a[0] = 2.0**-24  # subnormal
+    b = _codes(24, 32, seed=2).t() if weight == "mxfp4" else _coarse(24, 64, seed=2, dtype=E5M2).t()
+    for low in (20, 121, 220):
+        scale = _codes(24, 2, seed=3, low=low, high=low + 4).t()
+        got = tk.mm(a, b, None, scale, out_dtype=F32, override="triton_mm")
+        _close(got, tk.mm(a, b, None, scale, out_dtype=F32, override="reference_mm"), 1e-5)
+
+
+def test_scales_of_nan_stay_in_their_columns() -> None:
+    a, b = _normal(4, 96, seed=1, dtype=BF16), _codes(40, 48, seed=2).t()
+    scale = _codes(40, 3, seed=3, low=120, high=128).t()
+    scale[1, 7] = 255
+    got = tk.mm(a, b, None, scale, override="triton_mm")
+    assert got[:, 7].isnan().all()
+    assert not torch.cat([got[:, :7], got[:, 8:]], 1).isnan().any()
+
+
+def _weights(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
+    if kind == "mxfp4":
+        return _codes(n, k // 2, seed=2).t(), _codes(n, k // 32, seed=3, low=120, high=128).t()
+    codes = _coarse(n, k, seed=2, dtype=E4M3).t()
+    if kind == "mxfp8":
+        return codes, _codes(n, k // 32, seed=3, low=120, high=128).t()
+    return codes, _scales(1, k, n, kind)[1]
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8", "whole", "line", "block"])
+def test_weights_decoded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several slices, the last of them short."""
+    monkeypatch.setattr(once, "_SLICE_BYTES", 2 * 192 * 128)
+    m, k, n = 40, 192, 300
+    b, b_scale = _weights(kind, n, k)
+    bias = _normal(n, seed=4)
+    for a, a_scale in (
+        (_normal(m, k, seed=1, dtype=BF16), None),
+        (_codes(m, k // 2, seed=1), _codes(m, k // 32, low=120, high=128)),
+    ):
+        if a_scale is not None and not kind.startswith("mx"):
+            continue
+        out = torch.empty(m, n, device=a.device)
+        once.multiply(operand(a, a_scale, -2), operand(b, b_scale, -1), bias, out)
+        _close(out, tk.mm(a, b, a_scale, b_scale, bias, out_dtype=F32, override="reference_mm"), 1e-3)
+
+
+@pytest.mark.parametrize("tile", [*decoded._TILES, *decoded._BLOCKS, decoded._UNALIGNED], ids=str)
+def test_every_tile_that_decodes(tile: decoded.Tile) -> None:
+    m, k, n = tile.m + 3, 2 * tile.k + 32, tile.n + 1
+    kinds = ["block"] if tile in decoded._BLOCKS else ["mxfp4", "line"]
+    for kind in kinds:
+        b, b_scale = _weights(kind, n, k)
+        a = _normal(m, k, seed=1, dtype=BF16)
+        out = torch.empty(m, n, device=a.device)
+        decoded.multiply(operand(a, None, -2), operand(b, b_scale, -1), None, out, replace(tile))
+        _close(out, tk.mm(a, b, None, b_scale, out_dtype=F32, override="reference_mm"), 1e-3)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+@pytest.mark.parametrize("change", [_transposed, lambda x: x.clone(), lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]]])
+def test_layouts(change: Callable[[Tensor], Any]) -> None:
+    a, b = _codes(20, 80, seed=1), _codes(33, 80, seed=2).t()
+    a_scale, b_scale = _codes(20, 5, low=120, high=128), _codes(33, 5, seed=3, low=120, high=128).t()
+    wanted = tk.mm(a, b, a_scale, b_scale, override="reference_mm")
+    _close(tk.mm(change(a), change(b), change(a_scale), change(b_scale), override="triton_mm"), wanted)
