@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(not ON_GPU, reason="graphs need a GPU")
 def _runs() -> Iterator[Any]:
     """Kernels with the small cases that they take."""
     for op in operators() if ON_GPU else []:
-        drawn = [(case, op.complete(case.build())) for case in op.all_cases() if not case.large]
+        drawn = [(case, op.complete(case.build(default_device()))) for case in op.all_cases() if not case.large]
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
             if spec.solution == "triton" and spec.capability.gap(PLATFORM) is None:
                 for case, arguments in drawn:

@@ -602,3 +602,27 @@ def test_kernels_get_the_arguments_that_were_prepared_for_them(declare: Declare)
         return made if out is None else out.copy_(made)
 
     assert verify(function, turned, traits={"turned": True})[0].status is Status.PASSED
+
+
+def test_an_element_may_be_off_by_what_is_small_in_its_row() -> None:
+    """Rows of an output may differ in size by orders of magnitude, and roundings with them."""
+    expected = torch.full((1000, 64), 0.01)
+    expected[3] = 1.0
+    expected[3, 5] = 0.0
+    tolerance = Tolerance(0.01, 0.01, 1.0, "for this test")
+    got = expected.clone()
+    got[3, 5] = 0.009
+    assert compare(got, expected, tolerance)[0].passed
+    got[3, 5], got[4, 5] = 0.0, 0.01 + 0.009
+    assert "worst at [4, 5]" in compare(got, expected, tolerance)[0].fault
+
+
+def test_a_row_too_long_for_a_chunk_is_held_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["tokenspeed_kernel.numerics.compare"], "_CHUNK", 48)
+    expected = torch.ones(2, 100)
+    got = expected.clone()
+    got[1, 99] += 0.021
+    tolerance = Tolerance(0.01, 0.01, 1.0, "for this test")
+    assert "1 of 200 elements beyond tolerance, worst at [1, 99]" in compare(got, expected, tolerance)[0].fault
+    got[1, 99] -= 0.002
+    assert compare(got, expected, tolerance)[0].passed

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,17 @@ def brute_force(
     scaling_factor: float = 1.0,
 ) -> tuple[list[list[float]], list[list[int]]]:
     """A token at a time, with lists, in float64. What is ranked is float32 where the contract says so."""
+
+    def best_first(values: list[float], which: Iterable[int]) -> list[int]:
+        return sorted(which, key=lambda i: (0.0, i) if math.isnan(values[i]) else (1.0, -values[i], i))
+
     all_weights, all_ids = [], []
     for row in logits.double().tolist():
         if scoring == "softmax":
             exps = [math.exp(v - max(row)) for v in row]
             scores = [e / sum(exps) for e in exps]
         else:
-            scores = [1 / (1 + math.exp(-v)) for v in row]
+            scores = [0.0 if v == -math.inf else 1 / (1 + math.exp(-v)) for v in row]
         if correction_bias is None:
             values = row
         else:
@@ -41,9 +46,9 @@ def brute_force(
         groups = [range(g * size, (g + 1) * size) for g in range(num_groups)]
         counted = 1 if correction_bias is None else 2
         worth = [sum(sorted((values[e] for e in group), reverse=True)[:counted]) for group in groups]
-        open_groups = sorted(range(num_groups), key=lambda g: (-worth[g], g))[:top_groups]
+        open_groups = best_first(worth, range(num_groups))[:top_groups]
         eligible = [e for g in open_groups for e in groups[g]]
-        ids = sorted(eligible, key=lambda e: (-values[e], e))[:top_k]
+        ids = best_first(values, eligible)[:top_k]
         total = sum(scores[e] for e in ids) if renormalize else 1.0
         all_weights.append([scores[e] / total * scaling_factor for e in ids])
         all_ids.append(ids)
@@ -57,7 +62,7 @@ def compare(arguments: dict[str, Any]) -> None:
     assert ids.dtype == torch.int32
     assert ids.tolist() == expected_ids
     expected = torch.tensor(expected_weights, dtype=torch.float64).reshape(weights.shape)
-    torch.testing.assert_close(weights.double(), expected, rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(weights.double(), expected, rtol=2e-6, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

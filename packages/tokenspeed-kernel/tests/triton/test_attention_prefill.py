@@ -65,7 +65,7 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch, tiles: Any, options: dict[str, A
 @pytest.mark.parametrize(("block_m", "heads"), [(32, 8), (16, 6), (16, 1)], ids=str)
 @pytest.mark.parametrize("window_left", [15, 20])
 def test_band(monkeypatch: pytest.MonkeyPatch, block_m: int, heads: int, window_left: int) -> None:
-    band = _mha_band.Band(block_m, 3, 4, 2)
+    band = _mha_band.Band(block_m, 4)
     monkeypatch.setattr(prefill, "choose", lambda *args: band)
     monkeypatch.setattr(extend, "choose", lambda *args: band)
     options = {"window_left": window_left, "return_lse": True}

@@ -185,7 +185,7 @@ def _measure(got: Tensor, expected: Tensor, tolerance: Tolerance) -> _Measured:
             score = torch.where(comparable, error + 1.0, math.inf).where(differs, 0.0)
         else:
             differs = got_wide.ne(wide) & ~both_nan
-            bound = tolerance.relative * wide.abs() + tolerance.absolute * rms
+            bound = tolerance.relative * wide.abs() + tolerance.absolute * _size(wide, rms, expected.shape[-1:].numel())
             beyond = differs & (~comparable | (error > bound))
             score = torch.where(comparable, error / bound, math.inf).where(differs, 0.0)
         strange = differs & ~comparable
@@ -203,10 +203,21 @@ def _measure(got: Tensor, expected: Tensor, tolerance: Tolerance) -> _Measured:
     return total
 
 
+def _size(wide: Tensor, rms: float, row: int) -> Tensor | float:
+    """How large elements are in general: as in the tensor as a whole, or in their own row, if that is more. Rows may differ a lot,
+    as where the first tokens of a sequence attend to few others, and roundings are as large as what is rounded."""
+    if wide.numel() % row:  # a chunk of a row that is too long for one: it decides the tensor's size anyway
+        return rms
+    of_rows = wide.where(wide.isfinite(), 0.0).view(-1, row).square().mean(-1, keepdim=True).sqrt()
+    return of_rows.clamp(min=rms).expand(-1, row).reshape(-1)
+
+
 def _chunks(got: Tensor, expected: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     flat_got, flat_expected = got.detach().reshape(-1), expected.detach().reshape(-1)
-    for start in range(0, flat_expected.numel(), _CHUNK):
-        yield start, flat_got[start : start + _CHUNK], flat_expected[start : start + _CHUNK]
+    row = expected.shape[-1:].numel()
+    size = max(_CHUNK // row, 1) * row if row <= _CHUNK else _CHUNK  # whole rows
+    for start in range(0, flat_expected.numel(), size):
+        yield start, flat_got[start : start + size], flat_expected[start : start + size]
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -20,7 +20,8 @@ from tokenspeed_kernel.selection import Request
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Bounds on an error: per element ``relative * |expected| + absolute * rms(expected)``, overall ``norm``; all 0 is exact."""
+    """Bounds on an error: per element ``relative * |expected| + absolute * rms``, overall ``norm``; all 0 is exact. The rms is that
+    of what is expected, of the whole or of the element's row (its last axis), whichever is more."""
 
     relative: float
     absolute: float

@@ -238,7 +238,10 @@ def _() -> list[Case]:
         Case("2 of 8 experts here", _inputs(12, 2, 3, 32, 32, of=8, **float32)),
         Case("no expert of these tokens here", _nothing_here),
         Case("no tokens", _inputs(0, 8, 4, 96, 64, weight_format="mxfp4", **_GPT_OSS)),
-        Case("gpt-oss-120b decode 64", _inputs(64, 128, 4, 2880, 2880, weight_format="mxfp4", **_GPT_OSS), large=True),
+        *(
+            Case(f"gpt-oss-120b decode {n}", _inputs(n, 128, 4, 2880, 2880, weight_format="mxfp4", **_GPT_OSS), large=True)
+            for n in (1, 4, 16, 64, 256, 1024, 8192)
+        ),
         Case("gpt-oss-120b prefill 4096", _inputs(4096, 128, 4, 2880, 2880, weight_format="mxfp4", **_GPT_OSS), large=True),
         Case("gpt-oss-120b prefill 4096, bfloat16 weights", _inputs(4096, 128, 4, 2880, 2880, **_GPT_OSS), large=True),
         Case(
@@ -247,8 +250,8 @@ def _() -> list[Case]:
             large=True,
         ),
         Case(
-            "deepseek-v3 prefill 2048, 32 of 256 experts here, fp8 activations",
-            _inputs(2048, 32, 8, 7168, 2048, of=256, weight_format="fp8_block", activation_dtype="fp8"),
+            "fp8 blocks, fp8 activations, 1024 tokens",
+            _inputs(1024, 8, 2, 1024, 1024, weight_format="fp8_block", activation_dtype="fp8"),
             large=True,
         ),
     ]

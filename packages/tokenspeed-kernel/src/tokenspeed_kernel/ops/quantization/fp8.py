@@ -178,6 +178,10 @@ def _() -> list[Case]:
         Case("NaN, infinities, huge, tiny and zero rows", _extremes),
         Case("deepseek-v3 prefill 4096, blocks of 128", _inputs(4096, 7168, granularity="block"), large=True),
         Case("llama-70b prefill 8192, per token", _inputs(8192, 8192), large=True),
+        Case("llama-70b prefill 8192, per tensor", _inputs(8192, 8192, granularity="tensor"), large=True),
+        Case("llama-70b weight 8192 x 8192, tiles of 128 x 128", _inputs(8192, 8192, granularity="block2d"), large=True),
+        Case("gpt-oss-120b decode 64, per token", _inputs(64, 2880), large=True),
+        Case("gpt-oss-120b decode 64, per tensor", _inputs(64, 2880, granularity="tensor"), large=True),
         Case("deepseek-v3 weight 7168 x 2048, tiles of 128 x 128", _inputs(7168, 2048, granularity="block2d"), large=True),
     ]
 
@@ -278,6 +282,7 @@ def _() -> list[Case]:
         Case("no tokens", _static_inputs(0, 77, scale_shape=(1,))),
         Case("NaN, infinities, zero scales", _static_extremes),
         Case("llama-70b prefill 8192", _static_inputs(8192, 8192, scale_shape=(1,)), large=True),
+        Case("gpt-oss-120b decode 64", _static_inputs(64, 2880, scale_shape=(1,)), large=True),
     ]
 
 

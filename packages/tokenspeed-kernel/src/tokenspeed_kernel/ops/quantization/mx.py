@@ -164,6 +164,7 @@ def _quantisation_cases() -> list[Case]:
         Case("no tokens", _inputs(0, 2880)),
         Case("no columns", _inputs(4, 0)),
         Case("NaN, infinity, zero, huge, subnormal and tied blocks", _extremes),
+        Case("gpt-oss-120b decode 64", _inputs(64, 2880), large=True),
         Case("gpt-oss-120b prefill 16384", _inputs(16384, 2880), large=True),
         Case("llama-70b weight 28672 x 8192", _inputs(28672, 8192), large=True),
     ]

@@ -115,6 +115,7 @@ def _() -> list[Case]:
         Case("no tokens", _inputs(0, 2880)),
         Case("NaN, infinity, zero, huge, tiny and tied blocks", _extremes),
         Case("global scale so small that block scales saturate", _inputs(4, 64, global_scale=1e-8)),
+        Case("gpt-oss-120b decode 64", _inputs(64, 2880), large=True),
         Case("llama-70b prefill 8192", _inputs(8192, 8192), large=True),
     ]
 

@@ -87,6 +87,10 @@ def _() -> list[Case]:
         Case("nan, inf, -inf and signed zeros", _odd_values),
         Case("no rows", _inputs(0, 100)),
         Case("gpt-oss-120b decode 256", _inputs(256, 201088), large=True),
+        Case("gpt-oss-120b decode 64", _inputs(64, 201088), large=True),
+        Case("gpt-oss-120b decode 64, float32", _inputs(64, 201088, torch.float32), large=True),
+        Case("gpt-oss-120b decode 1, float32", _inputs(1, 201088, torch.float32), large=True),
+        Case("llama-3 decode 256, float32", _inputs(256, 128256, torch.float32), large=True),
     ]
 
 

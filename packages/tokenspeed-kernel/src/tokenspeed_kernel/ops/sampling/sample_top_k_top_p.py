@@ -187,6 +187,14 @@ def _odd_values(draw: Draw) -> dict[str, Any]:
     return arguments
 
 
+def _flat(draw: Draw) -> dict[str, Any]:
+    arguments = _inputs(6, 12000, temperature=20.0)(draw)
+    arguments["top_k"] = draw.tensor([0, 0, 9000, 7000, 0, 5500], torch.int32)
+    arguments["top_p"] = draw.tensor([1.0, 0.9, 1.0, 0.7, 0.5, 1.0], torch.float32)
+    arguments["logits"][4:] = arguments["logits"][4:].round()
+    return arguments
+
+
 @sample_top_k_top_p.cases
 def _() -> list[Case]:
     return [
@@ -197,9 +205,19 @@ def _() -> list[Case]:
         Case("ties across top-k and top-p", _ties),
         Case("nan, inf, -inf and a tiny temperature", _odd_values),
         Case("no rows", _inputs(0, 100)),
+        Case("flat: thousands of tokens share the probability", _flat),
         Case("gpt-oss-120b decode 2, top-k 40, top-p 0.95", _inputs(2, 201088, 0.7, 40, 0.95)),
         Case("gpt-oss-120b decode 256, top-k 40, top-p 0.95", _inputs(256, 201088, 0.7, 40, 0.95), large=True),
         Case("gpt-oss-120b decode 256, top-p 0.9", _inputs(256, 201088, 1.0, 0, 0.9), large=True),
+        Case("gpt-oss-120b decode 1, top-k 40, top-p 0.95", _inputs(1, 201088, 0.7, 40, 0.95), large=True),
+        Case("gpt-oss-120b decode 64, top-k 40, top-p 0.95", _inputs(64, 201088, 0.7, 40, 0.95), large=True),
+        Case(
+            "gpt-oss-120b decode 64, top-k 40, top-p 0.95, bfloat16", _inputs(64, 201088, 0.7, 40, 0.95, torch.bfloat16), large=True
+        ),
+        Case("gpt-oss-120b decode 64, top-p 0.9", _inputs(64, 201088, 1.0, 0, 0.9), large=True),
+        Case("gpt-oss-120b decode 64, top-p 0.9, bfloat16", _inputs(64, 201088, 1.0, 0, 0.9, torch.bfloat16), large=True),
+        Case("gpt-oss-120b decode 64, flat", _inputs(64, 201088, 2.0, 0, 0.9), large=True),
+        Case("llama-3 decode 256, top-k 40, top-p 0.95", _inputs(256, 128256, 0.7, 40, 0.95), large=True),
     ]
 
 

@@ -1,10 +1,10 @@
 """A call of multi-head attention to many queries, and what its kernels take of it.
 
-Rows are *packed*: row r of a sequence is position ``r // GROUP`` and, of the query heads that share a key head, head ``r % GROUP``. So a
-key is read once for all of them, and a tile of rows spans few positions.
+Rows are *packed*: row r of a sequence is position ``r // GROUP`` and, of the query heads that share a key head, ``r % GROUP``. So
+a key is read once for all of them, and a tile of rows spans few positions.
 
-Lengths are known on the device only. The rows of all sequences share a grid of *slots*, each of so many rows; sequence b owns those from
-``cu_seqlens[b] * GROUP // rows + b`` on: always enough for its rows, never more than one too many.
+Lengths are known on the device only. The rows of all sequences share a grid of *slots*, each of so many rows; sequence b owns those
+from ``cu_seqlens[b] * GROUP // rows + b`` on: always enough for its rows, never more than one too many.
 """
 
 from __future__ import annotations

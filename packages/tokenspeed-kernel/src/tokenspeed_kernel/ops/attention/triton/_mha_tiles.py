@@ -27,6 +27,9 @@ class Tiles:
         num_warps, num_stages: of a program, and blocks of keys on the way.
         edges: "branch": one loop, that masks where a block lies at an edge; "apart": blocks that need no mask have their own loop.
         descriptors: keys come by tensor maps where those can describe them; wants edges apart.
+        edge_stages: as num_stages, of the loops over edges.
+        registers: of a thread at most, so that more programs share a multiprocessor; None for as many as the compiler likes.
+        edges_first: the last edge goes first. Any order will do for the softmax, but not for what the compiler makes of it.
     """
 
     block_m: int
@@ -41,22 +44,26 @@ class Tiles:
 
 
 def split_width(width: int) -> tuple[int, int]:
-    """A head's columns as one or two powers of two, at least 16 each, that waste few: 80 is 64 and 16, 72 too, 120 is 128."""
+    """A head's columns as one or two powers of two: 96 is 64 and 32, 192 is 128 and 64.
+
+    The second is at least 32. With one of 16 (80 as 64 and 16), products on sm_90 were wrong or out of bounds, by Triton 3.6.
+    """
     whole = max(16, triton.next_power_of_2(width))
     half = whole // 2
-    rest = max(16, triton.next_power_of_2(width - half))
-    return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
+    rest = max(32, triton.next_power_of_2(width - half))
+    return (half, rest) if rest < half else (whole, 0)
 
 
 @triton.jit
 def _walk(
-    state,  # (largest, total, acc_low, acc_high)
+    state,  # (largest, total, acc)
     begin,
     end,
     queries,  # (q_low, q_high)
     position,
     source,
     k_rows,
+    k_rows_high,
     v_rows,
     strides,
     reach,
@@ -82,21 +89,17 @@ def _walk(
     D_LOW: tl.constexpr = SIZES[2]
     D_HIGH: tl.constexpr = SIZES[3]
     V_HEAD_DIM: tl.constexpr = SIZES[4]
-    W_LOW: tl.constexpr = SIZES[5]
-    W_HIGH: tl.constexpr = SIZES[6]
-    largest, total, acc_low, acc_high = state
+    BLOCK_W: tl.constexpr = SIZES[5]
+    largest, total, acc = state
     q_low, q_high = queries
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_LOW)
-    w = tl.arange(0, W_LOW)
+    w = tl.arange(0, BLOCK_W)
     if D_HIGH:
         d_high = D_LOW + tl.arange(0, D_HIGH)
-    if W_HIGH:
-        w_high = W_LOW + tl.arange(0, W_HIGH)
     D_LOW_WIDTH: tl.constexpr = None if D_LOW <= HEAD_DIM else HEAD_DIM
     D_WIDTH: tl.constexpr = None if D_LOW + D_HIGH == HEAD_DIM else HEAD_DIM
-    W_LOW_WIDTH: tl.constexpr = None if W_LOW <= V_HEAD_DIM else V_HEAD_DIM
-    W_WIDTH: tl.constexpr = None if W_LOW + W_HIGH == V_HEAD_DIM else V_HEAD_DIM
+    W_WIDTH: tl.constexpr = None if BLOCK_W == V_HEAD_DIM else V_HEAD_DIM
     DESCRIBED: tl.constexpr = k_rows is not None
     SCATTERED: tl.constexpr = PAGE_SIZE != 0 and PAGE_SIZE % BLOCK_N != 0
 
@@ -128,11 +131,14 @@ def _walk(
             k = columns_of(k_at, d, k_stride_d, D_LOW_WIDTH, DTYPE, KV_FP8)
         products = tl.dot(q_low, tl.trans(k), input_precision="ieee")
         if D_HIGH:
-            k = columns_of(k_at, d_high, k_stride_d, D_WIDTH, DTYPE, KV_FP8)
+            if DESCRIBED:
+                k = widened(k_rows_high.load([first_slot, head * HEAD_DIM + D_LOW]), DTYPE, KV_FP8)
+            else:
+                k = columns_of(k_at, d_high, k_stride_d, D_WIDTH, DTYPE, KV_FP8)
             products = tl.dot(q_high, tl.trans(k), products, input_precision="ieee")
 
         scores, factor = softmax.scored(products, multiplier, cap_log2, HAS_CAP)
-        if MASKED != "never":
+        if MASKED != "never":  # noqa: SIM102 (this is known at compile time)
             if MASKED == "always" or (block < full_begin) | (block >= full_end):
                 visible = (first + n < kv_len)[None, :]
                 if CAUSAL:
@@ -144,17 +150,13 @@ def _walk(
 
         weights = weights.to(DTYPE)
         if DESCRIBED:
-            v = v_rows.load([first_slot, head * V_HEAD_DIM])
+            v = widened(v_rows.load([first_slot, head * V_HEAD_DIM]), DTYPE, KV_FP8)
             if MASKED != "never":
                 v = tl.where(((first + n >= low) & (first + n < kv_len))[:, None], v, 0.0)
-            v = widened(v, DTYPE, KV_FP8)
         else:
-            v = columns_of(v_at, w, v_stride_d, W_LOW_WIDTH, DTYPE, KV_FP8)
-        acc_low = tl.dot(weights, v, acc_low * decay[:, None], input_precision="ieee")
-        if W_HIGH:
-            v = columns_of(v_at, w_high, v_stride_d, W_WIDTH, DTYPE, KV_FP8)
-            acc_high = tl.dot(weights, v, acc_high * decay[:, None], input_precision="ieee")
-    return largest, total, acc_low, acc_high
+            v = columns_of(v_at, w, v_stride_d, W_WIDTH, DTYPE, KV_FP8)
+        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+    return largest, total, acc
 
 
 @triton.jit
@@ -192,7 +194,8 @@ def attend_tiles(
     window_left,
     multiplier,
     cap_log2,
-    k_rows,  # descriptor of k as [tokens or pages * PAGE_SIZE, KV_HEADS * HEAD_DIM], or None
+    k_rows,  # descriptor of k as [tokens or pages * PAGE_SIZE, KV_HEADS * HEAD_DIM], of the first D_LOW columns of a head; or None
+    k_rows_high,  # the D_HIGH columns after those
     v_rows,
     slots,
     KV_HEADS: tl.constexpr,
@@ -213,8 +216,7 @@ def attend_tiles(
     BLOCK_N: tl.constexpr,
     D_LOW: tl.constexpr,  # a head is D_LOW columns and D_HIGH more, powers of two; D_HIGH may be 0
     D_HIGH: tl.constexpr,
-    W_LOW: tl.constexpr,
-    W_HIGH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     EDGES: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -285,8 +287,7 @@ def attend_tiles(
 
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc_low = tl.zeros([BLOCK_M, W_LOW], tl.float32)
-    acc_high = tl.zeros([BLOCK_M, W_HIGH if W_HIGH else 1], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
 
     k_head = k + head.to(tl.int64) * k_stride_h
     v_head = v + head.to(tl.int64) * v_stride_h
@@ -301,8 +302,8 @@ def attend_tiles(
     reach = (low_block, low, kv_len, full_begin, full_end, window_left)
     scaling = (multiplier, cap_log2)
     KIND: tl.constexpr = (PAGE_SIZE, CAUSAL, WINDOWED, HAS_CAP, DTYPE, KV_FP8)
-    SIZES: tl.constexpr = (BLOCK_N, HEAD_DIM, D_LOW, D_HIGH, V_HEAD_DIM, W_LOW, W_HIGH)
-    state = (largest, total, acc_low, acc_high)
+    SIZES: tl.constexpr = (BLOCK_N, HEAD_DIM, D_LOW, D_HIGH, V_HEAD_DIM, BLOCK_W)
+    state = (largest, total, acc)
     if EDGES == "apart":  # any order will do
         if WINDOWED:
             state = _walk(
@@ -313,6 +314,7 @@ def attend_tiles(
                 position,
                 source,
                 k_rows,
+                k_rows_high,
                 v_rows,
                 strides,
                 reach,
@@ -331,6 +333,7 @@ def attend_tiles(
                 position,
                 source,
                 k_rows,
+                k_rows_high,
                 v_rows,
                 strides,
                 reach,
@@ -348,6 +351,7 @@ def attend_tiles(
             position,
             source,
             k_rows,
+            k_rows_high,
             v_rows,
             strides,
             reach,
@@ -366,6 +370,7 @@ def attend_tiles(
                 position,
                 source,
                 k_rows,
+                k_rows_high,
                 v_rows,
                 strides,
                 reach,
@@ -377,9 +382,24 @@ def attend_tiles(
             )
     else:
         state = _walk(
-            state, 0, blocks, queries, position, source, k_rows, v_rows, strides, reach, scaling, KIND, SIZES, "edges", STAGES
+            state,
+            0,
+            blocks,
+            queries,
+            position,
+            source,
+            k_rows,
+            k_rows_high,
+            v_rows,
+            strides,
+            reach,
+            scaling,
+            KIND,
+            SIZES,
+            "edges",
+            STAGES,
         )
-    largest, total, acc_low, acc_high = state
+    largest, total, acc = state
 
     if sinks is not None:
         sink = tl.load(sinks + q_head, mask=real, other=0.0)
@@ -389,20 +409,13 @@ def attend_tiles(
         factor = softmax.reciprocal_of(total)
     if v_scale is not None:
         factor *= tl.load(v_scale + head * V_SCALES)
-    w = tl.arange(0, W_LOW)
+    w = tl.arange(0, BLOCK_W)
     out_rows = out + token[:, None] * out_stride_t + q_head[:, None] * out_stride_h
     tl.store(
         out_rows + w[None, :] * out_stride_d,
-        (acc_low * factor[:, None]).to(out.dtype.element_ty),
+        (acc * factor[:, None]).to(out.dtype.element_ty),
         mask=real[:, None] & (w < V_HEAD_DIM)[None, :],
     )
-    if W_HIGH:
-        w_high = W_LOW + tl.arange(0, W_HIGH)
-        tl.store(
-            out_rows + w_high[None, :] * out_stride_d,
-            (acc_high * factor[:, None]).to(out.dtype.element_ty),
-            mask=real[:, None] & (w_high < V_HEAD_DIM)[None, :],
-        )
     if lse is not None:
         tl.store(lse + token * (KV_HEADS * GROUP) + q_head, softmax.log_sum_exp(largest, total), mask=real)
 
@@ -413,23 +426,24 @@ def attend(tiles: Tiles, call: Call) -> None:
     if slots == 0:
         return
     d_low, d_high = split_width(call.q.shape[2])
-    w_low, w_high = split_width(call.v.shape[-1])
-    operands, constants = call.operands(), call.constants()
-    described = tiles.descriptors and whole_rows(call.k) and whole_rows(call.v) and call.page_size % tiles.block_n == 0
-    token_bytes = call.kv_heads * (call.q.shape[2] + call.v.shape[-1]) * call.k.element_size()
+    block_w = max(16, triton.next_power_of_2(call.v.shape[-1]))
+    operands = call.operands()
+    k, v = operands[1:3]
+    described = tiles.descriptors and _whole_rows(k, d_low + d_high) and _whole_rows(v, block_w)
+    described = described and call.page_size % tiles.block_n == 0
+    token_bytes = call.kv_heads * (k.shape[-1] + v.shape[-1]) * k.element_size()
     attend_tiles[(slots * call.kv_heads,)](
         *operands,
-        *(descriptor(x, tiles.block_n) if described else None for x in operands[1:3]),
+        *(_rows(x, tiles.block_n, width) if described else None for x, width in ((k, d_low), (k, d_high), (v, block_w))),
         slots,
-        **constants,
+        **call.constants(),
         CAUSAL=call.causal,
         WINDOWED=call.window_left >= 0,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         D_LOW=d_low,
         D_HIGH=d_high,
-        W_LOW=w_low,
-        W_HIGH=w_high,
+        BLOCK_W=block_w,
         HEADS_FIRST=call.longest * token_bytes <= _HEADS_TOGETHER_BYTES,
         EDGES=tiles.edges,
         STAGES=tiles.num_stages,
@@ -441,14 +455,15 @@ def attend(tiles: Tiles, call: Call) -> None:
     )
 
 
-def whole_rows(x: Tensor) -> bool:
-    """Whether a tensor map can describe ``[..., heads, dim]``, dim a power of two, as rows of all heads."""
+def _whole_rows(x: Tensor, width: int) -> bool:
+    """Whether tensor maps can describe ``[..., heads, dim]`` as rows of all heads, each ``width`` columns."""
     dim, size = x.shape[-1], x.element_size()
     whole = x.stride(-1) == 1 and x.stride(-2) == dim and (x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1))
-    aligned = x.data_ptr() % 16 == 0 and x.stride(-3) * size % 16 == 0
-    return whole and aligned and dim & (dim - 1) == 0 and dim >= 16
+    return whole and dim == width and x.data_ptr() % 16 == 0 and x.stride(-3) * size % 16 == 0
 
 
-def descriptor(x: Tensor, block_n: int) -> TensorDescriptor:
+def _rows(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """A tensor map of ``[..., heads, dim]`` as rows of all heads, of which some columns are taken at a time; None for no columns."""
     heads, dim = x.shape[-2:]
-    return TensorDescriptor(x, [x.numel() // (heads * dim), heads * dim], [x.stride(-3), 1], [block_n, dim])
+    shape = [x.numel() // (heads * dim), heads * dim]
+    return TensorDescriptor(x, shape, [x.stride(-3), 1], [rows, columns]) if columns else None

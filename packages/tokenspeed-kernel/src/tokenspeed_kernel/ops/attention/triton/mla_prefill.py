@@ -8,19 +8,15 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.ops.attention._softmax import softmax_scale_of
+from tokenspeed_kernel.ops.attention.triton import _mha_tiles
 from tokenspeed_kernel.ops.attention.triton._mha_call import Call
-from tokenspeed_kernel.ops.attention.triton._mha_tiles import Tiles, attend
+from tokenspeed_kernel.ops.attention.triton._mha_choice import attend, choose
+from tokenspeed_kernel.ops.attention.triton._mha_tiles import Tiles
 from tokenspeed_kernel.ops.triton_common import for_architecture
 
-_HOPPER = Tiles(128, 64, 8, 3, "apart")
-
-
-def tiles_for(dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.device) -> Tiles:
-    """The tile for a call."""
-    if dtype == torch.float32:
-        return Tiles(32, 32, 4, 2)
-    portable = Tiles(64, 32, 4, 2)
-    return for_architecture({"sm_90": _HOPPER, "any": portable}, device) if head_dim <= 192 and v_head_dim <= 128 else portable
+# Keys of 192 columns, values of 128. On an H200 4 x 4096 tokens, 128 heads: 434 TFLOP/s. With tensor maps 420, 4 stages 430, edges
+# in the same loop 423, 128 keys at once 411, 64 rows 403 and less.
+_TILES: dict[str, Tiles | None] = {"sm_90": Tiles(128, 64, 8, 3, "apart"), "any": None}
 
 
 def mla_prefill(
@@ -43,5 +39,9 @@ def mla_prefill(
     longest = tokens if max_seqlen is None else min(max_seqlen, tokens)
     scale = softmax_scale_of(softmax_scale, head_dim)
     call = Call(q, k, v, out, lse, cu_seqlens, scale, True, -1, logit_cap, None, longest)
-    attend(tiles_for(q.dtype, head_dim, v.shape[2], q.device), call)
+    tiles = for_architecture(_TILES, q.device)
+    if tiles and q.dtype != torch.float32 and 128 < head_dim <= 192 and 64 < v.shape[2] <= 128:
+        _mha_tiles.attend(tiles, call)
+    else:
+        attend(choose(call, longest), call)
     return out if lse is None else (out, lse)

@@ -16,10 +16,8 @@ from torch import Tensor
 
 # Pairs that a program looks at in one step.
 _CHUNK = 1024
-# Programs that share the pairs of an expert, at most: each reads all counts.
-_PARTS = 8
-# Chunks whose counts are loaded together.
-_ROWS = tl.constexpr(16)
+# Programs that share the pairs of an expert, at most.
+_PARTS = 16
 
 
 @dataclass(frozen=True)
@@ -79,17 +77,21 @@ def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> Block
     tokens, top_k = topk_ids.shape
     pairs = tokens * top_k
     capacity = block_capacity(pairs, num_experts, block_rows)
-    # One allocation: the parts are small.
-    memory = torch.empty(pairs + num_experts + 1 + 2 * capacity, dtype=torch.int32, device=topk_ids.device)
-    order, expert_start, block_expert, block_row = memory.split([pairs, num_experts + 1, capacity, capacity])
+    # One allocation: the parts are small. Each begins at a multiple of 16 bytes, or kernels would be compiled for every alignment.
+    lengths = (pairs, num_experts + 1, capacity, capacity)
+    padded = [triton.cdiv(length, 4) * 4 for length in lengths]
+    memory = torch.empty(sum(padded), dtype=torch.int32, device=topk_ids.device)
+    views = zip(memory.split(padded), lengths, strict=True)
+    order, expert_start, block_expert, block_row = (part[:length] for part, length in views)
     chunk = min(_CHUNK, max(32, triton.next_power_of_2(pairs)))
     chunks = triton.cdiv(pairs, chunk)
     bins = triton.next_power_of_2(num_experts + 1)
-    counts = order  # of each chunk; not needed where there is one
+    counts = totals = order  # not read where there is one chunk
     if chunks > 1:
         counts = torch.empty(chunks, bins, dtype=torch.int32, device=topk_ids.device)
+        totals = torch.zeros(bins, dtype=torch.int32, device=topk_ids.device)
         _count_kernel[(chunks,)](
-            topk_ids, *topk_ids.stride(), pairs, top_k, counts, num_experts, BINS=bins, CHUNK=chunk, num_warps=4
+            topk_ids, *topk_ids.stride(), pairs, top_k, counts, totals, num_experts, BINS=bins, CHUNK=chunk, num_warps=4
         )
     parts = min(chunks, _PARTS)
     _schedule_kernel[(num_experts, parts)](
@@ -98,6 +100,7 @@ def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> Block
         pairs,
         top_k,
         counts,
+        totals,
         order,
         expert_start,
         block_expert,
@@ -126,12 +129,24 @@ def _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_expert
 
 @triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(
-    ids_ptr, stride_token, stride_slot, pairs, top_k, counts_ptr, num_experts, BINS: tl.constexpr, CHUNK: tl.constexpr
+    ids_ptr,
+    stride_token,
+    stride_slot,
+    pairs,
+    top_k,
+    counts_ptr,
+    totals_ptr,
+    num_experts,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """How many pairs of a chunk each expert has; the bin after the last counts those of none."""
+    """How many pairs each expert has, of a chunk and added to those of all; the bin after the last counts those of none."""
     chunk = tl.program_id(0)
     ids = _load_ids(ids_ptr, stride_token, stride_slot, chunk * CHUNK + tl.arange(0, CHUNK), pairs, top_k, num_experts)
-    tl.store(counts_ptr + chunk * BINS + tl.arange(0, BINS), tl.histogram(ids, BINS))
+    bins = tl.arange(0, BINS)
+    counts = tl.histogram(ids, BINS)
+    tl.store(counts_ptr + chunk * BINS + bins, counts)
+    tl.atomic_add(totals_ptr + bins, counts, mask=counts > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["pairs", "capacity", "chunks", "parts"])
@@ -142,6 +157,7 @@ def _schedule_kernel(
     pairs,
     top_k,
     counts_ptr,
+    totals_ptr,
     order_ptr,
     expert_start_ptr,
     block_expert_ptr,
@@ -155,23 +171,15 @@ def _schedule_kernel(
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """A program for an expert and a range of chunks. Each sums the counts of all, so that none waits for another."""
+    """A program for an expert and a range of chunks. Each looks at the counts of all experts, so that none waits for another."""
     expert = tl.program_id(0)
     part = tl.program_id(1)
     first_chunk = chunks * part // parts
     last_chunk = chunks * (part + 1) // parts
     lane = tl.arange(0, CHUNK)
     bins = tl.arange(0, BINS)
-    before = tl.zeros([BINS], tl.int32)  # counts of the chunks before this program's
     if COUNTED:
-        counts = tl.zeros([BINS], tl.int32)
-        some = tl.arange(0, _ROWS)
-        for first in range(0, chunks, _ROWS):
-            rows = tl.load(
-                counts_ptr + (first + some)[:, None] * BINS + bins[None, :], mask=(first + some < chunks)[:, None], other=0
-            )
-            counts += tl.sum(rows, 0)
-            before += tl.sum(tl.where((first + some < first_chunk)[:, None], rows, 0), 0)
+        counts = tl.load(totals_ptr + bins)
     else:
         counts = tl.histogram(_load_ids(ids_ptr, stride_token, stride_slot, lane, pairs, top_k, num_experts), BINS)
     counts = tl.where(bins < num_experts, counts, 0)
@@ -191,7 +199,10 @@ def _schedule_kernel(
             tl.store(block_expert_ptr + place, expert + tl.zeros([CHUNK], tl.int32), mask=start < count)
             tl.store(block_row_ptr + place, row + start, mask=start < count)
     if count > 0:
-        row += tl.sum(tl.where(bins == expert, before, 0), 0)
+        if COUNTED:
+            for first in range(0, first_chunk, CHUNK):
+                earlier = tl.load(counts_ptr + (first + lane) * BINS + expert, mask=first + lane < first_chunk, other=0)
+                row += tl.sum(earlier, 0)
         for chunk in range(first_chunk, last_chunk):
             pair = chunk * CHUNK + lane
             ids = _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_experts)

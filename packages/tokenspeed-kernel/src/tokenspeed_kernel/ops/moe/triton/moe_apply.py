@@ -194,10 +194,10 @@ def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.dev
 
 
 def _fitted(tile: Tile, formats: _Formats, features: int) -> Tile:
-    """A tile for dense 16-bit weights, made to suit others. ``features``: as many as registers hold with a step's product apart."""
+    """A tile for dense 16-bit weights, made to suit others. ``features``: as many as registers hold beside what decoding takes."""
     if formats.compute is tl.float32:
         return replace(tile, features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
-    if formats.weight.value >= FP8.value and formats.compute is not tl.float8e4nv:
+    if formats.weight is not DENSE and formats.compute is not tl.float8e4nv:
         return replace(tile, features=min(tile.features, features), k=min(tile.k, 64), stages=min(tile.stages, 3))
     return tile
 

@@ -105,25 +105,27 @@ def round_to(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def encode_e2m1(x, sign_of):
-    """float32 to e2m1 codes (uint8, 0 to 15), ties to even, saturating. The sign is that of ``sign_of``, float32 too."""
+    """float32 to e2m1 codes (int32, 0 to 15), ties to even, saturating. The sign is that of ``sign_of``, float32 too."""
     magnitude = tl.minimum(tl.abs(x), 6.0)
     # Adding a constant of the right size rounds to a multiple of its unit in the last place, to nearest even, and leaves the
     # multiple in the low bits: multiples of 0.5 below 2 (codes 0 to 4), of 1 from there (4 to 6), of 2 from 4 on (6 and 7).
     aligned = tl.where(magnitude < 2.0, 4194304.0, tl.where(magnitude < 4.0, 8388610.0, 16777224.0))
     code = (magnitude + aligned).to(tl.int32, bitcast=True) & 7
-    return (code | ((sign_of.to(tl.int32, bitcast=True) >> 28) & 8)).to(tl.uint8)
+    return code | ((sign_of.to(tl.int32, bitcast=True) >> 28) & 8)
 
 
 @triton.jit
 def pack_e2m1(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """uint8 codes ``[ROWS, COLUMNS]`` to ``[ROWS, COLUMNS / 2]``, the lower index in the lower nibble."""
+    """int32 codes ``[ROWS, COLUMNS]`` to bytes (int32) ``[ROWS, COLUMNS / 2]``, the lower index in the lower nibble."""
     low, high = tl.split(codes.reshape(ROWS, COLUMNS // 2, 2))
     return low | (high << 4)
 
 
 @triton.jit
 def pack_scaled_e2m1(pairs, factors):
-    """Two bfloat16 in an int32 each, times a power of two (twice in an int32), to two e2m1 codes in a byte. For sm_90.
+    """Two bfloat16 in an int32 each, times a power of two (twice in an int32), to two e2m1 codes in a byte (int32, more above it).
+
+    For sm_90.
 
     `encode_e2m1` and `pack_e2m1` with half the instructions: bfloat16 counts in halves from 64 on, in ones from 128 on, in twos
     from 256 on, and the products are exact.
@@ -159,7 +161,7 @@ def pack_scaled_e2m1(pairs, factors):
         dtype=tl.int32,
         is_pure=True,
         pack=1,
-    ).to(tl.uint8)
+    )
 
 
 @triton.jit
@@ -214,7 +216,7 @@ def prepare_divisor(divisor, INTERPRETED: tl.constexpr):
     if not INTERPRETED:
         magnitude = tl.abs(divisor)
         factor = tl.where(magnitude < 2.0**-60, 2.0**64, tl.where(magnitude > 2.0**60, 2.0**-64, 1.0))
-        sign = tl.where(divisor < 0, -1.0, 1.0)
+        sign = tl.where(divisor.to(tl.int32, bitcast=True) < 0, -1.0, 1.0)
         divisor = magnitude * factor
         factor *= sign
         reciprocal = tl.div_rn(-1.0, divisor)
@@ -237,6 +239,16 @@ def divide(x, factor, divisor, negative_reciprocal, INTERPRETED: tl.constexpr, S
             quotient = tl.fma(remainder, negative_reciprocal, quotient)
         return quotient
     return x / divisor
+
+
+@triton.jit
+def divide_any(x, factor, divisor, negative_reciprocal, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
+    """`divide` for quotients of any size: those beyond 2^20, which saturate in every narrow format, are not corrected."""
+    quotient = divide(x, factor, divisor, negative_reciprocal, INTERPRETED, STEPS)
+    if not INTERPRETED:
+        rough = (x * -factor) * negative_reciprocal
+        quotient = tl.where(tl.abs(rough) < 2.0**20, quotient, rough)
+    return quotient
 
 
 def division_steps(dtype: torch.dtype) -> int:

@@ -29,13 +29,12 @@ from tokenspeed_kernel.ops.triton_common import multiprocessors
 
 _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 
-# Elements that a program holds in registers at most: 64 a thread with 8 warps.
-_HELD = 16384
-# Elements of a chunk of what is too large to be held.
-_CHUNK = 4096
-_REGION_WARPS = 16
+# Elements of a group that a program holds in registers at most, and of a region: what is larger is read twice.
+_HELD, _REGION_HELD = 16384, 4096
+# Elements of a chunk of what is read twice, and warps.
+_CHUNK, _REGION_WARPS = 4096, 4
 # Elements a thread of a group that takes a program's whole tile.
-_EACH = 16
+_EACH = 32
 # Programs a multiprocessor that find partial maxima, and the most partial maxima there are: a program reduces them all.
 _PARTIAL_PROGRAMS, _MOST_PARTIALS = 4, 1024
 
@@ -260,7 +259,7 @@ def _regions(x: Tensor, q: Tensor, scale: Tensor, rows: int, columns: int) -> No
     rows, columns = min(rows, m), min(columns, k)
     regions_m, regions_k = triton.cdiv(m, rows), triton.cdiv(k, columns)
     padded_rows, padded_columns = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
-    once = padded_rows * padded_columns <= _HELD
+    once = padded_rows * padded_columns <= _REGION_HELD
     if not once:
         padded_columns = min(padded_columns, _CHUNK)
         padded_rows = min(padded_rows, max(_CHUNK // padded_columns, 1))

@@ -10,15 +10,12 @@ from torch import Tensor
 from tokenspeed_kernel.ops.quantization.triton._encode import (
     FP8_NAMES,
     abilities,
-    divide,
+    divide_any,
     division_steps,
     encode_fp8,
     prepare_divisor,
 )
 from tokenspeed_kernel.ops.quantization.triton._rows import as_matrix, finish, made_or, matrix_tile
-
-# Beyond this every format saturates. Up to this the remainder of a quotient is finite, so that `divide` may correct it.
-_SATURATED = tl.constexpr(2.0**20)
 
 
 @triton.jit
@@ -51,10 +48,7 @@ def _quantize(
     else:
         scale = tl.load(scale_ptr + column * scale_stride, mask=column < columns, other=1.0)
     factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
-    quotient = divide(x, factor, divisor, reciprocal, INTERPRETED, STEPS)
-    if not INTERPRETED:
-        rough = (x * -factor) * reciprocal
-        quotient = tl.where(tl.abs(rough) < _SATURATED, quotient, rough)
+    quotient = divide_any(x, factor, divisor, reciprocal, INTERPRETED, STEPS)
     tl.store(q_ptr + row * q_stride + column, encode_fp8(quotient, FORMAT, NATIVE), mask=inside)
 
 

@@ -60,7 +60,7 @@ def _quantize(
     scale = tl.where(finite, tl.maximum(field - (_EMAX_E2M1 if FP4 else _EMAX_E4M3), 0), 255)
     tl.store(scale_ptr + first_made + block, scale.to(tl.uint8), mask=inside)
     # The reciprocal, 2^(127 - byte), is normal for all bytes of finite blocks; in others all codes become those of +0.
-    kept = tl.where(finite, 255, 0).to(tl.uint8)[:, None]
+    kept = tl.where(finite, 255, 0)[:, None]
     reciprocal = ((254 - scale) << 23)[:, None]
     if FP4:
         if PAIRS:
@@ -68,10 +68,14 @@ def _quantize(
         else:
             code = pack_e2m1(encode_e2m1(x * reciprocal.to(tl.float32, bitcast=True), x), BLOCKS, _BLOCK)
         at = tl.arange(0, _BLOCK // 2)[None, :]
-        tl.store(q_ptr + first_made * (_BLOCK // 2) + block[:, None] * (_BLOCK // 2) + at, code & kept, mask=inside[:, None])
+        tl.store(
+            q_ptr + first_made * (_BLOCK // 2) + block[:, None] * (_BLOCK // 2) + at,
+            (code & kept).to(tl.uint8),
+            mask=inside[:, None],
+        )
     else:
         code = encode_fp8(x * reciprocal.to(tl.float32, bitcast=True), "e4m3fn", NATIVE)
-        tl.store(q_ptr + first_made * _BLOCK + block[:, None] * _BLOCK + at, code & kept, mask=inside[:, None])
+        tl.store(q_ptr + first_made * _BLOCK + block[:, None] * _BLOCK + at, (code & kept).to(tl.uint8), mask=inside[:, None])
 
 
 def quantize_mxfp8(x: Tensor, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from tokenspeed_kernel.ops.quantization.triton._encode import (
     abilities,
     decode_fp8,
     divide,
+    divide_any,
     division_steps,
     encode_e2m1,
     encode_fp8,
@@ -22,6 +23,7 @@ from tokenspeed_kernel.ops.quantization.triton._encode import (
 from tokenspeed_kernel.ops.quantization.triton._rows import config_for, finish, grid, groups_of, made_or, rows_of
 
 _BLOCK = tl.constexpr(BLOCK_NVFP4)
+_SIXTH = tl.constexpr(1 / 6)
 
 
 @triton.jit
@@ -49,7 +51,14 @@ def _quantize(
     x = tl.load(x_ptr + block[:, None] * x_stride + at, mask=inside[:, None], other=0.0).to(tl.float32)
     global_scale = tl.load(global_scale_ptr)
     amax = largest(x, 1)
-    wanted = tl.div_rn(tl.div_rn(amax, 6.0), global_scale)
+    if INTERPRETED or STEPS > 1:
+        wanted = tl.div_rn(tl.div_rn(amax, 6.0), global_scale)
+    else:
+        # A sixth of a number of at most 11 bits is nowhere near the middle of two float32: one correction gives the nearest.
+        sixth = amax * _SIXTH
+        sixth = tl.fma(tl.fma(sixth, 6.0, -amax), -_SIXTH, sixth)
+        factor, divisor, reciprocal = prepare_divisor(global_scale, INTERPRETED)
+        wanted = divide_any(sixth, factor, divisor, reciprocal, INTERPRETED, 2)
     # Neither NaN nor infinite: all comparisons with NaN are false.
     scale = encode_fp8(tl.where(amax < float("inf"), wanted, float("nan")), "e4m3fn", NATIVE)
     tl.store(scale_ptr + first_made + block, scale, mask=inside)
@@ -57,9 +66,9 @@ def _quantize(
     factor, divisor, reciprocal = prepare_divisor(step, INTERPRETED)
     # Where the quotient overflows it may be NaN, which saturates like infinity. Blocks without a step become zeros below.
     quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
-    code = pack_e2m1(encode_e2m1(quotient, x), BLOCKS, _BLOCK) & tl.where(step > 0, 255, 0).to(tl.uint8)[:, None]
+    code = pack_e2m1(encode_e2m1(quotient, x), BLOCKS, _BLOCK) & tl.where(step > 0, 255, 0)[:, None]
     at = tl.arange(0, _BLOCK // 2)[None, :]
-    tl.store(q_ptr + first_made * (_BLOCK // 2) + block[:, None] * (_BLOCK // 2) + at, code, mask=inside[:, None])
+    tl.store(q_ptr + first_made * (_BLOCK // 2) + block[:, None] * (_BLOCK // 2) + at, code.to(tl.uint8), mask=inside[:, None])
 
 
 def quantize_nvfp4(x: Tensor, global_scale: Tensor, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:

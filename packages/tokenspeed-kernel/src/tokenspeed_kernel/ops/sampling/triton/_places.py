@@ -110,10 +110,10 @@ def _crossed(stage, count, weight, bound_count, limit, target):
 
 
 @triton.jit
-def _ties_needed(stage, base, weight, limit, target):
-    """How many tokens of one weight on top of base cross a bound by weight; at least 1."""
-    low = base * 0 + 1
-    high = low << 22
+def _ties_needed(stage, base, weight, ties, limit, target):
+    """How many of the tokens of one weight, on top of base, cross a bound by weight; at least 1."""
+    low = ties * 0 + 1
+    high = ties
     while low < high:
         middle = (low + high) >> 1
         if _crossed(stage, middle, base + middle * weight, middle, limit, target):
@@ -252,7 +252,7 @@ def find_places(
                         kept = base_weight + (bound_count - base_count) * weight
                         limit = limit_of(p, kept)
                     else:
-                        needed = _ties_needed(stage, base_weight, weight, limit, target)
+                        needed = _ties_needed(stage, base_weight, weight, inside, limit, target)
                         if stage == 1:
                             kept = base_weight + needed * weight
                         else:

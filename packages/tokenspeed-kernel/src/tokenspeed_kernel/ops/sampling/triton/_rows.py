@@ -35,7 +35,7 @@ class Spans:
     @property
     def block(self) -> int:
         """`count` as a power of two."""
-        return triton.next_power_of_2(self.count)
+        return int(triton.next_power_of_2(self.count))
 
 
 def spans_of(logits: Tensor) -> Spans:

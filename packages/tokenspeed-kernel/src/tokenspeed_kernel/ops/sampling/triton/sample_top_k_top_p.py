@@ -49,7 +49,8 @@ class Tiles:
         capacity: candidates of a row, a power of two, well above rank: groups may hold several.
         list_block, list_warps: of `_candidates` and `collect`.
         lanes, unroll: of `sum_levels`: threads, and tokens that each has in flight.
-        place_lanes, place_unroll: of `find_places`, likewise.
+        candidate_lanes, list_lanes: of `find_places` for candidates, of which there are few, and for longer lists.
+        place_unroll: of `find_places`.
         warp: threads of a warp.
     """
 
@@ -63,7 +64,8 @@ class Tiles:
     list_stages: int = 2
     lanes: int = 128
     unroll: int = 4
-    place_lanes: int = 512
+    candidate_lanes: int = 128
+    list_lanes: int = 512
     place_unroll: int = 2
     warp: int = 32
 
@@ -74,7 +76,7 @@ class Tiles:
 
 _TILES = {
     # Interpreted: few and large operations.
-    "cpu": Tiles(list_block=2048, lanes=2048, unroll=1, place_lanes=4096, place_unroll=1, warp=128),
+    "cpu": Tiles(list_block=2048, lanes=2048, unroll=1, candidate_lanes=512, list_lanes=2048, place_unroll=1, warp=128),
     "amd": Tiles(warp=64),
     "any": Tiles(),
 }
@@ -254,10 +256,10 @@ def sample_top_k_top_p(
         out,
         out.stride(0),
         FROM_LEVELS=False,
-        LANES=tiles.place_lanes,
+        LANES=tiles.candidate_lanes,
         UNROLL=tiles.place_unroll,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
-        num_warps=tiles.place_lanes // tiles.warp,
+        num_warps=tiles.candidate_lanes // tiles.warp,
         **exact,
     )
     sum_levels[cut](
@@ -292,10 +294,10 @@ def sample_top_k_top_p(
         out,
         out.stride(0),
         FROM_LEVELS=True,
-        LANES=tiles.place_lanes,
+        LANES=tiles.list_lanes,
         UNROLL=tiles.place_unroll,
         UNUSED_BITS=_UNUSED_BITS[logits.dtype],
-        num_warps=tiles.place_lanes // tiles.warp,
+        num_warps=tiles.list_lanes // tiles.warp,
         **exact,
     )
     return out
