@@ -312,6 +312,12 @@ def test_names_and_devices_that_are_not_there() -> None:
         assert "there are CUDA graphs on GPUs only" in refused("bench", "rmsnorm", "--graph", "20")
 
 
+def test_several_cases_may_be_asked_for() -> None:
+    report = call_json("verify", "reference_rmsnorm", "--case", "no rows", "--case", "one row")
+    assert [result["case"] for result in report["results"]] == ["one row of 8, float32", "no rows"]
+    assert "no case 'no rovs'" in refused("verify", "rmsnorm", "--case", "no rows", "--case", "no rovs")
+
+
 def test_a_solution_may_be_asked_for() -> None:
     report = call_json("verify", "rmsnorm", "--solution", "reference", "--case", "no rows")
     assert {result["kernel"] for result in report["results"]} == {"reference_rmsnorm"}

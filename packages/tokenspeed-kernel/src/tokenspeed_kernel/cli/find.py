@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,17 +46,20 @@ def find_kernels(target: str | None, plugin: str | None = None) -> list[KernelSp
     return [spec for spec in found if spec.name in loaded[plugin].kernel_names]
 
 
-def find_runs(specs: list[KernelSpec], wanted: str | None, large: bool) -> list[tuple[KernelSpec, Case]]:
-    """Kernels with their cases: the small ones, also the large ones, or those whose name is ``wanted`` or contains it."""
+def find_runs(specs: list[KernelSpec], wanted: Sequence[str], large: bool) -> list[tuple[KernelSpec, Case]]:
+    """Kernels with their cases: the small ones, also the large ones, or those whose name is one of ``wanted`` or contains it."""
     cases = {str(op): op.all_cases() for op in operators()}
     pairs = [(spec, case) for spec in specs for case in cases.get(spec.operator, ())]
-    if wanted is None:
+    if not wanted:
         return [(spec, case) for spec, case in pairs if large or not case.large]
-    exact = [(spec, case) for spec, case in pairs if case.name == wanted]
-    found = exact or [(spec, case) for spec, case in pairs if wanted.lower() in case.name.lower()]
-    if not found:
-        unknown("case", wanted, dict.fromkeys(case.name for _, case in pairs))
-    return found
+    names = list(dict.fromkeys(case.name for _, case in pairs))
+    found: set[str] = set()
+    for name in wanted:
+        matching = {name} & {*names} or {known for known in names if name.lower() in known.lower()}
+        if not matching:
+            unknown("case", name, names)
+        found |= matching
+    return [(spec, case) for spec, case in pairs if case.name in found]
 
 
 def find_device(name: str | None) -> torch.device | None:

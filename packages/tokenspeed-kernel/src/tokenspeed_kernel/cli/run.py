@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -20,7 +22,10 @@ from tokenspeed_kernel.registry import KernelSpec
 
 # Optional rather than `| None`: typer evaluates these.
 Target = Annotated[Optional[str], typer.Argument(metavar="[KERNEL|OP]", help="A kernel, or all of an operator's; all if left out.")]  # noqa: UP045
-CaseName = Annotated[Optional[str], typer.Option("--case", help="Only cases of this name, or with this in their name.")]  # noqa: UP045
+CaseNames = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option("--case", help="Only cases of this name, or with this in their name. May be given several times."),
+]
 Large = Annotated[bool, typer.Option("--large", help="Also the cases that are sized for a GPU.")]
 Device = Annotated[Optional[str], typer.Option("--device", help="cpu or cuda; where kernels run by default if left out.")]  # noqa: UP045
 Plugin = Annotated[Optional[str], typer.Option("--plugin", help="Only kernels of this plugin.")]  # noqa: UP045
@@ -34,7 +39,7 @@ Budget = Annotated[float, typer.Option("--budget", min=0.001, help="Seconds of m
 
 def verify(
     target: Target = None,
-    case: CaseName = None,
+    case: CaseNames = None,
     large: Large = False,
     solution: Solution = None,
     plugin: Plugin = None,
@@ -43,7 +48,7 @@ def verify(
 ) -> None:
     """Run kernels against their operators' references. Exit code 1 if any is wrong."""
     where = find_device(device)
-    runs = find_runs(_made_with(solution, find_kernels(target, plugin)), case, large)
+    runs = find_runs(_made_with(solution, find_kernels(target, plugin)), case or (), large)
     results: list[CaseResult] = []
     with progress(len(runs), "verifying") as begin:
         for spec, chosen in runs:
@@ -96,7 +101,7 @@ def _verify_rows(results: list[CaseResult], *, fold: bool) -> list[list[str]]:
 
 def bench(
     target: Target = None,
-    case: CaseName = None,
+    case: CaseNames = None,
     large: Large = False,
     solution: Solution = None,
     output: Output = None,
@@ -109,19 +114,19 @@ def bench(
     where = find_device(device) or default_device()
     if graph and where.type != "cuda":
         fail(f"--graph {graph}: there are CUDA graphs on GPUs only, and this would run on {where}")
-    runs = find_runs(_made_with(solution, find_kernels(target)), case, large)
+    runs = find_runs(_made_with(solution, find_kernels(target)), case or (), large)
     if output is not None and not output.parent.is_dir():
         fail(f"--output {output}: there is no folder {output.parent}")
-    metadata = collect_metadata(_command(target, case, large, solution, device, budget, graph), where)
+    metadata = collect_metadata(_command(target, case or (), large, solution, device, budget, graph), where)
     roofline = measure_roofline(where) if where.type == "cuda" else None
     rows: list[Row] = []
     with progress(len(runs), "measuring") as begin:
         for spec, chosen in runs:
             begin(f"{spec.name}: {chosen.name}")
             rows.append(bench_case(spec, chosen, where, budget_s=budget, graph_calls=graph))
+            if output is not None:  # now, not at the end: what was measured must not be lost with what comes after
+                _replace(output, Report(metadata, tuple(rows), roofline).to_json() + "\n")
     report = Report(metadata, tuple(rows), roofline)
-    if output is not None:
-        output.write_text(report.to_json() + "\n")
     if as_json:
         print_json(report.to_dict())
     else:
@@ -135,6 +140,13 @@ def bench(
     raise typer.Exit(any(row.status in (Status.FAILED.value, Status.ERROR.value) for row in rows))
 
 
+def _replace(file: Path, text: str) -> None:
+    """Writes a file such that whoever reads it finds it whole, as it was or as it is."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(file)
+
+
 def _bench_cells(row: Row, roofline: Roofline | None) -> list[str]:
     if row.timing is None:
         return [row.kernel, row.case, row.status, "", "", "", "", "", "", row.reason]
@@ -146,10 +158,10 @@ def _bench_cells(row: Row, roofline: Roofline | None) -> list[str]:
 
 
 def _command(
-    target: str | None, case: str | None, large: bool, solution: str | None, device: str | None, budget: float, graph: int
+    target: str | None, cases: Sequence[str], large: bool, solution: str | None, device: str | None, budget: float, graph: int
 ) -> str:
     words = ["tokenspeed-kernel", "bench", *([target] if target else [])]
-    words += ["--case", case] if case else []
+    words += [word for case in cases for word in ("--case", case)]
     words += ["--large"] if large else []
     words += ["--solution", solution] if solution else []
     words += ["--device", device] if device else []

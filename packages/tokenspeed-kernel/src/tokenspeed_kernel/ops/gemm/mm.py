@@ -156,7 +156,18 @@ def _() -> list[Case]:
         Case("fp8 per block, 8192 x 8192 x 8192", fp8(8192, 8192, 8192, a_scale="block", b_scale="block"), large=True),
         Case("fp8 per token, decode 64", fp8(64, 7168, 4096, a_scale="token", b_scale="channel"), large=True),
         Case("fp8 per block, decode 64", fp8(64, 7168, 4096, a_scale="block", b_scale="block"), large=True),
-        Case("fp8 weight only per block, prefill 512", fp8(512, 2048, 7168, a_scale="", b_scale="block", a_dtype=half), large=True),
+        Case(
+            "fp8 per token to float32, prefill 4096",
+            fp8(4096, 2048, 4096, a_scale="token", b_scale="tensor", out_dtype=single),
+            large=True,
+        ),
+        Case("fp8 per token, 256 tokens", fp8(256, 7168, 2048, a_scale="token", b_scale="channel"), large=True),
+        Case("fp8 per token, k of 2048, prefill 4096", fp8(4096, 2048, 7168, a_scale="token", b_scale="channel"), large=True),
+        Case("dense to float32, prefill 4096", dense(4096, 2048, 4096, out_dtype=single), large=True),
+        Case("mxfp4 weight only, 512 tokens", mx(512, 2880, 5760, a="dense", b="mxfp4"), large=True),
+        Case(
+            "fp8 weight only per block, prefill 1024", fp8(1024, 2048, 7168, a_scale="", b_scale="block", a_dtype=half), large=True
+        ),
         Case("llama-70b o, mxfp8, prefill 4096", mx(4096, 8192, 8192, a="mxfp8", b="mxfp8"), large=True),
         Case("llama-70b o, mxfp4, prefill 4096", mx(4096, 8192, 8192, a="mxfp4", b="mxfp4"), large=True),
         Case("gpt-oss-120b expert, mxfp4 weight only, decode 16", mx(16, 2880, 5760, a="dense", b="mxfp4"), large=True),

@@ -5,7 +5,7 @@ Figures are TFLOP/s on an H200, causal, 8192 tokens in a sequence unless said ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,22 +18,27 @@ from tokenspeed_kernel.ops.triton_common import for_architecture
 
 @dataclass(frozen=True)
 class Choices:
-    """Tiles by the wider of a head's key and value: up to 64, 128 and 256 columns."""
+    """Tiles by the wider of a head's key and value: up to 64, 128 and 256 columns. An fp8 cache may have others for 128."""
 
     narrow: Tiles
     wide: Tiles
     widest: Tiles
+    wide_fp8: Tiles | None = None
 
 
 _CHOICES = {
     "sm_90": Choices(
-        # 418; 312 at 16 x 1024. Four programs to a multiprocessor, which takes the limit of registers: while one exponentiates,
-        # another multiplies. Without it three, 375 and 282. 128 x 64: 379 and 282; 64 x 128: 411 and 271; keys by pointers: 379.
+        # 400 to 418; 312 at 16 x 1024. Four programs to a multiprocessor, which takes the limit of registers: while one
+        # exponentiates, another multiplies. Without it three, 375 and 282. 128 x 64: 379 and 282; 64 x 128: 411 and 271; keys by
+        # pointers: 379.
         narrow=Tiles(64, 64, 4, 2, "apart", descriptors=True, edge_stages=2, registers=128, edges_first=True),
-        # 500. With edges_first the compiler serialises the products: 390. 128 x 128 and 8 warps: 475; by pointers 448 at most.
+        # 500 to 514. With edges_first the compiler serialises the products: 390. 128 x 128 and 8 warps: 475; by pointers 448 at
+        # most.
         wide=Tiles(64, 64, 4, 3, "apart", descriptors=True, edge_stages=2),
         # 497 with 256 columns; 64 x 64: 358, 128 x 32: 411.
         widest=Tiles(128, 64, 8, 2, "apart", descriptors=True, edge_stages=2),
+        # 348, where keys and values are widened on their way; 64 x 64: 290.
+        wide_fp8=Tiles(128, 128, 8, 2),
     ),
     # The others were not measured: what compiles without spills.
     "sm_100": Choices(
@@ -44,7 +49,7 @@ _CHOICES = {
     "amd": Choices(narrow=Tiles(128, 64, 4, 2), wide=Tiles(128, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
     "any": Choices(narrow=Tiles(64, 64, 4, 2), wide=Tiles(64, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
 }
-# 128 positions of 16 x 8192 tokens: 1.4 ms; by blocks of keys 1.8 ms.
+# A window of 128 over 16 x 8192 tokens: 1.37 ms; by blocks of 32 keys 1.8 ms.
 _BAND = Band(64, 4)
 _BAND_KEYS = (64, 128)
 _FEW_LATER = 16
@@ -61,7 +66,15 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
     choices = for_architecture(_CHOICES, call.q.device)
     if rows <= 32 and choices is not _CHOICES["sm_90"]:  # there a tile of 64 rows costs no more: its products are asynchronous
         return Tiles(16 if rows <= 16 else 32, 64 if widest <= 128 else 32, 4, 2)
-    return choices.narrow if widest <= 64 else choices.wide if widest <= 128 else choices.widest
+    if widest > 128:
+        return choices.widest
+    if widest <= 64:
+        return choices.narrow
+    if call.k.dtype != call.q.dtype and choices.wide_fp8 is not None and rows > 64:
+        return choices.wide_fp8
+    if call.page_size and choices.wide.descriptors:  # the look-up of a page takes every other stage
+        return replace(choices.wide, num_stages=2 * choices.wide.num_stages - 1)
+    return choices.wide
 
 
 def _in_a_band(call: Call, rows: int, widest: int) -> bool:

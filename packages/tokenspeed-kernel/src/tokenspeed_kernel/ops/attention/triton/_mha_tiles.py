@@ -43,15 +43,16 @@ class Tiles:
     edges_first: bool = False
 
 
-def split_width(width: int) -> tuple[int, int]:
+def split_width(width: int, v_width: int) -> tuple[int, int]:
     """A head's columns as one or two powers of two: 96 is 64 and 32, 192 is 128 and 64.
 
-    The second is at least 32. With one of 16 (80 as 64 and 16), products on sm_90 were wrong or out of bounds, by Triton 3.6.
+    The second is 32 or more, and another than what the value's columns ``v_width`` fill. Where they were alike, and keys and values
+    took turns in one piece of shared memory, what Triton 3.6 compiled for sm_90 was wrong or read out of bounds.
     """
     whole = max(16, triton.next_power_of_2(width))
     half = whole // 2
     rest = max(32, triton.next_power_of_2(width - half))
-    return (half, rest) if rest < half else (whole, 0)
+    return (half, rest) if rest < half and rest != v_width else (whole, 0)
 
 
 @triton.jit
@@ -425,8 +426,8 @@ def attend(tiles: Tiles, call: Call) -> None:
     slots = call.slots(tiles.block_m)
     if slots == 0:
         return
-    d_low, d_high = split_width(call.q.shape[2])
     block_w = max(16, triton.next_power_of_2(call.v.shape[-1]))
+    d_low, d_high = split_width(call.q.shape[2], block_w)
     operands = call.operands()
     k, v = operands[1:3]
     described = tiles.descriptors and _whole_rows(k, d_low + d_high) and _whole_rows(v, block_w)
@@ -463,7 +464,7 @@ def _whole_rows(x: Tensor, width: int) -> bool:
 
 
 def _rows(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
-    """A tensor map of ``[..., heads, dim]`` as rows of all heads, of which some columns are taken at a time; None for no columns."""
+    """A tensor map of ``[..., heads, dim]`` as rows of all heads, for blocks of some rows and columns; None for no columns."""
     heads, dim = x.shape[-2:]
     shape = [x.numel() // (heads * dim), heads * dim]
     return TensorDescriptor(x, shape, [x.stride(-3), 1], [rows, columns]) if columns else None

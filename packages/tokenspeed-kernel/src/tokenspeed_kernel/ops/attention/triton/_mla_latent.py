@@ -58,6 +58,8 @@ _TILES = {
     "gfx942": {16: Tile(16, 32, 4, 1)},
     "gfx950": {16: Tile(16, 32, 4, 1)},
     "any": {16: Tile(16, 64, 8, 2)},
+    # The interpreter takes its time by the operation.
+    "cpu": {16: Tile(16, 64, 1, 1), 128: Tile(128, 64, 1, 1)},
 }
 _FLOAT32 = Tile(16, 16, 4, 2)
 _WIDE = Tile(16, 16, 4, 1)  # more than 576 columns
@@ -69,7 +71,8 @@ def tile_for(rows: int, block_c: int, block_r: int, dtype: torch.dtype, fp8_cach
         return _WIDE
     if dtype == torch.float32:
         return _FLOAT32
-    tiles = for_architecture(_TILES, device) if block_c >= 64 else _TILES["any"]  # 64 rows of a transposed product at least
+    # Below 64 columns a transposed product would fall to other matrix units than the scores, which gives wrong results (Triton 3.6).
+    tiles = for_architecture(_TILES, device) if block_c >= 64 else _TILES["any"]
     # A transposed product has the keys in its first operand, which comes out of registers if it has to be widened first.
     fitting = [most for most in tiles if rows <= most and not (fp8_cache and tiles[most].transposed)]
     return tiles[min(fitting, default=max(tiles))]

@@ -4,8 +4,8 @@ Everything is in base 2, because the hardware's exponential is: with ``multiplie
 ``products * multiplier`` and its weight ``exp2(score - largest)``. Under a logit cap ``multiplier`` is ``softmax_scale / cap`` and
 ``cap_log2 = cap * log2(e)``, so that a score is ``cap_log2 * tanh(products * multiplier)``. `score_factors` makes both.
 
-The state of a row is ``(largest, total)``, float32: the largest score so far and the sum of weights relative to it, from -inf and 0.
-A row that has seen nothing weighs nothing, rather than NaN.
+The state of a row is ``(largest, total)``, float32: the largest score so far and the sum of weights relative to it, from -inf and
+0. A row that has seen nothing weighs nothing, rather than NaN.
 """
 
 from __future__ import annotations

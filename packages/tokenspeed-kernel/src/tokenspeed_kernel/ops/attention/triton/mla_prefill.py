@@ -16,7 +16,7 @@ from tokenspeed_kernel.ops.triton_common import for_architecture
 
 # Keys of 192 columns, values of 128. On an H200 4 x 4096 tokens, 128 heads: 434 TFLOP/s. With tensor maps 420, 4 stages 430, edges
 # in the same loop 423, 128 keys at once 411, 64 rows 403 and less.
-_TILES: dict[str, Tiles | None] = {"sm_90": Tiles(128, 64, 8, 3, "apart"), "any": None}
+_TILES: dict[str, Tiles | None] = {"sm_90": Tiles(128, 64, 8, 3, "apart"), "cpu": Tiles(128, 128, 1, 1), "any": None}
 
 
 def mla_prefill(
@@ -40,7 +40,7 @@ def mla_prefill(
     scale = softmax_scale_of(softmax_scale, head_dim)
     call = Call(q, k, v, out, lse, cu_seqlens, scale, True, -1, logit_cap, None, longest)
     tiles = for_architecture(_TILES, q.device)
-    if tiles and q.dtype != torch.float32 and 128 < head_dim <= 192 and 64 < v.shape[2] <= 128:
+    if tiles and q.dtype != torch.float32 and (head_dim, v.shape[2]) == (192, 128):
         _mha_tiles.attend(tiles, call)
     else:
         attend(choose(call, longest), call)

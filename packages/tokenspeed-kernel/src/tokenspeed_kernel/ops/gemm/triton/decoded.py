@@ -41,6 +41,9 @@ _UNALIGNED = Tile(16, 64, 64, 4, 2)
 _BLOCKS = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 64, 4, 3))
 _TILES = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3))
 
+# Programs with small tiles that a multiprocessor needs at least, for one decodes while another one's loads are under way.
+_PROGRAMS = 3
+
 
 def tile_for(x: Operand, w: Operand) -> Tile:
     if x.tensor.dtype == torch.float32:
@@ -220,7 +223,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Til
     wide = dtype == torch.float32
     tile = tile or tile_for(x, w)
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) * x.batch
-    splits, k_per_split = choose_splits(tiles, k, tile.k, device)
+    splits, k_per_split = choose_splits(tiles, k, tile.k, device, _PROGRAMS if tile.m <= 64 else 1)
     target, strides = split_target(out, splits)
     split_a = dtype == torch.float16 and w.scaling == MX
     compute = tl.float32 if wide or able.interpreted else tl.float16 if dtype == torch.float16 and not split_a else tl.bfloat16

@@ -31,7 +31,7 @@ class Config:
         m, n, k: rows of a, columns of b and elements along k of a program's tile.
         warps, stages: of a program; how many loads of operands are under way.
         persistent: programs a multiprocessor, each with many tiles; 0 for a program a tile.
-        imprecise: how many products the matrix unit may add up in its own, shorter sums; 0 for all of them.
+        partial: add sums of ``k`` products in float32, where the matrix unit's own sums of 8-bit products are shorter.
         descriptors: load tiles through tensor descriptors if the operands lie so.
         group: rows of tiles that are done together, see `tile_of`.
     """
@@ -42,49 +42,58 @@ class Config:
     warps: int
     stages: int
     persistent: int = 0
-    imprecise: int = 0
+    partial: bool = False
     descriptors: bool = False
     group: int = 8
 
 
 @dataclass(frozen=True)
 class Configs:
-    """By a's rows (at most 64, or 128 with scales of blocks, are few) and b's scales (of blocks, or of whole lines)."""
+    """For few rows of a (at most 64, or 128 with scales of blocks), scales of blocks, scales of lines. ``best`` is for products
+    that fill the device, of at most ``best_k`` elements along k, to half precision.
+    """
 
     few: Config
     few_blocks: Config
-    lines: Config
     blocks: Config
+    lines: Config
+    best: Config | None = None
+    best_k: int = 0
 
 
-# One H200, 8192 x 8192 x 8192, e4m3fn. Scales of lines: 1484 TFLOP/s; without descriptors 1258, without persistence 1446, two
-# 128 x 128 tiles a multiprocessor 1390, sums of at most 128 products in the matrix unit 866 (relative error 1.7e-3, like that of
-# rounding the result to bfloat16; with all of them there 2.6e-3). Scales of blocks: 947 TFLOP/s; three stages 858, persistent 772,
-# 64 x 128 tiles 886. Few rows (64 x 7168 x 4096): 12.9 us; tiles 128 wide 13.7, 128 deep 13.2; with blocks 14.4.
+# One H200, 8192 x 8192 x 8192, e4m3fn. All sums in the matrix unit: 1484 TFLOP/s with 128 x 256 tiles (without descriptors 1258,
+# without persistence 1446), 1390 with two 128 x 128 tiles a multiprocessor. But such sums lose 1.4% of 8192 positive products and
+# 5.5% of 28672: beyond 2048 float32 adds them up, as scales of blocks want anyway (947 TFLOP/s, no such loss; three stages 858,
+# persistent 772, 64 x 128 tiles 886). Few rows (64 x 7168 x 4096): 12.9 us; tiles 128 wide 13.7, 128 deep 13.2; blocks 14.4.
 _FP8_LARGE_MEMORY = Configs(
-    few=Config(64, 64, 256, 4, 4),
+    few=Config(64, 64, 256, 4, 4, partial=True),
     few_blocks=Config(64, 128, 128, 4, 4, descriptors=True),
-    lines=Config(128, 256, 128, 8, 3, persistent=1, descriptors=True),
     blocks=Config(128, 128, 128, 8, 4, descriptors=True),
+    lines=Config(128, 128, 128, 8, 4, descriptors=True, partial=True),
+    best=Config(128, 256, 128, 8, 3, persistent=1, descriptors=True),
+    best_k=2048,
 )
+# The same in bfloat16: 809 TFLOP/s, PyTorch's 805; four stages 738, 128 x 128 tiles 697.
 _HALF_LARGE_MEMORY = Configs(
     few=Config(64, 64, 128, 4, 4),
     few_blocks=Config(64, 64, 128, 4, 4),
-    lines=Config(128, 256, 64, 8, 3, persistent=1, descriptors=True),
     blocks=Config(128, 128, 64, 8, 4, descriptors=True),
+    lines=Config(128, 128, 64, 4, 4, persistent=2, descriptors=True),
+    best=Config(128, 256, 64, 8, 3, persistent=1, descriptors=True),
+    best_k=1 << 31,
 )
 # Within 64 KiB of shared memory, the least that there is.
 _FP8_SMALL_MEMORY = Configs(
     few=Config(64, 64, 128, 4, 3),
     few_blocks=Config(64, 64, 128, 4, 3),
-    lines=Config(128, 128, 128, 8, 2),
     blocks=Config(128, 64, 128, 8, 2),
+    lines=Config(128, 128, 128, 8, 2),
 )
 _HALF_SMALL_MEMORY = Configs(
     few=Config(64, 64, 64, 4, 3),
     few_blocks=Config(64, 64, 64, 4, 3),
-    lines=Config(128, 128, 64, 8, 2),
     blocks=Config(128, 64, 64, 8, 2),
+    lines=Config(128, 128, 64, 8, 2),
 )
 _FP8 = {"sm_90": _FP8_LARGE_MEMORY, "sm_100": _FP8_LARGE_MEMORY, "any": _FP8_SMALL_MEMORY}
 _HALF = {"sm_90": _HALF_LARGE_MEMORY, "sm_100": _HALF_LARGE_MEMORY, "any": _HALF_SMALL_MEMORY}
@@ -157,7 +166,7 @@ def _direct_mm(
     k_per_split,
     A_SCALING: tl.constexpr,
     B_SCALING: tl.constexpr,
-    IMPRECISE: tl.constexpr,
+    PARTIAL: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -201,8 +210,8 @@ def _direct_mm(
                 if A_SCALING == "block":
                     scale *= tl.load(a_scale + m.to(tl.int64) * stride_asm + block * stride_ask, mask=m < M, other=0.0)
                 acc += tl.dot(x, tl.trans(w)) * scale
-            elif IMPRECISE > 0:
-                acc = tl.dot(x, tl.trans(w), acc, max_num_imprecise_acc=IMPRECISE)
+            elif PARTIAL:
+                acc += tl.dot(x, tl.trans(w))
             else:
                 acc = tl.dot(x, tl.trans(w), acc)
         if A_SCALING == "line" or A_SCALING == "whole":
@@ -227,11 +236,19 @@ def serves(x: Operand, w: Operand) -> bool:
     return native and x.format in ("e4m3fn", "e5m2") and x.strides[2] == w.strides[2] == 1
 
 
-def config_for(x: Operand, w: Operand) -> Config:
-    configs = for_architecture(_FP8 if x.tensor.element_size() == 1 else _HALF, x.tensor.device)
+def config_for(x: Operand, w: Operand, out: Tensor) -> Config:
+    device = x.tensor.device
+    configs = for_architecture(_FP8 if x.tensor.element_size() == 1 else _HALF, device)
     if w.scaling == BLOCK:
         return configs.blocks if x.lines > 128 else configs.few_blocks
-    return configs.lines if x.lines > 64 else configs.few
+    if x.lines <= 64:
+        return configs.few
+    best = configs.best
+    # A float32 tile on its way out would not fit beside this many loads under way.
+    if best is None or x.k > configs.best_k or out.element_size() > 2 or x.tensor.ndim == 3:
+        return configs.lines
+    tiles = triton.cdiv(x.lines, best.m) * triton.cdiv(w.lines, best.n)
+    return best if tiles >= multiprocessors(device) else configs.lines
 
 
 def _describable(x: Operand) -> bool:
@@ -243,7 +260,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: C
     """``out[...] = a @ b + bias`` of operands that `serves` accepts; out has elements."""
     m, n, k = x.lines, w.lines, x.k
     a, b, device = x.tensor, w.tensor, x.tensor.device
-    config = config or config_for(x, w)
+    config = config or config_for(x, w, out)
     tiles = triton.cdiv(m, config.m) * triton.cdiv(n, config.n) * x.batch
     splits, k_per_split = choose_splits(tiles, k, config.k, device)
     target, strides = split_target(out, splits)
@@ -269,7 +286,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: C
         k_per_split,
         A_SCALING=x.scaling,
         B_SCALING=w.scaling,
-        IMPRECISE=config.imprecise,
+        PARTIAL=config.partial,
         BLOCK_M=config.m,
         BLOCK_N=config.n,
         BLOCK_K=config.k,

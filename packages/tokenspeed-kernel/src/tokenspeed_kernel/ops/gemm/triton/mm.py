@@ -9,9 +9,6 @@ from tokenspeed_kernel.ops.gemm.operands import default_out_dtype
 from tokenspeed_kernel.ops.gemm.triton import decoded, direct, once
 from tokenspeed_kernel.ops.gemm.triton._operands import operand
 
-# Rows of a from which on it pays to decode the operands beforehand: below, every weight is decoded once or twice anyway.
-_DECODE_ONCE = 256
-
 
 def mm(
     a: Tensor,
@@ -43,7 +40,7 @@ def _multiply(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | No
     x, w = operand(a, a_scale, -2), operand(b, b_scale, -1)
     if direct.serves(x, w):
         direct.multiply(x, w, bias, out)
-    elif x.lines >= _DECODE_ONCE and once.serves(x, w):
+    elif once.serves(x, w):
         once.multiply(x, w, bias, out)
     else:
         decoded.multiply(x, w, bias, out)

@@ -17,6 +17,9 @@ from tokenspeed_kernel.ops.quantization.triton._encode import (
 )
 from tokenspeed_kernel.ops.quantization.triton._rows import as_matrix, finish, made_or, matrix_tile
 
+# Columns of a tile with a scale each.
+_CHANNELS = 256
+
 
 @triton.jit
 def _quantize(
@@ -58,8 +61,9 @@ def quantize_fp8_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, out: T
         one_scale = scale.ndim == 0 or tuple(scale.shape) == (1,)
         matrix = as_matrix(x, whole=one_scale)
         rows, columns = matrix.shape
-        tile = matrix_tile(matrix)
         per_token = scale.ndim > 0 and tuple(scale.shape) == (*x.shape[:-1], 1)
+        # A divisor is prepared once for all rows of a tile.
+        tile = matrix_tile(matrix, most_columns=None if one_scale or per_token else _CHANNELS)
         scales = scale.reshape(-1)
         able = abilities(x.device)
         _quantize[(triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)](

@@ -61,11 +61,11 @@ class Tiles:
     capacity: int = 4096
     list_block: int = 512
     list_warps: int = 4
-    list_stages: int = 2
+    list_stages: int = 1
     lanes: int = 128
     unroll: int = 4
-    candidate_lanes: int = 128
-    list_lanes: int = 512
+    candidate_lanes: int = 256
+    list_lanes: int = 256
     place_unroll: int = 2
     warp: int = 32
 
@@ -78,6 +78,7 @@ _TILES = {
     # Interpreted: few and large operations.
     "cpu": Tiles(list_block=2048, lanes=2048, unroll=1, candidate_lanes=512, list_lanes=2048, place_unroll=1, warp=128),
     "amd": Tiles(warp=64),
+    "sm_90": Tiles(list_stages=2),
     "any": Tiles(),
 }
 
