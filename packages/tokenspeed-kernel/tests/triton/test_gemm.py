@@ -67,7 +67,7 @@ def test_direct_products_of_fp8(descriptors: bool, kind: str, splits: int, monke
     m, k, n = 70, 1600, 136
     monkeypatch.setattr(_split_k, "multiprocessors", lambda device: 6 * splits)
     for persistent in (0, 1):
-        config = direct.Config(64, 64, 128, 4, 2, persistent, descriptors, partial=persistent == 1)
+        config = direct.Config(64, 64, 128, 4, 2, persistent, partial=persistent == 1, descriptors=descriptors)
         a, b = _coarse(m, k, seed=1, dtype=E4M3), _coarse(n, k, seed=2, dtype=E4M3).t()
         a_scale, b_scale = _scales(m, k, n, kind)
         bias = _normal(n, seed=3)

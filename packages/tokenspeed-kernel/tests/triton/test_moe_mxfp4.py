@@ -71,8 +71,8 @@ def test_prepared_weights_are_the_weights(interleaved: bool, k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens, top_k, experts, block_rows",
-    [(1, 4, 128, 16), (5, 2, 4, 16), (300, 4, 7, 64), (3, 1, 5, 8), pytest.param(2500, 4, 33, 128, id="several chunks")],
+    ("tokens", "top_k", "experts", "block_rows"),
+    [(1, 4, 128, 16), (5, 2, 4, 16), (300, 4, 7, 64), (3, 1, 5, 8), pytest.param(700, 4, 9, 128, id="several chunks")],
 )
 def test_schedule(tokens: int, top_k: int, experts: int, block_rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -107,8 +107,8 @@ def test_tiles_agree_with_the_reference(monkeypatch: pytest.MonkeyPatch, tile: A
         monkeypatch.setattr(kernel, "_DIRECT_PAIRS", 0)
     elif tile.tail:
         pytest.skip("blocks without a schedule have one size")
-    arguments, plan = _draw(15, 4, 4, 160, 96, of=6, dtype=torch.float16, **_GPT_OSS)
-    arguments["topk_ids"][:9] = torch.where(arguments["topk_ids"][:9] < 0, -1, 1)
+    arguments, plan = _draw(9, 4, 4, 160, 96, of=6, dtype=torch.float16, **_GPT_OSS)
+    arguments["topk_ids"][:5] = torch.where(arguments["topk_ids"][:5] < 0, -1, 1)
     weights = tk.moe_process_weights(arguments["weights"], plan)
     activations = (arguments["topk_weights"], arguments["topk_ids"], plan)
     got = kernel.moe_apply_as(kernel.Regime(0, tile, tile), arguments["x"], weights, *activations)
@@ -132,7 +132,8 @@ def test_strided_arguments() -> None:
     strided = {name: torch.stack((value, value), -1)[..., 0] for name, value in arguments.items() if isinstance(value, Tensor)}
     out = torch.empty(64, 6, dtype=torch.float16, device=DEVICE).t()
     got = tk.moe_apply(**strided, weights=weights, plan=plan, out=out, override=KERNEL)
-    assert got is out and _error(out, expected) < 1e-3
+    assert got is out
+    assert _error(out, expected) < 1e-3
 
 
 def test_scales_far_apart_and_nan() -> None:
@@ -144,7 +145,8 @@ def test_scales_far_apart_and_nan() -> None:
     given.w2_weight_scale[1, 6, :] = 0
     got = tk.moe_apply(**{**arguments, "weights": tk.moe_process_weights(given, plan), "plan": plan}, override=KERNEL).float()
     expected = _reference(arguments).float()
-    assert torch.equal(got.isnan(), expected.isnan()) and bool(expected[:, 5].isnan().all())
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert bool(expected[:, 5].isnan().all())
     bound = 3e-2 * expected.nan_to_num().abs().amax(0) + 1e-3  # a feature's scales decide how large it is
     assert bool(((got - expected).nan_to_num().abs() <= bound).all())
 

@@ -95,8 +95,9 @@ def moe_topk(
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    # topk leaves the order of equal values open; a stable sort does not.
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    # topk leaves the order of equal values open; a stable sort does not. On a GPU it goes by the bits of a NaN, its sign included.
+    alike = values.where(~values.isnan(), math.nan)
+    return alike.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 @moe_topk.traits

@@ -30,10 +30,11 @@ def widened(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
         bits = x.to(tl.uint16)
         moved = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
         value = moved.to(tl.float16, bitcast=True) * 256.0
-        return tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(DTYPE)
+        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
     elif FP8 == "e5m2 in bits":  # the upper half of a float16
-        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(DTYPE)
+        value = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
     elif FP8 == "e4m3":  # straight to bfloat16 would take a slow instruction; the detour costs the others nothing
-        return x.to(tl.float16).to(tl.float32).to(DTYPE)
+        value = x.to(tl.float16).to(tl.float32)
     else:
-        return x.to(DTYPE)
+        value = x
+    return value.to(DTYPE)

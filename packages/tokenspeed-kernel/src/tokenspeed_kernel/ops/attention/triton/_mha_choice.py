@@ -5,7 +5,7 @@ Figures are TFLOP/s on an H200, causal, 8192 tokens in a sequence unless said ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -72,8 +72,6 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
         return choices.narrow
     if call.k.dtype != call.q.dtype and choices.wide_fp8 is not None and rows > 64:
         return choices.wide_fp8
-    if call.page_size and choices.wide.descriptors:  # the look-up of a page takes every other stage
-        return replace(choices.wide, num_stages=2 * choices.wide.num_stages - 1)
     return choices.wide
 
 

@@ -71,7 +71,7 @@ def tile_for(rows: int, block_c: int, block_r: int, dtype: torch.dtype, fp8_cach
         return _WIDE
     if dtype == torch.float32:
         return _FLOAT32
-    # Below 64 columns a transposed product would fall to other matrix units than the scores, which gives wrong results (Triton 3.6).
+    # Below 64 columns a transposed product falls to other instructions than the scores, and results are wrong (Triton 3.6, sm_90).
     tiles = for_architecture(_TILES, device) if block_c >= 64 else _TILES["any"]
     # A transposed product has the keys in its first operand, which comes out of registers if it has to be widened first.
     fitting = [most for most in tiles if rows <= most and not (fp8_cache and tiles[most].transposed)]
@@ -201,7 +201,7 @@ def _attend_latent(
         acc = tl.zeros([BLOCK_C, BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    page = 0
+    page = begin * 0
     if PAGE_SIZE % BLOCK_N == 0 and begin < end:
         page = tl.load(pages + begin // (PAGE_SIZE // BLOCK_N) * page_table_stride_p)
     for block in tl.range(begin, end, num_stages=STAGES):
@@ -329,10 +329,10 @@ def attend_latent(
     rope = width - kv_lora_rank
     block_c = triton.next_power_of_2(max(16, kv_lora_rank))
     block_r = triton.next_power_of_2(max(16, rope))
-    tile = tile or tile_for(rows, block_c, block_r, dtype, kv_cache.dtype in FP8, device)
+    tile = tile or tile_for(rows, block_c, block_r, output_dtype(q), kv_cache.dtype in FP8, device)
     tiles = triton.cdiv(rows, tile.block_m)
     capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
-    sm_count = multiprocessors(device)
+    sm_count = for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted programs run one by one
     early = for_architecture(OVERLAPPING, device)
     schedule = schedule_units(cache_seqlens, capacity, tiles, sm_count, tile.block_n, early)
     early = early and schedule is not None
@@ -387,7 +387,7 @@ def attend_latent(
         num_warps=tile.num_warps,
         **({"launch_pdl": True} if early else {}),
     )
-    if schedule is not None:
+    if schedule is not None and partial is not None and partial_lse is not None:
         merge_units(
             schedule.plan,
             partial,

@@ -128,7 +128,8 @@ def schedule_units(
         return None
     wave = max(1, multiprocessors // tiles)
     finest_units = wave * _WAVES
-    count = batch + finest_units
+    most = min(triton.cdiv(capacity, _LEAST * block_n), finest_units)
+    count = min(batch + finest_units, batch * most)
     units = torch.empty((count, 4), dtype=torch.int32, device=cache_seqlens.device)
     parts = torch.empty((batch, 2), dtype=torch.int32, device=cache_seqlens.device)
     at_once = min(_LENGTHS_AT_ONCE, max(16, triton.next_power_of_2(batch)))
@@ -149,6 +150,5 @@ def schedule_units(
         num_warps=4,
     )
     # A sequence that is split has more blocks than a share, and there are no more of such than shares.
-    partials = finest_units + min(batch, finest_units)
-    most = min(triton.cdiv(capacity, block_n), finest_units)
+    partials = min(finest_units + min(batch, finest_units), count)
     return Schedule(units, parts, SplitPlan(batch, partials, most, _LEAST, wave, finest_units, 1, at_once))

@@ -65,9 +65,10 @@ _SHARED_BYTES = {"sm_80": 160_000, "sm_90": 225_000, "sm_100": 225_000, "sm_103"
 _OTHER_BYTES = 4_000  # of a program, besides those keys
 
 
-def _config(key_bytes: int, rows: int, dtype: torch.dtype, pairs: bool, device: torch.device) -> Config:
-    """For keys that take ``key_bytes`` with their values, tiles of ``rows`` query rows, and products of ``dtype``; ``pairs``: of
-    operands that are taken apart into two.
+def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: torch.device) -> Config:
+    """For keys that take ``key_bytes`` with their values, tiles of ``rows`` query rows, and products of ``dtype``.
+
+    ``lean``: no registers go to masks of a window or of each row, to the pages of each key, nor to operands in two parts.
     """
     room = for_architecture(_SHARED_BYTES, device)
     # 32 keys at once: 16 x 8K 76 for 72; 128: 75, and 64 x 1K 43 for 38.
@@ -77,8 +78,8 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, pairs: bool, device: 
     if rows > 32 or key_bytes > 512:
         num_warps = 4  # the tile's registers; with 64 rows two warps: 341 for 297
     else:
-        # 64 x 8K, 4 new tokens: one warp 273, two 292, four 300; 64 x 1K: 37, 38, 40. With an fp8 cache one spills.
-        num_warps = 1 if key_bytes <= 256 and not pairs else 2
+        # 64 x 1K: one warp 37, two 38, four 40; but what is not lean would spill. 64 x 8K, 4 new tokens: 273, 292, 300.
+        num_warps = 1 if lean and key_bytes <= 256 else 2
     if dtype == torch.float32:  # no tensor cores: products take registers
         block_n, num_warps = 32, 4
     if platform_of(device).is_amd:  # not measured: what compiles without spills
@@ -406,7 +407,8 @@ def mha_decode_with_kvcache(
     tiles = triton.cdiv(rows * packed, block_m)
     block_d = triton.next_power_of_2(max(16, head_dim * packed // each))
     block_w = triton.next_power_of_2(max(16, v_head_dim * packed // each))
-    config = _config((block_d + block_w) * k_cache.element_size() * each, block_m, dtype, pairs, device)
+    lean = max_seqlen_q == 1 and window_left < 0 and page_size % 64 == 0 and not pairs
+    config = _config((block_d + block_w) * k_cache.element_size() * each, block_m, dtype, lean, device)
     programs = heads // packed * tiles
     capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
     blocks = triton.cdiv(capacity, config.block_n)

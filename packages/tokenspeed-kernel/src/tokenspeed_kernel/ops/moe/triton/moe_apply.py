@@ -92,7 +92,12 @@ _SMALL_MEMORY = {
     90: Blocks(64, 0, 0, Tile(64, 32, 4, 2), Tile(128, 32, 4, 2)),
     math.inf: Blocks(128, 0, 0, Tile(64, 32, 8, 2), Tile(128, 32, 8, 2)),
 }
-_BLOCKS = {"sm_90": _LARGE_MEMORY, "sm_100": _LARGE_MEMORY, "any": _SMALL_MEMORY}
+# For the interpreter, which takes the same time for a small tile as for a large one.
+_INTERPRETED = {
+    22: Blocks(16, 0, 0, Tile(128, 128, 4, 1), Tile(128, 128, 4, 1)),
+    math.inf: Blocks(64, 16, 32, Tile(128, 128, 4, 1), Tile(128, 128, 4, 1)),
+}
+_BLOCKS = {"sm_90": _LARGE_MEMORY, "sm_100": _LARGE_MEMORY, "cpu": _INTERPRETED, "any": _SMALL_MEMORY}
 
 # Both operands fp8. A step's product is summed apart, to be scaled, and takes as many registers as the sum itself: fewer features.
 # DeepSeek-V3, 128 tokens, 32 of 256 experts here (mean 32 as seen from the host, 4 in truth): 346 us as below, with 4 stages 358,
@@ -190,6 +195,8 @@ def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.dev
     share = tokens * plan.top_k / plan.num_experts
     table = for_architecture(_BLOCKS_FP8 if formats.compute is tl.float8e4nv else _BLOCKS, device)
     blocks = next(blocks for most, blocks in table.items() if share <= most)
+    if abilities(device).interpreted:
+        return blocks
     return replace(blocks, first=_fitted(blocks.first, formats, 64), second=_fitted(blocks.second, formats, 128))
 
 

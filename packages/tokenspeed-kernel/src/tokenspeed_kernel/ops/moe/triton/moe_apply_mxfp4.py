@@ -139,13 +139,13 @@ def moe_apply_as(
         shape = (first.split_k, pairs, 2 * plan.intermediate_size)
         gate_up = torch.empty(shape, dtype=torch.float32, device=x.device)
     w13 = (weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias)
-    _product(first, schedules[first.columns], *_rounded(x, plan), *w13, gate_up, topk_ids, plan, gated=True)
+    _product(first, schedules[first.columns], _rounded(x, plan), w13, gate_up, topk_ids, plan, gated=True)
     if first.split_k > 1:
         _activate(gate_up, activated, plan)
     partial = torch.float32 if second.split_k > 1 else x.dtype
     slots = torch.empty((second.split_k, pairs, hidden), dtype=partial, device=x.device)
     w2 = (weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias)
-    _product(second, schedules[second.columns], *_rounded(activated[0], plan), *w2, slots, topk_ids, plan, gated=False)
+    _product(second, schedules[second.columns], _rounded(activated[0], plan), w2, slots, topk_ids, plan, gated=False)
     block = min(512, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
         slots,
@@ -206,11 +206,8 @@ def _activate(gate_up: Tensor, activated: Tensor, plan: MoEPlan) -> None:
 def _product(
     tile: Tile,
     schedule: BlockSchedule | None,
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    scale: Tensor | None,
-    epilogue: Tensor | None,
+    rows_and_scale: tuple[Tensor, Tensor | None],
+    projection: tuple[Tensor, Tensor | None, Tensor | None],
     out: Tensor,
     topk_ids: Tensor,
     plan: MoEPlan,
@@ -218,6 +215,8 @@ def _product(
     gated: bool,
 ) -> None:
     """One grouped product; ``out`` is ``[parts, pairs, features]``."""
+    x, x_scale = rows_and_scale
+    weight, scale, epilogue = projection
     pairs, k = topk_ids.numel(), x.shape[1]
     _, chunks, rows, _ = weight.shape
     row_tiles = triton.cdiv(rows, tile.rows)
