@@ -20,6 +20,7 @@ from tokenspeed_kernel.ops.gemm.triton._operands import BLOCK, MX, Operand
 from tokenspeed_kernel.ops.gemm.triton._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel.ops.gemm.triton._tiles import scale_of_lines, store_tile, tile_of
 from tokenspeed_kernel.ops.quantization.triton._encode import abilities, decode_e2m1, decode_e8m0, decode_fp8, unpack_e2m1
+from tokenspeed_kernel.ops.triton_device import wait_for_products
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def _decoded_mm(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     first = split * k_per_split
     for k0 in range(first, tl.minimum(first + k_per_split, K), BLOCK_K):
+        wait_for_products()
         b = _decoded_lines(
             b_ptr,
             b_scale_ptr,

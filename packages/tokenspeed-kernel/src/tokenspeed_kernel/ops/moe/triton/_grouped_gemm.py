@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tokenspeed_kernel.ops.moe.triton._rounding import round_mxfp4
 from tokenspeed_kernel.ops.quantization.triton._encode import decode_e2m1, decode_e8m0, decode_fp8, round_to, unpack_e2m1
+from tokenspeed_kernel.ops.triton_device import wait_for_products
 
 # What a weight is made of.
 DENSE = tl.constexpr(0)
@@ -52,6 +53,8 @@ def _weight_tile(
 ):
     """Columns ``k`` to ``k + BLOCK_K`` of a weight's rows, decoded. fp8 blocks' scales are left to the sums. ``row``: where each
     row begins, or the first row's number if w is a descriptor."""
+    if FORMAT != DENSE:
+        wait_for_products()
     if DESCRIPTOR:
         tile = w.load([row, k])
     elif FORMAT == MXFP4:

@@ -1,0 +1,27 @@
+"""Device code that the portable Triton kernels of several families share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def wait_for_products():
+    """Waits, on Hopper, until the matrix units are done with what they were given; elsewhere products are not asynchronous.
+
+    To be called in a loop before the first operand of its product is computed (decoded weights, converted fp8). Such an operand
+    stays in registers. Triton (3.6 to 3.9) lets the products of one turn run into the next, and the next turn's operand is then
+    written over registers that they still read: results are wrong now and then, the more the busier the multiprocessor. Waiting
+    here costs up to 2%, for other warps have work meanwhile.
+    """
+    if not _INTERPRETED:
+        if cuda_capability_geq(9, 0):
+            if not cuda_capability_geq(10, 0):
+                # Not pure: it must stay where it is.
+                tl.inline_asm_elementwise(
+                    "wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+                )
