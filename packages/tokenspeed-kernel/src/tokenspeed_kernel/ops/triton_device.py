@@ -10,7 +10,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def wait_for_products():
+def wait_for_products() -> None:
     """Waits, on Hopper, until the matrix units are done with what they were given; elsewhere products are not asynchronous.
 
     To be called in a loop before the first operand of its product is computed (decoded weights, converted fp8). Such an operand

@@ -168,4 +168,3 @@ register_kernel(
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )(f"{_HERE}.mla_decode_with_kvcache:mla_decode_with_kvcache")
-

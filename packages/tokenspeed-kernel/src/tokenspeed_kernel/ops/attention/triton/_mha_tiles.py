@@ -421,12 +421,19 @@ def attend_tiles(
         tl.store(lse + token * (KV_HEADS * GROUP) + q_head, softmax.log_sum_exp(largest, total), mask=real)
 
 
+def _block_w(width: int, v_width: int) -> int:
+    """A value's columns as a power of two; as many as a key's where a value has less than 64 and a key more. What Triton 3.6 compiled
+    for sm_90 was wrong for 32 columns of values beside 64 or 128 of keys, and right wherever both were alike."""
+    whole, whole_v = (max(16, triton.next_power_of_2(columns)) for columns in (width, v_width))
+    return whole if whole_v < min(64, whole) else whole_v
+
+
 def attend(tiles: Tiles, call: Call) -> None:
     """Launches `attend_tiles`."""
     slots = call.slots(tiles.block_m)
     if slots == 0:
         return
-    block_w = max(16, triton.next_power_of_2(call.v.shape[-1]))
+    block_w = _block_w(call.q.shape[2], call.v.shape[-1])
     d_low, d_high = split_width(call.q.shape[2], block_w)
     operands = call.operands()
     k, v = operands[1:3]

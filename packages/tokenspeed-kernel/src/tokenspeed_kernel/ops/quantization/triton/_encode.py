@@ -256,7 +256,7 @@ def division_steps(dtype: torch.dtype) -> int:
 
     One correction leaves the quotient within 2^-23 units of the true one before it is rounded, which is not enough if the true
     one is as near to the middle of two float32 numbers beside a boundary of the narrow format. With at most 11 bits in x no such
-    divisor exists (a test looks at all of them); float32 values get a second correction, after which the quotient is the
+    divisor exists (a test samples them); float32 values get a second correction, after which the quotient is the
     correctly rounded one (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990).
     """
     return 2 if dtype == torch.float32 else 1
