@@ -18,10 +18,7 @@ def wait_for_products() -> None:
     written over registers that they still read: results are wrong now and then, the more the busier the multiprocessor. Waiting
     here costs up to 2%, for other warps have work meanwhile.
     """
-    if not _INTERPRETED:
-        if cuda_capability_geq(9, 0):
-            if not cuda_capability_geq(10, 0):
-                # Not pure: it must stay where it is.
-                tl.inline_asm_elementwise(
-                    "wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-                )
+    if not _INTERPRETED and cuda_capability_geq(9, 0) and not cuda_capability_geq(10, 0):
+        # Not pure: it must stay where it is.
+        asm: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -422,9 +422,12 @@ def attend_tiles(
 
 
 def _block_w(width: int, v_width: int) -> int:
-    """A value's columns as a power of two; as many as a key's where a value has less than 64 and a key more. What Triton 3.6 compiled
-    for sm_90 was wrong for 32 columns of values beside 64 or 128 of keys, and right wherever both were alike."""
-    whole, whole_v = (max(16, triton.next_power_of_2(columns)) for columns in (width, v_width))
+    """A value's columns as a power of two; as many as a key's where a value has less than 64 and a key more.
+
+    What Triton 3.6 compiled for sm_90 was wrong for 32 columns of values beside 64 or 128 of keys, and right where they were alike.
+    """
+    whole = max(16, int(triton.next_power_of_2(width)))
+    whole_v = max(16, int(triton.next_power_of_2(v_width)))
     return whole if whole_v < min(64, whole) else whole_v
 
 

@@ -63,8 +63,8 @@ class Configs:
 
 # One H200, 8192 x 8192 x 8192, e4m3fn. All sums in the matrix unit: 1484 TFLOP/s with 128 x 256 tiles (without descriptors 1258,
 # without persistence 1446), 1390 with two 128 x 128 tiles a multiprocessor. But such sums lose 1.4% of 8192 positive products and
-# 5.5% of 28672: beyond 2048 float32 adds them up, as scales of blocks want anyway (947 TFLOP/s with scales of blocks; three stages 858,
-# persistent 772, 64 x 128 tiles 886). Few rows (64 x 7168 x 4096): 12.9 us; tiles 128 wide 13.7, 128 deep 13.2; blocks 14.4.
+# 5.5% of 28672: beyond 2048 float32 adds them up, as scales of blocks want anyway (947 TFLOP/s with such scales; three stages
+# 858, persistent 772, 64 x 128 tiles 886). Few rows (64 x 7168 x 4096): 12.9 us; tiles 128 wide 13.7, 128 deep 13.2; blocks 14.4.
 _FP8_LARGE_MEMORY = Configs(
     few=Config(64, 64, 256, 4, 4, partial=True),
     few_blocks=Config(64, 128, 128, 4, 4, descriptors=True),
