@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -35,3 +37,12 @@ def test_the_package_readme_names_every_operator() -> None:
     missing = [op.mode for op in operators() if f"`{op.mode}`" not in text]
     # The dequantising twins are named together.
     assert [mode for mode in missing if not mode.startswith("dequantize_")] == []
+
+
+def test_the_table_is_what_was_measured() -> None:
+    spec = importlib.util.spec_from_file_location("table", PACKAGE / "benchmarks" / "table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    assert table.in_readme(table.README.read_text()) == table.table(json.loads(table.REPORT.read_text()))
