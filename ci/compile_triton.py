@@ -6,8 +6,8 @@ cases lend their shapes alone; their values are never drawn.
 
     python ci/compile_triton.py --arch sm_90 --arch gfx950 --kernel decode
 
-Fails on a kernel that does not compile or wants more shared memory than there is, and on spills to local memory beyond
-``ci/spill_allowances.toml``.
+Fails on a kernel that does not compile or wants more shared memory than there is, on operands that are overwritten while they are
+in use, and on spills to local memory beyond ``ci/spill_allowances.toml``.
 """
 
 from __future__ import annotations
@@ -229,6 +229,10 @@ class Recorder:
             limit = ARCHITECTURES.get(recorder.arch, math.inf)
             if compiled.metadata.shared > limit:
                 raise RuntimeError(f"{function.__name__} wants {compiled.metadata.shared} bytes of shared memory, of {limit}")
+            if _overtaken(compiled.asm.get("ttgir", "")):
+                raise RuntimeError(
+                    f"{function.__name__} may overwrite operands in use: see wait_for_products in ops/triton_device.py"
+                )
             return compiled
 
         @contextlib.contextmanager
@@ -296,6 +300,14 @@ class _NoDevice:
         import torch
 
         return torch.device("cpu")
+
+
+def _overtaken(ttgir: str) -> bool:
+    """Whether Hopper's asynchronous products, whose left operand lies in registers, may outlive the turn of the loop that gave it
+    to them, with nothing that waits before the next turn writes these registers."""
+    in_registers = re.search(r"warp_group_dot .*#ttg\.dot_op", ttgir)
+    unfinished = re.search(r"warp_group_dot_wait.*pendings = [1-9]", ttgir)
+    return bool(in_registers and unfinished) and "wgmma.wait_group" not in ttgir
 
 
 def _resources(compiled: Any) -> tuple[int, int, int]:
