@@ -18,6 +18,7 @@ import tokenspeed_kernel
 from tokenspeed_kernel import lowering
 from tokenspeed_kernel.cases import Case, Cost
 from tokenspeed_kernel.operator import Operator, operators
+from tokenspeed_kernel.ops.triton_common import TRITON
 from tokenspeed_kernel.parameters import Kind, tensor_arguments
 from tokenspeed_kernel.registry import KernelRegistry
 
@@ -70,6 +71,13 @@ def test_its_reference_runs_anywhere(op: Operator[Any, Any]) -> None:
     assert spec.priority == 0
     assert spec.capability.gap(tokenspeed_kernel.named_platform("cpu")) is None
     assert spec.format_signatures is None
+
+
+@each_operator
+def test_a_portable_kernel_serves_it(op: Operator[Any, Any]) -> None:
+    """As the README says: a Triton kernel that needs nothing of a platform but that Triton compiles for it."""
+    specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
+    assert [spec.name for spec in specs if spec.solution == "triton" and spec.capability == TRITON]
 
 
 _SECTION = re.compile(r"^(Args|Returns|Raises|Example|Examples|Warns|Note|Notes):\s*$")

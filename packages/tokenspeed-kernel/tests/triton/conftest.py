@@ -1,8 +1,21 @@
-"""Tests of device code by itself. Without Triton there is nothing to import; with it they run on a GPU or interpreted."""
+"""Tests of device code by itself: on a GPU or interpreted. Elsewhere their modules are skipped before they import any of it."""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
 
-if importlib.util.find_spec("triton") is None:
-    collect_ignore_glob = ["test_*.py"]
+import pytest
+
+from tokenspeed_kernel.platform import current_platform
+
+
+class _Skipped(pytest.Module):
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        pytest.skip("Triton runs on a GPU, or under TRITON_INTERPRET=1")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if "triton" in current_platform().features:
+        return None  # an ordinary module
+    return _Skipped.from_parent(parent, path=module_path)

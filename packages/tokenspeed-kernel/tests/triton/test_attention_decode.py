@@ -13,14 +13,8 @@ import tokenspeed_kernel as tk
 from tokenspeed_kernel.cases import Draw
 from tokenspeed_kernel.numerics.verify import default_device
 from tokenspeed_kernel.ops.attention._inputs import paged
-from tokenspeed_kernel.platform import current_platform
-
-PLATFORM = current_platform()
-if "triton" not in PLATFORM.features:
-    pytest.skip("Triton runs on a GPU, or under TRITON_INTERPRET=1", allow_module_level=True)
-
-_split_kv = pytest.importorskip("tokenspeed_kernel.ops.attention.triton._split_kv")
-kernel = pytest.importorskip("tokenspeed_kernel.ops.attention.triton.mha_decode_with_kvcache")
+from tokenspeed_kernel.ops.attention.triton import _split_kv
+from tokenspeed_kernel.ops.attention.triton import mha_decode_with_kvcache as kernel
 
 DEVICE = default_device()
 ON_GPU = DEVICE.type == "cuda"

@@ -12,16 +12,9 @@ import tokenspeed_kernel as tk
 from tokenspeed_kernel.cases import Draw
 from tokenspeed_kernel.numerics.verify import default_device
 from tokenspeed_kernel.ops.attention._inputs import paged, ragged
-from tokenspeed_kernel.platform import current_platform
-
-if "triton" not in current_platform().features:
-    pytest.skip("Triton runs on a GPU, or under TRITON_INTERPRET=1", allow_module_level=True)
-
-_mha_call = pytest.importorskip("tokenspeed_kernel.ops.attention.triton._mha_call")
-_mha_tiles = pytest.importorskip("tokenspeed_kernel.ops.attention.triton._mha_tiles")
-_mha_band = pytest.importorskip("tokenspeed_kernel.ops.attention.triton._mha_band")
-prefill = pytest.importorskip("tokenspeed_kernel.ops.attention.triton.mha_prefill")
-extend = pytest.importorskip("tokenspeed_kernel.ops.attention.triton.mha_extend_with_kvcache")
+from tokenspeed_kernel.ops.attention.triton import _mha_band, _mha_call, _mha_tiles
+from tokenspeed_kernel.ops.attention.triton import mha_extend_with_kvcache as extend
+from tokenspeed_kernel.ops.attention.triton import mha_prefill as prefill
 
 DEVICE = default_device()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -12,13 +12,9 @@ from torch import Tensor
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.numerics.verify import default_device
-from tokenspeed_kernel.platform import current_platform
-
-if "triton" not in current_platform().features:
-    pytest.skip("Triton neither compiles nor interprets here", allow_module_level=True)
-
 from tokenspeed_kernel.ops.gemm.triton import _split_k, decoded, direct, once
 from tokenspeed_kernel.ops.gemm.triton._operands import operand
+from tokenspeed_kernel.platform import current_platform
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

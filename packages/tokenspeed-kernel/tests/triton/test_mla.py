@@ -12,13 +12,8 @@ import tokenspeed_kernel as tk
 from tokenspeed_kernel.cases import Draw
 from tokenspeed_kernel.numerics.verify import default_device
 from tokenspeed_kernel.ops.attention._inputs import paged, ragged
+from tokenspeed_kernel.ops.attention.triton import _mla_latent as latent
 from tokenspeed_kernel.platform import current_platform
-
-PLATFORM = current_platform()
-if "triton" not in PLATFORM.features:
-    pytest.skip("Triton runs on a GPU, or under TRITON_INTERPRET=1", allow_module_level=True)
-
-latent = pytest.importorskip("tokenspeed_kernel.ops.attention.triton._mla_latent")
 
 DEVICE = default_device()
 ON_GPU = DEVICE.type == "cuda"
@@ -56,7 +51,7 @@ def _agrees(operator: Any, arguments: dict[str, Any], bound: float = 5e-3) -> No
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Each way to walk the keys, whatever this platform would choose."""
     chosen = TILES[request.param]
-    if ON_GPU and chosen.apart and PLATFORM.arch != "sm_90":
+    if ON_GPU and chosen.apart and current_platform().arch != "sm_90":
         pytest.skip("laid out for the matrix units of another architecture")
     monkeypatch.setattr(latent, "tile_for", lambda *args: chosen)
     return chosen

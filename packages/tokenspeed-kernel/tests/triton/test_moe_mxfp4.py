@@ -12,15 +12,10 @@ import tokenspeed_kernel as tk
 from tokenspeed_kernel.cases import Draw
 from tokenspeed_kernel.numerics.verify import default_device
 from tokenspeed_kernel.ops.moe.moe_apply import _GPT_OSS, _inputs
+from tokenspeed_kernel.ops.moe.triton import _mxfp4_layout as layout
+from tokenspeed_kernel.ops.moe.triton import _routing as routing
+from tokenspeed_kernel.ops.moe.triton import moe_apply_mxfp4 as kernel
 from tokenspeed_kernel.ops.quantization.encodings import decode_mxfp4
-from tokenspeed_kernel.platform import current_platform
-
-if "triton" not in current_platform().features:
-    pytest.skip("Triton runs on a GPU, or under TRITON_INTERPRET=1", allow_module_level=True)
-
-kernel = pytest.importorskip("tokenspeed_kernel.ops.moe.triton.moe_apply_mxfp4")
-layout = pytest.importorskip("tokenspeed_kernel.ops.moe.triton._mxfp4_layout")
-routing = pytest.importorskip("tokenspeed_kernel.ops.moe.triton._routing")
 
 DEVICE = default_device()
 KERNEL = "triton_moe_apply_mxfp4"

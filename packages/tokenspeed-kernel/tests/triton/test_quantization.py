@@ -14,8 +14,6 @@ from tokenspeed_kernel.numerics.verify import default_device
 from tokenspeed_kernel.ops.quantization.encodings import FP8_MAX
 from tokenspeed_kernel.platform import current_platform
 
-pytestmark = pytest.mark.skipif("triton" not in current_platform().features, reason="Triton neither compiles nor interprets here")
-
 SOURCES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = sorted(FP8_MAX, key=str)
 E4M3 = torch.float8_e4m3fn

@@ -7,20 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel import argmax, sample_top_k_top_p
 from tokenspeed_kernel.numerics.verify import default_device
 from tokenspeed_kernel.ops.sampling import philox
 from tokenspeed_kernel.ops.sampling import weights as definition
-from tokenspeed_kernel.platform import current_platform
-
-if "triton" not in current_platform().features:
-    pytest.skip("needs Triton, or its interpreter (TRITON_INTERPRET=1)", allow_module_level=True)
-
-import triton
-import triton.language as tl
-
 from tokenspeed_kernel.ops.sampling.triton._rows import from_sort_key, sort_key
 from tokenspeed_kernel.ops.sampling.triton._weights import uniform, weigh
 from tokenspeed_kernel.ops.sampling.triton.sample_top_k_top_p import sample_top_k_top_p as launcher

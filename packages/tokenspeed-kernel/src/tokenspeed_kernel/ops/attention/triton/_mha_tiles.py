@@ -60,21 +60,18 @@ def _walk(
     state,  # (largest, total, acc)
     begin,
     end,
-    queries,  # (q_low, q_high)
-    position,
-    source,
+    tile,  # what all walks of a program share: the tuples that are taken apart below
     k_rows,
     k_rows_high,
     v_rows,
-    strides,
-    reach,
-    scaling,
     KIND: tl.constexpr,
     SIZES: tl.constexpr,
     MASKED: tl.constexpr,  # "never"; "always"; or "edges": blocks before full_begin and from full_end on
     STAGES: tl.constexpr,
 ):
     """Attention to blocks begin to end, of which block i begins with key ``low_block + i * BLOCK_N``."""
+    queries, position, source, strides, reach, scaling = tile
+    q_low, q_high = queries
     k_head, v_head, pages, start, head = source
     k_stride_p, k_stride_t, k_stride_d, v_stride_p, v_stride_t, v_stride_d, page_table_stride_p = strides
     low_block, low, kv_len, full_begin, full_end, window_left = reach
@@ -92,7 +89,6 @@ def _walk(
     V_HEAD_DIM: tl.constexpr = SIZES[4]
     BLOCK_W: tl.constexpr = SIZES[5]
     largest, total, acc = state
-    q_low, q_high = queries
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_LOW)
     w = tl.arange(0, BLOCK_W)
@@ -301,105 +297,20 @@ def attend_tiles(
     source = (k_head, v_head, pages, start, head)
     strides = (k_stride_p, k_stride_t, k_stride_d, v_stride_p, v_stride_t, v_stride_d, page_table_stride_p)
     reach = (low_block, low, kv_len, full_begin, full_end, window_left)
-    scaling = (multiplier, cap_log2)
+    tile = (queries, position, source, strides, reach, (multiplier, cap_log2))
     KIND: tl.constexpr = (PAGE_SIZE, CAUSAL, WINDOWED, HAS_CAP, DTYPE, KV_FP8)
     SIZES: tl.constexpr = (BLOCK_N, HEAD_DIM, D_LOW, D_HIGH, V_HEAD_DIM, BLOCK_W)
     state = (largest, total, acc)
     if EDGES == "apart":  # any order will do
         if WINDOWED:
-            state = _walk(
-                state,
-                0,
-                full_begin,
-                queries,
-                position,
-                source,
-                k_rows,
-                k_rows_high,
-                v_rows,
-                strides,
-                reach,
-                scaling,
-                KIND,
-                SIZES,
-                "always",
-                EDGE_STAGES,
-            )
+            state = _walk(state, 0, full_begin, tile, k_rows, k_rows_high, v_rows, KIND, SIZES, "always", EDGE_STAGES)
         if EDGES_FIRST:
-            state = _walk(
-                state,
-                full_end,
-                blocks,
-                queries,
-                position,
-                source,
-                k_rows,
-                k_rows_high,
-                v_rows,
-                strides,
-                reach,
-                scaling,
-                KIND,
-                SIZES,
-                "always",
-                EDGE_STAGES,
-            )
-        state = _walk(
-            state,
-            full_begin,
-            full_end,
-            queries,
-            position,
-            source,
-            k_rows,
-            k_rows_high,
-            v_rows,
-            strides,
-            reach,
-            scaling,
-            KIND,
-            SIZES,
-            "never",
-            STAGES,
-        )
+            state = _walk(state, full_end, blocks, tile, k_rows, k_rows_high, v_rows, KIND, SIZES, "always", EDGE_STAGES)
+        state = _walk(state, full_begin, full_end, tile, k_rows, k_rows_high, v_rows, KIND, SIZES, "never", STAGES)
         if not EDGES_FIRST:
-            state = _walk(
-                state,
-                full_end,
-                blocks,
-                queries,
-                position,
-                source,
-                k_rows,
-                k_rows_high,
-                v_rows,
-                strides,
-                reach,
-                scaling,
-                KIND,
-                SIZES,
-                "always",
-                EDGE_STAGES,
-            )
+            state = _walk(state, full_end, blocks, tile, k_rows, k_rows_high, v_rows, KIND, SIZES, "always", EDGE_STAGES)
     else:
-        state = _walk(
-            state,
-            0,
-            blocks,
-            queries,
-            position,
-            source,
-            k_rows,
-            k_rows_high,
-            v_rows,
-            strides,
-            reach,
-            scaling,
-            KIND,
-            SIZES,
-            "edges",
-            STAGES,
-        )
+        state = _walk(state, 0, blocks, tile, k_rows, k_rows_high, v_rows, KIND, SIZES, "edges", STAGES)
     largest, total, acc = state
 
     if sinks is not None:

@@ -20,6 +20,7 @@ from tokenspeed_kernel.ops.attention.triton import _online_softmax as softmax
 from tokenspeed_kernel.ops.attention.triton._fp8 import fp8_operand, widened
 from tokenspeed_kernel.ops.attention.triton._fp8_pairs import even_and_odd, pairable, paired
 from tokenspeed_kernel.ops.attention.triton._split_kv import (
+    OVERLAPPING,
     blocks_a_unit,
     blocks_of,
     find_unit,
@@ -96,8 +97,6 @@ _LEAST_ROWS = 16  # of a product's tile
 # Key heads are packed until a key takes so many bytes, a line of the cache. With an fp8 cache, 64 x 8K: 146, unpacked 208; with
 # 256 bytes, bfloat16: 261 for 264, but 1 x 1K 7.5 for 6.7.
 _PACKED_BYTES = 128
-# Where a kernel may be launched before the one in front of it has ended, which it waits for itself.
-_EARLY = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
 _TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -434,7 +433,7 @@ def mha_decode_with_kvcache(
     else:
         (k_cache, fp8), (v_cache, _) = fp8_operand(k_cache), fp8_operand(v_cache)
     multiplier, cap_log2 = softmax.score_factors(softmax_scale_of(softmax_scale, head_dim), logit_cap)
-    early = for_architecture(_EARLY, device)
+    early = for_architecture(OVERLAPPING, device)
     _decode[(plan.units * programs,)](
         q,
         k_cache,

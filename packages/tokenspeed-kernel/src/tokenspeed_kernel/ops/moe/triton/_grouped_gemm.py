@@ -1,7 +1,7 @@
 """A grouped matrix product: rows sorted by expert, in blocks, each times its expert's weight as it lies in memory.
 
 Both projections of a mixture-of-experts layer run it. The first gathers its rows from the tokens and ends in the gated activation;
-the second writes each (token, slot) pair to a row of its own, which a combine pass sums.
+the second writes each (token, slot) pair to a row of its own, which `_combine` sums.
 
 Tiles lie as ``[features, rows]`` while they are summed: an expert may have few rows, and the matrix units of all vendors
 take a shorter second side (8 or 16) than first (16 to 64). A tile is turned round once, when it is stored.
@@ -365,37 +365,3 @@ def grouped_gemm_kernel(
             DESCRIPTOR, BLOCK_T, 0, BLOCK_N, BLOCK_K, EVEN_K,
         )
     # fmt: on
-
-
-@triton.jit
-def combine_kernel(
-    y,
-    topk_weights,
-    weights_row_stride,
-    weights_column_stride,
-    topk_ids,
-    ids_row_stride,
-    ids_column_stride,
-    out,
-    out_row_stride,
-    out_column_stride,
-    H,
-    num_experts,
-    top_k,
-    BLOCK_H: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """``out[token] = sum of topk_weights * y[token * top_k + slot]``, slots in order, those without an expert left out."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = column < H
-    total = tl.zeros([BLOCK_H], tl.float32)
-    for slot in range(top_k):
-        expert = tl.load(topk_ids + token * ids_row_stride + slot * ids_column_stride)
-        weight = tl.load(topk_weights + token * weights_row_stride + slot * weights_column_stride)
-        # A slot without an expert has no row: what lies there may be NaN, and so may its weight.
-        here = (expert >= 0) & (expert < num_experts)
-        value = tl.load(y + (token * top_k + slot) * H + column, mask=column < tl.where(here, H, 0), other=0.0).to(tl.float32)
-        total += tl.where(here, weight, 0.0) * value
-    pointers = out + token * out_row_stride + column.to(tl.int64) * out_column_stride
-    tl.store(pointers, round_to(total, out.dtype.element_ty, INTERPRETED), mask=inside)

@@ -16,7 +16,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenspeed_kernel.ops.moe.plan import MoEPlan
-from tokenspeed_kernel.ops.moe.triton._grouped_gemm import DENSE, FP8, FP8_BITS, MXFP4, combine_kernel, grouped_gemm_kernel
+from tokenspeed_kernel.ops.moe.triton._combine import combine
+from tokenspeed_kernel.ops.moe.triton._grouped_gemm import DENSE, FP8, FP8_BITS, MXFP4, grouped_gemm_kernel
 from tokenspeed_kernel.ops.moe.triton._rounding import round_rows_fp8_kernel, round_rows_mxfp4_kernel
 from tokenspeed_kernel.ops.moe.triton._routing import BlockSchedule, block_schedule
 from tokenspeed_kernel.ops.moe.weights import MoEWeights
@@ -135,21 +136,7 @@ def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Te
     rows, row_scale = (between, None) if plan.activation_dtype == "mxfp4" else _rounded(between, plan, formats, schedule)
     slots = x.new_empty(pairs, hidden)
     _project(rows, row_scale, weights, "w2", slots, schedule, plan, formats, blocks, blocks.second)
-    block_hidden = min(1024, triton.next_power_of_2(hidden))
-    combine_kernel[(tokens, triton.cdiv(hidden, block_hidden))](
-        slots,
-        topk_weights,
-        *topk_weights.stride(),
-        topk_ids,
-        *topk_ids.stride(),
-        out,
-        *out.stride(),
-        hidden,
-        plan.num_experts,
-        plan.top_k,
-        BLOCK_H=block_hidden,
-        INTERPRETED=abilities(x.device).interpreted,
-    )
+    combine(slots[None], topk_weights, topk_ids, plan.num_experts, out)
     return out
 
 

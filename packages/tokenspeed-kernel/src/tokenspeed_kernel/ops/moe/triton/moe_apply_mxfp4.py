@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel.ops.moe.plan import MoEPlan
+from tokenspeed_kernel.ops.moe.triton._combine import combine
 from tokenspeed_kernel.ops.moe.triton._mxfp4_decode import decode
 from tokenspeed_kernel.ops.moe.triton._mxfp4_layout import CHUNK
 from tokenspeed_kernel.ops.moe.triton._rounding import round_rows_fp8_kernel, round_rows_mxfp4_kernel
@@ -146,23 +147,7 @@ def moe_apply_as(
     slots = torch.empty((second.split_k, pairs, hidden), dtype=partial, device=x.device)
     w2 = (weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias)
     _product(second, schedules[second.columns], _rounded(activated[0], plan), w2, slots, topk_ids, plan, gated=False)
-    block = min(512, triton.next_power_of_2(hidden))
-    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        slots,
-        slots.stride(0),
-        topk_weights,
-        *topk_weights.stride(),
-        topk_ids,
-        *topk_ids.stride(),
-        out,
-        *out.stride(),
-        hidden,
-        plan.num_experts,
-        TOP_K=topk_ids.shape[1],
-        PARTS=second.split_k,
-        BLOCK=block,
-        num_warps=4,
-    )
+    combine(slots, topk_weights, topk_ids, plan.num_experts, out)
     return out
 
 
@@ -515,40 +500,3 @@ def _activate_kernel(
         up += tl.load(source + features, mask=mask, other=0.0)
     result = _activated(gate, up, alpha, limit, beta, LIMITED)
     tl.store(out_ptr + pair * features + feature, result.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _combine_kernel(
-    slots_ptr,
-    slots_stride_part,
-    weights_ptr,
-    weights_stride_token,
-    weights_stride_slot,
-    ids_ptr,
-    ids_stride_token,
-    ids_stride_slot,
-    out_ptr,
-    out_stride_token,
-    out_stride_feature,
-    hidden,
-    num_experts,
-    TOP_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The weighted sum over a token's slots, and over the parts of each."""
-    token = tl.program_id(0).to(tl.int64)
-    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = feature < hidden
-    total = tl.zeros([BLOCK], tl.float32)
-    for slot in tl.static_range(TOP_K):
-        expert = tl.load(ids_ptr + token * ids_stride_token + slot * ids_stride_slot)
-        here = (expert >= 0) & (expert < num_experts)
-        present = tl.where(here, hidden, 0)
-        weight = tl.load(weights_ptr + token * weights_stride_token + slot * weights_stride_slot)
-        source = slots_ptr + (token * TOP_K + slot) * hidden + feature
-        value = tl.zeros([BLOCK], tl.float32)
-        for part in tl.static_range(PARTS):
-            value += tl.load(source + part * slots_stride_part, mask=feature < present, other=0.0).to(tl.float32)
-        total += tl.where(here, weight * value, 0.0)
-    tl.store(out_ptr + token * out_stride_token + feature * out_stride_feature, total.to(out_ptr.dtype.element_ty), mask=mask)

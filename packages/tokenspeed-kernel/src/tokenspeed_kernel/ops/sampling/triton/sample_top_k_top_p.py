@@ -33,7 +33,6 @@ _PART_BITS = tl.constexpr(4)
 _SLACK = tl.constexpr(3)
 _NO_KEY = tl.constexpr(-0x80000000)
 _KEY_OF_INFINITY = tl.constexpr(0x7F800000)
-_KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
