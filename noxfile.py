@@ -20,6 +20,7 @@ nox.options.reuse_venv = "yes"
 ROOT = Path(__file__).parent
 CORE = "packages/tokenspeed-kernel"
 RUNTIME = "tools/gpt_oss"
+EMULATOR = "tools/gfx950_emulator"
 # The build for CPUs where the package index offers one. Named exactly, so that every session and CI run the same.
 TORCH = "torch==2.13.0"
 # The oldest and the newest Triton that the kernels are compiled with.
@@ -48,7 +49,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU. Arguments go to pytest instead of the defaults."""
     _install(session, "test", "peers", "build")
-    arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd"]
+    arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", "--ignore", EMULATOR]
     # One thread a worker: two that each use all cores slow each other down many times over.
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
@@ -61,6 +62,15 @@ def interpret(session: nox.Session) -> None:
     arguments = session.posargs or ["-n", "auto", "-m", "not slow", "-k", "triton"]
     environment = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     session.run("python", "-m", "pytest", f"{CORE}/tests/test_kernels.py", f"{CORE}/tests/triton", *arguments, env=environment)
+
+
+@nox.session
+def emulate(session: nox.Session) -> None:
+    """The emulator's own tests, and kernels for gfx950 executed on it: no GPU. Arguments go to pytest instead of the defaults."""
+    _install(session, "test", runtime=False)
+    session.install(TRITONS[-1], "-e", f"{EMULATOR}[cli]")
+    arguments = session.posargs or ["-n", "auto", "-m", "not slow", f"{EMULATOR}/tests"]
+    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"})
 
 
 @nox.session

@@ -1,0 +1,24 @@
+"""An emulator of gfx950 (CDNA4, MI355X) machine code behind a Triton driver: see the README.
+
+Importing the package imports neither PyTorch nor Triton, since pytest imports its plugin in every run. The driver is imported when
+it is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from gfx950_emulator.errors import EmulationError, SanitizerError, UnknownInstruction
+
+if TYPE_CHECKING:
+    from gfx950_emulator.driver import Emulator, LaunchReport, emulated_gfx950
+
+__version__ = "0.2.0"
+
+__all__ = ["EmulationError", "Emulator", "LaunchReport", "SanitizerError", "UnknownInstruction", "__version__", "emulated_gfx950"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Emulator", "LaunchReport", "emulated_gfx950"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from gfx950_emulator import driver
+
+    return getattr(driver, name)

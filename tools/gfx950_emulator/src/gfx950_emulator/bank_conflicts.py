@@ -1,0 +1,110 @@
+"""Bank conflicts of LDS accesses on gfx950.
+
+A wave's access runs in *phases*: groups of lanes that access the banks together. Banks are 4 bytes wide; a bank serves one dword a
+cycle, and any number of lanes that read (or write) that same dword. A phase takes as many cycles as its busiest bank has
+different dwords, at least one; every cycle beyond the first is counted as a conflict, which is what the hardware's counter
+SQ_LDS_BANK_CONFLICT counts (ROCm Compute Profiler, "Local data share").
+
+Which lanes go together (sources: `gfx950_emulator.hardware`):
+
+=====================  =====  ==========================================================  =============================
+access                 banks  lanes of a phase                                            from
+=====================  =====  ==========================================================  =============================
+read, 1 to 4 bytes     64     0-63                                                        TRITON 9662, by rule
+read, 8 bytes          64     0-31, 32-63                                                 HK, measured
+read, 12 bytes         32     0-3 20-23, 4-7 16-19, 8-11 28-31, 12-15 24-27, and + 32     HK, measured
+read, 16 bytes         64     0-3 12-15 20-23 24-27, 4-7 8-11 16-19 28-31, and + 32       HK, measured; TRITON 11365
+write, 1 to 4 bytes    32     0-31, 32-63                                                 CK's rule for 32 banks
+write, 8 bytes         32     0-15, 16-31, ...                                            HK, measured
+write, 12 and 16       32     0-7, 8-15, ...                                              CK (16 bytes; 12 by analogy)
+=====================  =====  ==========================================================  =============================
+
+ds_read2 and ds_write2 are two accesses. Transposing reads (8 bytes) count as 8-byte reads; nothing else is published for them.
+Atomics count as writes, and lanes that change the same dword take turns (ROCPROF, "address conflict").
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from gfx950_emulator.constants import WAVE
+from gfx950_emulator.hardware import LDS_READ_BANKS, LDS_WRITE_BANKS
+
+_PERIOD = 4 * LDS_READ_BANKS  # bytes after which banks repeat
+
+
+def _both_halves(*groups: tuple[int, ...]) -> list[list[int]]:
+    """Groups of four lanes, given by their first lanes in lanes 0 to 31; the upper half of the wave is the same."""
+    return [[half + first + i for first in group for i in range(4)] for half in (0, 32) for group in groups]
+
+
+def _consecutive(lanes: int) -> list[list[int]]:
+    return [list(range(first, first + lanes)) for first in range(0, WAVE, lanes)]
+
+
+@lru_cache(maxsize=32)
+def phases(size: int, store: bool) -> tuple[int, np.ndarray]:
+    """Banks, and the lanes of each phase, int64 [phases, lanes], of an access of ``size`` bytes per lane."""
+    if store:
+        banks, groups = LDS_WRITE_BANKS, _consecutive(32 if size <= 4 else 16 if size == 8 else 8)
+    elif size == 12:
+        banks, groups = 32, _both_halves((0, 20), (4, 16), (8, 28), (12, 24))
+    elif size == 16:
+        banks, groups = LDS_READ_BANKS, _both_halves((0, 12, 20, 24), (4, 8, 16, 28))
+    else:
+        banks, groups = LDS_READ_BANKS, _consecutive(WAVE if size <= 4 else 32)
+    return banks, np.array(groups)
+
+
+def phase_count(size: int, store: bool) -> int:
+    """Cycles that the banks need without conflicts."""
+    return len(phases(size, store)[1])
+
+
+def conflict_cycles(offsets: np.ndarray, size: int, store: bool, atomic: bool = False) -> np.ndarray:
+    """Extra cycles that waves need because of conflicts.
+
+    Args:
+        offsets: int64 [waves, 64], byte offsets in LDS; negative for lanes that access nothing.
+        size: bytes per lane: 1, 2, 4, 8, 12 or 16.
+        store: the access writes.
+        atomic: lanes that access the same dword conflict, too.
+
+    Returns:
+        int64 [waves].
+    """
+    banks, lanes = phases(size, store)
+    waves, words = len(offsets), max(1, size // 4)
+    dwords = (offsets >> 2)[:, lanes][..., None] + np.arange(words)
+    idle = (offsets < 0)[:, lanes]
+    rows = waves * len(lanes)
+    dwords = np.where(idle[..., None], -1, dwords).reshape(rows, -1)
+    dwords.sort(axis=1)
+    counted = dwords >= 0
+    if not atomic:
+        counted[:, 1:] &= dwords[:, 1:] != dwords[:, :-1]
+    row, column = np.nonzero(counted)
+    load = np.bincount(row * banks + dwords[row, column] % banks, minlength=rows * banks).reshape(rows, banks)
+    return np.maximum(load.max(axis=1) - 1, 0).reshape(waves, -1).sum(axis=1)
+
+
+class ConflictCache:
+    """`conflict_cycles`, which remembers patterns: loops access LDS in few of them."""
+
+    KEPT = 4096
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, bool, bool, bytes], np.ndarray] = {}
+
+    def cycles(self, offsets: np.ndarray, size: int, store: bool, atomic: bool) -> np.ndarray:
+        # Banks repeat, so patterns that differ by multiples of the period are the same.
+        base = int(offsets.max()) // _PERIOD * _PERIOD
+        key = (size, store, atomic, np.where(offsets < 0, np.iinfo(np.int64).min, offsets - base).tobytes())
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= self.KEPT:
+                self._known.clear()
+            known = self._known[key] = conflict_cycles(offsets, size, store, atomic)
+        return known

@@ -1,0 +1,20 @@
+"""Numbers of the architecture that several modules need."""
+
+WAVE = 64  # lanes
+MASK32 = 0xFFFFFFFF
+# Scalar operand codes ("Scalar operands", CDNA3 ISA document)
+VCC, M0, EXEC = 106, 124, 126
+SCALARS = 128
+# Where code seems to lie, for calls through registers
+CODE_BASE, CODE_STEP = 0x100000000, 4
+
+
+def code_address(index: int) -> int:
+    """The address of the instruction with this index."""
+    return CODE_BASE + CODE_STEP * index
+
+
+# The MODE register ("Mode register", CDNA3 ISA document) as LLVM sets it up: round to nearest even, all denormals kept,
+# DX10_CLAMP, IEEE.
+MODE_DEFAULT = 0x3F0
+FP16_OVFL = 1 << 23  # MODE: narrow conversions saturate instead of overflowing to infinity

@@ -1,0 +1,88 @@
+"""Numbers of an MI355X (gfx950, CDNA4) that bank conflicts, occupancy and the timing model rest on, each with its public source.
+
+Sources, as they are named below:
+
+- CDNA4: "AMD CDNA 4 Architecture" white paper (amd.com, amd-cdna-4-architecture-whitepaper.pdf).
+- CDNA3: "AMD CDNA 3 Architecture" white paper (amd.com, amd-cdna-3-white-paper.pdf).
+- ROCPROF: ROCm Compute Profiler documentation, "Pipeline descriptions" and "Vector L1 cache" (rocm.docs.amd.com/projects/
+  rocprofiler-compute). Written for CDNA 1 to 4; where it gives a figure of 32-bank LDS, that is said.
+- SPECS: "GPU hardware specifications" (rocm.docs.amd.com/en/latest/reference/gpu-specs.html).
+- MT4G: measured on a gfx950 card (MI350P, 2.2 GHz) by pointer chasing and streaming; github.com/caps-tum/mt4g,
+  sample_results/AMD_Instinct_MI350P.json.
+- HK: measured on gfx950 with the bank conflict counter; github.com/HazyResearch/HipKittens, analysis/paper_experiments/phases,
+  and the paper, arXiv:2511.08083.
+- TRITON: github.com/triton-lang/triton, pull requests 9662 and 11365 (by AMD).
+- CK: Composable Kernel documentation, "Understanding AMD GPU LDS and Bank Conflicts"
+  (rocm.docs.amd.com/projects/composable_kernel).
+- LLVM: llvm/lib/Target/AMDGPU, the file is named beside the number.
+- CALC: github.com/ROCm/amd_matrix_instruction_calculator.
+"""
+
+from __future__ import annotations
+
+# The whole device
+
+COMPUTE_UNITS = 256  # SPECS
+XCDS = 8  # SPECS; CDNA3: workgroups are dispatched to the XCDs in turn
+CLOCK_HZ = 2.4e9  # CDNA4: peak engine clock of the MI355X; sustained clocks are lower and depend on power
+HBM_BYTES_PER_SECOND = 8e12  # CDNA4: peak of HBM3E
+CACHE_LINE = 128  # bytes, L1 and L2: MT4G ("lineSize"), CDNA3
+
+# One compute unit: registers, LDS, waves
+
+SIMDS = 4  # ROCPROF
+WAVES_PER_SIMD = 8  # ROCPROF: instruction buffer slots since CDNA2
+VGPRS_PER_LANE = 512  # LLVM Utils/AMDGPUBaseInfo.cpp, getTotalNumVGPRs with gfx90a instructions; VGPRs and AGPRs together
+VGPR_GRANULE = 8  # LLVM Utils/AMDGPUBaseInfo.cpp, getVGPRAllocGranule with gfx90a instructions
+SGPRS_PER_SIMD = 800  # LLVM Utils/AMDGPUBaseInfo.cpp, getTotalNumSGPRs; SPECS: 12.5 KiB a compute unit
+SGPR_GRANULE = 16  # LLVM Utils/AMDGPUBaseInfo.cpp, getSGPRAllocGranule
+LDS_BYTES = 160 * 1024  # CDNA4
+LDS_GRANULE = 1280  # LLVM Utils/AMDGPUBaseInfo.cpp, getLdsDwGranularity: 320 dwords with 160 KB of LDS
+BARRIERS = 16  # LLVM Utils/AMDGPUBaseInfo.cpp, getMaxWorkGroupsPerCU; only workgroups of several waves need one
+
+# Issue. ROCPROF, "Scheduler": every cycle one SIMD's turn, and of each category at most one instruction, each of another wave.
+
+SLOT = 4  # cycles between two turns of a SIMD
+
+# Vector ALU. ROCPROF: 16 lanes wide, so 4 cycles a wave. LLVM SISchedule.td, SIDPGFX950FullSpeedModel, in units of 4 cycles:
+# 1 for 32-bit, 64-bit, packed, FMA, integer multiply and double precision operations, 4 for conversions and others of quarter rate.
+
+VALU_CYCLES = 4
+QUARTER_RATE_CYCLES = 16
+TRANSCENDENTAL_CYCLES = 8  # CDNA4: rate doubled over CDNA3, whose transcendental instructions LLVM has at quarter rate
+TRANSCENDENTAL_F64_CYCLES = 16  # LLVM SISchedule.td, WriteTrans64
+
+# Matrix core. Passes: `gfx950_emulator.mfma`. Between it and a dependent instruction lie passes + 4 wait states, so that one comes
+# this many slots after the passes: LLVM GCNHazardRecognizer.cpp, GFX940_XDL_N_PassWriteVgprVALUMemExpReadWaitStates for gfx950. One
+# that only accumulates (C is the other's D) waits for the passes alone. Vector instructions issue beside it after 4 cycles: CALC
+# ("coexec_delay" of CDNA3).
+
+MFMA_RESULT_SLOTS = 5
+
+# Scalar side
+
+BRANCH_SLOTS = 8  # LLVM SISchedule.td, WriteBranch
+SCALAR_CACHE_HIT = 48  # cycles, MT4G
+SCALAR_CACHE_MISS = 48 + 119  # cycles, MT4G
+
+# LDS
+
+LDS_LATENCY = 48  # cycles for one dword without conflicts, MT4G
+LDS_READ_BANKS = 64  # 4 bytes each: HK, TRITON; CDNA4: 256 bytes a clock. MT4G streams 220
+LDS_WRITE_BANKS = 32  # HK for 64-bit writes: 128 bytes a clock. MT4G streams 75
+# ROCPROF: two SIMDs share a port; addresses and data of stores take turns on it, 16 addresses or 64 bytes a cycle.
+LDS_PORTS = 2
+LDS_PORT_ADDRESS_CYCLES = 4
+LDS_PORT_STORE_BYTES = 64
+LDS_PORT_LOAD_BYTES = 128  # ROCPROF has 64 for 32 banks; half of CDNA4's 256 bytes a clock
+
+# Vector memory
+
+ADDRESS_CYCLES = 4  # ROCPROF: a fully coalesced instruction makes requests of 16 lanes each
+# Per compute unit. CDNA4: 16 channels a XCD, each reads 128 and writes 64 bytes a clock, here among 32. MT4G streams 48 and 22.
+L2_READ_BYTES_PER_CYCLE = 64
+L2_WRITE_BYTES_PER_CYCLE = 32
+L2_LATENCY = 256  # cycles, MT4G
+HBM_LATENCY = 768  # cycles, MT4G
+VMCNT_LIMIT = 63  # outstanding operations of a wave: width of the counter, CDNA3 ISA document, S_WAITCNT
+LGKMCNT_LIMIT = 15

@@ -1,0 +1,20 @@
+"""The instruction set, a module per family. Importing this package registers every binder."""
+
+from gfx950_emulator.instructions import (  # noqa: F401
+    compare,
+    control,
+    convert,
+    division,
+    dma,
+    float_alu,
+    integer_alu,
+    lane,
+    lds,
+    matrix,
+    packed,
+    scalar_alu,
+    scalar_memory,
+    scratch,
+    transcendental,
+    vector_memory,
+)

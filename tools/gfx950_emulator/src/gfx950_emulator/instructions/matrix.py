@@ -1,0 +1,43 @@
+"""Matrix instructions (MFMA). Arithmetic and lane maps: `gfx950_emulator.mfma`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gfx950_emulator import mfma
+from gfx950_emulator.decode import Bound, Site, binder
+from gfx950_emulator.group import Group
+from gfx950_emulator.memory import Fault
+from gfx950_emulator.vector import U32, getter
+
+
+@binder("v_mfma")  # stands for all of them, see decode
+def _bind(site: Site) -> Bound:
+    """D = A x B + C for every wave. EXEC does not matter to the hardware; code that switches lanes off here is refused, since what
+    it means is not documented."""
+    try:
+        operation = mfma.bind_mfma(site.instruction.mnemonic, dict(site.modifiers))
+    except ValueError as error:
+        raise site.unknown(str(error)) from None
+    site.modifiers.clear()
+    destination, a, b, c, *scales = site.operands
+    for operand, count in ((destination, operation.c_registers), (a, operation.a_registers), (b, operation.b_registers)):
+        if operand.count != count:
+            raise site.unknown(f"{operand.text} has {operand.count} registers, {site.mnemonic} takes {count} here")
+    # An inline constant: integers are bits, floats are values.
+    constant = c.literal if c.file == "literal" else None
+    scale_of = [getter(site, scale, U32) for scale in scales]
+    d0, d1, a0, a1, b0, b1, c0, c1 = (x for o in (destination, a, b, c) for x in (o.index, o.index + o.count))
+
+    def run(g: Group) -> None:
+        if not g.full:
+            raise Fault("exec", "a matrix instruction with lanes switched off is not implemented")
+        registers = g.registers
+        addend = registers[c0:c1] if constant is None else constant
+        if scale_of:
+            spread = [np.ascontiguousarray(np.broadcast_to(get(g), (g.lanes,))) for get in scale_of]
+            registers[d0:d1] = operation.compute(registers[a0:a1], registers[b0:b1], addend, *spread)
+        else:
+            registers[d0:d1] = operation.compute(registers[a0:a1], registers[b0:b1], addend)
+
+    return Bound(run, site.ids([destination]), site.ids([a, b, c, *scales]), "mfma", extra={"mfma": operation})

@@ -1,0 +1,102 @@
+"""Scratch memory: every lane's own, where compilers spill registers to.
+
+Only addresses that are the same for all lanes are implemented (a scalar register, an immediate), as spills have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from gfx950_emulator.decode import Access, Bound, Site, binder
+from gfx950_emulator.group import Group
+from gfx950_emulator.instructions.scalar_alu import read32
+from gfx950_emulator.instructions.vector_memory import LOADS, STORES, active, write_loaded
+from gfx950_emulator.memory import Fault
+from gfx950_emulator.operands import Operand
+
+
+def _place(site: Site, vaddr: Operand, saddr: Operand, size: int) -> Callable[[Group], int]:
+    """The function that gives the byte in every lane's scratch memory where ``size`` bytes begin."""
+    if vaddr.file != "off":
+        raise site.unknown("scratch access by a vector address is not implemented")
+    immediate = int(site.take("offset", 0))
+    base = read32(saddr) if saddr.file != "off" else lambda g: 0
+    allocated = site.assembly.descriptor.get("private_segment_fixed_size", 0)
+
+    def compute(g: Group) -> int:
+        start = base(g)
+        if type(start) is not int:
+            raise site.unknown("a scratch address that differs between waves is not implemented")
+        at = start + immediate
+        if at < 0 or (allocated and at + size > allocated):
+            raise Fault("out-of-bounds", f"scratch access of {size} bytes at {at:#x}; a lane has {allocated} bytes")
+        return at
+
+    return compute
+
+
+def _dwords(at: int, size: int) -> int:
+    """How many dwords the bytes [at, at + size) touch."""
+    return (at % 4 + size + 3) // 4
+
+
+def _bytes(words: np.ndarray) -> np.ndarray:
+    """uint32 [count, N] as uint8 [N, 4 count]."""
+    return np.ascontiguousarray(words.T).view(np.uint8)
+
+
+@binder(*(f"scratch_load_{name}" for name in LOADS))
+def _load(site: Site) -> Bound:
+    shape = LOADS[site.mnemonic.split("_load_")[1]]
+    data, *addressing = site.operands
+    row, place = data.index, _place(site, *addressing, shape.size)
+
+    def run(g: Group) -> None:
+        g.queue.vector.append(bound)
+        at, lanes = place(g), active(g)
+        columns = g.columns() if lanes is None else g.columns()[lanes]
+        words = g.machine.scratch_rows(at, _dwords(at, shape.size))[:, columns]
+        if g.shadow is not None:
+            g.shadow.reload(g, at // 4, row, shape.dwords)
+        if at % 4 or shape.size < 4:
+            padded = np.zeros((len(columns), 4 * shape.dwords), np.uint8)
+            padded[:, : shape.size] = _bytes(words)[:, at % 4 : at % 4 + shape.size]
+            words = padded.view(np.uint32).T
+        write_loaded(g, row, words[0] if shape.size < 4 else words, lanes, shape)
+
+    writes, reads = tuple(range(row, row + shape.dwords)), site.ids(addressing)
+    access = Access("scratch", "load", shape.size, "vmcnt")
+    bound = Bound(run, writes, (*reads, *writes) if shape.keeps else reads, "vmem", demands=reads, memory=access)
+    return bound
+
+
+@binder(*(f"scratch_store_{name}" for name in STORES))
+def _store(site: Site) -> Bound:
+    shape = STORES[site.mnemonic.split("_store_")[1]]
+    vaddr, data, saddr = site.operands
+    row, place = data.index, _place(site, vaddr, saddr, shape.size)
+
+    def run(g: Group) -> None:
+        g.queue.vector.append(bound)
+        at, lanes = place(g), active(g)
+        columns = g.columns() if lanes is None else g.columns()[lanes]
+        rows = g.machine.scratch_rows(at, _dwords(at, shape.size))
+        values = g.registers[row : row + shape.dwords]
+        if lanes is not None:
+            values = values[:, lanes]
+        if shape.high:
+            values = values >> np.uint32(16)
+        if g.shadow is not None:
+            g.shadow.spill(g, at // 4, row, shape.dwords, lanes)
+        if at % 4 or shape.size < 4:
+            merged = _bytes(rows[:, columns])
+            merged[:, at % 4 : at % 4 + shape.size] = _bytes(values)[:, : shape.size]
+            values = merged.view(np.uint32).T
+        rows[:, columns] = values
+
+    addressing = site.ids([vaddr, saddr])
+    access = Access("scratch", "store", shape.size, "vmcnt")
+    bound = Bound(run, (), (*data.ids, *addressing), "vmem", demands=addressing, memory=access)
+    return bound

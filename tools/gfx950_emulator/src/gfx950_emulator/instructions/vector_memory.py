@@ -1,0 +1,328 @@
+"""Vector memory: buffer, global and scratch instructions.
+
+Addressing follows the chapter on vector memory of AMD's CDNA3 ISA document. A raw buffer's range check is per dword: an access is
+out of range if ``inst_offset + voffset >= num_records - soffset``; loads then return zero and stores are dropped. Only buffers
+without stride and swizzle are implemented, which is what compilers emit for pointers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from gfx950_emulator.constants import WAVE
+from gfx950_emulator.decode import Access, Bound, Site, binder
+from gfx950_emulator.group import Group
+from gfx950_emulator.instructions.atomics import apply_in_order, check_aligned, operand_of, operations, write_before
+from gfx950_emulator.instructions.scalar_alu import read32, read64
+from gfx950_emulator.memory import Fault, signed64
+from gfx950_emulator.operands import Operand
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an access moves.
+
+    Attributes:
+        size: bytes per lane.
+        signed: whether a value below a dword is extended by its sign.
+        high: it uses the upper half of the register.
+        keeps: a d16 load, which leaves the other half of the register alone.
+    """
+
+    size: int
+    signed: bool = False
+    high: bool = False
+    keeps: bool = False
+
+    @property
+    def dwords(self) -> int:
+        return max(1, self.size // 4)
+
+
+LOADS = {
+    "ubyte": Shape(1), "sbyte": Shape(1, signed=True), "ushort": Shape(2), "sshort": Shape(2, signed=True),
+    "dword": Shape(4), "dwordx2": Shape(8), "dwordx3": Shape(12), "dwordx4": Shape(16),
+    "ubyte_d16": Shape(1, keeps=True), "ubyte_d16_hi": Shape(1, high=True, keeps=True),
+    "sbyte_d16": Shape(1, signed=True, keeps=True), "sbyte_d16_hi": Shape(1, signed=True, high=True, keeps=True),
+    "short_d16": Shape(2, keeps=True), "short_d16_hi": Shape(2, high=True, keeps=True),
+}  # fmt: skip
+STORES = {
+    "byte": Shape(1), "byte_d16_hi": Shape(1, high=True), "short": Shape(2), "short_d16_hi": Shape(2, high=True),
+    "dword": Shape(4), "dwordx2": Shape(8), "dwordx3": Shape(12), "dwordx4": Shape(16),
+}  # fmt: skip
+
+
+def extend(value: np.ndarray, shape: Shape) -> np.ndarray:
+    """A small value, uint32 [N] with zeros above it, as it is written to 32 bits."""
+    if not shape.signed:
+        return value
+    sign = np.uint32(1 << (8 * shape.size - 1))
+    return (value ^ sign) - sign
+
+
+def write_loaded(g: Group, row: int, values: np.ndarray, lanes: np.ndarray | None, shape: Shape) -> None:
+    """Writes what a load returned, uint32 [dwords, N] or [N] below a dword, to the lanes that asked (None: all)."""
+    if shape.size < 4:
+        values = extend(values, shape)
+        if shape.keeps:
+            values = _merge_half(_row(g, row, lanes), values, shape.high)
+        values = values[None]
+    rows = g.registers[row : row + len(values)]
+    if lanes is None:
+        rows[...] = values
+    else:
+        rows[:, lanes] = values
+
+
+def _merge_half(old: np.ndarray, new: np.ndarray, high: bool) -> np.ndarray:
+    """The lower 16 bits of ``new`` in one half, the other half as it was."""
+    if high:
+        return (old & np.uint32(0xFFFF)) | new << np.uint32(16)
+    return (old & np.uint32(0xFFFF0000)) | (new & np.uint32(0xFFFF))
+
+
+def active(g: Group) -> np.ndarray | None:
+    """Indices of lanes that are switched on; None where all are."""
+    return None if g.full else np.flatnonzero(g.mask)
+
+
+def _row(g: Group, index: int, lanes: np.ndarray | None) -> np.ndarray:
+    return g.U[index] if lanes is None else g.U[index][lanes]
+
+
+def per_lane(g: Group, value: int | np.ndarray, lanes: np.ndarray | None) -> int | np.ndarray:
+    """A scalar for lanes (None: all): one number, or one each."""
+    if type(value) is int:
+        return value
+    spread = np.repeat(value, WAVE)
+    return spread if lanes is None else spread[lanes]
+
+
+def _is_set(value: int | np.ndarray, bits: int) -> bool:
+    """Whether any of the bits is set, in any wave."""
+    return bool(value & bits) if type(value) is int else bool((value & bits).any())
+
+
+def _check_negative(offset: np.ndarray, room: np.ndarray) -> None:
+    """Reports offsets that reach back from the buffer's base, which its range check turns into no access at all. Compilers
+    switch lanes off by an offset of exactly -2**31."""
+    wrong = (offset > np.uint32(1 << 31)) & (room <= 0)
+    if wrong.any():
+        at = int(offset[wrong][0]) - (1 << 32)
+        raise Fault("out-of-bounds", f"buffer access at offset {at}, before the buffer: it reads zero, or writes nothing")
+
+
+def buffer_address(
+    site: Site, vaddr: Operand, resource: Operand, soffset: Operand
+) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, np.ndarray]]:
+    """The function that gives, for each lane, the address and the bytes that follow it within the buffer's range (may be
+    negative), both int64 [N]."""
+    if site.take("idxen"):
+        raise site.unknown("indexed buffer access is not implemented")
+    offen, immediate = bool(site.take("offen", False)), int(site.take("offset", 0))
+    base, records, flags = read64(resource), resource.index + 2, resource.index + 3
+    scalar = read32(soffset)
+    if offen and vaddr.file != "v":
+        raise site.unknown("offen without a vector register")
+
+    def compute(g: Group, lanes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        start, limit, shift, flag = base(g), g.s32(records), scalar(g), g.s32(flags)
+        if _is_set(start, 0xBFFF << 48):  # stride and swizzle; bit 62 asks for cache swizzle, which addresses do not show
+            raise Fault("resource", f"buffer resource with a stride ({start >> 48}) is not implemented")
+        if _is_set(flag, 1 << 23):  # ADD_TID_ENABLE
+            raise Fault("resource", "buffer resource that adds the thread id is not implemented")
+        start = signed64(start & (1 << 48) - 1)
+        count = g.lanes if lanes is None else len(lanes)
+        offset = _row(g, vaddr.index, lanes).astype(np.int64) if offen else np.zeros(count, np.int64)
+        if immediate:
+            offset += immediate
+        shift = per_lane(g, shift, lanes)
+        room = per_lane(g, limit, lanes) - shift - offset
+        if g.shadow is not None and offen:
+            _check_negative(_row(g, vaddr.index, lanes), room)
+        return offset + (per_lane(g, start, lanes) + shift), room
+
+    return compute
+
+
+def global_address(site: Site, vaddr: Operand, saddr: Operand) -> Callable[[Group, np.ndarray | None], tuple[np.ndarray, None]]:
+    """The function that gives each lane's address, int64 [N]: a 64-bit register pair, or scalar base plus 32-bit offset."""
+    immediate = int(site.take("offset", 0))
+    if saddr.file == "off":
+
+        def flat(g: Group, lanes: np.ndarray | None) -> tuple[np.ndarray, None]:
+            address = g.pair(vaddr.index).view(np.int64)
+            if lanes is not None:
+                address = address[lanes]
+            return (address + immediate if immediate else address), None
+
+        return flat
+    base = read64(saddr)
+
+    def relative(g: Group, lanes: np.ndarray | None) -> tuple[np.ndarray, None]:
+        start = per_lane(g, signed64(base(g)), lanes)
+        return _row(g, vaddr.index, lanes).astype(np.int64) + start + immediate, None
+
+    return relative
+
+
+def _parts(site: Site, data_first: bool) -> tuple[Operand, Callable, list[Operand]]:
+    """Data operand, address function, and the operands that an address is made of. Buffer instructions always name data first."""
+    is_buffer = site.mnemonic.startswith("buffer")
+    addressing = list(site.operands)
+    data = addressing.pop(0 if data_first or is_buffer else 1)
+    address = buffer_address(site, *addressing) if is_buffer else global_address(site, *addressing)
+    return data, address, addressing
+
+
+@binder(*(f"{space}_load_{name}" for space in ("buffer", "global") for name in LOADS))
+def _load(site: Site) -> Bound:
+    shape = LOADS[site.mnemonic.split("_load_")[1]]
+    if site.modifiers.get("lds"):
+        from gfx950_emulator.instructions.dma import bind_buffer_to_lds  # it is built on this module
+
+        return bind_buffer_to_lds(site)
+    data, address, addressing = _parts(site, data_first=True)
+    row, dwords = data.index, shape.dwords
+
+    def run(g: Group) -> None:
+        g.queue.vector.append(bound)
+        lanes = active(g)
+        if lanes is not None and not len(lanes):
+            return
+        at, room = address(g, lanes)
+        values = fetch(g, at, room, shape)
+        if g.machine.counters is not None:
+            g.machine.counters.global_access(bound, g, at, shape.size, room, lanes)
+        write_loaded(g, row, values, lanes, shape)
+
+    reads = site.ids(addressing)
+    writes = tuple(range(row, row + dwords))
+    bound = Bound(run, writes, (*reads, *writes) if shape.keeps else reads, "vmem", demands=reads,
+                  memory=Access("global", "load", shape.size, "vmcnt"))  # fmt: skip
+    return bound
+
+
+def fetch(g: Group, at: np.ndarray, room: np.ndarray | None, shape: Shape) -> np.ndarray:
+    """Loads with a buffer's range check: uint32 [dwords, N], or [N] below a dword."""
+    memory = g.machine.memory
+    if room is not None and int(room.min()) < shape.size:
+        if shape.size < 4:
+            inside = room >= shape.size
+            values = np.zeros(len(at), np.uint32)
+            if inside.any():
+                values[inside] = memory.load_small(at[inside], shape.size)
+            return values
+        values = np.zeros((shape.dwords, len(at)), np.uint32)
+        for i in range(shape.dwords):  # each dword is checked by itself
+            inside = room >= 4 * i + 4
+            if inside.any():
+                values[i, inside] = memory.load(at[inside] + 4 * i, 1)[0]
+        return values
+    return memory.load_small(at, shape.size) if shape.size < 4 else memory.load(at, shape.dwords)
+
+
+@binder(*(f"{space}_store_{name}" for space in ("buffer", "global") for name in STORES))
+def _store(site: Site) -> Bound:
+    shape = STORES[site.mnemonic.split("_store_")[1]]
+    data, address, addressing = _parts(site, data_first=False)
+    row, dwords = data.index, shape.dwords
+
+    def run(g: Group) -> None:
+        g.queue.vector.append(bound)
+        lanes = active(g)
+        if lanes is not None and not len(lanes):
+            return
+        at, room = address(g, lanes)
+        _demand_stored(g, row, lanes, room, shape)
+        values = g.registers[row : row + dwords]
+        if lanes is not None:
+            values = values[:, lanes]
+        if shape.high:
+            values = values >> np.uint32(16)
+        machine = g.machine
+        if machine.counters is not None:
+            machine.counters.global_access(bound, g, at, shape.size, room, lanes)
+        machine.progress += 1
+        if room is not None and int(room.min()) < shape.size:
+            if shape.size < 4:
+                inside = room >= shape.size
+                if inside.any():
+                    machine.memory.store_small(at[inside], values[0][inside], shape.size)
+                return
+            for i in range(dwords):
+                inside = room >= 4 * i + 4
+                if inside.any():
+                    machine.memory.store(at[inside] + 4 * i, values[i : i + 1, inside])
+        elif shape.size < 4:
+            machine.memory.store_small(at, values[0], shape.size)
+        else:
+            machine.memory.store(at, values)
+
+    reads = site.ids(addressing)
+    access = Access("global", "store", shape.size, "vmcnt")
+    bound = Bound(run, (), (*reads, *range(row, row + dwords)), "vmem", demands=reads, memory=access)
+    return bound
+
+
+def _demand_stored(g: Group, row: int, lanes: np.ndarray | None, room: np.ndarray | None, shape: Shape) -> None:
+    """Data that is stored must be initialised; that of lanes beyond a buffer's range is not stored."""
+    if g.shadow is None or g.shadow.watch.isdisjoint(range(row, row + shape.dwords)):
+        return
+    stored = np.arange(g.lanes) if lanes is None else lanes
+    for i in range(shape.dwords):
+        inside = stored if room is None else stored[room >= min(4 * i + 4, shape.size)]
+        g.shadow.demand_stored(g, row + i, inside)
+
+
+# Atomics
+
+_ATOMICS: dict[str, tuple[str, int]] = {}
+for _name in operations(32):
+    _ATOMICS[_name] = (_name, 32)
+for _name in operations(64):
+    _ATOMICS[_name if _name.endswith("f64") else f"{_name}_x2"] = (_name, 64)
+_ATOMICS |= {"cmpswap": ("cmpswap", 32), "cmpswap_x2": ("cmpswap", 64)}
+
+
+@binder(*(f"{space}_atomic_{name}" for space in ("buffer", "global") for name in _ATOMICS))
+def _atomic(site: Site) -> Bound:
+    """Without sc0 nothing is returned; with it the destination (a global atomic's own operand, a buffer atomic's data) gets
+    the value from before."""
+    name, bits = _ATOMICS[site.mnemonic.split("_atomic_")[1]]
+    returns = bool(site.take("sc0", False) or site.take("glc", False))
+    is_buffer = site.mnemonic.startswith("buffer")
+    destination = site.operands[0] if returns else None
+    if returns and not is_buffer:
+        site.operands.pop(0)
+    data, address, addressing = _parts(site, data_first=False)
+    words, row, swaps_if_equal = bits // 32, data.index, name == "cmpswap"
+
+    def run(g: Group) -> None:
+        g.queue.vector.append(bound)
+        lanes = active(g)
+        if lanes is not None and not len(lanes):
+            return
+        machine = g.machine
+        at, room = address(g, lanes)
+        if machine.counters is not None:
+            machine.counters.global_access(bound, g, at, bits // 8, room, lanes)
+        inside = None if room is None else room >= bits // 8
+        reached = at if inside is None else at[inside]
+        if len(reached):
+            check_aligned(reached, bits // 8)
+            machine.memory.check(reached, bits // 8, "atomic")
+        operand = operand_of(g, row, lanes, words)
+        compare = operand_of(g, row + words, lanes, words) if swaps_if_equal else None
+        before, changed = apply_in_order(machine.memory.bytes, at - machine.memory.base, inside, name, operand, compare)
+        machine.progress += changed
+        if destination is not None:
+            write_before(g, destination.index, lanes, before)
+
+    reads = (*site.ids(addressing), *data.ids)
+    writes = tuple(range(destination.index, destination.index + words)) if destination is not None else ()
+    bound = Bound(run, writes, reads, "vmem", demands=reads, memory=Access("global", "atomic", bits // 8, "vmcnt"))
+    return bound

@@ -1,0 +1,88 @@
+"""How many workgroups of a kernel fit on a compute unit, and what limits them.
+
+Rules as LLVM's (llvm/lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp and GCNSubtarget.cpp) for gfx950; numbers in
+`gfx950_emulator.hardware`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gfx950_emulator.assembly import Assembly
+from gfx950_emulator.hardware import (
+    BARRIERS,
+    LDS_BYTES,
+    LDS_GRANULE,
+    SGPR_GRANULE,
+    SGPRS_PER_SIMD,
+    SIMDS,
+    VGPR_GRANULE,
+    VGPRS_PER_LANE,
+    WAVES_PER_SIMD,
+)
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """What fits on one compute unit.
+
+    Attributes:
+        workgroups: per compute unit; 0 if not even one fits.
+        waves_per_simd: on average, so not a whole number if a workgroup's waves do not divide among 4 SIMDs.
+        limits: workgroups that each resource alone would allow: ``"waves"``, ``"VGPRs"``, ``"SGPRs"``, ``"LDS"``, ``"barriers"``.
+        limiter: the resource that allows fewest.
+        vgprs, agprs, sgprs: per wave as the code asks for them; vgprs without accumulation registers.
+        allocated_vgprs: registers per lane as the hardware gives them out, both kinds together.
+        allocated_lds: bytes per workgroup, likewise.
+    """
+
+    workgroups: int
+    waves_per_simd: float
+    limits: dict[str, int]
+    limiter: str
+    vgprs: int
+    agprs: int
+    sgprs: int
+    allocated_vgprs: int
+    allocated_lds: int
+
+
+def _up(value: int, granule: int) -> int:
+    return -(-value // granule) * granule
+
+
+def occupancy(assembly: Assembly, waves: int, lds: int) -> Occupancy:
+    """Workgroups that run on a compute unit at once.
+
+    Args:
+        assembly: the kernel.
+        waves: waves per workgroup.
+        lds: bytes of LDS per workgroup.
+    """
+    # Accumulation registers begin at the accum offset, which is a multiple of 4; what lies between is lost.
+    total = assembly.descriptor.get("next_free_vgpr", 0)
+    allocated = max(_up(total, VGPR_GRANULE), VGPR_GRANULE)
+    # VCC, FLAT_SCRATCH and XNACK_MASK take up to 6 more than the code names.
+    sgprs = assembly.metadata.get("sgpr_count", assembly.descriptor.get("next_free_sgpr", 0) + 6)
+    per_simd = {
+        "waves": WAVES_PER_SIMD,
+        "VGPRs": VGPRS_PER_LANE // allocated,
+        "SGPRs": SGPRS_PER_SIMD // max(_up(sgprs, SGPR_GRANULE), SGPR_GRANULE),
+    }
+    # The waves of a workgroup are spread over the SIMDs as evenly as they can be.
+    limits = {name: SIMDS * count // waves for name, count in per_simd.items()}
+    limits["LDS"] = LDS_BYTES // _up(lds, LDS_GRANULE) if lds else limits["waves"]
+    limits["barriers"] = BARRIERS if waves > 1 else limits["waves"]
+    limiter = min(limits, key=lambda name: limits[name])
+    workgroups = limits[limiter]
+    return Occupancy(
+        workgroups,
+        workgroups * waves / SIMDS,
+        limits,
+        limiter,
+        assembly.vgprs,
+        assembly.agprs,
+        sgprs,
+        allocated,
+        _up(lds, LDS_GRANULE),
+    )

@@ -1,0 +1,167 @@
+"""Memory operations that were issued and not waited for.
+
+Data of ordinary loads is in its registers at once; whether the code waits before it reads them is the sanitizer's business.
+Direct loads to LDS are different: what they write is seen by other waves, so each one is held back until the ``s_waitcnt``
+that covers it. A kernel that waits for one too few reads what was there before, as it may on hardware.
+
+The order of completion is that of AMD's ISA document: vector memory operations complete in order (vmcnt), LDS operations
+among themselves in order, scalar loads in any order (both lgkmcnt).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gfx950_emulator.constants import WAVE
+
+if TYPE_CHECKING:
+    from gfx950_emulator.decode import Bound
+    from gfx950_emulator.group import Group
+
+
+@dataclass
+class Deferred:
+    """A direct load to LDS on its way: bytes for LDS, per active lane.
+
+    Attributes:
+        bound: the instruction.
+        columns: int64 [N], the lanes' place in the group.
+        addresses: int64 [N], byte addresses in the LDS of all slots.
+        values: uint32 [count, N].
+    """
+
+    bound: Bound
+    columns: np.ndarray
+    addresses: np.ndarray
+    values: np.ndarray
+
+    def of(self, columns: np.ndarray, kept: np.ndarray | slice) -> Deferred:
+        """The part of some lanes, at their place in another group."""
+        return Deferred(self.bound, columns, self.addresses[kept], self.values[:, kept])
+
+
+@dataclass
+class Stored:
+    """What an LDS write wrote, which the sanitizer wants to know until it was waited for. Fields as those of `Deferred`.
+
+    Attributes:
+        size: bytes per lane.
+    """
+
+    columns: np.ndarray
+    addresses: np.ndarray
+    size: int
+
+    def of(self, columns: np.ndarray, kept: np.ndarray | slice) -> Stored:
+        """The part of some lanes, at their place in another group."""
+        return Stored(columns, self.addresses[kept], self.size)
+
+
+if TYPE_CHECKING:
+    # A bare `Bound` is only counted. A tuple is one operation of each wave: different ones, or one with what is known of it.
+    Entry = Bound | Deferred | Stored
+    Operation = Entry | tuple[Entry, ...]
+
+
+class Outstanding:
+    """What a group has outstanding, oldest first: vector memory operations (vmcnt), and LDS and scalar ones (lgkmcnt).
+
+    Without the sanitizer nobody wants to know of the latter, and `local` stays empty.
+    """
+
+    __slots__ = ("local", "vector")
+
+    def __init__(self) -> None:
+        self.vector: list[Operation] = []
+        self.local: list[Operation] = []
+
+    def wait_vector(self, group: Group, limit: int) -> None:
+        """Waits until no more than ``limit`` operations are outstanding."""
+        finished = self._finish(self.vector, limit)
+        for entry in finished:
+            if type(entry) is Deferred:
+                group.machine.local.arrive(group, entry)
+        if finished and group.shadow is not None:
+            group.shadow.arrived(finished)
+
+    def wait_local(self, group: Group, limit: int) -> None:
+        """Scalar loads may overtake, so a limit above 0 says nothing about operations while one of them is outstanding."""
+        if limit and any(type(e) is not Stored and e.memory.space == "scalar" for e in entries(self.local)):
+            return
+        finished = self._finish(self.local, limit)
+        if finished and group.shadow is not None:
+            group.shadow.arrived(finished)
+
+    @staticmethod
+    def _finish(operations: list[Operation], limit: int) -> list[Entry]:
+        """Takes the oldest operations away, all but ``limit``."""
+        done = max(0, len(operations) - limit)
+        finished = list(entries(operations[:done]))
+        del operations[:done]
+        return finished
+
+    def note(self, entry: Stored) -> None:
+        """Adds to what is known of the newest LDS operation."""
+        self.local[-1] = (*entries(self.local[-1:]), entry)
+
+    def stored(self) -> Iterator[Stored]:
+        """LDS writes that were not waited for."""
+        return (entry for entry in entries(self.local) if type(entry) is Stored)
+
+    def select(self, columns: np.ndarray, lanes: int) -> Outstanding:
+        """The part that belongs to some lanes, given by their place in the group of ``lanes`` lanes."""
+        place = np.full(lanes, -1)
+        place[columns] = np.arange(len(columns))
+
+        def chosen(entry: Entry) -> Entry:
+            if not isinstance(entry, Deferred | Stored):
+                return entry
+            to = place[entry.columns]
+            return entry.of(to[to >= 0], to >= 0)
+
+        part = Outstanding()
+        part.vector = [_operation(map(chosen, entries([operation]))) for operation in self.vector]
+        part.local = [_operation(map(chosen, entries([operation]))) for operation in self.local]
+        return part
+
+    @staticmethod
+    def join(parts: list[Outstanding], waves: list[int]) -> Outstanding:
+        """Of groups that meet. What they have outstanding is aligned at the newest operation; an older one that only some
+        have is waited for no earlier than it would have been."""
+        starts = np.concatenate([[0], np.cumsum(waves)]) * WAVE
+        whole = Outstanding()
+        whole.vector = _aligned([part.vector for part in parts], starts)
+        whole.local = _aligned([part.local for part in parts], starts)
+        return whole
+
+
+def entries(operations: Iterable[Operation]) -> Iterator[Entry]:
+    """All entries of operations, one after the other."""
+    for operation in operations:
+        if type(operation) is tuple:
+            yield from operation
+        else:
+            yield operation
+
+
+def _operation(parts: Iterable[Entry]) -> Operation:
+    """One operation of several entries; a `Bound` counts once."""
+    distinct = tuple({id(entry): entry for entry in parts}.values())
+    return distinct[0] if len(distinct) == 1 else distinct
+
+
+def _aligned(queues: list[list[Operation]], starts: np.ndarray) -> list[Operation]:
+    """Queues of groups whose lanes begin at ``starts``, laid side by side."""
+    whole = []
+    for age in range(max(len(queue) for queue in queues), 0, -1):
+        same_age = []
+        for queue, start in zip(queues, starts[:-1], strict=True):
+            for entry in entries([queue[-age]] if len(queue) >= age else []):
+                bare = not isinstance(entry, Deferred | Stored)
+                same_age.append(entry if bare else entry.of(entry.columns + start, slice(None)))
+        whole.append(_operation(same_age))
+    return whole

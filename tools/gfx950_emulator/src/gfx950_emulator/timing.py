@@ -1,0 +1,504 @@
+"""A simple model of time on an MI355X. **Its results are for ratios between kernels, never for absolute times.**
+
+What goes in is what the emulator executed: which blocks each wave of a workgroup ran, and for each memory instruction the cache
+lines and LDS cycles that the counters found. What comes out is the time of a workgroup, of a compute unit with as many workgroups
+as fit, and of the grid. All numbers with their sources: `gfx950_emulator.hardware`.
+
+The compute unit
+----------------
+- Waves are spread over 4 SIMDs. Every 4 cycles a SIMD issues at most one instruction of each category (vector ALU with matrix,
+  vector memory, scalar with scalar memory, LDS, branch), each from another wave, the oldest wave first. Waits, barriers, s_nop and
+  the like take a turn of their wave, but no unit.
+- A wave issues in order. Vector instructions hold their SIMD's ALU for 4 cycles, transcendental ones 8, conversions 16; matrix
+  instructions hold the matrix core for their passes and the issue port for 4 cycles. Reading the result of one that takes longer
+  waits for it, matrix results 5 issue slots more; accumulating onto a matrix result waits for its passes only.
+- LDS: the banks serve one phase a cycle, and what conflicts add; each pair of SIMDs has a port of 128 bytes a cycle for loads and
+  64 for stores and their addresses. Results come 48 cycles later.
+- Vector memory: one address pipeline (4 cycles an instruction), 64 bytes a cycle from L2 and 32 to it. Loads fetch whole cache
+  lines, stores send what they write, at most one line a cycle. Latency lies between that of L2 and that of HBM, by the share of
+  lines that the launch touched for the first time in that instruction. The L1 cache is not modelled: every line comes from L2.
+- s_waitcnt waits for the operations that it says, vector memory and LDS in order, scalar loads all of them. s_barrier waits for the
+  waves of the workgroup.
+- Not modelled: instruction fetch, register bank conflicts, the queues of LDS and memory pipelines (they never push back), TLB,
+  atomics' contention, launch overhead, clocks that drop under load.
+
+The grid
+--------
+Workgroups go to the 256 compute units in turn. The heaviest workgroup is simulated, alone and beside copies of itself; others take
+time in proportion to the instructions they executed. A compute unit takes as long as its workgroups together at the rate of full
+occupancy, or as its heaviest one alone, whichever is longer; the grid as its slowest compute unit, or as HBM needs at 8 TB/s to
+move every cache line once, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from gfx950_emulator import hardware as hw
+from gfx950_emulator.constants import WAVE
+from gfx950_emulator.counters import Counters
+from gfx950_emulator.decode import Bound
+from gfx950_emulator.occupancy import Occupancy, occupancy
+
+if TYPE_CHECKING:
+    from gfx950_emulator.driver import LaunchReport
+
+NOTICE = "Modelled time is for ratios between kernels, never for absolute times."
+
+_CATEGORY = {
+    "valu": "valu", "trans": "valu", "mfma": "valu", "vmem": "vmem", "salu": "scalar", "smem": "scalar", "lds": "lds",
+    "branch": "branch",
+}  # fmt: skip
+_QUARTER_RATE = re.compile(
+    r"v_cvt_(f32_(i32|u32|f16|fp8|bf8)|(i32|u32|f16)_f32|(rpi|flr)_i32_f32|pk_(fp8|bf8)_f32|pk_f32_(fp8|bf8)|sr_(fp8|bf8)_f32|scalef32_)"
+)
+# What a wave may wait for, in the order in which results show it.
+CAUSES = ("MFMA", "VALU", "scalar", "LDS", "global memory", "scalar memory", "barrier", "issue")
+_PENDING = 512  # registers that are remembered before those that are ready are forgotten
+_UNIT_CAUSE = {"valu": "VALU", "trans": "VALU", "mfma": "MFMA", "vmem": "global memory", "lds": "LDS", "smem": "scalar memory"}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What simulating workgroups on one compute unit gave.
+
+    Attributes:
+        workgroups: how many ran at once.
+        cycles: until the last wave ended.
+        spent: wave-cycles by cause, see `CAUSES`: time that an instruction's own issue took counts for its unit, what it waited
+            counts for what it waited for. The sum is the lifetime of all waves.
+        busy: share of the cycles that units were busy: ``"MFMA"``, ``"VALU"`` (mean of the SIMDs), ``"LDS"``, ``"global memory"``.
+        simulated: the share of the trace that was simulated; cycles are extrapolated by it.
+    """
+
+    workgroups: int
+    cycles: float
+    spent: dict[str, float]
+    busy: dict[str, float]
+    simulated: float = 1.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The model's view of a launch. For ratios between kernels only.
+
+    Attributes:
+        kernel: name.
+        workgroup: the linear id of the workgroup that was simulated, the heaviest.
+        alone, full: that workgroup alone on a compute unit, and with as many copies of itself as fit and the grid has.
+        occupancy: how many fit.
+        compute_seconds: the slowest compute unit's time.
+        memory_seconds: HBM's, for moving every cache line once.
+    """
+
+    kernel: str
+    workgroup: int
+    alone: Simulation
+    full: Simulation
+    occupancy: Occupancy
+    compute_seconds: float
+    memory_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute_seconds, self.memory_seconds)
+
+    @property
+    def cycles(self) -> float:
+        """`seconds` at the peak clock."""
+        return self.seconds * hw.CLOCK_HZ
+
+    @property
+    def bound_by(self) -> str:
+        """What limits the launch: HBM, a unit that is busy more than half of the time, or else what waves spend most time on."""
+        if self.memory_seconds >= self.compute_seconds:
+            return "HBM bandwidth"
+        unit = max(self.full.busy, key=lambda name: self.full.busy[name])
+        if self.full.busy[unit] > 0.5:
+            return f"{unit} throughput"
+        cause = max(self.full.spent, key=lambda name: self.full.spent[name])
+        return f"{cause} latency" if cause in ("MFMA", "LDS", "global memory", "scalar memory") else cause
+
+
+def predict(report: LaunchReport, *, max_instructions: int = 300_000) -> Prediction:
+    """Predicts the time of a launch that was executed with counters.
+
+    Args:
+        report: of the launch.
+        max_instructions: wave-instructions to simulate at most; beyond that, time is extrapolated from the first so many.
+
+    Raises:
+        ValueError: the launch was executed without counters, or a workgroup does not fit on a compute unit.
+    """
+    counters: Counters | None = report.counters
+    if counters is None:
+        raise ValueError(f"{report.kernel} was executed without counters: use emulated_gfx950(counters=True)")
+    fits = occupancy(report.program.assembly, report.waves, report.lds)
+    if not fits.workgroups:
+        raise ValueError(f"a workgroup of {report.kernel} does not fit on a compute unit: its {fits.limiter} allow none")
+    costs = instruction_costs(counters)
+    weights = {start: sum(costs[i].weight for i in range(start, block.end)) for start, block in report.program.blocks.items()}
+    work = counters.trace.work(weights)
+    heaviest = min(work, key=lambda workgroup: (-work[workgroup], workgroup))
+    traces = instructions_of(counters, heaviest)
+    per_unit = Counter(workgroup % hw.COMPUTE_UNITS for workgroup in work)
+    resident = min(fits.workgroups, max(per_unit.values()))
+    alone = simulate(costs, [traces], max_instructions)
+    full = alone if resident == 1 else simulate(costs, [traces] * resident, max_instructions)
+    load: dict[int, float] = {}
+    for workgroup, amount in work.items():
+        load[workgroup % hw.COMPUTE_UNITS] = load.get(workgroup % hw.COMPUTE_UNITS, 0.0) + amount / work[heaviest]
+    # A unit with fewer workgroups than fit runs them all at once, in between the two times that were simulated.
+    cycles = max(max(alone.cycles, total * _rate(alone, full, min(resident, per_unit[unit]))) for unit, total in load.items())
+    return Prediction(
+        report.kernel,
+        heaviest,
+        alone,
+        full,
+        fits,
+        cycles / hw.CLOCK_HZ,
+        counters.memory_bytes / hw.HBM_BYTES_PER_SECOND,
+    )
+
+
+def _rate(alone: Simulation, full: Simulation, workgroups: int) -> float:
+    """Cycles per workgroup when so many run at once: the time of all grows linearly from one to as many as were simulated."""
+    if full.workgroups == 1:
+        return alone.cycles
+    step = (full.cycles - alone.cycles) / (full.workgroups - 1)
+    return (alone.cycles + step * (workgroups - 1)) / workgroups
+
+
+# What an instruction costs
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An instruction, as the simulation sees it.
+
+    Attributes:
+        category: issue category; empty for instructions that need no unit.
+        cause: what `Simulation.spent` calls its own time.
+        turns: issue slots that the wave gives up.
+        valu, mfma: cycles that it holds its SIMD's vector ALU or matrix core.
+        latency: cycles until its register results can be read, where that is more than one turn; 0 otherwise.
+        reads, writes: registers that may have to be waited for.
+        chained: of a matrix instruction: registers of C, and D's.
+        banks, port: cycles of LDS banks and of the SIMD pair's port.
+        pipeline: cycles of the vector memory pipeline.
+        counter: ``"vmcnt"`` or ``"lgkmcnt"`` if it raises one; `delay`: cycles until it falls again.
+        scalar: it is a scalar load, which may overtake.
+        wait: (vmcnt, lgkmcnt) of s_waitcnt, None where it says nothing.
+        kind: ``"barrier"``, ``"end"``, ``"wait"`` or empty.
+    """
+
+    category: str = ""
+    cause: str = "issue"
+    turns: int = 1
+    valu: int = 0
+    mfma: int = 0
+    latency: int = 0
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    chained: frozenset[int] = frozenset()
+    banks: float = 0.0
+    port: float = 0.0
+    pipeline: float = 0.0
+    counter: str = ""
+    delay: float = 0.0
+    scalar: bool = False
+    wait: tuple[int | None, int | None] = (None, None)
+    kind: str = ""
+
+    @property
+    def weight(self) -> float:
+        """A measure of its share in a workgroup's work."""
+        return max(self.turns * hw.SLOT, self.valu, self.mfma, self.banks, self.pipeline)
+
+
+def instruction_costs(counters: Counters) -> list[Cost]:
+    """The cost of each instruction of a program, with what the counters found of its memory accesses."""
+    executions = counters.executions()
+    return [_cost(counters, index, bound, int(executions[index])) for index, bound in enumerate(counters.program.bound)]
+
+
+def _cost(counters: Counters, index: int, bound: Bound, executions: int) -> Cost:
+    instruction, unit = counters.program.assembly.instructions[index], bound.unit
+    mnemonic = instruction.mnemonic
+    if unit in ("barrier", "end"):
+        return Cost(cause="barrier" if unit == "barrier" else "issue", kind=unit)
+    if unit == "wait":
+        return Cost(kind="wait", wait=(bound.extra.get("vmcnt"), bound.extra.get("lgkmcnt")))
+    if unit == "nop":
+        return Cost(turns=_idle_turns(mnemonic, instruction.operands))
+    common = {"category": _CATEGORY[unit], "cause": _UNIT_CAUSE.get(unit, "scalar"), "reads": bound.reads, "writes": bound.writes}
+    if unit in ("valu", "trans"):
+        cycles = _vector_cycles(mnemonic, unit)
+        return Cost(**common, valu=cycles, latency=cycles if cycles > hw.SLOT else 0)
+    if unit == "mfma":
+        operation = bound.extra["mfma"]
+        first = operation.a_registers + operation.b_registers
+        chained = frozenset(bound.reads[first : first + operation.c_registers])
+        passes = hw.SLOT * operation.passes
+        return Cost(**common, valu=hw.SLOT, mfma=passes, latency=passes + hw.SLOT * hw.MFMA_RESULT_SLOTS, chained=chained)
+    if unit == "branch":
+        return Cost(**common, turns=hw.BRANCH_SLOTS)
+    memory = bound.memory
+    if memory is None:
+        return Cost(**common)
+    found = {name: int(column[index]) / max(executions, 1) for name, column in counters.columns.items()}
+    banks, port = _lds_cycles(bound, found)
+    if unit == "lds":
+        return Cost(**common, banks=banks, port=port, counter="lgkmcnt", delay=hw.LDS_LATENCY)
+    if unit == "smem":
+        return Cost(**common, counter="lgkmcnt", delay=hw.SCALAR_CACHE_MISS, scalar=True)
+    # Scratch is not counted: a lane's dwords are interleaved, so that waves access whole lines, and they stay in L2.
+    lines = memory.size * WAVE / hw.CACHE_LINE if memory.space == "scratch" else found["lines"]
+    if memory.direction == "store":
+        # A store sends the bytes that it writes, and a request for each line.
+        delay, cycles = hw.L2_LATENCY, max(lines, memory.size * WAVE / hw.L2_WRITE_BYTES_PER_CYCLE)
+    else:
+        fresh = found["fresh_lines"] / lines if lines else 0.0
+        delay = hw.L2_LATENCY + fresh * (hw.HBM_LATENCY - hw.L2_LATENCY)
+        cycles = lines * hw.CACHE_LINE / hw.L2_READ_BYTES_PER_CYCLE
+    pipeline = max(hw.ADDRESS_CYCLES, cycles)
+    return Cost(**common, banks=banks, pipeline=pipeline, counter="vmcnt", delay=delay)
+
+
+def _idle_turns(mnemonic: str, operands: tuple[str, ...]) -> int:
+    """Issue slots of an instruction that only waits (CDNA3 ISA document, S_NOP: up to 16 slots; S_SLEEP: 64 cycles each)."""
+    if mnemonic in ("s_nop", "s_sleep") and operands:
+        amount = int(operands[0], 0)
+        return amount + 1 if mnemonic == "s_nop" else max(1, amount * 64 // hw.SLOT)
+    return 1
+
+
+@lru_cache(maxsize=1024)
+def _vector_cycles(mnemonic: str, unit: str) -> int:
+    if unit == "trans":
+        return hw.TRANSCENDENTAL_F64_CYCLES if "_f64" in mnemonic else hw.TRANSCENDENTAL_CYCLES
+    return hw.QUARTER_RATE_CYCLES if _QUARTER_RATE.match(mnemonic) else hw.VALU_CYCLES
+
+
+def _lds_cycles(bound: Bound, found: dict[str, float]) -> tuple[float, float]:
+    """Cycles of the banks and of the port, of one execution on average."""
+    memory = bound.memory
+    if memory is not None and memory.direction == "permute":
+        # Data goes through the port once each way, and through the crossbar as 4-byte reads do.
+        return 1.0, hw.LDS_PORT_ADDRESS_CYCLES + 4 * WAVE / hw.LDS_PORT_STORE_BYTES
+    size = found["lds_bytes"]
+    if memory is not None and memory.direction == "load":
+        return found["lds_cycles"], max(hw.LDS_PORT_ADDRESS_CYCLES, size / hw.LDS_PORT_LOAD_BYTES)
+    return found["lds_cycles"], hw.LDS_PORT_ADDRESS_CYCLES + size / hw.LDS_PORT_STORE_BYTES
+
+
+def instructions_of(counters: Counters, workgroup: int) -> list[list[int]]:
+    """For each wave of a workgroup, the indices of the instructions that it executed, in order."""
+    spans = {start: range(start, block.end) for start, block in counters.program.blocks.items()}
+    waves = counters.trace.waves_of(workgroup)
+    return [[index for start in waves[wave] for index in spans[start]] for wave in sorted(waves)]
+
+
+# The simulation
+
+
+@dataclass
+class _Wave:
+    """A wave on its way through its trace."""
+
+    number: int
+    simd: int
+    workgroup: int
+    trace: list[int]
+    at: int = 0
+    free: float = 0.0  # when it may issue next
+    last: float = 0.0  # until when its time was accounted for
+    pending: dict[int, tuple[float, bool, str]] = field(default_factory=dict)  # register -> ready, by a matrix instruction, cause
+    vector: deque[float] = field(default_factory=deque)  # when outstanding operations are done, oldest first
+    local: deque[tuple[float, bool]] = field(default_factory=deque)  # likewise; whether it is a scalar load
+
+
+class _Unit:
+    """One compute unit while workgroups run on it."""
+
+    def __init__(self, costs: list[Cost], workgroups: list[list[list[int]]]) -> None:
+        self.costs = costs
+        self.waves: list[_Wave] = []
+        for workgroup, traces in enumerate(workgroups):
+            for trace in traces:
+                number = len(self.waves)
+                self.waves.append(_Wave(number, number % hw.SIMDS, workgroup, trace))
+        self.slots: list[dict[str, float]] = [
+            dict.fromkeys(("valu", "vmem", "scalar", "lds", "branch"), 0.0) for _ in range(hw.SIMDS)
+        ]
+        self.valu, self.mfma = [0.0] * hw.SIMDS, [0.0] * hw.SIMDS
+        self.banks, self.ports, self.pipeline = 0.0, [0.0] * hw.LDS_PORTS, 0.0
+        self.busy = dict.fromkeys(("MFMA", "VALU", "LDS", "global memory"), 0.0)
+        self.spent = dict.fromkeys(CAUSES, 0.0)
+        self.alive = Counter(wave.workgroup for wave in self.waves)
+        self.arrived: dict[int, list[tuple[_Wave, float]]] = {}
+        self.end = 0.0
+
+    def earliest(self, wave: _Wave, cost: Cost) -> tuple[float, str]:
+        """When a wave can issue its next instruction, and what it waits for until then."""
+        time, cause = wave.free, "issue"
+        if wave.pending:
+            # Matrix results come in order, so one may be written again at once.
+            for register in cost.reads if cost.mfma else (*cost.reads, *cost.writes):
+                entry = wave.pending.get(register)
+                if entry is None:
+                    continue
+                ready, matrix, why = entry
+                if matrix and cost.mfma and register in cost.chained:
+                    ready -= hw.SLOT * hw.MFMA_RESULT_SLOTS
+                if ready > time:
+                    time, cause = ready, why
+        if cost.kind == "wait":
+            return self._waited(wave, cost, time, cause)
+        if cost.counter == "vmcnt" and len(wave.vector) >= hw.VMCNT_LIMIT and wave.vector[0] > time:
+            time, cause = wave.vector[0], "global memory"
+        elif cost.counter == "lgkmcnt" and len(wave.local) >= hw.LGKMCNT_LIMIT and wave.local[0][0] > time:
+            time, cause = wave.local[0][0], "LDS"
+        if cost.category:
+            simd = wave.simd
+            slot = self.slots[simd][cost.category]
+            if slot > time:
+                time, cause = slot, "issue"
+            if cost.valu and self.valu[simd] > time:
+                time, cause = self.valu[simd], "VALU"
+            if cost.mfma and self.mfma[simd] > time:
+                time, cause = self.mfma[simd], "MFMA"
+        return time, cause
+
+    def _waited(self, wave: _Wave, cost: Cost, time: float, cause: str) -> tuple[float, str]:
+        vector, local = cost.wait
+        if vector is not None and len(wave.vector) > vector:
+            done = wave.vector[len(wave.vector) - vector - 1]
+            if done > time:
+                time, cause = done, "global memory"
+        if local is not None and len(wave.local) > local:
+            # Scalar loads come back in any order, so while one is outstanding only a wait for all says anything.
+            finished = list(wave.local)[: len(wave.local) - local]
+            for done, scalar in finished:
+                if done > time:
+                    time, cause = done, "scalar memory" if scalar else "LDS"
+        return time, cause
+
+    def issue(self, wave: _Wave, cost: Cost, time: float, cause: str) -> None:
+        """Issues a wave's next instruction at a time, a multiple of a slot."""
+        wave.at += 1
+        self.spent[cause] += time - wave.last
+        wave.free = wave.last = time + cost.turns * hw.SLOT
+        self.spent[cost.cause] += cost.turns * hw.SLOT
+        if len(wave.pending) > _PENDING:
+            wave.pending = {register: entry for register, entry in wave.pending.items() if entry[0] > time}
+        if cost.category:
+            self._occupy(wave, cost, time)
+        elif cost.kind == "wait":
+            self._retire(wave, cost)
+        if cost.latency:
+            entry = (time + cost.latency, bool(cost.mfma), cost.cause)
+            wave.pending.update(dict.fromkeys(cost.writes, entry))
+
+    def _retire(self, wave: _Wave, cost: Cost) -> None:
+        vector, local = cost.wait
+        while vector is not None and len(wave.vector) > vector:
+            wave.vector.popleft()
+        while local is not None and len(wave.local) > local:
+            wave.local.popleft()
+
+    def _occupy(self, wave: _Wave, cost: Cost, time: float) -> None:
+        simd = wave.simd
+        self.slots[simd][cost.category] = time + hw.SLOT
+        if cost.valu:
+            self.valu[simd] = time + cost.valu
+            self.busy["VALU"] += cost.valu
+        if cost.mfma:
+            self.mfma[simd] = time + cost.mfma
+            self.busy["MFMA"] += cost.mfma
+        done = time
+        if cost.pipeline:
+            start = max(time, self.pipeline)
+            self.pipeline = done = start + cost.pipeline
+            self.busy["global memory"] += cost.pipeline
+        if cost.banks or cost.port:
+            # Banks and ports are queues of their own; an access is done when both have served it.
+            port = simd * hw.LDS_PORTS // hw.SIMDS
+            self.banks, self.ports[port] = max(time, self.banks) + cost.banks, max(time, self.ports[port]) + cost.port
+            self.busy["LDS"] += max(cost.banks, cost.port / hw.LDS_PORTS)
+            done = max(done, self.banks, self.ports[port])
+        if cost.counter == "vmcnt":
+            done += cost.delay
+            if wave.vector and wave.vector[-1] > done:
+                done = wave.vector[-1]  # in order
+            wave.vector.append(done)
+            if len(wave.vector) > hw.VMCNT_LIMIT:
+                wave.vector.popleft()
+        elif cost.counter == "lgkmcnt":
+            wave.local.append((done + cost.delay, cost.scalar))
+            if len(wave.local) > hw.LGKMCNT_LIMIT:
+                wave.local.popleft()
+
+    def run(self, max_instructions: int) -> int:
+        """Runs until all waves ended, or so many instructions were issued; returns how many were."""
+        queue = [(0.0, wave.number) for wave in self.waves]
+        issued = 0
+        while queue and issued < max_instructions:
+            key, number = heapq.heappop(queue)
+            wave = self.waves[number]
+            cost = self.costs[wave.trace[wave.at]]
+            time, cause = self.earliest(wave, cost)
+            time = -(-time // hw.SLOT) * hw.SLOT
+            if time > key:
+                heapq.heappush(queue, (time, number))
+                continue
+            self.issue(wave, cost, time, cause)
+            issued += 1
+            if cost.kind == "barrier":
+                self.arrived.setdefault(wave.workgroup, []).append((wave, wave.free))
+                self._release(wave.workgroup, queue)
+            elif cost.kind == "end" or wave.at == len(wave.trace):
+                self.end = max(self.end, wave.free)
+                self.alive[wave.workgroup] -= 1
+                self._release(wave.workgroup, queue)
+            else:
+                heapq.heappush(queue, (wave.free, number))
+        # What the memory pipeline still holds are stores, or loads that nobody waited for.
+        self.end = max(self.end, self.pipeline, *(wave.free for wave in self.waves))
+        return issued
+
+    def _release(self, workgroup: int, queue: list[tuple[float, int]]) -> None:
+        arrived = self.arrived.get(workgroup, [])
+        if not arrived or len(arrived) < self.alive[workgroup]:
+            return
+        together = max(time for _, time in arrived)
+        for wave, time in arrived:
+            self.spent["barrier"] += together - time
+            wave.free = wave.last = together
+            if wave.at < len(wave.trace):
+                heapq.heappush(queue, (together, wave.number))
+            else:
+                self.alive[workgroup] -= 1
+        self.arrived[workgroup] = []
+
+
+def simulate(costs: list[Cost], workgroups: list[list[list[int]]], max_instructions: int = 300_000) -> Simulation:
+    """Runs workgroups on one compute unit.
+
+    Args:
+        costs: of each instruction of the program.
+        workgroups: for each workgroup, for each of its waves, the instructions that it executes.
+        max_instructions: after so many the time is extrapolated.
+    """
+    unit = _Unit(costs, workgroups)
+    issued = unit.run(max_instructions)
+    share = issued / max(1, sum(len(wave.trace) for wave in unit.waves))
+    cycles = max(unit.end, 1.0)
+    busy = {name: float(value) / cycles / (hw.SIMDS if name in ("MFMA", "VALU") else 1) for name, value in unit.busy.items()}
+    spent = {name: float(value) / share for name, value in unit.spent.items()}
+    return Simulation(len(workgroups), cycles / share, spent, busy, round(share, 6))

@@ -1,0 +1,118 @@
+"""Two records of an execution: which blocks each wave ran (for the timing model), and what each instruction did (to read)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gfx950_emulator.constants import WAVE
+from gfx950_emulator.group import Group
+from gfx950_emulator.operands import SCALAR_BASE, SCC_ID
+from gfx950_emulator.program import Program
+
+
+class BlockTrace:
+    """Blocks in the order in which they ran: one record for all waves that ran a block together.
+
+    Attributes:
+        records: (first instruction, workgroup of each wave, number of each wave in its workgroup).
+    """
+
+    def __init__(self) -> None:
+        self.records: list[tuple[int, np.ndarray, np.ndarray]] = []
+
+    def block(self, start: int, group: Group) -> None:
+        self.records.append((start, group.machine.workgroups[group.slot], group.wave))
+
+    def work(self, weights: dict[int, float]) -> dict[int, float]:
+        """For each workgroup the sum, over its waves, of the weights of the blocks that they ran."""
+        if not self.records:
+            return {}
+        counts = [len(workgroups) for _, workgroups, _ in self.records]
+        owners = np.concatenate([workgroups for _, workgroups, _ in self.records])
+        values = np.repeat(np.array([weights[start] for start, _, _ in self.records], float), counts)
+        workgroups, place = np.unique(owners, return_inverse=True)
+        return dict(zip(workgroups.tolist(), np.bincount(place, values).tolist(), strict=True))
+
+    def waves_of(self, workgroup: int) -> dict[int, list[int]]:
+        """The blocks of each wave of a workgroup, in order, by their first instructions."""
+        waves: dict[int, list[int]] = {}
+        for start, workgroups, numbers in self.records:
+            for wave in numbers[workgroups == workgroup].tolist():
+                waves.setdefault(wave, []).append(start)
+        return waves
+
+
+@dataclass(frozen=True)
+class Written:
+    """A register that an instruction wrote.
+
+    Attributes:
+        name: as the assembler writes it.
+        values: of a vector register, the chosen lanes; of a scalar register, one value.
+    """
+
+    name: str
+    values: tuple[int, ...]
+
+
+@dataclass
+class InstructionTrace:
+    """Tells what one wave of one workgroup does, instruction by instruction, to ``write(kernel, index, lanes on, registers
+    written)``.
+
+    Attributes:
+        workgroup, wave: whose.
+        kernel: a part of the names of kernels to trace; empty for all.
+        lanes: lanes whose values are told.
+        limit: instructions at most, over all launches.
+        told, more: instructions that were told, and whether there were more.
+    """
+
+    write: Callable[[Program, int, int, list[Written]], None]
+    workgroup: int = 0
+    wave: int = 0
+    kernel: str = ""
+    lanes: tuple[int, ...] = (0, 1, 2, 3)
+    limit: int = 1000
+    told: int = field(default=0, init=False)
+    more: bool = field(default=False, init=False)
+
+    def wants(self, program: Program) -> bool:
+        """Whether a launch is traced at all; asked once per launch."""
+        return self.kernel in program.assembly.name and not self.more
+
+    def instruction(self, program: Program, group: Group, index: int) -> None:
+        """Called after each instruction that a group ran."""
+        if self.more:
+            return
+        mine = np.flatnonzero((group.wave == self.wave) & (group.machine.workgroups[group.slot] == self.workgroup))
+        if not len(mine):
+            return
+        if self.told == self.limit:
+            self.more = True
+            return
+        self.told += 1
+        place = int(mine[0])
+        bound = program.bound[index]
+        on = int(np.count_nonzero(group.mask[place * WAVE : (place + 1) * WAVE]))
+        written = [
+            Written(name_of(register, program), self._values(group, register, place)) for register in dict.fromkeys(bound.writes)
+        ]
+        self.write(program, index, on, written)
+
+    def _values(self, group: Group, register: int, place: int) -> tuple[int, ...]:
+        if register == SCC_ID:
+            return (int(np.broadcast_to(group.scc, group.waves)[place]),)
+        if register >= SCALAR_BASE:
+            return (int(np.broadcast_to(group.s32(register - SCALAR_BASE), group.waves)[place]),)
+        row = group.U[register]
+        return tuple(int(row[place * WAVE + lane]) for lane in self.lanes)
+
+
+def name_of(register: int, program: Program) -> str:
+    from gfx950_emulator.sanitizer import name_of as name
+
+    return name(register, program.assembly.vgprs)

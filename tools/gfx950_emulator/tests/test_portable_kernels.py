@@ -1,0 +1,84 @@
+"""The core's portable Triton kernels on the emulated MI355X, held to the operators' own references and tolerances, with the
+sanitizer on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tokenspeed_kernel as tk
+from gfx950_emulator import Emulator, emulated_gfx950
+from tokenspeed_kernel.cases import Case
+from tokenspeed_kernel.numerics import Status, verify_case
+from tokenspeed_kernel.numerics.verify import refusal
+from tokenspeed_kernel.operator import operators
+from tokenspeed_kernel.platform import current_platform
+from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+
+CPU = torch.device("cpu")
+# Cases of a kernel that run by default: the first, the last, and some between. The rest is slow.
+FAST = 3
+# A search that goes on to the last bit: ten million instructions of waves
+HEAVY = ("ties across top-k and top-p",)
+
+
+def _runs() -> list[Any]:
+    """Kernels with the cases that they take on the emulated platform: how a case's weights are laid out depends on it."""
+    runs = []
+    with emulated_gfx950():
+        for op in operators():
+            cases = {case: op.complete(case.build(CPU)) for case in op.all_cases() if not case.large}
+            for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
+                if spec.solution != "triton":
+                    continue
+                taken = [case for case, arguments in cases.items() if refusal(op, spec, arguments) is None]
+                assert taken, f"no case reaches {spec.name}"
+                step = max(1, (len(taken) - 1) // (FAST - 1))
+                fast = {case.name for case in [*taken[::step][: FAST - 1], taken[-1]]}
+                for case in taken:
+                    marks = [] if case.name in fast and case.name not in HEAVY else [pytest.mark.slow]
+                    runs.append(pytest.param(spec, case, marks=marks, id=f"{spec.name}-{case.name}"))
+    return runs
+
+
+@pytest.mark.parametrize(("spec", "case"), _runs())
+def test_a_kernel_agrees_with_the_reference(spec: KernelSpec, case: Case) -> None:
+    with emulated_gfx950() as emulator:
+        result = verify_case(spec, case, CPU)
+    assert result.status is Status.PASSED, f"{result.reason}\n{result.traceback}"
+    assert result.comparisons, "something was compared"
+    assert emulator.launches or "empty" in case.name or "no " in case.name, "the emulator executed nothing"
+
+
+def test_the_platform_is_an_emulated_mi355x() -> None:
+    outside = current_platform()
+    with emulated_gfx950():
+        inside = current_platform()
+        x = torch.randn(3, 64)
+        assert "triton_rmsnorm" in str(tk.rmsnorm.explain(x, torch.ones(64)))
+    assert (inside.arch, inside.emulated, inside.is_amd) == ("gfx950", True, True)
+    assert current_platform() == outside
+
+
+def test_the_public_api_selects_and_runs() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 128), torch.randn(128)
+    expected = tk.rmsnorm(x, weight)
+    with emulated_gfx950() as emulator:
+        result = tk.rmsnorm(x, weight)
+    assert [launch.kernel for launch in emulator.launches], "a kernel was launched"
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_division_among_processes_changes_nothing() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(300, 4, 64, dtype=torch.bfloat16), torch.randn(300, 1, 64, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 300], dtype=torch.int32)
+    results = []
+    for jobs in (1, 2):
+        with emulated_gfx950(jobs=jobs, batch_lanes=1024) as emulator:
+            assert isinstance(emulator, Emulator)
+            results.append(tk.mha_prefill(q, k, k, cu, max_seqlen=300))
+    assert torch.equal(*results)
