@@ -303,7 +303,7 @@ class Case:
         accumulates: the oracle also gets what the destination held.
         keeps: a 16-bit result keeps the upper half of the register.
         ulp: how far the result may be off.
-        constants: inline constants, as text and value, to use as first source; None where the instruction takes none.
+        scalar: the first source may be a scalar register or an inline constant.
     """
 
     name: str

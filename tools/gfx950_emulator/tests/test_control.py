@@ -339,6 +339,37 @@ def test_barrier_waits_for_all_waves(delays: list[int], sanitize: bool) -> None:
     assert out.tolist() == sums
 
 
+@pytest.mark.parametrize("late", [[0, 1], [1, 0], [0, 0, 1], [1, 0, 1, 0]])
+def test_barrier_waits_for_waves_that_are_elsewhere(late: list[int]) -> None:
+    """Late waves write from code that lies behind the barrier, which runs when the others already wait there."""
+    waves = len(late)
+    out = np.zeros(waves, np.uint32)
+    text = f"""
+        v_lshrrev_b32_e32 v2, 6, v0
+        v_lshlrev_b32_e32 v3, 2, v2
+        s_cmp_lg_u32 s4, 0
+        s_cbranch_scc1 .Llate
+        ds_write_b32 v3, v2
+        .Lmeet:
+        s_waitcnt lgkmcnt(0)
+        s_barrier
+        ds_read_b32 v4, v5
+        s_waitcnt lgkmcnt(0)
+        v_readfirstlane_b32 s10, v4
+        {_STORE}
+        s_branch .Lend
+        .Llate:
+        ds_write_b32 v3, v2
+        s_branch .Lmeet
+        .Lend:
+    """
+    for reads in range(waves):
+        s = {2: out.ctypes.data, 3: out.ctypes.data >> 32, 4: np.array(late)}
+        lds = np.full(16, 0xEE, np.uint8)
+        Snippet(text, v={5: 4 * reads}, s=s, waves=waves, lds=lds, arrays=[out], sanitize=True, registers=8).run()
+        assert out.tolist() == [reads] * waves
+
+
 def test_waves_that_ended_are_not_waited_for() -> None:
     result, _ = _run(
         "s_mov_b32 s10, 1\ns_cmp_eq_u32 s4, 0\ns_cbranch_scc0 .Lgo\ns_endpgm\n.Lgo:\ns_barrier", 3, s={4: np.array([1, 0, 1])}

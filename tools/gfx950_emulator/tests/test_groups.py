@@ -169,6 +169,7 @@ def _mixed_group(waves: int) -> Group:
         s_mov_b32 s21, s5
         s_mov_b64 exec, s[4:5]
         s_cmp_gt_u32 s30, s31
+        s_setreg_imm32_b32 hwreg(HW_REG_MODE, 23, 1), 1
         """,
             v={1: random_lanes(rng, waves), 2: random_lanes(rng, waves)},
             s={30: np.array(random_words(rng, waves)), 31: 1 << 20, 32: 0x1234, 33: np.arange(waves) // 2},

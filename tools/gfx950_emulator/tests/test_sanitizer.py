@@ -232,6 +232,8 @@ def test_registers_that_come_back_from_scratch() -> None:
         # only lanes that are on count
         f"s_mov_b64 exec, 0xff\nv_mov_b32_e32 v3, 1\n{_STORE}",
         "s_mov_b64 exec, 0xff\nv_mov_b32_e32 v3, 4\nds_read_b32 v4, v3",
+        # lanes that are off keep what they had
+        f"v_mov_b32_e32 v3, 0\ns_mov_b64 exec, 0xff\nv_not_b32_e32 v3, v4\ns_mov_b32 exec_lo, 0xff00\n{_STORE}",
         # two halves, written apart
         f"{_written_in(_ODD)}s_mov_b32 exec_lo, 0x55555555\ns_mov_b32 exec_hi, 0x55555555\nv_mov_b32_e32 v3, v2\n"
         f"s_mov_b64 exec, -1\n{_STORE}",

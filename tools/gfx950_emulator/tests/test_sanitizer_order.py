@@ -246,6 +246,7 @@ def test_direct_loads_in_flight() -> None:
     reported(f"{load}s_waitcnt vmcnt(1)\ns_barrier\nds_read_b32 v3, v8", "wait", "ds_read_b32", lds=FULL, **_TWO)
     reported(f"{load}s_barrier\ns_waitcnt vmcnt(0)\nds_read_b32 v3, v8", "race", "ds_read_b32", lds=FULL, **_TWO)
     run(f"{load}s_waitcnt vmcnt(0)\ns_barrier\nds_read_b32 v3, v8", lds=FULL, **_TWO)
+    run(f"{load}s_barrier\ns_waitcnt vmcnt(0)\ns_barrier\nds_read_b32 v3, v8", lds=FULL, **_TWO)
     run(f"{load}s_waitcnt vmcnt(0)\nds_read_b32 v3, v1", lds=FULL, **_TWO)
 
 

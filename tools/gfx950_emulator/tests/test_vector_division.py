@@ -223,6 +223,10 @@ def test_div_scale(type_: str, of: str) -> None:
     form, lanes = FORMATS[type_], 1280
     a, b = division_operands(type_, lanes, 2)
     a, b = ([form.one if form.exponent(x) == (1 << form.exponent_bits) - 1 else x for x in column] for column in (a, b))
+    far, tiny = (96, 23) if type_ == "f32" else (768, 53)
+    for i in range(0, lanes, 4):  # next to where the cases part
+        exponents = (tiny + i // 4 % 3 - 1, tiny) if i % 8 else (far + 5 + i // 8 % 3 - 1, 5)
+        a[i], b[i] = (x & ~form.infinity | e << form.mantissa_bits for x, e in zip((a[i], b[i]), exponents, strict=True))
     value = a if of == "numerator" else b
     rng = random.Random(1)
     on = [rng.random() < 0.7 for _ in range(lanes)]
@@ -261,6 +265,13 @@ def test_div_fmas(type_: str) -> None:
             rng.getrandbits(form.width) & ~form.infinity | max(exponent - form.mantissa_bits - 2, 1) << form.mantissa_bits
         )
         columns[1][i] = form.one | rng.getrandbits(form.mantissa_bits)
+    for i in range(1, lanes, 8):  # in the middle of two denormal numbers when scaled back, but for a rest far below
+        kept = rng.randint(2, form.mantissa_bits - 2)
+        power = 64 if type_ == "f32" else 128
+        tie = Fraction(2 * rng.getrandbits(kept) + 1) * Fraction(2) ** (power - form.bias - form.mantissa_bits)
+        columns[2][i] = form.round(tie)
+        columns[0][i] = form.round(tie / Fraction(2) ** (3 * form.mantissa_bits)) | (form.sign_bit if rng.random() < 0.5 else 0)
+        columns[1][i] = form.one
     on, scaled = ([rng.random() < 0.7 for _ in range(lanes)] for _ in range(2))
     v = {8 + 4 * i + j: w for i, column in enumerate(columns) for j, w in enumerate(words(column, form.width))}
     registers = "v0, v8, v12, v16" if type_ == "f32" else "v[0:1], v[8:9], v[12:13], v[16:17]"

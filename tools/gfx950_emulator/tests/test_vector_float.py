@@ -304,7 +304,7 @@ def _near_ties(form: Binary, rng: random.Random, lanes: int) -> list[list[int]]:
     columns: list[list[int]] = [[], [], []]
     digits, lowest = form.mantissa_bits, 1 - form.bias - form.mantissa_bits
     for lane in range(lanes):
-        kind = lane % 4
+        kind = lane % 6
         a = form.one | rng.getrandbits(digits)
         b = form.one | rng.getrandbits(digits)
         product = form.value(a) * form.value(b)
@@ -319,6 +319,12 @@ def _near_ties(form: Binary, rng: random.Random, lanes: int) -> list[list[int]]:
             a = form.round(form.value(a) * Fraction(2) ** ((1 - form.bias) // 2 - shift))
             b = form.round(form.value(b) * Fraction(2) ** ((1 - form.bias) // 2))
             c = form.round(rng.choice((-1, 1)) * Fraction(rng.getrandbits(digits)) * Fraction(2) ** lowest)
+        elif kind < 5:  # half a unit of c, but for a part in 2**(2 * digits): of a normal number, and of a denormal one
+            exponent = rng.randint(-3, 3) if kind == 3 else lowest
+            c = form.round((rng.getrandbits(digits) | (1 << digits if kind == 3 else 0)) * Fraction(2) ** exponent)
+            tiny = Fraction(2) ** -digits
+            a = form.round((1 + tiny) * Fraction(2) ** (exponent // 2))
+            b = form.round((1 - tiny) * Fraction(2) ** (exponent - exponent // 2 - 1))
         else:  # ends of the range
             big = form.bias - 1 - rng.randint(0, 3)
             a = form.round(form.value(a) * Fraction(2) ** big)
@@ -529,6 +535,15 @@ def test_dot_products(name: str) -> None:
         assert same("f32", NAN if F32.is_nan(total) else total, got), [
             hex(x) for x in (packed[0][lane], packed[1][lane], c, got, total)
         ]
+
+
+@pytest.mark.parametrize("addend", [0, 0x00800000])
+@pytest.mark.parametrize("halves", [0x20002000, 0x2000, 0x20000000])
+def test_denormal_products_of_bfloat16_are_zeros(addend: int, halves: int) -> None:
+    """2**-64 * 2**-63 adds nothing, not even to the smallest normal number, or to another such product."""
+    for name in ("v_dot2c_f32_bf16 v0, v1, v2", "v_dot2_f32_bf16 v0, v1, v2, v0"):
+        snippet = Snippet(name, v={0: addend, 1: 0x1F801F80, 2: halves}).run()
+        assert snippet.v(0)[0] == addend
 
 
 def _halves(form: Binary) -> list[int]:

@@ -13,6 +13,7 @@ from gfx950_emulator.instructions import (  # noqa: F401
     matrix,
     packed,
     scalar_alu,
+    scalar_alu64,
     scalar_memory,
     scratch,
     transcendental,

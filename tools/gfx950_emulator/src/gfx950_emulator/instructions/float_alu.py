@@ -200,19 +200,20 @@ def median(a: Array, b: Array, c: Array) -> Array:
     return np.where(any_nan, minimum3(a, b, c), middle) if any_nan.any() else middle
 
 
-def _or_nan(function: Callable[[Array, Array], Array]) -> Callable[[Array, Array, Array], Array]:
+def _or_nan(function: Callable[[Array, Array], Array], plain: np.ufunc) -> Callable[[Array, Array, Array], Array]:
     """IEEE 754-2019's minimum and maximum: NaN if any is."""
 
-    def choose(a: Array, b: Array) -> Array:
-        total = a + b
-        chosen = function(a, b)
-        either = np.isnan(a) | np.isnan(b)
-        return np.where(either, total, chosen) if either.any() else chosen
+    def choose(a: Array, b: Array, c: Array) -> Array:
+        chosen = plain(plain(a, b), c)
+        if (np.abs(chosen) > 0).all():
+            return chosen
+        any_nan = np.isnan(a) | np.isnan(b) | np.isnan(c)
+        return np.where(any_nan, a + b + c, function(function(a, b), c))
 
-    return lambda a, b, c: choose(choose(a, b), c)
+    return choose
 
 
-minimum3_or_nan, maximum3_or_nan = _or_nan(minimum), _or_nan(maximum)
+minimum3_or_nan, maximum3_or_nan = _or_nan(minimum, np.minimum), _or_nan(maximum, np.maximum)
 
 for _suffix, _type in (("f32", F32), ("f64", F64), ("f16", F16)):
     vector_op(f"v_min_{_suffix}", minimum, _type, _type, _type)

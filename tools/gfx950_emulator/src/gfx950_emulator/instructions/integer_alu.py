@@ -17,7 +17,7 @@ import numpy as np
 from gfx950_emulator.decode import Bound, Site, binder
 from gfx950_emulator.formats import next_random
 from gfx950_emulator.group import Group
-from gfx950_emulator.instructions.scalar_alu import lanes_of
+from gfx950_emulator.instructions.scalar_values import lanes_of
 from gfx950_emulator.operands import Operand
 from gfx950_emulator.vector import (
     F32,
@@ -221,7 +221,7 @@ def extract_signed(a: Array, b: Array, c: Array) -> Array:
     """Bits [offset, offset + width) extended by their sign; the sign of a field that reaches past bit 31 is bit 31."""
     offset, width = (b & _31).astype(np.int32), (c & _31).astype(np.int32)
     shifted = a >> offset
-    up = np.int32(32) - np.maximum(width, 1)
+    up = np.int32(32) - width
     field = np.where(offset + width < 32, (shifted << up) >> up, shifted)
     return np.where(width == 0, np.int32(0), field)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from gfx950_emulator.decode import Access, Bound, Site, binder
 from gfx950_emulator.group import Group, agree
-from gfx950_emulator.instructions.scalar_alu import Value, read32, read64
+from gfx950_emulator.instructions.scalar_values import Value, read32, read64
 from gfx950_emulator.memory import signed64
 from gfx950_emulator.operands import Operand
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from gfx950_emulator.decode import Access, Bound, Site, binder
 from gfx950_emulator.group import Group
-from gfx950_emulator.instructions.scalar_alu import read32
+from gfx950_emulator.instructions.scalar_values import read32
 from gfx950_emulator.instructions.vector_memory import LOADS, STORES, active, write_loaded
 from gfx950_emulator.memory import Fault
 from gfx950_emulator.operands import Operand

@@ -1,4 +1,4 @@
-"""Vector memory: buffer, global and scratch instructions.
+"""Vector memory: buffer and global instructions.
 
 Addressing follows the chapter on vector memory of AMD's CDNA3 ISA document. A raw buffer's range check is per dword: an access is
 out of range if ``inst_offset + voffset >= num_records - soffset``; loads then return zero and stores are dropped. Only buffers
@@ -16,7 +16,7 @@ from gfx950_emulator.constants import WAVE
 from gfx950_emulator.decode import Access, Bound, Site, binder
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.atomics import apply_in_order, check_aligned, operand_of, operations, write_before
-from gfx950_emulator.instructions.scalar_alu import read32, read64
+from gfx950_emulator.instructions.scalar_values import read32, read64
 from gfx950_emulator.memory import Fault, signed64
 from gfx950_emulator.operands import Operand
 
