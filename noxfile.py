@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent
 CORE = "packages/tokenspeed-kernel"
 RUNTIME = "tools/gpt_oss"
 EMULATOR = "tools/gfx950_emulator"
+AMD = "packages/tokenspeed-kernel-amd"
 # The build for CPUs where the package index offers one. Named exactly, so that every session and CI run the same.
 TORCH = "torch==2.13.0"
 # The oldest and the newest Triton that the kernels are compiled with.
@@ -49,7 +50,9 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU. Arguments go to pytest instead of the defaults."""
     _install(session, "test", "peers", "build")
-    arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", "--ignore", EMULATOR]
+    # What wants Triton is run by `emulate`.
+    others = ("--ignore", EMULATOR, "--ignore", AMD)
+    arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", *others]
     # One thread a worker: two that each use all cores slow each other down many times over.
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
 
@@ -66,10 +69,10 @@ def interpret(session: nox.Session) -> None:
 
 @nox.session
 def emulate(session: nox.Session) -> None:
-    """The emulator's own tests, and kernels for gfx950 executed on it: no GPU. Arguments go to pytest instead of the defaults."""
+    """The emulator's own tests, and the AMD wheel's kernels executed on it: no GPU. Arguments go to pytest."""
     _install(session, "test", runtime=False)
-    session.install(TRITONS[-1], "-e", f"{EMULATOR}[cli]")
-    arguments = session.posargs or ["-n", "auto", "-m", "not slow", f"{EMULATOR}/tests"]
+    session.install(TRITONS[-1], "-e", f"{EMULATOR}[cli]", "-e", AMD)
+    arguments = session.posargs or ["-n", "auto", "-m", "not slow", f"{EMULATOR}/tests", f"{AMD}/tests"]
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"})
 
 

@@ -10,6 +10,7 @@ once, so that it dispatches fewer. Results are checked against the float32 refer
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -122,7 +123,7 @@ def main() -> None:
         rows[name] = measure(make, arguments.repeats)
         print(name, *(f"{key} {value:.4g}" for key, value in rows[name].items()), sep="\n  ")
     if arguments.output:
-        metadata = collect_metadata(torch.device("cpu")) | {
+        metadata = dataclasses.asdict(collect_metadata(torch.device("cpu"))) | {
             "cores": os.cpu_count(),
             "processor": platform.processor() or platform.machine(),
             "numpy": numpy.__version__,

@@ -1,0 +1,61 @@
+"""Where the tests run: on a gfx950 if this machine has one, else on the emulator, with its sanitizer."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed_kernel_amd import _machine
+
+
+def _has_gfx950() -> bool:
+    if not torch.version.hip or not torch.cuda.is_available():
+        return False
+    return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0] == _machine.ARCH
+
+
+ON_GFX950 = _has_gfx950()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On the device itself its tests carry the vendor's marker."""
+    for item in items:
+        if ON_GFX950 and {"gfx950", "emulator"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.amd)
+
+
+def _need_triton() -> None:
+    gap = _machine.triton_gap()
+    if gap is not None:
+        pytest.skip(gap)
+
+
+@pytest.fixture
+def gfx950() -> Iterator[torch.device]:
+    """The device that tensors lie on; kernels launched on them run on a gfx950, or the emulator."""
+    _need_triton()
+    if ON_GFX950:
+        yield torch.device("cuda")
+        return
+    if importlib.util.find_spec("gfx950_emulator") is None:
+        pytest.skip("needs a gfx950 or the package gfx950-emulator")
+    from gfx950_emulator import emulated_gfx950
+
+    with emulated_gfx950():
+        yield torch.device("cpu")
+
+
+@pytest.fixture
+def emulator() -> Iterator[Any]:
+    """The emulator with counters, also where there is a gfx950: what is counted does not depend on it."""
+    _need_triton()
+    if importlib.util.find_spec("gfx950_emulator") is None:
+        pytest.skip("needs the package gfx950-emulator")
+    from gfx950_emulator import emulated_gfx950
+
+    with emulated_gfx950(counters=True, sanitize=False) as running:
+        yield running

@@ -1,0 +1,195 @@
+"""mha_decode_with_kvcache against the core's reference in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel import mha_decode_with_kvcache as operator
+from tokenspeed_kernel.cases import Case
+from tokenspeed_kernel.numerics import Status, verify_case
+from tokenspeed_kernel.numerics.verify import refusal
+from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_amd import mha_decode_with_kvcache, plugin
+
+from .paging import check, inputs, longest_loop_without_loops, reference, spills
+
+
+def _run(device: torch.device, kv_lens: list[int], **options: Any) -> None:
+    arguments = inputs(device, kv_lens, **options)
+    check(mha_decode_with_kvcache(**arguments, return_lse=True), reference(operator, arguments))
+
+
+@pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
+def test_lengths(gfx950: torch.device, page_size: int) -> None:
+    """None, one token, and the edges of pages and blocks, in one launch."""
+    _run(gfx950, [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200], page_size=page_size)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
+def test_divided_sequences(gfx950: torch.device, page_size: int) -> None:
+    """Sequences of many units, of one and of none."""
+    _run(gfx950, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True)
+
+
+def test_one_divided_sequence(gfx950: torch.device) -> None:
+    """A batch of one, whose plan is shorter."""
+    _run(gfx950, [2300], page_size=64)
+
+
+def test_much_work(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many sequences for the device that units are long and waves keep one block on the way."""
+    from tokenspeed_kernel_amd.gfx950.attention import decode
+
+    monkeypatch.setattr(decode, "current_compute_units", lambda: 2)
+    _run(gfx950, [700, 0, 330, 1, 90], page_size=16)
+
+
+@pytest.mark.slow
+def test_more_pages_than_are_listed_together(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenspeed_kernel_amd.gfx950.attention import decode
+
+    monkeypatch.setattr(decode, "current_compute_units", lambda: 1)
+    _run(gfx950, [5000], heads=1, kv_heads=1)
+
+
+def test_more_sequences_than_lanes(gfx950: torch.device) -> None:
+    _run(gfx950, [1, 0, 3, 300] * 20, heads=1, kv_heads=1)
+
+
+@pytest.mark.parametrize("window_left", [0, 127, *(pytest.param(w, marks=pytest.mark.slow) for w in (1, 128, 1000))])
+def test_windows(gfx950: torch.device, window_left: int) -> None:
+    _run(gfx950, [1, 127, 128, 129, 130, 0, 1300], window_left=window_left, sinks=True, page_size=16 if window_left < 2 else 64)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1), pytest.param(40, 1, marks=pytest.mark.slow)])
+def test_head_ratios(gfx950: torch.device, heads: int, kv_heads: int) -> None:
+    _run(gfx950, [70, 140], heads=heads, kv_heads=kv_heads, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim"), [(128, 128), *(pytest.param(*dims, marks=pytest.mark.slow) for dims in ((128, 64), (64, 128)))]
+)
+def test_head_dims(gfx950: torch.device, head_dim: int, v_head_dim: int) -> None:
+    _run(gfx950, [37, 365], head_dim=head_dim, v_head_dim=v_head_dim, page_size=64)
+
+
+@pytest.mark.parametrize("new", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)])
+def test_several_new_tokens(gfx950: torch.device, new: int) -> None:
+    """Also more of them than the cache has tokens."""
+    _run(gfx950, [1, 20, 400, 0, 64], max_seqlen_q=new, page_size=64, sinks=True)
+
+
+@pytest.mark.slow
+def test_everything_together(gfx950: torch.device) -> None:
+    options = {"max_seqlen_q": 3, "window_left": 310, "logit_cap": 5.0, "softmax_scale": 0.2, "sinks": True}
+    _run(gfx950, [190, 1, 900], page_size=64, dtype=torch.float16, **options)
+
+
+def test_other_strides(gfx950: torch.device) -> None:
+    """Keys and values in one cache, q and out slices of something wider, a page table that is not contiguous."""
+    arguments = inputs(gfx950, [140, 9])
+    wanted = reference(operator, arguments)
+    both = torch.cat([arguments["k_cache"], arguments["v_cache"]], 2)
+    arguments["k_cache"], arguments["v_cache"] = both.split(2, 2)
+    wide_q = torch.cat([arguments["q"], arguments["q"]], 1)
+    arguments["q"] = wide_q[:, 8:]
+    arguments["page_table"] = arguments["page_table"].T.contiguous().T
+    wide = torch.full((2, 10, 64), 7.0, dtype=torch.bfloat16, device=gfx950)
+    out = wide[:, 1:9]
+    got = mha_decode_with_kvcache(**arguments, return_lse=True, out=out)
+    assert got[0] is out
+    check(got, wanted)
+    assert (wide[:, [0, 9]] == 7).all()
+
+
+def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenspeed_kernel_amd.gfx950.attention.decode import mha_decode_with_kvcache as launch
+
+    arguments = inputs(gfx950, [700, 9])
+    wanted = reference(operator, arguments)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a value of a tensor was read on the host")
+
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "cpu", "__int__", "__bool__", "__index__"):
+            patch.setattr(Tensor, name, refuse)
+        got = launch(**arguments, return_lse=True)
+    check(got, wanted)
+
+
+@pytest.mark.parametrize(("page_size", "dtype", "error"), [(8, torch.bfloat16, ValueError), (16, torch.float8_e4m3fn, TypeError)])
+def test_caches_that_are_not_served(gfx950: torch.device, page_size: int, dtype: torch.dtype, error: type[Exception]) -> None:
+    arguments = inputs(gfx950, [20], page_size=page_size, cache_dtype=dtype)
+    with pytest.raises(error, match="k_cache must be"):
+        mha_decode_with_kvcache(**arguments)
+
+
+# -- the operator's cases ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered() -> KernelSpec:
+    """The kernel as the plugin declares it."""
+    registry = KernelRegistry.get()
+    if "gluon_mha_decode_with_kvcache" not in {spec.name for spec in registry.list_kernels()}:
+        plugin.register()
+    return registry.get_by_name("gluon_mha_decode_with_kvcache")
+
+
+def _cases() -> list[Any]:
+    op = get_operator("attention.mha_decode_with_kvcache")
+    return [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.amd] if case.large else [])])
+        for case in op.all_cases()
+    ]
+
+
+@pytest.mark.parametrize("case", _cases())
+def test_a_case_of_the_operator(gfx950: torch.device, registered: KernelSpec, case: Case) -> None:
+    """Through the operator, with out= and again without, by the core's own checks."""
+    if case.large and gfx950.type == "cpu":
+        pytest.skip("is sized for a GPU")
+    op = get_operator("attention.mha_decode_with_kvcache")
+    refused = refusal(op, registered, op.complete(case.build(gfx950)))
+    if refused is not None:
+        pytest.skip(f"the kernel does not declare it: {refused}")
+    result = verify_case(registered, case, gfx950)
+    assert result.status is Status.PASSED, f"{result.reason}\n{result.traceback}"
+    assert result.comparisons
+
+
+# -- what the compiler made of it ----------------------------------------------------------------------------------------------
+
+GPT_OSS = {"heads": 64, "kv_heads": 8, "sinks": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"page_size": 64}, 319),
+        pytest.param({"page_size": 16}, 319, marks=pytest.mark.slow),
+        pytest.param({"page_size": 64, "window_left": 127}, 319, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], most: int) -> None:
+    """Nothing spilled, four waves on a SIMD, no bank conflict, no loop around a buffer instruction, and a dense hot loop."""
+    from gfx950_emulator.occupancy import occupancy
+    from tokenspeed_kernel_amd.gfx950.attention import decode
+
+    monkeypatch.setattr(decode, "current_compute_units", lambda: 1)  # much work: one block on the way
+    mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **GPT_OSS, **options))
+    launch = emulator.launches[0]
+    text = launch.program.assembly.text
+    assert spills(text) == {"sgpr_spill_count": 0, "vgpr_spill_count": 0, "private_segment_fixed_size": 0}
+    assert occupancy(launch.program.assembly, launch.waves, launch.lds).waves_per_simd >= 4
+    assert launch.counters.total("lds_conflicts") == 0
+    assert "s_cbranch_execnz" not in text
+    body = longest_loop_without_loops(text)
+    assert 16 * len(body) <= most * sum(name.startswith("v_mfma") for name in body)

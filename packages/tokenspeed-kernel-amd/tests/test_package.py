@@ -1,0 +1,248 @@
+"""The package around the kernels: what importing it costs, what it says to wrong calls and machines, what the plugin declares."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenspeed_kernel
+import tokenspeed_kernel_amd
+from tokenspeed_kernel import Priority
+from tokenspeed_kernel.platform import named_platform, use_platform
+from tokenspeed_kernel.registry import KernelRegistry
+from tokenspeed_kernel_amd import _machine, plugin
+
+PACKAGE = Path(tokenspeed_kernel_amd.__file__).parent
+FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill"]
+
+
+def _python(code: str) -> str:
+    """What a new interpreter prints that finds the package and nothing of ours beside it."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- importing -----------------------------------------------------------------------------------------------------------------
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    loaded = _python("import sys, tokenspeed_kernel_amd; print(*sys.modules)").split()
+    assert not {"torch", "triton", "tokenspeed_kernel"} & set(loaded)
+
+
+def test_importing_a_function_imports_no_triton() -> None:
+    names = ", ".join(FUNCTIONS)
+    loaded = _python(f"import sys; from tokenspeed_kernel_amd import {names}; print(*sys.modules)").split()
+    assert "tokenspeed_kernel_amd.attention" in loaded
+    assert not {"triton", "tokenspeed_kernel"} & set(loaded)
+
+
+def test_public_names() -> None:
+    assert set(FUNCTIONS) <= set(dir(tokenspeed_kernel_amd))
+    for name in FUNCTIONS:
+        assert getattr(tokenspeed_kernel_amd, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'mha'"):
+        _ = tokenspeed_kernel_amd.mha
+
+
+def test_only_the_plugin_imports_the_core() -> None:
+    importers = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            if any(name.split(".")[0] == "tokenspeed_kernel" for name in names):
+                importers.add(path.name)
+    assert importers == {"plugin.py"}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signatures_are_the_operators(name: str) -> None:
+    import inspect
+
+    ours = inspect.signature(getattr(tokenspeed_kernel_amd, name)).parameters
+    core = inspect.signature(getattr(tokenspeed_kernel, name)).parameters
+    parameters = [(p.name, p.default) for p in core.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [(p.name, p.default) for p in ours.values()] == parameters
+
+
+# -- the machine ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def triton_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Sets the version of Triton that seems to be installed."""
+
+    def pretend(version: str | None) -> None:
+        monkeypatch.setattr(_machine, "triton_version", lambda: version)
+        _machine.triton_gap.cache_clear()
+
+    yield pretend
+    _machine.triton_gap.cache_clear()
+
+
+def _arguments(tokens: int = 6, heads: int = 4, kv_heads: int = 2, head_dim: int = 64, **changed: Any) -> dict[str, Any]:
+    made = {
+        "q": torch.zeros(tokens, heads, head_dim, dtype=torch.bfloat16),
+        "k": torch.zeros(tokens, kv_heads, head_dim, dtype=torch.bfloat16),
+        "v": torch.zeros(tokens, kv_heads, head_dim, dtype=torch.bfloat16),
+        "cu_seqlens": torch.tensor([0, 2, tokens], dtype=torch.int32),
+    }
+    return {**made, **changed}
+
+
+def test_another_machine_is_named(monkeypatch: pytest.MonkeyPatch, triton_of: Any) -> None:
+    triton_of("3.9.0")
+    monkeypatch.setattr(_machine, "_active_arch", lambda: None)
+    with pytest.raises(RuntimeError, match=r"mha_prefill .*runs on gfx950 .*this is a machine without a GPU"):
+        tokenspeed_kernel_amd.mha_prefill(**_arguments())
+    for arch, label in (("gfx942", r"\[gfx942\]"), ("90", r"\[sm_90\]")):
+        monkeypatch.setattr(_machine, "_active_arch", lambda arch=arch: arch)
+        with pytest.raises(RuntimeError, match=f"runs on gfx950 .*this is .*{label}"):
+            tokenspeed_kernel_amd.mha_prefill(**_arguments())
+
+
+def test_this_machine_is_asked(triton_of: Any) -> None:
+    """Without an emulator and without the device, Triton's own driver says so."""
+    pytest.importorskip("triton")
+    triton_of("3.9.0")
+    arch = _machine._active_arch()
+    if arch == _machine.ARCH:
+        pytest.skip("this is a gfx950")
+    with pytest.raises(RuntimeError, match="runs on gfx950"):
+        tokenspeed_kernel_amd.mha_prefill(**_arguments())
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("3.6.0", "needs triton >= 3.9, this is 3.6.0"),
+        ("3.8.1+rocm7", "this is 3.8.1"),
+        (None, "there is none"),
+    ],
+)
+def test_an_older_triton(triton_of: Any, version: str | None, reason: str) -> None:
+    triton_of(version)
+    with pytest.raises(RuntimeError, match=reason):
+        tokenspeed_kernel_amd.mha_prefill(**_arguments())
+
+
+@pytest.mark.parametrize("version", ["3.9.0", "3.10.0+git1234", "4"])
+def test_a_newer_triton(triton_of: Any, version: str) -> None:
+    triton_of(version)
+    assert _machine.triton_gap() is None
+
+
+# -- wrong calls ---------------------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"q": torch.zeros(6, 4, 64)}, TypeError, "q must be a tensor of bfloat16 or float16, got float32"),
+    ({"q": [1]}, TypeError, "q must be a tensor, got list"),
+    ({"k": torch.zeros(6, 2, 64, dtype=torch.float16)}, TypeError, "k must be a tensor of bfloat16, got float16"),
+    ({"k": torch.zeros(5, 2, 64, dtype=torch.bfloat16)}, ValueError, "k must be of shape .* where tokens is 6 in q"),
+    ({"v": torch.zeros(6, 1, 64, dtype=torch.bfloat16)}, ValueError, "v must be of shape .* where kv_heads is 2 in k"),
+    ({"v": torch.zeros(6, 2, 96, dtype=torch.bfloat16)}, ValueError, "v_head_dim of v must be 64 or 128, got 96"),
+    ({"v": torch.zeros(6, 2, dtype=torch.bfloat16)}, ValueError, r"v must be of shape \[tokens, kv_heads, v_head_dim\]"),
+    ({"cu_seqlens": torch.tensor([0, 6])}, TypeError, "cu_seqlens must be a tensor of int32, got int64"),
+    ({"cu_seqlens": torch.zeros(0, dtype=torch.int32)}, ValueError, r"cu_seqlens must be of shape \[batch \+ 1\]"),
+    ({"cu_seqlens": torch.tensor([0, 7], dtype=torch.int32)}, ValueError, "cu_seqlens must be non-decreasing from 0 to tokens = 6"),
+    ({"cu_seqlens": torch.tensor([0, 4, 2, 6], dtype=torch.int32)}, ValueError, "non-decreasing"),
+    ({"max_seqlen": -1}, ValueError, "max_seqlen must be at least 0, got -1"),
+    ({"window_left": -2}, ValueError, "window_left must be at least -1, got -2"),
+    ({"window_left": 1.5}, TypeError, "window_left must be an int, got 1.5"),
+    ({"logit_cap": -1.0}, ValueError, r"logit_cap must be 0 \(off\) or positive"),
+    ({"softmax_scale": 0.0}, ValueError, "softmax_scale must be positive"),
+    ({"sinks": torch.zeros(3)}, ValueError, "sinks must be of shape .* where heads is 4"),
+    ({"out": torch.zeros(6, 4, 128, dtype=torch.bfloat16)}, ValueError, "out must be of shape .* where v_head_dim is 64"),
+    ({"out": torch.zeros(6, 64, 4, dtype=torch.bfloat16).mT}, ValueError, "out must be contiguous in its last axis"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), WRONG, ids=[message[:40] for _, _, message in WRONG])
+def test_wrong_arguments(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    """They are found on any machine, before it is asked what it is."""
+    with pytest.raises(error, match=f"^mha_prefill: .*{message}"):
+        tokenspeed_kernel_amd.mha_prefill(**_arguments(**changed))
+
+
+def test_heads_that_kv_heads_do_not_divide() -> None:
+    with pytest.raises(ValueError, match="heads of q must be a multiple of kv_heads = 2, got 5"):
+        tokenspeed_kernel_amd.mha_prefill(**_arguments(heads=5))
+
+
+# -- the plugin ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered() -> Iterator[KernelRegistry]:
+    registry = KernelRegistry.get()
+    names = {spec.name for spec in registry.list_kernels()}
+    with registry.transaction() as added:
+        if "gluon_mha_prefill" not in names:
+            plugin.register()
+    yield registry
+    for spec in added:
+        registry.unregister(spec.name)
+
+
+def _explain(platform: str = "gfx950", **changed: Any) -> Any:
+    with use_platform(named_platform(platform)):
+        return tokenspeed_kernel.mha_prefill.explain(**_arguments(**changed))
+
+
+def test_it_is_selected_on_gfx950(registered: KernelRegistry, triton_of: Any) -> None:
+    pytest.importorskip("triton")
+    triton_of("3.9.0")
+    sinks = torch.zeros(4)
+    assert _explain().chosen.name == "gluon_mha_prefill"
+    assert _explain(sinks=sinks, window_left=127, logit_cap=1.0, return_lse=True).chosen.name == "gluon_mha_prefill"
+    assert registered.get_by_name("gluon_mha_prefill").priority == Priority.SPECIALIZED
+
+
+def test_what_it_does_not_declare_goes_to_others(registered: KernelRegistry, triton_of: Any) -> None:
+    triton_of("3.9.0")
+    wide = {name: torch.zeros(6, heads, 64) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    assert _explain(**wide).chosen.name != "gluon_mha_prefill"
+    assert _explain(head_dim=80).chosen.name != "gluon_mha_prefill"
+    for platform in ("gfx942", "sm_90", "cpu"):
+        assert _explain(platform).chosen.name != "gluon_mha_prefill"
+
+
+def test_with_an_older_triton_it_says_why(registered: KernelRegistry, triton_of: Any) -> None:
+    pytest.importorskip("triton")
+    triton_of("3.6.0")
+    explained = _explain()
+    assert explained.chosen.name != "gluon_mha_prefill"
+    assert "needs triton >= 3.9, this is 3.6.0" in str(explained)
+
+
+def test_declaring_imports_no_kernel(registered: KernelRegistry) -> None:
+    code = "import sys; from tokenspeed_kernel_amd import plugin; plugin.register(); print(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in (PACKAGE.parent, *_core_path()))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "triton" not in loaded
+    assert not any(name.startswith("tokenspeed_kernel_amd.gfx950") for name in loaded)
+
+
+def _core_path() -> list[Path]:
+    return [Path(tokenspeed_kernel.__file__).parent.parent]
+
+
+@pytest.mark.parametrize("kernel", plugin._KERNELS, ids=lambda kernel: kernel.mode)
+def test_an_implementation_exists(kernel: Any) -> None:
+    module, _, function = kernel.implementation.partition(":")
+    path = PACKAGE.parent / (module.replace(".", "/") + ".py")
+    functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    assert function in functions

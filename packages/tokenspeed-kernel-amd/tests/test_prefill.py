@@ -1,0 +1,294 @@
+"""mha_prefill against the core's reference in float32."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel import mha_prefill as operator
+from tokenspeed_kernel.cases import Case
+from tokenspeed_kernel.numerics import Status, verify_case
+from tokenspeed_kernel.numerics.verify import refusal
+from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_amd import mha_prefill, plugin
+
+ERROR = 5e-3  # relative, of the whole output
+LSE_ERROR = 1e-3
+
+
+def _slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def _inputs(
+    lengths: Sequence[int],
+    device: torch.device,
+    heads: int = 4,
+    kv_heads: int = 4,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(sum(lengths) * 31 + heads)
+    tokens = sum(lengths)
+    sizes = {"q": (heads, head_dim), "k": (kv_heads, head_dim), "v": (kv_heads, v_head_dim or head_dim)}
+    tensors = {name: torch.randn(tokens, *size, generator=draw).to(dtype).to(device) for name, size in sizes.items()}
+    offsets = [0, *itertools.accumulate(lengths)]
+    return {**tensors, "cu_seqlens": torch.tensor(offsets, dtype=torch.int32, device=device)}
+
+
+def _reference(inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    wide = {name: inputs[name].float() for name in ("q", "k", "v")}
+    return operator(**wide, cu_seqlens=inputs["cu_seqlens"], return_lse=True, solution="reference", **options)
+
+
+def _check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    (out, lse), (wanted_out, wanted_lse) = got, wanted
+    error = (out.float() - wanted_out).norm() / wanted_out.norm()
+    assert error <= ERROR
+    # No row is hidden in the norm of all: each is right by itself.
+    rows = (out.float() - wanted_out).norm(dim=-1) / wanted_out.norm(dim=-1).clamp(min=1e-6)
+    assert rows.max() <= 4 * ERROR
+    assert (lse - wanted_lse).abs().max() <= LSE_ERROR
+
+
+def _run(device: torch.device, lengths: Sequence[int], shape: dict[str, Any] | None = None, **options: Any) -> None:
+    inputs = _inputs(lengths, device, **(shape or {}))
+    _check(mha_prefill(**inputs, return_lse=True, **options), _reference(inputs, **options))
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1], _slow([127]), [128], _slow([129, 0, 0, 1]), [0, 1, 64, 65, 127, 128, 129, 0, 260], [400]], ids=str
+)
+def test_lengths(gfx950: torch.device, lengths: list[int]) -> None:
+    """One sequence and several, none, one token, one more and one less than a tile or a step of keys."""
+    _run(gfx950, lengths)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (10, 2), _slow(8, 8), _slow(3, 3), _slow(32, 8)])
+def test_heads(gfx950: torch.device, heads: int, kv_heads: int) -> None:
+    """Ratios of 1, 4, 5 and 8, and numbers of heads that do and do not divide among 8 XCDs."""
+    _run(gfx950, [70, 140], {"heads": heads, "kv_heads": kv_heads})
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(128, 128), _slow(128, 64), _slow(64, 128)])
+def test_head_dims(gfx950: torch.device, head_dim: int, v_head_dim: int) -> None:
+    _run(gfx950, [37, 265], {"heads": 2, "kv_heads": 1, "head_dim": head_dim, "v_head_dim": v_head_dim})
+
+
+@pytest.mark.parametrize("window_left", [0, _slow(1), _slow(63), _slow(126), 127, _slow(128), _slow(200)])
+def test_windows(gfx950: torch.device, window_left: int) -> None:
+    sinks = torch.linspace(-2, 3, 4, device=gfx950)
+    _run(gfx950, [300, 5], {"kv_heads": 2}, window_left=window_left, sinks=sinks)
+
+
+@pytest.mark.parametrize("lengths", [[800], _slow([1300]), _slow([1023, 200])], ids=str)
+def test_a_window_of_several_steps(gfx950: torch.device, lengths: list[int]) -> None:
+    """Steps at the window's edge, unmasked ones, and the diagonal."""
+    _run(gfx950, lengths, {"heads": 1, "kv_heads": 1}, window_left=500)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window_left", [0, 127, 1000])
+def test_windows_of_heads_of_128(gfx950: torch.device, window_left: int) -> None:
+    _run(gfx950, [1200, 70], {"heads": 2, "kv_heads": 1, "head_dim": 128}, window_left=window_left)
+
+
+def test_float16_and_logit_cap(gfx950: torch.device) -> None:
+    _run(gfx950, [150, 20], {"dtype": torch.float16}, logit_cap=30.0, softmax_scale=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_everything_together(gfx950: torch.device, head_dim: int) -> None:
+    sinks = torch.linspace(-2, 3, 8, device=gfx950).bfloat16()
+    shape = {"heads": 8, "kv_heads": 2, "head_dim": head_dim}
+    _run(gfx950, [190, 1, 131], shape, window_left=31, logit_cap=5.0, sinks=sinks, softmax_scale=0.2)
+
+
+def test_scores_far_from_zero(gfx950: torch.device) -> None:
+    """Scores of some hundred, falling and rising along the keys: the running maximum matters, and nothing overflows."""
+    inputs = _inputs([300, 200], gfx950, heads=2, kv_heads=1)
+    tokens = torch.arange(500, device=gfx950).view(-1, 1, 1)
+    inputs["k"] = (inputs["k"] * torch.where(tokens < 300, 300 - tokens, tokens - 300) / 10).bfloat16()
+    sinks = torch.tensor([-200.0, 200.0], device=gfx950)
+    got = mha_prefill(**inputs, sinks=sinks, return_lse=True)
+    wanted = _reference(inputs, sinks=sinks)
+    assert (got[0].float() - wanted[0]).norm() <= ERROR * wanted[0].norm()
+    assert ((got[1] - wanted[1]).abs() <= LSE_ERROR + 1e-6 * wanted[1].abs()).all()
+
+
+def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
+    """q, k and v lie in one tensor, and out is a slice, too: nothing is copied first."""
+    inputs = _inputs([140, 9], gfx950, heads=4, kv_heads=2)
+    fused = torch.cat([inputs["q"], inputs["k"], inputs["v"]], 1)
+    q, k, v = fused.split([4, 2, 2], 1)
+    wide = torch.full((149, 6, 64), 7.0, dtype=torch.bfloat16, device=gfx950)
+    out = wide[:, 1:5]
+    got = mha_prefill(q, k, v, inputs["cu_seqlens"], return_lse=True, out=out)
+    assert got[0] is out
+    _check(got, _reference(inputs))
+    assert (wide[:, [0, 5]] == 7).all()
+
+
+def test_rows_that_begin_anywhere(gfx950: torch.device) -> None:
+    """Rows that are not aligned to 16 bytes, and a last axis that is not contiguous."""
+    inputs = _inputs([140], gfx950, heads=2, kv_heads=2)
+    shifted = torch.empty(140, 2, 65, dtype=torch.bfloat16, device=gfx950)
+    shifted[..., 1:] = inputs["k"]
+    strided = torch.empty(140, 2, 128, dtype=torch.bfloat16, device=gfx950)
+    strided[..., ::2] = inputs["v"]
+    changed = {**inputs, "k": shifted[..., 1:], "v": strided[..., ::2]}
+    _check(mha_prefill(**changed, return_lse=True), _reference(inputs))
+
+
+def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
+    """Not even NaN and infinity in the next sequence, which shares tiles of the copy, has a part in a result."""
+    inputs = _inputs([70, 90, 50], gfx950, heads=2, kv_heads=1)
+    clean = mha_prefill(**inputs)
+    for name, value in (("k", float("nan")), ("v", float("inf"))):
+        inputs[name][70:160] = value
+    out = mha_prefill(**inputs)
+    others = torch.arange(210, device=gfx950) // 10
+    others = (others < 7) | (others >= 16)
+    assert torch.equal(out[others], clean[others])
+    assert not out[70:160].isfinite().any()
+
+
+@pytest.mark.parametrize("lengths", [_slow([700]), [500, 1, 129, 300]], ids=str)
+@pytest.mark.parametrize("compute_units", [4, _slow(8), _slow(12)])
+def test_more_tiles_than_workgroups(
+    gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, lengths: list[int], compute_units: int
+) -> None:
+    """Workgroups take several tiles; which ones depends on how many there are, and results do not: they are the same bits."""
+    from tokenspeed_kernel_amd.gfx950.attention import prefill
+
+    inputs = _inputs(lengths, gfx950, heads=8, kv_heads=2)
+    many = mha_prefill(**inputs, return_lse=True)
+    monkeypatch.setattr(prefill, "current_compute_units", lambda: compute_units)
+    few = mha_prefill(**inputs, return_lse=True)
+    assert all(map(torch.equal, many, few))
+    _check(few, _reference(inputs))
+
+
+def test_more_sequences_than_lanes(gfx950: torch.device) -> None:
+    _run(gfx950, [1, 0, 3, 130] * 20, {"heads": 1, "kv_heads": 1})
+
+
+def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenspeed_kernel_amd.gfx950.attention.prefill import mha_prefill as launch
+
+    inputs = _inputs([140, 9], gfx950)
+    wanted = _reference(inputs)
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a value of a tensor was read on the host")
+
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "cpu", "__int__", "__bool__", "__index__"):
+            patch.setattr(Tensor, name, refuse)
+        got = launch(**inputs, return_lse=True)
+    _check(got, wanted)
+
+
+def test_nothing_to_do(gfx950: torch.device) -> None:
+    for lengths in ([], [0], [0, 0, 0]):
+        out, lse = mha_prefill(**_inputs(lengths, gfx950), return_lse=True)
+        assert out.shape == (0, 4, 64)
+        assert lse.shape == (0, 4)
+
+
+# -- the operator's cases ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered() -> Iterator[KernelSpec]:
+    """The kernel as the plugin declares it."""
+    registry = KernelRegistry.get()
+    names = {spec.name for spec in registry.list_kernels()}
+    with registry.transaction() as added:
+        if "gluon_mha_prefill" not in names:
+            plugin.register()
+    yield registry.get_by_name("gluon_mha_prefill")
+    for spec in added:
+        registry.unregister(spec.name)
+
+
+def _cases() -> list[Any]:
+    op = get_operator("attention.mha_prefill")
+    return [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.amd] if case.large else [])])
+        for case in op.all_cases()
+    ]
+
+
+@pytest.mark.parametrize("case", _cases())
+def test_a_case_of_the_operator(gfx950: torch.device, registered: KernelSpec, case: Case) -> None:
+    """Through the operator, with out= and again without, by the core's own checks."""
+    if case.large and gfx950.type == "cpu":
+        pytest.skip("is sized for a GPU")
+    op = get_operator("attention.mha_prefill")
+    refused = refusal(op, registered, op.complete(case.build(gfx950)))
+    if refused is not None:
+        pytest.skip(f"the kernel does not declare it: {refused}")
+    result = verify_case(registered, case, gfx950)
+    assert result.status is Status.PASSED, f"{result.reason}\n{result.traceback}"
+    assert result.comparisons
+
+
+# -- what the compiler made of it ----------------------------------------------------------------------------------------------
+
+
+def _launch(emulator: Any, length: int, head_dim: int, **options: Any) -> Any:
+    inputs = _inputs([length], torch.device("cpu"), heads=1, kv_heads=1, head_dim=head_dim)
+    mha_prefill(**inputs, **options)
+    return emulator.launches[-1]
+
+
+VARIANTS = [
+    (64, {}),
+    pytest.param(64, {"window_left": 127, "sinks": torch.zeros(1)}, marks=pytest.mark.slow),
+    pytest.param(64, {"window_left": 50, "sinks": torch.zeros(1), "logit_cap": 5.0, "return_lse": True}, marks=pytest.mark.slow),
+    pytest.param(128, {}, marks=pytest.mark.slow),
+    pytest.param(128, {"window_left": 50, "sinks": torch.zeros(1), "logit_cap": 5.0, "return_lse": True}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "options"), VARIANTS)
+def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> None:
+    """No VGPR is spilled, no scratch, few SGPRs, two waves on a SIMD, no bank conflict, no loop around a buffer instruction."""
+    from gfx950_emulator.occupancy import occupancy
+
+    launch = _launch(emulator, 300, head_dim, **options)
+    text = launch.program.assembly.text
+    spills = dict(re.findall(r"\.(sgpr_spill_count|vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", text))
+    assert int(spills["vgpr_spill_count"]) == 0
+    assert int(spills["private_segment_fixed_size"]) == 0
+    assert int(spills["sgpr_spill_count"]) <= 40
+    assert occupancy(launch.program.assembly, launch.waves, launch.lds).waves_per_simd >= 2
+    assert launch.counters.total("lds_conflicts") == 0
+    # A waterfall loop takes the lanes that it has served out of EXEC, and goes on while there are others.
+    assert not re.search(r"s_(xor|andn2)_b64 exec, exec,.*\n(\s*[.;].*\n)*\s*s_cbranch_execnz", text)
+
+
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 204), _slow(128, 163)])
+def test_instructions_of_a_step(emulator: Any, head_dim: int, most: int) -> None:
+    """Instructions for 16 matrix instructions of the unmasked loop, as executed: copies, branches and waits included.
+
+    Sequences of n tiles have n - 1, n - 2, ... of the loop's steps in their tiles: twice the difference gives one tile's worth.
+    """
+    counts = []
+    for tiles in (2, 3, 4):
+        counters = _launch(emulator, 128 * tiles, head_dim).counters
+        matrix = sum(line.executions for line in counters.lines() if line.instruction.mnemonic.startswith("v_mfma"))
+        counts.append((counters.instructions, matrix))
+    (a, x), (b, y), (c, z) = counts
+    assert z - 2 * y + x > 0
+    assert 16 * (c - 2 * b + a) / (z - 2 * y + x) <= most
