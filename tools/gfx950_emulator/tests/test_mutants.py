@@ -1,0 +1,67 @@
+"""The table of mutants fits the sources; and, slow, the tests kill all of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+
+def _runner() -> ModuleType:
+    """mutation/run.py, which belongs to no package."""
+    spec = importlib.util.spec_from_file_location("gfx950_mutation_run", TESTS.parent / "mutation" / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for their module there
+    spec.loader.exec_module(module)
+    return module
+
+
+run = _runner()
+MUTANTS = run.load()
+
+
+@cache
+def _functions(file: str) -> frozenset[str]:
+    tree = ast.parse((TESTS / file).read_text())
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_fits_the_sources(mutant: run.Mutant) -> None:
+    original = (run.SOURCE / mutant.file).read_text()
+    changed = mutant.apply(run.SOURCE)  # an error unless the old text occurs exactly once
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(original)), "the mutant changes no code"
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", mutant.name)
+    assert re.fullmatch(r"\S[^\n]*\.", mutant.fact), "the fact is one sentence"
+    assert mutant.tests
+    for target in mutant.tests:
+        file, _, function = target.partition("::")
+        assert (TESTS / file).is_file(), f"{file} does not exist"
+        assert not function or function in _functions(file), f"{target} does not exist"
+
+
+def test_mutants_differ() -> None:
+    changes = [(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS]
+    assert len(set(changes)) == len(changes) >= 40
+
+
+def test_an_old_text_that_occurs_twice_is_refused() -> None:
+    mutant = run.Mutant("any", "A fact.", "mfma.py", "import", "export", ("test_mfma.py",))
+    with pytest.raises(run.MutationError, match=r"any: the old text occurs \d+ times in mfma.py, not once"):
+        mutant.apply(run.SOURCE)
+
+
+@pytest.mark.slow
+def test_all_mutants_are_killed() -> None:
+    results = run.run_all(MUTANTS, jobs=os.cpu_count() or 1)
+    assert [(r.mutant.name, r.verdict, r.reason) for r in results if r.verdict != "killed"] == []
