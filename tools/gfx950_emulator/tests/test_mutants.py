@@ -19,7 +19,8 @@ TESTS = Path(__file__).resolve().parent
 def _runner() -> ModuleType:
     """mutation/run.py, which belongs to no package."""
     spec = importlib.util.spec_from_file_location("gfx950_mutation_run", TESTS.parent / "mutation" / "run.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look for their module there
     spec.loader.exec_module(module)
