@@ -157,6 +157,7 @@ def _pytest(folder: Path, module: str, stop: bool, targets: Iterable[str]) -> Ou
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # a quarter of the time
         "MUTATION_ROOT": str(folder),
         "MUTATION_MODULE": module,
         "MUTATION_REPORT": str(report),

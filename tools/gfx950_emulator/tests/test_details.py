@@ -104,6 +104,23 @@ def test_division_of_special_numbers(type_: str) -> None:
         assert same(type_, _quotient(form, a, b), got), (hex(a), hex(b), hex(got))
 
 
+@pytest.mark.parametrize(("type_", "power"), [("f32", 64), ("f64", 128)])
+def test_direction_in_which_a_quotient_is_scaled_back(type_: str, power: int) -> None:
+    """In lanes that VCC names v_div_fmas multiplies by 2**power where the exponent of S2 is above that of 1.0, else by 2**-power."""
+    form = FORMATS[type_]
+    two = form.one + (1 << form.mantissa_bits)
+    magnitudes = [form.one, two - 1, two, two + 1]
+    numbers = [x | sign for x in magnitudes for sign in (0, form.sign_bit)]
+    columns = ([0] * 64, [form.one] * 64, [numbers[lane % 8] for lane in range(64)])
+    v = {8 + 4 * i + j: w for i, column in enumerate(columns) for j, w in enumerate(words(column, form.width))}
+    registers = "v0, v8, v12, v16" if type_ == "f32" else "v[0:1], v[8:9], v[12:13], v[16:17]"
+    s = Snippet(f"v_div_fmas_{type_} {registers}", v={0: 0, 1: 0, **v}, s={"vcc": 0xFFFFFFFF}).run()
+    for lane, got in enumerate(read_lanes(s, 0, form.width)):
+        up = form.magnitude(columns[2][lane]) >= two
+        moved = (power if up else -power) << form.mantissa_bits if lane < 32 else 0
+        assert got == columns[2][lane] + moved, (lane, hex(got))
+
+
 @pytest.mark.parametrize("mnemonic", ["v_pk_add_f32", "v_pk_mul_f32", "v_pk_fma_f32", "v_pk_mov_b32"])
 @pytest.mark.parametrize("mask", [2**64 - 1, 0x00FF00FF0F0F3333])
 @pytest.mark.parametrize("place", [0, 1])

@@ -62,6 +62,35 @@ def test_an_old_text_that_occurs_twice_is_refused() -> None:
         mutant.apply(run.SOURCE)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "verdict", "reason"),
+    [
+        ("from __future__ import annotations", "import no_such_module", "error", "cannot be imported"),
+        ("everywhere = np.ones(WAVE, bool)", "everywhere = nowhere", "error", "NameError"),
+        ("_LANES >= 32", "_LANES > 31", "survived", "tests passed"),
+        ("_LANES >= 32", "_LANES >= 33", "killed", "AssertionError"),
+    ],
+)
+def test_verdicts(old: str, new: str, verdict: str, reason: str) -> None:
+    mutant = run.Mutant("any", "A fact.", "crosslane.py", old, new, ("test_lanes.py::test_both_halves_of_row_bcast_31",))
+    result = run.judge(mutant)
+    assert result.verdict == verdict, result
+    assert reason in result.reason
+
+
+def test_a_test_that_fails_without_the_mutant_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = {"test": "tests/test_a.py::test_fails", "classes": ["AssertionError"], "text": ""}
+    monkeypatch.setattr(run, "_run", lambda mutant, targets: run.Outcome(passed=1, failures=(failure,)))
+    results = [
+        run.Result(mutant, "killed", test)
+        for mutant, test in zip(MUTANTS[:2], ("test_a.py::test_fails", "test_a.py::test_b"), strict=True)
+    ]
+    assert [result.verdict for result in run.without_false_alarms(results)] == ["error", "killed"]
+    monkeypatch.setattr(run, "_run", lambda mutant, targets: run.Outcome(passed=1))
+    with pytest.raises(run.MutationError, match="of 2 tests 1 passed and 0 failed"):
+        run.without_false_alarms(results)
+
+
 @pytest.mark.slow
 def test_all_mutants_are_killed() -> None:
     results = run.run_all(MUTANTS, jobs=os.cpu_count() or 1)
