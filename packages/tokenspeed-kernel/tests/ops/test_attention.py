@@ -18,6 +18,7 @@ from tokenspeed_kernel import (
     mha_decode_with_kvcache,
     mha_extend_with_kvcache,
     mha_prefill,
+    mha_with_kvcache,
     mla_decode_with_kvcache,
     mla_extend_with_kvcache,
     mla_prefill,
@@ -30,6 +31,7 @@ OPERATORS: list[Any] = [
     mha_decode_with_kvcache,
     mha_extend_with_kvcache,
     mha_prefill,
+    mha_with_kvcache,
     mla_decode_with_kvcache,
     mla_extend_with_kvcache,
     mla_prefill,
@@ -339,6 +341,7 @@ def test_large_cases_are_declared(function: Any) -> None:
         (mha_decode_with_kvcache, "four new tokens, sinks and lse"),
         (mha_decode_with_kvcache, "fp8 e5m2 cache, a scale a kv head"),
         (mha_decode_with_kvcache, "no sequences"),
+        (mha_with_kvcache, "window, cap, sinks and lse together"),
         (mla_prefill, "lengths 0 to 33, float32, lse"),
         (mla_extend_with_kvcache, "fp8 q and cache, a scale each"),
         (mla_decode_with_kvcache, "three new tokens"),
@@ -427,6 +430,12 @@ def test_prefill_is_chunked_extend_is_decode_token_by_token(
             q[begin:end], k_cache, v_cache, page_table, ints(end), room, max_seqlen_q=chunk, **options
         )
         torch.testing.assert_close(pair(several), pair(extended), rtol=0, atol=0)
+    # All chunks at once, as sequences that share the same pages.
+    ends = torch.tensor(chunks, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    mixed = mha_with_kvcache(
+        q, offsets(*chunks), k_cache, v_cache, page_table.repeat(len(chunks), 1), ends, max(chunks), room, **options
+    )
+    torch.testing.assert_close(pair(mixed), (whole, whole_lse), rtol=1e-5, atol=1e-5)
     # All tokens as a batch of sequences of every length that share the same pages.
     lengths = torch.arange(1, total + 1, dtype=torch.int32)
     decoded = mha_decode_with_kvcache(q, k_cache, v_cache, page_table.repeat(total, 1), lengths, room, **options)

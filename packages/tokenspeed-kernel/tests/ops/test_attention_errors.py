@@ -14,6 +14,7 @@ from tokenspeed_kernel import (
     mha_decode_with_kvcache,
     mha_extend_with_kvcache,
     mha_prefill,
+    mha_with_kvcache,
     mla_decode_with_kvcache,
     mla_extend_with_kvcache,
     mla_prefill,
@@ -55,6 +56,11 @@ def extend() -> dict[str, Any]:
     return {**decode(), **stretch(), "q": torch.zeros(6, 4, 8)}
 
 
+def mixed() -> dict[str, Any]:
+    left_out = ("cu_seqlens_kv", "is_causal")
+    return {name: value for name, value in extend().items() if name not in left_out}
+
+
 def latent_decode() -> dict[str, Any]:
     return {"q": torch.zeros(2, 4, 8), "kv_cache": torch.zeros(3, 4, 8), **paged(), "kv_lora_rank": 6, "softmax_scale": 0.5}
 
@@ -72,18 +78,20 @@ BASES: dict[Any, Callable[[], dict[str, Any]]] = {
     mha_prefill: prefill,
     mha_decode_with_kvcache: decode,
     mha_extend_with_kvcache: extend,
+    mha_with_kvcache: mixed,
     mla_prefill: latent_prefill,
     mla_decode_with_kvcache: latent_decode,
     mla_extend_with_kvcache: latent_extend,
     attn_merge_state: merge,
 }
 PREFILLS = [mha_prefill, mla_prefill]
-MHA = [mha_prefill, mha_decode_with_kvcache, mha_extend_with_kvcache]
-MHA_PAGED = [mha_decode_with_kvcache, mha_extend_with_kvcache]
+MHA_PAGED = [mha_decode_with_kvcache, mha_extend_with_kvcache, mha_with_kvcache]
+MHA = [mha_prefill, *MHA_PAGED]
 MLA_PAGED = [mla_decode_with_kvcache, mla_extend_with_kvcache]
 PAGED = MHA_PAGED + MLA_PAGED
 DECODES = [mha_decode_with_kvcache, mla_decode_with_kvcache]
 EXTENDS = [mha_extend_with_kvcache, mla_extend_with_kvcache]
+STRETCHES = [*EXTENDS, mha_with_kvcache]
 ALL = PREFILLS + PAGED
 
 
@@ -236,18 +244,18 @@ WRONG: list[tuple[list[Any], Any, Any, str]] = [
     (DECODES, {"max_seqlen_q": 0}, ValueError, "max_seqlen_q must be at least 1, got 0"),
     (DECODES, {"max_seqlen_q": 2}, ValueError, r"q must be of 4 tokens, max_seqlen_q = 2 for each .* \[2\], got 2 tokens"),
     (DECODES, {"q": torch.zeros(3, 4, 8)}, ValueError, "q must be of 2 tokens, max_seqlen_q = 1 .*got 3 tokens"),
-    (EXTENDS, {"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least 0, got -1"),
-    (EXTENDS, {"max_seqlen_q": 3}, ValueError, "max_seqlen_q must be at least 4, the longest sequence of cu_seqlens_q, got 3"),
-    (EXTENDS, {"cu_seqlens_q": ints(0, 6)}, ValueError, r"cu_seqlens_q must be .* batch\+1 is 3 in cache_seqlens, got \[2\]"),
-    (EXTENDS, {"cu_seqlens_q": ints(1, 4, 6)}, ValueError, r"cu_seqlens_q\[0\] must be 0, got 1"),
-    (EXTENDS, {"cu_seqlens_q": ints(0, 4, 5)}, ValueError, r"cu_seqlens_q\[-1\] must be 6, the number of tokens in q, got 5"),
+    (STRETCHES, {"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least 0, got -1"),
+    (STRETCHES, {"max_seqlen_q": 3}, ValueError, "max_seqlen_q must be at least 4, the longest sequence of cu_seqlens_q, got 3"),
+    (STRETCHES, {"cu_seqlens_q": ints(0, 6)}, ValueError, r"cu_seqlens_q must be .* batch\+1 is 3 in cache_seqlens, got \[2\]"),
+    (STRETCHES, {"cu_seqlens_q": ints(1, 4, 6)}, ValueError, r"cu_seqlens_q\[0\] must be 0, got 1"),
+    (STRETCHES, {"cu_seqlens_q": ints(0, 4, 5)}, ValueError, r"cu_seqlens_q\[-1\] must be 6, the number of tokens in q, got 5"),
     (
-        EXTENDS,
+        STRETCHES,
         {"cu_seqlens_q": ints(0, 8, 6), "max_seqlen_q": 9},
         ValueError,
         "cu_seqlens_q must be non-decreasing, got 8 then 6 at 1",
     ),
-    (EXTENDS, {"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be a tensor, got NoneType"),
+    (STRETCHES, {"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be a tensor, got NoneType"),
     (EXTENDS, {"cu_seqlens_kv": ints(0, 10)}, ValueError, r"cu_seqlens_kv must be .* batch\+1 is 3 in cache_seqlens, got \[2\]"),
     (EXTENDS, {"cu_seqlens_kv": torch.tensor([0, 7, 10])}, TypeError, "cu_seqlens_kv must be a tensor of int32, got int64"),
     (EXTENDS, {"cu_seqlens_kv": ints(1, 8, 11)}, ValueError, r"cu_seqlens_kv\[0\] must be 0, got 1"),
@@ -258,7 +266,7 @@ WRONG: list[tuple[list[Any], Any, Any, str]] = [
         r"cu_seqlens_kv must be the running sums of cache_seqlens, \[7, 3\], got \[0, 6, 10\]",
     ),
     (
-        EXTENDS,
+        STRETCHES,
         {"cu_seqlens_q": ints(0, 2, 6)},
         ValueError,
         r"cache_seqlens\[1\] must be at least the 4 new tokens that cu_seqlens_q gives sequence 1, .*got 3",
@@ -321,7 +329,8 @@ def test_an_empty_batch_may_have_no_pages(function: Any) -> None:
     for name in ("q", "k_cache", "v_cache", "kv_cache", "cache_seqlens", "page_table"):
         if name in arguments:
             arguments[name] = arguments[name][:0]
-    if "cu_seqlens_q" in arguments:
-        arguments["cu_seqlens_q"] = arguments["cu_seqlens_kv"] = ints(0)
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        if name in arguments:
+            arguments[name] = ints(0)
     arguments["page_table"] = arguments["page_table"][:, :0]
     assert function(**arguments).shape[0] == 0

@@ -5,6 +5,7 @@ from tokenspeed_kernel.ops.attention.attn_merge_state import attn_merge_state
 from tokenspeed_kernel.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
 from tokenspeed_kernel.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
 from tokenspeed_kernel.ops.attention.mha_prefill import mha_prefill
+from tokenspeed_kernel.ops.attention.mha_with_kvcache import mha_with_kvcache
 from tokenspeed_kernel.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
 from tokenspeed_kernel.ops.attention.mla_extend_with_kvcache import mla_extend_with_kvcache
 from tokenspeed_kernel.ops.attention.mla_prefill import mla_prefill
@@ -14,6 +15,7 @@ __all__ = [
     "mha_decode_with_kvcache",
     "mha_extend_with_kvcache",
     "mha_prefill",
+    "mha_with_kvcache",
     "mla_decode_with_kvcache",
     "mla_extend_with_kvcache",
     "mla_prefill",

@@ -88,6 +88,7 @@ def paged(
     scales: Sequence[str] = (),
     scale_per_head: bool = False,
     stale: bool = False,
+    running_sums: bool = True,
     **options: Any,
 ) -> Make:
     """New tokens and a paged cache that holds them.
@@ -97,6 +98,7 @@ def paged(
         kv_lora_rank: the cache is one of latents, and ``head_dim`` the width of one.
         scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one a kv head.
         stale: slots that hold no token hold NaN.
+        running_sums: where there are q_lens, give ``cu_seqlens_kv`` too.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -117,7 +119,8 @@ def paged(
             arguments["kv_lora_rank"] = kv_lora_rank
         if q_lens is not None:
             arguments["cu_seqlens_q"] = draw.cumulative(q_lens)
-            arguments["cu_seqlens_kv"] = draw.cumulative(kv_lens)
+            if running_sums:
+                arguments["cu_seqlens_kv"] = draw.cumulative(kv_lens)
             arguments["max_seqlen_q"] = max(q_lens, default=0)
         if sinks:
             arguments["sinks"] = draw.normal(heads, dtype=dtype if dtype not in FP8 else torch.bfloat16)

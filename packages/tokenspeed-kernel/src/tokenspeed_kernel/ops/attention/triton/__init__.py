@@ -14,6 +14,14 @@ from tokenspeed_kernel.traits import at_most
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _HERE = __name__
+# Of queries, and keys and values in a cache, which may be narrower.
+_CACHED = frozenset(
+    format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
+    for q, cache in [
+        *((dtype, dtype) for dtype in _FLOATS),
+        *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
+    ]
+)
 
 # -- mha_prefill ---------------------------------------------------------------------------------------------------------------
 
@@ -42,13 +50,7 @@ register_kernel(
     "mha_extend_with_kvcache",
     solution="triton",
     capability=TRITON,
-    signatures=frozenset(
-        format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
-        for q, cache in [
-            *((dtype, dtype) for dtype in _FLOATS),
-            *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
-        ]
-    ),
+    signatures=_CACHED,
     traits={
         "head_dim": at_most(256),
         "v_head_dim": at_most(256),
@@ -70,13 +72,7 @@ register_kernel(
     "mha_decode_with_kvcache",
     solution="triton",
     capability=TRITON,
-    signatures=frozenset(
-        format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
-        for q, cache in [
-            *((dtype, dtype) for dtype in _FLOATS),
-            *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
-        ]
-    ),
+    signatures=_CACHED,
     traits={
         "head_dim": at_most(256),
         "v_head_dim": at_most(256),
@@ -90,6 +86,27 @@ register_kernel(
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )(f"{_HERE}.mha_decode_with_kvcache:mha_decode_with_kvcache")
+
+# -- mha_with_kvcache ----------------------------------------------------------------------------------------------------------
+
+register_kernel(
+    "attention",
+    "mha_with_kvcache",
+    solution="triton",
+    capability=TRITON,
+    signatures=_CACHED,
+    traits={
+        "head_dim": at_most(256),
+        "v_head_dim": at_most(256),
+        "logit_cap": any,
+        "return_lse": any,
+        "sliding_window": any,
+        "sinks": any,
+        "scaled": any,
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)(f"{_HERE}.mha_with_kvcache:mha_with_kvcache")
 
 # -- attn_merge_state ----------------------------------------------------------------------------------------------------------
 

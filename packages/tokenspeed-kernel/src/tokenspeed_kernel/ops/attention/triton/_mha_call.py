@@ -35,6 +35,7 @@ class Call:
         lse: contiguous, or None.
         cu_seqlens: of the queries.
         longest: an upper bound of the keys of a sequence.
+        shortest: sequences of fewer queries are passed over.
     """
 
     q: Tensor
@@ -54,6 +55,7 @@ class Call:
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    shortest: int = 1
 
     @property
     def batch(self) -> int:

@@ -220,6 +220,7 @@ def attend_tiles(
     STAGES: tl.constexpr,
     EDGE_STAGES: tl.constexpr,
     EDGES_FIRST: tl.constexpr,
+    SHORTEST: tl.constexpr,  # sequences of fewer queries are passed over
 ):
     """One tile of queries of one key head."""
     # The last tiles see the most keys, and go first.
@@ -235,6 +236,9 @@ def attend_tiles(
     first_row = (slot - sequence - start * GROUP // BLOCK_M) * BLOCK_M
     if first_row >= q_len * GROUP:
         return
+    if SHORTEST > 1:  # noqa: SIM102 (this is known at compile time)
+        if q_len < SHORTEST:
+            return
     if PAGE_SIZE:
         kv_len = tl.minimum(tl.load(cache_seqlens + sequence), capacity)
     else:
@@ -371,6 +375,7 @@ def attend(tiles: Tiles, call: Call) -> None:
         STAGES=tiles.num_stages,
         EDGE_STAGES=tiles.edge_stages,
         EDGES_FIRST=tiles.edges_first,
+        SHORTEST=call.shortest,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **({} if tiles.registers is None else {"maxnreg": tiles.registers}),

@@ -99,15 +99,32 @@ def blocks_of(length, q_len, window_left, WINDOWED: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def _lengths(cache_seqlens, start, batch, capacity, AT_ONCE: tl.constexpr):
+def _lengths(cache_seqlens, cu_seqlens_q, start, batch, capacity, q_len, AT_ONCE: tl.constexpr):
+    """Keys of sequences ``start``..., and which of them there are. One that is not served here counts as empty."""
     at = start + tl.arange(0, AT_ONCE)
-    lengths = tl.load(cache_seqlens + at, mask=at < batch, other=0)
-    return tl.minimum(tl.maximum(lengths, 0), capacity), at < batch
+    real = at < batch
+    lengths = tl.load(cache_seqlens + at, mask=real, other=0)
+    lengths = tl.minimum(tl.maximum(lengths, 0), capacity)
+    if cu_seqlens_q is not None:
+        new = tl.load(cu_seqlens_q + at + 1, mask=real, other=0) - tl.load(cu_seqlens_q + at, mask=real, other=0)
+        lengths = tl.where((new > 0) & (new <= q_len), lengths, 0)
+    return lengths, real
+
+
+@triton.jit
+def served_length(cache_seqlens, cu_seqlens_q, sequence, capacity, q_len):
+    """Keys of one sequence; 0 if it is not served here, see `blocks_a_unit`."""
+    length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
+    if cu_seqlens_q is not None:
+        new = tl.load(cu_seqlens_q + sequence + 1) - tl.load(cu_seqlens_q + sequence)
+        length = tl.where((new > 0) & (new <= q_len), length, 0)
+    return length
 
 
 @triton.jit
 def blocks_a_unit(
     cache_seqlens,
+    cu_seqlens_q,
     batch,
     capacity,
     q_len,
@@ -120,10 +137,13 @@ def blocks_a_unit(
     BLOCK_N: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The share: one wave of units where they are short, ``waves_units`` of them where they are long."""
+    """The share: one wave of units where they are short, ``waves_units`` of them where they are long.
+
+    With cu_seqlens_q only sequences of 1 to ``q_len`` new tokens count. Others are served elsewhere: each has one empty unit.
+    """
     total = 0
     for start in range(0, batch, AT_ONCE):
-        lengths, _ = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
+        lengths, _ = _lengths(cache_seqlens, cu_seqlens_q, start, batch, capacity, q_len, AT_ONCE)
         total += tl.sum(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N))
     finest = (total + waves_units - 1) // waves_units
     return tl.maximum(tl.maximum(finest, tl.minimum((total + wave - 1) // wave, long)), least)
@@ -140,6 +160,7 @@ def find_unit(
     unit,
     share,
     cache_seqlens,
+    cu_seqlens_q,
     batch,
     capacity,
     q_len,
@@ -153,7 +174,7 @@ def find_unit(
     first = 0
     before = 0
     for start in range(0, batch, AT_ONCE):
-        lengths, real = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
+        lengths, real = _lengths(cache_seqlens, cu_seqlens_q, start, batch, capacity, q_len, AT_ONCE)
         units = tl.where(real, units_of(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N), share), 0)
         ends = before + tl.cumsum(units, 0)
         passed = (ends <= unit) & real
@@ -168,6 +189,7 @@ def units_before(
     sequence,
     share,
     cache_seqlens,
+    cu_seqlens_q,
     capacity,
     q_len,
     window_left,
@@ -178,7 +200,7 @@ def units_before(
     """The first unit of a sequence."""
     first = 0
     for start in range(0, sequence, AT_ONCE):
-        lengths, real = _lengths(cache_seqlens, start, sequence, capacity, AT_ONCE)
+        lengths, real = _lengths(cache_seqlens, cu_seqlens_q, start, sequence, capacity, q_len, AT_ONCE)
         units = units_of(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N), share)
         first += tl.sum(tl.where(real, units, 0))
     return first
@@ -192,7 +214,7 @@ def _merge_units(
     lse,  # float32 [batch * q_len, heads * group] or None
     sinks,  # [heads * group] or None
     cache_seqlens,
-    cu_seqlens_q,  # None where every sequence has Q_LEN queries, else at most as many
+    cu_seqlens_q,  # None where every sequence has Q_LEN queries
     parts,  # int32 [batch, 2]: the first unit and their number, or None where they follow from the lengths
     batch,
     capacity,
@@ -219,11 +241,12 @@ def _merge_units(
     sequence = tl.program_id(0)
     if parts is None:
         share = blocks_a_unit(
-            cache_seqlens, batch, capacity, Q_LEN, window_left, least, wave, waves_units, long, WINDOWED, BLOCK_N, AT_ONCE
-        )
-        length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
+            cache_seqlens, cu_seqlens_q, batch, capacity, Q_LEN, window_left, least, wave, waves_units, long, WINDOWED, BLOCK_N,
+            AT_ONCE,
+        )  # fmt: skip
+        length = served_length(cache_seqlens, cu_seqlens_q, sequence, capacity, Q_LEN)
         units = units_of(blocks_of(length, Q_LEN, window_left, WINDOWED, BLOCK_N), share)
-        first = units_before(sequence, share, cache_seqlens, capacity, Q_LEN, window_left, WINDOWED, BLOCK_N, AT_ONCE)
+        first = units_before(sequence, share, cache_seqlens, cu_seqlens_q, capacity, Q_LEN, window_left, WINDOWED, BLOCK_N, AT_ONCE)
     if EARLY:  # until here the kernel that makes the units may be running; no program ends before it has
         tl.extra.cuda.gdc_wait()
     if parts is not None:
@@ -299,7 +322,7 @@ def merge_units(
             head h is token ``r // group`` and query head ``h * group + r % group`` of the sequence.
         capacity: bounds lengths, in tokens; with ``q_len``, ``window_left`` and ``block_n`` what the units were made with.
         lse: contiguous.
-        cu_seqlens_q: where a sequence may have less than ``q_len`` queries.
+        cu_seqlens_q: where a sequence may have fewer than ``q_len`` queries; or, without parts, more: those are passed over.
         parts: int32 ``[batch, 2]``, the first partial result of a sequence and their number (1: there is none), where that has been
             decided otherwise than here.
         early: launched before the kernel that fills the partials has ended, which is waited for on the device.

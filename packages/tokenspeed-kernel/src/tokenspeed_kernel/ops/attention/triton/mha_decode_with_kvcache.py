@@ -27,6 +27,7 @@ from tokenspeed_kernel.ops.attention.triton._split_kv import (
     first_block,
     merge_units,
     plan_units,
+    served_length,
     units_of,
 )
 from tokenspeed_kernel.ops.triton_common import for_architecture, multiprocessors
@@ -107,6 +108,7 @@ def _decode(
     v_cache,  # [pages, PAGE_SIZE, HEADS, V_HEAD_DIM]
     page_table,  # [batch, max_pages]
     cache_seqlens,
+    cu_seqlens_q,  # None where every sequence has Q_LEN new tokens; else sequences with none, or more, are passed over
     sinks,
     q_scale,
     k_scale,
@@ -191,14 +193,22 @@ def _decode(
     first_unit = unit
     if SPLIT:
         share = blocks_a_unit(
-            cache_seqlens, batch, capacity, Q_LEN, window_left, least, wave, waves_units, long, WINDOWED, BLOCK_N, AT_ONCE
-        )
+            cache_seqlens, cu_seqlens_q, batch, capacity, Q_LEN, window_left, least, wave, waves_units, long, WINDOWED, BLOCK_N,
+            AT_ONCE,
+        )  # fmt: skip
         sequence, first_unit = find_unit(
-            unit, share, cache_seqlens, batch, capacity, Q_LEN, window_left, WINDOWED, BLOCK_N, AT_ONCE
+            unit, share, cache_seqlens, cu_seqlens_q, batch, capacity, Q_LEN, window_left, WINDOWED, BLOCK_N, AT_ONCE
         )
         if sequence >= batch:
             return
-    length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
+    first_token = sequence.to(tl.int64) * Q_LEN
+    q_len = Q_LEN
+    if cu_seqlens_q is not None:
+        first_token = tl.load(cu_seqlens_q + sequence).to(tl.int64)
+        q_len = (tl.load(cu_seqlens_q + sequence + 1) - first_token).to(tl.int32)
+        if q_len > Q_LEN:
+            return
+    length = served_length(cache_seqlens, cu_seqlens_q, sequence, capacity, Q_LEN)
     first = first_block(length, Q_LEN, window_left, WINDOWED, BLOCK_N)
     blocks = blocks_of(length, Q_LEN, window_left, WINDOWED, BLOCK_N)
     units = 1
@@ -213,9 +223,11 @@ def _decode(
     real = row < PACKED * ROWS
     own = row // ROWS  # which of the heads
     row = row % ROWS
-    token = sequence.to(tl.int64) * Q_LEN + row // GROUP
+    if cu_seqlens_q is not None:
+        real &= row < q_len * GROUP
+    token = first_token + row // GROUP
     q_head = (head + own) * GROUP + row % GROUP
-    position = length - Q_LEN + row // GROUP
+    position = length - q_len + row // GROUP
     d = tl.arange(0, BLOCK_D)
     w = tl.arange(0, BLOCK_W)
     if PACKED > 1:
@@ -381,14 +393,46 @@ def mha_decode_with_kvcache(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See the operator."""
-    v_head_dim = v_cache.shape[3]
     if out is None:
-        out = torch.empty((*q.shape[:2], v_head_dim), dtype=output_dtype(q), device=q.device)
+        out = torch.empty((*q.shape[:2], v_cache.shape[3]), dtype=output_dtype(q), device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    attend_newest(
+        q, None, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, max_seqlen_q, window_left, logit_cap, sinks,
+        softmax_scale, q_scale, k_scale, v_scale, out, lse,
+    )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def attend_newest(
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_k: int,
+    max_seqlen_q: int,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Attention of a few new tokens a sequence, into ``out`` and ``lse``.
+
+    Args:
+        cu_seqlens_q: None where every sequence has max_seqlen_q new tokens. Otherwise those with more are passed over: nothing is
+            written for them.
+    """
+    if out.numel() == 0 and (lse is None or lse.numel() == 0):
+        return
     device, batch = q.device, cache_seqlens.shape[0]
     _, page_size, heads, head_dim = k_cache.shape
-    if out.numel() == 0 and (lse is None or lse.numel() == 0):
-        return out if lse is None else (out, lse)
+    v_head_dim = v_cache.shape[3]
 
     pairs = pairable(k_cache) and pairable(v_cache)
     each = 2 if pairs else 1
@@ -440,6 +484,7 @@ def mha_decode_with_kvcache(
         v_cache,
         page_table,
         cache_seqlens,
+        cu_seqlens_q,
         sinks,
         q_scale,
         k_scale,
@@ -507,5 +552,5 @@ def mha_decode_with_kvcache(
             config.block_n,
             sm_count,
             early,
+            cu_seqlens_q,
         )
-    return out if lse is None else (out, lse)

@@ -1,0 +1,100 @@
+"""Mixed batches of the Triton kernels: what is decoded, what is extended, and that each passes over the other's sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel.cases import Draw
+from tokenspeed_kernel.numerics.verify import default_device
+from tokenspeed_kernel.ops.attention._inputs import paged
+from tokenspeed_kernel.ops.attention.triton import _split_kv
+from tokenspeed_kernel.ops.attention.triton import mha_decode_with_kvcache as decode
+from tokenspeed_kernel.ops.attention.triton import mha_with_kvcache as kernel
+
+DEVICE = default_device()
+# Sequences that decode, verify two drafts, extend, prefill, and have nothing new, in no order.
+KV_LENS, Q_LENS = [97, 30, 1, 60, 16, 0, 33, 150], [1, 30, 1, 2, 0, 0, 9, 1]
+
+
+def _draw(kv_lens: list[int], q_lens: list[int], *args: Any, **options: Any) -> dict[str, Any]:
+    return paged(kv_lens, q_lens, *args, running_sums=False, stale=True, **options)(Draw(DEVICE))
+
+
+def _agrees(arguments: dict[str, Any], bound: float = 5e-3) -> None:
+    (got, lse), (wanted, wanted_lse) = (
+        tk.mha_with_kvcache(**arguments, return_lse=True, solution=solution) for solution in ("triton", "reference")
+    )
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-3, rtol=1e-3)
+    assert (got.float() - wanted.float()).norm() <= bound * wanted.float().norm() + 1e-30
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding in units of few keys, and lengths looked at in several parts."""
+    choose = decode._config
+    small = {"block_n": 16, "least": 16, "long": 16, "whole": 16, "resident": 1, "waves": 1}
+    monkeypatch.setattr(decode, "_config", lambda *args: dataclasses.replace(choose(*args), **small))
+    monkeypatch.setattr(_split_kv, "_LENGTHS_AT_ONCE", 16)
+
+
+@pytest.mark.usefixtures("small_units")
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"sinks": True, "logit_cap": 4.0}], ids=["full", "window", "cap"])
+def test_units_beside_tiles(page_size: int, options: dict[str, Any]) -> None:
+    """Eight query heads a key head: up to two new tokens are decoded."""
+    _agrees(_draw(KV_LENS, Q_LENS, 8, 1, 16, page_size=page_size, dtype=torch.float32, **options), 1e-5)
+
+
+@pytest.mark.usefixtures("small_units")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (24, 1)])
+def test_head_ratios(heads: int, kv_heads: int) -> None:
+    """From sixteen new tokens decoded to one, whose rows take more than the least tile."""
+    _agrees(_draw([*KV_LENS, 40, 41], [*Q_LENS, 16, 17], heads, kv_heads, 16, dtype=torch.float32), 1e-5)
+
+
+@pytest.mark.usefixtures("small_units")
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), min_size=1, max_size=20))
+def test_any_mixture(lengths: list[tuple[int, int]]) -> None:
+    _agrees(_draw([cached + new for cached, new in lengths], [new for _, new in lengths], 4, 1, 16, dtype=torch.float32), 1e-5)
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 127, 128, 1000])
+def test_windows(window_left: int) -> None:
+    _agrees(_draw([*KV_LENS, 300], [*Q_LENS, 1], 8, 2, 32, window_left=window_left, sinks=True))
+
+
+@pytest.mark.parametrize(
+    ("window_left", "q_lens", "launched"),
+    [
+        (-1, Q_LENS, ["tiles", "newest"]),
+        (-1, [1, 2, 1, 1, 0, 0, 2, 1], ["newest"]),  # all decode
+        (127, Q_LENS, ["tiles"]),  # few keys: nothing to split
+        (1000, Q_LENS, ["tiles", "newest"]),
+    ],
+)
+def test_what_is_launched(monkeypatch: pytest.MonkeyPatch, window_left: int, q_lens: list[int], launched: list[str]) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(kernel, "attend", lambda *args: found.append("tiles"))
+    monkeypatch.setattr(kernel, "attend_newest", lambda *args: found.append("newest"))
+    kernel.mha_with_kvcache(**_draw(KV_LENS, q_lens, 8, 1, 16, window_left=window_left))
+    assert found == launched
+
+
+@pytest.mark.usefixtures("small_units")
+def test_outputs_elsewhere_stay_as_they_are() -> None:
+    """In a padded buffer, with all heads of something wider."""
+    arguments = _draw(KV_LENS, Q_LENS, 8, 1, 16, dtype=torch.float32)
+    wanted = tk.mha_with_kvcache(**arguments, solution="reference")
+    padded = torch.full((wanted.shape[0] + 5, 9, 16), 7.0, device=DEVICE)
+    tk.mha_with_kvcache(**arguments, out=padded[: wanted.shape[0], :8], solution="triton")
+    torch.testing.assert_close(padded[: wanted.shape[0], :8], wanted, rtol=1e-4, atol=1e-5)
+    assert (padded[wanted.shape[0] :] == 7).all()
+    assert (padded[:, 8] == 7).all()
