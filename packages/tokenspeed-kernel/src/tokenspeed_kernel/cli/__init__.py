@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from tokenspeed_kernel.cli.run import bench, verify
+from tokenspeed_kernel.cli.bench import bench
 from tokenspeed_kernel.cli.show import doctor, explain, ops, plugin_info, plugin_list
+from tokenspeed_kernel.cli.verify import verify
 
 __all__ = ["app"]
 

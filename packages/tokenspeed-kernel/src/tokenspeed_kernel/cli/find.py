@@ -74,3 +74,11 @@ def find_device(name: str | None) -> torch.device | None:
     if device.type == "cuda" and not torch.cuda.is_available():
         fail(f"device {name}: PyTorch finds no GPU here; tokenspeed-kernel doctor says more")
     return device
+
+
+def made_with(solution: str | None, kernels: list[KernelSpec]) -> list[KernelSpec]:
+    """Those of some kernels that are made with a solution; all if it is None."""
+    chosen = [spec for spec in kernels if solution in (None, spec.solution)]
+    if not chosen:
+        unknown("solution", str(solution), sorted({spec.solution for spec in kernels}))
+    return chosen
