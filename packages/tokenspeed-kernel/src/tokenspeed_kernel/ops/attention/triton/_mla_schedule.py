@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.ops.attention.triton._split_kv import SplitPlan, _lengths, units_of
+from tokenspeed_kernel.ops.attention.triton._split_kv import SplitPlan, lengths_from, units_of
 
 _SHARES = 16
 _WAVES = 3  # units that work is cut into at most: so many waves
@@ -66,7 +66,7 @@ def _schedule(
     total = 0
     most = 0
     for start in range(0, batch, AT_ONCE):
-        lengths, _ = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
+        lengths, _ = lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE)
         blocks = (lengths + BLOCK_N - 1) // BLOCK_N
         total += tl.sum(blocks)
         most = tl.maximum(most, tl.max(blocks))
@@ -79,7 +79,7 @@ def _schedule(
     longest = tl.zeros([SHARES], tl.int32)
     partial = tl.zeros([SHARES], tl.int32)
     for start in range(0, batch, AT_ONCE):
-        lengths, real = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
+        lengths, real = lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE)
         blocks = ((lengths + BLOCK_N - 1) // BLOCK_N)[:, None]
         each = units_of(blocks, shares[None, :])
         all_units += tl.sum(tl.where(real[:, None], each, 0), 0)
@@ -93,7 +93,7 @@ def _schedule(
     part = 0
     used = 0
     for start in range(0, batch, AT_ONCE):
-        lengths, real = _lengths(cache_seqlens, start, batch, capacity, AT_ONCE)
+        lengths, real = lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE)
         each = tl.where(real, units_of((lengths + BLOCK_N - 1) // BLOCK_N, share), 0)
         earlier = start + tl.arange(0, AT_ONCE) < sequence
         first += tl.sum(tl.where(earlier, each, 0))

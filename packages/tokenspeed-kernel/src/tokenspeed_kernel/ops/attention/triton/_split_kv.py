@@ -99,13 +99,19 @@ def blocks_of(length, q_len, window_left, WINDOWED: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def _lengths(cache_seqlens, cu_seqlens_q, start, batch, capacity, q_len, AT_ONCE: tl.constexpr):
-    """Keys of sequences ``start``..., and which of them there are. One that is not served here counts as empty."""
+def lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE: tl.constexpr):
+    """Keys of AT_ONCE sequences from ``start`` on, and which of them there are."""
     at = start + tl.arange(0, AT_ONCE)
-    real = at < batch
-    lengths = tl.load(cache_seqlens + at, mask=real, other=0)
-    lengths = tl.minimum(tl.maximum(lengths, 0), capacity)
+    lengths = tl.load(cache_seqlens + at, mask=at < batch, other=0)
+    return tl.minimum(tl.maximum(lengths, 0), capacity), at < batch
+
+
+@triton.jit
+def _served_from(cache_seqlens, cu_seqlens_q, start, batch, capacity, q_len, AT_ONCE: tl.constexpr):
+    """The same, 0 of those that are not served here, see `blocks_a_unit`."""
+    lengths, real = lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE)
     if cu_seqlens_q is not None:
+        at = start + tl.arange(0, AT_ONCE)
         new = tl.load(cu_seqlens_q + at + 1, mask=real, other=0) - tl.load(cu_seqlens_q + at, mask=real, other=0)
         lengths = tl.where((new > 0) & (new <= q_len), lengths, 0)
     return lengths, real
@@ -143,7 +149,7 @@ def blocks_a_unit(
     """
     total = 0
     for start in range(0, batch, AT_ONCE):
-        lengths, _ = _lengths(cache_seqlens, cu_seqlens_q, start, batch, capacity, q_len, AT_ONCE)
+        lengths, _ = _served_from(cache_seqlens, cu_seqlens_q, start, batch, capacity, q_len, AT_ONCE)
         total += tl.sum(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N))
     finest = (total + waves_units - 1) // waves_units
     return tl.maximum(tl.maximum(finest, tl.minimum((total + wave - 1) // wave, long)), least)
@@ -174,7 +180,7 @@ def find_unit(
     first = 0
     before = 0
     for start in range(0, batch, AT_ONCE):
-        lengths, real = _lengths(cache_seqlens, cu_seqlens_q, start, batch, capacity, q_len, AT_ONCE)
+        lengths, real = _served_from(cache_seqlens, cu_seqlens_q, start, batch, capacity, q_len, AT_ONCE)
         units = tl.where(real, units_of(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N), share), 0)
         ends = before + tl.cumsum(units, 0)
         passed = (ends <= unit) & real
@@ -200,7 +206,7 @@ def units_before(
     """The first unit of a sequence."""
     first = 0
     for start in range(0, sequence, AT_ONCE):
-        lengths, real = _lengths(cache_seqlens, cu_seqlens_q, start, sequence, capacity, q_len, AT_ONCE)
+        lengths, real = _served_from(cache_seqlens, cu_seqlens_q, start, sequence, capacity, q_len, AT_ONCE)
         units = units_of(blocks_of(lengths, q_len, window_left, WINDOWED, BLOCK_N), share)
         first += tl.sum(tl.where(real, units, 0))
     return first
