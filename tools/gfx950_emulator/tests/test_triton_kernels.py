@@ -320,6 +320,14 @@ def test_grids(grid: tuple[int, ...]) -> None:
     assert out.tolist() == expected
 
 
+def test_a_name_that_is_longer_than_names_of_files() -> None:
+    kernel = next(value for name, value in vars(control).items() if len(name) > 150)
+    out = torch.zeros(1, dtype=torch.int32)
+    with emulated_gfx950():
+        kernel[(1,)](out)
+    assert out.tolist() == [7]
+
+
 def test_grid_without_programs() -> None:
     out = torch.full((1,), -1, dtype=torch.int32)
     with emulated_gfx950():

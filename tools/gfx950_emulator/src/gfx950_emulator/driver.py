@@ -279,8 +279,9 @@ def _segment(
 @lru_cache(maxsize=256)
 def _assembly_text(hash_: str, name: str) -> str:
     """The text that Triton's cache holds for a compiled kernel."""
-    group = get_cache_manager(hash_).get_group(f"{name}.json") or {}
-    path = group.get(f"{name}.amdgcn")
+    file = name[:150]  # Triton cuts long names so
+    group = get_cache_manager(hash_).get_group(f"{file}.json") or {}
+    path = group.get(f"{file}.amdgcn")
     if path is None or not Path(path).exists():
         raise RuntimeError(f"Triton's cache has no assembly text of {name} ({hash_})")
     return Path(path).read_text()

@@ -140,3 +140,11 @@ def many_arguments(
     total += 21 * c0 + 22 * c1 + 23 * c2 + 24 * c3 + 25 * c4
     at = tl.arange(0, block)
     tl.store(out_ptr + at, total.to(tl.float32) + at)
+
+
+# Triton's cache cuts names of 150 and more characters.
+@triton.jit
+def fill_whose_name_is_longer_than_the_names_of_files_in_tritons_cache_may_be_and_goes_on_and_goes_on_and_goes_on_and_goes_on_and_goes_on_and_goes_on_and_goes_on_an(
+    out,
+):
+    tl.store(out, 7)
