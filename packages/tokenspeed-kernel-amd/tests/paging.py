@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Draw
+from tokenspeed_kernel.cases import Case, Draw
+from tokenspeed_kernel.numerics import Status, verify_case
+from tokenspeed_kernel.numerics.verify import refusal
+from tokenspeed_kernel.operator import get_operator
 from tokenspeed_kernel.ops.attention._inputs import paged
+from tokenspeed_kernel.registry import KernelRegistry
+from tokenspeed_kernel_amd import plugin
 
 ERROR = 5e-3  # relative, of the whole output
 LSE_ERROR = 1e-3
@@ -36,6 +44,88 @@ def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
     seen = torch.isfinite(wanted_lse)
     assert torch.equal(torch.isfinite(lse), seen)
     assert (lse[seen] - wanted_lse[seen]).abs().max() <= LSE_ERROR
+
+
+@contextlib.contextmanager
+def nothing_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails where a value of a tensor is read."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a value of a tensor was read on the host")
+
+    with monkeypatch.context() as patch:
+        for name in ("tolist", "item", "cpu", "__int__", "__bool__", "__index__"):
+            patch.setattr(Tensor, name, refuse)
+        yield
+
+
+def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
+    """Has work cut as for a device of so many compute units: with few of them, small inputs are much work."""
+    from tokenspeed_kernel_amd.gfx950.attention import decode, extend, mixed
+
+    for module in (decode, extend, mixed):
+        monkeypatch.setattr(module, "current_compute_units", lambda: units)
+
+
+def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
+    """Keys and values in one cache, q and out slices of something wider, a page table that is not contiguous."""
+    wanted = reference(operator, arguments)
+    tokens, heads, head_dim = arguments["q"].shape
+    both = torch.cat([arguments["k_cache"], arguments["v_cache"]], 2)
+    arguments["k_cache"], arguments["v_cache"] = both.split(arguments["k_cache"].shape[2], 2)
+    arguments["q"] = torch.cat([arguments["q"], arguments["q"]], 1)[:, heads:]
+    arguments["page_table"] = arguments["page_table"].T.contiguous().T
+    wide = torch.full((tokens, heads + 2, head_dim), 7.0, dtype=arguments["q"].dtype, device=arguments["q"].device)
+    out = wide[:, 1:-1]
+    got = function(**arguments, return_lse=True, out=out)
+    assert got[0] is out
+    check(got, wanted)
+    assert (wide[:, [0, -1]] == 7).all()
+
+
+def cases(mode: str) -> list[Any]:
+    """The cases of an operator, as parameters of a test. Those that are sized for a GPU are for one."""
+    return [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.amd] if case.large else [])])
+        for case in get_operator(f"attention.{mode}").all_cases()
+    ]
+
+
+def check_case(device: torch.device, mode: str, case: Case) -> None:
+    """Runs a case through the operator, on the kernel as the plugin declares it, by the core's own checks."""
+    if case.large and device.type == "cpu":
+        pytest.skip("is sized for a GPU")
+    registry, name = KernelRegistry.get(), f"gluon_{mode}"
+    if name not in {spec.name for spec in registry.list_kernels()}:
+        plugin.register()
+    kernel, op = registry.get_by_name(name), get_operator(f"attention.{mode}")
+    refused = refusal(op, kernel, op.complete(case.build(device)))
+    if refused is not None:
+        pytest.skip(f"the kernel does not declare it: {refused}")
+    result = verify_case(kernel, case, device)
+    assert result.status is Status.PASSED, f"{result.reason}\n{result.traceback}"
+    assert result.comparisons
+
+
+def check_compiled(launch: Any, waves: int, most: int, scalar_spills: int = 0) -> None:
+    """Nothing spilled, so many waves on a SIMD, no bank conflict, no loop around a buffer instruction, a dense hot loop.
+
+    Args:
+        launch: the emulator's report, with counters.
+        most: instructions of the loop for 16 of the matrix cores.
+        scalar_spills: scalar registers that may be put aside in vector registers.
+    """
+    from gfx950_emulator.occupancy import occupancy
+
+    text = launch.program.assembly.text
+    spilled = spills(text)
+    assert spilled.pop("sgpr_spill_count") <= scalar_spills
+    assert spilled == {"vgpr_spill_count": 0, "private_segment_fixed_size": 0}
+    assert occupancy(launch.program.assembly, launch.waves, launch.lds).waves_per_simd >= waves
+    assert launch.counters.total("lds_conflicts") == 0
+    assert "s_cbranch_execnz" not in text
+    body = longest_loop_without_loops(text)
+    assert 16 * len(body) <= most * sum(name.startswith("v_mfma") for name in body)
 
 
 def spills(text: str) -> dict[str, int]:

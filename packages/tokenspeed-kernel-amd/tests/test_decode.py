@@ -6,17 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tokenspeed_kernel import mha_decode_with_kvcache as operator
 from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.numerics import Status, verify_case
-from tokenspeed_kernel.numerics.verify import refusal
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
-from tokenspeed_kernel_amd import mha_decode_with_kvcache, plugin
+from tokenspeed_kernel_amd import mha_decode_with_kvcache
 
-from .paging import check, inputs, longest_loop_without_loops, reference, spills
+from .paging import (
+    cases,
+    check,
+    check_case,
+    check_compiled,
+    check_other_strides,
+    inputs,
+    nothing_read_on_the_host,
+    pretend_compute_units,
+    reference,
+)
 
 
 def _run(device: torch.device, kv_lens: list[int], **options: Any) -> None:
@@ -43,17 +48,13 @@ def test_one_divided_sequence(gfx950: torch.device) -> None:
 
 def test_much_work(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many sequences for the device that units are long and waves keep one block on the way."""
-    from tokenspeed_kernel_amd.gfx950.attention import decode
-
-    monkeypatch.setattr(decode, "current_compute_units", lambda: 2)
+    pretend_compute_units(monkeypatch, 2)
     _run(gfx950, [700, 0, 330, 1, 90], page_size=16)
 
 
 @pytest.mark.slow
 def test_more_pages_than_are_listed_together(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenspeed_kernel_amd.gfx950.attention import decode
-
-    monkeypatch.setattr(decode, "current_compute_units", lambda: 1)
+    pretend_compute_units(monkeypatch, 1)
     _run(gfx950, [5000], heads=1, kv_heads=1)
 
 
@@ -91,20 +92,7 @@ def test_everything_together(gfx950: torch.device) -> None:
 
 
 def test_other_strides(gfx950: torch.device) -> None:
-    """Keys and values in one cache, q and out slices of something wider, a page table that is not contiguous."""
-    arguments = inputs(gfx950, [140, 9])
-    wanted = reference(operator, arguments)
-    both = torch.cat([arguments["k_cache"], arguments["v_cache"]], 2)
-    arguments["k_cache"], arguments["v_cache"] = both.split(2, 2)
-    wide_q = torch.cat([arguments["q"], arguments["q"]], 1)
-    arguments["q"] = wide_q[:, 8:]
-    arguments["page_table"] = arguments["page_table"].T.contiguous().T
-    wide = torch.full((2, 10, 64), 7.0, dtype=torch.bfloat16, device=gfx950)
-    out = wide[:, 1:9]
-    got = mha_decode_with_kvcache(**arguments, return_lse=True, out=out)
-    assert got[0] is out
-    check(got, wanted)
-    assert (wide[:, [0, 9]] == 7).all()
+    check_other_strides(mha_decode_with_kvcache, operator, inputs(gfx950, [140, 9]))
 
 
 def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +100,7 @@ def test_lengths_are_not_read_on_the_host(gfx950: torch.device, monkeypatch: pyt
 
     arguments = inputs(gfx950, [700, 9])
     wanted = reference(operator, arguments)
-
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("a value of a tensor was read on the host")
-
-    with monkeypatch.context() as patch:
-        for name in ("tolist", "item", "cpu", "__int__", "__bool__", "__index__"):
-            patch.setattr(Tensor, name, refuse)
+    with nothing_read_on_the_host(monkeypatch):
         got = launch(**arguments, return_lse=True)
     check(got, wanted)
 
@@ -133,35 +115,10 @@ def test_caches_that_are_not_served(gfx950: torch.device, page_size: int, dtype:
 # -- the operator's cases ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def registered() -> KernelSpec:
-    """The kernel as the plugin declares it."""
-    registry = KernelRegistry.get()
-    if "gluon_mha_decode_with_kvcache" not in {spec.name for spec in registry.list_kernels()}:
-        plugin.register()
-    return registry.get_by_name("gluon_mha_decode_with_kvcache")
-
-
-def _cases() -> list[Any]:
-    op = get_operator("attention.mha_decode_with_kvcache")
-    return [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.amd] if case.large else [])])
-        for case in op.all_cases()
-    ]
-
-
-@pytest.mark.parametrize("case", _cases())
-def test_a_case_of_the_operator(gfx950: torch.device, registered: KernelSpec, case: Case) -> None:
-    """Through the operator, with out= and again without, by the core's own checks."""
-    if case.large and gfx950.type == "cpu":
-        pytest.skip("is sized for a GPU")
-    op = get_operator("attention.mha_decode_with_kvcache")
-    refused = refusal(op, registered, op.complete(case.build(gfx950)))
-    if refused is not None:
-        pytest.skip(f"the kernel does not declare it: {refused}")
-    result = verify_case(registered, case, gfx950)
-    assert result.status is Status.PASSED, f"{result.reason}\n{result.traceback}"
-    assert result.comparisons
+@pytest.mark.parametrize("case", cases("mha_decode_with_kvcache"))
+def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
+    """Through the operator, with out= and again without."""
+    check_case(gfx950, "mha_decode_with_kvcache", case)
 
 
 # -- what the compiler made of it ----------------------------------------------------------------------------------------------
@@ -170,26 +127,16 @@ GPT_OSS = {"heads": 64, "kv_heads": 8, "sinks": True}
 
 
 @pytest.mark.parametrize(
-    ("options", "most"),
+    "options",
     [
-        ({"page_size": 64}, 319),
-        pytest.param({"page_size": 16}, 319, marks=pytest.mark.slow),
-        pytest.param({"page_size": 64, "window_left": 127}, 319, marks=pytest.mark.slow),
+        {"page_size": 64},
+        pytest.param({"page_size": 16}, marks=pytest.mark.slow),
+        pytest.param({"page_size": 64, "window_left": 127}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], most: int) -> None:
+def test_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """Nothing spilled, four waves on a SIMD, no bank conflict, no loop around a buffer instruction, and a dense hot loop."""
-    from gfx950_emulator.occupancy import occupancy
-    from tokenspeed_kernel_amd.gfx950.attention import decode
-
-    monkeypatch.setattr(decode, "current_compute_units", lambda: 1)  # much work: one block on the way
+    pretend_compute_units(monkeypatch, 1)  # much work: one block on the way
     mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **GPT_OSS, **options))
-    launch = emulator.launches[0]
-    text = launch.program.assembly.text
-    assert spills(text) == {"sgpr_spill_count": 0, "vgpr_spill_count": 0, "private_segment_fixed_size": 0}
-    assert occupancy(launch.program.assembly, launch.waves, launch.lds).waves_per_simd >= 4
-    assert launch.counters.total("lds_conflicts") == 0
-    assert "s_cbranch_execnz" not in text
-    body = longest_loop_without_loops(text)
-    assert 16 * len(body) <= most * sum(name.startswith("v_mfma") for name in body)
+    check_compiled(emulator.launches[0], 4, 319)

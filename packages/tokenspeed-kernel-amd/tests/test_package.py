@@ -21,7 +21,7 @@ from tokenspeed_kernel.registry import KernelRegistry
 from tokenspeed_kernel_amd import _machine, plugin
 
 PACKAGE = Path(tokenspeed_kernel_amd.__file__).parent
-FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill"]
+FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill", "mha_with_kvcache"]
 
 
 def _python(code: str) -> str:
@@ -178,6 +178,72 @@ def test_wrong_arguments(changed: dict[str, Any], error: type[Exception], messag
 def test_heads_that_kv_heads_do_not_divide() -> None:
     with pytest.raises(ValueError, match="heads of q must be a multiple of kv_heads = 2, got 5"):
         tokenspeed_kernel_amd.mha_prefill(**_arguments(heads=5))
+
+
+def _paged_arguments(name: str, **changed: Any) -> dict[str, Any]:
+    """Of a function with a cache: two sequences with two new tokens each."""
+    made = {
+        "q": torch.zeros(4, 4, 64, dtype=torch.bfloat16),
+        "k_cache": torch.zeros(6, 16, 2, 64, dtype=torch.bfloat16),
+        "v_cache": torch.zeros(6, 16, 2, 64, dtype=torch.bfloat16),
+        "page_table": torch.zeros(2, 3, dtype=torch.int32),
+        "cache_seqlens": torch.tensor([20, 40], dtype=torch.int32),
+        "max_seqlen_q": 2,
+        "max_seqlen_k": 40,
+    }
+    if name != "mha_decode_with_kvcache":
+        made["cu_seqlens_q"] = torch.tensor([0, 2, 4], dtype=torch.int32)
+    if name == "mha_extend_with_kvcache":
+        made["cu_seqlens_kv"] = None
+    return {**made, **changed}
+
+
+PAGED = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache"]
+WRONG_PAGED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"q": torch.zeros(4, 4, 64)}, TypeError, "q must be a tensor of bfloat16 or float16, got float32"),
+    ({"k_cache": torch.zeros(6, 16, 2, 64)}, TypeError, "k_cache must be a tensor of bfloat16"),
+    ({"k_cache": torch.zeros(6, 16, 64, dtype=torch.bfloat16)}, ValueError, "k_cache must be of shape"),
+    ({"v_cache": torch.zeros(6, 32, 2, 64, dtype=torch.bfloat16)}, ValueError, "v_cache must be of shape .* where page_size is 16"),
+    ({"page_table": torch.zeros(2, 3)}, TypeError, "page_table must be a tensor of int32, got float32"),
+    ({"page_table": torch.zeros(3, 3, dtype=torch.int32)}, ValueError, "page_table must be of shape .* where batch is 2"),
+    ({"cache_seqlens": torch.zeros(2, dtype=torch.int64)}, TypeError, "cache_seqlens must be a tensor of int32, got int64"),
+    ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least [01], got -1"),
+    ({"max_seqlen_q": 2.0}, TypeError, "max_seqlen_q must be an int, got 2.0"),
+    ({"max_seqlen_k": 49}, ValueError, "max_seqlen_k must be at most 48, what 3 pages of 16 tokens a sequence hold, got 49"),
+    ({"q_scale": torch.ones(1)}, ValueError, "q_scale must be None"),
+    ({"window_left": -2}, ValueError, "window_left must be at least -1, got -2"),
+    ({"sinks": torch.zeros(3)}, ValueError, "sinks must be of shape .* where heads is 4"),
+    ({"out": torch.zeros(4, 4, 64)}, TypeError, "out must be a tensor of bfloat16, got float32"),
+]
+WRONG_OFFSETS: list[tuple[Any, type[Exception], str]] = [
+    (torch.tensor([0, 2, 4]), TypeError, "must be a tensor of int32, got int64"),
+    (torch.tensor([0, 4], dtype=torch.int32), ValueError, r"must be of shape \[batch\+1\] where batch\+1 is 3 in cache_seqlens"),
+    (torch.tensor([0, 2, 5], dtype=torch.int32), ValueError, "must be non-decreasing from 0 to tokens = 4"),
+    (torch.tensor([0, 5, 4], dtype=torch.int32), ValueError, "must be non-decreasing"),
+    (torch.tensor([1, 2, 4], dtype=torch.int32), ValueError, "must be non-decreasing from 0"),
+]
+
+
+@pytest.mark.parametrize("name", PAGED)
+@pytest.mark.parametrize(("changed", "error", "message"), WRONG_PAGED, ids=[message[:40] for _, _, message in WRONG_PAGED])
+def test_wrong_arguments_with_a_cache(name: str, changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{name}: {message}"):
+        getattr(tokenspeed_kernel_amd, name)(**_paged_arguments(name, **changed))
+
+
+@pytest.mark.parametrize("name", PAGED[1:])
+@pytest.mark.parametrize(("offsets", "error", "message"), WRONG_OFFSETS, ids=[message[:40] for _, _, message in WRONG_OFFSETS])
+def test_wrong_offsets(name: str, offsets: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{name}: cu_seqlens_q {message}"):
+        getattr(tokenspeed_kernel_amd, name)(**_paged_arguments(name, cu_seqlens_q=offsets))
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_another_machine_is_named_by_all(name: str, monkeypatch: pytest.MonkeyPatch, triton_of: Any) -> None:
+    triton_of("3.9.0")
+    monkeypatch.setattr(_machine, "_active_arch", lambda: None)
+    with pytest.raises(RuntimeError, match=f"^{name} .*runs on gfx950"):
+        getattr(tokenspeed_kernel_amd, name)(**_paged_arguments(name))
 
 
 # -- the plugin ----------------------------------------------------------------------------------------------------------------

@@ -9,16 +9,22 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_kernel_amd.version import __version__
 
 if TYPE_CHECKING:
-    from tokenspeed_kernel_amd.attention import mha_decode_with_kvcache, mha_extend_with_kvcache, mha_prefill
+    from tokenspeed_kernel_amd.attention import (
+        mha_decode_with_kvcache,
+        mha_extend_with_kvcache,
+        mha_prefill,
+        mha_with_kvcache,
+    )
 
 # Public function -> the module that defines it.
 _FUNCTIONS = {
     "mha_prefill": "tokenspeed_kernel_amd.attention",
     "mha_extend_with_kvcache": "tokenspeed_kernel_amd.attention",
     "mha_decode_with_kvcache": "tokenspeed_kernel_amd.attention",
+    "mha_with_kvcache": "tokenspeed_kernel_amd.attention",
 }
 
-__all__ = ["__version__", "mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill"]
+__all__ = ["__version__", "mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill", "mha_with_kvcache"]
 
 
 def __getattr__(name: str) -> Any:

@@ -118,6 +118,13 @@ def check_offsets(check: Checker, argument: str, offsets: Tensor | None, tokens:
         check_offset_values(check, argument, offsets.tolist(), tokens)
 
 
+def check_extension(check: Checker, cu_seqlens_q: Tensor, max_seqlen_q: int, tokens: int) -> None:
+    """New tokens of sequences. Call it when ``batch`` is bound."""
+    check.bind("batch+1", check["batch"] + 1, "cache_seqlens")
+    check_offsets(check, "cu_seqlens_q", cu_seqlens_q, tokens)
+    check.integer("max_seqlen_q", max_seqlen_q, 0)
+
+
 def check_offset_values(check: Checker, argument: str, values: Sequence[int], tokens: int) -> None:
     """That offsets on the host begin with 0, do not decrease, and end with the number of tokens."""
     rising = all(left <= right for left, right in itertools.pairwise(values))

@@ -121,9 +121,7 @@ def mha_extend_with_kvcache(
     """
     check = _checks.Checker("mha_extend_with_kvcache")
     _checks.check_caches(check, q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, k_scale, v_scale)
-    check.bind("batch+1", check["batch"] + 1, "cache_seqlens")
-    _checks.check_offsets(check, "cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    check.integer("max_seqlen_q", max_seqlen_q, 0)
+    _checks.check_extension(check, cu_seqlens_q, max_seqlen_q, q.shape[0])
     check.require(q_scale is None, "q_scale", "None: there are no fp8 queries here", q_scale)
     _checks.check_options(check, window_left, logit_cap, sinks, softmax_scale)
     _checks.check_out(check, out, q)
@@ -182,4 +180,53 @@ def mha_decode_with_kvcache(
     return launch(
         q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, max_seqlen_q, window_left, logit_cap, sinks, return_lse,
         softmax_scale, q_scale, k_scale, v_scale, out,
+    )  # fmt: skip
+
+
+def mha_with_kvcache(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The causal attention of a batch in which sequences decode, extend and prefill, all at once, to a paged cache.
+
+    What comes out is what `mha_extend_with_kvcache` gives with ``is_causal=True``. Sequences stand in any order, and each has any
+    number of new tokens: one where it decodes, none where it is idle, as many as cache_seqlens says where it prefills. Those that
+    have few are served as `mha_decode_with_kvcache` does, the others as `mha_extend_with_kvcache` does; which is which is found out
+    on the device.
+
+    Args:
+        q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k: see `mha_extend_with_kvcache`.
+        max_seqlen_q: an upper bound of a sequence's new tokens. A close one saves launches where all sequences have few.
+        window_left, logit_cap, sinks, return_lse, softmax_scale, q_scale, k_scale, v_scale, out: likewise.
+
+    Returns, Raises:
+        As `mha_prefill`.
+    """
+    check = _checks.Checker("mha_with_kvcache")
+    _checks.check_caches(check, q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, k_scale, v_scale)
+    _checks.check_extension(check, cu_seqlens_q, max_seqlen_q, q.shape[0])
+    check.require(q_scale is None, "q_scale", "None: there are no fp8 queries here", q_scale)
+    _checks.check_options(check, window_left, logit_cap, sinks, softmax_scale)
+    _checks.check_out(check, out, q)
+    require_gfx950("mha_with_kvcache")
+    from tokenspeed_kernel_amd.gfx950.attention.mixed import mha_with_kvcache as launch
+
+    return launch(
+        q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, window_left, logit_cap, sinks,
+        return_lse, softmax_scale, q_scale, k_scale, v_scale, out,
     )  # fmt: skip

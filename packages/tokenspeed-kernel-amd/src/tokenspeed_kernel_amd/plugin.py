@@ -13,8 +13,9 @@ import torch
 
 from tokenspeed_kernel.platform import ArchVersion, CapabilityRequirement, PlatformInfo
 from tokenspeed_kernel.registry import Priority, register_kernel
-from tokenspeed_kernel.signature import dense_tensor_format, format_signature
+from tokenspeed_kernel.signature import FormatSignature, dense_tensor_format, format_signature
 from tokenspeed_kernel_amd import _machine
+from tokenspeed_kernel_amd.aiter import _package
 
 _HALVES = (torch.bfloat16, torch.float16)
 _ATTENTION = "tokenspeed_kernel_amd.gfx950.attention"
@@ -92,22 +93,103 @@ _KERNELS = (
             "multi_query": any,
         },
     ),
+    _Kernel(
+        "mha_with_kvcache",
+        f"{_ATTENTION}.mixed:mha_with_kvcache",
+        formats=tuple({"q": dtype, "k_cache": dtype, "v_cache": dtype} for dtype in _HALVES),
+        traits={
+            "head_dim": {64, 128},
+            "v_head_dim": {64, 128},
+            "page_size": {16, 32, 64, 128, 256},
+            "logit_cap": any,
+            "return_lse": any,
+            "sliding_window": any,
+            "sinks": any,
+        },
+    ),
 )
+
+
+@dataclass(frozen=True)
+class _Aiter(CapabilityRequirement):
+    """A gfx942 or gfx950, and AITER with the functions that the adapters call."""
+
+    def gap(self, platform: PlatformInfo) -> str | None:
+        return super().gap(platform) or _package.gap()
+
+
+_AITER = _Aiter(ArchVersion(9, 4), ArchVersion(9, 5), vendors=frozenset({"amd"}))
+_AITER_MODULES = "tokenspeed_kernel_amd.aiter"
+_AITER_RAGGED = tuple({"q": dtype, "k": dtype, "v": dtype} for dtype in _HALVES)
+_AITER_PAGED = tuple({"q": dtype, "k_cache": dtype, "v_cache": dtype} for dtype in _HALVES)
+
+
+def _aiter_paged(mode: str, module: str, **traits: Any) -> dict[str, _Kernel]:
+    """One kernel a width, because that of values must be that of keys. See ``aiter._paged`` for the pages."""
+    implementation = f"{_AITER_MODULES}.{module}:{mode}"
+    served = {"page_size": {128, 256}, "sliding_window": any, "sinks": any, **traits}
+    return {
+        f"aiter_{mode}_{width}": _Kernel(mode, implementation, _AITER_PAGED, {"head_dim": width, "v_head_dim": width, **served})
+        for width in (64, 128)
+    }
+
+
+# By name. No logit cap: its tanh is a quotient of exponentials, which is no number where a score is many times the cap; and
+# without compiled kernels the cap of a prefill is not looked at. No log-sum-exp with sinks: whether the sink is in it is not
+# documented. At head_dim 128 its prefill has assembly kernels that know neither sinks nor a window of the token alone, and are
+# taken for either.
+_AITER_KERNELS = {
+    "aiter_mha_prefill_64": _Kernel(
+        "mha_prefill",
+        f"{_AITER_MODULES}.prefill:mha_prefill",
+        _AITER_RAGGED,
+        {"head_dim": 64, "v_head_dim": 64, "sliding_window": any, "return_lse": any},
+    ),
+    "aiter_mha_prefill_64_sinks": _Kernel(
+        "mha_prefill",
+        f"{_AITER_MODULES}.prefill:mha_prefill",
+        _AITER_RAGGED,
+        {"head_dim": 64, "v_head_dim": 64, "sliding_window": any, "sinks": {True}},
+    ),
+    "aiter_mha_prefill_128": _Kernel(
+        "mha_prefill",
+        f"{_AITER_MODULES}.prefill:mha_prefill",
+        _AITER_RAGGED,
+        {"head_dim": 128, "v_head_dim": 128, "return_lse": any},
+    ),
+    **_aiter_paged("mha_extend_with_kvcache", "extend", is_causal={True}),
+    **_aiter_paged("mha_decode_with_kvcache", "decode"),
+    **_aiter_paged("mha_with_kvcache", "mixed"),
+}
+
+
+def _signatures(kernel: _Kernel) -> frozenset[FormatSignature]:
+    return frozenset(
+        format_signature(**{role: dense_tensor_format(dtype) for role, dtype in formats.items()}) for formats in kernel.formats
+    )
 
 
 def register() -> None:
     """Declares the kernels of this package. The entry point ``amd`` of the group ``tokenspeed_kernel.plugins``."""
     for kernel in _KERNELS:
-        signatures = (
-            format_signature(**{role: dense_tensor_format(dtype) for role, dtype in formats.items()}) for formats in kernel.formats
-        )
         register_kernel(
             "attention",
             kernel.mode,
             solution="gluon",
             capability=_GFX950,
-            signatures=frozenset(signatures),
+            signatures=_signatures(kernel),
             traits=kernel.traits,
             priority=Priority.SPECIALIZED,
             tags={"determinism"},
+        )(kernel.implementation)
+    for name, kernel in _AITER_KERNELS.items():
+        register_kernel(
+            "attention",
+            kernel.mode,
+            name=name,
+            solution="aiter",
+            capability=_AITER,
+            signatures=_signatures(kernel),
+            traits=kernel.traits,
+            priority=Priority.PERFORMANT,
         )(kernel.implementation)

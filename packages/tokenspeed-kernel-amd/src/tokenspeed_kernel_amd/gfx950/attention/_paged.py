@@ -12,7 +12,6 @@ and the transposing LDS reads fetch values in that same order.
 from __future__ import annotations
 
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
@@ -138,7 +137,7 @@ def attend(
         scale: the softmax's, times log2(e) unless CAP.
         cap: the logit cap; only with CAP.
         row_begin, row_end: int32 [M], the positions that a row sees; only with WINDOWED and ROW_MASK.
-        plain_end: up to which position every row sees every key; only with ROW_MASK and without WINDOWED.
+        plain_end: up to which position no row ends; only with ROW_MASK.
         ROW_MASK: rows end at different positions, some before the last block. Else all see everything up to ``end``.
         WINDOWED: rows begin at different positions.
 
@@ -167,7 +166,7 @@ def attend(
                 page = find_pages(listed, at, first_page, PAGE_SIZE, block_n, value_copy)
             copy_block(values.index(stage), v_cache, page, at, length, v_page, v_token, PAGE_SIZE, True, value_copy)
         fetching = gl.maximum(blocks - STAGES, 0)
-        if ROW_MASK and not WINDOWED:
+        if ROW_MASK:
             plain = gl.minimum((plain_end - first) // block_n, fetching)
             plain = gl.maximum(plain, 0)
             for block in range(plain):
@@ -256,14 +255,21 @@ def soften(
         scores = capped(scores, scale, cap)
     if LAST or ROW_MASK or WINDOWED:
         at = gl.arange(0, scores.shape[1], gl.SliceLayout(0, mfma))
-        if ROW_MASK:
-            if LAST:
-                row_end = gl.minimum(row_end, end)
-            scores = gl.where(at[None, :] < (row_end - start)[:, None], scores, float("-inf"))
+        if not ROW_MASK:
+            row_end = end
         elif LAST:
-            scores = gl.where((at < end - start)[None, :], scores, float("-inf"))
-        if WINDOWED:
-            scores = gl.where(at[None, :] >= (row_begin - start)[:, None], scores, float("-inf"))
+            row_end = gl.minimum(row_end, end)
+        if WINDOWED and (ROW_MASK or LAST):
+            # One comparison, because its results fill scalar registers: without a sign, places before the window are large.
+            place = at[None, :] - (row_begin - start)[:, None]
+            seen = place.to(gl.uint32) < gl.maximum(row_end - row_begin, 0).to(gl.uint32)[:, None]
+        elif WINDOWED:
+            seen = at[None, :] >= (row_begin - start)[:, None]
+        elif ROW_MASK:
+            seen = at[None, :] < (row_end - start)[:, None]
+        else:
+            seen = (at < end - start)[None, :]
+        scores = gl.where(seen, scores, float("-inf"))
     top = gl.reduce(scores, 1, larger)
     if CAP:
         risen = larger(highest, top)
@@ -297,19 +303,3 @@ def finish(acc, highest, total, sink):
     log_sum = top + gl.log2(total)
     acc = acc * gl.where(seen, gl.exp2(highest - log_sum), 0.0)[:, None]
     return acc, gl.where(seen, log_sum * LN_2, float("-inf"))
-
-
-def check_served(function: str, q: Tensor, k_cache: Tensor) -> None:
-    """Raises where the kernels do not serve a cache that the checks of the public functions let through."""
-    page_size = k_cache.shape[1]
-    if k_cache.dtype != q.dtype:
-        raise TypeError(f"{function}: k_cache must be a tensor of {q.dtype}, q's dtype, got {k_cache.dtype}")
-    if page_size < 16 or page_size & (page_size - 1):
-        raise ValueError(f"{function}: page_size of k_cache must be a power of two, 16 or more, got {page_size}")
-
-
-def in_rows(x: Tensor) -> Tensor:
-    """x, or a copy whose rows are contiguous and begin at multiples of 16 bytes."""
-    step = 16 // x.element_size()
-    rows_aligned = x.stride(-1) == 1 and all(stride % step == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if rows_aligned else x.contiguous()

@@ -19,15 +19,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
 from tokenspeed_kernel_amd._machine import current_compute_units
+from tokenspeed_kernel_amd.gfx950.attention._call import Call, Tile, called
 from tokenspeed_kernel_amd.gfx950.attention._paged import (
     LEAST,
     LN_2,
     LOG2_E,
     PAGES_AT_ONCE,
     attend,
-    check_served,
     finish,
-    in_rows,
     key_storage,
     mfma_layout,
     value_storage,
@@ -73,15 +72,31 @@ def visible_keys(length, q_len, window_left, WINDOWED: gl.constexpr, ALIGNED: gl
 
 
 @gluon.jit
+def new_tokens(cu_seqlens_q, sequence, q_len):
+    """Where the new tokens of a sequence begin in q, and how many there are: q_len, if no offsets say otherwise."""
+    first = sequence * q_len
+    new = q_len
+    if cu_seqlens_q is not None:
+        first = gl.load(cu_seqlens_q + sequence)
+        new = gl.load(cu_seqlens_q + sequence + 1) - first
+    return first, new
+
+
+@gluon.jit
 def blocks_at(
-    cache_seqlens, first, batch, capacity, q_len, window_left,
+    cu_seqlens_q, cache_seqlens, first, batch, capacity, q_len, window_left,
     WINDOWED: gl.constexpr, ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, LENGTHS: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys of LENGTHS sequences, 0 of those beyond the batch."""
-    at = first + gl.arange(0, LENGTHS, layout)
-    length = gl.load(cache_seqlens + at, mask=at < batch, other=0)
-    _, keys = visible_keys(gl.minimum(length, capacity), q_len, window_left, WINDOWED, ALIGNED)
-    return (keys + BLOCK_N - 1) // BLOCK_N, at < batch
+    """Blocks of keys of LENGTHS sequences, and whether they are of the batch, and served: with 1 to q_len new tokens."""
+    place = first + gl.arange(0, LENGTHS, layout)
+    real = place < batch
+    at = gl.minimum(place, batch - 1)  # not masked: loads without branches
+    served = real
+    if cu_seqlens_q is not None:
+        new = gl.load(cu_seqlens_q + at + 1) - gl.load(cu_seqlens_q + at)
+        served = real & (new > 0) & (new <= q_len)
+    _, keys = visible_keys(gl.minimum(gl.load(cache_seqlens + at), capacity), q_len, window_left, WINDOWED, ALIGNED)
+    return gl.where(served, (keys + BLOCK_N - 1) // BLOCK_N, 0), real, served
 
 
 @gluon.jit
@@ -97,7 +112,7 @@ def share_of(blocks, AT_ONCE: gl.constexpr, WAVES: gl.constexpr, LONG: gl.conste
 
 @gluon.jit
 def find_unit(
-    unit, cache_seqlens, batch, capacity, q_len, window_left,
+    unit, cu_seqlens_q, cache_seqlens, batch, capacity, q_len, window_left,
     WINDOWED: gl.constexpr, ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, AT_ONCE: gl.constexpr, WAVES: gl.constexpr,
     LONG: gl.constexpr, SHORT: gl.constexpr, LENGTHS: gl.constexpr,
 ):  # fmt: skip
@@ -106,8 +121,8 @@ def find_unit(
     layout: gl.constexpr = gl.BlockedLayout([LENGTHS // 64], [64], [gl.num_warps()], [0])
     blocks = 0
     for first in range(0, batch, LENGTHS):
-        some, real = blocks_at(
-            cache_seqlens, first, batch, capacity, q_len, window_left, WINDOWED, ALIGNED, BLOCK_N, LENGTHS, layout
+        some, _, _ = blocks_at(
+            cu_seqlens_q, cache_seqlens, first, batch, capacity, q_len, window_left, WINDOWED, ALIGNED, BLOCK_N, LENGTHS, layout
         )
         blocks += gl.sum(some, 0)
     share = share_of(blocks, AT_ONCE, WAVES, LONG, SHORT)
@@ -115,10 +130,10 @@ def find_unit(
     before = 0
     first_unit = 0
     for first in range(0, batch, LENGTHS):
-        some, real = blocks_at(
-            cache_seqlens, first, batch, capacity, q_len, window_left, WINDOWED, ALIGNED, BLOCK_N, LENGTHS, layout
+        some, real, served = blocks_at(
+            cu_seqlens_q, cache_seqlens, first, batch, capacity, q_len, window_left, WINDOWED, ALIGNED, BLOCK_N, LENGTHS, layout
         )
-        units = gl.where(real, gl.maximum((some + share - 1) // share, 1), 0)
+        units = gl.where(served, gl.maximum((some + share - 1) // share, 1), 0)
         ends = before + gl.associative_scan(units, 0, add)
         passed = real & (ends <= unit)
         sequence += gl.sum(passed.to(gl.int32), 0)
@@ -141,7 +156,7 @@ def decode_kernel(
 ):  # fmt: skip
     """One unit of one key head, and a tile of M query rows: program (key head, unit, tile).
 
-    What a model and its cache fix is constexpr; the first 16 words of the rest are in registers when a wave begins.
+    Sequences with more than q_len new tokens, or with none, are passed over.
     """
     warps: gl.constexpr = gl.num_warps()
     mfma: gl.constexpr = mfma_layout(warps)
@@ -167,16 +182,12 @@ def decode_kernel(
             sequence = (unit * share >= gl.maximum(blocks, 1)).to(gl.int32)
         else:
             sequence, first_unit, share = find_unit(
-                unit, cache_seqlens, batch, capacity, q_len, window_left, WINDOWED, aligned, BLOCK_N, AT_ONCE, WAVES, LONG, SHORT,
-                LENGTHS,
+                unit, cu_seqlens_q, cache_seqlens, batch, capacity, q_len, window_left, WINDOWED, aligned, BLOCK_N, AT_ONCE, WAVES,
+                LONG, SHORT, LENGTHS,
             )  # fmt: skip
-    if sequence < batch:
+    first_query, new = new_tokens(cu_seqlens_q, gl.minimum(sequence, batch - 1), q_len)
+    if (sequence < batch) & (new > 0) & (new <= q_len):
         length = gl.minimum(gl.load(cache_seqlens + sequence), capacity)
-        first_query = sequence * q_len
-        new = q_len
-        if cu_seqlens_q is not None:
-            first_query = gl.load(cu_seqlens_q + sequence)
-            new = gl.load(cu_seqlens_q + sequence + 1) - first_query
         begin, count = visible_keys(length, q_len, window_left, WINDOWED, aligned)
         blocks = (count + BLOCK_N - 1) // BLOCK_N
         first_block = 0
@@ -250,12 +261,9 @@ def merge_kernel(
     column = row // M * kv_heads + head // GROUP
     first_unit = gl.load(plan + 2 * sequence)
     units = gl.load(plan + 2 * sequence + 1)
-    first_query = sequence * q_len
-    new = q_len
-    if cu_seqlens_q is not None:
-        first_query = gl.load(cu_seqlens_q + sequence)
-        new = gl.load(cu_seqlens_q + sequence + 1) - first_query
-    if (units > 1) & (gl.program_id(1) < new):
+    first_query, new = new_tokens(cu_seqlens_q, sequence, q_len)
+    # There is no plan of sequences that were passed over.
+    if (gl.program_id(1) < new) & (new <= q_len) & (units > 1):
         top = float("-inf")
         if SINKS:
             top = gl.load(sinks + head).to(gl.float32) * LOG2_E
@@ -302,58 +310,28 @@ def mha_decode_with_kvcache(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel_amd.mha_decode_with_kvcache`, which checks the arguments. q_scale, k_scale and v_scale are None."""
-    check_served("mha_decode_with_kvcache", q, k_cache)
-    tile = Tile(16, 32, 1) if max_seqlen_q * (q.shape[1] // k_cache.shape[2]) <= 16 else Tile(32, 32, 1)
-    return attend_in_units(
-        tile, q, None, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, max_seqlen_q, True, window_left, logit_cap,
-        sinks, return_lse, softmax_scale, out,
+    call = called(
+        "mha_decode_with_kvcache", q, None, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, True,
+        window_left, logit_cap, sinks, return_lse, softmax_scale, out,
     )  # fmt: skip
+    attend_in_units(call, tile_of_rows(max_seqlen_q * call.group), max_seqlen_q)
+    return call.result
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Query rows and keys that a workgroup of num_warps waves takes at once."""
-
-    m: int
-    block_n: int
-    num_warps: int
+def tile_of_rows(rows: int) -> Tile:
+    """The tile of one wave for so many rows of a key head; of more than it has, several are launched."""
+    return Tile(16, 32, 1) if rows <= 16 else Tile(32, 32, 1)
 
 
-def attend_in_units(
-    tile: Tile,
-    q: Tensor,
-    cu_seqlens_q: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cache_seqlens: Tensor,
-    max_seqlen_k: int,
-    max_seqlen_q: int,
-    is_causal: bool,
-    window_left: int,
-    logit_cap: float,
-    sinks: Tensor | None,
-    return_lse: bool,
-    softmax_scale: float | None,
-    out: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of exactly max_seqlen_q new tokens a sequence, or of as many as cu_seqlens_q says, over units."""
-    tokens, heads, head_dim = q.shape
-    page_size, kv_heads, v_head_dim = v_cache.shape[1:]
-    batch, group = cache_seqlens.shape[0], heads // kv_heads
-    q, k_cache, v_cache = in_rows(q), in_rows(k_cache), in_rows(v_cache)
-    page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
-    cache_seqlens = cache_seqlens.contiguous()
-    cu_seqlens_q = None if cu_seqlens_q is None else cu_seqlens_q.contiguous()
-    out = q.new_empty(tokens, heads, v_head_dim) if out is None else out
-    lse = q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None
-    if tokens == 0:
-        return (out, lse) if lse is not None else out
-
+def attend_in_units(call: Call, tile: Tile, q_len: int) -> None:
+    """Attention over units, of sequences with 1 to q_len new tokens. Others are passed over; without offsets there are none."""
+    if call.empty:
+        return
     config, block_n, m = CONFIG, tile.block_n, tile.m
-    tiles = -(-max_seqlen_q * group // m)
+    batch, kv_heads = call.batch, call.kv_heads
+    tiles = -(-q_len * call.group // m)
     columns = kv_heads * tiles
-    shown = min(max_seqlen_k, window_left + max_seqlen_q + block_n) if window_left >= 0 else max_seqlen_k
+    shown = call.shown(tile, q_len)
     device = current_compute_units()
     few = batch * columns <= 2 * device
     waves = 2 if few else config.waves // 2
@@ -364,28 +342,22 @@ def attend_in_units(
     units = batch + divided if divided > 1 else batch
     split = units > batch
     stages = (config.stages if split or tile.num_warps > 1 else 2 * config.stages) if few else 1
-    part = q.new_empty((units * columns * m, v_head_dim) if split else (0, 0), dtype=torch.float32)
-    part_top, part_total = q.new_empty((2, units * columns * m if split else 0), dtype=torch.float32)
-    plan = cache_seqlens.new_empty((batch, 2) if split else (0, 2))
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    v_head_dim = call.v_cache.shape[3]
+    part = call.q.new_empty((units * columns * m, v_head_dim) if split else (0, 0), dtype=torch.float32)
+    part_top, part_total = call.q.new_empty((2, units * columns * m if split else 0), dtype=torch.float32)
+    plan = call.cache_seqlens.new_empty((batch, 2) if split else (0, 2))
+    constants = call.constants()
     decode_kernel[(kv_heads, units, tiles)](
-        cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, batch, max_seqlen_k, page_table.stride(0),
-        k_cache.stride(1), v_cache.stride(1), scale if logit_cap > 0 else scale * LOG2_E.value, float(logit_cap),
-        out, lse, sinks, part, part_top, part_total, plan,
-        kv_heads=kv_heads, q_token=q.stride(0), q_head=q.stride(1), k_page=k_cache.stride(0), k_head=k_cache.stride(2),
-        v_page=v_cache.stride(0), v_head=v_cache.stride(2), out_token=out.stride(0), out_head=out.stride(1),
-        q_len=max_seqlen_q, window_left=window_left,
-        GROUP=group, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, M=m, BLOCK_N=block_n, PAGE_SIZE=page_size, SINKS=sinks is not None,
-        CAP=logit_cap > 0, LSE=return_lse, DIVIDED=split, ALIKE=k_cache.stride() == v_cache.stride(), STAGES=stages,
-        AT_ONCE=at_once, WAVES=waves, LONG=config.long // block_n, SHORT=max(1, config.least // block_n),
-        LENGTHS=1 if batch == 1 else min(1024, max(64, 1 << (batch - 1).bit_length())), CAUSAL=is_causal, num_warps=tile.num_warps,
+        *call.operands(), part, part_top, part_total, plan,
+        q_len=q_len, M=m, BLOCK_N=block_n, DIVIDED=split, STAGES=stages, AT_ONCE=at_once, WAVES=waves,
+        LONG=config.long // block_n, SHORT=max(1, config.least // block_n), LENGTHS=call.lengths_at_once(),
+        num_warps=tile.num_warps, **constants,
     )  # fmt: skip
     if split:
         # A sequence has about as many units, if all are about as long.
         merged = min(config.merged, max(4, 1 << (divided // batch - 1).bit_length()))
-        merge_kernel[(heads, max_seqlen_q, batch)](
-            cu_seqlens_q, plan, part_top, part_total, part, sinks, out, lse,
-            q_len=max_seqlen_q, out_token=out.stride(0), out_head=out.stride(1), kv_heads=kv_heads, columns=columns,
-            GROUP=group, V_HEAD_DIM=v_head_dim, M=m, SINKS=sinks is not None, LSE=return_lse, MERGED=merged, num_warps=1,
+        merge_kernel[(call.q.shape[1], q_len, batch)](
+            call.cu_seqlens_q, plan, part_top, part_total, part, call.sinks, call.out, call.lse,
+            q_len=q_len, columns=columns, M=m, MERGED=merged, num_warps=1,
+            **{name: constants[name] for name in ("out_token", "out_head", "kv_heads", "GROUP", "V_HEAD_DIM", "SINKS", "LSE")},
         )  # fmt: skip
-    return (out, lse) if lse is not None else out

@@ -5,30 +5,32 @@ rows. Tiles are as small as the longest stretch allows, so that a few tokens do 
 decode; 64 and 128 are four, which share the keys in LDS. A tile walks from the first key that its first token sees to the last one
 that its last token sees; blocks that every row sees whole are not masked. A few new tokens of a few long sequences, which would
 leave most of the device idle, are divided into units as in decode.
+
+Lengths are known on the device only. Where most stretches may be about as long, every sequence has the tiles of the longest. Else
+all share a grid of *slots*, of which sequence b owns those from ``cu_seqlens_q[b] * GROUP // M + b`` on: always enough for its
+rows, never more than one too many. To look up whose a slot is takes 0.3 us of the emulator's timing model.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
 from tokenspeed_kernel_amd._machine import current_compute_units
+from tokenspeed_kernel_amd.gfx950.attention._call import Call, Tile, called
 from tokenspeed_kernel_amd.gfx950.attention._paged import (
     LEAST,
     LOG2_E,
     PAGES_AT_ONCE,
     attend,
-    check_served,
     finish,
-    in_rows,
     key_storage,
     mfma_layout,
     value_storage,
 )
-from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, Tile, attend_in_units
+from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_in_units, new_tokens
 
 # By rows, ascending: the first one that holds all rows of the longest stretch, or else the last.
 TILES = (Tile(16, 32, 1), Tile(32, 32, 1), Tile(64, 64, 4), Tile(128, 64, 4))
@@ -38,16 +40,32 @@ STAGES = 2  # blocks on the way
 
 
 @gluon.jit
+def owner_of(slot, cu_seqlens_q, batch, GROUP: gl.constexpr, M: gl.constexpr, LENGTHS: gl.constexpr):
+    """The sequence that owns a slot."""
+    # Every warp holds all offsets: what a warp adds up by itself needs no LDS, and is in scalar registers.
+    layout: gl.constexpr = gl.BlockedLayout([LENGTHS // 64], [64], [gl.num_warps()], [0])
+    begun = 0
+    for first in range(0, batch, LENGTHS):
+        place = first + gl.arange(0, LENGTHS, layout)
+        begins = gl.load(cu_seqlens_q + gl.minimum(place, batch - 1))  # not masked: loads without branches
+        begun += gl.sum(((place < batch) & (begins * GROUP // M + place <= slot)).to(gl.int32), 0)
+    return begun - 1
+
+
+@gluon.jit
 def extend_kernel(
-    cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, capacity, table_row, k_token, v_token, scale, cap,
+    cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, batch, capacity, table_row, k_token, v_token, scale, cap,
     out, lse, sinks,
     kv_heads: gl.constexpr, q_token: gl.constexpr, q_head: gl.constexpr, k_page: gl.constexpr, k_head: gl.constexpr,
     v_page: gl.constexpr, v_head: gl.constexpr, out_token: gl.constexpr, out_head: gl.constexpr, window_left: gl.constexpr,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_HEAD_DIM: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, CAUSAL: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, LSE: gl.constexpr,
-    ALIKE: gl.constexpr, STAGES: gl.constexpr,
+    ALIKE: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, PASSED: gl.constexpr, LENGTHS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of M query rows of one key head: program (key head, tile, sequence). Last tiles, which have most keys, come first."""
+    """A tile of M query rows of one key head. Last tiles, which have most keys, come first.
+
+    Program (key head, tile, sequence), or (key head, slot, 0) if SHARED. Sequences with at most PASSED new tokens are passed over.
+    """
     warps: gl.constexpr = gl.num_warps()
     mfma: gl.constexpr = mfma_layout(warps)
     operand: gl.constexpr = gl.DotOperandLayout(0, mfma, 8)
@@ -58,10 +76,17 @@ def extend_kernel(
     sequence = gl.program_id(2)
     if ALIKE:  # keys and values lie at the same offsets of their caches
         v_token = k_token
-    first_query = gl.load(cu_seqlens_q + sequence)
-    q_len = gl.load(cu_seqlens_q + sequence + 1) - first_query
-    first_row = (gl.num_programs(1) - 1 - gl.program_id(1)) * M
-    if first_row < q_len * GROUP:
+    if SHARED:
+        sequence = owner_of(gl.num_programs(1) - 1 - gl.program_id(1), cu_seqlens_q, batch, GROUP, M, LENGTHS)
+    first_query, q_len = new_tokens(cu_seqlens_q, sequence, 0)
+    tile = gl.num_programs(1) - 1 - gl.program_id(1)
+    if SHARED:
+        tile -= first_query * GROUP // M + sequence
+    first_row = tile * M
+    rows = q_len * GROUP
+    if PASSED > 0:
+        rows = gl.where(q_len > PASSED, rows, 0)
+    if first_row < rows:
         length = gl.minimum(gl.load(cache_seqlens + sequence), capacity)
         first_token = first_row // GROUP
         after_token = gl.minimum((first_row + M - 1) // GROUP + 1, q_len)
@@ -78,8 +103,8 @@ def extend_kernel(
         row = first_row + gl.arange(0, M, gl.SliceLayout(1, operand))
         at = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, operand))
         q += first_query.to(gl.int64) * q_token + kv_head * GROUP * q_head
-        rows = row // GROUP * q_token + row % GROUP * q_head
-        queries = cdna4.buffer_load(q, rows[:, None] + at[None, :], mask=(row < q_len * GROUP)[:, None], other=0)
+        offsets = row // GROUP * q_token + row % GROUP * q_head
+        queries = cdna4.buffer_load(q, offsets[:, None] + at[None, :], mask=(row < rows)[:, None], other=0)
 
         acc = gl.zeros([M, V_HEAD_DIM], gl.float32, mfma)
         highest = gl.full([M], LEAST, gl.float32, gl.SliceLayout(1, mfma))
@@ -97,7 +122,7 @@ def extend_kernel(
             )  # fmt: skip
 
         at = gl.arange(0, V_HEAD_DIM, gl.SliceLayout(0, mfma))
-        inside = row < q_len * GROUP
+        inside = row < rows
         sink = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, mfma))
         head = kv_head * GROUP + row % GROUP
         if SINKS:
@@ -133,37 +158,45 @@ def mha_extend_with_kvcache(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel_amd.mha_extend_with_kvcache`, which checks the arguments. q_scale, k_scale and v_scale are None."""
-    check_served("mha_extend_with_kvcache", q, k_cache)
-    tokens, heads, head_dim = q.shape
-    page_size, kv_heads, v_head_dim = v_cache.shape[1:]
-    batch, group = cache_seqlens.shape[0], heads // kv_heads
-    q, k_cache, v_cache = in_rows(q), in_rows(k_cache), in_rows(v_cache)
-    page_table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
-    cu_seqlens_q, cache_seqlens = cu_seqlens_q.contiguous(), cache_seqlens.contiguous()
-    out = q.new_empty(tokens, heads, v_head_dim) if out is None else out
-    lse = q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None
-    rows = min(max_seqlen_q, tokens) * group
-    if rows == 0 or batch == 0:
-        return (out, lse) if lse is not None else out
-
-    choice = WIDE_TILES if max(head_dim, v_head_dim) > 64 else TILES
-    tile = next((tile for tile in choice if rows <= tile.m), choice[-1])
-    tiles = -(-rows // tile.m)
-    shown = min(max_seqlen_k, window_left + max_seqlen_q + tile.block_n) if window_left >= 0 else max_seqlen_k
-    # A few tokens of a few sequences leave most of the device idle, unless their keys are divided.
-    if tiles == 1 and shown > CONFIG.whole and batch * kv_heads <= current_compute_units():
-        return attend_in_units(
-            tile, q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, max_seqlen_q, is_causal,
-            window_left, logit_cap, sinks, return_lse, softmax_scale, out,
-        )  # fmt: skip
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    extend_kernel[(kv_heads, tiles, batch)](
-        cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, max_seqlen_k, page_table.stride(0), k_cache.stride(1),
-        v_cache.stride(1), scale if logit_cap > 0 else scale * LOG2_E.value, float(logit_cap), out, lse, sinks,
-        kv_heads=kv_heads, q_token=q.stride(0), q_head=q.stride(1), k_page=k_cache.stride(0), k_head=k_cache.stride(2),
-        v_page=v_cache.stride(0), v_head=v_cache.stride(2), out_token=out.stride(0), out_head=out.stride(1),
-        window_left=window_left, GROUP=group, HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, M=tile.m, BLOCK_N=tile.block_n,
-        PAGE_SIZE=page_size, CAUSAL=is_causal, SINKS=sinks is not None, CAP=logit_cap > 0, LSE=return_lse,
-        ALIKE=k_cache.stride() == v_cache.stride(), STAGES=STAGES, num_warps=tile.num_warps,
+    call = called(
+        "mha_extend_with_kvcache", q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k,
+        is_causal, window_left, logit_cap, sinks, return_lse, softmax_scale, out,
     )  # fmt: skip
-    return (out, lse) if lse is not None else out
+    tile = tile_of_stretches(call)
+    if pays_in_units(call, tile):
+        attend_in_units(call, tile, call.max_seqlen_q)
+    else:
+        attend_in_tiles(call, tile)
+    return call.result
+
+
+def tile_of_stretches(call: Call) -> Tile:
+    """The tile for the longest stretch of new tokens that there may be."""
+    rows = call.max_seqlen_q * call.group
+    choice = WIDE_TILES if max(call.q.shape[2], call.v_cache.shape[3]) > 64 else TILES
+    return next((tile for tile in choice if rows <= tile.m), choice[-1])
+
+
+def pays_in_units(call: Call, tile: Tile) -> bool:
+    """A few tokens of a few sequences, with many keys, leave most of the device idle unless their keys are divided."""
+    one_each = call.max_seqlen_q * call.group <= tile.m
+    return one_each and call.shown(tile, call.max_seqlen_q) > CONFIG.whole and call.batch * call.kv_heads <= current_compute_units()
+
+
+def slots_of(call: Call, tile: Tile) -> int:
+    """Slots that are enough for all rows of a key head."""
+    return call.tokens * call.group // tile.m + call.batch
+
+
+def attend_in_tiles(call: Call, tile: Tile, passed: int = 0) -> None:
+    """Attention of each tile by one workgroup. Sequences with at most ``passed`` new tokens are passed over."""
+    if call.empty:
+        return
+    tiles = -(-call.max_seqlen_q * call.group // tile.m)
+    slots = slots_of(call, tile)
+    shared = 4 * slots < 3 * tiles * call.batch
+    extend_kernel[(call.kv_heads, slots, 1) if shared else (call.kv_heads, tiles, call.batch)](
+        *call.operands(),
+        M=tile.m, BLOCK_N=tile.block_n, STAGES=STAGES, SHARED=shared, PASSED=passed,
+        LENGTHS=call.lengths_at_once() if shared else 0, num_warps=tile.num_warps, **call.constants(),
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""``unified_attention`` of AITER, which serves every operator with a paged cache. Not run on hardware.
+
+It masks slots that hold no token only where a page is larger than its tile of keys, 64: with smaller pages what lies in the rest
+of a last page is multiplied by 0, and NaN spreads. So kernels of this module declare pages of 128 and 256.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenspeed_kernel_amd.aiter._package import load
+from tokenspeed_kernel_amd.aiter._rows import deliver, rows, rows_to_write
+
+_attend = load("aiter.ops.triton.attention.unified_attention").unified_attention
+
+
+def attend(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window_left: int,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    out: Tensor | None,
+) -> Tensor:
+    """Causal attention of new tokens to a paged cache that holds them; see `tokenspeed_kernel_amd.mha_extend_with_kvcache`.
+
+    Every sequence has at least as many tokens in the cache as queries. All strides of the caches are honoured; q, page_table and
+    out are copied where their last axis is not contiguous.
+    """
+    written = rows_to_write(out, q, *q.shape)
+    if not q.numel():
+        return deliver(written, out)
+    _attend(
+        rows(q),
+        k_cache,
+        v_cache,
+        written,
+        cu_seqlens_q.contiguous(),
+        max_seqlen_q,
+        cache_seqlens.contiguous(),
+        max_seqlen_k,
+        q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
+        causal=True,
+        # It adds the token itself to the first number, and reads no other.
+        window_size=(window_left, 0 if window_left >= 0 else -1),
+        block_table=rows(page_table),
+        softcap=0.0,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        sinks=None if sinks is None else sinks.contiguous(),
+    )
+    return deliver(written, out)

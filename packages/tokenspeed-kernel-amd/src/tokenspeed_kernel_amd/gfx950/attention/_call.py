@@ -1,0 +1,169 @@
+"""A call of attention to a paged cache, and what the kernels take of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_amd.gfx950.attention._paged import LOG2_E
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows and keys that a workgroup of num_warps waves takes at once."""
+
+    m: int
+    block_n: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments as kernels take them, with defaults and outputs filled in. `called` makes one.
+
+    Attributes:
+        q, k_cache, v_cache: with contiguous rows.
+        cu_seqlens_q: None where every sequence has exactly max_seqlen_q new tokens.
+        max_seqlen_q: at most all tokens.
+        softmax_scale: times log2(e) unless there is a logit_cap.
+        lse: None if nobody wants it.
+    """
+
+    q: Tensor
+    cu_seqlens_q: Tensor | None
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    cache_seqlens: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    is_causal: bool
+    window_left: int
+    logit_cap: float
+    sinks: Tensor | None
+    softmax_scale: float
+    out: Tensor
+    lse: Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.cache_seqlens.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k_cache.shape[2]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.kv_heads
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.tokens, self.batch, self.max_seqlen_q)
+
+    @property
+    def result(self) -> Tensor | tuple[Tensor, Tensor]:
+        return self.out if self.lse is None else (self.out, self.lse)
+
+    def shown(self, tile: Tile, q_len: int) -> int:
+        """An upper bound of the keys that q_len new tokens of a sequence look at, in whole blocks."""
+        return self.max_seqlen_k if self.window_left < 0 else min(self.max_seqlen_k, self.window_left + q_len + tile.block_n)
+
+    def lengths_at_once(self) -> int:
+        """Lengths of sequences that a workgroup looks at together."""
+        return 1 if self.batch == 1 else min(1024, max(64, 1 << (self.batch - 1).bit_length()))
+
+    def operands(self) -> tuple[Any, ...]:
+        """The first arguments of a kernel. Registers hold the first 16 words when a wave begins: those that it needs at once."""
+        return (
+            *(self.cu_seqlens_q, self.cache_seqlens, self.page_table, self.k_cache, self.v_cache, self.q),
+            *(self.batch, self.max_seqlen_k, self.page_table.stride(0), self.k_cache.stride(1), self.v_cache.stride(1)),
+            *(self.softmax_scale, self.logit_cap, self.out, self.lse, self.sinks),
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """What a model and its cache fix."""
+        return {
+            "kv_heads": self.kv_heads,
+            "q_token": self.q.stride(0),
+            "q_head": self.q.stride(1),
+            "k_page": self.k_cache.stride(0),
+            "k_head": self.k_cache.stride(2),
+            "v_page": self.v_cache.stride(0),
+            "v_head": self.v_cache.stride(2),
+            "out_token": self.out.stride(0),
+            "out_head": self.out.stride(1),
+            "window_left": self.window_left,
+            "GROUP": self.group,
+            "HEAD_DIM": self.q.shape[2],
+            "V_HEAD_DIM": self.v_cache.shape[3],
+            "PAGE_SIZE": self.k_cache.shape[1],
+            "CAUSAL": self.is_causal,
+            "SINKS": self.sinks is not None,
+            "CAP": self.logit_cap > 0,
+            "LSE": self.lse is not None,
+            "ALIKE": self.k_cache.stride() == self.v_cache.stride(),
+        }
+
+
+def called(
+    function: str,
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    softmax_scale: float | None,
+    out: Tensor | None,
+) -> Call:
+    """The call of a public function. Copies what kernels cannot take as it lies, and allocates the outputs.
+
+    Raises:
+        TypeError, ValueError: the cache is not served, though the checks of the public functions let it through.
+    """
+    page_size = k_cache.shape[1]
+    if k_cache.dtype != q.dtype:
+        raise TypeError(f"{function}: k_cache must be a tensor of {q.dtype}, q's dtype, got {k_cache.dtype}")
+    if page_size < 16 or page_size & (page_size - 1):
+        raise ValueError(f"{function}: page_size of k_cache must be a power of two, 16 or more, got {page_size}")
+    tokens, heads, head_dim = q.shape
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    return Call(
+        q=_in_rows(q),
+        cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
+        k_cache=_in_rows(k_cache),
+        v_cache=_in_rows(v_cache),
+        page_table=page_table if page_table.stride(1) == 1 else page_table.contiguous(),
+        cache_seqlens=cache_seqlens.contiguous(),
+        max_seqlen_q=min(max_seqlen_q, tokens),
+        max_seqlen_k=max_seqlen_k,
+        is_causal=is_causal,
+        window_left=window_left,
+        logit_cap=float(logit_cap),
+        sinks=sinks,
+        softmax_scale=scale if logit_cap > 0 else scale * LOG2_E.value,
+        out=q.new_empty(tokens, heads, v_cache.shape[3]) if out is None else out,
+        lse=q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None,
+    )
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """x, or a copy whose rows are contiguous and begin at multiples of 16 bytes."""
+    step = 16 // x.element_size()
+    rows_aligned = x.stride(-1) == 1 and all(stride % step == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    return x if rows_aligned else x.contiguous()

@@ -1,0 +1,67 @@
+"""Mixed batches: sequences that decode, extend and prefill, in one call.
+
+Sequences whose rows fit the small tile of decode go to its kernel, which divides long caches into units; all others to that of
+extend. Which ones those are is known on the device only: both are launched for the whole batch, and each passes over what the other
+serves. Extend comes first: the host prepares the others while it runs, and what decode leaves is merged while caches hold it.
+
+One launch does for all where none has enough to do: where all sequences are short; where few tokens of few sequences are divided
+anyway; and where nothing needs dividing and the device has room for all tiles at once, so that the short run beside the long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from tokenspeed_kernel_amd._machine import current_compute_units
+from tokenspeed_kernel_amd.gfx950.attention._call import Call, Tile, called
+from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_in_units, tile_of_rows
+from tokenspeed_kernel_amd.gfx950.attention.extend import attend_in_tiles, pays_in_units, slots_of, tile_of_stretches
+
+
+def mha_with_kvcache(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `tokenspeed_kernel_amd.mha_with_kvcache`, which checks the arguments. q_scale, k_scale and v_scale are None."""
+    call = called(
+        "mha_with_kvcache", q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, True,
+        window_left, logit_cap, sinks, return_lse, softmax_scale, out,
+    )  # fmt: skip
+    small = tile_of_rows(call.group)
+    short = max(1, small.m // call.group)
+    if call.max_seqlen_q <= short:
+        if call.tokens == call.batch and call.max_seqlen_q == 1:  # one each: nothing to look up
+            call = dataclasses.replace(call, cu_seqlens_q=None)
+        attend_in_units(call, small, call.max_seqlen_q)
+        return call.result
+    tile = tile_of_stretches(call)
+    if pays_in_units(call, tile):
+        attend_in_units(call, tile, call.max_seqlen_q)
+    elif call.batch == 1 or _fits_at_once(call, tile, small, short):
+        attend_in_tiles(call, tile)
+    else:
+        attend_in_tiles(call, tile, passed=short)
+        attend_in_units(call, small, short)
+    return call.result
+
+
+def _fits_at_once(call: Call, tile: Tile, small: Tile, short: int) -> bool:
+    """Sequences of ``short`` new tokens are not worth dividing, and two workgroups a compute unit do everything."""
+    return call.shown(small, short) <= CONFIG.whole and slots_of(call, tile) * call.kv_heads <= 2 * current_compute_units()

@@ -1,0 +1,272 @@
+"""The functions as an attention backend of vLLM calls them: its metadata, its caches, its padded buffers.
+
+Names and shapes are those of vllm/v1/attention/backends in vllm-project/vllm, in order of age: flash_attn.py at commit
+0084b783bcda6d7ee15c337b1062cbee9985c954, triton_attn.py at 001ceb3e98e7a19ebe33f542a368fa73bf6c76ad, and
+rocm_aiter_unified_attn.py at 00e5aa02a6470e57ef1e606d1caf95c3e2677e41. vLLM itself is not needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tokenspeed_kernel_amd
+
+from .paging import ERROR
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+UNTOUCHED = 7.0
+
+
+@dataclass
+class AttentionMetadata:
+    """The fields that `TritonAttentionMetadata` and `FlashAttentionMetadata` have in common and attention reads."""
+
+    num_actual_tokens: int
+    max_query_len: int
+    query_start_loc: Tensor
+    max_seq_len: int
+    seq_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+
+
+@dataclass
+class Batch:
+    """What a layer's forward gets, and the keys and values of every request since its first token."""
+
+    query: Tensor
+    output: Tensor
+    kv_cache: Tensor
+    metadata: AttentionMetadata
+    histories: list[tuple[Tensor, Tensor]]
+    query_lens: Sequence[int]
+
+
+@dataclass
+class Layout:
+    """A cache as one tensor: its shape, the order of its axes in memory, and its keys and values as views of it."""
+
+    shape: Callable[[int, int], tuple[int, ...]]
+    order: tuple[int, ...]
+    views: Callable[[Tensor], Sequence[Tensor]]
+
+
+def _unpacked(kv_cache: Tensor) -> Sequence[Tensor]:
+    return kv_cache.transpose(1, 2).split(HEAD_DIM, dim=-1)
+
+
+# vLLM calls orders in memory by the letters of block (B), head (H), slot in a block (N), and content (D or C).
+LAYOUTS = {
+    "flash NHD": Layout(lambda b, n: (2, b, n, KV_HEADS, HEAD_DIM), (0, 1, 2, 3, 4), lambda cache: cache.unbind(0)),
+    "flash HND": Layout(lambda b, n: (2, b, n, KV_HEADS, HEAD_DIM), (0, 1, 3, 2, 4), lambda cache: cache.unbind(0)),
+    "triton": Layout(lambda b, n: (b, 2, n, KV_HEADS, HEAD_DIM), (0, 1, 2, 3, 4), lambda cache: cache.unbind(1)),
+    "packed BNHC": Layout(lambda b, n: (b, KV_HEADS, n, 2 * HEAD_DIM), (0, 2, 1, 3), _unpacked),
+    "packed BHNC": Layout(lambda b, n: (b, KV_HEADS, n, 2 * HEAD_DIM), (0, 1, 2, 3), _unpacked),
+}
+
+
+def _batch(
+    device: torch.device,
+    seq_lens: Sequence[int],
+    query_lens: Sequence[int],
+    rows: int,
+    layout: str = "packed BNHC",
+    block_size: int = 16,
+) -> Batch:
+    """Requests whose tokens have been written to the cache through slots, as vLLM does before it attends; NaN is all around them.
+
+    Args:
+        seq_lens, query_lens: of each request; 0 for those that only pad the batch.
+        rows: of query and output, more than there are tokens.
+    """
+    draw = torch.Generator().manual_seed(sum(seq_lens))
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=draw).bfloat16().to(device)
+
+    counts = [-(-length // block_size) for length in seq_lens]
+    blocks, order = sum(counts) + 3, LAYOUTS[layout].order
+    sizes = LAYOUTS[layout].shape(blocks, block_size)
+    memory = torch.full([sizes[axis] for axis in order], torch.nan, dtype=torch.bfloat16, device=device)
+    kv_cache = memory.permute([order.index(axis) for axis in range(len(order))])
+    assert kv_cache.shape == sizes
+
+    free = iter((torch.randperm(blocks - 1, generator=draw) + 1).tolist())  # block 0 belongs to nobody
+    width = max(counts) + 2
+    table = [[next(free) for _ in range(count)] + [0] * (width - count) for count in counts]
+    histories, new_slots = [], []
+    for blocks_of, length, new in zip(table, seq_lens, query_lens, strict=True):
+        keys, values = random(length, KV_HEADS, HEAD_DIM), random(length, KV_HEADS, HEAD_DIM)
+        slots = torch.tensor([blocks_of[i // block_size] * block_size + i % block_size for i in range(length)], dtype=torch.long)
+        for cache, written in zip(LAYOUTS[layout].views(kv_cache), (keys, values), strict=True):
+            cache[slots // block_size, slots % block_size] = written
+        histories.append((keys, values))
+        new_slots += slots[length - new :].tolist()
+
+    def ints(values: Sequence[Any], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    metadata = AttentionMetadata(
+        num_actual_tokens=sum(query_lens),
+        max_query_len=max(query_lens),
+        query_start_loc=ints([0, *itertools.accumulate(query_lens)]),
+        max_seq_len=max(seq_lens),
+        seq_lens=ints(seq_lens),
+        block_table=ints(table),
+        slot_mapping=ints(new_slots, torch.int64),
+    )
+    output = torch.full((rows, HEADS, HEAD_DIM), UNTOUCHED, dtype=torch.bfloat16, device=device)
+    return Batch(random(rows, HEADS, HEAD_DIM), output, kv_cache, metadata, histories, query_lens)
+
+
+def _layer(device: torch.device, sliding_window: int | None, sinks: bool = True) -> Any:
+    """What the constructor of an attention implementation keeps of a layer."""
+    learned = torch.linspace(-1, 2, HEADS, dtype=torch.bfloat16, device=device)
+    return SimpleNamespace(
+        head_size=HEAD_DIM,
+        scale=HEAD_DIM**-0.5,
+        sliding_window=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        logits_soft_cap=0,
+        sinks=learned if sinks else None,
+    )
+
+
+def _options(layer: Any) -> dict[str, Any]:
+    left, sinks, scale = layer.sliding_window[0], layer.sinks, layer.scale
+    return {"window_left": left, "logit_cap": layer.logits_soft_cap, "sinks": sinks, "softmax_scale": scale}
+
+
+def _check(batch: Batch, layer: Any, sliding_window: int | None) -> None:
+    """The rows of tokens are right, by attention written out over whole histories; the others were not touched."""
+    tokens = batch.metadata.num_actual_tokens
+    wanted = []
+    for query, (keys, values) in zip(batch.query[:tokens].split(list(batch.query_lens)), batch.histories, strict=True):
+        q, k, v = (x.float().cpu() for x in (query, keys, values))
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * layer.scale
+        age = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        scores = scores.masked_fill((age < 0) | (age >= (sliding_window or len(k) + 1)), -torch.inf)
+        if layer.sinks is not None:
+            scores = torch.cat([scores, layer.sinks.float().cpu()[:, None, None].expand(-1, len(q), 1)], 2)
+        wanted.append(torch.einsum("hqk,khd->qhd", scores.softmax(2)[..., : len(k)], v))
+    expected, got = torch.cat(wanted), batch.output[:tokens].float().cpu()
+    assert (got - expected).norm() <= ERROR * expected.norm()
+    assert ((got - expected).norm(dim=-1) <= 4 * ERROR * expected.norm(dim=-1) + 1e-6).all()
+    assert len(batch.output) > tokens
+    assert (batch.output[tokens:] == UNTOUCHED).all()
+
+
+class _Allocations(TorchDispatchMode):
+    """Elements of the largest tensor of a dtype that PyTorch makes inside the block."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for made in torch.utils._pytree.tree_leaves(result):
+            if isinstance(made, Tensor) and made.dtype == self.dtype and made.untyped_storage().data_ptr() not in known:
+                self.largest = max(self.largest, made.numel())
+        return result
+
+
+# -- one call for every batch --------------------------------------------------------------------------------------------------
+
+MIXED = ([37, 150, 33, 16, 0], [1, 20, 33, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("layout", "sliding_window", "block_size"),
+    [
+        ("packed BNHC", 128, 16),
+        ("flash NHD", None, 64),
+        *(pytest.param(name, 32, 16, marks=pytest.mark.slow) for name in ("triton", "flash HND", "packed BHNC")),
+    ],
+)
+def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | None, block_size: int) -> None:
+    """Requests that decode, go on with a chunk, and prefill; one that pads the batch."""
+    batch = _batch(gfx950, *MIXED, rows=64, layout=layout, block_size=block_size)
+    layer, metadata = _layer(gfx950, sliding_window), batch.metadata
+    k_cache, v_cache = LAYOUTS[layout].views(batch.kv_cache)
+    tokens = metadata.num_actual_tokens
+    tokenspeed_kernel_amd.mha_with_kvcache(
+        batch.query[:tokens], metadata.query_start_loc, k_cache, v_cache, metadata.block_table, metadata.seq_lens,
+        metadata.max_query_len, metadata.max_seq_len, **_options(layer), out=batch.output[:tokens],
+    )  # fmt: skip
+    _check(batch, layer, sliding_window)
+
+
+def test_what_the_readme_shows(gfx950: torch.device) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    section = readme.partition("## In vLLM")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    batch = _batch(gfx950, [40, 18], [1, 18], rows=24)
+    layer = _layer(gfx950, 16)
+    assert namespace["attend"](layer, batch.query, batch.kv_cache, batch.metadata, batch.output) is batch.output
+    _check(batch, layer, 16)
+
+
+# -- a call for each kind of batch ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decode_batch(gfx950: torch.device, layout: str) -> None:
+    """Caches are views, and no copy of one is made on the way."""
+    batch = _batch(gfx950, [1, 64, 300, 17], [1, 1, 1, 1], rows=8, layout=layout, block_size=64)
+    layer, metadata = _layer(gfx950, None), batch.metadata
+    assert metadata.max_query_len == 1
+    k_cache, v_cache = LAYOUTS[layout].views(batch.kv_cache)
+    tokens = metadata.num_actual_tokens
+    with _Allocations(k_cache.dtype) as allocations:
+        tokenspeed_kernel_amd.mha_decode_with_kvcache(
+            batch.query[:tokens], k_cache, v_cache, metadata.block_table, metadata.seq_lens, metadata.max_seq_len,
+            **_options(layer), out=batch.output[:tokens],
+        )  # fmt: skip
+    assert allocations.largest < k_cache.numel()
+    _check(batch, layer, None)
+
+
+def test_prefill_batch(gfx950: torch.device) -> None:
+    """Whole prompts read the new keys and values themselves, here as slices of what one projection made."""
+    lens = [33, 1, 50]
+    batch = _batch(gfx950, lens, lens, rows=96)
+    layer, metadata = _layer(gfx950, 16), batch.metadata
+    tokens = metadata.num_actual_tokens
+    keys, values = (torch.cat([history[i] for history in batch.histories]) for i in (0, 1))
+    qkv = torch.cat([batch.query[:tokens], keys, values], 1).flatten(1)
+    sizes = [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
+    query, key, value = (part.view(tokens, -1, HEAD_DIM) for part in qkv.split(sizes, 1))
+    assert not query.is_contiguous()
+    tokenspeed_kernel_amd.mha_prefill(
+        query, key, value, metadata.query_start_loc, max_seqlen=metadata.max_query_len, **_options(layer), out=batch.output[:tokens]
+    )  # fmt: skip
+    _check(batch, layer, 16)
+
+
+def test_chunked_prefill_batch(gfx950: torch.device) -> None:
+    """Prompts whose first chunks are in the cache."""
+    batch = _batch(gfx950, [70, 40], [30, 9], rows=48, layout="flash NHD")
+    layer, metadata = _layer(gfx950, None, sinks=False), batch.metadata
+    k_cache, v_cache = LAYOUTS["flash NHD"].views(batch.kv_cache)
+    tokens = metadata.num_actual_tokens
+    tokenspeed_kernel_amd.mha_extend_with_kvcache(
+        batch.query[:tokens], metadata.query_start_loc, None, k_cache, v_cache, metadata.block_table, metadata.seq_lens,
+        metadata.max_query_len, metadata.max_seq_len, is_causal=True, **_options(layer), out=batch.output[:tokens],
+    )  # fmt: skip
+    _check(batch, layer, None)
