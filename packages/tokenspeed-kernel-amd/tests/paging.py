@@ -68,7 +68,10 @@ def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
 
 
 def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
-    """Keys and values in one cache, q and out slices of something wider, a page table that is not contiguous."""
+    """Keys and values in one cache, q and out slices of something wider, a page table and sinks that are not contiguous; and an
+    out with another axis last in memory."""
+    heads = arguments["q"].shape[1]
+    arguments["sinks"] = torch.linspace(-2, 2, 2 * heads, device=arguments["q"].device)[::2]
     wanted = reference(operator, arguments)
     tokens, heads, head_dim = arguments["q"].shape
     both = torch.cat([arguments["k_cache"], arguments["v_cache"]], 2)
@@ -81,6 +84,10 @@ def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any])
     assert got[0] is out
     check(got, wanted)
     assert (wide[:, [0, -1]] == 7).all()
+    turned = torch.empty_like(out).mT.contiguous().mT
+    got = function(**arguments, return_lse=True, out=turned)
+    assert got[0] is turned
+    check(got, wanted)
 
 
 def cases(mode: str) -> list[Any]:

@@ -139,14 +139,19 @@ def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
 
 
 def test_rows_that_begin_anywhere(gfx950: torch.device) -> None:
-    """Rows that are not aligned to 16 bytes, and a last axis that is not contiguous."""
+    """Rows that are not aligned to 16 bytes, and a last axis that is not contiguous: of a value, of sinks and offsets, of out."""
     inputs = _inputs([140], gfx950, heads=2, kv_heads=2)
     shifted = torch.empty(140, 2, 65, dtype=torch.bfloat16, device=gfx950)
     shifted[..., 1:] = inputs["k"]
     strided = torch.empty(140, 2, 128, dtype=torch.bfloat16, device=gfx950)
     strided[..., ::2] = inputs["v"]
-    changed = {**inputs, "k": shifted[..., 1:], "v": strided[..., ::2]}
-    _check(mha_prefill(**changed, return_lse=True), _reference(inputs))
+    sinks = torch.tensor([1.0, 9.0, -1.0, 9.0], device=gfx950)[::2]
+    offsets = torch.tensor([0, 77, 140, 77], dtype=torch.int32, device=gfx950)[::2]
+    changed = {**inputs, "k": shifted[..., 1:], "v": strided[..., ::2], "cu_seqlens": offsets, "sinks": sinks}
+    out = torch.empty(140, 64, 2, dtype=torch.bfloat16, device=gfx950).mT
+    got = mha_prefill(**changed, return_lse=True, out=out)
+    assert got[0] is out
+    _check(got, _reference(inputs, sinks=sinks))
 
 
 def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:

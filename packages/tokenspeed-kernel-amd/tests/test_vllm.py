@@ -210,6 +210,29 @@ def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | No
     _check(batch, layer, sliding_window)
 
 
+def test_a_cache_of_fp8(gfx950: torch.device) -> None:
+    """It comes as bytes, and a layer has one scale for its keys and one for its values, which they were divided by."""
+    batch, layer = _batch(gfx950, *MIXED, rows=60), _layer(gfx950, 128)
+    layer._k_scale, layer._v_scale = (torch.tensor(scale, device=gfx950) for scale in (0.02, 0.05))
+    k_cache, v_cache = _unpacked(batch.kv_cache)
+    kv_cache = torch.empty(batch.kv_cache.shape, dtype=torch.uint8, device=gfx950)
+    stored = _unpacked(kv_cache.view(torch.float8_e4m3fn))
+    for narrow, wide, scale in zip(stored, (k_cache, v_cache), (layer._k_scale, layer._v_scale), strict=True):
+        narrow.copy_(wide.float() / scale)
+    batch.histories = [
+        tuple((x.float() / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in zip(kv, (0.02, 0.05), strict=True))
+        for kv in batch.histories
+    ]  # type: ignore[misc]
+    meta, tokens = batch.metadata, batch.metadata.num_actual_tokens
+    k_cache, v_cache = _unpacked(kv_cache.view(torch.float8_e4m3fn))
+    tokenspeed_kernel_amd.mha_with_kvcache(
+        batch.query[:tokens], meta.query_start_loc, k_cache, v_cache, meta.block_table, meta.seq_lens,
+        max_seqlen_q=meta.max_query_len, max_seqlen_k=meta.max_seq_len, k_scale=layer._k_scale, v_scale=layer._v_scale,
+        out=batch.output[:tokens], **_options(layer),
+    )  # fmt: skip
+    _check(batch, layer, 128)
+
+
 def test_what_the_readme_shows(gfx950: torch.device) -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     section = readme.partition("## In vLLM")[2].partition("\n## ")[0]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 HALVES = (torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
 SINKS = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (64, 128)
 
@@ -53,8 +54,8 @@ class Checker:
         if not holds:
             self.fail(argument, expected, got)
 
-    def tensor(self, argument: str, value: Tensor | None, shape: str, dtypes: torch.dtype | Collection[torch.dtype]) -> None:
-        """Checks type, dtype, device and shape (names or numbers of sizes, outermost first). None passes."""
+    def tensor(self, argument: str, value: Tensor | None, shape: str | None, dtypes: torch.dtype | Collection[torch.dtype]) -> None:
+        """Checks type, dtype, device and shape (names or numbers of sizes, outermost first; None for any). None passes."""
         if value is None:
             return
         if not isinstance(value, Tensor):
@@ -66,6 +67,8 @@ class Checker:
             self._device = value.device, argument
         elif value.device != self._device[0]:
             self.fail(argument, f"on {self._device[0]} as {self._device[1]}", f"a tensor on {value.device}")
+        if shape is None:
+            return
         names, sizes = shape.split(), list(value.shape)
         wanted = f"of shape [{', '.join(names)}]"
         if len(names) != len(sizes):
@@ -101,11 +104,8 @@ def check_options(check: Checker, window_left: int, logit_cap: float, sinks: Ten
 
 
 def check_out(check: Checker, out: Tensor | None, q: Tensor, dtype: torch.dtype | None = None) -> None:
-    """``out``, in q's dtype if none is given. Its last axis must be contiguous: it is written in rows."""
-    if out is None:
-        return
+    """``out``, in q's dtype if none is given."""
     check.tensor("out", out, "tokens heads v_head_dim", q.dtype if dtype is None else dtype)
-    check.require(out.stride(2) == 1, "out", "contiguous in its last axis", f"strides {list(out.stride())}")
 
 
 def check_offsets(check: Checker, argument: str, offsets: Tensor | None, tokens: int) -> None:
@@ -147,9 +147,9 @@ def check_caches(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Queries, and the keys and values in pages. ``heads`` and ``head_dim`` are those of q, in half precision."""
+    """Queries, the keys and values in pages, and their scales. ``heads`` and ``head_dim`` are those of q, in half precision."""
     check.tensor("q", q, "tokens heads head_dim", HALVES)
-    check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", q.dtype)
+    check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", (q.dtype, FP8))
     check.tensor("v_cache", v_cache, "pages page_size kv_heads v_head_dim", k_cache.dtype)
     check_heads(check)
     check.require(check["page_size"] > 0, "page_size of k_cache", "positive", check["page_size"])
@@ -160,5 +160,16 @@ def check_caches(
     if check["batch"]:
         pages = f"{check['max_pages']} pages of {check['page_size']} tokens a sequence"
         check.require(max_seqlen_k <= room, "max_seqlen_k", f"at most {room}, what {pages} hold", max_seqlen_k)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        check.require(scale is None, name, "None: there are no fp8 caches here", scale)
+    _check_scale(check, "k_scale", k_scale, "k_cache", k_cache)
+    _check_scale(check, "v_scale", v_scale, "v_cache", v_cache)
+
+
+def _check_scale(check: Checker, argument: str, scale: Tensor | None, scaled: str, cache: Tensor) -> None:
+    """The scale of an fp8 cache, one for all or one a key head."""
+    if scale is None:
+        return
+    if cache.dtype != FP8:
+        check.fail(argument, f"None, because {scaled} is not fp8 but {_name(cache.dtype)}", scale)
+    check.tensor(argument, scale, None, torch.float32)
+    shapes = ([], [1], [check["kv_heads"]])
+    check.require(list(scale.shape) in shapes, argument, f"of shape [], [1] or [kv_heads] = {shapes[2]}", scale)

@@ -47,7 +47,7 @@ def mha_prefill(
         sinks: float32, bfloat16 or float16 ``[heads]``, one more score a query head, in the softmax's denominator only.
         return_lse: also return the log-sum-exp.
         softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
-        out: receives the output; contiguous in its last axis. It must not overlap q, k or v.
+        out: receives the output, by a copy where its last axis is not contiguous. It must not overlap q, k or v.
 
     Returns:
         The output ``[tokens, heads, v_head_dim]`` in q's dtype; with return_lse also float32 ``[tokens, heads]``, the natural
@@ -106,14 +106,17 @@ def mha_extend_with_kvcache(
         q: bfloat16 or float16 ``[tokens, heads, head_dim]``, head_dim 64 or 128, sequence by sequence.
         cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin, and the number of tokens.
         cu_seqlens_kv: not used: cache_seqlens says the same.
-        k_cache: q's dtype ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads.
+        k_cache: q's dtype or float8_e4m3fn ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads. page_size is a
+            power of two, at least 16. Numbers of fp8 are widened to q's dtype, in which products are formed.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
         page_table: int32 ``[batch, max_pages]``.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
         is_causal: whether a token sees later ones.
         window_left, logit_cap, sinks, return_lse, softmax_scale: see `mha_prefill`.
-        q_scale, k_scale, v_scale: None; fp8 is not supported.
+        q_scale: None; q is not fp8.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies a float8_e4m3fn k_cache; None is 1. Read on the device only.
+        v_scale: likewise for v_cache.
         out: receives the output. It must not overlap q or the caches.
 
     Returns, Raises:

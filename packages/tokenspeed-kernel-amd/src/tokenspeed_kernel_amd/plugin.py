@@ -19,6 +19,8 @@ from tokenspeed_kernel_amd.aiter import _package
 
 _HALVES = (torch.bfloat16, torch.float16)
 _ATTENTION = "tokenspeed_kernel_amd.gfx950.attention"
+# Of attention to a paged cache: caches alone may be fp8.
+_PAGED = tuple({"q": q, "k_cache": cache, "v_cache": cache} for q in _HALVES for cache in (q, torch.float8_e4m3fn))
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,12 @@ _KERNELS = (
     _Kernel(
         "mha_extend_with_kvcache",
         f"{_ATTENTION}.extend:mha_extend_with_kvcache",
-        formats=tuple({"q": dtype, "k_cache": dtype, "v_cache": dtype} for dtype in _HALVES),
+        formats=_PAGED,
         traits={
             "head_dim": {64, 128},
             "v_head_dim": {64, 128},
             "page_size": {16, 32, 64, 128, 256},
+            "scaled": any,
             "logit_cap": any,
             "return_lse": any,
             "sliding_window": any,
@@ -81,11 +84,12 @@ _KERNELS = (
     _Kernel(
         "mha_decode_with_kvcache",
         f"{_ATTENTION}.decode:mha_decode_with_kvcache",
-        formats=tuple({"q": dtype, "k_cache": dtype, "v_cache": dtype} for dtype in _HALVES),
+        formats=_PAGED,
         traits={
             "head_dim": {64, 128},
             "v_head_dim": {64, 128},
             "page_size": {16, 32, 64, 128, 256},
+            "scaled": any,
             "logit_cap": any,
             "return_lse": any,
             "sliding_window": any,
@@ -96,11 +100,12 @@ _KERNELS = (
     _Kernel(
         "mha_with_kvcache",
         f"{_ATTENTION}.mixed:mha_with_kvcache",
-        formats=tuple({"q": dtype, "k_cache": dtype, "v_cache": dtype} for dtype in _HALVES),
+        formats=_PAGED,
         traits={
             "head_dim": {64, 128},
             "v_head_dim": {64, 128},
             "page_size": {16, 32, 64, 128, 256},
+            "scaled": any,
             "logit_cap": any,
             "return_lse": any,
             "sliding_window": any,

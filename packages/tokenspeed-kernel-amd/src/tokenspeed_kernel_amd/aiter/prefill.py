@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_amd.aiter._package import load
-from tokenspeed_kernel_amd.aiter._rows import deliver, rows_to_write
+from tokenspeed_kernel_amd._rows import deliver, rows_to_write
 
 _attend = load("aiter").flash_attn_varlen_func
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_amd._rows import aligned_rows, deliver, rows, rows_to_write
 from tokenspeed_kernel_amd.gfx950.attention._paged import LOG2_E
 
 
@@ -29,6 +30,9 @@ class Call:
         cu_seqlens_q: None where every sequence has exactly max_seqlen_q new tokens.
         max_seqlen_q: at most all tokens.
         softmax_scale: times log2(e) unless there is a logit_cap.
+        k_scale, v_scale: of fp8 caches, one for all or one a key head.
+        out: what kernels write to, with contiguous rows.
+        given: the caller's, which may be another.
         lse: None if nobody wants it.
     """
 
@@ -45,7 +49,10 @@ class Call:
     logit_cap: float
     sinks: Tensor | None
     softmax_scale: float
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     out: Tensor
+    given: Tensor | None
     lse: Tensor | None
 
     @property
@@ -65,12 +72,18 @@ class Call:
         return self.q.shape[1] // self.kv_heads
 
     @property
+    def fp8(self) -> bool:
+        return self.k_cache.dtype != self.q.dtype
+
+    @property
     def empty(self) -> bool:
         return 0 in (self.tokens, self.batch, self.max_seqlen_q)
 
     @property
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
-        return self.out if self.lse is None else (self.out, self.lse)
+        """What the caller gets, once everything is launched."""
+        out = deliver(self.out, self.given)
+        return out if self.lse is None else (out, self.lse)
 
     def shown(self, tile: Tile, q_len: int) -> int:
         """An upper bound of the keys that q_len new tokens of a sequence look at, in whole blocks."""
@@ -85,7 +98,7 @@ class Call:
         return (
             *(self.cu_seqlens_q, self.cache_seqlens, self.page_table, self.k_cache, self.v_cache, self.q),
             *(self.batch, self.max_seqlen_k, self.page_table.stride(0), self.k_cache.stride(1), self.v_cache.stride(1)),
-            *(self.softmax_scale, self.logit_cap, self.out, self.lse, self.sinks),
+            *(self.softmax_scale, self.logit_cap, self.k_scale, self.v_scale, self.out, self.lse, self.sinks),
         )
 
     def constants(self) -> dict[str, Any]:
@@ -100,6 +113,8 @@ class Call:
             "v_head": self.v_cache.stride(2),
             "out_token": self.out.stride(0),
             "out_head": self.out.stride(1),
+            "k_scale_head": _scale_stride(self.k_scale),
+            "v_scale_head": _scale_stride(self.v_scale),
             "window_left": self.window_left,
             "GROUP": self.group,
             "HEAD_DIM": self.q.shape[2],
@@ -129,41 +144,42 @@ def called(
     sinks: Tensor | None,
     return_lse: bool,
     softmax_scale: float | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Call:
     """The call of a public function. Copies what kernels cannot take as it lies, and allocates the outputs.
 
     Raises:
-        TypeError, ValueError: the cache is not served, though the checks of the public functions let it through.
+        ValueError: the cache is not served, though the checks of the public functions let it through.
     """
     page_size = k_cache.shape[1]
-    if k_cache.dtype != q.dtype:
-        raise TypeError(f"{function}: k_cache must be a tensor of {q.dtype}, q's dtype, got {k_cache.dtype}")
     if page_size < 16 or page_size & (page_size - 1):
         raise ValueError(f"{function}: page_size of k_cache must be a power of two, 16 or more, got {page_size}")
     tokens, heads, head_dim = q.shape
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     return Call(
-        q=_in_rows(q),
+        q=aligned_rows(q),
         cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
-        k_cache=_in_rows(k_cache),
-        v_cache=_in_rows(v_cache),
-        page_table=page_table if page_table.stride(1) == 1 else page_table.contiguous(),
+        k_cache=aligned_rows(k_cache),
+        v_cache=aligned_rows(v_cache),
+        page_table=rows(page_table),
         cache_seqlens=cache_seqlens.contiguous(),
         max_seqlen_q=min(max_seqlen_q, tokens),
         max_seqlen_k=max_seqlen_k,
         is_causal=is_causal,
         window_left=window_left,
         logit_cap=float(logit_cap),
-        sinks=sinks,
+        sinks=None if sinks is None else sinks.contiguous(),
         softmax_scale=scale if logit_cap > 0 else scale * LOG2_E.value,
-        out=q.new_empty(tokens, heads, v_cache.shape[3]) if out is None else out,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=rows_to_write(out, q, tokens, heads, v_cache.shape[3]),
+        given=out,
         lse=q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None,
     )
 
 
-def _in_rows(x: Tensor) -> Tensor:
-    """x, or a copy whose rows are contiguous and begin at multiples of 16 bytes."""
-    step = 16 // x.element_size()
-    rows_aligned = x.stride(-1) == 1 and all(stride % step == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
-    return x if rows_aligned else x.contiguous()
+def _scale_stride(scale: Tensor | None) -> int:
+    """How far apart the scales of key heads are; 0 where one is for all."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

@@ -6,7 +6,10 @@ scores of its block are computed, one of values when they are weighted. So one s
 keys arrive, the softmax and the second product run, and the other way round.
 
 Probabilities never leave their lanes: the second product takes them in the order in which the first one left them (``k_width`` 4),
-and the transposing LDS reads fetch values in that same order.
+and the transposing LDS reads fetch values in that same order. Where these are single bytes, a read fetches two such runs of four.
+
+Keys and values of fp8 are widened to q's dtype in registers, two at a time, behind the LDS reads. Of their scales, that of keys
+goes into the softmax's, and that of values into the output. They come in blocks of 64, which are as many bytes as 32 of 16 bits.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
+from triton.language.extra.hip import libdevice
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -32,8 +36,40 @@ def mfma_layout(warps):
 
 
 @gluon.constexpr_function
+def log2(power):
+    return power.bit_length() - 1
+
+
+@gluon.constexpr_function
+def key_width(dtype):
+    """Elements of a key in 16 bytes, which a lane takes at once."""
+    return 128 // dtype.primitive_bitwidth
+
+
+@gluon.constexpr_function
+def query_layout(mfma, dtype):
+    """Layout of queries, for keys of a dtype."""
+    return gl.DotOperandLayout(0, mfma, key_width(dtype))
+
+
+@gluon.constexpr_function
+def byte_storage(head_dim):
+    """LDS layout of keys or values [64, head_dim] of one byte, without bank conflicts in either kind of read.
+
+    Banks repeat after 256 bytes, and padding is possible only behind the 1 KB that a wave copies at once. Lanes that read 16 bytes
+    of their keys together want keys 1, 2 and 4 apart in different banks, those of a transposing read 1, 2, 4 and 16 apart. As many
+    of these distances as fit are within 256 bytes, and each of the others begins another 1 KB.
+    """
+    columns = [[0, 1 << bit] for bit in range(log2(head_dim))]
+    rows = [1, 2, 8, 32, 16, 4] if head_dim == 64 else [1, 8, 32, 16, 4, 2]
+    return gl.PaddedSharedLayout([[1024, 16]], columns + [[row, 0] for row in rows], [], [64, head_dim])
+
+
+@gluon.constexpr_function
 def key_storage(mfma, block_n, head_dim, dtype):
     """LDS layout of keys [block_n, head_dim], without bank conflicts in reads along head_dim."""
+    if dtype.primitive_bitwidth == 8:
+        return byte_storage(head_dim)
     operand = gl.DotOperandLayout(1, mfma, 8)
     transposed = cdna4.compute_efficient_padded_shared_layout(operand, [head_dim, block_n], dtype, True)
     padding = [list(pair) for pair in transposed.interval_padding_pairs]
@@ -43,21 +79,20 @@ def key_storage(mfma, block_n, head_dim, dtype):
 @gluon.constexpr_function
 def value_storage(mfma, block_n, head_dim, dtype):
     """LDS layout of values [block_n, head_dim], without bank conflicts in transposing reads."""
+    if dtype.primitive_bitwidth == 8:
+        return byte_storage(head_dim)
     operand = gl.DotOperandLayout(1, mfma, 4)
     return cdna4.compute_efficient_padded_shared_layout(operand, [block_n, head_dim], dtype, False)
 
 
 @gluon.constexpr_function
-def copy_layout(storage, warps):
+def copy_layout(storage, dtype, warps):
     """Which element each lane copies to LDS: 16 bytes a lane, the 1 KB of a wave side by side, as direct copies want it."""
     bases = [list(basis) for basis in storage.offset_bases]
-    split = 9 + warps.bit_length() - 1
-    return gl.DistributedLinearLayout(bases[:3] + bases[split:], bases[3:9], bases[9:split], [], list(storage.shape))
-
-
-@gluon.constexpr_function
-def log2(power):
-    return power.bit_length() - 1
+    lane = log2(key_width(dtype))
+    warp = lane + 6
+    after = warp + log2(warps)
+    return gl.DistributedLinearLayout(bases[:lane] + bases[after:], bases[lane:warp], bases[warp:after], [], list(storage.shape))
 
 
 @gluon.constexpr_function
@@ -115,7 +150,8 @@ def capped(scores, scale, cap):
     """``cap * tanh(scores * scale / cap)`` in units of log 2."""
     # tanh(x) = 1 - 2 / (1 + exp(2 x)), where exp may overflow to infinity and underflow to 0.
     grown = gl.exp2(scores * (2 * LOG2_E * scale / cap))
-    return cap * LOG2_E - (2 * cap * LOG2_E) / (1 + grown)
+    # The division is v_rcp_f32, which errs by a unit in the last place; one by IEEE's rules is ten instructions.
+    return cap * LOG2_E - libdevice.fast_dividef(2 * cap * LOG2_E, 1 + grown)
 
 
 @gluon.jit
@@ -128,7 +164,7 @@ def attend(
     """Attention of q's rows to positions ``begin`` to ``end``, at least one.
 
     Args:
-        q: [M, head_dim], operand of an MFMA.
+        q: [M, head_dim] in `query_layout`.
         keys, values: LDS of a block each.
         listed: LDS of PAGES_AT_ONCE page numbers.
         pages: the sequence's row of the page table.
@@ -145,8 +181,8 @@ def attend(
         Unnormalised output [M, v_head_dim], maximum [M] of the scores in units of log 2, and sum [M] of exp2(score - maximum).
     """
     block_n: gl.constexpr = keys.shape[1]
-    key_copy: gl.constexpr = copy_layout(keys.layout, WARPS)
-    value_copy: gl.constexpr = copy_layout(values.layout, WARPS)
+    key_copy: gl.constexpr = copy_layout(keys.layout, keys.dtype, WARPS)
+    value_copy: gl.constexpr = copy_layout(values.layout, values.dtype, WARPS)
     span: gl.constexpr = page_span(PAGE_SIZE, block_n)
 
     last_page = (length - 1) // PAGE_SIZE
@@ -241,8 +277,8 @@ def lane_sums(weights):
 @gluon.jit
 def products(q, keys, M: gl.constexpr, mfma: gl.constexpr):
     """q @ keys^T, float32 [M, block]."""
-    k = keys.permute([1, 0]).load(gl.DotOperandLayout(1, mfma, 8))
-    return cdna4.mfma(q, k, gl.zeros([M, keys.shape[0]], gl.float32, mfma))
+    k = keys.permute([1, 0]).load(gl.DotOperandLayout(1, mfma, key_width(keys.dtype)))
+    return cdna4.mfma(q, k.to(q.dtype), gl.zeros([M, keys.shape[0]], gl.float32, mfma))
 
 
 @gluon.jit
@@ -291,7 +327,15 @@ def soften(
 def weigh(weights, values, acc, dtype: gl.constexpr, mfma: gl.constexpr):
     """acc + weights @ values."""
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, mfma, 4), assert_trivial=True)
-    return cdna4.mfma(p, values.load(gl.DotOperandLayout(1, mfma, 4)), acc)
+    return cdna4.mfma(p, values.load(gl.DotOperandLayout(1, mfma, 4)).to(dtype), acc)
+
+
+@gluon.jit
+def scaled(x, scale, kv_head, stride: gl.constexpr):
+    """x times the scale of a key head, if there are scales."""
+    if scale is not None:
+        x *= gl.load(scale + kv_head * stride)
+    return x
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
+from triton.language.extra.hip import libdevice
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.gfx950.attention._call import Call, Tile, called
@@ -28,7 +29,10 @@ from tokenspeed_kernel_amd.gfx950.attention._paged import (
     attend,
     finish,
     key_storage,
+    larger,
     mfma_layout,
+    query_layout,
+    scaled,
     value_storage,
 )
 
@@ -38,20 +42,21 @@ class Config:
     """How work is cut. Figures are microseconds of the emulator's timing model, of 64 query heads and 8 key heads of dimension 64.
 
     Attributes:
-        stages: blocks on the way in a wave where there are few workgroups, twice as many where nothing is divided; else 1.
-        waves: workgroups of a compute unit that much work is divided for.
+        stages: blocks on the way in a wave where there are few workgroups, twice as many where nothing is divided; else 1. Half as
+            many of 64 keys.
+        waves: workgroups of a compute unit that much work is divided for; little work is for two.
         long: keys that make a unit long enough: units are shorter only as long as there are fewer than two a compute unit.
         least: keys that a unit has at least.
         whole: where no sequence shows more keys than this, none is divided.
         merged: units that the merging launch looks at together, at most.
     """
 
-    stages: int = 2  # a sequence of 1024: 3.17, with 1: 3.5, with 4: 3.6. Window of 128: 4 stages 2.59, 2: 2.74, 1: 3.4
+    stages: int = 2  # a sequence of 1024: 2.70, with 1: 3.01, with 4: 3.16. Window of 128: 4 stages 2.61, 2: 2.76, 8: 3.98
     waves: int = 8
-    long: int = 1024  # 64 sequences of 1024: 17.8, with 512: 19.3
+    long: int = 1024  # 128 sequences of 1024: 34.2, with 512: 36.3
     least: int = 64
     whole: int = 256
-    merged: int = 32  # a sequence of 32768, the merging launch: 2.8, with 16: 5.1, with 64: 2.3; but of 1024: 1.4, 1.4, 1.9
+    merged: int = 32  # the merging launch of a sequence of 32768: 1.5, with 16: 2.3; with 64: 1.2, but heads of 128 would spill
 
 
 CONFIG = Config()
@@ -145,10 +150,10 @@ def find_unit(
 @gluon.jit
 def decode_kernel(
     cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, batch, capacity, table_row, k_token, v_token, scale, cap,
-    out, lse, sinks, part, part_top, part_total, plan,
+    k_scale, v_scale, out, lse, sinks, part, part_sum, plan,
     kv_heads: gl.constexpr, q_token: gl.constexpr, q_head: gl.constexpr, k_page: gl.constexpr, k_head: gl.constexpr,
     v_page: gl.constexpr, v_head: gl.constexpr, out_token: gl.constexpr, out_head: gl.constexpr, q_len: gl.constexpr,
-    window_left: gl.constexpr,
+    window_left: gl.constexpr, k_scale_head: gl.constexpr, v_scale_head: gl.constexpr,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_HEAD_DIM: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
     PAGE_SIZE: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, LSE: gl.constexpr, DIVIDED: gl.constexpr,
     ALIKE: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr, WAVES: gl.constexpr, LONG: gl.constexpr,
@@ -160,8 +165,9 @@ def decode_kernel(
     """
     warps: gl.constexpr = gl.num_warps()
     mfma: gl.constexpr = mfma_layout(warps)
-    operand: gl.constexpr = gl.DotOperandLayout(0, mfma, 8)
-    dtype: gl.constexpr = k_cache.dtype.element_ty
+    dtype: gl.constexpr = q.dtype.element_ty
+    stored: gl.constexpr = k_cache.dtype.element_ty
+    operand: gl.constexpr = query_layout(mfma, stored)
     aligned: gl.constexpr = min(PAGE_SIZE, BLOCK_N)
     WINDOWED: gl.constexpr = window_left >= 0
     kv_head = gl.program_id(0)
@@ -196,11 +202,10 @@ def decode_kernel(
             first_block = (unit - first_unit) * share
             after_block = gl.minimum(first_block + share, blocks)
             if unit == first_unit and column == 0:
-                gl.store(plan + 2 * sequence, first_unit)
-                gl.store(plan + 2 * sequence + 1, (blocks + share - 1) // share)
+                gl.store(plan + sequence, (gl.to_tensor(first_unit).to(gl.int64) << 32) + (blocks + share - 1) // share)
 
-        keys = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_DIM], key_storage(mfma, BLOCK_N, HEAD_DIM, dtype))
-        values = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, V_HEAD_DIM], value_storage(mfma, BLOCK_N, V_HEAD_DIM, dtype))
+        keys = gl.allocate_shared_memory(stored, [STAGES, BLOCK_N, HEAD_DIM], key_storage(mfma, BLOCK_N, HEAD_DIM, stored))
+        values = gl.allocate_shared_memory(stored, [STAGES, BLOCK_N, V_HEAD_DIM], value_storage(mfma, BLOCK_N, V_HEAD_DIM, stored))
         listed = gl.allocate_shared_memory(gl.int32, [PAGES_AT_ONCE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         row = first_row + gl.arange(0, M, gl.SliceLayout(1, operand))
         at = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, operand))
@@ -221,20 +226,23 @@ def decode_kernel(
                 page_table + sequence.to(gl.int64) * table_row, begin + first_block * BLOCK_N,
                 gl.minimum(begin + after_block * BLOCK_N, length), length, row_end, row_begin,
                 length - new + 1 + first_row // GROUP,
-                k_page, k_token, v_page, v_token, scale, cap,
+                k_page, k_token, v_page, v_token, scaled(scale, k_scale, kv_head, k_scale_head), cap,
                 PAGE_SIZE, CAP, CAUSAL and q_len > 1, WINDOWED, M, mfma, STAGES, warps,
             )  # fmt: skip
+            acc = scaled(acc, v_scale, kv_head, v_scale_head)
 
         at = gl.arange(0, V_HEAD_DIM, gl.SliceLayout(0, mfma))
         inside = row < new * GROUP
+        heads: gl.constexpr = kv_heads * GROUP
+        sink = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, mfma))
         if DIVIDED and blocks > share:
-            place = (unit * (kv_heads * gl.num_programs(2)) + column).to(gl.int64) * M
-            local = row - first_row
-            cdna4.buffer_store(acc, part + place * V_HEAD_DIM, local[:, None] * V_HEAD_DIM + at[None, :], mask=inside[:, None])
-            cdna4.buffer_store(highest, part_top + place, local, mask=inside)
-            cdna4.buffer_store(total, part_total + place, local, mask=inside)
+            result, log_sum = finish(acc, highest, total, sink)
+            first_place = unit.to(gl.int64) * (q_len * heads) + kv_head * GROUP
+            places = token * heads + row % GROUP
+            own_part = part + first_place * V_HEAD_DIM
+            cdna4.buffer_store(result, own_part, places[:, None] * V_HEAD_DIM + at[None, :], mask=inside[:, None])
+            cdna4.buffer_store(log_sum * LOG2_E, part_sum + first_place, places, mask=inside)
         else:
-            sink = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, mfma))
             head = kv_head * GROUP + row % GROUP
             if SINKS:
                 sink = gl.load(sinks + head).to(gl.float32) * LOG2_E
@@ -243,52 +251,65 @@ def decode_kernel(
             own_out = out + first_query.to(gl.int64) * out_token + kv_head * GROUP * out_head
             cdna4.buffer_store(result.to(dtype), own_out, offsets[:, None] + at[None, :], mask=inside[:, None])
             if LSE:
-                heads = kv_heads * GROUP
                 cdna4.buffer_store(log_sum, lse + first_query.to(gl.int64) * heads, token * heads + head, mask=inside)
 
 
 @gluon.jit
 def merge_kernel(
-    cu_seqlens_q, plan, part_top, part_total, part, sinks, out, lse,
-    q_len: gl.constexpr, out_token: gl.constexpr, out_head: gl.constexpr, kv_heads: gl.constexpr, columns: gl.constexpr,
-    GROUP: gl.constexpr, V_HEAD_DIM: gl.constexpr, M: gl.constexpr, SINKS: gl.constexpr, LSE: gl.constexpr, MERGED: gl.constexpr,
+    cu_seqlens_q, plan, part_sum, part, sinks, out, lse,
+    heads: gl.constexpr, q_len: gl.constexpr, out_token: gl.constexpr, out_head: gl.constexpr, V_HEAD_DIM: gl.constexpr,
+    SINKS: gl.constexpr, LSE: gl.constexpr, MERGED: gl.constexpr,
 ):  # fmt: skip
-    """One query head of one token, from the partial results of its sequence's units: program (head, token, sequence)."""
+    """One query head of one token, from the partial results of its sequence's units: program (head, token, sequence).
+
+    A partial result is a unit's output [q_len, heads, V_HEAD_DIM] and the log-sum-exp [q_len, heads] of its scores, in units of
+    log 2. Almost all of the time goes by between loads that wait for one another, so there are as few of these as can be.
+    """
     tile: gl.constexpr = gl.BlockedLayout([1, 4], [256 // V_HEAD_DIM, V_HEAD_DIM // 4], [1, 1], [1, 0])
     head = gl.program_id(0)
+    query = gl.program_id(1)
     sequence = gl.program_id(2)
-    row = gl.program_id(1) * GROUP + head % GROUP
-    column = row // M * kv_heads + head // GROUP
-    first_unit = gl.load(plan + 2 * sequence)
-    units = gl.load(plan + 2 * sequence + 1)
-    first_query, new = new_tokens(cu_seqlens_q, sequence, q_len)
-    # There is no plan of sequences that were passed over.
-    if (gl.program_id(1) < new) & (new <= q_len) & (units > 1):
-        top = float("-inf")
+    found = gl.load(plan + sequence)
+    first_unit = (found >> 32).to(gl.int32)
+    units = found.to(gl.int32)
+    first_query = sequence * q_len
+    wanted = units > 1
+    if cu_seqlens_q is not None:
+        first_query, new = new_tokens(cu_seqlens_q, sequence, q_len)
+        # There is no plan of sequences that were passed over.
+        wanted &= (query < new) & (new <= q_len)
+    if wanted:
         if SINKS:
-            top = gl.load(sinks + head).to(gl.float32) * LOG2_E
-        total = gl.where(top > float("-inf"), 1.0, 0.0)
+            sink = gl.load(sinks + head)  # needed at the end only
+        top = LEAST
+        total = 0.0
         acc = gl.full([V_HEAD_DIM], 0.0, gl.float32, gl.SliceLayout(0, tile))
         at = gl.arange(0, V_HEAD_DIM, gl.SliceLayout(0, tile))
         for first in range(0, units, MERGED):
             unit = first + gl.arange(0, MERGED, gl.SliceLayout(1, tile))
-            place = (first_unit + unit) * (columns * M) + (column * M + row % M)
-            real = unit < units
-            tops = cdna4.buffer_load(part_top, place, mask=real, other=LEAST)
-            totals = cdna4.buffer_load(part_total, place, mask=real, other=0.0)
-            parts = cdna4.buffer_load(part, place[:, None] * V_HEAD_DIM + at[None, :], mask=real[:, None], other=0.0)
-            risen = gl.maximum(top, gl.max(tops, 0))
-            weights = gl.exp2(tops - risen)
+            place = (first_unit + gl.minimum(unit, units - 1)) * (q_len * heads) + (query * heads + head)
+            sums = gl.where(unit < units, gl.load(part_sum + place), float("-inf"))
+            parts = gl.load(part + (place[:, None] * V_HEAD_DIM + at[None, :]))
+            risen = larger(top, gl.reduce(sums, 0, larger))
+            weights = gl.exp2(sums - risen)
             fade = gl.exp2(top - risen)
-            total = total * fade + gl.sum(totals * weights, 0)
+            total = total * fade + gl.sum(weights, 0)
             acc = acc * fade + gl.sum(parts * weights[:, None], 0)
             top = risen
-        log_sum = top + gl.log2(total)
-        acc = acc * gl.where(total > 0, gl.exp2(-gl.log2(total)), 0.0)
-        token = (first_query + gl.program_id(1)).to(gl.int64)
-        gl.store(out + token * out_token + head * out_head + at, acc.to(out.dtype.element_ty))
+        fade = 1.0
+        if SINKS:
+            wide = sink.to(gl.float32) * LOG2_E
+            risen = larger(top, wide)
+            fade = gl.exp2(top - risen)
+            total = total * fade + gl.exp2(wide - risen)
+            top = risen
+        # At least 1 is the sum for a row that sees something: its maximum's own weight.
+        acc = acc * libdevice.fast_dividef(fade, larger(total, 1.0))
+        token = (first_query + query).to(gl.int64)
+        cdna4.buffer_store(acc.to(out.dtype.element_ty), out + token * out_token + head * out_head, at)
         if LSE:
-            gl.store(lse + token * gl.num_programs(0) + head, gl.where(total > 0, log_sum * LN_2, float("-inf")))
+            log_sum = gl.where(total > 0, (top + gl.log2(total)) * LN_2, float("-inf"))
+            gl.store(lse + token * heads + head, log_sum)
 
 
 def mha_decode_with_kvcache(
@@ -309,18 +330,18 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_decode_with_kvcache`, which checks the arguments. q_scale, k_scale and v_scale are None."""
+    """See `tokenspeed_kernel_amd.mha_decode_with_kvcache`, which checks the arguments. q_scale is None."""
     call = called(
         "mha_decode_with_kvcache", q, None, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, True,
-        window_left, logit_cap, sinks, return_lse, softmax_scale, out,
+        window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,
     )  # fmt: skip
-    attend_in_units(call, tile_of_rows(max_seqlen_q * call.group), max_seqlen_q)
+    attend_in_units(call, tile_of_rows(call, max_seqlen_q * call.group), max_seqlen_q)
     return call.result
 
 
-def tile_of_rows(rows: int) -> Tile:
+def tile_of_rows(call: Call, rows: int) -> Tile:
     """The tile of one wave for so many rows of a key head; of more than it has, several are launched."""
-    return Tile(16, 32, 1) if rows <= 16 else Tile(32, 32, 1)
+    return Tile(16 if rows <= 16 else 32, 64 if call.fp8 else 32, 1)
 
 
 def attend_in_units(call: Call, tile: Tile, q_len: int) -> None:
@@ -334,7 +355,8 @@ def attend_in_units(call: Call, tile: Tile, q_len: int) -> None:
     shown = call.shown(tile, q_len)
     device = current_compute_units()
     few = batch * columns <= 2 * device
-    waves = 2 if few else config.waves // 2
+    # 16 sequences of 8192: 34.4, with 2: 34.7, of which merging is 0.1. Widening fp8 is work for more waves: 17.9, with 1: 28.6
+    waves = (3 if call.fp8 else 1) if few else config.waves // 2
     at_once = divided = 0
     if shown > config.whole:
         at_once = max(1, 2 * device // columns)
@@ -342,13 +364,16 @@ def attend_in_units(call: Call, tile: Tile, q_len: int) -> None:
     units = batch + divided if divided > 1 else batch
     split = units > batch
     stages = (config.stages if split or tile.num_warps > 1 else 2 * config.stages) if few else 1
-    v_head_dim = call.v_cache.shape[3]
-    part = call.q.new_empty((units * columns * m, v_head_dim) if split else (0, 0), dtype=torch.float32)
-    part_top, part_total = call.q.new_empty((2, units * columns * m if split else 0), dtype=torch.float32)
-    plan = call.cache_seqlens.new_empty((batch, 2) if split else (0, 2))
+    if call.fp8 and tile.num_warps == 1:
+        stages = max(1, stages // 2)  # window of 128: 3.2, with 4 stages 4.7; a sequence of 1024: 3.2, with 2: 3.8
+    heads, v_head_dim = call.q.shape[1], call.v_cache.shape[3]
+    parts = units * q_len * heads if split else 0
+    part = call.q.new_empty((parts, v_head_dim), dtype=torch.float32)
+    part_sum = call.q.new_empty(parts, dtype=torch.float32)
+    plan = call.q.new_empty(batch if split else 0, dtype=torch.int64)  # per sequence: its first unit, and how many it has
     constants = call.constants()
     decode_kernel[(kv_heads, units, tiles)](
-        *call.operands(), part, part_top, part_total, plan,
+        *call.operands(), part, part_sum, plan,
         q_len=q_len, M=m, BLOCK_N=block_n, DIVIDED=split, STAGES=stages, AT_ONCE=at_once, WAVES=waves,
         LONG=config.long // block_n, SHORT=max(1, config.least // block_n), LENGTHS=call.lengths_at_once(),
         num_warps=tile.num_warps, **constants,
@@ -356,8 +381,8 @@ def attend_in_units(call: Call, tile: Tile, q_len: int) -> None:
     if split:
         # A sequence has about as many units, if all are about as long.
         merged = min(config.merged, max(4, 1 << (divided // batch - 1).bit_length()))
-        merge_kernel[(call.q.shape[1], q_len, batch)](
-            call.cu_seqlens_q, plan, part_top, part_total, part, call.sinks, call.out, call.lse,
-            q_len=q_len, columns=columns, M=m, MERGED=merged, num_warps=1,
-            **{name: constants[name] for name in ("out_token", "out_head", "kv_heads", "GROUP", "V_HEAD_DIM", "SINKS", "LSE")},
+        merge_kernel[(heads, q_len, batch)](
+            call.cu_seqlens_q, plan, part_sum, part, call.sinks, call.out, call.lse,
+            heads=heads, q_len=q_len, MERGED=merged, num_warps=1, waves_per_eu=4,  # 128 registers hold all loads of a step
+            **{name: constants[name] for name in ("out_token", "out_head", "V_HEAD_DIM", "SINKS", "LSE")},
         )  # fmt: skip

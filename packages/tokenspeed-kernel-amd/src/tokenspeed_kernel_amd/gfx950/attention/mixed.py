@@ -39,12 +39,12 @@ def mha_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_with_kvcache`, which checks the arguments. q_scale, k_scale and v_scale are None."""
+    """See `tokenspeed_kernel_amd.mha_with_kvcache`, which checks the arguments. q_scale is None."""
     call = called(
         "mha_with_kvcache", q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, True,
-        window_left, logit_cap, sinks, return_lse, softmax_scale, out,
+        window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,
     )  # fmt: skip
-    small = tile_of_rows(call.group)
+    small = tile_of_rows(call, call.group)
     short = max(1, small.m // call.group)
     if call.max_seqlen_q <= short:
         if call.tokens == call.batch and call.max_seqlen_q == 1:  # one each: nothing to look up

@@ -12,8 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
+from triton.language.extra.hip import libdevice
 
 from tokenspeed_kernel_amd._machine import current_compute_units
+from tokenspeed_kernel_amd._rows import aligned_rows, deliver, rows_to_write
 
 _LOG2E = gl.constexpr(math.log2(math.e))
 _LN2 = gl.constexpr(math.log(2))
@@ -33,7 +35,8 @@ class Config:
         warps: waves of a workgroup.
         waves_per_simd: that must fit, which limits registers to 256 a lane.
         attributes: of the function, for LLVM. Without accumulation registers the whole file is there for any value; with them
-            LLVM keeps half of it apart and moves values between the halves (32 moves in a masked step of 128 keys).
+            LLVM keeps half of it apart and moves values between the halves (32 moves in a masked step of 128 keys). Predicted
+            times of benchmarks/timing_model.py are 2% to 4% longer with them where there is a window; else 2% longer to 1% shorter.
     """
 
     block_n: int
@@ -45,7 +48,7 @@ class Config:
 
 def _config(head_dim: int, v_head_dim: int, capped: bool) -> Config:
     """Steps of 128 keys where they fit. With heads of 128 they spill registers and leave room for one workgroup on a compute unit;
-    with a logit cap they spill 44 scalar registers."""
+    with a logit cap they spill 32 scalar registers where there is a short window."""
     return Config(128 if head_dim == v_head_dim == 64 and not capped else 64)
 
 
@@ -159,7 +162,8 @@ def _attend(
     score = cdna4.mfma(q, k, gl.zeros([acc.shape[0], BLOCK_N], gl.float32, layout))
     if CAP:
         # cap * tanh(score / cap), in the exponential's units. `scale` is 2 * log2(e) / cap of the scaled score here.
-        score = cap - 2 * cap / (1 + gl.exp2(score * scale))
+        # The division is v_rcp_f32, which errs by a unit in the last place; one by IEEE's rules is ten instructions.
+        score = cap - libdevice.fast_dividef(2 * cap, 1 + gl.exp2(score * scale))
     if CAUSAL or WINDOW:
         # A lane's columns are known but for bit 2, which is the same for all of them: split there, columns are constants.
         column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))[None, :]
@@ -346,12 +350,6 @@ def mha_prefill_gfx950(
 # -- launching -----------------------------------------------------------------------------------------------------------------
 
 
-def _rows_of_16_bytes(x: Tensor) -> Tensor:
-    """x, or a copy of it whose rows are contiguous and begin at multiples of 16 bytes, as copies to LDS need them."""
-    aligned = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
-    return x if aligned and x.stride(-1) == 1 else x.contiguous()
-
-
 def mha_prefill(
     q: Tensor,
     k: Tensor,
@@ -369,12 +367,14 @@ def mha_prefill(
     """See `tokenspeed_kernel_amd.mha_prefill`. Arguments are not checked here. Nothing waits for the device."""
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[2]
-    result = q.new_empty(tokens, heads, v_head_dim) if out is None else out
+    result = rows_to_write(out, q, tokens, heads, v_head_dim)
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
     batch = cu_seqlens.shape[0] - 1
     if tokens == 0:
+        result = deliver(result, out)
         return result if lse is None else (result, lse)
-    q, k, v = _rows_of_16_bytes(q), _rows_of_16_bytes(k), _rows_of_16_bytes(v)
+    q, k, v, cu_seqlens = aligned_rows(q), aligned_rows(k), aligned_rows(v), cu_seqlens.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
     log2e = math.log2(math.e)
     scale = log2e * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
     if logit_cap > 0:
@@ -393,4 +393,5 @@ def mha_prefill(
         BLOCK_B=1 if batch == 1 else max(64, 1 << (batch - 1).bit_length()), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         num_warps=config.warps, waves_per_eu=config.waves_per_simd, llvm_fn_attrs=config.attributes,
     )  # fmt: skip
+    result = deliver(result, out)
     return result if lse is None else (result, lse)

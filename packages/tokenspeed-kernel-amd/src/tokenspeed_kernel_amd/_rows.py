@@ -1,4 +1,4 @@
-"""Tensors whose last axis is contiguous: AITER looks at no stride of it."""
+"""Tensors as kernels want them: the last axis contiguous, of which they look at no stride."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from torch import Tensor
 def rows(tensor: Tensor) -> Tensor:
     """The tensor, or a copy with its last axis contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def aligned_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, whose rows are contiguous and begin at multiples of 16 bytes, as copies to LDS need them."""
+    step = 16 // tensor.element_size()
+    aligned = tensor.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1])
+    return tensor if aligned and tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def rows_to_write(out: Tensor | None, q: Tensor, *shape: int) -> Tensor:

@@ -1,0 +1,538 @@
+"""Predicted times of the attention kernels at GPT-OSS shapes, and of the published wheel's, by one model. **For ratios only.**
+
+    python packages/tokenspeed-kernel-amd/benchmarks/timing_model.py --peer peer --output timing_model.json --readme
+
+``--peer`` is a folder into which the wheel to compare with was installed: ``pip install --no-deps --target peer
+tokenspeed-kernel-amd==0.1.4``. Without it there is only our side. The peer is measured through its public functions, in a process
+of its own, because its package has our name; its Triton, which it imports as ``tokenspeed_triton``, is the one that is installed.
+
+What is done: the public function is called on the gfx950 emulator, with the same inputs for both, and the output of the last
+sequence is checked against the float32 reference. Launches of decode and extend execute their whole grids with counters, and
+`gfx950_emulator.timing.predict` makes a time from these; its docstring has the model, and the emulator's README what is not in it.
+A call takes as long as its launches one after another.
+
+Prefill of 64 heads is too much to execute. One key head's part of it is, with sequences up to SAMPLED tokens long, of which every
+workgroup of both sides takes one tile of 128 queries, and some take none. That gives the cycles of a tile at every place in its
+sequence, alone and beside another, and those of beginning and ending without one; the last half of the places gives what one more
+step costs, for places beyond. Then the tiles of the whole call are handed out to 256 compute units (`prefill_seconds`).
+
+ASSUMPTIONS lists what this rests on; it is printed with the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import heapq
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import json
+import math
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = Path(__file__).resolve().parent
+README = HERE.parent / "README.md"
+MARKS = ("<!-- predicted times -->", "<!-- end -->")
+
+ERROR = 5e-3  # relative, of the output that is checked
+HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, WINDOW = 64, 8, 64, 64, 127
+SAMPLED = 15 * 128
+
+ASSUMPTIONS = (
+    "Ratios only. The model has not been compared with an MI355X: no time below is a claim about one.",
+    "Both sides run the same inputs through the same compiler (stock Triton), emulator and model.",
+    "Decode and extend: whole grids are executed. The heaviest workgroup's cycles are simulated, alone and beside copies of "
+    "itself, as many as fit on a compute unit; others take time in proportion to what they executed. Workgroups go to 256 compute "
+    "units in turn.",
+    "Prefill: the cycles of a tile, by its place in a sequence, come from one key head and sequences of up to 1920 tokens; beyond, "
+    "they grow as they did from the middle on. What a workgroup without a tile takes is counted once for each that has some. Our "
+    "tiles go to workgroups in our kernel's own order; the peer's, for whom this is the best, one by one to the compute unit that "
+    "has least to do, the longest first.",
+    "A compute unit takes as long as all its work at full occupancy, or as its longest workgroup alone, whichever is longer; a "
+    "launch as long as its slowest compute unit, or as HBM needs at 8 TB/s for every cache line once.",
+    "Launches of a call follow one another; what launching costs, on the host or the device, is left out.",
+    "Caches are ideal: no line is fetched from HBM twice in a launch, and L2 gives 64 bytes a cycle to every compute unit.",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, of bfloat16, with sinks.
+
+    Attributes:
+        operator: ``"prefill"``, ``"decode"`` or ``"extend"``.
+        sequences: of one length.
+        length: tokens of a sequence, those included that are new.
+        new: new tokens of a sequence, for extend.
+        window_left: -1 for none.
+        bar: whether the bars hold for it; else it is there for information.
+        heads, kv_heads: of queries and keys.
+    """
+
+    operator: str
+    sequences: int
+    length: int
+    new: int = 1
+    window_left: int = -1
+    bar: bool = True
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+
+    @property
+    def name(self) -> str:
+        size = {
+            "prefill": f"{self.sequences} x {self.length}",
+            "decode": f"{self.sequences} x {self.length}",
+            "extend": f"{self.sequences} x {self.new} new, {self.length - self.new} before",
+        }[self.operator]
+        return f"{self.operator} {size}{f', window {self.window_left + 1}' if self.window_left >= 0 else ''}"
+
+    @property
+    def sample(self) -> Case:
+        """What is executed of a prefill: one key head, and its query heads."""
+        return dataclasses.replace(self, length=min(self.length, SAMPLED), heads=self.heads // self.kv_heads, kv_heads=1)
+
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of our public function."""
+        draw = torch.Generator().manual_seed(self.length + self.sequences)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=draw, dtype=torch.float32).bfloat16()
+
+        new = self.length if self.operator == "prefill" else self.new
+        steps = torch.arange(self.sequences + 1, dtype=torch.int32)
+        common = {
+            "q": normal(self.sequences * new, self.heads, HEAD_DIM),
+            "sinks": normal(self.heads),
+            "window_left": self.window_left,
+        }
+        if self.operator == "prefill":
+            keys, values = (normal(self.sequences * new, self.kv_heads, HEAD_DIM) for _ in range(2))
+            return {**common, "k": keys, "v": values, "cu_seqlens": steps * new, "max_seqlen": new}
+        pages = -(-self.length // PAGE_SIZE)
+        places = torch.randperm(self.sequences * pages, generator=draw).int()
+        keys, values = (normal(len(places), PAGE_SIZE, self.kv_heads, HEAD_DIM) for _ in range(2))
+        paged = {
+            **common,
+            "k_cache": keys,
+            "v_cache": values,
+            "page_table": places.view(self.sequences, pages),
+            "cache_seqlens": torch.full((self.sequences,), self.length, dtype=torch.int32),
+            "max_seqlen_k": self.length,
+        }
+        if self.operator == "decode":
+            return paged
+        offsets = {"cu_seqlens_q": steps * new, "cu_seqlens_kv": steps * self.length}
+        return {**paged, **offsets, "max_seqlen_q": new, "is_causal": True}
+
+
+def _cases() -> list[Case]:
+    windows = (-1, WINDOW)
+    prefill = [Case("prefill", b, s, window_left=w) for w in windows for s in (1024, 4096) for b in (1, 4)]
+    decode = [Case("decode", 16, 8192, window_left=w) for w in windows]
+    extend = [Case("extend", 64, 1024 + 8, 8, w) for w in windows]
+    others = [Case("decode", b, s, bar=False) for b, s in ((1, 1024), (64, 1024), (1, 32768))]
+    return prefill + decode + extend + others
+
+
+CASES = _cases()
+
+# -- the two sides -------------------------------------------------------------------------------------------------------------
+
+Function = Callable[[dict[str, Any]], Tensor]
+
+
+def ours(operator: str) -> Function:
+    """Our public function of an operator, as a function of the arguments."""
+    import tokenspeed_kernel_amd
+
+    names = {"prefill": "mha_prefill", "decode": "mha_decode_with_kvcache", "extend": "mha_extend_with_kvcache"}
+    function = getattr(tokenspeed_kernel_amd, names[operator])
+    return lambda inputs: function(**inputs)
+
+
+class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes ``tokenspeed_triton`` and what is in it other names of Triton's modules."""
+
+    name = "tokenspeed_triton"
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if name.split(".")[0] == self.name else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        self._real = importlib.import_module("triton" + spec.name.removeprefix(self.name))
+        self._spec = self._real.__spec__
+        return self._real
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has put the alias's there
+
+
+class _Device:
+    """What the peer asks PyTorch about its device."""
+
+    multi_processor_count = 256
+    gcnArchName = "gfx950"
+    name = "AMD Instinct MI355X"
+
+
+def prepare_peer(folder: Path) -> None:
+    """Makes this process one in which the package of that name is the peer, and takes CPU tensors for a GPU's."""
+    sys.path.insert(0, str(folder))
+    sys.meta_path.insert(0, _Alias())
+    torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment, method-assign]
+    torch.cuda.get_device_properties = lambda *_: _Device()  # type: ignore[assignment, return-value]
+    torch.cuda.current_device = lambda: 0
+
+
+def peer(operator: str) -> Function:
+    """The peer's public function of an operator, as a function of our arguments."""
+    module = importlib.import_module(f"tokenspeed_kernel_amd.ops.gfx950.attention.mha.{operator}")
+    function = getattr(module, f"launch_gluon_mha_{operator}_gfx950")
+    if operator != "prefill":
+        return lambda inputs: function(**inputs)
+    return lambda inputs: function(**inputs, cu_seqlens_cpu=inputs["cu_seqlens"].tolist())
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------------------
+
+
+def check(case: Case, inputs: dict[str, Any], out: Tensor) -> float:
+    """The relative error of the last sequence's output, and a RuntimeError if it is too large."""
+    import tokenspeed_kernel as core
+
+    # Some heads of a long prefill say enough: the reference has every score of a head in memory.
+    some = slice(0, case.heads if case.operator != "prefill" else case.heads // case.kv_heads)
+    some_kv = slice(0, case.kv_heads if case.operator != "prefill" else 1)
+    new = case.length if case.operator == "prefill" else case.new
+    last = {**inputs, "q": inputs["q"][-new:, some].float(), "sinks": inputs["sinks"][some].float()}
+    got = out[-new:, some].float()
+    if case.operator == "prefill":
+        rows = {name: inputs[name][-new:, some_kv].float() for name in ("k", "v")}
+        last |= {**rows, "cu_seqlens": torch.tensor([0, new], dtype=torch.int32)}
+        wanted = core.mha_prefill(**last, solution="reference")
+    else:
+        last |= {name: inputs[name].float() for name in ("k_cache", "v_cache")}
+        last |= {name: inputs[name][-1:] for name in ("page_table", "cache_seqlens")}
+        if case.operator == "extend":
+            last |= {f"cu_seqlens_{of}": torch.tensor([0, n], dtype=torch.int32) for of, n in (("q", new), ("kv", case.length))}
+            wanted = core.mha_extend_with_kvcache(**last, solution="reference")
+        else:
+            wanted = core.mha_decode_with_kvcache(**last, solution="reference")
+    error = float((got - wanted).norm() / wanted.norm())
+    if not error <= ERROR:
+        raise RuntimeError(f"{case.name}: relative error {error:.1e} of the last sequence")
+    return error
+
+
+def measure(case: Case, function: Function, own_order: bool) -> dict[str, Any]:
+    """Calls the function, checks what it returns, and predicts its launches' times.
+
+    Args:
+        case: what is called.
+        function: of an operator, see `ours` and `peer`.
+        own_order: whether prefill hands out tiles as our kernel does.
+    """
+    from gfx950_emulator import emulated_gfx950, timing
+
+    called = case.sample if case.operator == "prefill" else case
+    inputs = called.inputs()
+    with emulated_gfx950(counters=True, sanitize=False) as emulator:
+        out = function(inputs)
+    error = check(called, inputs, out)
+    if case.operator == "prefill":
+        (launch,) = emulator.launches
+        launches = [prefill_launch(case, launch, own_order)]
+    else:
+        launches = []
+        for launch in emulator.launches:
+            found = timing.predict(launch, max_instructions=2_000_000)
+            seconds = {"us": found.seconds, "compute_us": found.compute_seconds, "memory_us": found.memory_seconds}
+            launches.append(
+                {
+                    **_facts(launch, found.occupancy),
+                    **{name: value * 1e6 for name, value in seconds.items()},
+                    "bound_by": found.bound_by,
+                    "alone_cycles": found.alone.cycles,
+                    "together_cycles": found.full.cycles,
+                    "together": found.full.workgroups,
+                }
+            )
+    return {"us": sum(launch["us"] for launch in launches), "relative_error": error, "launches": launches}
+
+
+def _facts(launch: Any, fits: Any) -> dict[str, Any]:
+    return {
+        "kernel": launch.kernel,
+        "grid": list(launch.grid),
+        "waves": launch.waves,
+        "waves_per_simd": fits.waves_per_simd,
+        "instructions": launch.counters.instructions,
+        "lds_conflicts": launch.counters.total("lds_conflicts"),
+    }
+
+
+@dataclass(frozen=True)
+class Cycles:
+    """Of workgroups of a prefill that have one tile, by its place in the sequence.
+
+    Attributes:
+        idle: of a workgroup that finds no tile.
+        busy: of one that has a tile, by place.
+    """
+
+    idle: float
+    busy: list[float]
+
+    def tile(self, place: int) -> float:
+        """What a tile adds, also one at a place beyond those that were executed."""
+        last, middle = len(self.busy) - 1, len(self.busy) // 2
+        beyond = max(0, place - last)
+        step = (self.busy[last] - self.busy[middle]) / (last - middle) if beyond else 0.0
+        return self.busy[min(place, last)] - self.idle + beyond * step
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What tiles of a prefill cost.
+
+    Attributes:
+        rows: queries of a tile.
+        resident: workgroups that fit on a compute unit.
+        alone: cycles of a workgroup alone on a compute unit.
+        together: of as many copies as fit, divided by their number: what one adds.
+    """
+
+    rows: int
+    resident: int
+    alone: Cycles
+    together: Cycles
+
+
+def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
+    """What a launch's tiles cost, and the simulation of the longest ones together.
+
+    Args:
+        case: what was called: so few tiles that no workgroup has two, and some have none.
+        launch, fits: the launch, and how many workgroups fit.
+    """
+    from gfx950_emulator import timing
+
+    counters = launch.counters
+    costs = timing.instruction_costs(counters)
+    spans = {start: costs[start : block.end] for start, block in launch.program.blocks.items()}
+    work = counters.trace.work({start: sum(cost.weight for cost in some) for start, some in spans.items()})
+    products = counters.trace.work({start: sum(cost.mfma for cost in some) for start, some in spans.items()})
+    order = sorted(work, key=lambda workgroup: (work[workgroup], workgroup))
+    busy = [workgroup for workgroup in order if products[workgroup]]
+    columns = case.sequences * case.heads
+    rows = case.length * columns // len(busy)
+    places = case.length // rows
+    if rows * places != case.length or places * columns != len(busy) or len(busy) == len(order):
+        found = f"{len(busy)} of {len(order)} workgroups have products"
+        raise RuntimeError(f"{launch.kernel}: {found}, for {columns} columns of {case.length} queries: not one tile each")
+    alone, together = [], []
+    for chosen in (order[0], *(busy[place * columns + columns // 2] for place in range(places))):
+        traces = timing.instructions_of(counters, chosen)
+        alone.append(timing.simulate(costs, [traces]).cycles)
+        full = timing.simulate(costs, [traces] * fits.workgroups)
+        together.append(full.cycles / fits.workgroups)
+    return Tiles(rows, fits.workgroups, Cycles(alone[0], alone[1:]), Cycles(together[0], together[1:])), full
+
+
+def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
+    """Places of the tiles of each workgroup, in the order of our kernel (gfx950/attention/prefill.py).
+
+    An XCD has heads of its own. Its tiles, those with most keys first, go to its workgroups in rounds, the second half of which
+    is in opposite order in the first one; every other round goes backwards.
+    """
+    xcds = math.gcd(case.heads, 8)
+    columns, workers = case.sequences * case.heads // xcds, workers // xcds
+    count = case.length // tiles.rows
+    half = (workers + 1) // 2
+    found: dict[int, list[int]] = {}
+    for worker in range(workers):
+        first = worker if worker < half else workers - 1 + half - worker
+        mine, turn = [], 0
+        while (rank := turn * workers + (first if turn % 2 == 0 else workers - 1 - first)) < count * columns:
+            mine.append(count - 1 - rank // columns)
+            turn += 1
+        found |= {worker * xcds + xcd: mine for xcd in range(xcds)}
+    return found
+
+
+def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
+    """Time of a prefill's products on the whole device: of the compute unit that has most to do."""
+    from gfx950_emulator import hardware as hw
+
+    units = hw.COMPUTE_UNITS
+    count = case.length // tiles.rows
+    if own_order:
+        workers = min(units * tiles.resident, count * case.sequences * case.heads)
+        alone, load = [0.0] * units, [0.0] * units
+        for workgroup, places in own_tiles(case, tiles, workers).items():
+            unit = workgroup % units
+            alone[unit] = max(alone[unit], tiles.alone.idle + sum(map(tiles.alone.tile, places)))
+            load[unit] += tiles.together.idle + sum(map(tiles.together.tile, places))
+    else:
+        # As many workgroups begin everywhere as fit, or as there are tiles for.
+        each = min(tiles.resident, -(-count * case.sequences * case.heads // units))
+        loads = [(each * tiles.together.idle, unit) for unit in range(units)]
+        alone = [0.0] * units
+        for place in reversed(range(count)):
+            for _ in range(case.sequences * case.heads):
+                least, unit = heapq.heappop(loads)
+                alone[unit] = max(alone[unit], tiles.alone.idle + tiles.alone.tile(place))
+                heapq.heappush(loads, (least + tiles.together.tile(place), unit))
+        load = [cycles for cycles, _ in sorted(loads, key=lambda entry: entry[1])]
+    return max(map(max, alone, load)) / hw.CLOCK_HZ
+
+
+def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
+    """The row of a prefill, from a launch of `case.sample`."""
+    from gfx950_emulator import hardware as hw
+    from gfx950_emulator.occupancy import occupancy
+
+    fits = occupancy(launch.program.assembly, launch.waves, launch.lds)
+    tiles, full = tiles_of(case.sample, launch, fits)
+    compute = prefill_seconds(case, tiles, own_order)
+    values = 2 * case.sequences * case.length * HEAD_DIM * (case.heads + case.kv_heads)  # q and out, k and v
+    memory = 2 * values / hw.HBM_BYTES_PER_SECOND
+    unit = max(full.busy, key=lambda name: full.busy[name])
+    return {
+        **_facts(launch, fits),
+        "us": max(compute, memory) * 1e6,
+        "compute_us": compute * 1e6,
+        "memory_us": memory * 1e6,
+        "bound_by": "HBM bandwidth" if memory > compute else f"{unit} throughput" if full.busy[unit] > 0.5 else "latency",
+        "rows": tiles.rows,
+        "alone_cycles": dataclasses.asdict(tiles.alone),
+        "together_cycles": dataclasses.asdict(tiles.together),
+        "together": tiles.resident,
+    }
+
+
+def measure_all(cases: list[Case], side: Callable[[str], Function]) -> dict[str, Any]:
+    """Measures cases one after another; case name -> what `measure` gave."""
+    from gfx950_emulator import emulated_gfx950
+
+    torch.set_num_threads(1)
+    rows = {}
+    for case in cases:
+        start = time.perf_counter()
+        with emulated_gfx950(counters=True, sanitize=False):
+            function = side(case.operator)  # the peer looks for its device when it is imported
+        rows[case.name] = measure(case, function, own_order=side is ours)
+        seconds = time.perf_counter() - start
+        print(f"{side.__name__}: {case.name}: {rows[case.name]['us']:.2f} us ({seconds:.0f} s)", file=sys.stderr, flush=True)
+    return rows
+
+
+def measure_peer(folder: Path, only: str) -> dict[str, Any]:
+    """Measures the peer in a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--as-peer", str(folder), "--only", only]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"measuring the peer ended with code {done.returncode}")
+    return json.loads(done.stdout)
+
+
+# -- showing -------------------------------------------------------------------------------------------------------------------
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The worst ratio and their geometric mean, over the rows for which the bars hold."""
+    ratios = [row["ratio"] for row in rows if row["bar"] and "ratio" in row]
+    if not ratios:
+        return {}
+    return {"shapes": len(ratios), "worst": max(ratios), "geometric_mean": math.exp(sum(map(math.log, ratios)) / len(ratios))}
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: a row a case, and the two figures that the bars are about."""
+    lines = ["| call | ours, µs | peer, µs | ours / peer | ours is bound by |", "|---|---|---|---|---|"]
+    for row in report["rows"]:
+        other = f"{row['peer']['us']:.2f} | {row['ratio']:.3f}" if "peer" in row else " | "
+        longest = max(row["ours"]["launches"], key=lambda launch: launch["us"])
+        note = "" if row["bar"] else " (for information)"
+        lines.append(f"| {row['case']}{note} | {row['ours']['us']:.2f} | {other} | {longest['bound_by']} |")
+    found = report["summary"]
+    if found:
+        lines += [
+            "",
+            f"Over the {found['shapes']} shapes that are not for information, the worst ratio is {found['worst']:.3f}, the "
+            f"geometric mean {found['geometric_mean']:.3f}.",
+        ]
+    return "\n".join(lines)
+
+
+def in_readme(report: dict[str, Any], text: str) -> str:
+    """The README with the table of this report."""
+    metadata = report["metadata"]
+    versions = f"\n(Triton {metadata['triton']}, peer: tokenspeed-kernel-amd {metadata['peer']})" if metadata["peer"] else ""
+    assumptions = [textwrap.fill(text, 132, initial_indent="- ", subsequent_indent="  ") for text in report["assumptions"]]
+    body = "\n\n".join([table(report), f"`{metadata['command']}`" + versions, "\n".join(assumptions)])
+    begin, end = (text.index(mark) for mark in MARKS)
+    return f"{text[: begin + len(MARKS[0])]}\n\n{body}\n\n{text[end:]}"
+
+
+def _metadata(folder: Path | None) -> dict[str, Any]:
+    from tokenspeed_kernel.benchmark import collect_metadata
+
+    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    command = " ".join(["python packages/tokenspeed-kernel-amd/benchmarks/timing_model.py", *words])
+    found = dataclasses.asdict(collect_metadata(command, device=torch.device("cpu")))
+    found |= {"device": "gfx950, emulated: a model of time, no measurement", "arch": "gfx950"}
+    version = ""
+    if folder is not None:
+        version = next(d.version for d in importlib.metadata.distributions(path=[str(folder)]) if "amd" in d.metadata["Name"])
+    return {**found, "peer": version}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, help="the folder into which the wheel to compare with was installed")
+    parser.add_argument("--only", default="", help="cases whose name matches this regular expression")
+    parser.add_argument("--output", type=Path, help="where to write the report, JSON")
+    parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
+    parser.add_argument("--as-peer", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    cases = [case for case in CASES if re.search(options.only, case.name)]
+    if options.as_peer is not None:
+        prepare_peer(options.as_peer)
+        print(json.dumps(measure_all(cases, peer)))
+        return
+    if options.peer is not None and not (options.peer / "tokenspeed_kernel_amd").is_dir():
+        parser.error(f"--peer {options.peer}: there is no package tokenspeed_kernel_amd in this folder")
+    mine = measure_all(cases, ours)
+    others = measure_peer(options.peer, options.only) if options.peer is not None else {}
+    rows = []
+    for case in cases:
+        row: dict[str, Any] = {"case": case.name, "bar": case.bar, "ours": mine[case.name]}
+        if case.name in others:
+            row |= {"peer": others[case.name], "ratio": mine[case.name]["us"] / others[case.name]["us"]}
+        rows.append(row)
+    report = {"metadata": _metadata(options.peer), "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}
+    print(*(f"- {assumption}" for assumption in ASSUMPTIONS), "", table(report), sep="\n")
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    if options.readme:
+        README.write_text(in_readme(report, README.read_text()))
+
+
+if __name__ == "__main__":
+    main()

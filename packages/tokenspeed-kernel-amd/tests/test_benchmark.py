@@ -1,0 +1,98 @@
+"""The program that predicts times, on small calls and without the peer."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tokenspeed_kernel_amd import _machine
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    gap = _machine.triton_gap()
+    if gap is not None:
+        pytest.skip(gap)
+    if importlib.util.find_spec("gfx950_emulator") is None:
+        pytest.skip("needs the package gfx950-emulator")
+    spec = importlib.util.spec_from_file_location("timing_model", FOLDER / "timing_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each operator, into a report and a README."""
+    heads: dict[str, Any] = {"heads": 4, "kv_heads": 2}
+    cases = [
+        program.Case("prefill", 1, 256, **heads),
+        program.Case("decode", 2, 70, window_left=20, **heads),
+        program.Case("extend", 2, 40, 3, bar=False, **heads),
+    ]
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{program.MARKS[0]}\nold\n{program.MARKS[1]}\nafter\n")
+    monkeypatch.setattr(program, "CASES", cases)
+    monkeypatch.setattr(program, "README", readme)
+    output = tmp_path / "report.json"
+    program.main(["--output", str(output), "--readme"])
+    report = json.loads(output.read_text())
+    assert [row["case"] for row in report["rows"]] == [case.name for case in cases]
+    for row in report["rows"]:
+        assert row["ours"]["relative_error"] <= program.ERROR
+        assert all(launch["us"] >= max(launch["compute_us"], launch["memory_us"]) > 0 for launch in row["ours"]["launches"])
+        assert "ratio" not in row
+    assert report["summary"] == {}
+    lines = readme.read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("before", "after")
+    assert "old" not in lines
+    assert f"| {cases[0].name} | {report['rows'][0]['ours']['us']:.2f} |" in "\n".join(lines)
+    assert program.table(report) in capsys.readouterr().out
+
+
+def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType) -> None:
+    """Every tile once, and the sums that compute units have to do by hand."""
+    cycles = program.Cycles(100.0, [300.0, 500.0, 700.0, 900.0])
+    tiles = program.Tiles(128, 2, cycles, cycles)
+    case = program.Case("prefill", 3, 1024, heads=16)
+    workers = 64
+    found = program.own_tiles(case, tiles, workers)
+    assert sorted(found) == list(range(workers))
+    handed_out = sorted(place for places in found.values() for place in places)
+    assert handed_out == sorted(place for place in range(8) for _ in range(3 * 16))
+    # Of 8 places there were 4; each one more costs 200.
+    assert [cycles.tile(place) for place in range(6)] == [200, 400, 600, 800, 1000, 1200]
+
+
+@pytest.mark.parametrize("own_order", [True, False])
+def test_prefill_on_idle_units(program: ModuleType, own_order: bool) -> None:
+    """Fewer tiles than compute units: as long as the longest one alone."""
+    tiles = program.Tiles(128, 2, program.Cycles(100.0, [300.0, 700.0]), program.Cycles(50.0, [200.0, 400.0]))
+    case = program.Case("prefill", 1, 256, heads=8)
+    assert program.prefill_seconds(case, tiles, own_order) == pytest.approx(700 / 2.4e9)
+
+
+def test_a_folder_without_the_peer(program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["--peer", str(tmp_path)])
+    assert "no package tokenspeed_kernel_amd" in capsys.readouterr().err
+
+
+def test_the_committed_report(program: ModuleType) -> None:
+    """The README shows it, and it holds the bars."""
+    report = json.loads((FOLDER / "timing_model.json").read_text())
+    assert program.table(report) in (FOLDER.parent / "README.md").read_text()
+    assert [row["case"] for row in report["rows"]] == [case.name for case in program.CASES]
+    assert report["summary"] == pytest.approx(program.summary(report["rows"]))
+    assert report["summary"]["worst"] <= 1
+    assert report["summary"]["geometric_mean"] <= 0.85

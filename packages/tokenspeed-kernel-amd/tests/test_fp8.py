@@ -1,0 +1,307 @@
+"""Attention to paged caches of fp8 (e4m3) against the core's reference in float32, which widens the same numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel
+import tokenspeed_kernel_amd
+
+from .paging import (
+    check,
+    check_compiled,
+    inputs,
+    longest_loop_without_loops,
+    nothing_read_on_the_host,
+    pretend_compute_units,
+    reference,
+)
+
+E4M3 = torch.float8_e4m3fn
+NO_SCALES: dict[str, Any] = {"cache_dtype": E4M3}
+ONE_SCALE: dict[str, Any] = {**NO_SCALES, "scales": ("k_scale", "v_scale")}
+SCALE_A_HEAD: dict[str, Any] = {**ONE_SCALE, "scale_per_head": True}
+SCALES = {"no scales": NO_SCALES, "one scale": ONE_SCALE, "a scale a key head": SCALE_A_HEAD}
+
+DECODE, EXTEND, MIXED = "mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache"
+
+
+def _make(function: str, device: torch.device, kv_lens: list[int], q_lens: list[int] | None, **options: Any) -> dict[str, Any]:
+    """Arguments of a function."""
+    needed = {EXTEND: {"is_causal": True}, MIXED: {"running_sums": False}, DECODE: {}}[function]
+    return inputs(device, kv_lens, q_lens, **{**needed, **options})
+
+
+def _wanted(function: str, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The reference's results, for caches that are widened and scaled beforehand: those of float32 have no scales."""
+    wide = dict(arguments)
+    for name in ("k", "v"):
+        scale = wide.pop(f"{name}_scale", None)
+        if scale is not None:
+            wide[f"{name}_cache"] = wide[f"{name}_cache"].float() * scale.reshape(-1, 1)
+    return reference(getattr(tokenspeed_kernel, function), wide)
+
+
+def _check(function: str, arguments: dict[str, Any]) -> None:
+    got = getattr(tokenspeed_kernel_amd, function)(**arguments, return_lse=True)
+    check(got, _wanted(function, arguments))
+
+
+def _run(function: str, device: torch.device, kv_lens: list[int], q_lens: list[int] | None = None, **options: Any) -> None:
+    _check(function, _make(function, device, kv_lens, q_lens, **options))
+
+
+def _slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# -- decode --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, _slow(torch.float16)], ids=str)
+def test_every_number(gfx950: torch.device, dtype: torch.dtype) -> None:
+    """The output of a token that sees one key is that key's value, exactly."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    numbers[numbers.isnan()] = 0
+    arguments = inputs(gfx950, [1] * 4, dtype=dtype, heads=1, kv_heads=1, **NO_SCALES)
+    pages = arguments["page_table"][:, 0].long()
+    arguments["v_cache"].view(torch.uint8)[pages, 0, 0] = numbers.to(E4M3).view(torch.uint8).view(4, 64).to(gfx950)
+    out = tokenspeed_kernel_amd.mha_decode_with_kvcache(**arguments)
+    assert out.dtype == dtype
+    assert torch.equal(out.float().cpu().flatten(), numbers)
+
+
+@pytest.mark.parametrize("page_size", [16, 64, _slow(128)])
+@pytest.mark.parametrize("scales", ["a scale a key head", _slow("one scale"), _slow("no scales")])
+def test_decode_lengths(gfx950: torch.device, scales: str, page_size: int) -> None:
+    """None, one token, and the edges of pages and blocks, in one launch."""
+    lengths = [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200]
+    _run(DECODE, gfx950, lengths, page_size=page_size, **SCALES[scales])
+
+
+@pytest.mark.parametrize("page_size", [64, _slow(16), _slow(128)])
+def test_decode_divided_sequences(gfx950: torch.device, page_size: int) -> None:
+    """Sequences of many units, of one and of none."""
+    _run(DECODE, gfx950, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True, **ONE_SCALE)
+
+
+@pytest.mark.parametrize("page_size", [16, _slow(32)])
+def test_decode_much_work(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, page_size: int) -> None:
+    """One block on the way, and pages smaller than it."""
+    pretend_compute_units(monkeypatch, 2)
+    _run(DECODE, gfx950, [700, 0, 330, 1, 90], page_size=page_size, **SCALE_A_HEAD)
+
+
+@pytest.mark.parametrize("window_left", [127, *map(_slow, (0, 1, 128, 1000))])
+def test_decode_windows(gfx950: torch.device, window_left: int) -> None:
+    _run(DECODE, gfx950, [1, 127, 128, 129, 130, 0, 1300], window_left=window_left, sinks=True, page_size=64, **SCALE_A_HEAD)
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(128, 128), _slow(128, 64), _slow(64, 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, _slow(torch.bfloat16)], ids=str)
+def test_decode_head_dims(gfx950: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> None:
+    _run(DECODE, gfx950, [37, 365], dtype=dtype, head_dim=head_dim, v_head_dim=v_head_dim, page_size=64, **SCALE_A_HEAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 1), (40, 1)])
+@pytest.mark.parametrize("new", [1, 3, 9])
+def test_decode_several_new_tokens(gfx950: torch.device, new: int, heads: int, kv_heads: int) -> None:
+    shape = {"heads": heads, "kv_heads": kv_heads}
+    _run(DECODE, gfx950, [1, 20, 300, 0, 64], max_seqlen_q=new, page_size=64, sinks=True, **shape, **SCALE_A_HEAD)
+
+
+# -- extend and mixed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [64, _slow(16), _slow(128)])
+@pytest.mark.parametrize("longest", [40, *map(_slow, (1, 3, 8, 16))])
+def test_extend_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
+    """Every tile; stretches of none, one and all tokens of a sequence, and caches that end at pages and blocks."""
+    kv_lens, q_lens = [63, 64, 65, 0, 1, 200], [min(longest, 7), 1, longest, 0, 1, longest]
+    _run(EXTEND, gfx950, kv_lens, q_lens, page_size=page_size, **SCALE_A_HEAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("longest", [1, 3, 8, 16])
+def test_extend_divided_sequences(gfx950: torch.device, longest: int, head_dim: int) -> None:
+    options = {"page_size": 64, "head_dim": head_dim, "sinks": True, **SCALE_A_HEAD}
+    _run(EXTEND, gfx950, [900, 64, 0, 65, 700], [longest, 1, 0, 0, min(longest, 2)], **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window_left", [0, 1, 127, 128, 1000])
+def test_extend_windows(gfx950: torch.device, window_left: int) -> None:
+    _run(EXTEND, gfx950, [300, 129, 5], [70, 1, 5], window_left=window_left, sinks=True, page_size=64, **ONE_SCALE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window_left", [-1, 13])
+def test_extend_not_causal(gfx950: torch.device, window_left: int) -> None:
+    _run(EXTEND, gfx950, [100, 5, 0], [9, 8, 2], window_left=window_left, is_causal=False, **NO_SCALES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(128, 128), (128, 64), (64, 128)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_extend_head_dims(gfx950: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> None:
+    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim}
+    _run(EXTEND, gfx950, [37, 200], [20, 33], dtype=dtype, page_size=64, **shape, **SCALE_A_HEAD)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page_size"), [(64, 64), *(_slow(head_dim, size) for head_dim, size in ((64, 16), (64, 128), (128, 64)))]
+)
+def test_mixed(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, head_dim: int, page_size: int) -> None:
+    """Short sequences and long ones in launches of their own."""
+    pretend_compute_units(monkeypatch, 1)
+    kv_lens, q_lens = [500, 40, 0, 64, 130, 65], [1, 40, 0, 4, 33, 65]
+    _run(MIXED, gfx950, kv_lens, q_lens, head_dim=head_dim, page_size=page_size, sinks=True, **SCALE_A_HEAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_lens", "q_lens"), [([90, 9, 1], [1, 1, 1]), ([70, 200, 9], [1, 64, 9]), ([900, 64], [8, 1])])
+def test_mixed_in_one_launch(gfx950: torch.device, kv_lens: list[int], q_lens: list[int]) -> None:
+    _run(MIXED, gfx950, kv_lens, q_lens, page_size=64, **SCALE_A_HEAD)
+
+
+EVERYTHING = {"window_left": 31, "logit_cap": 5.0, "softmax_scale": 0.2, "sinks": True, "dtype": torch.float16, "page_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("function", "kv_lens", "q_lens"),
+    [(DECODE, [190, 1, 900], None), _slow(EXTEND, [190, 1, 131], [60, 1, 131]), _slow(MIXED, [190, 1, 131], [60, 1, 131])],
+)
+def test_everything_together(gfx950: torch.device, function: str, kv_lens: list[int], q_lens: list[int] | None) -> None:
+    _run(function, gfx950, kv_lens, q_lens, **EVERYTHING, **SCALE_A_HEAD)
+
+
+# -- scales and strides --------------------------------------------------------------------------------------------------------
+
+
+def _scales(device: torch.device, which: str) -> dict[str, Tensor]:
+    keys, values = torch.tensor([[0.5, 7.0, 1.5, 7.0], [2.0, 7.0, 0.25, 7.0]], device=device)
+    return {
+        "keys": {"k_scale": keys[0]},
+        "values": {"v_scale": values[::2]},
+        "one and a head": {"k_scale": keys[:1], "v_scale": values[::2]},
+        "expanded": {"k_scale": keys[2].expand(2), "v_scale": values[2].expand(2)},
+    }[which]
+
+
+@pytest.mark.parametrize(("function", "q_lens"), [(DECODE, None), _slow(EXTEND, [1, 9]), _slow(MIXED, [1, 9])])
+@pytest.mark.parametrize("which", ["one and a head", *map(_slow, ("keys", "values", "expanded"))])
+def test_scales(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, function: str, q_lens: list[int] | None, which: str) -> None:
+    """Of keys, values or both, of any stride; and none is read on the host."""
+    arguments = {**_make(function, gfx950, [70, 9], q_lens, **NO_SCALES), **_scales(gfx950, which)}
+    wanted = _wanted(function, arguments)
+    module = {DECODE: "decode", EXTEND: "extend", MIXED: "mixed"}[function]
+    launch = getattr(__import__(f"tokenspeed_kernel_amd.gfx950.attention.{module}", fromlist=[function]), function)
+    with nothing_read_on_the_host(monkeypatch):
+        got = launch(**arguments, return_lse=True)
+    check(got, wanted)
+
+
+def test_other_strides(gfx950: torch.device) -> None:
+    """Keys and values in one cache, and rows that do not begin at multiples of 16 bytes, which are copied."""
+    arguments = inputs(gfx950, [140, 9], **SCALE_A_HEAD)
+    wanted = _wanted(DECODE, arguments)
+    keys, values = (arguments[name].view(torch.uint8) for name in ("k_cache", "v_cache"))
+    both = dict(zip(("k_cache", "v_cache"), torch.cat([keys, values], 2).view(E4M3).split(2, 2), strict=True))
+    check(tokenspeed_kernel_amd.mha_decode_with_kvcache(**{**arguments, **both}, return_lse=True), wanted)
+    odd = torch.nn.functional.pad(keys, (8, 0)).view(E4M3)[..., 8:]
+    check(tokenspeed_kernel_amd.mha_decode_with_kvcache(**{**arguments, "k_cache": odd}, return_lse=True), wanted)
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------------
+
+REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "e5m2": ({"cache_dtype": torch.float8_e5m2}, {}, TypeError, "k_cache must be a tensor of bfloat16 or float8_e4m3fn"),
+    "fnuz": ({"cache_dtype": torch.float8_e4m3fnuz}, {}, TypeError, "k_cache must be .*, got float8_e4m3fnuz"),
+    "values of another dtype": (
+        NO_SCALES,
+        {"v_cache": torch.zeros(4, 16, 2, 64, dtype=torch.bfloat16)},
+        TypeError,
+        "v_cache must be a tensor of float8_e4m3fn, got bfloat16",
+    ),
+    "fp8 q": ({"dtype": E4M3}, {}, TypeError, "q must be a tensor of bfloat16 or float16, got float8_e4m3fn"),
+    "a scale of q": (NO_SCALES, {"q_scale": torch.ones(())}, ValueError, "q_scale must be None"),
+    "a scale of bfloat16 keys": ({}, {"k_scale": torch.ones(())}, ValueError, "k_scale must be None, because k_cache is not fp8"),
+    "a scale of bfloat16 values": ({}, {"v_scale": torch.ones(2)}, ValueError, "v_scale must be None, because v_cache is not fp8"),
+    "a scale a query head": (NO_SCALES, {"k_scale": torch.ones(8)}, ValueError, r"k_scale must be of shape .*, got float32 \[8\]"),
+    "a scale a page": (NO_SCALES, {"v_scale": torch.ones(1, 2)}, ValueError, r"v_scale must be of shape .* \[kv_heads\] = \[2\]"),
+    "a scale of float64": (NO_SCALES, {"k_scale": torch.ones((), dtype=torch.float64)}, TypeError, "k_scale must be .* float32"),
+    "a number": (NO_SCALES, {"v_scale": 0.5}, TypeError, "v_scale must be a tensor, got float"),
+    "pages of 8": ({**NO_SCALES, "page_size": 8}, {}, ValueError, "page_size of k_cache must be a power of two, 16 or more"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize(("function", "q_lens"), [(DECODE, None), (EXTEND, [3]), (MIXED, [3])])
+def test_refusals(emulator: Any, function: str, q_lens: list[int] | None, what: str) -> None:
+    options, changed, error, message = REFUSALS[what]
+    arguments = {**_make(function, torch.device("cpu"), [20], q_lens, **options), **changed}
+    with pytest.raises(error, match=f"^{function}: {message}"):
+        getattr(tokenspeed_kernel_amd, function)(**arguments)
+    assert not emulator.launches
+
+
+# -- what the compiler made of it ----------------------------------------------------------------------------------------------
+
+
+def _check_widening(launch: Any, dtype: torch.dtype) -> None:
+    """Widened two at a time, as many as were read, and nothing goes back to LDS but lists of pages."""
+    body = Counter(longest_loop_without_loops(launch.program.assembly.text))
+    converted = body["v_cvt_scalef32_pk_bf16_fp8" if dtype == torch.bfloat16 else "v_cvt_scalef32_pk_f16_fp8"]
+    assert converted == 8 * body["ds_read_b128"] + 4 * body["ds_read_b64_tr_b8"]
+    assert min(body["ds_read_b128"], body["ds_read_b64_tr_b8"]) > 0
+    others = r"ds_(read2|read_[iu]|b?perm|swizzle|write_b(8|16|64|96|128))|v_perm_b32|v_bfe"
+    assert not [name for name in body if re.match(others, name)]
+
+
+@pytest.mark.parametrize(
+    ("options", "most", "waves"),
+    [
+        ({}, 240, 4),
+        _slow({"dtype": torch.float16}, 240, 4),
+        _slow({"page_size": 16}, 260, 4),
+        _slow({"window_left": 127}, 270, 4),
+        _slow({"head_dim": 128}, 200, 2),
+        _slow({"max_seqlen_q": 4}, 180, 2),
+        _slow({"max_seqlen_q": 4, "head_dim": 128}, 130, 2),
+    ],
+    ids=str,
+)
+def test_decode_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], most: int, waves: int) -> None:
+    pretend_compute_units(monkeypatch, 1)  # much work: one block on the way
+    shape = {"heads": 64, "kv_heads": 8, "sinks": True, "page_size": 64, **options}
+    tokenspeed_kernel_amd.mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **shape, **SCALE_A_HEAD))
+    check_compiled(emulator.launches[0], waves, most)
+    _check_widening(emulator.launches[0], options.get("dtype", torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("new", "options", "most"),
+    [
+        (8, {}, 170),
+        _slow(1, {}, 240),
+        _slow(4, {}, 180),
+        _slow(4, {"head_dim": 128}, 200),
+        _slow(32, {}, 170),
+        _slow(8, {"window_left": 127}, 200),
+        _slow(32, {"head_dim": 128}, 200),
+    ],
+    ids=str,
+)
+def test_extend_resources(emulator: Any, new: int, options: dict[str, Any], most: int) -> None:
+    shape = {"heads": 16, "kv_heads": 2, "sinks": True, "page_size": 64, "is_causal": True, **options}
+    tokenspeed_kernel_amd.mha_extend_with_kvcache(**inputs(torch.device("cpu"), [400], [new], **shape, **SCALE_A_HEAD))
+    check_compiled(emulator.launches[0], 2, most, scalar_spills=40)
+    _check_widening(emulator.launches[0], torch.bfloat16)
