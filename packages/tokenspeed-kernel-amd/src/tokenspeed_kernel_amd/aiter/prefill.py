@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_amd.aiter._package import load
 from tokenspeed_kernel_amd._rows import deliver, rows_to_write
+from tokenspeed_kernel_amd.aiter._package import load
 
 _attend = load("aiter").flash_attn_varlen_func
 
