@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,14 +13,9 @@ from torch import Tensor
 
 from tokenspeed_kernel import mha_prefill as operator
 from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.numerics import Status, verify_case
-from tokenspeed_kernel.numerics.verify import refusal
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
-from tokenspeed_kernel_amd import mha_prefill, plugin
+from tokenspeed_kernel_amd import mha_prefill
 
-ERROR = 5e-3  # relative, of the whole output
-LSE_ERROR = 1e-3
+from .paging import ERROR, LSE_ERROR, cases, check_case
 
 
 def _slow(*values: Any) -> Any:
@@ -213,39 +208,9 @@ def test_nothing_to_do(gfx950: torch.device) -> None:
 # -- the operator's cases ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def registered() -> Iterator[KernelSpec]:
-    """The kernel as the plugin declares it."""
-    registry = KernelRegistry.get()
-    names = {spec.name for spec in registry.list_kernels()}
-    with registry.transaction() as added:
-        if "gluon_mha_prefill" not in names:
-            plugin.register()
-    yield registry.get_by_name("gluon_mha_prefill")
-    for spec in added:
-        registry.unregister(spec.name)
-
-
-def _cases() -> list[Any]:
-    op = get_operator("attention.mha_prefill")
-    return [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.amd] if case.large else [])])
-        for case in op.all_cases()
-    ]
-
-
-@pytest.mark.parametrize("case", _cases())
-def test_a_case_of_the_operator(gfx950: torch.device, registered: KernelSpec, case: Case) -> None:
-    """Through the operator, with out= and again without, by the core's own checks."""
-    if case.large and gfx950.type == "cpu":
-        pytest.skip("is sized for a GPU")
-    op = get_operator("attention.mha_prefill")
-    refused = refusal(op, registered, op.complete(case.build(gfx950)))
-    if refused is not None:
-        pytest.skip(f"the kernel does not declare it: {refused}")
-    result = verify_case(registered, case, gfx950)
-    assert result.status is Status.PASSED, f"{result.reason}\n{result.traceback}"
-    assert result.comparisons
+@pytest.mark.parametrize("case", cases("mha_prefill"))
+def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
+    check_case(gfx950, "mha_prefill", case)
 
 
 # -- what the compiler made of it ----------------------------------------------------------------------------------------------
