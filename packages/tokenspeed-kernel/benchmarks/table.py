@@ -34,9 +34,12 @@ def table(report: dict[str, Any]) -> str:
     metadata, roofline = report["metadata"], report["roofline"]
     driver = f"driver {metadata['driver']}, " if metadata["driver"] else ""
     copy, read = roofline["copy_gb_per_s"] / 1e3, roofline["read_gb_per_s"] / 1e3
+    products = (
+        roofline["bf16_tflops"] if "bf16_tflops" in roofline else roofline["tflops"]["bfloat16"]
+    )  # before format 2, and since
     lines = [
         f"{metadata['device']}, {driver}torch {metadata['torch']}, Triton {metadata['triton']}. It copies {copy:.2f} TB/s, reads "
-        f"{read:.2f} TB/s and multiplies bfloat16 matrices at {roofline['bf16_tflops']:.0f} TFLOP/s. Medians, cold caches, in a "
+        f"{read:.2f} TB/s and multiplies bfloat16 matrices at {products:.0f} TFLOP/s. Medians, cold caches, in a "
         "CUDA graph; every result was checked first.",
         "",
         f"`{metadata['command']}`",

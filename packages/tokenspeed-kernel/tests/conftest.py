@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+# What was tuned on this machine must not decide what a test sees. Read when the package is imported, here and in processes started.
+os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"
+
 from tokenspeed_kernel import config, memo, platform, plugins, profiling, selection
 from tokenspeed_kernel import operator as operator_module
 from tokenspeed_kernel.platform import ArchVersion, PlatformInfo
 from tokenspeed_kernel.registry import KernelRegistry
+from tokenspeed_kernel.tuned import tables
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +26,7 @@ def _state_is_put_back() -> Iterator[None]:
     registry = KernelRegistry.get()
     kept = (dict(registry._specs), dict(registry._impls), dict(registry._interfaces), list(registry._clashes))
     policy, oracles, tuned = selection._policy, dict(selection._oracles), selection._tuned
+    measured, shipped = dict(tables._measured), list(tables._shipped)
     settings = config._settings
     plugin_state = dict(plugins._loaded), dict(plugins._failed), set(plugins._disabled)
     failures = dict(getattr(registry, "_load_failures", {}))
@@ -32,6 +38,9 @@ def _state_is_put_back() -> Iterator[None]:
     registry._specs, registry._impls, registry._interfaces, registry._clashes = kept
     registry._load_failures = failures  # type: ignore[attr-defined]
     selection._policy, selection._tuned = policy, tuned
+    tables._measured.clear()
+    tables._measured.update(measured)
+    tables._shipped[:] = shipped
     selection._oracles.clear()
     selection._oracles.update(oracles)
     config._settings = settings

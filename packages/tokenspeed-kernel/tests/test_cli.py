@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -268,6 +269,45 @@ def test_verify_fails_for_a_wrong_kernel_and_shows_the_element(wrong: str) -> No
     assert failed[0]["comparisons"][0]["worst"]["index"] == [0, 5]
 
 
+def test_verify_says_all_that_is_known_of_a_failure(wrong: str, tmp_path: Path) -> None:
+    files = ["--junit", str(tmp_path / "v.xml"), "--output", str(tmp_path / "v.json")]
+    text = call("verify", wrong, "--case", "one row of 8", *files, code=1)
+    for said in (
+        "\nwrong_rmsnorm, one row of 8, float32:\n",
+        "  max abs ",
+        ", cosine ",
+        "  where: all in [:, 5] of [1, 8], all of it\n",
+        "    [0, 5]: got 7, expected ",
+        "units in the last place: 0: ",
+        "tolerance: relative 2e-05, absolute 2e-05 of the rms, norm 1e-05 (sums of some thousand terms in another order",
+        " calls that were tried:\n",
+        "    kernel = KernelRegistry.get().get_by_name('wrong_rmsnorm')\n",
+    ):
+        assert said in text, (said, text)
+    assert 'classname="norm.rmsnorm.wrong_rmsnorm" name="one row of 8, float32"' in (tmp_path / "v.xml").read_text()
+    assert json.loads((tmp_path / "v.json").read_text())["summary"]["failed"] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v.json", "v.xml"]
+    assert "smallest" not in call("verify", wrong, "--case", "one row of 8", "--shrink", "0", code=1)
+    assert "cannot be written" in runner.invoke(app, ["verify", wrong, "--case", "no rows", "--output", "/nowhere/x.json"]).stderr
+
+
+def test_verify_repeats_and_checks_all_where_it_is_asked() -> None:
+    calls = iter(range(100))
+
+    @register_kernel("norm", "rmsnorm", name="drifting", solution="drifting", signatures=None, traits={"hidden": 8}, priority=1)
+    def rmsnorm(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
+        made = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps) * (1 + 1e-6 * (next(calls) % 2))
+        return made if out is None else out.copy_(made)
+
+    assert "1 passed" in call("verify", "drifting", "--case", "one row of 8")
+    assert "gives other bits in run 2 of 3" in call("verify", "drifting", "--case", "one row of 8", "--repeat", "3", code=1)
+    text = call("verify", "drifting", "--case", "one row of 8", "--conformance")
+    assert re.search(r"^drifting +determinism +skipped +not tagged determinism; --repeat N asks for it$", text, re.MULTILINE)
+    assert re.search(r"^drifting +no waiting +passed +1 calls$", text, re.MULTILINE)
+    found = call_json("verify", "drifting", "--case", "one row of 8", "--conformance", "--repeat", "3", code=1)
+    assert [r["check"] for r in found["results"] if r["status"] == "failed"] == ["determinism"]
+
+
 def test_verify_shows_the_traceback_of_an_error() -> None:
     @register_kernel("norm", "rmsnorm", name="raising", solution="raising", signatures=None, traits={"hidden": 8}, priority=1)
     def rmsnorm(x: Any, weight: Any, eps: Any, residual: Any, out: Any, residual_out: Any) -> Any:
@@ -332,9 +372,57 @@ def test_bench_writes_its_report(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     printed = call_json(*QUICK, "--output", str(file))
     assert json.loads(file.read_text()) == printed
+    assert printed["format"] == 2
     assert printed["rows"][0]["timing"]["repeats"] >= 10
-    assert printed["metadata"]["command"] == "tokenspeed-kernel bench reference_rmsnorm --case 'no rows' --budget 0.001"
+    assert len(printed["rows"][0]["timing"]["rounds"]) == 7
+    command = "tokenspeed-kernel bench reference_rmsnorm --case 'no rows' --rounds 7 --budget 0.001"
+    assert printed["metadata"]["command"] == command
+    assert printed["method"] == {"cache": "warm", "graph_calls": 0, "copies": 1, "budget_s": 0.001, "rounds": 7}
     assert "there is no folder" in refused(*QUICK, "--output", str(tmp_path / "none" / "report.json"))
+
+
+def test_a_run_is_added_to_the_one_before(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    for runs in (1, 2, 3):
+        call(*QUICK, "--rounds", "2", "--output", str(file), "--append")
+        assert [len(row["timing"]["rounds"]) for row in json.loads(file.read_text())["rows"]] == [2 * runs]
+    call(*QUICK, "--rounds", "2", "--output", str(file))
+    assert len(json.loads(file.read_text())["rows"][0]["timing"]["rounds"]) == 2
+    kept = file.read_bytes()
+    assert "cannot be added to: it was timed otherwise" in refused(*QUICK, "--rounds", "3", "--output", str(file), "--append")
+    assert file.read_bytes() == kept
+    assert "says nothing without --output" in refused(*QUICK, "--append")
+    file.write_text("{")
+    assert "is no benchmark report" in refused(*QUICK, "--output", str(file), "--append")
+
+
+def test_the_command_in_a_report_makes_it_again(tmp_path: Path) -> None:
+    peers = tmp_path / "its peers.py"
+    peers.write_text(PEERS)
+    words = ["bench", "rmsnorm", "--case", "no rows", "--solutions", "reference,aten", "--peer", str(peers)]
+    words += ["--device", "cpu", "--cache", "warm", "--rotate", "3", "--rounds", "2", "--budget", "0.001"]
+    printed = call_json(*words)
+    assert shlex.split(printed["metadata"]["command"]) == ["tokenspeed-kernel", *words]
+    assert printed["method"]["copies"] == 3
+
+
+def test_bench_keeps_what_was_measured_before_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenspeed_kernel.benchmark import run
+
+    calls = 0
+
+    def stopped(*args: Any, **options: Any) -> list[float]:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return [1.0, 2.0, 3.0]
+
+    monkeypatch.setattr(run, "sample", stopped)
+    monkeypatch.setattr(run, "reference_time", lambda device: 1.0)
+    file = tmp_path / "report.json"
+    assert runner.invoke(app, [*QUICK, "--case", "one row", "--output", str(file)]).exit_code == 130
+    assert [len(row["timing"]["rounds"]) for row in json.loads(file.read_text())["rows"]] == [2, 1]
 
 
 def test_bench_prints_a_table(wrong: str) -> None:
@@ -342,6 +430,156 @@ def test_bench_prints_a_table(wrong: str) -> None:
     assert text.split()[:4] == ["kernel", "case", "status", "median"]
     assert re.search(r"^reference_rmsnorm +one row of 8, float32 +measured +[\d.]+", text, re.MULTILINE)
     assert re.search(r"^wrong_rmsnorm +one row of 8, float32 +failed .*worst at \[0, 5\]", text, re.MULTILINE)
+
+
+PEERS = """
+import torch
+from tokenspeed_kernel.benchmark import Unsupported, peer
+
+@peer("norm.rmsnorm", name="aten")
+def aten(x, weight, eps):
+    if x.dtype == torch.float16:
+        raise Unsupported("float16 is not for it")
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+@peer("gemm.mm", name="other")
+def other(a, b):
+    raise AssertionError("not asked for")
+"""
+
+
+def test_solutions_and_peers_stand_side_by_side(tmp_path: Path, wrong: str) -> None:
+    file = tmp_path / "peers.py"
+    file.write_text(PEERS)
+    words = ["bench", "rmsnorm", "--peer", str(file), "--budget", "0.001", "--rounds", "4"]
+    text = call(*words, "--solutions", "reference,aten,wrong", code=1)
+    lines = text.splitlines()
+    assert re.split(r"  +", lines[0]) == ["operator", "case", "reference us", "aten us", "wrong us", "detail"]
+    number = r"[\d.]+"
+    assert re.search(rf"^norm.rmsnorm +no rows +{number} +{number} \(~?{number}\) +skipped", text, re.MULTILINE)
+    assert re.search(rf"^norm.rmsnorm +one row of 8, float32 +{number} +{number} \(~?{number}\) +failed +.*\[0, 5\]", text, re.M)
+    assert re.search(
+        rf"^norm.rmsnorm +odd hidden 1001, float16 +{number} +skipped +skipped +aten: float16 is not for it", text, re.M
+    )
+    first_other = call_json(*words, "--solutions", "aten,reference", "--case", "no rows")
+    assert {row["kernel"] for row in first_other["rows"]} == {"aten", "reference_rmsnorm"}
+    for peers_only in (["--solutions", "aten"], ["--solution", "aten"]):
+        assert [row["kernel"] for row in call_json(*words, *peers_only, "--case", "no rows")["rows"]] == ["aten"]
+    beside = call(*words, "--solutions", "reference", "--case", "no rows")
+    assert re.split(r"  +", beside.splitlines()[0]) == ["operator", "case", "reference us", "aten us", "detail"]
+    plain = call_json(*words, "--case", "no rows")
+    assert {"aten", "reference_rmsnorm", "wrong_rmsnorm"} <= {row["kernel"] for row in plain["rows"]}
+
+
+def test_a_column_shows_the_fastest_and_what_it_is_of_the_first() -> None:
+    from tokenspeed_kernel.benchmark import Row, Timing
+    from tokenspeed_kernel.cli.bench_tables import side_by_side
+
+    def row(kernel: str, solution: str, *times: float, status: str = "measured", reason: str = "") -> Row:
+        timing = Timing.of([[time, time] for time in times]) if times else None
+        return Row(kernel, "f.m", "c", status, reason, timing=timing, solution=solution)
+
+    rows = [
+        row("slow", "a", 20, 20, 20, 20),
+        row("fast", "a", 10, 10.1, 9.9, 10),
+        row("b", "b", 5, 5, 5, 5),
+        row("c", "c", 10.2, 9.8, 10, 10.1),
+        row("d", "d", status="failed", reason="wrong"),
+        row("e", "e", status="skipped", reason="no such dtype"),
+    ]
+    columns, cells = side_by_side(rows, ["a", "b", "c", "d", "e", "f"])
+    assert columns == ["operator", "case", "a us", "b us", "c us", "d us", "e us", "f us", "detail"]
+    assert cells == [
+        ["f.m", "c", "10.00", "5.00 (0.50)", "10.05 (~1.00)", "failed", "skipped", "-", "d: wrong; e: no such dtype"],
+    ]
+    assert side_by_side(rows, ["e"])[1] == [], "nothing to show"
+
+
+@pytest.fixture
+def two_reports(tmp_path: Path) -> Callable[..., tuple[str, str]]:
+    """Writes two reports of one kernel; the second takes ``factor`` as long, or failed."""
+    from tokenspeed_kernel.benchmark import Method, Report, Row, Timing, collect_metadata
+
+    def make(factor: float | None) -> tuple[str, str]:
+        paths = []
+        for name, scale in (("a", 1.0), ("b", factor)):
+            timing = Timing.of([[scale * time] for time in (10.0, 10.1, 9.9, 10.0, 10.05)]) if scale else None
+            row = Row("kernel", "f.m", "the case", "measured" if scale else "failed", "" if scale else "NaN", timing=timing)
+            report = Report(collect_metadata("", "cpu"), (row,), None, Method())
+            report.write(tmp_path / f"{name}.json")
+            paths.append(str(tmp_path / f"{name}.json"))
+        return paths[0], paths[1]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict", "code"), [(1.0, "no difference", 0), (1.05, "slower", 1), (0.9, "faster", 0), (None, "failed", 1)]
+)
+def test_reports_are_compared(two_reports: Callable[..., tuple[str, str]], factor: float | None, verdict: str, code: int) -> None:
+    files = two_reports(factor)
+    text = call("bench", "--compare", *files, code=code)
+    assert re.search(rf"^kernel +the case +{verdict} ", text, re.MULTILINE)
+    found = call_json("bench", "--compare", *files, code=code)
+    assert found["worse"] is bool(code)
+    if factor is not None:
+        assert re.search(rf"geometric mean of B / A: {factor:.3f} \(", text)
+        assert found["differences"][0]["verdict"] == verdict
+        assert found["differences"][0]["ratio"]["value"] == pytest.approx(factor)
+    if factor == 1.05:
+        call("bench", "--compare", *files, "--threshold", "0.1", code=0)
+        call("bench", "--compare", *files, "--confidence", "0.999", code=0)
+
+
+def test_captured_calls_are_measured(tmp_path: Path) -> None:
+    import tokenspeed_kernel as tk
+
+    file = tmp_path / "shapes.jsonl"
+    with tk.shape_capture(file):
+        tk.rmsnorm(torch.ones(3, 24), torch.ones(24))
+    measured = call_json("bench", "--from", str(file), "--solution", "reference", "--budget", "0.001")
+    assert [(row["kernel"], row["status"]) for row in measured["rows"]] == [("reference_rmsnorm", "measured")]
+    assert "3" in measured["rows"][0]["case"]
+    assert "24" in measured["rows"][0]["case"]
+    assert f"--from {file}" in measured["metadata"]["command"]
+
+
+def test_what_cannot_be_compared_is_refused(two_reports: Callable[..., tuple[str, str]], tmp_path: Path) -> None:
+    a, b = two_reports(1.0)
+    assert "there is nothing to compare" in refused("bench", "--compare", a, _without_rows(b))
+    (tmp_path / "c.json").write_text("{")
+    assert "c.json is no benchmark report" in refused("bench", "--compare", a, str(tmp_path / "c.json"))
+    assert "No such file" in refused("bench", "--compare", a, str(tmp_path / "none.json"))
+    assert "--case says nothing here" in refused("bench", "--compare", a, b, "--case", "x")
+    assert "KERNEL or OP says nothing here" in refused("bench", "rmsnorm", "--compare", a, b)
+
+
+def _without_rows(file: str) -> str:
+    table = json.loads(Path(file).read_text())
+    Path(file).write_text(json.dumps({**table, "rows": []}))
+    return file
+
+
+def test_without_memory_for_a_roofline_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = sys.modules["tokenspeed_kernel.cli.bench"]  # the package's attribute is the command
+
+    def full(device: torch.device, **options: Any) -> None:
+        raise torch.OutOfMemoryError("4 GiB are not free")
+
+    monkeypatch.setattr(bench, "cached_roofline", full)
+    monkeypatch.setattr(bench, "measure_roofline", full)
+    assert bench._roofline(torch.device("cuda"), no_cache=False, remeasure=False) is None
+    assert bench._roofline(torch.device("cuda"), no_cache=True, remeasure=False) is None
+    assert capsys.readouterr().err.count("without a roofline: 4 GiB are not free") == 2
+
+
+def test_options_of_bench_that_cannot_be_followed(tmp_path: Path) -> None:
+    assert "did you mean 'warm'?" in refused("bench", "rmsnorm", "--cache", "warn")
+    assert "give one of the two" in refused("bench", "rmsnorm", "--solution", "triton", "--solutions", "triton,torch")
+    assert "no solution 'tritn'" in refused("bench", "rmsnorm", "--solutions", "reference,tritn")
+    assert "none.py is no Python file" in refused("bench", "rmsnorm", "--peer", str(tmp_path / "none.py"))
+    if not torch.cuda.is_available():
+        assert "caches are flushed on GPUs only" in refused("bench", "rmsnorm", "--cache", "cold")
 
 
 # -- plugins ------------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ def test_everything_from_the_environment() -> None:
         PLATFORM="gfx950",
         VERBOSE="1",
         DISABLE_PLUGINS=" one, two ,,",
+        TUNED="/tmp/tuned",
         CAPTURE_SHAPES="/tmp/shapes.jsonl",
         OVERRIDE_ATTENTION_MHA_PREFILL="mine",
         OVERRIDE_GEMM_MM="",
@@ -44,6 +45,7 @@ def test_everything_from_the_environment() -> None:
     assert settings.platform == "gfx950"
     assert settings.verbose is True
     assert settings.disabled_plugins == {"one", "two"}
+    assert settings.tuned == "/tmp/tuned"
     assert settings.capture_path == Path("/tmp/shapes.jsonl")
     assert settings.override_for("attention", "mha_prefill") == ("mine", "TOKENSPEED_KERNEL_OVERRIDE_ATTENTION_MHA_PREFILL")
     assert settings.override_for("gemm", "mm") is None, "an empty variable is one that is not set"
@@ -57,6 +59,7 @@ def test_everything_from_the_file(toml: Any) -> None:
         platform = "sm_90"
         disabled_plugins = ["broken"]
         verbose = true
+        tuned = "off"
         capture_shapes = "shapes.jsonl"
         [overrides]
         "attention.mha_prefill" = "quoted"
@@ -68,6 +71,7 @@ def test_everything_from_the_file(toml: Any) -> None:
     settings = read(path)
     assert (settings.objective, settings.platform, settings.verbose) == ("latency", "sm_90", True)
     assert settings.disabled_plugins == {"broken"}
+    assert settings.tuned == "off"
     assert settings.capture_path == Path("shapes.jsonl")
     assert settings.source == path
     assert settings.override_for("attention", "mha_prefill") == ("quoted", f"{path}: overrides.attention.mha_prefill")
@@ -193,6 +197,6 @@ def test_overrides_of_operators_that_do_not_exist(settings_from: Any, toml: Any)
 
 def test_every_variable_is_documented() -> None:
     assert {name.removeprefix(config.PREFIX) for name in config.VARIABLES} == {
-        "CONFIG", "PLATFORM", "VERBOSE", "DISABLE_PLUGINS", "CAPTURE_SHAPES", "OVERRIDE_<FAMILY>_<MODE>",
+        "CONFIG", "PLATFORM", "VERBOSE", "DISABLE_PLUGINS", "TUNED", "CAPTURE_SHAPES", "PROFILE", "OVERRIDE_<FAMILY>_<MODE>",
     }  # fmt: skip
     assert all(config.VARIABLES.values())

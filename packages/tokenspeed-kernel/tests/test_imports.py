@@ -17,7 +17,7 @@ import tokenspeed_kernel
 
 ROOT = Path(tokenspeed_kernel.__file__).parent
 FORBIDDEN = ["triton", "torch._dynamo", "torch._inductor", "rich", "typer", "click", "tomllib", "numpy.testing", "transformers"]
-TOOLS = ["numerics", "benchmark", "tuning", "cli", "doctor", "__main__"]
+TOOLS = ["capture", "numerics", "benchmark", "report", "tuning", "cli", "doctor", "__main__"]
 
 
 def test_importing_the_core_pulls_in_nothing_heavy() -> None:
@@ -100,7 +100,8 @@ LAYERS = [
     ["version", "memo"],
     ["config"],
     ["platform", "signature", "traits"],
-    ["registry", "checks", "cases"],
+    ["registry", "checks", "cases", "recording", "call_times"],
+    ["explanation", "tuned"],
     ["parameters", "selection", "profiling", "plugins"],
     ["dispatch", "lowering"],
     ["operator"],
@@ -163,6 +164,7 @@ def test_the_runtimes_only_dependency_is_torch() -> None:
         allowed |= (
             tools if any(name.startswith(f"tokenspeed_kernel.{tool}") for tool in TOOLS) or name.endswith(".config") else set()
         )
+        allowed |= {"jinja2", "matplotlib"} if name.startswith("tokenspeed_kernel.report.") else set()
         assert third <= allowed, (name, third - allowed)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from tokenspeed_kernel.cases import Case, Draw
 from tokenspeed_kernel.numerics import EXACT, CaseResult, Status, Tolerance, compare, compare_tensors, tolerance_for, verify_kernel
 from tokenspeed_kernel.numerics.compare import same_bits
+from tokenspeed_kernel.numerics.places import describe_places
 from tokenspeed_kernel.platform import CapabilityRequirement, named_platform, use_platform
 from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
 from tokenspeed_kernel.selection import Request
@@ -196,6 +197,118 @@ def test_comparison_agrees_with_one_element_at_a_time(pairs: list[tuple[float, f
 def test_a_comparison_as_json_has_no_numbers_that_json_lacks() -> None:
     text = json.dumps(one([NAN], [1.0]).to_dict(), allow_nan=False)
     assert json.loads(text)["worst"] == {"index": [0], "got": "nan", "expected": 1.0}
+
+
+def test_the_angle_between_two_results() -> None:
+    expected = torch.tensor([3.0, 4.0])
+    assert compare_tensors("output", expected * 2, expected, LOOSE).cosine == pytest.approx(1.0)
+    assert compare_tensors("output", -expected, expected, LOOSE).cosine == pytest.approx(-1.0)
+    assert compare_tensors("output", torch.tensor([-4.0, 3.0]), expected, LOOSE).cosine == pytest.approx(0.0)
+    assert compare_tensors("output", torch.zeros(2), expected, LOOSE).cosine == 0.0
+    assert compare_tensors("output", torch.tensor([3.0, NAN]), expected, LOOSE).cosine == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_differences_are_counted_in_units_in_the_last_place(dtype: torch.dtype) -> None:
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    expected = torch.tensor([1.0, -1.0, 2.0, 0.5, 1.5, 3.0, -0.0, 1.0, NAN, INF, 1.0]).to(dtype)
+    got = expected.clone()
+    bits = got.view(integers)
+    for place, steps in ((1, 1), (2, -1), (3, 2), (4, 3), (5, 4), (7, 5)):  # a step below 2 is a smaller one
+        bits[place] += steps
+    got[6], got[10] = 0.0, NAN
+    outcome = compare_tensors("output", got, expected, Tolerance(1, 1, 1, ""))
+    assert dict(outcome.ulps) == {"0": 4, "1": 2, "2": 1, "3-4": 2, "5-8": 1, "not finite": 1}
+
+
+def test_units_in_the_last_place_across_zero_and_of_narrow_formats() -> None:
+    tiny = torch.tensor(2.0**-149)
+    assert compare_tensors("output", -tiny, tiny, LOOSE).ulps == (("2", 1),)
+    assert compare_tensors("output", torch.tensor([-1.0]), torch.tensor([1.0]), LOOSE).ulps == ((">1048576", 1),)
+    wide = torch.tensor([-1.7e308, 1.7e308], dtype=torch.float64)
+    assert compare_tensors("output", wide.flip(0), wide, LOOSE).ulps == ((">1048576", 2),)
+    codes = torch.tensor([0x38, 0x38, 0xB8, 0x00], dtype=torch.uint8)
+    moved = torch.tensor([0x39, 0x36, 0xB9, 0x80], dtype=torch.uint8)
+    fp8 = torch.float8_e4m3fn
+    assert dict(compare_tensors("output", moved.view(fp8), codes.view(fp8), LOOSE).ulps) == {"0": 1, "1": 2, "2": 1}
+    assert compare_tensors("output", torch.tensor([3]), torch.tensor([1]), EXACT).ulps == (), "integers have none"
+
+
+def test_several_of_the_worst_are_named_worst_first() -> None:
+    expected = torch.ones(100)
+    got = expected.clone()
+    for place, error in ((7, 0.1), (50, 0.5), (99, 0.3), (3, 0.2), (12, 0.4), (60, 0.15)):
+        got[place] += error
+    assert [e.index for e in compare_tensors("output", got, expected, LOOSE).several] == [(50,), (12,), (99,), (3,), (60,)]
+    got[50:] = 1.0
+    assert len(compare_tensors("output", got, expected, LOOSE).several) == 3, "those that are beyond the tolerance"
+    assert compare_tensors("output", expected.clone(), expected, LOOSE).several == ()
+
+
+@pytest.mark.parametrize(
+    ("shape", "index", "said"),
+    [
+        ((128, 8), (slice(64, None), slice(1, None, 2)), "all in [64:, 1::2] of [128, 8], all of it; axis 0 from a multiple of 64"),
+        ((4, 6), (slice(None), slice(None)), "everywhere of [4, 6], all of it"),
+        ((4, 6), (2, 3), "all in [2, 3] of [4, 6], all of it"),
+        ((4, 6), (slice(None), -1), "all in [:, 5] of [4, 6], all of it"),
+        ((100,), (slice(10, 30),), "all in [10:30] of [100], all of it"),
+        ((100,), (slice(0, None, 10),), "all in [::10] of [100], all of it"),
+        ((100,), (slice(32, 96),), "all in [32:96] of [100], all of it; axis 0 from a multiple of 32"),
+        ((8,), ([1, 2, 7],), "all in [1:] of [8], 42% of it"),
+        ((300,), ([0, 1, 299],), "everywhere of [300], 1% of it"),
+        ((1000,), ([0, 1, 999],), "everywhere of [1000], under 1% of it"),
+        ((1, 8), (0, slice(None)), "everywhere of [1, 8], all of it"),
+        ((), (), "the only element"),
+    ],
+)  # fmt: skip
+def test_where_the_faults_lie(shape: tuple[int, ...], index: Any, said: str) -> None:
+    faulty = torch.zeros(shape, dtype=torch.bool)
+    faulty[index] = True
+    assert describe_places(faulty) == said
+    expected = torch.ones(shape)
+    assert compare_tensors("output", expected + faulty.float(), expected, LOOSE).places == said
+
+
+def test_places_of_a_tensor_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["tokenspeed_kernel.numerics.compare"], "_CHUNK", 16)
+    expected = torch.ones(32, 8)
+    got = expected.clone()
+    got[24:, 2] = 0
+    outcome = compare_tensors("output", got, expected, LOOSE)
+    assert outcome.places == "all in [24:, 2] of [32, 8], all of it; axis 0 from a multiple of 8"
+    assert len(outcome.several) == 5
+    assert dict(outcome.ulps) == {"0": 248, ">1048576": 8}
+
+
+VALUES = torch.linspace(-3, 5, 64)
+
+
+@pytest.mark.parametrize(
+    ("got", "said"),
+    [
+        (VALUES * math.log2(math.e), "1.4427 times what is expected throughout (log2(e): a logarithm of base 2 where the natural"),
+        (VALUES * math.log(2), "0.69315 times what is expected throughout (ln(2)"),
+        (-VALUES, "-1 times what is expected throughout (the sign is wrong)"),
+        (VALUES * 2, "got is 2 times what is expected throughout"),
+        (VALUES + 0.5, "got is what is expected + 0.5 throughout"),
+        (VALUES - 0.5, "got is what is expected - 0.5 throughout"),
+        (VALUES.roll(1), "got has the values that are expected, in other places"),
+        (torch.zeros(64), "got is 0 throughout"),
+        (torch.full((64,), NAN), "got is NaN throughout"),
+    ],
+)
+def test_what_a_wrong_result_is_to_the_right_one(got: Tensor, said: str) -> None:
+    assert said in compare_tensors("output", got, VALUES, LOOSE).relation
+
+
+def test_what_is_wrong_in_no_plain_way() -> None:
+    torch.manual_seed(0)
+    assert compare_tensors("output", torch.randn(64), VALUES, LOOSE).relation == ""
+    one = VALUES.clone()
+    one[3] = NAN
+    assert compare_tensors("output", one, VALUES, LOOSE).relation == "", "what is left is right"
+    assert compare_tensors("output", VALUES.clone(), VALUES, LOOSE).relation == ""
 
 
 # -- tolerances ---------------------------------------------------------------------------------------------------------------
@@ -418,6 +531,44 @@ def test_a_kernel_that_says_it_is_deterministic_must_be(scale: Any) -> None:
     result = verify(scale, drifts, name="claiming", tags=frozenset({"determinism"}), priority=9)[0]
     assert result.status is Status.FAILED
     assert result.reason.startswith("is tagged determinism, but gives other bits the second time: ")
+
+
+def test_any_kernel_can_be_asked_to_give_the_same_bits_again(scale: Any) -> None:
+    calls = iter(range(100))
+
+    def drifts_later(x: Tensor, factor: float, out: Tensor | None, counts: Tensor | None) -> Tensor:
+        made = right(x, factor, out, counts)
+        made *= 1 + (1e-6 if next(calls) == 6 else 0)
+        return made
+
+    op = scale.operator
+    spec = KernelSpec("late", op.family, op.mode, solution="tried", format_signatures=None)
+    KernelRegistry.get().register(spec, drifts_later)
+    case = op.all_cases()[:1]
+    assert verify_kernel(spec, case, repeat=3)[0].status is Status.PASSED
+    result = verify_kernel(spec, case, repeat=5)[0]
+    assert result.status is Status.FAILED
+    assert result.reason.startswith("gives other bits in run 3 of 5: output: ")
+    assert result.faults[0].check == "determinism"
+
+
+def test_a_kernel_without_outputs_runs_twice_where_it_is_tagged(put: Any) -> None:
+    calls = iter(range(100))
+
+    def drifts(table: Tensor, index: Tensor, values: Tensor) -> None:
+        table.index_copy_(0, index, values * (1 + 1e-6 * next(calls)))
+
+    result = verify(put, drifts, tags=frozenset({"determinism"}))[0]
+    assert result.reason.startswith("is tagged determinism, but gives other bits in run 2 of 2: table: ")
+
+
+def test_faults_are_of_a_kind(scale: Any) -> None:
+    kernels = (wrong_at_one, ignores_out, changes_input)
+    kinds = {impl: verify(scale, impl, name=impl.__name__, priority=at)[0] for at, impl in enumerate(kernels, 5)}
+    assert [fault.kind for fault in kinds[wrong_at_one].faults] == ["values output"], "out= is wrong alike: said once"
+    assert [fault.check for fault in kinds[ignores_out].faults] == ["out="]
+    assert [fault.check for fault in kinds[changes_input].faults] == ["inputs"]
+    assert kinds[ignores_out].to_dict()["faults"] == [{"kind": "out= out", "text": kinds[ignores_out].reason}]
 
 
 def test_kernels_are_imported_when_they_are_verified(scale: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import tokenspeed_kernel
 from tokenspeed_kernel import profiling
+from tokenspeed_kernel.capture import load
 from tokenspeed_kernel.profiling import (
-    ShapeCapture,
     kernel_scope,
     shape_capture,
     start_profiling,
@@ -24,13 +24,14 @@ from tokenspeed_kernel.profiling import (
     stop_profiling,
     stop_shape_capture,
 )
+from tokenspeed_kernel.recording import ShapeCapture
 
 rmsnorm = tokenspeed_kernel.rmsnorm
 X, W = torch.ones(2, 4), torch.ones(4)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def found(path: Path) -> list[tuple[str, int]]:
+    return [(record["operator"], record["count"]) for record in load(path).records]
 
 
 def test_capture_counts_calls_by_description(tmp_path: Path) -> None:
@@ -41,7 +42,7 @@ def test_capture_counts_calls_by_description(tmp_path: Path) -> None:
         rmsnorm(X, W)
         assert len(capture.get()) == 2
     rmsnorm(X, W)
-    records = read(tmp_path / "made" / "shapes.jsonl")
+    records = load(tmp_path / "made" / "shapes.jsonl").records
     assert [r["count"] for r in records] == [2, 1]
     first = records[0]
     assert first["operator"] == "norm.rmsnorm"
@@ -50,14 +51,21 @@ def test_capture_counts_calls_by_description(tmp_path: Path) -> None:
     assert first["arguments"]["x"] == {"dtype": "float32", "shape": [2, 4], "device": "cpu"}
     assert first["arguments"]["residual"] is None
     assert first["arguments"]["eps"] == 1e-5
-    assert not any(p.name.startswith("shapes.jsonl") and p.name != "shapes.jsonl" for p in (tmp_path / "made").iterdir())
+    assert [p.name for p in (tmp_path / "made").iterdir()] == ["shapes.jsonl"]
 
 
 def test_capture_is_written_when_the_block_raises(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), shape_capture(tmp_path / "shapes.jsonl"):  # noqa: PT012
         rmsnorm(X, W)
         raise RuntimeError
-    assert len(read(tmp_path / "shapes.jsonl")) == 1
+    assert found(tmp_path / "shapes.jsonl") == [("norm.rmsnorm", 1)]
+
+
+def test_what_is_in_a_file_is_added_to(tmp_path: Path) -> None:
+    for _ in range(2):
+        with shape_capture(tmp_path / "shapes.jsonl"):
+            rmsnorm(X, W)
+    assert found(tmp_path / "shapes.jsonl") == [("norm.rmsnorm", 2)]
 
 
 def test_captures_nest(tmp_path: Path) -> None:
@@ -68,13 +76,13 @@ def test_captures_nest(tmp_path: Path) -> None:
             rmsnorm(X, W)
         rmsnorm(X, W)
         assert outer is not inner
-    assert read(tmp_path / "outer.jsonl")[0]["count"] == 3
-    assert read(tmp_path / "inner.jsonl")[0]["count"] == 1
+    assert found(tmp_path / "outer.jsonl") == [("norm.rmsnorm", 3)]
+    assert found(tmp_path / "inner.jsonl") == [("norm.rmsnorm", 1)]
 
 
 def test_start_and_stop(tmp_path: Path) -> None:
     assert stop_shape_capture() == []
-    capture = start_shape_capture()
+    capture = start_shape_capture(tmp_path / "kept.jsonl")
     assert start_shape_capture() is capture
     rmsnorm(X, W)
     with shape_capture() as inner:
@@ -82,7 +90,7 @@ def test_start_and_stop(tmp_path: Path) -> None:
     records = stop_shape_capture(tmp_path / "shapes.jsonl")
     assert [r["count"] for r in records] == [2]
     assert [r["count"] for r in inner.get()] == [1]
-    assert read(tmp_path / "shapes.jsonl") == records
+    assert load(tmp_path / "shapes.jsonl").records == load(tmp_path / "kept.jsonl").records == records
     rmsnorm(X, W)
     assert [r["count"] for r in capture.get()] == [2]
     assert not profiling.observing()
@@ -91,11 +99,17 @@ def test_start_and_stop(tmp_path: Path) -> None:
 def test_memory_is_bounded() -> None:
     capture = ShapeCapture(max_records=2)
     for n in (1, 2, 3, 4, 1):
-        capture.record("f", "m", "k", {"x": torch.empty(n)}, {})
+        capture.record("f.m", "k", n, {"x": torch.empty(n)}, {})
     assert [r["count"] for r in capture.get()] == [2, 1]
     assert capture.dropped == 2
+    assert capture.contents().dropped == {"f.m": 2}
     capture.reset()
     assert (capture.get(), capture.dropped) == ([], 0)
+
+
+def test_a_capture_in_a_file_cannot_be_cleared(tmp_path: Path) -> None:
+    with shape_capture(tmp_path / "shapes") as capture, pytest.raises(ValueError, match="kept in a file cannot be cleared"):
+        capture.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,16 +122,18 @@ def test_arguments_without_their_data() -> None:
     capture = ShapeCapture()
     arguments = {
         "weights": Weights(torch.ones(2, dtype=torch.float8_e4m3fn), (1, 32)),
+        "sliced": torch.ones(4, 6)[:, 1:3],
         "dtype": torch.bfloat16,
         "blocks": (128, 128),
         "lengths": [1, 2],
         "other": object(),
         "text": "t",
     }
-    capture.record("f", "m", "k", arguments, {"dtype": torch.float16, "flag": True})
+    capture.record("f.m", "k", 1, arguments, {"dtype": torch.float16, "flag": True})
     (record,) = capture.get()
     assert record["arguments"] == {
         "weights": {"main": {"dtype": "float8_e4m3fn", "shape": [2], "device": "cpu"}, "blocks": [1, 32]},
+        "sliced": {"dtype": "float32", "shape": [4, 2], "device": "cpu", "stride": [6, 1]},
         "dtype": "bfloat16",
         "blocks": [128, 128],
         "lengths": [1, 2],
@@ -163,7 +179,7 @@ def test_profiling_puts_every_call_into_a_scope() -> None:
     start_profiling()
     start_profiling()
     try:
-        assert scopes(lambda: (rmsnorm(X, W), rmsnorm(X, W))) == [f"norm.rmsnorm[float32] {name}"] * 2
+        assert scopes(lambda: (rmsnorm(X, W), rmsnorm(X, W))) == [f"norm.rmsnorm[float32] {name} 2x4"] * 2
     finally:
         stop_profiling()
         stop_profiling()
@@ -191,6 +207,6 @@ def test_an_operator_without_formats_is_observed_too(declare: Callable[..., Any]
     function = declare(without_formats)
     start_profiling()
     try:
-        assert scopes(lambda: function(X)) == [f"testing.{function.__name__}[float32] reference_{function.__name__}"]
+        assert scopes(lambda: function(X)) == [f"testing.{function.__name__}[float32] reference_{function.__name__} 2x4"]
     finally:
         stop_profiling()

@@ -447,11 +447,23 @@ def _parameters(function: Any) -> tuple[list[str], list[str]]:
 def test_published_signatures() -> None:
     assert _parameters(register_kernel) == (
         ["family", "mode"],
-        ["name", "features", "solution", "capability", "signatures", "traits", "priority", "tags", "weight_preprocessor"],
+        [
+            "name",
+            "features",
+            "solution",
+            "capability",
+            "signatures",
+            "traits",
+            "priority",
+            "tags",
+            "weight_preprocessor",
+            "tunables",
+            "tunable_if",
+        ],
     )
     assert _parameters(select_kernel) == (
         ["family", "mode", "format_signature"],
-        ["features", "platform", "objective", "traits", "solution", "override"],
+        ["features", "platform", "objective", "traits", "solution", "override", "sizes"],
     )
     assert {p.name: int(p) for p in Priority} == {"REFERENCE": 0, "PORTABLE": 4, "PERFORMANT": 8, "SPECIALIZED": 12, "PLUGIN": 16}
     for name in (
@@ -474,7 +486,7 @@ def test_published_signatures() -> None:
         "explain_selection", "warmup_selection", "NoKernelFoundError", "SelectedKernel",
     ):  # fmt: skip
         assert hasattr(selection, name)
-    assert list(inspect.signature(selection.SelectedKernel).parameters) == ["name", "impl"]
+    assert list(inspect.signature(selection.SelectedKernel).parameters)[:2] == ["name", "impl"]
     assert list(inspect.signature(CapabilityRequirement).parameters) == [
         "min_arch_version", "max_arch_version", "required_features", "vendors"
     ]  # fmt: skip

@@ -106,7 +106,7 @@ def test_division_of_special_numbers(type_: str) -> None:
 
 @pytest.mark.parametrize(("type_", "power"), [("f32", 64), ("f64", 128)])
 def test_direction_in_which_a_quotient_is_scaled_back(type_: str, power: int) -> None:
-    """In lanes that VCC names v_div_fmas multiplies by 2**power where the exponent of S2 is above that of 1.0, else by 2**-power."""
+    """In lanes that VCC names v_div_fmas multiplies by 2**power where S2's exponent is above that of 1.0, else by 2**-power."""
     form = FORMATS[type_]
     two = form.one + (1 << form.mantissa_bits)
     magnitudes = [form.one, two - 1, two, two + 1]

@@ -55,15 +55,16 @@ from tokenspeed_kernel.plugins import (
     plugin_failures,
 )
 from tokenspeed_kernel.profiling import (
-    ShapeCapture,
-    capture_to_file_at_exit,
+    capture_to_file,
     kernel_scope,
     shape_capture,
     start_profiling,
     start_shape_capture,
     stop_profiling,
     stop_shape_capture,
+    time_calls,
 )
+from tokenspeed_kernel.recording import ShapeCapture
 from tokenspeed_kernel.registry import (
     KernelLoadWarning,
     KernelRegistry,
@@ -86,6 +87,7 @@ from tokenspeed_kernel.selection import (
     kernel_override,
     register_oracle,
     select_kernel,
+    set_autotuner,
     set_selection_policy,
     set_tuned_results,
     warmup_selection,
@@ -100,6 +102,7 @@ from tokenspeed_kernel.signature import (
     tensor_format,
 )
 from tokenspeed_kernel.traits import at_least, at_most, between, multiple_of, one_of
+from tokenspeed_kernel.tuned import register_tuned_tables
 from tokenspeed_kernel.version import __version__
 
 __all__ = [
@@ -180,6 +183,7 @@ __all__ = [
     "quantize_nvfp4",
     "register_kernel",
     "register_oracle",
+    "register_tuned_tables",
     "reload_settings",
     "rmsnorm",
     "sample_top_k_top_p",
@@ -203,6 +207,11 @@ __all__ = [
 if settings().verbose:
     logging.getLogger(__name__).setLevel(logging.INFO)
     logging.getLogger(__name__).addHandler(logging.StreamHandler())
+set_autotuner("tokenspeed_kernel.tuning.autotune:autotune")
 discover_plugins()
 if (_capture_path := settings().capture_path) is not None:
-    capture_to_file_at_exit(_capture_path)
+    capture_to_file(_capture_path)
+if settings().profile:
+    start_profiling()
+if (_profile_folder := settings().profile_folder) is not None:
+    time_calls(_profile_folder)

@@ -6,12 +6,16 @@ draws the arguments from a seeded generator on a device; nothing is allocated un
 
 from __future__ import annotations
 
+import functools
+import inspect
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
+
+P = ParamSpec("P")
 
 _SAMPLED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -52,12 +56,84 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """What draws a case's arguments, with the plain values that it was made from, so that a case can be varied: shrunk where it
+    fails, or taken to the edge of what a kernel declares. Made by a function that `recipe` decorates.
+
+    Attributes:
+        maker: that function, undecorated.
+        values: what it was called with, by parameter; ``*shape`` is one tuple, and ``**options`` stand beside the others.
+    """
+
+    maker: Callable[..., Callable[[Draw], dict[str, Any]]]
+    values: Mapping[str, Any]
+
+    def __call__(self, draw: Draw) -> dict[str, Any]:
+        args, kwargs = self._arguments()
+        return self.maker(*args, **kwargs)(draw)
+
+    def __hash__(self) -> int:
+        return hash((self.maker, str(self)))
+
+    def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """``values`` as a call takes them: what has no default by position, the rest by keyword."""
+        args, kwargs = [], dict(self.values)
+        by_position = True
+        for parameter in inspect.signature(self.maker).parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                args.extend(kwargs.pop(parameter.name, ()))
+            by_position = by_position and parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+            if by_position and parameter.name in kwargs:
+                args.append(kwargs.pop(parameter.name))
+        return args, kwargs
+
+    def vary(self, **changes: Any) -> Recipe:
+        """The same with other values. One that is a parameter's default is left out, as is `DEFAULT`."""
+        defaults = {name: p.default for name, p in inspect.signature(self.maker).parameters.items()}
+        values = {**self.values, **changes}
+        kept = {n: v for n, v in values.items() if v is not DEFAULT and not (n in defaults and _alike(v, defaults[n]))}
+        return Recipe(self.maker, kept)
+
+    def __str__(self) -> str:
+        """Python text that makes it, in a module that has imported the maker."""
+        args, kwargs = self._arguments()
+        parts = [*(_text(value) for value in args), *(f"{name}={_text(value)}" for name, value in kwargs.items())]
+        return f"{self.maker.__name__}({', '.join(parts)})"
+
+
+DEFAULT = inspect.Parameter.empty
+
+
+def _alike(left: Any, right: Any) -> bool:
+    return type(left) is type(right) and bool(left == right)
+
+
+def _text(value: Any) -> str:
+    return str(value) if isinstance(value, Recipe) else repr(value)
+
+
+def recipe(maker: Callable[P, Callable[[Draw], dict[str, Any]]]) -> Callable[P, Recipe]:
+    """Decorates a function that takes plain values (numbers, lengths, dtypes, other recipes) and returns what a `Case` wants."""
+    signature = inspect.signature(maker)
+    spread = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+
+    @functools.wraps(maker)
+    def make(*args: P.args, **kwargs: P.kwargs) -> Recipe:
+        values = dict(signature.bind(*args, **kwargs).arguments)
+        if spread is not None:
+            values.update(values.pop(spread, {}))
+        return Recipe(maker, values)
+
+    return make
+
+
+@dataclass(frozen=True)
 class Case:
     """One named call of an operator.
 
     Attributes:
         name: what it stands for: ``"gpt-oss-120b decode 64 x 8k"``. Unique within the operator.
-        make: draws the arguments, by name.
+        make: draws the arguments, by name; a `Recipe`, or any function.
         large: sized for a GPU: correctness tests on a CPU leave it out.
         tags: free labels to pick cases by.
     """
@@ -83,3 +159,12 @@ class Cost:
 def nbytes(*tensors: torch.Tensor | None) -> int:
     """Bytes that these tensors hold; None counts nothing."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def poisoned(tensor: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """A copy of floats that holds NaN where the mask of its leading axes says."""
+    made = tensor.clone()
+    nan = torch.full((1,), torch.nan, device=tensor.device).to(tensor.dtype)
+    narrow = tensor.element_size() == 1  # not every backend can index these but as bytes
+    (made.view(torch.uint8) if narrow else made)[where] = nan.view(torch.uint8) if narrow else nan
+    return made

@@ -12,6 +12,7 @@ Wrong shapes and values raise ValueError, wrong types and dtypes TypeError, alwa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any, NoReturn
 
@@ -41,9 +42,17 @@ class Checker:
     def __init__(self, operator: str) -> None:
         self.operator = operator
         self._sizes: dict[str, tuple[int, str]] = {}
+        self._rows: int | None = None
 
     def __getitem__(self, size: str) -> int:
         return self._sizes[size][0]
+
+    def sizes(self) -> dict[str, int]:
+        """Every size that was bound, by name; ``rows`` is the product of the axes that a leading ``...`` stood for. A ``"batch+1"``
+        says what ``batch`` is; other sums and products of sizes are left out."""
+        named = {name[:-2]: value - 1 for name, (value, _) in self._sizes.items() if name.endswith("+1")}
+        named |= {name: value for name, (value, _) in self._sizes.items() if name.isidentifier()}
+        return named if self._rows is None else {"rows": self._rows, **named}
 
     def bind(self, size: str, value: int, source: str) -> None:
         """Gives a size a value that no tensor's shape says."""
@@ -77,6 +86,8 @@ class Checker:
         sizes = list(value.shape)
         if names[:1] == ["..."]:
             names = names[1:]
+            if self._rows is None:
+                self._rows = int(math.prod(sizes[: max(len(sizes) - len(names), 0)]))
             sizes = sizes[max(len(sizes) - len(names), 0) :]
         if len(sizes) != len(names):
             self.fail(argument, f"of shape [{', '.join(shape.split())}]", list(value.shape))

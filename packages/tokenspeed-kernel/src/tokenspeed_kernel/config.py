@@ -39,7 +39,9 @@ VARIABLES: dict[str, str] = {
     PREFIX + "PLATFORM": "pretend to be this platform (gfx950, sm_90, cpu): selection can be explained, nothing launches",
     PREFIX + "VERBOSE": "1: log every new selection with its reason",
     PREFIX + "DISABLE_PLUGINS": "comma-separated plugin names that are not loaded; * for all",
+    PREFIX + "TUNED": "directory of measured choices, instead of the user's cache directory; off: none are read or written",
     PREFIX + "CAPTURE_SHAPES": "path of a JSON-lines file that receives the shapes of every call",
+    PREFIX + "PROFILE": "1: every call in a range that profilers show; a folder: the times of all calls are written there",
     OVERRIDE_PREFIX + "<FAMILY>_<MODE>": "name of the kernel that serves this operator",
 }
 
@@ -60,7 +62,10 @@ class Settings:
         objective: name of the default `SelectionObjective`, or None.
         platform: name of a platform to pretend, or None.
         verbose: whether every new selection is logged.
+        tuned: directory of measured choices, or ``"off"``; None for the user's cache directory.
         capture_path: where the shapes of every call are written, or None.
+        profile: whether every call is put into a range that profilers show.
+        profile_folder: where the times of all calls are written, or None.
         source: the TOML file, or None.
     """
 
@@ -70,7 +75,10 @@ class Settings:
     objective: str | None = None
     platform: str | None = None
     verbose: bool = False
+    tuned: str | None = None
     capture_path: Path | None = None
+    profile: bool = False
+    profile_folder: Path | None = None
     source: Path | None = None
 
     def override_for(self, family: str, mode: str) -> tuple[str, str] | None:
@@ -103,6 +111,9 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     settings = _settings_from_table(table, Path(path) if path else None)
     disabled = _names(env[PREFIX + "DISABLE_PLUGINS"]) if PREFIX + "DISABLE_PLUGINS" in env else settings.disabled_plugins
     capture = env.get(PREFIX + "CAPTURE_SHAPES")
+    profile, folder = settings.profile, settings.profile_folder
+    if PREFIX + "PROFILE" in env:
+        profile, folder = _flag_or_folder(PREFIX + "PROFILE", env[PREFIX + "PROFILE"])
     return Settings(
         overrides=settings.overrides,
         env_overrides={k[len(OVERRIDE_PREFIX) :]: v for k, v in env.items() if k.startswith(OVERRIDE_PREFIX) and v},
@@ -110,7 +121,10 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         objective=settings.objective,
         platform=env.get(PREFIX + "PLATFORM") or settings.platform,
         verbose=_flag(PREFIX + "VERBOSE", env[PREFIX + "VERBOSE"]) if PREFIX + "VERBOSE" in env else settings.verbose,
+        tuned=env.get(PREFIX + "TUNED") or settings.tuned,
         capture_path=Path(capture) if capture else settings.capture_path,
+        profile=profile,
+        profile_folder=folder,
         source=settings.source,
     )
 
@@ -124,6 +138,14 @@ def _flag(name: str, text: str) -> bool:
     if lowered not in _TRUE | _FALSE:
         raise ConfigurationError(f"{name} must be 1 or 0, got {text!r}")
     return lowered in _TRUE
+
+
+def _flag_or_folder(name: str, text: str) -> tuple[bool, Path | None]:
+    if text.strip().lower() in _TRUE | _FALSE:
+        return _flag(name, text), None
+    if not Path(text).is_dir():
+        raise ConfigurationError(f"{name} must be 1, 0 or a folder that exists, got {text!r}")
+    return False, Path(text)
 
 
 def _warn_about_unknown(env: Mapping[str, str]) -> None:
@@ -170,7 +192,15 @@ def _read_toml(path: Path) -> dict[str, Any]:
     return table
 
 
-_KEYS: dict[str, type] = {"objective": str, "platform": str, "disabled_plugins": list, "verbose": bool, "capture_shapes": str}
+_KEYS: dict[str, type] = {
+    "objective": str,
+    "platform": str,
+    "disabled_plugins": list,
+    "verbose": bool,
+    "tuned": str,
+    "capture_shapes": str,
+    "profile": bool,
+}
 
 
 def _settings_from_table(table: Mapping[str, Any], source: Path | None) -> Settings:
@@ -191,7 +221,9 @@ def _settings_from_table(table: Mapping[str, Any], source: Path | None) -> Setti
         objective=table.get("objective"),
         platform=table.get("platform"),
         verbose=table.get("verbose", False),
+        tuned=table.get("tuned"),
         capture_path=Path(capture) if capture else None,
+        profile=table.get("profile", False),
         source=source,
     )
 
@@ -208,6 +240,15 @@ def _overrides_from_table(table: Any, source: Path | None) -> dict[tuple[str, st
                 raise ConfigurationError(f'{source}: an override is spelled "family.mode" = "kernel_name", got {key!r} = {value!r}')
             overrides[family, rest] = kernel
     return overrides
+
+
+def cache_directory() -> Path | None:
+    """Ours in the user's cache directory, as the XDG base directory specification has it. None where there is no home."""
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(cache) / "tokenspeed_kernel"
 
 
 _settings: Settings | None = None

@@ -20,6 +20,7 @@ from tokenspeed_kernel.platform import current_platform
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo, disabled_plugins, list_plugins, plugin_failures
 from tokenspeed_kernel.registry import KernelRegistry
 from tokenspeed_kernel.selection import selection_policy
+from tokenspeed_kernel.tuned import tuned_directory
 from tokenspeed_kernel.version import __version__
 
 
@@ -155,7 +156,9 @@ def _settings() -> list[Setting]:
             source("DISABLE_PLUGINS", bool(settings.disabled_plugins)),
         ),
         Setting("verbose", str(settings.verbose).lower(), source("VERBOSE", settings.verbose)),
+        Setting("tuned", str(settings.tuned or tuned_directory() or "off"), source("TUNED", settings.tuned is not None)),
         Setting("capture_shapes", str(settings.capture_path or "off"), source("CAPTURE_SHAPES", settings.capture_path is not None)),
+        Setting("profile", str(settings.profile_folder or str(settings.profile).lower()), source("PROFILE", settings.profile)),
     ]
     rows += [
         Setting(f"override {name}", kernel, f"environment: {config.OVERRIDE_PREFIX}{name}")

@@ -25,6 +25,15 @@
     @rmsnorm.cost                    # work that cannot be avoided
     def _(x): return Cost(...)
 
+    @rmsnorm.work                    # the values that decide how much there is to do, for a capture; may wait for the device
+    def _(lengths): return {"lengths": lengths.tolist()}
+
+    @rmsnorm.replay                  # the arguments whose values matter, for a call like one that was captured
+    def _(call): return {"lengths": ...}
+
+    @rmsnorm.disturb                 # the arguments with other values wherever none may matter: padding, slots that hold nothing
+    def _(x, lengths): return {"x": ...}
+
     @rmsnorm.prepare                 # rarely: the arguments that a kernel wants arranged before it is called, arranged for it
     def _(spec, weight): return {"weight": ...}
 
@@ -51,7 +60,7 @@ from tokenspeed_kernel.checks import Checker, describe
 from tokenspeed_kernel.parameters import Kind, Parameter, check_types, kind_of, parse_parameters, tensor_arguments
 from tokenspeed_kernel.platform import platform_of
 from tokenspeed_kernel.registry import KernelRegistry, KernelSpec, Priority
-from tokenspeed_kernel.selection import Explanation, Override, Request, consider, override_in_force, select, selection_policy
+from tokenspeed_kernel.selection import Explanation, Override, Request, consider, override_of_call, select, selection_policy
 from tokenspeed_kernel.signature import FormatSignature, dense_tensor_format
 
 P = ParamSpec("P")
@@ -60,6 +69,9 @@ R_co = TypeVar("R_co", covariant=True)
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 REFERENCE = "reference"
+
+# Sizes of what memory holds rather than of what a call does.
+_ROOM = frozenset({"pages", "max_pages", "max_positions"})
 
 
 class OperatorFunction(Protocol[P, R_co]):
@@ -83,6 +95,9 @@ class OperatorFunction(Protocol[P, R_co]):
     def fake(self, hook: Hook) -> Hook: ...
     def cases(self, hook: Hook) -> Hook: ...
     def cost(self, hook: Hook) -> Hook: ...
+    def work(self, hook: Hook) -> Hook: ...
+    def replay(self, hook: Hook) -> Hook: ...
+    def disturb(self, hook: Hook) -> Hook: ...
     def prepare(self, hook: Hook) -> Hook: ...
     def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., R_co]: ...
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation: ...
@@ -154,14 +169,14 @@ class Operator(Generic[P, R]):
         function.__qualname__ = self.body.__qualname__
         # Resolved, because the generated function's globals are not the module's.
         function.__annotations__ = {**typing.get_type_hints(self.body), "override": str | None, "solution": str | None}
-        for hook in ("traits", "check", "formats", "fake", "cases", "cost", "prepare"):
+        for hook in ("traits", "check", "formats", "fake", "cases", "cost", "work", "replay", "disturb", "prepare"):
             setattr(function, hook, functools.partial(self._add_hook, hook))
         function.check_values = self._add_check_values
         function.bind, function.explain, function.operator = self.bind, self.explain, self
         return function  # type: ignore[no-any-return]
 
     def _add_hook(self, name: str, hook: Hook) -> Hook:
-        leading = 1 if name in ("check", "check_values", "prepare") else 0
+        leading = 1 if name in ("check", "check_values", "replay", "prepare") else 0
         wanted = tuple(inspect.signature(hook).parameters)[leading:]
         unknown = set(wanted) - set(self.names)
         if unknown:
@@ -233,8 +248,8 @@ class Operator(Generic[P, R]):
         """Empty outputs of the right shapes and dtypes, for arguments that may be fake."""
         return self.run_hook("fake", arguments)
 
-    def request(self, arguments: dict[str, Any], solution: str | None = None) -> Request:
-        """What a call with these (complete, checked) arguments asks of a kernel."""
+    def request(self, arguments: dict[str, Any], solution: str | None = None, sizes: Mapping[str, int] | None = None) -> Request:
+        """What a call with these (complete, checked) arguments asks of a kernel. ``sizes``: what `check_call` found, if it ran."""
         tensors = tensor_arguments(self.parameters, arguments)
         return Request(
             self.family,
@@ -246,7 +261,18 @@ class Operator(Generic[P, R]):
             selection_policy().objective,
             solution,
             self.fixed_traits,
+            self._sizes(arguments) if sizes is None else sizes,
         )
+
+    def _sizes(self, arguments: dict[str, Any], check: Checker | None = None) -> dict[str, int]:
+        """How large a call is: the sizes that its ``check`` hook names, and what options whose name begins with ``max_`` bound.
+        What only says how much room there is (pages, positions) is left out."""
+        if check is None:
+            check = Checker(self.mode)
+            self.run_hook("check", arguments, check)
+        bounds = {p.name: arguments[p.name] for p in self.parameters if p.kind is Kind.VALUE and p.name.startswith("max_")}
+        sizes = {**check.sizes(), **{name: value for name, value in bounds.items() if isinstance(value, int)}}
+        return {name: size for name, size in sizes.items() if name not in _ROOM}
 
     def _signature(self, arguments: dict[str, Any]) -> FormatSignature:
         if "formats" in self._hooks:
@@ -256,8 +282,12 @@ class Operator(Generic[P, R]):
         roles = ((name, arguments[name]) for name in self._formats)
         return FormatSignature(tuple((name, dense_tensor_format(t.dtype)) for name, t in roles if t is not None))
 
-    def check_call(self, arguments: dict[str, Any], *, values: bool = True) -> None:
-        """Raises TypeError or ValueError for a call that no kernel must see; ``values``: look at those in host memory too."""
+    def check_call(self, arguments: dict[str, Any], *, values: bool = True) -> dict[str, int]:
+        """Raises TypeError or ValueError for a call that no kernel must see; ``values``: look at those in host memory too.
+
+        Returns:
+            How large the call is: sizes by name, for `request`.
+        """
         check_types(self.mode, self.parameters, arguments)
         tensors = tensor_arguments(self.parameters, arguments)
         if tensors:
@@ -265,11 +295,13 @@ class Operator(Generic[P, R]):
             for name, tensor in tensors[1:]:
                 if tensor.device != device:
                     raise ValueError(f"{self.mode}: {name} must be on {device} like {first}, got {describe(tensor)}")
-        self.run_hook("check", arguments, Checker(self.mode))
+        check = Checker(self.mode)
+        self.run_hook("check", arguments, check)
         if any(arguments[out] is not None for out in self.outs):
             self._check_outputs(arguments)
         if values and self._host_values:
             self._check_values_now(*(arguments[name] for name in self.names))
+        return self._sizes(arguments, check)
 
     def _check_outputs(self, arguments: dict[str, Any]) -> None:
         expected = lowering.as_list(self.fake_outputs(_on_meta(self.parameters, arguments)))
@@ -304,14 +336,20 @@ class Operator(Generic[P, R]):
         arguments = dict(zip(self.names, args, strict=True))
         if _is_traced(self.parameters, arguments):
             return lambda *values: self._lowered(*values, override, solution)
-        self.check_call(arguments, values=False)  # the guard looks at them, now and whenever they change
+        sizes = self.check_call(arguments, values=False)  # the guard looks at values, now and whenever they change
         wanted = self._wanted_kernel(override, solution)
-        request = self.request(arguments, solution)
-        selected = select(request, wanted)
+        request = self.request(arguments, solution, sizes)
+        selected = select(request, wanted, arguments)
         call = self._guarded(self._skip_if_empty(arguments) or selected.impl, arguments)
         if profiling.observing():
-            dtype = tensor_arguments(self.parameters, arguments)[0][1].dtype
-            return profiling.observe(self.family, self.mode, selected.name, dtype, arguments, request.traits, call)
+            tensors = dict(tensor_arguments(self.parameters, arguments))
+            key = self._key(args, override, solution), tuple(tensor.stride() for tensor in tensors.values())
+            return profiling.observe(
+                self.family, self.mode, selected.name, request.signature, tensors, key, arguments, request.traits,
+                functools.partial(self.run_hook, "work", arguments), call,
+            )  # fmt: skip
+        if selected.provisional:
+            return call
         memo.remember(self._memo, self._key(args, override, solution), call, started)
         if self._recent is not None:
             key, entry = self._entry(args, override, solution, call)
@@ -375,22 +413,22 @@ class Operator(Generic[P, R]):
         host memory are still checked when they change, because there a wrong length costs the process, not an error.
         """
         arguments = self._bound(args, kwargs)
-        self.check_call(arguments)
-        selected = select(self.request(arguments, solution), self._wanted_kernel(override, solution))
+        sizes = self.check_call(arguments)
+        selected = select(self.request(arguments, solution, sizes), self._wanted_kernel(override, solution), arguments)
         return self._guarded(self._skip_if_empty(arguments) or selected.impl, arguments)
 
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation:
         """Which kernel a call with these arguments would run, and why not the others. Launches nothing."""
         arguments = self._bound(args, kwargs)
-        self.check_call(arguments)
+        sizes = self.check_call(arguments)
         wanted = self._wanted_kernel(override, solution)
-        return consider(self.request(arguments, solution), wanted)
+        return consider(self.request(arguments, solution, sizes), wanted)
 
     def _wanted_kernel(self, override: str | None, solution: str | None) -> Override | None:
         for name, value in (("override", override), ("solution", solution)):
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{self.mode}: {name} must be str or None, got {kind_of(value)}")
-        return Override(override, "override=") if override else override_in_force(self.family, self.mode)
+        return override_of_call(self.family, self.mode, override)
 
 
 def _readable(tensor: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ import platform as _host
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -189,6 +190,18 @@ def _cuda_platform(index: int) -> PlatformInfo:
         properties.multi_processor_count,
         _software_features(vendor),
     )
+
+
+_DRIVER_FILES = {"nvidia": "/sys/module/nvidia/version", "amd": "/sys/module/amdgpu/version"}
+
+
+@functools.cache
+def driver_version(vendor: str) -> str:
+    """The version of a vendor's driver, as Linux tells it; empty where there is none."""
+    try:
+        return Path(_DRIVER_FILES[vendor]).read_text().strip()
+    except (KeyError, OSError):
+        return ""
 
 
 _KNOWN_DEVICES = {"gfx950": "AMD Instinct MI355X", "gfx942": "AMD Instinct MI300X", "sm_90": "NVIDIA H100", "sm_100": "NVIDIA B200"}

@@ -1,51 +1,67 @@
 """Seeing the calls: named scopes in a profile, and the shapes that were really run.
 
 Both cost nothing while they are off, because then the dispatcher does not know of them: switching one on makes every call be
-decided afresh (see `tokenspeed_kernel.memo`), and deciding is where calls are observed.
+decided afresh (see `tokenspeed_kernel.memo`), and deciding is where calls are observed. How captured shapes are kept is
+`tokenspeed_kernel.recording`, what can be done with them `tokenspeed_kernel.capture`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import json
-import os
-import tempfile
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tokenspeed_kernel import memo
-from tokenspeed_kernel.signature import dtype_name
+from tokenspeed_kernel.call_times import CallKind, CallTimes
+from tokenspeed_kernel.config import ConfigurationError
+from tokenspeed_kernel.recording import Record, ShapeCapture, Work
+from tokenspeed_kernel.signature import FormatSignature, dtype_name
 
-MAX_RECORDS = 10_000
+# Without a GPU in mind PyTorch is built without ranges. On ROCm, those that it calls NVTX are ROCTX.
+_MARKS_RANGES = torch.version.cuda is not None or torch.version.hip is not None
 
 _profiling = False
+_times: CallTimes | None = None
 _captures: tuple[ShapeCapture, ...] = ()
 _started: ShapeCapture | None = None  # of them, the one that `start_shape_capture` began
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def kernel_scope(family: str, mode: str, dtype: Any, *, kernel_name: str = "", **metrics: object) -> Iterator[None]:
-    """A range of this name in the profile of ``torch.profiler`` while profiling is on; nothing otherwise.
+def kernel_scope(
+    family: str, mode: str, dtype: Any, *, kernel_name: str = "", shape: str = "", **metrics: object
+) -> Iterator[None]:
+    """A range of this name while profiling is on; nothing otherwise.
+
+    It is seen by whichever profiler looks: ``torch.profiler``; those that read NVTX (Nsight Systems) or, with PyTorch for ROCm,
+    ROCTX (rocprof); and Triton's Proton, if a session of it has been started.
 
     Args:
         family, mode: the operator.
-        dtype: shown in the range's name.
-        kernel_name: shown in the range's name.
-        metrics: shown as the range's arguments.
+        dtype, kernel_name, shape: shown in the range's name; ``shape`` is that of what is worked on, ``"64x2880"``.
+        metrics: shown as the range's arguments by ``torch.profiler``.
     """
     if not _profiling:
         yield
         return
     dtype_text = dtype_name(dtype) if isinstance(dtype, torch.dtype) else str(dtype)
-    label = f"{family}.{mode}[{dtype_text}]" + (f" {kernel_name}" if kernel_name else "")
+    label = " ".join(filter(None, (f"{family}.{mode}[{dtype_text}]", kernel_name, shape)))
     arguments = ", ".join(f"{key}={value}" for key, value in metrics.items())
-    with torch.profiler.record_function(label, arguments or None):
+    with contextlib.ExitStack() as ranges:
+        ranges.enter_context(torch.profiler.record_function(label, arguments or None))
+        if _MARKS_RANGES:
+            torch.cuda.nvtx.range_push(label)  # type: ignore[no-untyped-call]
+            ranges.callback(torch.cuda.nvtx.range_pop)
+        # Whoever has started a session has imported it.
+        proton = getattr(sys.modules.get("triton.profiler.scope"), "scope", None)
+        if proton is not None:
+            ranges.enter_context(proton(label))
         yield
 
 
@@ -67,86 +83,41 @@ def stop_profiling() -> None:
             memo.leave_exceptional()
 
 
-def _plain(value: Any) -> Any:
-    """An argument as JSON can hold it, without its data."""
-    if isinstance(value, torch.Tensor):
-        return {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "device": value.device.type}
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (tuple, list)):
-        return [_plain(member) for member in value]
-    fields = getattr(value, "__dataclass_fields__", None)
-    if fields is not None:
-        return {name: _plain(getattr(value, name)) for name in fields}
-    return type(value).__name__
+def time_calls(folder: Path) -> None:
+    """Counts the times of every operator call from now until the process ends, in a folder that other processes may share.
 
-
-class ShapeCapture:
-    """How often each operator ran with each combination of shapes, dtypes and options, and which kernel served it.
-
-    Memory is bounded: after `MAX_RECORDS` distinct combinations, further new ones are only counted, in ``dropped``.
+    Raises:
+        ConfigurationError: nothing can be written there.
     """
-
-    def __init__(self, max_records: int = MAX_RECORDS) -> None:
-        self._lock = threading.Lock()
-        self._records: dict[str, dict[str, Any]] = {}
-        self._max_records = max_records
-        self.dropped = 0
-
-    def record(self, family: str, mode: str, kernel_name: str, arguments: Mapping[str, Any], traits: Mapping[str, Any]) -> None:
-        entry: dict[str, Any] = {
-            "operator": f"{family}.{mode}",
-            "kernel": kernel_name,
-            "traits": {name: _plain(value) for name, value in traits.items()},
-            "arguments": {name: _plain(value) for name, value in arguments.items()},
-        }
-        key = json.dumps(entry, sort_keys=True)
-        with self._lock:
-            if key in self._records:
-                self._records[key]["count"] += 1
-            elif len(self._records) < self._max_records:
-                self._records[key] = {**entry, "count": 1}
-            else:
-                self.dropped += 1
-
-    def get(self) -> list[dict[str, Any]]:
-        """The records, the most frequent first."""
-        with self._lock:
-            return sorted((dict(r) for r in self._records.values()), key=lambda record: -record["count"])
-
-    def clear(self) -> None:
-        with self._lock:
-            self._records.clear()
-            self.dropped = 0
-
-    reset = clear
-
-    def dump(self, path: str | Path) -> None:
-        """Writes the records, one JSON object a line. The file is whole at any time: it is written aside and renamed."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, aside = tempfile.mkstemp(dir=target.parent, prefix=target.name)
+    global _times
+    with _lock:
+        if _times is not None:
+            return
         try:
-            with os.fdopen(handle, "w") as file:
-                file.writelines(json.dumps(record) + "\n" for record in self.get())
-            os.replace(aside, target)
-        except BaseException:
-            os.unlink(aside)
-            raise
+            _times = CallTimes(folder)
+        except OSError as error:
+            raise ConfigurationError(f"times of calls cannot be kept in {folder}: {error}") from error
+        memo.enter_exceptional()
 
 
-def start_shape_capture() -> ShapeCapture:
-    """Records every operator call from now on, in this process. Returns the capture, the one begun before if it still runs."""
+def start_shape_capture(path: str | Path | None = None) -> ShapeCapture:
+    """Records every operator call from now on, in this process. Returns the capture, the one begun before if it still runs.
+
+    Args:
+        path: a file that the records are added to, which other processes may do at the same time. What has been captured is there
+            a second later, also if the process is killed; `tokenspeed_kernel.capture.load` reads it.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
     global _started
     with _lock:
         if _started is None:
-            _started = _begin()
+            _started = _begin(path)
         return _started
 
 
-def stop_shape_capture(output_path: str | Path | None = None) -> list[dict[str, Any]]:
+def stop_shape_capture(output_path: str | Path | None = None) -> list[Record]:
     """Ends what `start_shape_capture` began and writes it, if a path is given. Returns the records; none if it was not begun."""
     global _started
     with _lock:
@@ -154,6 +125,7 @@ def stop_shape_capture(output_path: str | Path | None = None) -> list[dict[str, 
         if capture is None:
             return []
         _end(capture)
+    capture.finish()
     if output_path is not None:
         capture.dump(output_path)
     return capture.get()
@@ -161,22 +133,24 @@ def stop_shape_capture(output_path: str | Path | None = None) -> list[dict[str, 
 
 @contextlib.contextmanager
 def shape_capture(output_path: str | Path | None = None) -> Iterator[ShapeCapture]:
-    """Records the calls made while the block runs, by any thread; written to ``output_path`` at its end, if given, also when the
-    block raises. Blocks nest, each with a capture of its own."""
+    """Records the calls made while the block runs, by any thread. Blocks nest, each with a capture of its own.
+
+    Args:
+        output_path: see `start_shape_capture`.
+    """
     with _lock:
-        capture = _begin()
+        capture = _begin(output_path)
     try:
         yield capture
     finally:
         with _lock:
             _end(capture)
-        if output_path is not None:
-            capture.dump(output_path)
+        capture.finish()
 
 
-def _begin() -> ShapeCapture:
+def _begin(path: str | Path | None) -> ShapeCapture:
     global _captures
-    capture = ShapeCapture()
+    capture = ShapeCapture(path)
     _captures = (*_captures, capture)
     memo.enter_exceptional()
     return capture
@@ -188,34 +162,66 @@ def _end(capture: ShapeCapture) -> None:
     memo.leave_exceptional()
 
 
-def capture_to_file_at_exit(path: Path) -> None:
-    """Records the whole process and writes the file when it ends."""
-    start_shape_capture()
-    atexit.register(stop_shape_capture, path)
+def capture_to_file(path: Path) -> None:
+    """Records the whole process.
+
+    Raises:
+        ConfigurationError: nothing can be written there.
+    """
+    try:
+        start_shape_capture(path)
+    except OSError as error:
+        raise ConfigurationError(f"shapes cannot be captured to {path}: {error}") from error
+    atexit.register(stop_shape_capture)
 
 
 def observing() -> bool:
     """Whether calls have to be observed."""
-    return _profiling or bool(_captures)
+    return _profiling or bool(_captures) or _times is not None
 
 
 def observe(
     family: str,
     mode: str,
     kernel_name: str,
-    dtype: torch.dtype,
+    signature: FormatSignature,
+    tensors: Mapping[str, torch.Tensor],
+    key: Hashable,
     arguments: Mapping[str, Any],
     traits: Mapping[str, Any],
+    read_work: Callable[[], Work | None],
     call: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """``call`` as it must be made for one call while something observes: recorded, and inside a scope."""
+    """``call`` as it must be made for one call while something observes: recorded, timed, and inside a scope."""
     for capture in _captures:
-        capture.record(family, mode, kernel_name, arguments, traits)
-    if not _profiling:
+        capture.record(f"{family}.{mode}", kernel_name, key, arguments, traits, read_work)
+    if not _profiling and _times is None:
         return call
+    first = next(iter(tensors.values()))
+    shape = _shape_of(signature, tensors)
+    timed = call
+    if _times is not None:
+        timed = _times.timed(CallKind(f"{family}.{mode}", kernel_name, dtype_name(first.dtype), shape), first.device, call)
+    if not _profiling:
+        return timed
 
     def scoped(*args: Any) -> Any:
-        with kernel_scope(family, mode, dtype, kernel_name=kernel_name):
-            return call(*args)
+        with kernel_scope(family, mode, first.dtype, kernel_name=kernel_name, shape=shape):
+            return timed(*args)
 
     return scoped
+
+
+def _shape_of(signature: FormatSignature, tensors: Mapping[str, torch.Tensor]) -> str:
+    """The shapes of the operands that make the signature, each once, in the order of the parameters: ``"64x64x64,8x64"``."""
+    roles = {role for role, _ in signature.roles}
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        _, of_object, attribute = name.rpartition(".")
+        # Of an object w13_weight comes first of what belongs to the role w13.
+        role = attribute.partition("_")[0] if of_object else name
+        if role in roles:
+            found.setdefault(role, tensor)
+    operands = found.values() or [*tensors.values()][:1]
+    shapes = ["x".join(map(str, tensor.shape)) for tensor in operands]
+    return ",".join(dict.fromkeys(shapes))

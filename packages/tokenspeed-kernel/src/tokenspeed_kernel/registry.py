@@ -11,6 +11,7 @@ import contextvars
 import enum
 import importlib
 import inspect
+import itertools
 import sys
 import threading
 import traceback
@@ -70,6 +71,8 @@ class KernelSpec:
         priority: 0 to 19, see `Priority`.
         tags: free labels; objectives prefer kernels by them (``"latency"``, ``"determinism"``...).
         weight_preprocessor: arranges weights for this kernel once, when a model is loaded.
+        tunables: what of it is measured rather than known, by name: the values to try. See `register_kernel`.
+        tunable_if: says why a configuration will not do for a request, or None where it will.
         origin: where it was declared: ``file:line`` or the plugin's name.
     """
 
@@ -85,6 +88,8 @@ class KernelSpec:
     tags: frozenset[str] = frozenset()
     weight_preprocessor: Callable[..., Any] | str | None = None
     universal: bool = False
+    tunables: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None
     origin: str = ""
 
     def __post_init__(self) -> None:
@@ -103,6 +108,7 @@ class KernelSpec:
                 raise RegistrationError(f"{self.name}: {what} must be a set of str, got {labels!r} ({self.origin})")
             object.__setattr__(self, what, frozenset(labels))
         self._check_signatures()
+        self._check_tunables()
         object.__setattr__(self, "traits", MappingProxyType({name: self._constraint(name) for name in self.traits}))
 
     def _constraint(self, trait: str) -> Constraint:
@@ -125,6 +131,51 @@ class KernelSpec:
             raise RegistrationError(
                 f"{self.name}: signatures is empty, so no request could reach it; None means all ({self.origin})"
             )
+
+    def _check_tunables(self) -> None:
+        if not isinstance(self.tunables, Mapping):
+            raise RegistrationError(
+                f"{self.name}: tunables must be a dict of names to values, got {self.tunables!r} ({self.origin})"
+            )
+        frozen: dict[str, tuple[Any, ...]] = {}
+        for name, values in self.tunables.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise RegistrationError(f"{self.name}: a tunable must be the name of a keyword, got {name!r} ({self.origin})")
+            if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+                raise RegistrationError(f"{self.name}: tunable {name} must be a list of values, got {values!r} ({self.origin})")
+            listed = frozen[name] = tuple(values)
+            if not listed or any(value is not None and type(value) not in (bool, int, float, str) for value in listed):
+                raise RegistrationError(
+                    f"{self.name}: tunable {name} must have one or more values of bool, int, float, str or None, got {listed!r} "
+                    f"({self.origin})"
+                )
+        if self.tunable_if is not None and not (callable(self.tunable_if) and self.tunables):
+            what = f"a function, got {self.tunable_if!r}" if self.tunables else "left out where there are no tunables"
+            raise RegistrationError(f"{self.name}: tunable_if must be {what} ({self.origin})")
+        object.__setattr__(self, "tunables", MappingProxyType(frozen))
+
+    def configurations(self) -> Iterator[dict[str, Any]]:
+        """Every combination of the tunables' values; nothing where there are none."""
+        if self.tunables:
+            for values in itertools.product(*self.tunables.values()):
+                yield dict(zip(self.tunables, values, strict=True))
+
+    def undeclared(self, config: Mapping[str, Any]) -> str | None:
+        """Why a configuration is none of this kernel's, or None where it is. The empty one, its own choice, always is."""
+        if not config:
+            return None
+        if config.keys() != self.tunables.keys():
+            declared = ", ".join(self.tunables) or "nothing"
+            return f"sets {', '.join(config)}, where {self.name} lets {declared} be set"
+        for name, value in config.items():
+            if not any(type(value) is type(allowed) and value == allowed for allowed in self.tunables[name]):
+                return f"{name}={value!r} is not among {', '.join(map(repr, self.tunables[name]))}"
+        return None
+
+    def configuration_gap(self, config: Mapping[str, Any], request: Any) -> str | None:
+        """Why a configuration will not do for a request: it is not among those declared, or ``tunable_if`` refuses it."""
+        gap = self.undeclared(config)
+        return self.tunable_if(request, config) if gap is None and config and self.tunable_if is not None else gap
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -179,6 +230,7 @@ class KernelRegistry:
         self._lock = threading.RLock()
         self._specs: dict[str, KernelSpec] = {}
         self._impls: dict[str, Callable[..., Any] | str] = {}
+        self._modules: dict[str, str] = {}
         self._interfaces: dict[tuple[str, str], tuple[str, ...]] = {}
         self._clashes: list[PriorityClash] = []
         self._load_failures: dict[str, tuple[str, str]] = {}
@@ -227,6 +279,7 @@ class KernelRegistry:
             peers = [s for s in self._specs.values() if s.priority == spec.priority and s.overlaps(spec)]
             self._specs[spec.name] = spec
             self._impls[spec.name] = impl
+            self._modules[spec.name] = impl.partition(":")[0] if isinstance(impl, str) else _module_of(impl)
             clashes = [PriorityClash(peer, spec) for peer in peers]
             self._clashes.extend(clashes)
         memo.invalidate()
@@ -285,6 +338,12 @@ class KernelRegistry:
             if self._impls.get(name) is impl:
                 self._impls[name] = loaded
         return loaded
+
+    def module_of(self, name: str) -> str:
+        """The module that a kernel is implemented in. Imports nothing. Raises KeyError if there is no kernel of that name."""
+        with self._lock:
+            self.get_by_name(name)
+            return self._modules[name]
 
     def load_or_leave_out(self, name: str) -> Callable[..., Any] | None:
         """The implementation, or None if it cannot be imported. Then the kernel is left out of every selection to come, and the
@@ -347,13 +406,20 @@ class KernelRegistry:
             return isinstance(self._impls[name], str)
 
     def _check_parameters(self, spec: KernelSpec, impl: Callable[..., Any]) -> None:
-        wanted = self._interfaces.get((spec.family, spec.mode))
-        if wanted is None:
-            return
         try:
             parameters = inspect.signature(impl).parameters.values()
         except (TypeError, ValueError):
             return  # a builtin without a signature cannot be checked before it is called
+        settable = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+        unsettable = [name for name in spec.tunables if name not in settable]
+        if unsettable and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise RegistrationError(
+                f"{spec.name}: its implementation must take each tunable as a keyword with a default, after a *; "
+                f"it does not take {', '.join(unsettable)} ({spec.origin})"
+            )
+        wanted = self._interfaces.get((spec.family, spec.mode))
+        if wanted is None:
+            return
         if any(p.kind is p.VAR_POSITIONAL for p in parameters):
             return
         names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
@@ -378,6 +444,11 @@ def load_object(path: str, wanted_by: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise AttributeError(f"{wanted_by} is implemented by {path}, but {module_name} has no {attribute}") from None
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    inner = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, the function
+    return str(getattr(inner, "__module__", None) or type(inner).__module__)
 
 
 def _no_such_kernel(name: str, names: Iterable[str]) -> str:
@@ -413,6 +484,8 @@ def register_kernel(
     priority: Priority | int = Priority.PERFORMANT,
     tags: Iterable[str] | None = None,
     weight_preprocessor: Callable[..., Any] | str | None = None,
+    tunables: Mapping[str, Iterable[Any]] | None = None,
+    tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None,
 ) -> Callable[[F], F]:
     """Declares a kernel. Decorates its launcher, or is called with ``"module:function"`` so that nothing is imported yet.
 
@@ -427,6 +500,11 @@ def register_kernel(
         priority: 0 to 19.
         tags: labels that objectives go by.
         weight_preprocessor: arranges weights for it at load time; a function or ``"module:function"``.
+        tunables: values to try, by name: ``{"block_n": [64, 128]}``. The implementation takes each as a keyword-only parameter,
+            whose default is what it does where nothing was measured; a measured configuration is bound to it when the kernel is
+            selected, so that a call looks nothing up.
+        tunable_if: ``tunable_if(request, configuration)`` says why a configuration will not do for a `Request` (its ``traits``
+            and ``sizes``), or None where it will. Configurations that it refuses are neither measured nor used.
 
     Raises:
         RegistrationError: see `KernelRegistry.register`.
@@ -450,6 +528,8 @@ def register_kernel(
         priority=priority,
         tags=tags or frozenset(),  # type: ignore[arg-type]
         weight_preprocessor=weight_preprocessor,
+        tunables=tunables or {},  # type: ignore[arg-type]  # likewise
+        tunable_if=tunable_if,
         origin=_origin.get() or _caller(),
     )
 
@@ -480,6 +560,7 @@ def describe_kernel(name: str) -> str:
         "formats": "any" if spec.format_signatures is None else " | ".join(sorted(map(str, spec.format_signatures))),
         "traits": "; ".join(f"{k}: {v}" for k, v in sorted(spec.traits.items())) or ("any" if spec.universal else "none"),
         "features": ", ".join(sorted(spec.features)) or "none",
+        "tunables": "; ".join(f"{k}: {', '.join(map(str, v))}" for k, v in spec.tunables.items()) or "none",
         "tags": ", ".join(sorted(spec.tags)) or "none",
         "declared by": spec.origin,
     }

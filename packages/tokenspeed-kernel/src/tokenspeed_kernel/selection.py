@@ -5,6 +5,9 @@ implementation (which fails only where importing it has failed before), features
 first, then measured (tuned) results, the family's oracle, the objective, the priority, and at last the name. The gates fail
 closed, and each says why; `explain_selection`, `NoKernelFoundError` and the selection itself come out of the one function
 `consider`, so that they cannot disagree.
+
+Measured results also say with which configuration a kernel is quickest; it is bound to the implementation when the kernel is
+selected. They hold for a bucket of sizes, which a request brings with it.
 """
 
 from __future__ import annotations
@@ -12,36 +15,66 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import enum
+import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenspeed_kernel import config, memo
+from tokenspeed_kernel import config, memo, tuned
+from tokenspeed_kernel.explanation import (
+    Explanation,
+    NoKernelFoundError,
+    Override,
+    Request,
+    SelectedKernel,
+    SelectionObjective,
+    Verdict,
+)
 from tokenspeed_kernel.platform import PlatformInfo, current_platform
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec, Priority
+from tokenspeed_kernel.registry import KernelRegistry, KernelSpec, Priority, load_object
 from tokenspeed_kernel.signature import FormatSignature
 from tokenspeed_kernel.traits import format_traits
+from tokenspeed_kernel.tuned import Tuned
+
+__all__ = [
+    "Explanation",
+    "NoKernelFoundError",
+    "Override",
+    "Request",
+    "SelectedKernel",
+    "SelectionObjective",
+    "SelectionOracle",
+    "SelectionPolicy",
+    "SelectionStrategy",
+    "Verdict",
+    "consider",
+    "explain_selection",
+    "gate",
+    "kernel_override",
+    "make_request",
+    "override_in_force",
+    "override_of_call",
+    "rank",
+    "register_oracle",
+    "select",
+    "select_kernel",
+    "selection_policy",
+    "set_autotuner",
+    "set_selection_policy",
+    "set_tuned_results",
+    "warmup_selection",
+]
 
 logger = logging.getLogger("tokenspeed_kernel")
-
-
-class SelectionObjective(enum.Enum):
-    """What to prefer among kernels that all do the job. Each looks at a tag of the same name unless said otherwise."""
-
-    DEFAULT = "default"  # priority alone
-    LATENCY = "latency"
-    THROUGHPUT = "throughput"
-    PORTABILITY = "portability"  # kernels with the fewest demands on the platform
-    DETERMINISM = "determinism"  # bitwise the same from run to run
-    DEBUG = "debug"  # the plainest: lowest priority first
 
 
 class SelectionStrategy(enum.Enum):
     """Where the ranking comes from."""
 
     HEURISTIC = "heuristic"  # tuned results where there are any, else oracle, objective, priority
-    AUTOTUNE = "autotune"  # the same, and refused while there is no source of tuned results
+    AUTOTUNE = "autotune"  # the same; where there are no tuned results the first call measures, and its results are kept
 
 
 @dataclass(frozen=True)
@@ -52,11 +85,14 @@ class SelectionPolicy:
         default_strategy: for operators that ``op_strategies`` does not name.
         op_strategies: by ``("family", "mode")``.
         objective: what requests that give none are ranked by.
+        autotune_budget_s: how long AUTOTUNE may measure for one decision, in seconds, compilation included. The own choice of each
+            kernel is measured in any case.
     """
 
     default_strategy: SelectionStrategy = SelectionStrategy.HEURISTIC
     op_strategies: Mapping[tuple[str, str], SelectionStrategy] = field(default_factory=dict)
     objective: SelectionObjective = SelectionObjective.DEFAULT
+    autotune_budget_s: float = 5.0
 
     def get_strategy(self, family: str, mode: str) -> SelectionStrategy:
         return self.op_strategies.get((family, mode), self.default_strategy)
@@ -70,138 +106,6 @@ class SelectionOracle:
         return 0
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a kernel is wanted for.
-
-    ``traits`` holds every trait the caller knows, flags that are clear included. ``fixed_traits`` names those that say what the
-    operands are rather than what is asked of the kernel (the layout of weights, say): an override does not get past them.
-    """
-
-    family: str
-    mode: str
-    signature: FormatSignature
-    platform: PlatformInfo
-    traits: Mapping[str, Any] = field(default_factory=dict)
-    features: frozenset[str] = frozenset()
-    objective: SelectionObjective = SelectionObjective.DEFAULT
-    solution: str | None = None
-    fixed_traits: frozenset[str] = frozenset()
-
-    @property
-    def operator(self) -> str:
-        return f"{self.family}.{self.mode}"
-
-
-@dataclass(frozen=True)
-class Override:
-    """A kernel that is wanted by name, and by whom."""
-
-    kernel: str
-    source: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of one kernel: accepted with its rank, or rejected at a gate with the reason."""
-
-    spec: KernelSpec
-    gate: str | None = None
-    reason: str = ""
-    rank: tuple[float, ...] = ()
-
-    @property
-    def accepted(self) -> bool:
-        return self.gate is None
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The whole of one selection.
-
-    Attributes:
-        request: what was asked.
-        verdicts: every kernel of the operator: accepted ones best first, then the rejected.
-        chosen: the kernel that serves the request, or None.
-        override: the kernel wanted by name, if any.
-        problem: why there is no kernel, beyond what the verdicts say.
-    """
-
-    request: Request
-    verdicts: tuple[Verdict, ...]
-    chosen: KernelSpec | None
-    override: Override | None = None
-    problem: str = ""
-
-    def __str__(self) -> str:
-        request = self.request
-        lines = [
-            f"{request.operator} on {request.platform}, objective {request.objective.value}"
-            + (f", solution {request.solution}" if request.solution else ""),
-            f"  formats  {request.signature}",
-            f"  traits   {format_traits(request.traits) or 'none'}",
-        ]
-        if request.features:
-            lines.append(f"  features {', '.join(sorted(request.features))}")
-        if self.override:
-            lines.append(f"  override {self.override.kernel} ({self.override.source})")
-        if self.problem:
-            lines.append(f"  problem  {self.problem}")
-        width = max((len(v.spec.name) for v in self.verdicts), default=0)
-        for verdict in self.verdicts:
-            mark = "->" if verdict.spec is self.chosen else "  " if verdict.accepted else " x"
-            reason = verdict.reason if verdict.accepted else f"{verdict.gate}: {verdict.reason}"
-            lines.append(f"{mark} {verdict.spec.name:<{width}}  {reason}")
-        if not self.verdicts:
-            lines.append("   no kernel is registered for this operator")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for JSON."""
-        return {
-            "operator": self.request.operator,
-            "platform": {"name": self.request.platform.device_name, "arch": self.request.platform.arch},
-            "objective": self.request.objective.value,
-            "formats": {role: str(fmt) for role, fmt in self.request.signature.roles},
-            "traits": dict(self.request.traits),
-            "override": self.override.kernel if self.override else None,
-            "problem": self.problem,
-            "chosen": self.chosen.name if self.chosen else None,
-            "candidates": [
-                {
-                    "name": v.spec.name,
-                    "solution": v.spec.solution,
-                    "priority": v.spec.priority,
-                    "accepted": v.accepted,
-                    "gate": v.gate,
-                    "reason": v.reason,
-                    "origin": v.spec.origin,
-                }
-                for v in self.verdicts
-            ],
-        }
-
-
-class NoKernelFoundError(RuntimeError):
-    """No kernel can serve a request. The message lists every candidate with its reason; ``explanation`` has them as data."""
-
-    def __init__(self, explanation: Explanation | str) -> None:
-        self.explanation = explanation if isinstance(explanation, Explanation) else None
-        text = str(explanation)
-        super().__init__(f"no kernel serves {text}" if self.explanation else text)
-
-
-@dataclass(frozen=True)
-class SelectedKernel:
-    """A decision: the kernel's name and its implementation, which is what calling this calls."""
-
-    name: str
-    impl: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.impl(*args, **kwargs)
-
-
 # -- what decisions rest on, besides the registry -----------------------------------------------------------------------------
 
 TunedLookup = Callable[[Request, KernelSpec], "float | None"]
@@ -210,11 +114,19 @@ _policy: SelectionPolicy | None = None
 _oracles: dict[str, SelectionOracle] = {}
 _tuned: TunedLookup | None = None
 
+# ``autotuner(request, arguments, budget_s)`` measures the candidates for a request on a call's arguments and records the result; it
+# returns why it could not, or an empty string. As "module:function" it is imported when it is first needed.
+Autotuner = Callable[["Request", Mapping[str, Any], float], str]
+
+_autotuner: Autotuner | str | None = None
+_told: set[tuple[str, str]] = set()
+
 
 @dataclass(eq=False)
 class _OverrideBlock:
     operator: tuple[str, str]
     kernel: str
+    config: tuple[tuple[str, Any], ...] | None
     # Tasks inherit the context that they are made in and may outlive the block, so that leaving the context is not enough.
     active: bool = True
 
@@ -241,16 +153,11 @@ def selection_policy() -> SelectionPolicy:
 def set_selection_policy(policy: SelectionPolicy | None) -> None:
     """Puts a policy in force for the whole process; None for the default one.
 
-    Raises:
-        ValueError: the policy measures (AUTOTUNE), and nothing that measures has been put in with `set_tuned_results`.
+    With `SelectionStrategy.AUTOTUNE` the first call of each bucket of sizes measures every kernel that could serve it, for about
+    ``autotune_budget_s``, on the call's own inputs (copies of what kernels write to). What it finds is kept for other processes,
+    see `tokenspeed_kernel.tuned`. While a CUDA graph is captured nothing is measured: the untuned choice serves, with a warning.
     """
     global _policy
-    if policy is not None:
-        strategies = {policy.default_strategy, *policy.op_strategies.values()}
-        if SelectionStrategy.AUTOTUNE in strategies and _tuned is None:
-            raise ValueError(
-                "SelectionStrategy.AUTOTUNE needs measured results: put a source of them in with set_tuned_results first"
-            )
     _policy = policy
     memo.invalidate()
 
@@ -267,7 +174,8 @@ def register_oracle(family: str, oracle: SelectionOracle | None) -> None:
 
 
 def set_tuned_results(lookup: TunedLookup | None) -> None:
-    """Puts in the source of measured results: a function of request and kernel that returns microseconds, or None.
+    """Puts in a source of measured results in place of the tables on disk: a function of request and kernel that returns
+    microseconds, or None. It is asked once for each bucket of the request's sizes. None puts the tables back.
 
     A kernel with a result precedes all without one, and the quickest comes first.
     """
@@ -276,20 +184,37 @@ def set_tuned_results(lookup: TunedLookup | None) -> None:
     memo.invalidate()
 
 
+def set_autotuner(autotuner: Autotuner | str | None) -> None:
+    """Puts in what measures for `SelectionStrategy.AUTOTUNE`: a function, or ``"module:function"``, which is imported when it is
+    first needed. The package puts in `tokenspeed_kernel.tuning.autotune`."""
+    global _autotuner
+    _autotuner = autotuner
+    memo.invalidate()
+
+
 @contextlib.contextmanager
-def kernel_override(family: str, mode: str, kernel_name: str) -> Iterator[None]:
+def kernel_override(family: str, mode: str, kernel_name: str, *, config: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Serves an operator with this kernel inside the block, in this thread or task only, and in tasks made there until it ends.
 
     The platform and format gates still hold. The traits gate does not: a kernel can be tried on what it does not declare.
 
+    Args:
+        family, mode: the operator.
+        kernel_name: the kernel.
+        config: the configuration that it runs with: a value for each of its tunables, or ``{}`` for its own choice. If not given,
+            the tuned one where there is one. Also holds for calls inside the block that name the kernel themselves.
+
     Raises:
         KeyError: no kernel of that name.
-        ValueError: the kernel is another operator's.
+        ValueError: the kernel is another operator's, or does not declare the configuration.
     """
     spec = KernelRegistry.get().get_by_name(kernel_name)
     if (spec.family, spec.mode) != (family, mode):
         raise ValueError(f"{kernel_name} implements {spec.operator}, not {family}.{mode}")
-    block = _OverrideBlock((family, mode), kernel_name)
+    undeclared = spec.undeclared(config or {})
+    if undeclared is not None:
+        raise ValueError(f"a configuration of {kernel_name} {undeclared}")
+    block = _OverrideBlock((family, mode), kernel_name, None if config is None else tuple(config.items()))
     token = _overrides.set((*_overrides.get(), block))
     try:
         with memo.exceptional():
@@ -305,9 +230,18 @@ def override_in_force(family: str, mode: str) -> Override | None:
     """The kernel wanted by name where a call names none itself: by `kernel_override`, the environment, or the TOML file."""
     for block in reversed(_overrides.get()):
         if block.active and block.operator == (family, mode):
-            return Override(block.kernel, "kernel_override")
+            return Override(block.kernel, "kernel_override", block.config)
     setting = config.settings().override_for(family, mode)
     return Override(*setting) if setting else None
+
+
+def override_of_call(family: str, mode: str, kernel: str | None) -> Override | None:
+    """The kernel wanted by name: by the call itself, else as `override_in_force` says. A configuration that is in force for the
+    kernel holds for calls that name it, too."""
+    in_force = override_in_force(family, mode)
+    if not kernel:
+        return in_force
+    return Override(kernel, "override=", in_force.config if in_force is not None and in_force.kernel == kernel else None)
 
 
 # -- deciding -----------------------------------------------------------------------------------------------------------------
@@ -338,12 +272,32 @@ def _nearest_difference(offered: Iterable[FormatSignature], wanted: FormatSignat
     return "; ".join(nearest)
 
 
-def rank(spec: KernelSpec, request: Request) -> tuple[tuple[float, ...], str]:
-    """A kernel's place among those that pass the gates (the greater tuple first; equal ones go by name) and what it rests on."""
+def _measured(request: Request) -> tuned.Found:
+    """What was measured for a request, kernel by kernel."""
+    if _tuned is None:
+        return tuned.find(request.operator, request.signature, request.traits, request.sizes, request.platform)
+    specs = KernelRegistry.get().get_for_operator(request.family, request.mode)
+    times = {spec.name: _tuned(request, spec) for spec in specs}
+    return tuned.Found({name: Tuned(time) for name, time in times.items() if time is not None})
+
+
+def _tuned_reason(name: str, results: Mapping[str, Tuned]) -> str:
+    """What was measured of a kernel, beside the best of what else there was: other kernels, and its own choice."""
+    mine = results[name]
+    others = [other.us for kernel, other in results.items() if kernel != name]
+    if mine.config and mine.own_us is not None:
+        others.append(mine.own_us)
+    text = f"tuned: {mine.us:.4g} us" + (f" vs {min(others):.4g}" if others else "")
+    return f"{text} ({format_traits(mine.config)})" if mine.config else text
+
+
+def rank(spec: KernelSpec, request: Request, results: Mapping[str, Tuned]) -> tuple[tuple[float, ...], str]:
+    """A kernel's place among those that pass the gates (the greater tuple first; equal ones go by name) and what it rests on.
+    ``results``: what was measured, of all kernels that pass."""
     parts: list[str] = []
-    tuned = _tuned(request, spec) if _tuned is not None else None
-    if tuned is not None:
-        parts.append(f"tuned: {tuned:.4g} us")
+    mine = results.get(spec.name)
+    if mine is not None:
+        parts.append(_tuned_reason(spec.name, results))
     oracle = _oracles.get(request.family)
     score = oracle.adjust(spec, request.platform, request.traits) if oracle is not None else 0
     if score:
@@ -352,7 +306,7 @@ def rank(spec: KernelSpec, request: Request) -> tuple[tuple[float, ...], str]:
     if why:
         parts.append(why)
     parts.append(f"priority {spec.priority}")
-    return (-tuned if tuned is not None else float("-inf"), score, preference, spec.priority), ", ".join(parts)
+    return (-mine.us if mine is not None else float("-inf"), score, preference, spec.priority), ", ".join(parts)
 
 
 def _preference(spec: KernelSpec, objective: SelectionObjective) -> tuple[float, str]:
@@ -376,28 +330,32 @@ def _preference(spec: KernelSpec, objective: SelectionObjective) -> tuple[float,
     return float(tagged), f"tagged {objective.value}" if tagged else ""
 
 
-def consider(request: Request, override: Override | None = None) -> Explanation:
-    """Passes every kernel of the request's operator through the gates, ranks what is left, and chooses."""
+def consider(request: Request, override: Override | None = None, *, measured: tuned.Found | None = None) -> Explanation:
+    """Passes every kernel of the request's operator through the gates, ranks what is left, and chooses.
+
+    ``measured``: what to rank by in place of what tables say; an empty one gives the choice where nothing was measured.
+    """
     specs = KernelRegistry.get().get_for_operator(request.family, request.mode)
     wanted = override.kernel if override else None
+    failures = {spec.name: gate(spec, request, overridden=spec.name == wanted) for spec in specs}
+    rejected = [Verdict(spec, *failed) for spec in specs if (failed := failures[spec.name]) is not None]
+    passing = [spec for spec in specs if failures[spec.name] is None]
+    measured = _measured(request) if measured is None else measured
+    results = {spec.name: measured.results[spec.name] for spec in passing if spec.name in measured.results}
     accepted: list[Verdict] = []
-    rejected: list[Verdict] = []
-    for spec in specs:
+    for spec in passing:
         overridden = spec.name == wanted
-        failed = gate(spec, request, overridden=overridden)
-        if failed is not None:
-            rejected.append(Verdict(spec, *failed))
-            continue
-        place, why = rank(spec, request)
+        place, why = rank(spec, request, results)
         if overridden:
             full = gate(spec, request)
             why = "override" + (f", although {full[1]}" if full else "") + f", {why}"
-        accepted.append(Verdict(spec, None, why, (float(overridden), *place)))
+        configured, refused = _configuration(spec, request, override if overridden else None, results.get(spec.name))
+        accepted.append(Verdict(spec, None, why + refused, (float(overridden), *place), configured))
     accepted.sort(key=lambda verdict: (tuple(-part for part in verdict.rank), verdict.spec.name))
     if len(accepted) > 1 and accepted[0].rank == accepted[1].rank:
         first, second = accepted[0], accepted[1]
         tie = f"{first.reason}; ties with {second.spec.name} ({second.spec.origin}) and precedes it by name"
-        accepted[0] = Verdict(first.spec, None, tie, first.rank)
+        accepted[0] = Verdict(first.spec, None, tie, first.rank, first.config)
 
     chosen = accepted[0].spec if accepted else None
     problem = ""
@@ -405,7 +363,19 @@ def consider(request: Request, override: Override | None = None) -> Explanation:
         # An override that cannot be honoured is an error: quietly running something else would hide it.
         chosen = None
         problem = _why_no_override(override, request, rejected)
-    return Explanation(request, (*accepted, *rejected), chosen, override, problem)
+    return Explanation(request, (*accepted, *rejected), chosen, override, problem, measured.notes)
+
+
+def _configuration(
+    spec: KernelSpec, request: Request, override: Override | None, result: Tuned | None
+) -> tuple[Mapping[str, Any], str]:
+    """The configuration that a kernel would run with, and why not the measured one."""
+    if override is not None and override.config is not None:
+        return dict(override.config), ""
+    if result is None or not result.config:
+        return {}, ""
+    gap = spec.configuration_gap(result.config, request)  # another size of the bucket may be refused what was measured
+    return (result.config, "") if gap is None else ({}, f"; runs as untuned: {gap}")
 
 
 def _why_no_override(override: Override, request: Request, rejected: Iterable[Verdict]) -> str:
@@ -422,8 +392,13 @@ def _why_no_override(override: Override, request: Request, rejected: Iterable[Ve
 _decisions: dict[Any, SelectedKernel] = memo.new_memo()
 
 
-def select(request: Request, override: Override | None = None) -> SelectedKernel:
+def select(request: Request, override: Override | None = None, arguments: Mapping[str, Any] | None = None) -> SelectedKernel:
     """The kernel for a request; the same object every time until what it rests on changes.
+
+    Args:
+        request: what it is wanted for.
+        override: the kernel wanted by name.
+        arguments: those of the call, by name, to be measured on where the policy says so; None for a request without a call.
 
     Raises:
         NoKernelFoundError: no kernel passes, or the override does not.
@@ -442,10 +417,12 @@ def select(request: Request, override: Override | None = None) -> SelectedKernel
         request.solution,
         request.fixed_traits,
         override,
+        _size_key(request),
     )
     known = _decisions.get(key)
     if known is not None:
         return known
+    provisional = override is None and arguments is not None and not _autotuned(request, arguments)
     impl: Callable[..., Any] | None = None
     while impl is None:  # a kernel that cannot be loaded is left out of the next round
         started = memo.epoch()
@@ -454,11 +431,38 @@ def select(request: Request, override: Override | None = None) -> SelectedKernel
             raise NoKernelFoundError(explanation)
         name, pretended = explanation.chosen.name, request.platform.pretended
         impl = _refuse_to_launch(name, request.platform) if pretended else KernelRegistry.get().load_or_leave_out(name)
+    configured = explanation.verdicts[0].config
     if config.settings().verbose:
         logger.info("%s", explanation)
-    selected = SelectedKernel(name, impl)
-    memo.remember(_decisions, key, selected, started, exceptions_in_key=True)
+    selected = SelectedKernel(name, functools.partial(impl, **configured) if configured else impl, configured, provisional)
+    if not provisional:
+        memo.remember(_decisions, key, selected, started, exceptions_in_key=True)
     return selected
+
+
+def _size_key(request: Request) -> tuple[tuple[str, int], ...]:
+    """The buckets of a request's sizes where decisions depend on them."""
+    strategy = selection_policy().get_strategy(request.family, request.mode)
+    if _tuned is None and strategy is SelectionStrategy.HEURISTIC and not tuned.has_results(request.operator, request.platform):
+        return ()
+    return tuple(tuned.buckets(request.sizes).items())
+
+
+def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:
+    """Measures for a request if the policy says so and nothing holds; False if it should have and could not."""
+    policy = selection_policy()
+    if policy.get_strategy(request.family, request.mode) is not SelectionStrategy.AUTOTUNE or _tuned is not None:
+        return True
+    if request.platform.pretended or request.platform.emulated or _autotuner is None or _measured(request).results:
+        return True
+    if isinstance(_autotuner, str):
+        set_autotuner(load_object(_autotuner, "SelectionStrategy.AUTOTUNE"))
+        assert callable(_autotuner)
+    problem = _autotuner(request, arguments, policy.autotune_budget_s)
+    if problem and (request.operator, problem) not in _told:
+        _told.add((request.operator, problem))
+        warnings.warn(f"{request.operator} is not measured: {problem}; its kernel is chosen as without AUTOTUNE", stacklevel=5)
+    return not problem
 
 
 def _refuse_to_launch(name: str, platform: PlatformInfo) -> Callable[..., Any]:
@@ -478,6 +482,7 @@ def make_request(
     objective: SelectionObjective | str | None = None,
     traits: Mapping[str, Any] | None = None,
     solution: str | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Request:
     """A request with what is not given filled in: the current platform and the policy's objective."""
     return Request(
@@ -489,6 +494,7 @@ def make_request(
         frozenset(features or ()),
         SelectionObjective(objective) if objective is not None else selection_policy().objective,
         solution,
+        sizes=dict(sizes or {}),
     )
 
 
@@ -503,6 +509,7 @@ def select_kernel(
     traits: Mapping[str, Any] | None = None,
     solution: str | None = None,
     override: str | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> SelectedKernel:
     """Chooses a kernel.
 
@@ -515,14 +522,23 @@ def select_kernel(
         traits: what the request needs; see `tokenspeed_kernel.traits`.
         solution: only kernels made with this.
         override: only this kernel; the platform and format gates still hold.
+        sizes: how large the call is, by the names of `Request.sizes`; tuned results are found by them.
 
     Raises:
         NoKernelFoundError: none will do; the message has every candidate with its reason.
     """
     request = make_request(
-        family, mode, format_signature, features=features, platform=platform, objective=objective, traits=traits, solution=solution
+        family,
+        mode,
+        format_signature,
+        features=features,
+        platform=platform,
+        objective=objective,
+        traits=traits,
+        solution=solution,
+        sizes=sizes,
     )
-    return select(request, Override(override, "override=") if override else override_in_force(family, mode))
+    return select(request, override_of_call(family, mode, override))
 
 
 def explain_selection(
@@ -536,12 +552,21 @@ def explain_selection(
     traits: Mapping[str, Any] | None = None,
     solution: str | None = None,
     override: str | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> str:
     """What `select_kernel` would choose and why, as text; never raises for want of a kernel. `consider` gives it as data."""
     request = make_request(
-        family, mode, format_signature, features=features, platform=platform, objective=objective, traits=traits, solution=solution
+        family,
+        mode,
+        format_signature,
+        features=features,
+        platform=platform,
+        objective=objective,
+        traits=traits,
+        solution=solution,
+        sizes=sizes,
     )
-    return str(consider(request, Override(override, "override=") if override else override_in_force(family, mode)))
+    return str(consider(request, override_of_call(family, mode, override)))
 
 
 def warmup_selection(ops: Iterable[tuple[str, str, FormatSignature, Mapping[str, Any] | None]] | None = None) -> list[str]:

@@ -1,43 +1,105 @@
-"""Timing one callable."""
+"""Timing callables: by events on a GPU, in a CUDA graph, by the clock on a CPU; with cold caches or warm ones."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
-# Compilation, allocator and clocks settle within a few calls.
-_WARMUP = 3
+Cache = Literal["cold", "warm"]
+Call = Callable[[], Any]
+
+# Compilation, allocator and clocks settle within a few calls. One of calls that are known to be as long as this does for three.
+_WARMUP, _LONG_US = 3, 10_000.0
 _FEWEST, _MOST = 10, 1000
 # What is written between two calls on a GPU to push the operands out of its caches: more than the last-level cache of any
 # device at hand (256 MiB). Writing it takes longer than queueing the next call does, so the device never waits for the host.
 _FLUSHED_BYTES = 512 << 20
+# With warm caches nothing is written; the device spins instead until the host has queued the next call. 0.1 ms at 2 GHz.
+_SPUN_CYCLES = 200_000
+_TICK_US = 1e-3
+# Of each round so many samples are kept, evenly spaced. The medians are those of all.
+_KEPT = 64
+
+
+@dataclass(frozen=True)
+class Round:
+    """Calls that were made one after another.
+
+    Attributes:
+        median_us: of all of them, in microseconds.
+        samples_us: their times in the order in which they were made; every second, third... one if there are many.
+    """
+
+    median_us: float
+    samples_us: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Times of single calls, in microseconds: median, 10th and 90th percentile."""
+    """Times of single calls, in microseconds: median, 10th and 90th percentile of all, and what they were in each round."""
 
     median_us: float
     p10_us: float
     p90_us: float
     repeats: int
+    rounds: tuple[Round, ...] = ()
+
+    @classmethod
+    def of(cls, rounds: Sequence[Sequence[float]]) -> Timing:
+        """From the times of one round or more, in microseconds; none may be empty."""
+        kept = tuple(Round(_five_digits(statistics.median(of_one)), _thinned(of_one)) for of_one in rounds)
+        return cls._of([time_us for of_one in rounds for time_us in of_one], kept)
+
+    @classmethod
+    def joined(cls, first: Timing, second: Timing) -> Timing:
+        """The rounds of both. Median and deciles are those of the samples that were kept."""
+        kept = (*first.rounds, *second.rounds)
+        made = cls._of([time_us for of_one in kept for time_us in of_one.samples_us], kept)
+        return replace(made, repeats=first.repeats + second.repeats)
+
+    @classmethod
+    def _of(cls, times: list[float], rounds: tuple[Round, ...]) -> Timing:
+        deciles = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 2
+        return cls(statistics.median(times), deciles[0], deciles[-1], len(times), rounds)
 
 
-def measure(call: Callable[[], Any], device: torch.device | str, *, budget_s: float = 0.5) -> Timing:
-    """Times a callable.
+def _thinned(samples: Sequence[float]) -> tuple[float, ...]:
+    step = -(-len(samples) // _KEPT)
+    return tuple(_five_digits(sample) for sample in samples[::step])
 
-    On a GPU each call starts with cold caches and is timed by events on the current stream. On a CPU it is timed by the clock,
-    with the caches as the call before left them.
+
+def _five_digits(value: float) -> float:
+    """No clock here is better than that, and reports stay small."""
+    return float(f"{value:.5g}")
+
+
+def default_cache(device: torch.device) -> Cache:
+    """Cold on a GPU, where the calls between two of one kernel leave nothing of its operands; warm on a CPU."""
+    return "cold" if device.type == "cuda" else "warm"
+
+
+def measure(
+    calls: Call | Sequence[Call], device: torch.device | str, *, budget_s: float = 0.5, cache: Cache | None = None
+) -> Timing:
+    """Times a callable, or several in turn: the same work on different memory.
+
+    On a GPU each call is timed by events on the current stream; on a CPU by the clock.
 
     Args:
-        call: what to time; takes nothing.
+        calls: what to time; takes nothing.
         device: where it runs.
         budget_s: how long to go on, in seconds, warm-up left out; at least 10 and at most 1000 calls are made.
+        cache: ``"cold"``: each call finds the device's caches full of something else; ``"warm"``: as the call before left them.
+            `default_cache` if not given. A CPU's caches are warm.
+
+    Raises:
+        ValueError: there is nothing to call, or cold caches are asked of a CPU.
 
     Example:
         >>> import torch
@@ -45,21 +107,22 @@ def measure(call: Callable[[], Any], device: torch.device | str, *, budget_s: fl
         >>> measure(lambda: x @ x, "cpu", budget_s=0.01).repeats >= 10
         True
     """
-    for _ in range(_WARMUP):
-        call()
-    return _timed(call, torch.device(device), budget_s)
+    return Timing.of([sample(calls, torch.device(device), budget_s=budget_s, cache=cache)])
 
 
-def measure_graph(calls: Sequence[Callable[[], Any]], device: torch.device | str, *, budget_s: float = 0.5) -> Timing:
+def measure_graph(
+    calls: Sequence[Call], device: torch.device | str, *, budget_s: float = 0.5, cache: Cache | None = None
+) -> Timing:
     """Times callables one after another in one CUDA graph: what they take on the device, without what launching them takes.
 
-    Each time the graph starts with cold caches. So each call meets cold caches, if it works on memory of its own.
+    With cold caches the graph starts with them. So each call meets cold caches, if it works on memory of its own.
 
     Args:
         calls: what to time, the same work on different memory; take nothing. What starting a graph takes, a few microseconds, is
             shared among them.
         device: a GPU.
         budget_s: how long to go on, in seconds, warm-up and capture left out; the graph runs at least 10 and at most 1000 times.
+        cache: see `measure`.
 
     Returns:
         The time of one call on average.
@@ -67,48 +130,108 @@ def measure_graph(calls: Sequence[Callable[[], Any]], device: torch.device | str
     Raises:
         ValueError: there are no calls, or the device is a CPU.
     """
-    where = torch.device(device)
-    if where.type != "cuda" or not calls:
-        raise ValueError(f"a CUDA graph wants at least one call and a GPU, got {len(calls)} for {where}")
-    with torch.cuda.device(where):
+    return Timing.of([sample_graph(calls, torch.device(device), budget_s=budget_s, cache=cache)])
+
+
+def sample(
+    calls: Call | Sequence[Call],
+    device: torch.device,
+    *,
+    budget_s: float,
+    cache: Cache | None = None,
+    fewest: int = _FEWEST,
+    most: int = _MOST,
+    expected_us: float | None = None,
+    meanwhile: Call | None = None,
+) -> list[float]:
+    """The times that `measure` sums up, in microseconds, in order.
+
+    Args:
+        calls, device, budget_s, cache: see `measure`.
+        fewest, most: how many calls are timed at least and at most.
+        expected_us: what a call takes, where that is known; else it is tried first.
+        meanwhile: called once while the device still works on what was queued: to see how it does under load.
+    """
+    listed = [calls] if callable(calls) else list(calls)
+    cache = cache or default_cache(device)
+    if not listed:
+        raise ValueError("there is nothing to time")
+    if cache == "cold" and device.type != "cuda":
+        raise ValueError(f"cold caches can be had on a GPU only, got {device}")
+    warmup = 1 if (expected_us or 0.0) > _LONG_US else _WARMUP
+    for call in (*listed, *[listed[0]] * (warmup - 1)):
+        call()
+    times_of = functools.partial(_gpu_times, cache=cache) if device.type == "cuda" else _cpu_times
+    if expected_us is None:
+        expected_us = statistics.median(times_of(listed, 3, device, None))
+    repeats = min(max(int(budget_s * 1e6 / max(expected_us, 1e-3)), fewest), most)
+    return times_of(listed, repeats, device, meanwhile)
+
+
+def sample_graph(calls: Sequence[Call], device: torch.device, *, expected_us: float | None = None, **options: Any) -> list[float]:
+    """The times that `measure_graph` sums up, in microseconds a call, in order. ``expected_us`` is a call's; see `sample`."""
+    if device.type != "cuda" or not calls:
+        raise ValueError(f"a CUDA graph wants at least one call and a GPU, got {len(calls)} for {device}")
+    with torch.cuda.device(device):
         for call in (*calls, *[calls[0]] * _WARMUP):
             call()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for call in calls:
                 call()
-    return _timed(graph.replay, where, budget_s, len(calls))
+        whole_us = None if expected_us is None else expected_us * len(calls)
+        return [time_us / len(calls) for time_us in sample(graph.replay, device, expected_us=whole_us, **options)]
 
 
-def _timed(call: Callable[[], Any], device: torch.device, budget_s: float, share: int = 1) -> Timing:
-    times_of = _gpu_times if device.type == "cuda" else _cpu_times
-    estimate = statistics.median(times_of(call, 3, device))
-    repeats = min(max(int(budget_s * 1e6 / max(estimate, 1e-3)), _FEWEST), _MOST)
-    times = [time_us / share for time_us in times_of(call, repeats, device)]
-    deciles = statistics.quantiles(times, n=10, method="inclusive")
-    return Timing(statistics.median(times), deciles[0], deciles[-1], repeats)
+def host_time(call: Call, device: torch.device, calls: int = 20) -> float:
+    """Microseconds for which a call holds its caller up on a GPU: until it has queued its work, which nobody waits for.
+
+    Args:
+        call: takes nothing.
+        calls: how many to make. What they launch must fit into the device's queue (about 1000 kernels), or the host waits.
+    """
+    call()
+    torch.cuda.synchronize(device)
+    times = _cpu_times([call], calls, device, None)
+    torch.cuda.synchronize(device)
+    return statistics.median(times)
 
 
-def _cpu_times(call: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
+def _cpu_times(calls: Sequence[Call], repeats: int, device: torch.device, meanwhile: Call | None) -> list[float]:
     times = []
-    for _ in range(repeats):
+    for index in range(repeats):
+        call = calls[index % len(calls)]
         start = time.perf_counter_ns()
         call()
         times.append((time.perf_counter_ns() - start) / 1e3)
+    if meanwhile is not None:
+        meanwhile()
     return times
 
 
-def _gpu_times(call: Callable[[], Any], repeats: int, device: torch.device) -> list[float]:
-    flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device=device)
+def _gpu_times(
+    calls: Sequence[Call], repeats: int, device: torch.device, meanwhile: Call | None, cache: Cache = "cold"
+) -> list[float]:
     with torch.cuda.device(device):
+        before = _before_each(device, cache)
         starts, ends = [], []
         for _ in range(repeats):
             starts.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        for start, end in zip(starts, ends, strict=True):
-            flushed.zero_()
+        for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            before()
             start.record()
-            call()
+            calls[index % len(calls)]()
             end.record()
+        if meanwhile is not None:
+            meanwhile()
         torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1e3 for start, end in zip(starts, ends, strict=True)]
+    # A call that launches nothing may take less than a tick of the device's clock; rates divide by what is returned.
+    return [max(start.elapsed_time(end) * 1e3, _TICK_US) for start, end in zip(starts, ends, strict=True)]
+
+
+def _before_each(device: torch.device, cache: Cache) -> Call:
+    """What keeps the device at work while the host queues the next call."""
+    if cache == "warm":
+        return functools.partial(torch.cuda._sleep, _SPUN_CYCLES)
+    return torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device=device).zero_

@@ -5,7 +5,11 @@ from __future__ import annotations
 import typer
 
 from tokenspeed_kernel.cli.bench import bench
+from tokenspeed_kernel.cli.capture import merge_files, show_calls
+from tokenspeed_kernel.cli.profile import profile
+from tokenspeed_kernel.cli.report import report
 from tokenspeed_kernel.cli.show import doctor, explain, ops, plugin_info, plugin_list
+from tokenspeed_kernel.cli.tune import tune
 from tokenspeed_kernel.cli.verify import verify
 
 __all__ = ["app"]
@@ -25,8 +29,16 @@ app.command()(ops)
 app.command()(explain)
 app.command()(verify)
 app.command()(bench)
+app.command()(tune)
+app.command(context_settings={"allow_interspersed_args": False})(profile)
+app.command()(report)
 
 _plugins = typer.Typer(help="Packages that bring kernels.", no_args_is_help=True, rich_markup_mode=None, context_settings=_SETTINGS)
 _plugins.command("list")(plugin_list)
 _plugins.command("info")(plugin_info)
 app.add_typer(_plugins, name="plugins")
+
+_capture = typer.Typer(help="What was really called.", no_args_is_help=True, rich_markup_mode=None, context_settings=_SETTINGS)
+_capture.command("show")(show_calls)
+_capture.command("merge")(merge_files)
+app.add_typer(_capture, name="capture")

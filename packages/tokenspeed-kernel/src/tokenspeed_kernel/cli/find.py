@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from tokenspeed_kernel.capture import ReplayError, UnreadableCaptureError, load_cases
 from tokenspeed_kernel.cases import Case
 from tokenspeed_kernel.cli.output import fail, unknown
 from tokenspeed_kernel.operator import Operator, get_operator, operators
@@ -46,9 +48,15 @@ def find_kernels(target: str | None, plugin: str | None = None) -> list[KernelSp
     return [spec for spec in found if spec.name in loaded[plugin].kernel_names]
 
 
-def find_runs(specs: list[KernelSpec], wanted: Sequence[str], large: bool) -> list[tuple[KernelSpec, Case]]:
-    """Kernels with their cases: the small ones, also the large ones, or those whose name is one of ``wanted`` or contains it."""
-    cases = {str(op): op.all_cases() for op in operators()}
+def find_runs(
+    specs: list[KernelSpec], wanted: Sequence[str], large: bool, captured: Path | None = None
+) -> list[tuple[KernelSpec, Case]]:
+    """Kernels with their cases: the small ones, also the large ones, or those whose name is one of ``wanted`` or contains it.
+
+    Args:
+        captured: a file of captured calls, whose cases are taken in place of the operators' own.
+    """
+    cases = {str(op): op.all_cases() for op in operators()} if captured is None else find_captured(captured)
     pairs = [(spec, case) for spec in specs for case in cases.get(spec.operator, ())]
     if not wanted:
         return [(spec, case) for spec, case in pairs if large or not case.large]
@@ -60,6 +68,17 @@ def find_runs(specs: list[KernelSpec], wanted: Sequence[str], large: bool) -> li
             unknown("case", name, names)
         found |= matching
     return [(spec, case) for spec, case in pairs if case.name in found]
+
+
+def find_captured(file: Path) -> dict[str, list[Case]]:
+    """Cases for the calls that were captured to a file, by operator."""
+    cases: dict[str, list[Case]] = {}
+    try:
+        for found in load_cases(file):
+            cases.setdefault(found.operator, []).append(found.case)
+    except (FileNotFoundError, ReplayError, UnreadableCaptureError) as error:
+        fail(error)
+    return cases
 
 
 def find_device(name: str | None) -> torch.device | None:

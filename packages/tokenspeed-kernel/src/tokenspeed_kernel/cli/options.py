@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -16,3 +17,4 @@ Large = Annotated[bool, typer.Option("--large", help="Also the cases that are si
 Device = Annotated[Optional[str], typer.Option("--device", help="cpu or cuda; where kernels run by default if left out.")]  # noqa: UP045
 Plugin = Annotated[Optional[str], typer.Option("--plugin", help="Only kernels of this plugin.")]  # noqa: UP045
 Solution = Annotated[Optional[str], typer.Option("--solution", help="Only kernels made with this.")]  # noqa: UP045
+Captured = Annotated[Optional[Path], typer.Option("--from", help="Cases like the calls that were captured to this file.")]  # noqa: UP045

@@ -20,6 +20,7 @@ from tokenspeed_kernel.plugins import disabled_plugins, list_plugins, plugin_fai
 from tokenspeed_kernel.registry import KernelRegistry
 from tokenspeed_kernel.selection import Explanation, Override, Request, SelectionObjective, consider, override_in_force
 from tokenspeed_kernel.signature import FormatSignature
+from tokenspeed_kernel.traits import format_traits
 
 # -- doctor -------------------------------------------------------------------------------------------------------------------
 
@@ -227,10 +228,14 @@ def _print_explanation(explanation: Explanation, case: str) -> None:
     typer.echo(f"  case      {case}")
     typer.echo(f"  formats   {request.signature}")
     typer.echo(f"  traits    {', '.join(f'{name}={value}' for name, value in sorted(request.traits.items())) or 'none'}")
+    if request.sizes:
+        typer.echo(f"  sizes     {format_traits(request.sizes)}")
     if request.solution:
         typer.echo(f"  solution  {request.solution}")
     if explanation.override:
         typer.echo(f"  override  {explanation.override.kernel} ({explanation.override.source})")
+    for note in explanation.notes:
+        typer.echo(f"  tuned     {note}")
     typer.echo()
     print_table(
         ["kernel", "verdict", "gate", "solution", "priority", "reason"],

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenspeed_kernel.checks import describe
+from tokenspeed_kernel.numerics.places import describe_places, relation
 from tokenspeed_kernel.numerics.tolerance import EXACT, Tolerance, tolerance_for
 
 # Elements compared at a time: the comparison is made in float64, and a cache may have 10^9 elements.
 _CHUNK = 1 << 24
 # A norm says something of many elements; of a few it says what the elements say.
 _FEWEST_FOR_NORM = 64
+# The worst elements that are shown.
+_SHOWN = 5
+# Upper ends of the buckets of the histogram: 0, 1, 2, 3-4, 5-8 and so on, in units in the last place.
+_BUCKETS = (0, *(2**n for n in range(21)))
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,9 @@ class Element:
 
     def __str__(self) -> str:
         return f"{list(self.index)}: got {self.got:.9g}, expected {self.expected:.9g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"index": list(self.index), "got": _json_number(self.got), "expected": _json_number(self.expected)}
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,12 @@ class Comparison:
         beyond: fraction of elements beyond the tolerance.
         worst: the element that is farthest out, measured by its own tolerance; None if nothing differs.
         tolerance: what was applied.
+        cosine: of the angle between the two, over elements that are finite in both; 1 where there is nothing to compare.
+        ulps: how many elements are how many units in the last place apart, by bucket (``"0"``, ``"1"``, ``"2"``, ``"3-4"``...);
+            only buckets that hold any, and for floats only. ``"not finite"``: NaN or infinite in one of the two only.
+        several: the elements that are farthest out, the worst first; at most 5, of those beyond the tolerance if there are any.
+        places: where the elements beyond the tolerance lie; empty if there are none.
+        relation: what the result as a whole is to the one that is expected, if it is wrong in a plain way: a factor, say.
     """
 
     name: str
@@ -52,6 +67,11 @@ class Comparison:
     beyond: float
     worst: Element | None
     tolerance: Tolerance
+    cosine: float = 1.0
+    ulps: tuple[tuple[str, int], ...] = ()
+    several: tuple[Element, ...] = ()
+    places: str = ""
+    relation: str = ""
 
     @property
     def passed(self) -> bool:
@@ -59,7 +79,6 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values. Numbers that JSON does not have become text."""
-        worst = self.worst
         return {
             "name": self.name,
             "passed": self.passed,
@@ -67,8 +86,12 @@ class Comparison:
             "max_abs_error": _json_number(self.max_abs_error),
             "relative_error": _json_number(self.relative_error),
             "beyond": self.beyond,
-            "worst": worst
-            and {"index": list(worst.index), "got": _json_number(worst.got), "expected": _json_number(worst.expected)},
+            "cosine": self.cosine,
+            "ulps": dict(self.ulps),
+            "worst": self.worst and self.worst.to_dict(),
+            "several": [element.to_dict() for element in self.several],
+            "places": self.places,
+            "relation": self.relation,
             "tolerance": {
                 "relative": self.tolerance.relative,
                 "absolute": self.tolerance.absolute,
@@ -140,14 +163,31 @@ def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance)
         return Comparison(name, fault, math.inf, math.inf, 1.0, None, tolerance)
     if expected.numel() == 0:
         return Comparison(name, "", 0.0, 0.0, 0.0, None, tolerance)
+    if same_bits(got, expected):
+        ulps = (("0", expected.numel()),) if expected.is_floating_point() else ()
+        return Comparison(name, "", 0.0, 0.0, 0.0, None, tolerance, 1.0, ulps)
     measured = _measure(got, expected, tolerance)
     relative = _relative_error(measured)
-    worst = None
-    if measured.worst_score > 0:
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(measured.worst_at), expected.shape))
-        worst = Element(index, got[index].item(), expected[index].item())
+    several = []
+    for _, place in measured.worst:
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), expected.shape))
+        several.append(Element(index, got[index].item(), expected[index].item()))
+    worst = several[0] if several else None
     fault = _fault(measured, relative, worst, expected.numel(), tolerance)
-    return Comparison(name, fault, measured.max_error, relative, measured.beyond / expected.numel(), worst, tolerance)
+    return Comparison(
+        name,
+        fault,
+        measured.max_error,
+        relative,
+        measured.beyond / expected.numel(),
+        worst,
+        tolerance,
+        measured.cosine(),
+        measured.histogram(),
+        tuple(several[: max(measured.beyond, 1)]),
+        describe_places(measured.mask(expected.numel()).view(expected.shape)) if measured.beyond else "",
+        relation(got, expected) if fault else "",
+    )
 
 
 @dataclass
@@ -160,8 +200,27 @@ class _Measured:
     max_error: float = 0.0
     error_squares: float = 0.0
     expected_squares: float = 0.0
-    worst_score: float = 0.0
-    worst_at: int = 0
+    got_squares: float = 0.0  # of elements that are finite in both, as the two below
+    paired_squares: float = 0.0
+    products: float = 0.0
+    worst: list[tuple[float, int]] = field(default_factory=list)  # by score, with places, the worst first
+    masks: list[tuple[int, Tensor]] = field(default_factory=list)  # what is beyond the tolerance, of chunks where anything is
+    buckets: list[int] = field(default_factory=list)
+
+    def cosine(self) -> float:
+        if not self.got_squares or not self.paired_squares:
+            return 1.0 if self.got_squares == self.paired_squares else 0.0
+        return self.products / math.sqrt(self.got_squares) / math.sqrt(self.paired_squares)
+
+    def mask(self, count: int) -> Tensor:
+        made = torch.zeros(count, dtype=torch.bool)
+        for start, chunk in self.masks:
+            made[start : start + len(chunk)] = chunk
+        return made
+
+    def histogram(self) -> tuple[tuple[str, int], ...]:
+        names = ["0", "1", "2", *(f"{low + 1}-{high}" for low, high in itertools.pairwise(_BUCKETS[2:]))]
+        return tuple((n, c) for n, c in zip([*names, f">{_BUCKETS[-1]}", "not finite"], self.buckets, strict=False) if c)
 
 
 def _measure(got: Tensor, expected: Tensor, tolerance: Tolerance) -> _Measured:
@@ -195,9 +254,16 @@ def _measure(got: Tensor, expected: Tensor, tolerance: Tolerance) -> _Measured:
         usable_error = error.where(comparable, 0.0)
         total.max_error = max(total.max_error, float(usable_error.max()))
         total.error_squares += float(usable_error.square().sum())
-        place = int(score.argmax())
-        if float(score[place]) > total.worst_score:
-            total.worst_score, total.worst_at = float(score[place]), start + place
+        if bool(beyond.any()):
+            total.masks.append((start, beyond.cpu()))
+        total.got_squares += float(got_wide.where(comparable, 0.0).square().sum())
+        total.paired_squares += float(wide.where(comparable, 0.0).square().sum())
+        total.products += float((got_wide * wide).where(comparable, 0.0).sum())
+        counted = _count_ulps(g, e, differs & comparable, strange)
+        total.buckets = [a + b for a, b in zip(total.buckets, counted, strict=True)] if total.buckets else counted
+        scores, places = score.topk(min(_SHOWN, len(score)))
+        found = [(s, start + p) for s, p in zip(scores.tolist(), places.tolist(), strict=True) if s > 0]
+        total.worst = sorted(total.worst + found, key=lambda one: (-one[0], one[1]))[:_SHOWN]
     if total.strange:
         total.max_error = math.inf
     return total
@@ -218,6 +284,30 @@ def _chunks(got: Tensor, expected: Tensor) -> Iterator[tuple[int, Tensor, Tensor
     size = max(_CHUNK // row, 1) * row if row <= _CHUNK else _CHUNK  # whole rows
     for start in range(0, flat_expected.numel(), size):
         yield start, flat_got[start : start + size], flat_expected[start : start + size]
+
+
+def _count_ulps(got: Tensor, expected: Tensor, differing: Tensor, strange: Tensor) -> list[int]:
+    """Elements by how many units in the last place they are apart; the last two: farther than all buckets, and ``strange``, not
+    finite in one of the two. ``differing``: those that are finite and not alike."""
+    if not got.is_floating_point():
+        return [0] * (len(_BUCKETS) + 2)
+    left, right = _ordered(got[differing]), _ordered(expected[differing])
+    # Of different signs they are far apart, and in 64 bits farther than an integer can say.
+    apart = torch.where((left < 0) == (right < 0), (left - right).abs(), left.abs().clamp(max=2**61) + right.abs().clamp(max=2**61))
+    bounds = torch.tensor(_BUCKETS, device=apart.device, dtype=apart.dtype)
+    counts = torch.bincount(torch.bucketize(apart, bounds), minlength=len(_BUCKETS) + 1).tolist()
+    apart_or_strange = len(left) + (odd := int(strange.sum()))
+    counts[0] += got.numel() - apart_or_strange
+    return [*counts, odd]
+
+
+def _ordered(tensor: Tensor) -> Tensor:
+    """Finite floats as int64 in the same order, neighbours one apart and both zeros 0."""
+    bits = _bits(tensor).long()
+    if tensor.element_size() == 1:
+        bits = torch.where(bits >= 128, bits - 256, bits)
+    lowest = -(1 << (8 * tensor.element_size() - 1))
+    return torch.where(bits < 0, lowest - bits, bits)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

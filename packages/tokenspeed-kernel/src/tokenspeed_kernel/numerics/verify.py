@@ -2,7 +2,8 @@
 
 A kernel is run the way a caller runs it: through the operator, by name. Beyond the values of its outputs it is held to what
 every caller may rely on: ``out=`` is written to and returned, arguments that the operator does not declare as written to are
-left alone, outputs are memory of their own, and a kernel tagged ``determinism`` gives the same bits again.
+left alone, outputs are memory of their own, and a kernel tagged ``determinism`` gives the same bits again. What it declares
+beyond that, and what goes on around its arguments, is for `tokenspeed_kernel.numerics.honesty`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import enum
 import functools
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +39,19 @@ class Status(str, enum.Enum):
 
 
 @dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong: ``kind`` says of which sort it is, the same for the same fault on other inputs."""
+
+    kind: str
+    text: str
+
+    @property
+    def check(self) -> str:
+        """The first word of the kind: ``values``, ``out=``, ``inputs``, ``memory``, ``determinism`` or ``error``."""
+        return self.kind.partition(" ")[0]
+
+
+@dataclass(frozen=True)
 class CaseResult:
     """What became of one kernel on one case.
 
@@ -47,6 +61,8 @@ class CaseResult:
         reason: why it was skipped, what is wrong, or what exactly was checked.
         comparisons: one a checked tensor; those made with ``out=`` are named after the parameter.
         traceback: of an error.
+        faults: what is wrong, one by one; ``reason`` is all of it.
+        traits: what the case asks of a kernel, where it came so far.
     """
 
     kernel: str
@@ -56,6 +72,12 @@ class CaseResult:
     reason: str = ""
     comparisons: tuple[Comparison, ...] = ()
     traceback: str = ""
+    faults: tuple[Fault, ...] = ()
+    traits: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> bool:
+        return self.status in (Status.FAILED, Status.ERROR)
 
     @property
     def worst(self) -> Comparison | None:
@@ -70,7 +92,9 @@ class CaseResult:
             "case": self.case,
             "status": self.status.value,
             "reason": self.reason,
+            "faults": [{"kind": fault.kind, "text": fault.text} for fault in self.faults],
             "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+            "traits": dict(self.traits),
             "traceback": self.traceback,
         }
 
@@ -90,6 +114,7 @@ def verify_kernel(
     *,
     large: bool = False,
     seed: int = 0,
+    repeat: int | None = None,
 ) -> list[CaseResult]:
     """Runs a registered kernel against its operator's reference.
 
@@ -99,6 +124,7 @@ def verify_kernel(
         device: where; `default_device` if not given.
         large: include the cases that are sized for a GPU. Does not touch ``cases``.
         seed: of the inputs.
+        repeat: how many runs must give the same bits, of any kernel; None asks it of those tagged ``determinism``, twice.
 
     Returns:
         One result a case, in order; nothing is raised for a kernel that is wrong.
@@ -115,10 +141,12 @@ def verify_kernel(
         except KeyError:
             return [CaseResult(spec.name, spec.operator, "", Status.ERROR, f"{spec.operator} is not an operator ({spec.origin})")]
         cases = [case for case in declared if large or not case.large]
-    return [verify_case(spec, case, device, seed=seed) for case in cases]
+    return [verify_case(spec, case, device, seed=seed, repeat=repeat) for case in cases]
 
 
-def verify_case(spec: KernelSpec, case: Case, device: torch.device | str | None = None, *, seed: int = 0) -> CaseResult:
+def verify_case(
+    spec: KernelSpec, case: Case, device: torch.device | str | None = None, *, seed: int = 0, repeat: int | None = None
+) -> CaseResult:
     """Runs a registered kernel on one case of its operator. See `verify_kernel`."""
     op = get_operator(spec.operator)
     where = default_device() if device is None else torch.device(device)
@@ -136,7 +164,8 @@ def verify_case(spec: KernelSpec, case: Case, device: torch.device | str | None 
             arguments, twin = build(), build()
             changed = _differing(op, arguments, twin)
             if changed:
-                return result(Status.ERROR, f"the case does not draw the same {', '.join(changed)} twice")
+                said = f"the case does not draw the same {', '.join(changed)} twice"
+                return result(Status.ERROR, said, faults=(Fault("error case", said),))
             op.check_call(arguments)
             rejected = refusal(op, spec, arguments)
             if rejected is not None and rejected[0] != "implementation":
@@ -147,6 +176,7 @@ def verify_case(spec: KernelSpec, case: Case, device: torch.device | str | None 
             doing = "preparing the arguments for the kernel"
             twin = op.prepared(twin, spec)
             request = op.request(twin)
+            result = functools.partial(result, traits=request.traits)
             rejected = gate(spec, request)
             if rejected is not None:
                 return result(Status.SKIPPED, f"{rejected[0]}: {rejected[1]}")
@@ -159,15 +189,36 @@ def verify_case(spec: KernelSpec, case: Case, device: torch.device | str | None 
             doing = "running the kernel"
             is_reference = spec.universal
             tolerance = functools.partial(tolerance_for, request=request, exact=op.exact or is_reference)
-            trial = _Trial(op, spec, twin, lambda: op.prepared(build(), spec), expected, written, tolerance)
+            trial = _Trial(op, spec, twin, lambda: op.prepared(build(), spec), expected, written, tolerance, repeat)
             trial.run()
     except Exception as error:  # a kernel may fail in any way; every one of them is reported
-        return result(Status.ERROR, f"{doing}: {type(error).__name__}: {error}", traceback=traceback.format_exc())
-    faults = [*(f"{c.name}: {c.fault}" for c in trial.comparisons if c.fault), *trial.faults]
+        said = f"{doing}: {type(error).__name__}: {error}"
+        blamed = Fault(f"error {doing} {type(error).__name__}", said)
+        return result(Status.ERROR, said, traceback=traceback.format_exc(), faults=(blamed,))
+    faults = (*_faults_of(trial.comparisons), *trial.faults)
     if faults:
-        return result(Status.FAILED, "; ".join(faults), tuple(trial.comparisons))
+        return result(Status.FAILED, "; ".join(fault.text for fault in faults), tuple(trial.comparisons), faults=faults)
     remark = "is the reference: the same bits again, out= respected, inputs left alone" if is_reference else ""
     return result(Status.PASSED, remark, tuple(trial.comparisons))
+
+
+def _faults_of(comparisons: Iterable[Comparison]) -> Iterator[Fault]:
+    """What is wrong with values; what is wrong with ``out=`` in the same way as without is said once."""
+    said = set()
+    for comparison in comparisons:
+        if comparison.fault and comparison.fault not in said:
+            said.add(comparison.fault)
+            check = "out=" if comparison.name.endswith("=") else "values"
+            notes = "".join(f"; {note}" for note in (comparison.relation, comparison.places) if note)
+            yield Fault(f"{check} {comparison.name}", f"{comparison.name}: {comparison.fault}{notes}")
+
+
+def run_kernel(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any]) -> Any:
+    """Runs a kernel by name on (complete, prepared) arguments, as a caller would, and waits for it."""
+    result = op.function(**arguments, override=spec.name)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()  # so that a failed launch is blamed on this call
+    return result
 
 
 def refusal(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any]) -> tuple[str, str] | None:
@@ -211,9 +262,10 @@ class _Trial:
     expected: Any
     written: dict[str, Tensor]
     tolerance: Callable[[torch.dtype], Tolerance]
+    repeat: int | None
 
     def __post_init__(self) -> None:
-        self.faults: list[str] = []
+        self.faults: list[Fault] = []
         self.comparisons: list[Comparison] = []
 
     def run(self) -> None:
@@ -226,16 +278,33 @@ class _Trial:
         fresh = self.build()
         changed = _differing(self.op, self.arguments, fresh, (*self.op.mutates, *self.op.outs))
         if changed:
-            self.faults.append(f"changes its input {', '.join(changed)}")
+            self.faults.append(Fault(f"inputs {changed[0]}", f"changes its input {', '.join(changed)}"))
+        tagged = "determinism" in self.spec.tags
+        runs = self.repeat or (2 if tagged and not self.op.outs else 1)  # with out= there is a second run anyway
+        self._check_bits(runs, outputs, tagged)
         comparable = all(c.passed for c in self.comparisons)
         if self.op.outs:
             self._check_out(fresh, outputs if comparable else None)
 
+    def _check_bits(self, runs: int, outputs: list[Tensor], tagged: bool) -> None:
+        """Runs again, on the same values. The outcome of the first run lies in ``outputs`` and in the first arguments."""
+        first = _written(self.op, self.arguments)
+        for run in range(2, runs + 1):
+            arguments = self.build()
+            got = self._call(arguments)
+            again = [t for t in lowering.as_list(got) if isinstance(t, Tensor)] if isinstance(got, (Tensor, tuple)) else []
+            compared = compare(tuple(again), tuple(outputs), EXACT)
+            compared += [compare_tensors(n, t, first[n], EXACT) for n, t in _written(self.op, arguments).items()]
+            differing = next((c for c in compared if c.fault), None)
+            if differing is not None:
+                said = "is tagged determinism, but gives" if tagged else "gives"
+                self.faults.append(
+                    Fault("determinism", f"{said} other bits in run {run} of {runs}: {differing.name}: {differing.fault}")
+                )
+                return
+
     def _call(self, arguments: dict[str, Any]) -> Any:
-        result = self.op.function(**arguments, override=self.spec.name)
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()  # so that a failed launch is blamed on this call
-        return result
+        return run_kernel(self.op, self.spec, arguments)
 
     def _compare_written(self, arguments: dict[str, Any]) -> None:
         for name, tensor in _written(self.op, arguments).items():
@@ -251,7 +320,7 @@ class _Trial:
                 continue
             owner = owners.setdefault(_storage(output), f"output {index}")
             if owner != f"output {index}":
-                self.faults.append(f"output {index} shares memory with {owner}")
+                self.faults.append(Fault(f"memory {index}", f"output {index} shares memory with {owner}"))
 
     def _check_out(self, arguments: dict[str, Any], before: list[Tensor] | None) -> None:
         """Runs again with every output provided."""
@@ -264,14 +333,16 @@ class _Trial:
         for index, (name, out) in enumerate(provided.items()):
             value = returned[index] if index < len(returned) else None
             if not isinstance(value, Tensor) or not _same_memory(value, out):
-                self.faults.append(f"ignores {name}=: what it returns is not the tensor it was given")
+                said = f"ignores {name}=: what it returns is not the tensor it was given"
+                self.faults.append(Fault(f"out= {name}", said))
                 continue
             compared = compare_tensors(f"{name}=", out, wanted[index], self.tolerance(wanted[index].dtype))
             self.comparisons.append(compared)
             if before is not None and "determinism" in self.spec.tags and compared.passed:
                 again = compare_tensors(f"{name}=", out, before[index], EXACT)
                 if again.fault:
-                    self.faults.append(f"is tagged determinism, but gives other bits the second time: {again.fault}")
+                    said = f"is tagged determinism, but gives other bits the second time: {again.fault}"
+                    self.faults.append(Fault("determinism", said))
 
 
 def _storage(tensor: Tensor) -> int:

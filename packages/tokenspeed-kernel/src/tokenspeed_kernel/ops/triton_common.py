@@ -37,6 +37,11 @@ def multiprocessors(device: torch.device) -> int:
     return platform_of(device).sm_count or _TYPICAL_MULTIPROCESSORS
 
 
+def dense(x: Tensor | None) -> Tensor | None:
+    """The tensor, or a copy of which the elements lie one after another: for vectors of which a kernel looks at no stride."""
+    return None if x is None else x.contiguous()
+
+
 def as_rows(x: Tensor) -> Tensor:
     """``[..., n]`` as ``[rows, n]`` of unit stride in the last axis: a view where the strides allow it, else a copy."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel.checks import FLOATS, Checker
 from tokenspeed_kernel.operator import operator
 
@@ -82,6 +82,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
+@recipe
 def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[Draw], dict[str, Any]]:
     # A spread of 4 makes the clamp at 7 matter.
     return lambda draw: {"x": draw.normal(*shape, dtype=dtype, scale=4.0), **options}

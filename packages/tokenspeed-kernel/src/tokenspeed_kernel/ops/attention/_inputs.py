@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Draw
+from tokenspeed_kernel.cases import Draw, poisoned, recipe
 from tokenspeed_kernel.checks import FP8
+from tokenspeed_kernel.recording import CapturedCall
 
 Make = Callable[[Draw], dict[str, Any]]
 
 
+@recipe
 def ragged(
     lengths: Sequence[int],
     heads: int = 4,
@@ -47,7 +50,15 @@ def ragged(
     return make
 
 
-def _paging(draw: Draw, kv_lens: Sequence[int], page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def ragged_like(call: CapturedCall) -> Make:
+    """Whole sequences like those of a captured call."""
+    (tokens, heads, head_dim), (_, kv_heads, v_head_dim) = call.shape("q"), call.shape("v")
+    lengths = call.parts("lengths", call.shape("cu_seqlens")[0] - 1, tokens)
+    given = {"sinks": call.given("sinks"), "hint": call.given("cu_seqlens_cpu")}
+    return ragged(lengths, heads, kv_heads, head_dim, v_head_dim, call.dtype("q"), **given)
+
+
+def _paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Pages for sequences: page table, lengths, and which slots ``[pages, page_size]`` hold a token.
 
     Pages are shuffled, some belong to no one, and entries of the page table that no sequence reaches name no page.
@@ -55,7 +66,7 @@ def _paging(draw: Draw, kv_lens: Sequence[int], page_size: int) -> tuple[Tensor,
     counts = [-(-length // page_size) for length in kv_lens]
     pages = sum(counts) + 2
     free = iter(draw.permutation(pages).tolist())
-    width = max(counts, default=0) + 1
+    width = max(counts, default=0) + 1 if width is None else width
     rows = [[next(free) for _ in range(count)] + [-1] * (width - count) for count in counts]
     page_table = draw.tensor(rows, torch.int32).reshape(len(kv_lens), width)
     held = torch.zeros(pages, page_size, dtype=torch.bool, device=draw.device)
@@ -73,6 +84,7 @@ def _cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale: boo
     return values.to(dtype)
 
 
+@recipe
 def paged(
     kv_lens: Sequence[int],
     q_lens: Sequence[int] | None = None,
@@ -89,6 +101,7 @@ def paged(
     scale_per_head: bool = False,
     stale: bool = False,
     running_sums: bool = True,
+    width: int | None = None,
     **options: Any,
 ) -> Make:
     """New tokens and a paged cache that holds them.
@@ -99,10 +112,11 @@ def paged(
         scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one a kv head.
         stale: slots that hold no token hold NaN.
         running_sums: where there are q_lens, give ``cu_seqlens_kv`` too.
+        width: entries of the page table for each sequence; one more than any has pages if not given.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        page_table, cache_seqlens, held = _paging(draw, kv_lens, page_size)
+        page_table, cache_seqlens, held = _paging(draw, kv_lens, page_size, width)
         stored = cache_dtype or dtype
         tokens = sum(q_lens) if q_lens is not None else len(kv_lens) * options.get("max_seqlen_q", 1)
         arguments: dict[str, Any] = {
@@ -130,3 +144,58 @@ def paged(
         return {**arguments, **options}
 
     return make
+
+
+def paged_like(call: CapturedCall) -> Make:
+    """New tokens and a paged cache like those of a captured call, whose pages may have been shared. These are not."""
+    cache = "kv_cache" if call.given("kv_cache") else "k_cache"
+    tokens, heads, head_dim = call.shape("q")
+    batch, width = call.shape("page_table")
+    room = call.arguments["max_seqlen_k"]
+    kv_lens = call.values("kv_lens", batch, room)
+    options: dict[str, Any] = {}
+    q_lens = None
+    if call.given("cu_seqlens_q"):
+        q_lens = call.parts("q_lens", batch, tokens)
+        if call.arguments.get("is_causal", True):
+            kv_lens = [max(kv_len, min(q_len, room)) for kv_len, q_len in zip(kv_lens, q_lens, strict=True)]
+        options["running_sums"] = call.given("cu_seqlens_kv")
+    else:
+        options["max_seqlen_q"] = call.arguments["max_seqlen_q"]
+    if cache == "kv_cache":
+        options["kv_lora_rank"] = call.arguments["kv_lora_rank"]
+    else:
+        options["kv_heads"], options["v_head_dim"] = call.shape("v_cache")[2:]
+    scales = [name for name in ("q_scale", "k_scale", "v_scale", "kv_scale") if call.given(name)]
+    return paged(
+        kv_lens, q_lens, heads, head_dim=head_dim, page_size=call.shape(cache)[1], dtype=call.dtype("q"),
+        cache_dtype=call.dtype(cache), sinks=call.given("sinks"), scales=scales,
+        scale_per_head=any(math.prod(call.shape(name)) > 1 for name in scales), width=width, **options,
+    )  # fmt: skip
+
+
+def lengths_read(cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> dict[str, list[int]]:
+    """The values that decide the work of paged attention."""
+    kv_lens: list[int] = cache_seqlens.tolist()
+    return {"kv_lens": kv_lens} if cu_seqlens_q is None else {"kv_lens": kv_lens, "q_lens": cu_seqlens_q.diff().tolist()}
+
+
+def disturbed_pages(page_table: Tensor, cache_seqlens: Tensor, **caches: Tensor) -> dict[str, Tensor]:
+    """A paged call with other values where none may matter: entries of the page table that no length reaches, and slots that hold
+    no token. Entries name no page on a host, where looking one up fails; on a device, where it would be an illegal access, they
+    name a page that is no sequence's, if there is one."""
+    cache = next(iter(caches.values()))
+    pages, page_size = cache.shape[:2]
+    positions = torch.arange(page_table.shape[1] * page_size, device=cache.device).view(-1, page_size)
+    reached = positions < cache_seqlens.view(-1, 1, 1)  # [batch, max_pages, page_size]
+    named = page_table.long().clamp(min=0).unsqueeze(2).expand_as(reached) * page_size + positions % page_size
+    held = torch.zeros(pages * page_size, dtype=torch.bool, device=cache.device)
+    held[named[reached]] = True
+    held = held.view(pages, page_size)
+    free = (~held.any(1)).nonzero().flatten()
+    elsewhere = torch.iinfo(page_table.dtype).max if not page_table.is_cuda else int(free[0]) if len(free) else 0
+    entries = reached.any(2)
+    changed = {"page_table": page_table if elsewhere == 0 else torch.where(entries, page_table, elsewhere)}
+    for name, values in caches.items():
+        changed[name] = poisoned(values, ~held)
+    return changed

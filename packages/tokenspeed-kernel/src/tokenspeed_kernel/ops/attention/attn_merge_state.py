@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel.checks import FLOATS, Checker
 from tokenspeed_kernel.operator import operator
 
@@ -88,6 +88,7 @@ def _(out_a: Tensor, lse_a: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 
+@recipe
 def _inputs(
     tokens: int, heads: int, v_head_dim: int, dtype: torch.dtype = torch.bfloat16, empty: bool = False
 ) -> Callable[[Draw], dict[str, Any]]:

@@ -11,7 +11,7 @@ from tokenspeed_kernel.cases import Case, Cost
 from tokenspeed_kernel.checks import Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.attention import _checks, _cost
-from tokenspeed_kernel.ops.attention._inputs import paged
+from tokenspeed_kernel.ops.attention._inputs import disturbed_pages, lengths_read, paged, paged_like
 from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_paged, empty_outputs, softmax_scale_of
 from tokenspeed_kernel.ops.attention._traits import cache_traits, softmax_traits, window_traits
 
@@ -218,6 +218,19 @@ def _() -> list[Case]:
         Case("llama-70b 2 x 4096 of 8192", paged([8192] * 2, [4096] * 2, **llama_70b), large=True),
         Case("llama-70b 8 x 1024 of 8192, fp8 cache", paged(long, stretch, **llama_70b, cache_dtype=e4m3, scales=both), large=True),
     ]
+
+
+@mha_extend_with_kvcache.disturb
+def _(k_cache: Tensor, v_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor) -> dict[str, Tensor]:
+    return disturbed_pages(page_table, cache_seqlens, k_cache=k_cache, v_cache=v_cache)
+
+
+@mha_extend_with_kvcache.work
+def _(cu_seqlens_q: Tensor, cache_seqlens: Tensor) -> dict[str, list[int]]:
+    return lengths_read(cu_seqlens_q, cache_seqlens)
+
+
+mha_extend_with_kvcache.replay(paged_like)
 
 
 @mha_extend_with_kvcache.cost

@@ -12,7 +12,7 @@ from tokenspeed_kernel.cases import Case, Cost
 from tokenspeed_kernel.checks import FLOATS, Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.attention import _checks, _cost
-from tokenspeed_kernel.ops.attention._inputs import ragged
+from tokenspeed_kernel.ops.attention._inputs import ragged, ragged_like
 from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_ragged, empty_outputs, softmax_scale_of
 from tokenspeed_kernel.ops.attention._traits import softmax_traits, window_traits
 
@@ -158,6 +158,14 @@ def _() -> list[Case]:
         Case("llama-70b 2 x 8192", ragged([8192] * 2, **llama_70b), large=True),
         Case("llama-70b 37 to 4000 tokens", ragged([37, 4000, 515, 1234], **llama_70b, return_lse=True), large=True),
     ]
+
+
+@mha_prefill.work
+def _(cu_seqlens: Tensor) -> dict[str, list[int]]:
+    return {"lengths": cu_seqlens.diff().tolist()}
+
+
+mha_prefill.replay(ragged_like)
 
 
 @mha_prefill.cost

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost
+from tokenspeed_kernel.cases import Case, Cost, recipe
 from tokenspeed_kernel.checks import Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.attention import _checks, _cost
-from tokenspeed_kernel.ops.attention._inputs import Make, paged
+from tokenspeed_kernel.ops.attention._inputs import Make, disturbed_pages, lengths_read, paged, paged_like
 from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_paged, empty_outputs, softmax_scale_of
 from tokenspeed_kernel.ops.attention._traits import cache_traits, softmax_traits, window_traits
 
@@ -161,8 +161,17 @@ def _(q: Tensor, v_cache: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Te
     return empty_outputs(q, v_cache.shape[3], return_lse)
 
 
-def _mixed(kv_lens: list[int], q_lens: list[int], **options: Any) -> Make:
-    return paged(kv_lens, q_lens, running_sums=False, **options)
+@recipe
+def _mixed(
+    kv_lens: list[int],
+    q_lens: list[int],
+    heads: int = 4,
+    kv_heads: int = 4,
+    head_dim: int = 64,
+    page_size: int = 16,
+    **options: Any,
+) -> Make:
+    return paged(kv_lens, q_lens, heads, kv_heads, head_dim, page_size=page_size, running_sums=False, **options)
 
 
 @mha_with_kvcache.cases
@@ -210,6 +219,19 @@ def _() -> list[Case]:
         Case("llama-70b, 30 decode at 8192, 2 chunks", _mixed(busy, chunk, **llama_70b), large=True),
         Case("llama-70b, fp8 cache", _mixed(busy, chunk, **llama_70b, cache_dtype=e4m3, scales=both), large=True),
     ]
+
+
+@mha_with_kvcache.disturb
+def _(k_cache: Tensor, v_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor) -> dict[str, Tensor]:
+    return disturbed_pages(page_table, cache_seqlens, k_cache=k_cache, v_cache=v_cache)
+
+
+@mha_with_kvcache.work
+def _(cu_seqlens_q: Tensor, cache_seqlens: Tensor) -> dict[str, list[int]]:
+    return lengths_read(cu_seqlens_q, cache_seqlens)
+
+
+mha_with_kvcache.replay(paged_like)
 
 
 @mha_with_kvcache.cost

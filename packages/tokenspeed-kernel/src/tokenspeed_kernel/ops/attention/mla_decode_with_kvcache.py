@@ -11,7 +11,7 @@ from tokenspeed_kernel.cases import Case, Cost
 from tokenspeed_kernel.checks import Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.attention import _checks, _cost
-from tokenspeed_kernel.ops.attention._inputs import paged
+from tokenspeed_kernel.ops.attention._inputs import disturbed_pages, lengths_read, paged, paged_like
 from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_latent, empty_outputs
 from tokenspeed_kernel.ops.attention._traits import cache_traits, softmax_traits
 
@@ -167,6 +167,19 @@ def _() -> list[Case]:
             large=True,
         ),
     ]
+
+
+@mla_decode_with_kvcache.disturb
+def _(kv_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor) -> dict[str, Tensor]:
+    return disturbed_pages(page_table, cache_seqlens, kv_cache=kv_cache)
+
+
+@mla_decode_with_kvcache.work
+def _(cache_seqlens: Tensor) -> dict[str, list[int]]:
+    return lengths_read(None, cache_seqlens)
+
+
+mla_decode_with_kvcache.replay(paged_like)
 
 
 @mla_decode_with_kvcache.cost

@@ -11,7 +11,7 @@ from tokenspeed_kernel.cases import Case, Cost
 from tokenspeed_kernel.checks import Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.attention import _checks, _cost
-from tokenspeed_kernel.ops.attention._inputs import paged
+from tokenspeed_kernel.ops.attention._inputs import disturbed_pages, lengths_read, paged, paged_like
 from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_latent, empty_outputs
 from tokenspeed_kernel.ops.attention._traits import cache_traits, softmax_traits
 
@@ -192,6 +192,19 @@ def _() -> list[Case]:
         Case("deepseek-v3 4 x 512 of 4096", paged([4096] * 4, [512] * 4, **deepseek_v3), large=True),
         Case("deepseek-v3, 16 of its heads, 8 x 1024 of 8192", paged([8192] * 8, [1024] * 8, **sharded), large=True),
     ]
+
+
+@mla_extend_with_kvcache.disturb
+def _(kv_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor) -> dict[str, Tensor]:
+    return disturbed_pages(page_table, cache_seqlens, kv_cache=kv_cache)
+
+
+@mla_extend_with_kvcache.work
+def _(cu_seqlens_q: Tensor, cache_seqlens: Tensor) -> dict[str, list[int]]:
+    return lengths_read(cu_seqlens_q, cache_seqlens)
+
+
+mla_extend_with_kvcache.replay(paged_like)
 
 
 @mla_extend_with_kvcache.cost

@@ -12,7 +12,7 @@ from tokenspeed_kernel.cases import Case, Cost
 from tokenspeed_kernel.checks import FLOATS, Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.attention import _checks, _cost
-from tokenspeed_kernel.ops.attention._inputs import ragged
+from tokenspeed_kernel.ops.attention._inputs import ragged, ragged_like
 from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_ragged, empty_outputs, softmax_scale_of
 from tokenspeed_kernel.ops.attention._traits import softmax_traits
 
@@ -125,6 +125,14 @@ def _() -> list[Case]:
         Case("deepseek-v3 4 x 4096", ragged([4096] * 4, 128, 128, **deepseek_v3), large=True),
         Case("deepseek-v3, 16 of its heads, 2 x 8192", ragged([8192] * 2, 16, 16, **deepseek_v3, return_lse=True), large=True),
     ]
+
+
+@mla_prefill.work
+def _(cu_seqlens: Tensor) -> dict[str, list[int]]:
+    return {"lengths": cu_seqlens.diff().tolist()}
+
+
+mla_prefill.replay(ragged_like)
 
 
 @mla_prefill.cost

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, poisoned, recipe
 from tokenspeed_kernel.checks import FLOATS, INTS, Checker
 from tokenspeed_kernel.operator import operator
-from tokenspeed_kernel.ops.kvcache.slots import check_slots, check_write, store_slots
+from tokenspeed_kernel.ops.kvcache.slots import check_slots, check_write, padding_of, slots_like, store_slots
+from tokenspeed_kernel.recording import CapturedCall
 
 
 @operator("embedding", "apply_rope", formats=("q", "k", "k_cache"), outs=("q_out", "k_out"), mutates=("k_cache", "v_cache"))
@@ -161,6 +162,7 @@ def _table(draw: Draw, positions: int, rotary_dim: int, base: float = 150000.0, 
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).float()
 
 
+@recipe
 def _inputs(
     tokens: int,
     heads: int,
@@ -204,6 +206,7 @@ def _inputs(
     return make
 
 
+@recipe
 def _int32(make: Callable[[Draw], dict[str, Any]]) -> Callable[[Draw], dict[str, Any]]:
     return lambda draw: {n: x.int() if n == "positions" else x for n, x in make(draw).items()}
 
@@ -227,6 +230,30 @@ def _() -> list[Case]:
         Case("gpt-oss-120b prefill 16384 with cache", _inputs(16384, *gpt_oss, max_positions=131072, page_size=16), large=True),
         Case("llama-70b decode 256 with cache", _inputs(256, 64, 8, 128, max_positions=131072, page_size=16), large=True),
     ]
+
+
+@apply_rope.disturb
+def _(v: Tensor | None, slot_mapping: Tensor | None) -> dict[str, Tensor]:
+    return {} if v is None or slot_mapping is None else {"v": poisoned(v, slot_mapping < 0)}
+
+
+@apply_rope.work
+def _(slot_mapping: Tensor | None) -> dict[str, list[int]] | None:
+    return None if slot_mapping is None else padding_of(slot_mapping)
+
+
+@apply_rope.replay
+def _(call: CapturedCall) -> Callable[[Draw], dict[str, Any]]:
+    (tokens,), (positions, rotary_dim) = call.shape("positions"), call.shape("cos_sin_cache")
+
+    def make(draw: Draw) -> dict[str, Any]:
+        return {
+            "positions": draw.integers(0, positions, tokens, dtype=call.dtype("positions")),
+            "cos_sin_cache": _table(draw, positions, rotary_dim),
+            **(slots_like(call, draw) if call.given("slot_mapping") else {}),
+        }
+
+    return make
 
 
 @apply_rope.cost

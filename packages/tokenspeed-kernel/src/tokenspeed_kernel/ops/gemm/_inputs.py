@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Draw
+from tokenspeed_kernel.cases import Draw, recipe
 from tokenspeed_kernel.checks import FLOATS
 from tokenspeed_kernel.ops.gemm.operands import BLOCK_FP8
 from tokenspeed_kernel.ops.quantization.encodings import BLOCK_MX, encode_fp8
@@ -18,6 +18,7 @@ from tokenspeed_kernel.ops.quantization.formats import blocks
 Make = Callable[[Draw], dict[str, Any]]
 
 
+@recipe
 def dense(m: int, k: int, n: int, *, batch: tuple[int, ...] = (), dtype: torch.dtype = torch.bfloat16, **options: Any) -> Make:
     """Activations of unit size times weights that are stored ``[n, k]``, as models store them, and passed transposed."""
 
@@ -28,6 +29,7 @@ def dense(m: int, k: int, n: int, *, batch: tuple[int, ...] = (), dtype: torch.d
     return make
 
 
+@recipe
 def fp8(
     m: int,
     k: int,
@@ -66,6 +68,7 @@ def fp8(
     return make
 
 
+@recipe
 def mx(m: int, k: int, n: int, *, a: str, b: str, batch: tuple[int, ...] = (), **options: Any) -> Make:
     """Formats mxfp8 and mxfp4; "dense" makes a bfloat16."""
 

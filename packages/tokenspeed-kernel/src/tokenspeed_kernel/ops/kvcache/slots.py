@@ -8,8 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel.cases import Draw
 from tokenspeed_kernel.checks import FP8, INTS, Checker
 from tokenspeed_kernel.ops.quantization.encodings import encode_fp8
+from tokenspeed_kernel.recording import CapturedCall
+
+# A cache that stands for a captured one has as many pages, or as fit in this.
+_REPLAYED_BYTES = 1 << 30
 
 
 def store_slots(cache: Tensor, values: Tensor, slot_mapping: Tensor, scale: Tensor | None = None) -> None:
@@ -35,6 +40,24 @@ def store_slots(cache: Tensor, values: Tensor, slot_mapping: Tensor, scale: Tens
     slots = slot_mapping.long()[source].clamp(min=0)
     page, offset = slots // cache.shape[1], slots % cache.shape[1]
     cache[page, offset] = torch.where(written.any(), values[source], cache[page, offset])
+
+
+def padding_of(slot_mapping: Tensor) -> dict[str, list[int]]:
+    """How many tokens are not written, for a capture."""
+    return {"padding": [int((slot_mapping < 0).sum())]}
+
+
+def slots_like(call: CapturedCall, draw: Draw) -> dict[str, Tensor]:
+    """Caches like those of a captured call, of fewer pages where those would take too much, and a slot for each token, or none."""
+    tokens = call.shape("slot_mapping")[0]
+    pages, page_size, kv_heads, head_dim = call.shape("k_cache")
+    dtype = call.dtype("k_cache")
+    needed, fitting = -(-tokens // page_size), _REPLAYED_BYTES // (page_size * kv_heads * head_dim * dtype.itemsize)
+    pages = min(pages, max(needed, fitting))
+    slots = draw.permutation(pages * page_size, call.dtype("slot_mapping"))[:tokens].clone()
+    slots[draw.permutation(tokens)[: call.values("padding", 1, 0)[0]]] = -1
+    caches = {name: draw.normal(pages, page_size, kv_heads, head_dim, dtype=dtype) for name in ("k_cache", "v_cache")}
+    return {"slot_mapping": slots, **caches}
 
 
 def check_write(check: Checker, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

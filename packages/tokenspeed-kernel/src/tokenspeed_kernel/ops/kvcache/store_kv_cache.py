@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, poisoned, recipe
 from tokenspeed_kernel.checks import FLOATS, FP8, Checker
 from tokenspeed_kernel.operator import operator
-from tokenspeed_kernel.ops.kvcache.slots import check_slots, check_write, store_slots
+from tokenspeed_kernel.ops.kvcache.slots import check_slots, check_write, padding_of, slots_like, store_slots
+from tokenspeed_kernel.recording import CapturedCall
 
 
 @operator("kvcache", "store_kv_cache", formats=("k", "k_cache"), mutates=("k_cache", "v_cache"))
@@ -113,6 +115,7 @@ def _() -> None:
     return None
 
 
+@recipe
 def _inputs(
     tokens: int,
     pages: int,
@@ -174,6 +177,21 @@ def _() -> list[Case]:
         Case("gpt-oss-120b prefill 65536", _inputs(65536, 1280, 64, 8, 64), large=True),
         Case("gpt-oss-120b prefill 65536, fp8 cache", _inputs(65536, 1280, 64, 8, 64, cache_dtype=fp8, scale_shape=()), large=True),
     ]
+
+
+@store_kv_cache.disturb
+def _(k: Tensor, v: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
+    return {"k": poisoned(k, slot_mapping < 0), "v": poisoned(v, slot_mapping < 0)}
+
+
+@store_kv_cache.work
+def _(slot_mapping: Tensor) -> dict[str, list[int]]:
+    return padding_of(slot_mapping)
+
+
+@store_kv_cache.replay
+def _(call: CapturedCall) -> Callable[[Draw], dict[str, Any]]:
+    return functools.partial(slots_like, call)
 
 
 @store_kv_cache.cost

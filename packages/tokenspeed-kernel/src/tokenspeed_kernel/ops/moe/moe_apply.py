@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, Recipe, nbytes, poisoned, recipe
 from tokenspeed_kernel.checks import Checker
 from tokenspeed_kernel.operator import REFERENCE, operator
 from tokenspeed_kernel.ops.activation.swiglu import swiglu
@@ -19,6 +19,7 @@ from tokenspeed_kernel.ops.quantization.encodings import BLOCK_MX, decode_fp8, d
 from tokenspeed_kernel.ops.quantization.formats import blocks
 from tokenspeed_kernel.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel.platform import cpu_platform
+from tokenspeed_kernel.recording import CapturedCall
 from tokenspeed_kernel.registry import KernelSpec
 from tokenspeed_kernel.signature import FormatSignature
 
@@ -182,10 +183,25 @@ def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor,
     return codes, draw.integers(exponent - 1, exponent + 2, experts, rows, columns // BLOCK_MX, dtype=torch.uint8)
 
 
+@recipe
 def _inputs(
-    tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, *, of: int = 0, **options: Any
+    tokens: int,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    of: int = 0,
+    rows: Sequence[int] | None = None,
+    **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """``of``: experts of all ranks together; ids of those beyond this rank's are negative."""
+    """A layer.
+
+    Args:
+        of: experts of all ranks together; ids of those beyond this rank's are negative.
+        rows: tokens of each expert, all others' are elsewhere; by chance if not given.
+        options: of `moe_plan`.
+    """
 
     def make(draw: Draw) -> dict[str, Any]:
         # Every kernel is given these tensors: cases are canonical, and who runs them arranges the weights.
@@ -194,7 +210,13 @@ def _inputs(
         w13, w13_scale = _weight(draw, plan, 2 * intermediate, hidden)
         w2, w2_scale = _weight(draw, plan, hidden, intermediate)
         b13, b2 = (draw.normal(experts, n, scale=0.2) if plan.bias else None for n in (2 * intermediate, hidden))
-        chosen = draw.uniform(tokens, max(experts, of)).topk(top_k, dim=-1).indices.int()
+        if rows is None:
+            chosen = draw.uniform(tokens, max(experts, of)).topk(top_k, dim=-1).indices.int()
+        else:
+            # Expert by expert into column after column: no expert is twice in a row, because none has more tokens than there are.
+            ids = [expert for expert, count in enumerate(rows) for _ in range(count)]
+            ids += [experts] * (tokens * top_k - len(ids))
+            chosen = draw.tensor(ids, torch.int32).view(top_k, tokens).T[draw.permutation(tokens)].contiguous()
         return {
             "x": draw.normal(tokens, hidden, dtype=plan.dtype),
             "weights": MoEWeights(w13, w13_scale, b13, w2, w2_scale, b2),
@@ -255,6 +277,28 @@ def _() -> list[Case]:
             large=True,
         ),
     ]
+
+
+@moe_apply.disturb
+def _(topk_weights: Tensor, topk_ids: Tensor) -> dict[str, Tensor]:
+    return {"topk_weights": poisoned(topk_weights, topk_ids < 0)}
+
+
+@moe_apply.work
+def _(topk_ids: Tensor, plan: MoEPlan) -> dict[str, list[int]]:
+    return {"rows": topk_ids.flatten().long().add(1).bincount(minlength=plan.num_experts + 1)[1:].tolist()}
+
+
+@moe_apply.replay
+def _(call: CapturedCall) -> Recipe:
+    plan = dict(call.arguments["plan"])
+    sizes = [plan.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
+    for name in ("kernel", "weight_layout"):  # each kernel is given its own
+        del plan[name]
+    plan["dtype"] = call.dtype("x")
+    tokens = call.shape("x")[0]
+    rows = list(call.work["rows"]) if "rows" in call.work and len(call.work["rows"]) == sizes[0] else None
+    return _inputs(tokens, *sizes, rows=rows, **plan)
 
 
 @moe_apply.cost

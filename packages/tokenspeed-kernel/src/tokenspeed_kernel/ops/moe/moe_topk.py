@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel.checks import FLOATS, Checker
 from tokenspeed_kernel.operator import operator
 
@@ -154,6 +154,7 @@ def _(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
+@recipe
 def _inputs(
     tokens: int, experts: int, top_k: int, dtype: torch.dtype = torch.bfloat16, bias: bool = False, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel.checks import FLOATS, Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.norm.rmsnorm import rms_normalise
@@ -80,6 +80,7 @@ def _(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(k, memory_format=torch.contiguous_format)
 
 
+@recipe
 def _inputs(
     tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, fused: bool = False
 ) -> Callable[[Draw], dict[str, Any]]:

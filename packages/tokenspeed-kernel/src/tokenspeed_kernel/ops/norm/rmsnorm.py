@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel.checks import FLOATS, Checker
 from tokenspeed_kernel.operator import operator
 
@@ -82,6 +82,7 @@ def _(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
     return normed if residual is None else (normed, torch.empty_like(normed))
 
 
+@recipe
 def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, residual: bool = False) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
         return {

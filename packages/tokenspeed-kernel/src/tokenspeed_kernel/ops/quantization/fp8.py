@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel.checks import FP8, Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.quantization.encodings import (
@@ -144,7 +144,10 @@ def _uneven(draw: Draw, *shape: int, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, to: torch.dtype = torch.float8_e4m3fn, **options: Any) -> Any:
+@recipe
+def _inputs(
+    *shape: int, dtype: torch.dtype = torch.bfloat16, to: torch.dtype = torch.float8_e4m3fn, **options: Any
+) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
         return {"x": _uneven(draw, *shape, dtype=dtype), "dtype": to, **options}
 
@@ -258,6 +261,7 @@ def _(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
+@recipe
 def _static_inputs(
     *shape: int, scale_shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
 ) -> Callable[[Draw], dict[str, Any]]:
@@ -350,6 +354,7 @@ def _(q: Tensor, out_dtype: torch.dtype) -> Tensor:
     return q.new_empty(q.shape, dtype=out_dtype)
 
 
+@recipe
 def _encoded(
     *shape: int, scale_shape: tuple[int, ...], dtype: torch.dtype = torch.float8_e4m3fn, **options: Any
 ) -> Callable[[Draw], dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel.checks import Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.quantization.encodings import (
@@ -135,6 +135,7 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(_packed(x), dtype=torch.uint8), x.new_empty(_blocks(x), dtype=torch.uint8)
 
 
+@recipe
 def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
         rows = draw.normal(*shape[:-1], 1, scale=3.0).exp()
@@ -294,6 +295,7 @@ def _(q: Tensor, out_dtype: torch.dtype) -> Tensor:
     return q.new_empty((*q.shape[:-1], 2 * q.shape[-1]), dtype=out_dtype)
 
 
+@recipe
 def _fp8_codes(*shape: int, to: torch.dtype = torch.bfloat16, low: int = 100, high: int = 150) -> Callable[[Draw], dict[str, Any]]:
     """All 256 codes occur, NaN among them."""
 
@@ -305,6 +307,7 @@ def _fp8_codes(*shape: int, to: torch.dtype = torch.bfloat16, low: int = 100, hi
     return make
 
 
+@recipe
 def _fp4_codes(*shape: int, to: torch.dtype = torch.bfloat16, low: int = 100, high: int = 150) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
         q = draw.integers(0, 256, *shape[:-1], shape[-1] // 2, dtype=torch.uint8)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel.checks import Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.quantization.encodings import BLOCK_NVFP4, SOURCE_DTYPES, decode_nvfp4, encode_nvfp4
@@ -83,6 +83,7 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty((*lead, k // 2), dtype=torch.uint8), x.new_empty((*lead, k // BLOCK_NVFP4), dtype=torch.float8_e4m3fn)
 
 
+@recipe
 def _inputs(
     *shape: int, dtype: torch.dtype = torch.bfloat16, global_scale: float = 0.01, scale_shape: tuple[int, ...] = (1,)
 ) -> Callable[[Draw], dict[str, Any]]:
@@ -184,6 +185,7 @@ def _(q: Tensor, out_dtype: torch.dtype) -> Tensor:
     return q.new_empty((*q.shape[:-1], 2 * q.shape[-1]), dtype=out_dtype)
 
 
+@recipe
 def _codes(*shape: int, to: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
         return {

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel.checks import FLOATS, Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.sampling.philox import uniform
 from tokenspeed_kernel.ops.sampling.weights import LOG2_E, WEIGHT_BITS, weights
+from tokenspeed_kernel.recording import CapturedCall
 
 # The largest weight is 2^WEIGHT_BITS, and a sum of MAX_VOCAB of them fits into int64.
 MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
@@ -141,6 +142,7 @@ def _(logits: Tensor) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
+@recipe
 def _inputs(
     rows: int, vocab: int, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Callable[[Draw], dict[str, Any]]:
@@ -157,6 +159,7 @@ def _inputs(
     return make
 
 
+@recipe
 def _mixed(rows: int, vocab: int, dtype: torch.dtype) -> Callable[[Draw], dict[str, Any]]:
     """Every row another request: greedy ones between warm ones, and all ways to restrict."""
 
@@ -219,6 +222,27 @@ def _() -> list[Case]:
         Case("gpt-oss-120b decode 64, flat", _inputs(64, 201088, 2.0, 0, 0.9), large=True),
         Case("llama-3 decode 256, top-k 40, top-p 0.95", _inputs(256, 128256, 0.7, 40, 0.95), large=True),
     ]
+
+
+@sample_top_k_top_p.work
+def _(temperature: Tensor, top_k: Tensor, top_p: Tensor) -> dict[str, list[int]]:
+    thousandths = {"temperature": temperature, "top_p": top_p}
+    return {"top_k": top_k.tolist(), **{name: (x * 1000).round().int().tolist() for name, x in thousandths.items()}}
+
+
+@sample_top_k_top_p.replay
+def _(call: CapturedCall) -> Callable[[Draw], dict[str, Any]]:
+    rows = call.shape("logits")[0]
+
+    def make(draw: Draw) -> dict[str, Any]:
+        return {
+            **_inputs(rows, call.shape("logits")[1], dtype=call.dtype("logits"))(draw),
+            "temperature": draw.tensor(call.values("temperature", rows, 800), torch.float32) / 1000,
+            "top_k": draw.tensor(call.values("top_k", rows, 0), torch.int32),
+            "top_p": draw.tensor([max(1, value) for value in call.values("top_p", rows, 1000)], torch.float32) / 1000,
+        }
+
+    return make
 
 
 @sample_top_k_top_p.cost

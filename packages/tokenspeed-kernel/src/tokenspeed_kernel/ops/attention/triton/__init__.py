@@ -4,6 +4,9 @@ kernel is first selected.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from tokenspeed_kernel.ops.triton_common import TRITON
@@ -25,6 +28,16 @@ _CACHED = frozenset(
 
 # -- mha_prefill ---------------------------------------------------------------------------------------------------------------
 
+
+def _tiles_of_rows(request: Any, config: Mapping[str, Any]) -> str | None:
+    """Twice as many warps are for twice as many rows. In a narrow window tiles are bands, which have no choice."""
+    if config["num_warps"] * 16 > config["block_m"]:
+        return f"{config['num_warps']} warps have less than 16 rows each in a tile of {config['block_m']}"
+    if request.traits["head_dim"] > 128 and config["num_stages"] > 2:
+        return "three blocks of keys of more than 128 columns do not fit into shared memory"
+    return None
+
+
 register_kernel(
     "attention",
     "mha_prefill",
@@ -41,6 +54,8 @@ register_kernel(
     },
     priority=Priority.PORTABLE,
     tags={"determinism"},
+    tunables={"block_m": [64, 128], "num_warps": [4, 8], "num_stages": [2, 3]},
+    tunable_if=_tiles_of_rows,
 )(f"{_HERE}.mha_prefill:mha_prefill")
 
 # -- mha_extend_with_kvcache ---------------------------------------------------------------------------------------------------
@@ -85,6 +100,7 @@ register_kernel(
     },
     priority=Priority.PORTABLE,
     tags={"determinism"},
+    tunables={"block_n": [32, 64, 128], "num_warps": [1, 2, 4]},
 )(f"{_HERE}.mha_decode_with_kvcache:mha_decode_with_kvcache")
 
 # -- mha_with_kvcache ----------------------------------------------------------------------------------------------------------

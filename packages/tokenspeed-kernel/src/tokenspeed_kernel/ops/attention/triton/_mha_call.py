@@ -20,7 +20,7 @@ from torch import Tensor
 from tokenspeed_kernel.checks import FP8
 from tokenspeed_kernel.ops.attention.triton import _online_softmax as softmax
 from tokenspeed_kernel.ops.attention.triton._fp8 import fp8_operand, widened
-from tokenspeed_kernel.ops.triton_common import for_architecture
+from tokenspeed_kernel.ops.triton_common import dense, for_architecture
 
 _TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _SEQUENCES_AT_ONCE = 256
@@ -82,8 +82,8 @@ class Call:
         pages = (0,) if self.page_table is None else ()
         (q, _), (k, _), (v, _) = fp8_operand(self.q), fp8_operand(self.k), fp8_operand(self.v)
         return [
-            *(q, k, v, self.out, self.lse, self.cu_seqlens, self.cache_seqlens, self.page_table, self.sinks),
-            *(self.q_scale, self.k_scale, self.v_scale),
+            *(q, k, v, self.out, self.lse, dense(self.cu_seqlens), dense(self.cache_seqlens), self.page_table, dense(self.sinks)),
+            *(dense(self.q_scale), dense(self.k_scale), dense(self.v_scale)),
             *(*q.stride(), *pages, *k.stride(), *pages, *v.stride(), *self.out.stride()),
             *((0, 0) if self.page_table is None else self.page_table.stride()),
             self.batch,

@@ -19,7 +19,7 @@ from tokenspeed_kernel.ops.attention.triton import _online_softmax as softmax
 from tokenspeed_kernel.ops.attention.triton._fp8 import fp8_operand, widened
 from tokenspeed_kernel.ops.attention.triton._mla_schedule import schedule_units
 from tokenspeed_kernel.ops.attention.triton._split_kv import OVERLAPPING, merge_units
-from tokenspeed_kernel.ops.triton_common import for_architecture, multiprocessors
+from tokenspeed_kernel.ops.triton_common import dense, for_architecture, multiprocessors
 
 
 @dataclass(frozen=True)
@@ -313,6 +313,7 @@ def attend_latent(
     tile: Tile | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens to a cache of latents: ``max_seqlen_q`` of every sequence, or as ``cu_seqlens_q`` says."""
+    cache_seqlens, cu_seqlens_q = cache_seqlens.contiguous(), dense(cu_seqlens_q)
     tokens, heads, width = q.shape
     batch, page_size, device = cache_seqlens.shape[0], kv_cache.shape[1], q.device
     if out is None:

@@ -30,7 +30,7 @@ from tokenspeed_kernel.ops.attention.triton._split_kv import (
     served_length,
     units_of,
 )
-from tokenspeed_kernel.ops.triton_common import for_architecture, multiprocessors
+from tokenspeed_kernel.ops.triton_common import dense, for_architecture, multiprocessors
 from tokenspeed_kernel.platform import platform_of
 
 
@@ -67,7 +67,18 @@ _SHARED_BYTES = {"sm_80": 160_000, "sm_90": 225_000, "sm_100": 225_000, "sm_103"
 _OTHER_BYTES = 4_000  # of a program, besides those keys
 
 
-def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: torch.device) -> Config:
+@dataclass(frozen=True)
+class Measured:
+    """What tuning found for a call in the place of what `_config` knows: see `Config`."""
+
+    block_n: int | None = None
+    num_warps: int | None = None
+
+
+_UNMEASURED = Measured()
+
+
+def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: torch.device, measured: Measured) -> Config:
     """For keys that take ``key_bytes`` with their values, tiles of ``rows`` query rows, and products of ``dtype``.
 
     ``lean``: no registers go to masks of a window or of each row, to the pages of each key, nor to operands in two parts.
@@ -88,6 +99,7 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
         num_warps, num_stages = 4, 2
     while block_n > 16 and block_n * key_bytes > 32_768:  # of dimension 128, 128 x 2K: 64 keys 257, 32 keys 271
         block_n //= 2
+    block_n, num_warps = measured.block_n or block_n, measured.num_warps or num_warps
     while num_stages > 3 and num_stages // 2 * block_n * key_bytes > room - 8 * _OTHER_BYTES:
         num_stages -= 2
     resident = room // (num_stages // 2 * block_n * key_bytes + _OTHER_BYTES)
@@ -391,6 +403,9 @@ def mha_decode_with_kvcache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
+    *,
+    block_n: int | None = None,
+    num_warps: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See the operator."""
     if out is None:
@@ -398,7 +413,7 @@ def mha_decode_with_kvcache(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     attend_newest(
         q, None, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, max_seqlen_q, window_left, logit_cap, sinks,
-        softmax_scale, q_scale, k_scale, v_scale, out, lse,
+        softmax_scale, q_scale, k_scale, v_scale, out, lse, Measured(block_n, num_warps),
     )  # fmt: skip
     return out if lse is None else (out, lse)
 
@@ -421,6 +436,7 @@ def attend_newest(
     v_scale: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    measured: Measured = _UNMEASURED,
 ) -> None:
     """Attention of a few new tokens a sequence, into ``out`` and ``lse``.
 
@@ -430,6 +446,7 @@ def attend_newest(
     """
     if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return
+    cache_seqlens, cu_seqlens_q, sinks = cache_seqlens.contiguous(), dense(cu_seqlens_q), dense(sinks)
     device, batch = q.device, cache_seqlens.shape[0]
     _, page_size, heads, head_dim = k_cache.shape
     v_head_dim = v_cache.shape[3]
@@ -451,7 +468,7 @@ def attend_newest(
     block_d = triton.next_power_of_2(max(16, head_dim * packed // each))
     block_w = triton.next_power_of_2(max(16, v_head_dim * packed // each))
     lean = max_seqlen_q == 1 and window_left < 0 and page_size % 64 == 0 and not pairs
-    config = _config((block_d + block_w) * k_cache.element_size() * each, block_m, dtype, lean, device)
+    config = _config((block_d + block_w) * k_cache.element_size() * each, block_m, dtype, lean, device, measured)
     programs = heads // packed * tiles
     capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
     blocks = triton.cdiv(capacity, config.block_n)

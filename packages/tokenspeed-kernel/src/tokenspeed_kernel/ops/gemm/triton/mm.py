@@ -8,6 +8,7 @@ from torch import Tensor
 from tokenspeed_kernel.ops.gemm.operands import default_out_dtype
 from tokenspeed_kernel.ops.gemm.triton import decoded, direct, once
 from tokenspeed_kernel.ops.gemm.triton._operands import operand
+from tokenspeed_kernel.ops.triton_common import dense
 
 
 def mm(
@@ -37,7 +38,7 @@ def bmm(
 def _multiply(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
     if not out.numel():
         return
-    x, w = operand(a, a_scale, -2), operand(b, b_scale, -1)
+    x, w, bias = operand(a, a_scale, -2), operand(b, b_scale, -1), dense(bias)
     if direct.serves(x, w):
         direct.multiply(x, w, bias, out)
     elif once.serves(x, w):

@@ -4,6 +4,9 @@ when the kernel is first selected.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from tokenspeed_kernel.ops.quantization.formats import fp8_format, mxfp4_format
@@ -65,6 +68,17 @@ register_kernel(
 
 # -- moe_apply: mxfp4 weights, prepared ----------------------------------------------------------------------------------------
 
+
+def _near(request: Any, config: Mapping[str, Any]) -> str | None:
+    """Sums in parts are for few pairs: their memory grows with the pairs. Tiles of many columns are mostly empty there."""
+    pairs = request.sizes["tokens"] * request.traits["top_k"]
+    if config["regime_index"] < 2 and pairs > 256:
+        return f"sums in parts of {pairs} pairs"
+    if config["regime_index"] > 3 and pairs < 64:
+        return f"tiles for many pairs, and there are {pairs}"
+    return None
+
+
 register_kernel(
     "moe",
     "moe_apply",
@@ -89,4 +103,6 @@ register_kernel(
     priority=Priority.PORTABLE + 1,  # before the kernel that takes these weights as they are
     tags={"determinism", "portability"},
     weight_preprocessor=f"{_HERE}._mxfp4_layout:prepare_weights",
+    tunables={"regime_index": [0, 1, 2, 3, 4, 5]},
+    tunable_if=_near,
 )(f"{_HERE}.moe_apply_mxfp4:moe_apply")

@@ -101,11 +101,24 @@ _REGIMES = {
 
 
 def moe_apply(
-    x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None = None
+    x: Tensor,
+    weights: MoEWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    out: Tensor | None = None,
+    *,
+    regime_index: int | None = None,
 ) -> Tensor:
-    """See the operator. Weights are in the layout that `prepare_weights` makes."""
+    """See the operator. Weights are in the layout that `prepare_weights` makes.
+
+    ``regime_index``: which of the architecture's regimes, from those for few pairs to those for many; the last if there are fewer.
+    """
     pairs = topk_ids.numel()
-    if pairs <= _FEW_PAIRS:
+    if regime_index is not None:
+        regimes = (for_architecture(_FEW, x.device), *for_architecture(_REGIMES, x.device))
+        regime = regimes[min(regime_index, len(regimes) - 1)]
+    elif pairs <= _FEW_PAIRS:
         regime = for_architecture(_FEW, x.device)
     else:
         regime = next(r for r in for_architecture(_REGIMES, x.device) if pairs <= r.pairs_per_expert * plan.num_experts)

@@ -1,0 +1,134 @@
+"""Does ``bench --compare`` tell a kernel from itself, and from itself made 5% slower? For a GPU.
+
+    python packages/tokenspeed-kernel/benchmarks/planted.py --output planted.json
+
+Two kernels, one bound by memory and timed by events, one by products and timed in a CUDA graph. Each is compared with itself, and
+with a copy that also waits on the device, so long that a call takes 5% more; the wait is calibrated first. Prints how often the
+verdict was right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tokenspeed_kernel  # noqa: F401  (its operators register their kernels)
+from tokenspeed_kernel.benchmark import Report, Verdict, collect_metadata, compare
+from tokenspeed_kernel.benchmark.machine import gpu_monitor
+from tokenspeed_kernel.benchmark.run import Measurement, method_for, rows_of
+from tokenspeed_kernel.numerics import Status, verify_case
+from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel.registry import KernelRegistry
+
+SLOWDOWN = 0.05
+SUBJECTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("triton_rmsnorm", "gpt-oss-120b prefill 16384 with residual", {}),
+    ("triton_mha_prefill", "gpt-oss-120b full layer 4 x 1024", {"graph_calls": 10}),
+)
+
+
+class Planted:
+    """A registered kernel, registered once more with a wait of some clock cycles behind it."""
+
+    def __init__(self, name: str, case: str, device: torch.device, options: dict[str, Any]) -> None:
+        registry = KernelRegistry.get()
+        spec, real = registry.get_by_name(name), registry.get_impl(name)
+        self.cycles = 0
+
+        @functools.wraps(real)
+        def slowed(*args: Any) -> Any:
+            made = real(*args)
+            if self.cycles:
+                torch.cuda._sleep(self.cycles)  # type: ignore[no-untyped-call]
+            return made
+
+        self.spec = dataclasses.replace(spec, name=f"planted_{name}", solution="planted", priority=1)
+        registry.register(self.spec, slowed)
+        self.case = next(c for c in get_operator(spec.operator).all_cases() if c.name == case)
+        verified = verify_case(self.spec, self.case, device)
+        if verified.status is not Status.PASSED:
+            raise SystemExit(f"{name}: {verified.reason}")
+        self.device, self.monitor = device, gpu_monitor(device)
+        self.method = method_for(device, budget_s=0.15, **options)
+        self.metadata = collect_metadata("", device)
+
+    def measured(self, cycles: int) -> Report:
+        self.cycles = cycles
+        measurement = Measurement(self.spec, self.case, self.device, self.method)
+        measurement.status = "measured"  # its results were looked at once
+        for _ in range(self.method.rounds):
+            measurement.add_round(self.monitor)
+        return Report(self.metadata, tuple(rows_of([measurement])), None, self.method)
+
+    def calibrated(self) -> int:
+        """Clock cycles of a wait that makes a call SLOWDOWN slower; launching it takes something as well."""
+        base = self.measured(0)
+        timing = base.rows[0].timing
+        assert timing is not None
+        cycles_a_us = 1700
+        cycles = SLOWDOWN * timing.median_us * cycles_a_us
+        for _ in range(3):
+            seen = compare(base, self.measured(int(cycles))).differences[0].ratio.value - 1
+            cycles = max(1.0, cycles + (SLOWDOWN - seen) * timing.median_us * cycles_a_us)
+        return int(cycles)
+
+
+def check(planted: Planted, repeats: int) -> dict[str, Any]:
+    begun = time.monotonic()
+    cycles = planted.calibrated()
+    verdicts: dict[str, list[str]] = {"same": [], "slowed": []}
+    ratios: dict[str, list[float]] = {"same": [], "slowed": []}
+    for _ in range(repeats):
+        first = planted.measured(0)
+        for kind, wait in (("same", 0), ("slowed", cycles)):
+            difference = compare(first, planted.measured(wait)).differences[0]
+            verdicts[kind].append(difference.verdict.value)
+            ratios[kind].append(difference.ratio.value)
+    timing = first.rows[0].timing
+    assert timing is not None
+    return {
+        "kernel": planted.spec.name,
+        "case": planted.case.name,
+        "median_us": timing.median_us,
+        "repeats": repeats,
+        "no_difference": verdicts["same"].count(Verdict.SAME.value),
+        "slower_seen": verdicts["slowed"].count(Verdict.SLOWER.value),
+        "ratios": {kind: [min(values), statistics.median(values), max(values)] for kind, values in ratios.items()},
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU")
+    device = torch.device("cuda", 0)
+    rows = []
+    for name, case, how in SUBJECTS:
+        rows.append(check(Planted(name, case, device, how), options.repeats))
+        row = rows[-1]
+        print(
+            f"{name}, {case}: {row['median_us']:.1f} us; no difference {row['no_difference']} of {row['repeats']}, "
+            f"slower {row['slower_seen']} of {row['repeats']}, {row['seconds']:.0f} s",
+            flush=True,
+        )
+    if options.output:
+        metadata = dataclasses.asdict(collect_metadata(shlex.join(["python", *sys.argv]), device))
+        options.output.write_text(json.dumps({"metadata": metadata, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""How long calls take, counted by operator, kernel and shapes, while a program runs as it always does.
+
+Memory is bounded, however long the program runs: of each kind of call the times go into bins that are 1% wide, so a median is
+right to half of that, and the counts of several processes add up. Each process keeps a file of its own in one folder, replaced
+every second and when the process ends: what a killed process loses is that second.
+
+On a GPU a call is timed by events on its stream. Where the device waits for the host to launch, as it does when a program
+issues one small kernel after another, the time between two events would be that of the host. So the device spins while the host
+issues a call, and a call whose issuing took longer than that (the first one, which is compiled) does not count there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+FORMAT, VERSION = "tokenspeed-kernel call times", 1
+# Distinct kinds of calls. The shapes of further ones are not told apart.
+MAX_KINDS = 10_000
+OTHER_SHAPES = "other shapes"
+_BINS_PER_E = 1 / math.log(1.01)
+_SECONDS_BETWEEN_WRITES = 1.0
+# Calls on a device whose events have not been read: from so many on it is tried, from so many on it is waited for.
+_SOME_PENDING, _MAX_PENDING = 32, 1024
+# How long the device spins: twice what it takes to issue such a call, between these two. No device's clock is faster.
+_CYCLES_PER_US = 2500
+_FIRST_SPIN_US, _LONGEST_SPIN_US = 100.0, 2000.0
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """What calls have in common that are counted together. ``shape`` is that of the operands, ``dtype`` the first one's."""
+
+    operator: str
+    kernel: str
+    dtype: str
+    shape: str
+
+
+@dataclass
+class Times:
+    """Times of calls, in microseconds: how many, their sum, the least, and how many in each bin; bin i begins at 1.01**i us."""
+
+    count: int = 0
+    total_us: float = 0.0
+    least_us: float = math.inf
+    bins: dict[int, int] = field(default_factory=dict)
+
+    def add(self, time_us: float) -> None:
+        self.count += 1
+        self.total_us += time_us
+        self.least_us = min(self.least_us, time_us)
+        index = math.floor(math.log(max(time_us, 1e-3)) * _BINS_PER_E)
+        self.bins[index] = self.bins.get(index, 0) + 1
+
+    def merge(self, other: Times) -> None:
+        self.count += other.count
+        self.total_us += other.total_us
+        self.least_us = min(self.least_us, other.least_us)
+        for index, count in other.bins.items():
+            self.bins[index] = self.bins.get(index, 0) + count
+
+    @property
+    def median_us(self) -> float:
+        """The middle of the median's bin; 0 if there are no times."""
+        passed = 0
+        for index in sorted(self.bins):
+            passed += self.bins[index]
+            if 2 * passed >= self.count:
+                return math.exp((index + 0.5) / _BINS_PER_E)
+        return 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "total_us": self.total_us, "least_us": self.least_us if self.count else 0.0, "bins": self.bins}
+
+    @classmethod
+    def from_dict(cls, table: dict[str, Any]) -> Times:
+        bins = {int(index): int(count) for index, count in table["bins"].items()}
+        return cls(int(table["count"]), float(table["total_us"]), float(table["least_us"]) if bins else math.inf, bins)
+
+
+@dataclass
+class CallTime:
+    """Of one kind of calls: the time that each held its caller up, and what it took on the device.
+
+    ``device`` has fewer calls than ``host``, none on a CPU or in a CUDA graph: see this module's beginning.
+    """
+
+    kind: CallKind
+    host: Times = field(default_factory=Times)
+    device: Times = field(default_factory=Times)
+
+    def merge(self, other: CallTime) -> None:
+        self.host.merge(other.host)
+        self.device.merge(other.device)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a profiled program, ``seconds`` after it began to be profiled."""
+
+    pid: int
+    command: tuple[str, ...]
+    seconds: float
+
+
+class CallTimes:
+    """Times of the calls of this process, kept in a folder.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._begin()
+        self.write()
+        atexit.register(self.finish)
+        _all.add(self)
+        # Children of multiprocessing that were forked leave without what atexit knows.
+        from multiprocessing import util
+
+        util.register_after_fork(self, lambda times: util.Finalize(times, CallTimes.finish, (times,), exitpriority=0))
+
+    def _begin(self) -> None:
+        self._file = self._folder / f"{os.getpid()}-{uuid4().hex}.json"
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._found: dict[CallKind, CallTime] = {}
+        self._pending: deque[tuple[CallTime, Any, Any]] = deque()
+        self._started = time.monotonic()
+        self._writer: threading.Thread | None = None
+        self._local = threading.local()
+
+    def timed(self, kind: CallKind, device: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, whose time is counted. A call made inside another is part of that one; one that raises does not count."""
+
+        def run(*args: Any) -> Any:
+            if getattr(self._local, "inside", False):
+                return call(*args)
+            self._local.inside = True
+            try:
+                found = self._of(kind)
+                if device.type == "cuda":
+                    with torch.cuda.device(device):
+                        if not torch.cuda.is_current_stream_capturing():
+                            return self._run_on_device(found, call, args)
+                return self._run(found, call, args)[0]
+            finally:
+                self._local.inside = False
+
+        return run
+
+    def _run(self, found: CallTime, call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float]:
+        """What it returns, and the microseconds until it did."""
+        start = time.perf_counter_ns()
+        result = call(*args)
+        host_us = (time.perf_counter_ns() - start) / 1e3
+        with self._lock:
+            found.host.add(host_us)
+        return result, host_us
+
+    def _run_on_device(self, found: CallTime, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        spin_us = min(2 * found.host.least_us, _LONGEST_SPIN_US) if found.host.count > 1 else _FIRST_SPIN_US
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(int(spin_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
+        begin.record()
+        result, host_us = self._run(found, call, args)
+        end.record()
+        if host_us < spin_us:
+            with self._lock:
+                self._pending.append((found, begin, end))
+        # Here and not beside what writes: while a graph is captured, looking at events would spoil it, also in another thread.
+        if len(self._pending) >= _SOME_PENDING:
+            self._read_events(len(self._pending) // 2 if len(self._pending) >= _MAX_PENDING else 0)
+        return result
+
+    def _of(self, kind: CallKind) -> CallTime:
+        with self._lock:
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write_on, name="tokenspeed-kernel-call-times", daemon=True)
+                self._writer.start()
+            if kind not in self._found:
+                if len(self._found) >= MAX_KINDS:
+                    kind = CallKind(kind.operator, kind.kernel, kind.dtype, OTHER_SHAPES)
+                return self._found.setdefault(kind, CallTime(kind))
+            return self._found[kind]
+
+    def _read_events(self, waited_for: int) -> None:
+        """Takes the times of calls that the device has finished, and waits for so many of them."""
+        with self._lock:
+            try:
+                while self._pending:
+                    found, begin, end = self._pending[0]
+                    if waited_for > 0:
+                        end.synchronize()
+                        waited_for -= 1
+                    elif not end.query():
+                        return
+                    found.device.add(begin.elapsed_time(end) * 1e3)
+                    self._pending.popleft()
+            except RuntimeError:  # the device has failed, of which the program hears by itself
+                self._pending.clear()
+
+    # -- in a file -----------------------------------------------------------------------------------------------------------------
+
+    def _write_on(self) -> None:
+        writer, failed = self._writer, False
+        while True:
+            time.sleep(_SECONDS_BETWEEN_WRITES)
+            if self._writer is not writer:
+                return
+            try:
+                self.write()
+                failed = False
+            except OSError as error:
+                if not failed:
+                    warnings.warn(f"times of calls cannot be written to {self._file}: {error}", stacklevel=1)
+                failed = True
+
+    def write(self) -> None:
+        """Writes what is known by now, in place of what was written before. Whoever reads the file finds it whole.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._writing:
+            with self._lock:
+                process = {"pid": os.getpid(), "command": sys.argv, "seconds": time.monotonic() - self._started}
+                text = json.dumps(
+                    {"format": FORMAT, "version": VERSION, "process": process, "calls": to_list(self._found.values())}
+                )
+            beside = self._file.with_suffix(".new")
+            beside.write_text(text)
+            beside.replace(self._file)
+
+    def finish(self) -> None:
+        """Waits for the device, and writes.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._read_events(len(self._pending))
+        self.write()
+
+
+_all: weakref.WeakSet[CallTimes] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for times in list(_all):
+        times._begin()  # what was counted before is the parent's
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def to_list(found: Iterable[CallTime]) -> list[dict[str, Any]]:
+    """As JSON can hold it."""
+    return [{**vars(each.kind), "host": each.host.to_dict(), "device": each.device.to_dict()} for each in found]
+
+
+def read(folder: Path) -> tuple[list[Process], list[CallTime]]:
+    """What the processes that kept times in a folder did, the longest-running first, and their calls added up.
+
+    Raises:
+        ValueError: a file there holds something else.
+    """
+    processes, total = [], dict[CallKind, CallTime]()
+    for process, calls in _tables(folder):
+        processes.append(Process(process["pid"], tuple(process["command"]), process["seconds"]))
+        for call in calls:
+            kind = CallKind(*(call[name] for name in CallKind.__dataclass_fields__))
+            times = CallTime(kind, Times.from_dict(call["host"]), Times.from_dict(call["device"]))
+            total.setdefault(kind, CallTime(kind)).merge(times)
+    return sorted(processes, key=lambda process: -process.seconds), [*total.values()]
+
+
+def _tables(folder: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(FileNotFoundError):
+            table = json.loads(path.read_text())
+            if table.get("format") != FORMAT or table.get("version") != VERSION:
+                raise ValueError(f"{path} does not hold times of calls, or of another version")
+            yield table["process"], table["calls"]

@@ -1,0 +1,114 @@
+"""Tensors with something around them: guards that show writes beyond a tensor's end, and gaps between its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Elements on either side: several cache lines, and a multiple of every alignment that kernels rely on.
+_GUARD = 256
+# Elements between two rows.
+_GAP = 16
+
+
+@dataclass
+class Guarded:
+    """A tensor amid a larger buffer.
+
+    Attributes:
+        name: of the argument.
+        tensor: the view to pass to a kernel.
+        buffer: all of it.
+        outside: of the buffer's elements, those that are not the tensor's.
+        before: what the buffer held before.
+    """
+
+    name: str
+    tensor: Tensor
+    buffer: Tensor
+    outside: Tensor
+    before: Tensor
+
+    def fault(self) -> str:
+        """What was written outside of the tensor; empty if nothing was."""
+        changed = (_codes(self.buffer) != _codes(self.before)) & self.outside
+        if not bool(changed.any()):
+            return ""
+        places = changed.nonzero().flatten()
+        start, end = _GUARD, len(self.buffer) - _GUARD
+        first, last, count = int(places[0]), int(places[-1]), len(places)
+        if last < start:
+            where = f"up to {start - first} before its first"
+        elif first >= end:
+            where = f"up to {last - end + 1} behind its last"
+        else:
+            where = "before, between or behind its own"
+        return f"writes {count} elements outside of {self.name}, {where}"
+
+
+def guard(name: str, tensor: Tensor) -> Guarded:
+    """A copy of a tensor, of the same strides where it does not overlap itself, with NaN or huge integers around it."""
+    strides = tensor.stride()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)) + 1 if tensor.numel() else 0
+    if tensor.numel() > reach:  # it overlaps itself
+        tensor = tensor.contiguous()
+        strides, reach = tensor.stride(), tensor.numel()
+    buffer = filled(reach + 2 * _GUARD, tensor)
+    view = buffer.as_strided(tensor.shape, strides, _GUARD)
+    view.copy_(tensor)
+    outside = torch.ones(len(buffer), dtype=torch.bool, device=tensor.device)
+    outside.as_strided(tensor.shape, strides, _GUARD).fill_(False)
+    return Guarded(name, view, buffer, outside, buffer.clone())
+
+
+def filled(count: int, like: Tensor) -> Tensor:
+    """Elements that no kernel may use: NaN, or integers beyond every size. On a device these are 0: a place far out of reach would
+    be an illegal access, after which nothing more can be checked."""
+    made = torch.empty(count, dtype=like.dtype, device=like.device)
+    if like.dtype == torch.bool:
+        return made.fill_(True)
+    if like.is_cuda and not like.is_floating_point():
+        return made.zero_()
+    # The largest number of bytes 0x7f is NaN in 8-bit floats; all ones are NaN in wider ones.
+    code = 0xFF if like.is_floating_point() and like.element_size() > 1 else 0x7F
+    made.untyped_storage().fill_(code)  # type: ignore[attr-defined]
+    return made
+
+
+def _codes(tensor: Tensor) -> Tensor:
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _gaps(count: int, like: Tensor) -> Tensor:
+    """What lies between elements: NaN, or 0 for integers, which a kernel that takes strides to be 1 reads as lengths and places."""
+    return filled(count, like) if like.is_floating_point() else torch.zeros(count, dtype=like.dtype, device=like.device)
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same values, rows apart, as in a slice of a fused projection; what lies between is not to be used."""
+    if tensor.dim() < 2 or not tensor.numel():
+        return tensor
+    rows, row = tensor.shape[:-1], tensor.shape[-1]
+    wide = _gaps(rows.numel() * (row + _GAP), tensor).view(*rows, row + _GAP)
+    return wide[..., :row].copy_(tensor)
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """The same values, at every second place of a wider last axis; what lies between is not to be used."""
+    if not tensor.dim() or not tensor.numel():
+        return tensor
+    wide = _gaps(2 * tensor.numel(), tensor).view(*tensor.shape, 2)
+    return wide[..., 0].copy_(tensor)
+
+
+def swapped(tensor: Tensor) -> Tensor:
+    """The same values, with the memory order of the first two axes exchanged: heads before tokens, say."""
+    if tensor.dim() < 2 or not tensor.numel():
+        return tensor
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+LAYOUTS: dict[str, Any] = {"rows apart": apart, "every second element": spread, "first two axes exchanged in memory": swapped}

@@ -1,0 +1,188 @@
+"""Captured calls: what is kept of them, and calls made like them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel.capture import ReplayError, load, load_cases, merge, replay
+from tokenspeed_kernel.cases import Case, Draw
+from tokenspeed_kernel.ops.attention._inputs import paged
+from tokenspeed_kernel.recording import CapturedCall, Record, ShapeCapture, described
+from tokenspeed_kernel.recording.recorder import Work
+
+SMALL = [(op, case) for op in tk.operators() for case in op.all_cases() if not case.large]
+
+
+def capture(op: Any, arguments: dict[str, Any]) -> Record:
+    with tk.shape_capture() as found:
+        op.function(**arguments)
+    (record,) = found.get()
+    return record
+
+
+@pytest.mark.parametrize(("op", "case"), SMALL, ids=[f"{op.mode}-{case.name}" for op, case in SMALL])
+def test_a_call_like_a_captured_one_asks_for_the_same(op: Any, case: Case) -> None:
+    """The same request, the same description of every argument but those written to, and the same amount of work."""
+    arguments = op.complete(case.build())
+    record = capture(op, arguments)
+    again = op.complete(replay(record).build())
+    op.check_call(again)
+    assert op.request(again) == op.request(arguments)
+    hints = {"cu_seqlens_cpu"}
+    pages = {"k_cache", "v_cache", "kv_cache"}
+    for name in set(op.names) - {*op.outs} - hints:
+        told, wanted = described(again[name]), described(arguments[name])
+        if name in pages and wanted is not None:  # as many as are used
+            told["shape"], wanted["shape"] = told["shape"][1:], wanted["shape"][1:]
+        assert told == wanted, name
+    assert op.run_hook("work", again) == op.run_hook("work", arguments)
+    replayed = capture(op, again)
+    assert replayed["traits"] == record["traits"]
+    assert replayed["kernel"] == record["kernel"]
+
+
+def test_work_is_what_was_read() -> None:
+    op = tk.get_operator("mha_extend_with_kvcache")
+    arguments = paged([40, 7, 1], [9, 7, 0], is_causal=True)(Draw())
+    work = capture(op, op.complete(arguments))["work"]
+    assert work == {
+        "seen": 1,
+        "samples": [{"kv_lens": [40, 7, 1], "q_lens": [9, 7, 0]}],
+        "histograms": {"kv_lens": {"64": 1, "8": 1, "1": 1}, "q_lens": {"16": 1, "8": 1, "0": 1}},
+    }
+
+
+def test_routing_keeps_its_skew() -> None:
+    op = tk.get_operator("moe_apply")
+    case = next(case for case in op.all_cases() if case.name == "dense bfloat16, gpt-oss options")
+    arguments = op.complete(case.build())
+    skewed = torch.tensor([[0, 1, 2, 3]] * 8 + [[0, 5, -1, 7]], dtype=torch.int32)
+    record = capture(op, {**arguments, "topk_ids": skewed})
+    again = replay(record).build()["topk_ids"]
+    assert again.flatten().add(1).bincount(minlength=9).tolist() == [1, 9, 8, 8, 8, 0, 1, 0, 1]
+    assert all(len({e for e in row if e >= 0}) == sum(e >= 0 for e in row) for row in again.tolist())
+
+
+def test_the_sample_with_most_work_is_made_again() -> None:
+    op = tk.get_operator("mha_decode_with_kvcache")
+    few, many = (op.complete(paged(lengths, max_seqlen_k=32, width=3)(Draw())) for lengths in ([3, 4], [30, 31]))
+    record = capture(op, few)
+    other = capture(op, many)
+    record["work"]["samples"] += other["work"]["samples"]
+    assert replay(record).build()["cache_seqlens"].tolist() == [30, 31]
+
+
+def test_a_call_in_a_graph_is_made_at_full_length() -> None:
+    """There nothing was read."""
+    op = tk.get_operator("mha_decode_with_kvcache")
+    record = capture(op, op.complete(paged([3, 4], max_seqlen_k=32, width=3)(Draw())))
+    record["work"] = {"seen": 0, "samples": [], "histograms": {}}
+    assert replay(record).build()["cache_seqlens"].tolist() == [32, 32]
+
+
+@pytest.mark.parametrize(
+    ("samples", "total", "wanted"),
+    [
+        ([3, 5], 8, [3, 5]),
+        ([3, 5], 16, [6, 10]),
+        ([], 7, [3, 4]),
+        ([0, 0], 6, [3, 3]),
+        ([1, 2, 3], 3, [1, 2]),
+    ],
+)
+def test_lengths_that_add_up(samples: list[int], total: int, wanted: list[int]) -> None:
+    call = CapturedCall({}, {"lengths": samples})
+    assert call.parts("lengths", 2, total) == wanted
+
+
+def test_long_lists_are_thinned() -> None:
+    kept = ShapeCapture()
+    lengths = list(range(5000))
+    kept.record("f.m", "k", 1, {}, {}, lambda: {"lengths": lengths})
+    (sample,) = kept.get()[0]["work"]["samples"]
+    assert len(sample["lengths"]) == 1024
+    assert sample["lengths"][::256] == [0, 1250, 2500, 3750]
+
+
+def test_values_are_not_read_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenspeed_kernel.recording import recorder
+
+    clock = [100.0]
+    monkeypatch.setattr(recorder.time, "monotonic", lambda: clock[0])
+    kept, reads = ShapeCapture(), []
+
+    def read() -> Work:
+        reads.append(clock[0])
+        return {"n": [len(reads)]}
+
+    for _ in range(16):
+        kept.record("f.m", "k", 1, {}, {}, read)
+        clock[0] += 0.25
+    (record,) = kept.get()
+    assert record["count"] == 16
+    assert len(reads) == record["work"]["seen"] == 8
+    # The first and the latest stay.
+    assert [sample["n"] for sample in record["work"]["samples"]] == [[1], [6], [7], [8]]
+
+
+def test_expanded_and_sliced_tensors_lie_as_they_did() -> None:
+    x = torch.ones(1, 8).expand(4, 8)
+    with tk.shape_capture() as found:
+        tk.silu_and_mul(x)
+        tk.silu_and_mul(torch.ones(4, 3, 8)[:, 1])
+    strides = {replay(record).build()["x"].stride() for record in found.get()}
+    assert strides == {(0, 1), (24, 1)}
+
+
+def test_what_cannot_be_made_again() -> None:
+    op = tk.get_operator("rmsnorm")
+    record = capture(op, op.complete({"x": torch.ones(2, 4), "weight": torch.ones(4)}))
+    with pytest.raises(ReplayError, match=r"a call of norm\.rmsnorn was captured: no operator norm\.rmsnorn; did you mean"):
+        replay({**record, "operator": "norm.rmsnorn"})
+    with pytest.raises(ReplayError, match="captured with other parameters than it has here: gamma"):
+        replay({**record, "arguments": {**record["arguments"], "gamma": None}})
+    ints = {**record["arguments"], "x": {"dtype": "int64", "shape": [2], "device": "cpu"}}
+    with pytest.raises(ReplayError, match="x of a captured call cannot be made again"):
+        replay({**record, "arguments": ints}).build()
+
+
+def test_cases_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.jsonl"
+    with tk.shape_capture(path):
+        for _ in range(3):
+            tk.rmsnorm(torch.ones(2, 8), torch.ones(8))
+        tk.silu_and_mul(torch.ones(2, 8))
+        tk.rmsnorm(torch.ones(2, 8), torch.ones(8), solution="reference")
+    cases = load_cases(path)
+    assert [(c.operator, c.count, c.case.large, c.case.tags) for c in cases] == [
+        ("norm.rmsnorm", 4, False, {"captured"}),
+        ("activation.silu_and_mul", 1, False, {"captured"}),
+    ]
+    assert cases[0].case.name == "x float32[2, 8], weight float32[8]"
+    assert [c.operator for c in load_cases(path, "silu_and_mul")] == ["activation.silu_and_mul"]
+
+
+def test_merging(tmp_path: Path) -> None:
+    for index, rows in enumerate(((1, 2), (2, 3))):
+        with tk.shape_capture(tmp_path / f"{index}"):
+            for n in rows:
+                tk.silu_and_mul(torch.ones(n, 8))
+    merged = merge([tmp_path / "0", tmp_path / "1"], tmp_path / "both")
+    counts = {record["arguments"]["x"]["shape"][0]: record["count"] for record in merged.records}
+    assert counts == {1: 1, 2: 2, 3: 1}
+    assert {record["arguments"]["x"]["shape"][0]: record["count"] for record in load(tmp_path / "both").records} == counts
+
+
+def test_inputs_are_drawn_and_never_kept(tmp_path: Path) -> None:
+    secret = torch.full((2, 8), 0.123456)
+    with tk.shape_capture(tmp_path / "shapes"):
+        tk.silu_and_mul(secret)
+    assert "0.1234" not in (tmp_path / "shapes").read_text()
+    x: Tensor = load_cases(tmp_path / "shapes")[0].case.build()["x"]
+    assert not torch.equal(x, secret)

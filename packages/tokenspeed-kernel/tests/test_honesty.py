@@ -1,0 +1,394 @@
+"""The checks of what a kernel declares, one by one: each on a kernel that is honest, and on one that is not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.cases import Case, Draw, recipe
+from tokenspeed_kernel.numerics import EXACT, CaseResult, Status, compare, edges, guards, honesty, verify_case, waiting
+from tokenspeed_kernel.numerics.edges import Ground, edge_values
+from tokenspeed_kernel.operator import Operator, get_operator, operators
+from tokenspeed_kernel.platform import CapabilityRequirement
+from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.traits import ANY, as_constraint, at_least, at_most, between, multiple_of, one_of
+
+CPU = torch.device("cpu")
+Impl = Callable[..., Any]
+Declare = Callable[..., Any]
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@recipe
+def _rows(
+    rows: int, width: int, dtype: torch.dtype = torch.float32, shifted: bool = False, **options: Any
+) -> Callable[[Draw], dict[str, Any]]:
+    def make(draw: Draw) -> dict[str, Any]:
+        shift = {"shift": draw.normal(width, dtype=dtype)} if shifted else {}
+        return {"x": draw.normal(rows, width, dtype=dtype), "padding": torch.arange(rows) % 3 == 2, **shift, **options}
+
+    return make
+
+
+def _body(x: Tensor, padding: Tensor, shift: Tensor | None = None, negate: bool = False, out: Tensor | None = None) -> Tensor:
+    """Doubles rows; those that are padding become 0."""
+    doubled = torch.where(padding.unsqueeze(1), 0, x * 2)
+    doubled = doubled if shift is None else doubled + shift
+    return -doubled if negate else doubled
+
+
+@pytest.fixture
+def op(declare: Declare) -> Operator[Any, Any]:
+    function = declare(_body, formats=("x",))
+
+    @function.check
+    def _(check: Any, x: Tensor, padding: Tensor, shift: Tensor | None) -> None:
+        check.tensor("x", x, "rows width")
+        check.tensor("padding", padding, "rows", torch.bool)
+        check.tensor("shift", shift, "width")
+
+    function.traits(lambda x, shift, negate: {"width": x.shape[1], "shift": shift is not None, "negate": negate})
+    function.fake(lambda x: torch.empty_like(x, memory_format=torch.contiguous_format))
+    function.disturb(lambda x, padding: {"x": x.masked_fill(padding.unsqueeze(1), torch.nan)})
+    function.cases(
+        lambda: [
+            Case("small", _rows(4, 6)),
+            Case("shifted", _rows(5, 8, shifted=True)),
+            Case("float64", _rows(9, 7, torch.float64)),
+        ]
+    )
+    return function.operator  # type: ignore[no-any-return]
+
+
+def right(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
+    made = _body(x, padding, shift, negate)
+    return made if out is None else out.copy_(made)
+
+
+def ground(op: Operator[Any, Any], impl: Impl = right, **declared: Any) -> Ground:
+    declared = {"traits": {"shift": any, "negate": any}, **declared}
+    spec = KernelSpec(f"kernel_{op.mode}", op.family, op.mode, solution="tried", format_signatures=None, **declared)
+    KernelRegistry.get().register(spec, impl)
+    return Ground.of(op, spec, CPU, op.all_cases())
+
+
+def failures(results: Iterator[CaseResult]) -> list[str]:
+    listed = list(results)
+    assert listed, "something was run"
+    return [result.reason for result in listed if result.wrong]
+
+
+# -- traits -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("constraint", "accepted", "refused"),
+    [
+        (at_most(256), [1, 3, 255, 256], [257]),
+        (at_most(256) & multiple_of(16), [16, 48, 240, 256], [8, 15, 17, 255, 257, 272]),
+        (between(64, 128), [64, 66, 127, 128], [32, 63, 129]),
+        (at_least(8), [8, 10], [4, 7]),
+        (multiple_of(32), [32, 96], [16, 31, 33]),
+        (one_of(64, 128), [64, 128], [63, 65, 127, 129]),
+        (as_constraint({1, 2}), [1, 2], [3]),
+        (ANY, [False, True], []),
+        (as_constraint(True), [True], [False]),
+        (as_constraint("a"), ["a"], []),
+    ],
+)
+def test_the_edges_of_a_constraint(constraint: Any, accepted: list[Any], refused: list[Any]) -> None:
+    assert edge_values(constraint) == (accepted, refused)
+    assert all(constraint.accepts(value) for value in accepted)
+    assert not any(constraint.accepts(value) for value in refused)
+
+
+def test_cases_at_the_edges_are_found_and_run(op: Operator[Any, Any]) -> None:
+    results = list(honesty.trait_edges(ground(op, traits={"width": between(2, 40), "shift": any, "negate": any})))
+    assert {r.status for r in results} == {Status.PASSED}
+    names = [r.case for r in results]
+    for wanted in ("width=2, ", "width=40, ", "width=41, ", "shift=True, ", "negate=True, _rows", "negate=False"):
+        assert any(name.startswith(wanted) for name in names), (wanted, names)
+    assert [r.reason for r in results if r.case.startswith(("width=41", "width=1,"))] == ["refused, as declared"] * 2
+
+
+def test_a_kernel_that_is_wrong_at_an_edge(op: Operator[Any, Any]) -> None:
+    def narrow(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
+        made = right(x, padding, shift, negate, out)
+        made[:, 32:] = 0
+        return made
+
+    said = failures(honesty.trait_edges(ground(op, narrow, traits={"width": at_most(40)})))
+    assert said
+    assert all("declares width: at most 40, but is wrong at width=" in text for text in said)
+    assert not any("width=1:" in text or "width=3:" in text for text in said)
+
+
+def test_a_trait_that_no_case_reaches_is_said(op: Operator[Any, Any]) -> None:
+    results = list(honesty.trait_edges(ground(op, traits={"width": at_most(10**9)})))
+    skipped = [r for r in results if r.status is Status.SKIPPED]
+    assert skipped
+    assert all("could be made to have width=" in r.reason for r in skipped)
+
+
+def test_nothing_to_do(op: Operator[Any, Any]) -> None:
+    def none(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
+        assert len(x), "no rows"
+        return right(x, padding, shift, negate, out)
+
+    results = list(honesty.empties(ground(op)))
+    assert "_rows(0, 6)" in [r.case for r in results]
+    assert {r.status for r in results} == {Status.PASSED}
+    # The operator launches nothing where every output is empty, so a kernel may rely on that.
+    assert failures(honesty.empties(ground_again(op, none))) == []
+
+
+def ground_again(op: Operator[Any, Any], impl: Impl, **declared: Any) -> Ground:
+    KernelRegistry.get().unregister(f"kernel_{op.mode}")
+    return ground(op, impl, **declared)
+
+
+@pytest.mark.parametrize("op", operators(), ids=str)
+def test_every_operator_can_be_given_nothing(op: Operator[Any, Any]) -> None:
+    reference = KernelRegistry.get().get_by_name(f"reference_{op.mode}")
+    cases = [case for case in op.all_cases() if not case.large][:2]
+    found = list(edges.empty_cases(Ground.of(op, reference, CPU, cases), 4))
+    assert found
+    for case in found:
+        assert verify_case(reference, case, CPU).status is Status.PASSED
+
+
+# -- what surrounds the values ------------------------------------------------------------------------------------------------
+
+
+def test_values_that_must_not_matter(op: Operator[Any, Any]) -> None:
+    def multiplies(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
+        made = x * 2 * (~padding).unsqueeze(1)  # 0 times NaN
+        made = made if shift is None else made + shift
+        made = -made if negate else made
+        return made if out is None else out.copy_(made)
+
+    assert failures(honesty.unused_values(ground(op))) == []
+    said = failures(honesty.unused_values(ground_again(op, multiplies)))
+    assert said
+    assert all(text.startswith("looks at values that must not matter") and "NaN" in text for text in said)
+
+
+@pytest.mark.parametrize("op", [op for op in operators() if op.has_hook("disturb")], ids=str)
+def test_disturbing_changes_no_result(op: Operator[Any, Any]) -> None:
+    changed = 0
+    for case in op.all_cases():
+        if case.large:
+            continue
+        plain, disturbed = op.complete(case.build()), op.complete(case.build())
+        disturbed.update(op.run_hook("disturb", disturbed))
+        op.check_call(disturbed)
+        changed += any(not torch.equal(_bytes(plain[n]), _bytes(t)) for n, t in disturbed.items() if isinstance(t, Tensor))
+        compared = compare(op.reference(*disturbed.values()), op.reference(*plain.values()), EXACT)
+        assert [c.fault for c in compared if c.fault] == [], case.name
+    assert changed, "some case has something that does not matter"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int32, torch.bool])
+@pytest.mark.parametrize("name", [*guards.LAYOUTS])
+def test_layouts_and_guards_keep_the_values(dtype: torch.dtype, name: str) -> None:
+    values = torch.randn(3, 4, 5).mul(3).to(dtype)
+    laid = guards.LAYOUTS[name](values)
+    assert torch.equal(_bytes(laid), _bytes(values))
+    assert not laid.is_contiguous()
+    guarded = guards.guard("x", laid)
+    assert guarded.tensor.stride() == laid.stride()
+    assert torch.equal(_bytes(guarded.tensor), _bytes(values))
+    assert guarded.fault() == ""
+    if dtype.is_floating_point:
+        assert bool(guarded.buffer.float()[guarded.outside].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        (-1, "writes 1 elements outside of x, up to 1 before its first"),
+        (-7, "up to 7 before its first"),
+        (12, "up to 1 behind its last"),
+        (20, "up to 9 behind its last"),
+    ],
+)
+def test_a_guard_says_what_was_written(at: int, said: str) -> None:
+    guarded = guards.guard("x", torch.randn(3, 4))
+    guarded.buffer[guards._GUARD + at] = 1.0
+    assert said in guarded.fault()
+
+
+def test_a_guard_of_what_overlaps_itself() -> None:
+    guarded = guards.guard("x", torch.ones(1, 4).expand(3, 4))
+    assert guarded.tensor.is_contiguous()
+    assert guarded.fault() == ""
+    assert guards.guard("nothing", torch.empty(0, 4)).fault() == ""
+
+
+def test_a_kernel_that_writes_or_reads_out_of_bounds(op: Operator[Any, Any]) -> None:
+    def writes(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
+        made = right(x, padding, shift, negate, out)
+        if out is not None and out.storage_offset() + out.numel() < out.untyped_storage().nbytes() // out.element_size():
+            out.as_strided((1,), (1,), out.storage_offset() + out.numel()).zero_()
+        return made
+
+    def reads(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
+        made = right(x, padding, shift, negate, out)
+        room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset() - x.numel()
+        return made.add_(0 * x.as_strided((1,), (1,), x.storage_offset() + x.numel())) if room > 0 else made
+
+    assert failures(honesty.bounds(ground(op))) == []
+    said = failures(honesty.bounds(ground_again(op, writes)))
+    assert said
+    assert all("writes 1 elements outside of out, up to 1 behind its last" in text for text in said)
+    said = failures(honesty.bounds(ground_again(op, reads)))
+    assert said
+    assert all("uses what lies outside of its tensors" in text and "NaN" in text for text in said)
+
+
+def test_a_kernel_that_takes_tensors_to_be_contiguous(op: Operator[Any, Any]) -> None:
+    def flat(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
+        dense = x.as_strided(x.shape, (x.shape[1], 1))
+        return right(dense, padding, shift, negate, out)
+
+    assert failures(honesty.layouts(ground(op))) == []
+    said = failures(honesty.layouts(ground_again(op, flat)))
+    assert any("is wrong for tensors that are not contiguous (rows apart)" in text for text in said)
+
+
+# -- waiting ------------------------------------------------------------------------------------------------------------------
+
+X, MASK = torch.arange(6.0), torch.tensor([True, False, True, False, True, False])
+
+
+@pytest.mark.parametrize(
+    ("reads", "what"),
+    [
+        (lambda: X.sum().item(), "Tensor.item"),
+        (lambda: int(X[0]), "Tensor.item"),
+        (lambda: bool((X > 3).any()), "Tensor.item"),
+        (lambda: range(X[2].int()), "Tensor.item"),
+        (lambda: X.tolist(), "Tensor.tolist"),
+        (lambda: X.cpu(), "Tensor.cpu"),
+        (lambda: X.numpy(), "Tensor.numpy"),
+        (lambda: X.to("cpu"), "Tensor.to('cpu')"),
+        (lambda: X.to(device=torch.device("cpu")), "Tensor.to('cpu')"),
+        (lambda: MASK.nonzero(), "torch.nonzero"),
+        (lambda: X[MASK], "indexing by a mask"),
+        (lambda: torch.masked_select(X, MASK), "torch.masked_select"),
+        (lambda: X.unique(), "torch._unique2"),  # type: ignore[no-untyped-call]
+        (lambda: torch.equal(X, X), "torch.equal"),
+        (lambda: X.repeat_interleave(torch.tensor([1, 2, 0, 1, 1, 1])), "torch.repeat_interleave without output_size"),
+    ],
+)
+def test_what_waits_is_seen(reads: Callable[[], Any], what: str) -> None:
+    with waiting.watching() as seen:
+        reads()
+    assert [wait.what for wait in seen.found] == [what]
+    assert "test_honesty.py:" in seen.found[0].where
+
+
+@pytest.mark.parametrize(
+    "computes",
+    [
+        lambda: X * 2 + X.sum(),
+        lambda: X.clone().masked_fill_(MASK, 0.0),
+        lambda: X[torch.tensor([1, 2])],
+        lambda: X.clone().index_put_((MASK,), torch.tensor(1.0)),
+        lambda: torch.where(MASK, X, 0).to(torch.bfloat16),
+        lambda: X.repeat_interleave(2, output_size=12),
+        lambda: (X.shape, X.numel(), X.stride(), len(X), X.dtype),
+    ],
+)
+def test_what_does_not_wait_is_not(computes: Callable[[], Any]) -> None:
+    with waiting.watching() as seen:
+        computes()
+    assert seen.found == []
+
+
+def test_a_kernel_that_waits(op: Operator[Any, Any]) -> None:
+    def asks(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
+        if padding.any():
+            return right(x, padding, shift, negate, out)
+        return right(x, padding, shift, negate, out)
+
+    assert failures(honesty.waits(ground(op))) == []
+    said = failures(honesty.waits(ground_again(op, asks)))
+    assert said
+    assert all("waits for the device: Tensor.item at test_honesty.py:" in text and "if padding.any()" in text for text in said)
+
+
+def test_who_may_wait(op: Operator[Any, Any]) -> None:
+    assert honesty.host_kernel(ground(op)) == ""
+    on_host = ground_again(op, right, capability=CapabilityRequirement(vendors=frozenset({"cpu"})))
+    assert honesty.host_kernel(on_host) == "runs on a CPU only"
+    assert list(honesty.waits(on_host)) == []
+    declared = ground_again(op, right, tags=frozenset({honesty.WAITS}))
+    assert "declares that it waits" in honesty.host_kernel(declared)
+    assert list(honesty.graphs(ground_again(op, right))) == [], "graphs are for a GPU"
+
+
+def test_on_a_gpu_pytorch_is_asked(op: Operator[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the calls that need a GPU replaced: the mode is set around the second call only, and put back."""
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with contextlib.suppress(RuntimeError), waiting.refusing():
+        assert modes == ["error"]
+        raise RuntimeError("called a synchronizing CUDA operation")
+    assert modes == ["error", 0]
+
+
+# -- batches ------------------------------------------------------------------------------------------------------------------
+
+
+def test_batch_invariance(op: Operator[Any, Any]) -> None:
+    def by_batch(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: Tensor | None) -> Tensor:
+        made = right(x * (1 + 1e-7 * len(x)), padding, shift, negate, None)
+        return made if out is None else out.copy_(made)
+
+    assert list(honesty.batch_invariance(ground(op))) == [], "not tagged"
+    tags = frozenset({honesty.BATCH_INVARIANT})
+    assert failures(honesty.batch_invariance(ground_again(op, right, tags=tags))) == []
+    said = failures(honesty.batch_invariance(ground_again(op, by_batch, tags=tags)))
+    assert said
+    assert all("is tagged batch_invariant, but the first 1 of " in text for text in said)
+
+
+def test_a_sample_has_each_combination_of_flags(op: Operator[Any, Any]) -> None:
+    assert [case.name for case in honesty.sample(ground(op))] == ["small", "shifted"]
+    found = ground_again(op, right)
+    found.wrong = {"small"}
+    assert [case.name for case in honesty.sample(found)] == ["shifted", "float64"]
+
+
+def test_sequences_are_items_too() -> None:
+    """A kernel of a ragged operator that looks at other sequences' tokens."""
+    op = get_operator("mha_prefill")
+
+    def leaks(*args: Any) -> Any:
+        arguments = dict(zip(op.names, args, strict=True))
+        result = op.reference(*args)
+        outputs = [result] if isinstance(result, Tensor) else list(result)
+        outputs[0].add_(arguments["v"].sum().to(outputs[0].dtype) * 2**-6)
+        return result
+
+    flags = {"sliding_window": any, "sinks": any, "logit_cap": any, "return_lse": any}
+    tags = frozenset({honesty.BATCH_INVARIANT})
+    spec = KernelSpec("leaks", op.family, op.mode, solution="x", format_signatures=None, traits=flags, tags=tags, priority=1)
+    KernelRegistry.get().register(spec, leaks)
+    cases = [case for case in op.all_cases() if case.name == "one key head, lengths 0 to 33, float32, lse"]
+    said = failures(honesty.batch_invariance(Ground.of(op, spec, CPU, cases)))
+    assert said
+    assert "the first 1 of 4 items have other bits without the rest: output 0" in said[0]

@@ -1,0 +1,93 @@
+"""The laboratory: an operator whose kernels take the time that they are told, and a place for what is measured of them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tokenspeed_kernel import operator as operator_module
+from tokenspeed_kernel.tuned import fingerprint, store
+
+MODULES = Path(__file__).parent / "lab_modules"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, settings_from: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where tuned results of the test lie."""
+    monkeypatch.setattr(store, "_warned", set())
+    settings_from(TUNED=str(tmp_path / "tuned"))
+    return tmp_path / "tuned"
+
+
+class Laboratory:
+    """What `lab.py` has, and what became of it."""
+
+    def __init__(self, module: ModuleType, folder: Path, results: Path) -> None:
+        self.lab, self.register, self.serving, self.tune_all = module.lab, module.register, module.serving, module.tune_all
+        self.folder, self.results = folder, results
+
+    def calls(self) -> list[tuple[str, dict[str, Any]]]:
+        """Every call of a kernel so far: its name, and its configuration."""
+        return importlib.import_module("lab_kernels").calls  # type: ignore[no-any-return]
+
+    def spend(self, us: float) -> None:
+        importlib.import_module("lab_clock").spend(us)
+
+    def table(self) -> Path:
+        """The file with the results."""
+        (file,) = self.results.glob("*.json")
+        return file
+
+    def in_a_new_process(self, *words: str) -> list[str]:
+        """What the laboratory says as a program, line by line."""
+        program = [sys.executable, str(self.folder / "lab.py"), *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+
+@functools.cache
+def _operator() -> ModuleType:
+    """Imported once: what PyTorch is told of a custom operator cannot be taken back."""
+    return importlib.import_module("lab")
+
+
+@pytest.fixture
+def forget_sources() -> Iterator[Callable[[], None]]:
+    """Sources are read once in a process; this makes them be read again."""
+
+    def forget() -> None:
+        fingerprint.source_fingerprint.cache_clear()
+        fingerprint._locate.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def lab(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_sources: Callable[[], None]) -> Iterator[Laboratory]:
+    """The laboratory, without kernels. It is a copy, whose source can be edited."""
+    where = tmp_path / "lab"
+    shutil.copytree(MODULES, where, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.syspath_prepend(str(where))
+    known = "lab" in sys.modules
+    module = _operator()
+    operator_module._operators["testing", "lab"] = module.lab.operator
+    if known:  # importing it registered the reference, but the test before has ended
+        module.lab.operator._register_reference()
+    yield Laboratory(module, where, folder)
+    del operator_module._operators["testing", "lab"]
+    for name in ("lab_kernels", "lab_clock"):
+        sys.modules.pop(name, None)

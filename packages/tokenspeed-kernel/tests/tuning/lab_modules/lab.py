@@ -1,0 +1,82 @@
+"""An operator and its kernels for the tests of tuning. Run as a program, it says which kernel would serve a number of rows."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel import tuned
+from tokenspeed_kernel.cases import Case, Cost
+from tokenspeed_kernel.checks import FLOATS, Checker
+from tokenspeed_kernel.operator import operator
+from tokenspeed_kernel.registry import register_kernel
+from tokenspeed_kernel.tuning import tune_case
+
+
+@operator("testing", "lab", formats=("x",))
+def lab(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """``x + 1`` of ``[rows, width]``."""
+    return x + 1
+
+
+@lab.traits
+def _(x: Tensor) -> dict[str, object]:
+    return {"width": x.shape[1]}
+
+
+@lab.check
+def _(check: Checker, x: Tensor) -> None:
+    check.tensor("x", x, "rows width", FLOATS)
+
+
+@lab.fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@lab.cases
+def _() -> list[Case]:
+    return [Case(f"{rows} rows", lambda draw, rows=rows: {"x": draw.normal(rows, 4)}) for rows in (2, 64)]
+
+
+@lab.cost
+def _(x: Tensor) -> Cost:
+    return Cost(flops=x.numel(), bytes=8 * x.numel())
+
+
+def register(*names: str) -> None:
+    """Declares the kernels of these names; the first has the highest priority."""
+    for place, name in enumerate(names):
+        tunables = {"wait": [300, 1000], "wrong": [False, True]} if name == "settable" else None
+        register_kernel(
+            "testing",
+            "lab",
+            name=name,
+            solution="lab",
+            signatures=None,
+            traits={"width": any},
+            priority=10 - place,
+            tunables=tunables,
+        )(f"lab_kernels:{name}")
+
+
+def tune_all(budget_s: float = 0.3) -> None:
+    for case in lab.operator.all_cases():
+        tune_case("testing.lab", case, "cpu", budget_s=budget_s)
+
+
+def serving(rows: int) -> str:
+    explanation = lab.explain(torch.ones(rows, 4))
+    assert explanation.chosen is not None
+    return explanation.chosen.name
+
+
+if __name__ == "__main__":
+    register("steady", "growing")
+    if "tune" in sys.argv:
+        tune_all()
+    print(serving(2), serving(64), serving(3))
+    print(*lab.explain(torch.ones(2, 4)).notes, sep="\n")
+    print(len(tuned.all_entries(lab.explain(torch.ones(2, 4)).request.platform)))

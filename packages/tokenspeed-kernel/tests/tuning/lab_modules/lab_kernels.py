@@ -1,0 +1,46 @@
+"""Kernels for the tests of tuning: how long each takes is told, not found."""
+
+import lab_clock
+import torch
+
+calls: list[tuple[str, dict]] = []
+
+
+def _add(x, out):
+    return torch.add(x, 1, out=out) if out is not None else x + 1
+
+
+def steady(x, out):
+    """The same time for any number of rows."""
+    calls.append(("steady", {}))
+    lab_clock.spend(400)
+    return _add(x, out)
+
+
+def growing(x, out):
+    """Time for each row."""
+    calls.append(("growing", {}))
+    lab_clock.spend(20 * x.shape[0])
+    return _add(x, out)
+
+
+def settable(x, out, *, wait=3000, wrong=False):
+    """As long as it is told."""
+    calls.append(("settable", {"wait": wait, "wrong": wrong}))
+    lab_clock.spend(wait)
+    result = _add(x, out)
+    return result.add_(1) if wrong else result
+
+
+def writing(x, total, *, wait=3000):
+    calls.append(("writing", {"wait": wait}))
+    lab_clock.spend(wait)
+    total += x
+
+
+def fragile(x, out, *, good_for=10**6):
+    """Quicker than all, until it fails."""
+    calls.append(("fragile", {"good_for": good_for}))
+    if sum(name == "fragile" for name, _ in calls) > good_for:
+        raise RuntimeError("no more of it")
+    return _add(x, out)

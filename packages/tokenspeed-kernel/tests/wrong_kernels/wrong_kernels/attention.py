@@ -1,0 +1,134 @@
+"""Attention in plain PyTorch that never reads a value on the host, as a kernel for a GPU must not. `Fault` says what is wrong."""
+
+import dataclasses
+import math
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    window_edge: int = 0  # tokens too many within the window
+    lse_scale: float = 1.0
+    sink_scaled: bool = False  # the sink is scaled as scores are
+    widest_head: int = 1 << 20  # elements of a head that are looked at
+    nan_where_nothing_is_seen: bool = False
+    looks_up_every_page: bool = False
+
+
+NONE = Fault()
+
+
+def _softmax(scores, visible, values, sinks, dtype, fault, scale):
+    """``scores`` and ``visible`` [heads, queries, keys], ``values`` [heads, keys, v_head_dim]: the output and log-sum-exp."""
+    scores = scores.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(-1, 1, 1) * (scale if fault.sink_scaled else 1.0)
+        lse = torch.logsumexp(torch.cat((scores, sink.expand(-1, scores.shape[1], 1)), -1), -1, keepdim=True)
+    else:
+        lse = torch.logsumexp(scores, -1, keepdim=True)
+    if not fault.nan_where_nothing_is_seen:
+        weights = torch.where(visible, torch.exp(scores - lse), 0.0)
+    else:
+        weights = torch.exp(scores - lse)
+    return (weights @ values).transpose(0, 1).to(dtype), lse.squeeze(-1).transpose(0, 1).float() * fault.lse_scale
+
+
+def _finish(output, lse, return_lse, out):
+    output = output.contiguous() if out is None else out.copy_(output)
+    return (output, lse.contiguous()) if return_lse else output
+
+
+def _wide(q):
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _prefill(fault, q, k, v, cu_seqlens, window_left, logit_cap, sinks, return_lse, softmax_scale, out):
+    tokens, heads, head_dim = q.shape
+    scale = softmax_scale or head_dim**-0.5
+    q_wide, k_wide, v_wide = (x.to(_wide(q)).transpose(0, 1) for x in (q, k, v))
+    groups = heads // k.shape[1]
+    k_wide, v_wide = (x.repeat_interleave(groups, 0, output_size=heads) for x in (k_wide, v_wide))
+    width = min(head_dim, fault.widest_head)
+    scores = q_wide[..., :width] @ k_wide[..., :width].mT * scale
+    if logit_cap > 0:
+        scores = logit_cap * torch.tanh(scores / logit_cap)
+    index = torch.arange(tokens, device=q.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), index.int(), right=True)
+    behind = index.view(-1, 1) - index
+    visible = (sequence.view(-1, 1) == sequence) & (behind >= 0)
+    if window_left >= 0:
+        visible &= behind <= window_left + fault.window_edge
+    output, lse = _softmax(scores, visible.expand(heads, -1, -1), v_wide, sinks, q.dtype, fault, scale)
+    return _finish(output, lse, return_lse, out)
+
+
+def _make_prefill(fault=NONE):
+    def prefill(
+        q, k, v, cu_seqlens, cu_seqlens_cpu, max_seqlen, window_left, logit_cap, sinks, return_lse, softmax_scale, out
+    ):  # fmt: skip
+        return _prefill(fault, q, k, v, cu_seqlens, window_left, logit_cap, sinks, return_lse, softmax_scale, out)
+
+    return prefill
+
+
+right_prefill = _make_prefill()
+wrong_mask_edge = _make_prefill(Fault(window_edge=1))
+wrong_lse_base = _make_prefill(Fault(lse_scale=math.log2(math.e)))
+wrong_sink = _make_prefill(Fault(sink_scaled=True))
+lies_about_head_dim = _make_prefill(Fault(widest_head=256))
+
+
+def hidden_sync(
+    q, k, v, cu_seqlens, cu_seqlens_cpu, max_seqlen, window_left, logit_cap, sinks, return_lse, softmax_scale, out
+):  # fmt: skip
+    """Asks how long the longest sequence is, to drop a window that is longer."""
+    longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+    window = -1 if window_left >= longest else window_left
+    return _prefill(NONE, q, k, v, cu_seqlens, window, logit_cap, sinks, return_lse, softmax_scale, out)
+
+
+def _make_decode(fault=NONE):
+    def decode(
+        q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, max_seqlen_q, window_left, logit_cap, sinks, return_lse,
+        softmax_scale, q_scale, k_scale, v_scale, out,
+    ):  # fmt: skip
+        heads, head_dim = q.shape[1:]
+        scale = softmax_scale or head_dim**-0.5
+        page_size, kv_heads = k_cache.shape[1:3]
+        positions = torch.arange(page_table.shape[1] * page_size, device=q.device)
+        outputs, lses = [], []
+        for b in range(len(cache_seqlens)):
+            length = cache_seqlens[b]
+            entries = page_table[b]
+            if not fault.looks_up_every_page:
+                reached = torch.arange(0, len(positions), page_size, device=q.device) < length
+                entries = torch.where(reached, entries, 0)
+            held = (positions < length).view(-1, 1, 1)
+            keys, values = (
+                torch.where(held, cache[entries.long()].flatten(0, 1).to(_wide(q)), 0).transpose(0, 1)
+                for cache in (k_cache, v_cache)
+            )
+            groups = heads // kv_heads
+            keys, values = (x.repeat_interleave(groups, 0, output_size=heads) for x in (keys, values))
+            queries = q[b * max_seqlen_q : (b + 1) * max_seqlen_q].to(_wide(q)).transpose(0, 1)
+            scores = queries @ keys.mT * scale
+            if logit_cap > 0:
+                scores = logit_cap * torch.tanh(scores / logit_cap)
+            behind = (length - max_seqlen_q + torch.arange(max_seqlen_q, device=q.device)).view(-1, 1) - positions
+            visible = (behind >= 0) & held.view(-1)
+            if window_left >= 0:
+                visible &= behind <= window_left
+            output, lse = _softmax(scores, visible.expand(heads, -1, -1), values, sinks, q.dtype, fault, scale)
+            outputs.append(output)
+            lses.append(lse)
+        if not outputs:
+            outputs, lses = [q.new_empty(0, heads, v_cache.shape[3])], [q.new_empty(0, heads, dtype=torch.float32)]
+        return _finish(torch.cat(outputs), torch.cat(lses), return_lse, out)
+
+    return decode
+
+
+right_decode = _make_decode()
+nan_on_empty = _make_decode(Fault(nan_where_nothing_is_seen=True))
+reads_past_page_table = _make_decode(Fault(looks_up_every_page=True))
