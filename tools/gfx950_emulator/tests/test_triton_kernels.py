@@ -320,11 +320,13 @@ def test_grids(grid: tuple[int, ...]) -> None:
     assert out.tolist() == expected
 
 
-def test_a_name_that_is_longer_than_names_of_files() -> None:
-    kernel = next(value for name, value in vars(control).items() if len(name) > 150)
+@pytest.mark.parametrize("name", ["another", "fill_" + "and_again_" * 20])
+def test_kernels_that_have_another_name_in_assembly(name: str) -> None:
+    kernel = triton.jit(control.fill.fn, repr=lambda _: name)
     out = torch.zeros(1, dtype=torch.int32)
-    with emulated_gfx950():
+    with emulated_gfx950() as emulator:
         kernel[(1,)](out)
+    assert emulator.launches[0].kernel == name
     assert out.tolist() == [7]
 
 

@@ -154,7 +154,7 @@ class _Launcher:
         self.metadata = metadata
         self.names = list(getattr(source.fn, "arg_names", []))
         self.signature = list(source.signature.values())
-        self.text = _assembly_text(metadata.hash, metadata.name)
+        self.text = _assembly_text(metadata.hash, source.name)
 
     def __call__(self, grid_x, grid_y, grid_z, stream, function, kernel_metadata, launch_metadata, enter, leave, *args) -> None:
         emulator = _active.get()
@@ -278,7 +278,7 @@ def _segment(
 
 @lru_cache(maxsize=256)
 def _assembly_text(hash_: str, name: str) -> str:
-    """The text that Triton's cache holds for a compiled kernel."""
+    """The text that Triton's cache holds for a compiled function of this name, whatever it is called in the text."""
     file = name[:150]  # Triton cuts long names so
     group = get_cache_manager(hash_).get_group(f"{file}.json") or {}
     path = group.get(f"{file}.amdgcn")

@@ -142,9 +142,7 @@ def many_arguments(
     tl.store(out_ptr + at, total.to(tl.float32) + at)
 
 
-# Triton's cache cuts names of 150 and more characters.
 @triton.jit
-def fill_whose_name_is_longer_than_the_names_of_files_in_tritons_cache_may_be_and_goes_on_and_goes_on_and_goes_on_and_goes_on_and_goes_on_and_goes_on_and_goes_on_an(
-    out,
-):
+def fill(out):
+    """out = 7."""
     tl.store(out, 7)
