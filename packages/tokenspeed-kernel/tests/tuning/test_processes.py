@@ -5,18 +5,33 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tokenspeed_kernel.capture import load
+
 HARNESS = Path(__file__).parent / "lab_modules" / "harness.py"
 
 
+CALLS = 2000
+CALLING = f"import torch, tokenspeed_kernel as tk; x = torch.ones(2, 8); [tk.silu_and_mul(x) for _ in range({CALLS})]"
+
+
+def start(program: list[str], **variables: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, *program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    said, failure = process.communicate()
+    assert process.returncode == 0, failure
+    return said
+
+
 def run(folder: Path, *words: str) -> str:
-    environment = {**os.environ, "TOKENSPEED_KERNEL_TUNED": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(HARNESS), *words], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return finish(start([str(HARNESS), *words], TOKENSPEED_KERNEL_TUNED=folder))
 
 
 @pytest.mark.parametrize("turns", [5, pytest.param(50, marks=pytest.mark.slow)])
@@ -28,3 +43,16 @@ def test_a_tuner_that_is_killed_leaves_a_table(tmp_path: Path, turns: int) -> No
 def test_tuners_at_the_same_time_lose_nothing(tmp_path: Path, tuners: int, entries: int) -> None:
     done = run(tmp_path / "tuned", "together", str(tuners), str(entries))
     assert done == f"{3 + tuners * entries} entries of {tuners} tuners, {tuners * entries} results in one\n"
+
+
+@pytest.mark.slow
+def test_two_tuners_and_four_captures_of_one_place_for_a_minute(tmp_path: Path) -> None:
+    end = time.monotonic() + 60
+    tuners = start([str(HARNESS), "together", "2", "150"], TOKENSPEED_KERNEL_TUNED=tmp_path)
+    turns = 0
+    while time.monotonic() < end:
+        for process in [start(["-c", CALLING], TOKENSPEED_KERNEL_CAPTURE_SHAPES=tmp_path / "shapes") for _ in range(4)]:
+            finish(process)
+        turns += 1
+    assert finish(tuners) == f"{3 + 2 * 150} entries of 2 tuners, {2 * 150} results in one\n"
+    assert [record["count"] for record in load(tmp_path / "shapes").records] == [4 * CALLS * turns]
