@@ -145,7 +145,7 @@ def sanitize_nvidia(session: nox.Session) -> None:
 
 @nox.session(name="tests-amd", venv_params=["--system-site-packages"])
 def tests_amd(session: nox.Session) -> None:
-    """All cases of all kernels that an AMD GPU runs, the large ones too; what the compiler made of them is looked at by emulator."""
+    """All cases of all kernels that an AMD GPU runs, the large ones too. The emulator looks at what the compiler made of them."""
     _on_this_machine(session, "rocm-smi", "AMD")
     session.install("-e", f"{CORE}[tools]", "-e", RUNTIME, *_requirements("test"))
     session.install("--no-deps", "-e", AMD, "-e", EMULATOR)  # PyTorch for ROCm has its own Triton
