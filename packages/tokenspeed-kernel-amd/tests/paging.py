@@ -16,7 +16,7 @@ from tokenspeed_kernel.numerics import Status, verify_case
 from tokenspeed_kernel.numerics.verify import refusal
 from tokenspeed_kernel.operator import get_operator
 from tokenspeed_kernel.ops.attention._inputs import paged
-from tokenspeed_kernel.registry import KernelRegistry
+from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
 from tokenspeed_kernel_amd import plugin
 
 ERROR = 5e-3  # relative, of the whole output
@@ -98,14 +98,19 @@ def cases(mode: str) -> list[Any]:
     ]
 
 
+def kernel_of(mode: str) -> KernelSpec:
+    """The kernel of an operator as the plugin declares it."""
+    registry, name = KernelRegistry.get(), f"gluon_{mode}"
+    if name not in {spec.name for spec in registry.list_kernels()}:
+        plugin.register()
+    return registry.get_by_name(name)
+
+
 def check_case(device: torch.device, mode: str, case: Case) -> None:
     """Runs a case through the operator, on the kernel as the plugin declares it, by the core's own checks."""
     if case.large and device.type == "cpu":
         pytest.skip("is sized for a GPU")
-    registry, name = KernelRegistry.get(), f"gluon_{mode}"
-    if name not in {spec.name for spec in registry.list_kernels()}:
-        plugin.register()
-    kernel, op = registry.get_by_name(name), get_operator(f"attention.{mode}")
+    kernel, op = kernel_of(mode), get_operator(f"attention.{mode}")
     refused = refusal(op, kernel, op.complete(case.build(device)))
     if refused is not None:
         pytest.skip(f"the kernel does not declare it: {refused}")
