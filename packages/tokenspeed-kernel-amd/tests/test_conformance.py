@@ -1,4 +1,4 @@
-"""The core's conformance kit on every kernel of this package: edges of what is declared, strides, bounds, padding, nothing to do."""
+"""The core's conformance kit on every kernel of this package: edges of what is declared, strides, bounds, padding, empty calls."""
 
 from __future__ import annotations
 
