@@ -2,8 +2,9 @@
 
     python packages/tokenspeed-kernel/benchmarks/tuning.py --output tuning.json
 
-Every shape is tuned into an empty table. Then the tuned and the untuned choice are measured again in turns, on the same inputs: the
-winner of many measurements looks better than it is.
+Every shape is tuned into an empty table. Then the tuned and the untuned choice are measured again in turns, on the same inputs and
+in CUDA graphs as in tuning: the winner of many measurements looks better than it is. Where both are the same, their ratio shows the
+noise.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 
 from tokenspeed_kernel import reload_settings
 from tokenspeed_kernel.benchmark import collect_metadata
-from tokenspeed_kernel.benchmark.timing import sample
+from tokenspeed_kernel.benchmark.timing import captured, sample
 from tokenspeed_kernel.cases import Case
 from tokenspeed_kernel.operator import get_operator
 from tokenspeed_kernel.registry import KernelRegistry
@@ -75,6 +76,7 @@ def measure(operator: str, name: str, budget_s: float, device: torch.device) -> 
         "untuned": bound(operator, case, outcome.untuned, {}, device),
         "tuned": bound(operator, case, best.kernel, dict(best.config), device),
     }
+    calls = {label: captured([call], device) for label, call in calls.items()}
     times: dict[str, list[float]] = {label: [] for label in calls}
     for _ in range(5):
         for label, call in calls.items():

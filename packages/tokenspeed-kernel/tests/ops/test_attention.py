@@ -626,7 +626,7 @@ def request(function: Any, name: str) -> tuple[dict[str, object], FormatSignatur
 def test_traits_and_formats() -> None:
     plain = {"logit_cap": False, "return_lse": False, "sliding_window": False, "sinks": False}
     traits, signature = request(mha_prefill, "window, cap, sinks and lse together")
-    assert traits == {"head_dim": 64, "v_head_dim": 64, "gqa_ratio": 2, **dict.fromkeys(plain, True)}
+    assert traits == {"head_dim": 64, "v_head_dim": 64, "gqa_ratio": 2, **dict.fromkeys(plain, True), "window_left": 31}
     assert str(signature) == "k: bfloat16, q: bfloat16, v: bfloat16"
     traits, _ = request(mha_prefill, "v_head_dim 96 under head_dim 160")
     assert traits == {**plain, "head_dim": 160, "v_head_dim": 96, "gqa_ratio": 2}
@@ -635,7 +635,7 @@ def test_traits_and_formats() -> None:
     assert traits == {**cached, "scaled": True, "multi_query": False}
     assert str(signature) == "k_cache: float8_e5m2, q: bfloat16, v_cache: float8_e5m2"
     traits, _ = request(mha_decode_with_kvcache, "four new tokens in a window of three")
-    assert traits == {**cached, "scaled": False, "multi_query": True, "sliding_window": True}
+    assert traits == {**cached, "scaled": False, "multi_query": True, "sliding_window": True, "window_left": 2}
     traits, _ = request(mha_extend_with_kvcache, "running sums left out")
     assert traits == {**cached, "scaled": False, "is_causal": True}
     traits, _ = request(mha_extend_with_kvcache, "not causal, lse")

@@ -213,3 +213,16 @@ def test_tunables_are_checked_when_a_kernel_is_loaded(lab: Any) -> None:
         RegistrationError, match="must take each tunable as a keyword with a default, after a \\*; it does not take n"
     ):
         KernelRegistry.get().get_impl("steady")
+
+
+@pytest.mark.nvidia
+def test_candidates_are_timed_in_graphs_where_they_can_be_captured() -> None:
+    device = torch.device("cuda")
+    x = torch.ones(1 << 20, device=device)
+    trials = search([Candidate("launches", {}, lambda: x + 1), Candidate("waits", {}, lambda: (x + 1).sum().item())], device, 1.0)
+    assert [trial.status for trial in trials] == [TrialStatus.MEASURED] * 2
+    assert trials[0].uncaptured == ""
+    assert "captur" in trials[1].uncaptured
+    assert trials[0].to_dict().keys() ^ trials[1].to_dict().keys() == {"uncaptured"}
+    assert trials[0].us is not None
+    assert trials[0].us < 30, "a launch from Python is not in it"

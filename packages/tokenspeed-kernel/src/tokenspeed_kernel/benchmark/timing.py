@@ -172,15 +172,33 @@ def sample_graph(calls: Sequence[Call], device: torch.device, *, expected_us: fl
     """The times that `measure_graph` sums up, in microseconds a call, in order. ``expected_us`` is a call's; see `sample`."""
     if device.type != "cuda" or not calls:
         raise ValueError(f"a CUDA graph wants at least one call and a GPU, got {len(calls)} for {device}")
+    replay = captured(calls, device)
+    whole_us = None if expected_us is None else expected_us * len(calls)
+    return [time_us / len(calls) for time_us in sample(replay, device, expected_us=whole_us, **options)]
+
+
+def captured(calls: Sequence[Call], device: torch.device, pool: Any = None) -> Call:
+    """Callables in one CUDA graph.
+
+    Args:
+        calls: what to capture, in order; each is called first, outside of the graph.
+        device: a GPU.
+        pool: of `torch.cuda.graph_pool_handle`, where graphs that never run at once share their memory.
+
+    Returns:
+        Runs the graph.
+
+    Raises:
+        RuntimeError: a call does what cannot be captured, such as waiting for the device.
+    """
     with torch.cuda.device(device):
         for call in (*calls, *[calls[0]] * _WARMUP):
             call()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             for call in calls:
                 call()
-        whole_us = None if expected_us is None else expected_us * len(calls)
-        return [time_us / len(calls) for time_us in sample(graph.replay, device, expected_us=whole_us, **options)]
+    return graph.replay
 
 
 def host_time(call: Call, device: torch.device, calls: int = 20) -> float:

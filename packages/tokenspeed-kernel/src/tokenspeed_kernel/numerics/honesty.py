@@ -23,6 +23,7 @@ from tokenspeed_kernel.numerics.compare import compare, compare_tensors
 from tokenspeed_kernel.numerics.edges import Ground
 from tokenspeed_kernel.numerics.graphs import replay_faults
 from tokenspeed_kernel.numerics.narrow import count_items, first_items
+from tokenspeed_kernel.numerics.reach import reach
 from tokenspeed_kernel.numerics.tolerance import EXACT, tolerance_for
 from tokenspeed_kernel.numerics.verify import CaseResult, Fault, Status, run_kernel, verify_case
 from tokenspeed_kernel.operator import Operator
@@ -110,10 +111,14 @@ def unused_values(ground: Ground) -> Iterator[CaseResult]:
     if not op.has_hook("disturb"):
         return
     said = "looks at values that must not matter (page table entries that no length reaches, slots that hold no token, padding)"
-    for case in sample(ground):
+    cases = sample(ground)
+    for case in cases:
         make = Changed(op, case.make, lambda arguments: {**arguments, **op.run_hook("disturb", arguments)})
         outcome = verify_case(ground.spec, replace(case, make=make), ground.device, seed=ground.seed)
         yield _blamed(ground, outcome, case.name, said, "unused")
+    if ground.device.type == "cuda":  # a CPU raises for what it looks up in vain, and goes on
+        for outcome in reach(ground.spec, cases, ground.device, ground.seed):
+            yield _blamed(ground, outcome, f"{outcome.case}, in a process of its own", said, "unused")
 
 
 def layouts(ground: Ground) -> Iterator[CaseResult]:

@@ -4,6 +4,9 @@ First each is called twice. One that takes several times as long as the best so 
 The others are measured in rounds (successive halving, Jamieson and Talwalkar, 2016, arXiv:1502.07943): after each round the slower
 half goes, and the rest get its time in the next. In a round they take turns, so that a drift of the machine meets all alike. What a
 kernel does by its own choice always stays: it is what the result is told against.
+
+On a GPU a candidate is timed in a CUDA graph: launching a few kernels from Python takes longer than small ones run, and serving
+captures its calls. One that cannot be captured is timed as it is called, launches included.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tokenspeed_kernel.benchmark.timing import sample
+from tokenspeed_kernel.benchmark.timing import captured, sample
 
 # How much slower than the best a candidate may be at first sight, when clocks and caches have not settled.
 _HOPELESS = 3.0
@@ -52,13 +55,15 @@ class Candidate:
 
 @dataclass
 class Trial:
-    """A candidate's record: ``us`` is the median of what was measured, in microseconds; of a hopeless one, what was seen of it."""
+    """A candidate's record: ``us`` is the median of what was measured, in microseconds; of a hopeless one, what was seen of it.
+    ``uncaptured``: why it was timed with its launches on a GPU."""
 
     kernel: str
     config: Mapping[str, Any]
     status: TrialStatus = TrialStatus.NOT_REACHED
     us: float | None = None
     reason: str = ""
+    uncaptured: str = ""
     samples: list[float] = field(default_factory=list, repr=False)
 
     @property
@@ -73,6 +78,7 @@ class Trial:
             "us": self.us,
             "reason": self.reason,
             "samples": len(self.samples),
+            **({"uncaptured": self.uncaptured} if self.uncaptured else {}),
         }
 
 
@@ -107,9 +113,10 @@ def search(candidates: Sequence[Candidate], device: torch.device, budget_s: floa
         else:
             trial.status = TrialStatus.MEASURED
     racing = [i for i, trial in enumerate(trials) if trial.status is TrialStatus.MEASURED]
+    calls = _timed_calls(racing, candidates, trials, device)
     left_s = max(budget_s - (time.monotonic() - start), 0.2 * budget_s)
     for turn in range(_ROUNDS):
-        racing = _round(racing, candidates, trials, device, left_s / _ROUNDS)
+        racing = _round(racing, calls, trials, device, left_s / _ROUNDS)
         if len(racing) <= 1:
             break
         if turn < _ROUNDS - 1:
@@ -121,15 +128,31 @@ def _is_hopeless(us: float, best: float) -> bool:
     return us > max(_HOPELESS * best, best + _BLURRED_US)
 
 
+def _timed_calls(
+    racing: list[int], candidates: Sequence[Candidate], trials: list[Trial], device: torch.device
+) -> dict[int, Callable[[], Any]]:
+    """What is called to time each candidate: on a GPU a graph of it, where it can be captured."""
+    calls = {i: candidates[i].call for i in racing}
+    if device.type != "cuda":
+        return calls
+    pool = torch.cuda.graph_pool_handle()
+    for i in racing:
+        try:
+            calls[i] = captured([candidates[i].call], device, pool)
+        except Exception as error:  # what waits for the device, or allocates in ways of its own
+            trials[i].uncaptured = first_line(error)
+    return calls
+
+
 def _round(
-    racing: list[int], candidates: Sequence[Candidate], trials: list[Trial], device: torch.device, budget_s: float
+    racing: list[int], calls: Mapping[int, Callable[[], Any]], trials: list[Trial], device: torch.device, budget_s: float
 ) -> list[int]:
     """Measures those in the race once more; which of them still are."""
     left = []
     for i in racing:
         trial = trials[i]
         try:
-            trial.samples += sample(candidates[i].call, device, budget_s=budget_s / len(racing), fewest=_FEWEST, most=_MOST)
+            trial.samples += sample(calls[i], device, budget_s=budget_s / len(racing), fewest=_FEWEST, most=_MOST)
         except Exception as error:
             trial.status, trial.reason = TrialStatus.FAILED, first_line(error)
             continue

@@ -17,8 +17,9 @@ def softmax_traits(q: Tensor, kv_heads: int, v_head_dim: int, logit_cap: float, 
 
 
 def window_traits(window_left: int, sinks: Tensor | None) -> dict[str, object]:
-    """Of attention that knows windows and sinks."""
-    return {"sliding_window": window_left >= 0, "sinks": sinks is not None}
+    """Of attention that knows windows and sinks; ``window_left`` is a trait where there is a window only."""
+    window = {"sliding_window": True, "window_left": window_left} if window_left >= 0 else {"sliding_window": False}
+    return {**window, "sinks": sinks is not None}
 
 
 def cache_traits(cache: Tensor, *scales: Tensor | None) -> dict[str, object]:
