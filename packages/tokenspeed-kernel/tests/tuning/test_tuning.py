@@ -219,7 +219,8 @@ def test_tunables_are_checked_when_a_kernel_is_loaded(lab: Any) -> None:
 def test_candidates_are_timed_in_graphs_where_they_can_be_captured() -> None:
     device = torch.device("cuda")
     x = torch.ones(1 << 20, device=device)
-    trials = search([Candidate("launches", {}, lambda: x + 1), Candidate("waits", {}, lambda: (x + 1).sum().item())], device, 1.0)
+    waits = Candidate("waits", {}, lambda: (x + 1, torch.cuda.synchronize()))
+    trials = search([Candidate("launches", {}, lambda: x + 1), waits], device, 1.0)
     assert [trial.status for trial in trials] == [TrialStatus.MEASURED] * 2
     assert trials[0].uncaptured == ""
     assert "captur" in trials[1].uncaptured
