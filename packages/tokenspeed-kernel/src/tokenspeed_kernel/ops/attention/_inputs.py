@@ -180,7 +180,17 @@ def lengths_read(cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> dict[str
     return {"kv_lens": kv_lens} if cu_seqlens_q is None else {"kv_lens": kv_lens, "q_lens": cu_seqlens_q.diff().tolist()}
 
 
-def disturbed_pages(page_table: Tensor, cache_seqlens: Tensor, **caches: Tensor) -> dict[str, Tensor]:
+def disturbed_pages(k_cache: Tensor, v_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor) -> dict[str, Tensor]:
+    """What `_disturbed` makes of a call with keys and values."""
+    return _disturbed(page_table, cache_seqlens, k_cache=k_cache, v_cache=v_cache)
+
+
+def disturbed_latent_pages(kv_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor) -> dict[str, Tensor]:
+    """What `_disturbed` makes of a call with latents."""
+    return _disturbed(page_table, cache_seqlens, kv_cache=kv_cache)
+
+
+def _disturbed(page_table: Tensor, cache_seqlens: Tensor, **caches: Tensor) -> dict[str, Tensor]:
     """A paged call with other values where none may matter: entries of the page table that no length reaches, and slots that hold
     no token. Entries name no page on a host, where looking one up fails; on a device, where it would be an illegal access, they
     name a page that is no sequence's, if there is one."""

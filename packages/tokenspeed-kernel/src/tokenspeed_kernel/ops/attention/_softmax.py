@@ -194,6 +194,16 @@ def _nothing(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
     return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
 
 
+def paged_outputs(q: Tensor, v_cache: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`empty_outputs` of an operator with a cache of values."""
+    return empty_outputs(q, v_cache.shape[3], return_lse)
+
+
+def latent_outputs(q: Tensor, kv_lora_rank: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`empty_outputs` of an operator with a cache of latents."""
+    return empty_outputs(q, kv_lora_rank, return_lse)
+
+
 def empty_outputs(q: Tensor, v_head_dim: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """What an operator returns, without values; q may be fake."""
     out = q.new_empty(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))

@@ -12,7 +12,7 @@ from tokenspeed_kernel.checks import Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.attention import _checks, _cost
 from tokenspeed_kernel.ops.attention._inputs import disturbed_pages, lengths_read, paged, paged_like
-from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_paged, empty_outputs, softmax_scale_of
+from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_paged, paged_outputs, softmax_scale_of
 from tokenspeed_kernel.ops.attention._traits import cache_traits, softmax_traits, window_traits
 
 
@@ -112,7 +112,7 @@ def _(
         **softmax_traits(q, k_cache.shape[2], v_cache.shape[3], logit_cap, return_lse),
         **window_traits(window_left, sinks),
         **cache_traits(k_cache, q_scale, k_scale, v_scale),
-        "multi_query": max_seqlen_q > 1,
+        **({"multi_query": True, "new_tokens": max_seqlen_q} if max_seqlen_q > 1 else {"multi_query": False}),
     }
 
 
@@ -144,9 +144,7 @@ def _(check: Checker, k_cache: Tensor, page_table: Tensor | None, cache_seqlens:
     _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, k_cache, "k_cache")
 
 
-@mha_decode_with_kvcache.fake
-def _(q: Tensor, v_cache: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    return empty_outputs(q, v_cache.shape[3], return_lse)
+mha_decode_with_kvcache.fake(paged_outputs)
 
 
 @mha_decode_with_kvcache.cases
@@ -192,9 +190,7 @@ def _() -> list[Case]:
     ]
 
 
-@mha_decode_with_kvcache.disturb
-def _(k_cache: Tensor, v_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor) -> dict[str, Tensor]:
-    return disturbed_pages(page_table, cache_seqlens, k_cache=k_cache, v_cache=v_cache)
+mha_decode_with_kvcache.disturb(disturbed_pages)
 
 
 @mha_decode_with_kvcache.work

@@ -12,7 +12,7 @@ from tokenspeed_kernel.checks import Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.attention import _checks, _cost
 from tokenspeed_kernel.ops.attention._inputs import disturbed_pages, lengths_read, paged, paged_like
-from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_paged, empty_outputs, softmax_scale_of
+from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_paged, paged_outputs, softmax_scale_of
 from tokenspeed_kernel.ops.attention._traits import cache_traits, softmax_traits, window_traits
 
 
@@ -167,9 +167,7 @@ def _(
     _checks.check_values_extension(check, q, cu_seqlens_q, cu_seqlens_kv, cache_seqlens, max_seqlen_q, is_causal)
 
 
-@mha_extend_with_kvcache.fake
-def _(q: Tensor, v_cache: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    return empty_outputs(q, v_cache.shape[3], return_lse)
+mha_extend_with_kvcache.fake(paged_outputs)
 
 
 @mha_extend_with_kvcache.cases
@@ -220,14 +218,10 @@ def _() -> list[Case]:
     ]
 
 
-@mha_extend_with_kvcache.disturb
-def _(k_cache: Tensor, v_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor) -> dict[str, Tensor]:
-    return disturbed_pages(page_table, cache_seqlens, k_cache=k_cache, v_cache=v_cache)
+mha_extend_with_kvcache.disturb(disturbed_pages)
 
 
-@mha_extend_with_kvcache.work
-def _(cu_seqlens_q: Tensor, cache_seqlens: Tensor) -> dict[str, list[int]]:
-    return lengths_read(cu_seqlens_q, cache_seqlens)
+mha_extend_with_kvcache.work(lengths_read)
 
 
 mha_extend_with_kvcache.replay(paged_like)

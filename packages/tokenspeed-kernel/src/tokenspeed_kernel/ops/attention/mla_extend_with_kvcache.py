@@ -11,8 +11,8 @@ from tokenspeed_kernel.cases import Case, Cost
 from tokenspeed_kernel.checks import Checker
 from tokenspeed_kernel.operator import operator
 from tokenspeed_kernel.ops.attention import _checks, _cost
-from tokenspeed_kernel.ops.attention._inputs import disturbed_pages, lengths_read, paged, paged_like
-from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_latent, empty_outputs
+from tokenspeed_kernel.ops.attention._inputs import disturbed_latent_pages, lengths_read, paged, paged_like
+from tokenspeed_kernel.ops.attention._softmax import Softmax, attend_latent, latent_outputs
 from tokenspeed_kernel.ops.attention._traits import cache_traits, softmax_traits
 
 
@@ -154,9 +154,7 @@ def _(
     _checks.check_values_extension(check, q, cu_seqlens_q, cu_seqlens_kv, cache_seqlens, max_seqlen_q, is_causal)
 
 
-@mla_extend_with_kvcache.fake
-def _(q: Tensor, kv_lora_rank: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    return empty_outputs(q, kv_lora_rank, return_lse)
+mla_extend_with_kvcache.fake(latent_outputs)
 
 
 @mla_extend_with_kvcache.cases
@@ -194,14 +192,10 @@ def _() -> list[Case]:
     ]
 
 
-@mla_extend_with_kvcache.disturb
-def _(kv_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor) -> dict[str, Tensor]:
-    return disturbed_pages(page_table, cache_seqlens, kv_cache=kv_cache)
+mla_extend_with_kvcache.disturb(disturbed_latent_pages)
 
 
-@mla_extend_with_kvcache.work
-def _(cu_seqlens_q: Tensor, cache_seqlens: Tensor) -> dict[str, list[int]]:
-    return lengths_read(cu_seqlens_q, cache_seqlens)
+mla_extend_with_kvcache.work(lengths_read)
 
 
 mla_extend_with_kvcache.replay(paged_like)

@@ -17,14 +17,25 @@ from tokenspeed_kernel.traits import at_most
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _HERE = __name__
-# Of queries, and keys and values in a cache, which may be narrower.
+# Of queries, and of what a cache holds, which may be narrower.
+_CACHED_FORMATS = (
+    *((dtype, dtype) for dtype in _FLOATS),
+    *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
+)
 _CACHED = frozenset(
     format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
-    for q, cache in [
-        *((dtype, dtype) for dtype in _FLOATS),
-        *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
-    ]
+    for q, cache in _CACHED_FORMATS
 )
+_LATENT = frozenset(format_signature(q=dense_tensor_format(q), kv_cache=dense_tensor_format(cache)) for q, cache in _CACHED_FORMATS)
+_MHA = {
+    "head_dim": at_most(256),
+    "v_head_dim": at_most(256),
+    "logit_cap": any,
+    "return_lse": any,
+    "sliding_window": any,
+    "sinks": any,
+}
+_MLA = {"head_dim": at_most(576), "v_head_dim": at_most(512), "logit_cap": any, "return_lse": any, "scaled": any}
 
 # -- mha_prefill ---------------------------------------------------------------------------------------------------------------
 
@@ -44,14 +55,7 @@ register_kernel(
     solution="triton",
     capability=TRITON,
     signatures=format_signatures(("q", "k", "v"), "dense", _FLOATS),
-    traits={
-        "head_dim": at_most(256),
-        "v_head_dim": at_most(256),
-        "logit_cap": any,
-        "return_lse": any,
-        "sliding_window": any,
-        "sinks": any,
-    },
+    traits=_MHA,
     priority=Priority.PORTABLE,
     tags={"determinism"},
     tunables={"block_m": [64, 128], "num_warps": [4, 8], "num_stages": [2, 3]},
@@ -66,16 +70,7 @@ register_kernel(
     solution="triton",
     capability=TRITON,
     signatures=_CACHED,
-    traits={
-        "head_dim": at_most(256),
-        "v_head_dim": at_most(256),
-        "logit_cap": any,
-        "return_lse": any,
-        "sliding_window": any,
-        "sinks": any,
-        "scaled": any,
-        "is_causal": any,
-    },
+    traits={**_MHA, "scaled": any, "is_causal": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )(f"{_HERE}.mha_extend_with_kvcache:mha_extend_with_kvcache")
@@ -88,16 +83,7 @@ register_kernel(
     solution="triton",
     capability=TRITON,
     signatures=_CACHED,
-    traits={
-        "head_dim": at_most(256),
-        "v_head_dim": at_most(256),
-        "logit_cap": any,
-        "return_lse": any,
-        "sliding_window": any,
-        "sinks": any,
-        "scaled": any,
-        "multi_query": any,
-    },
+    traits={**_MHA, "scaled": any, "multi_query": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
     tunables={"block_n": [32, 64, 128], "num_warps": [1, 2, 4]},
@@ -111,15 +97,7 @@ register_kernel(
     solution="triton",
     capability=TRITON,
     signatures=_CACHED,
-    traits={
-        "head_dim": at_most(256),
-        "v_head_dim": at_most(256),
-        "logit_cap": any,
-        "return_lse": any,
-        "sliding_window": any,
-        "sinks": any,
-        "scaled": any,
-    },
+    traits={**_MHA, "scaled": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )(f"{_HERE}.mha_with_kvcache:mha_with_kvcache")
@@ -157,21 +135,8 @@ register_kernel(
     "mla_extend_with_kvcache",
     solution="triton",
     capability=TRITON,
-    signatures=frozenset(
-        format_signature(q=dense_tensor_format(q), kv_cache=dense_tensor_format(cache))
-        for q, cache in [
-            *((dtype, dtype) for dtype in _FLOATS),
-            *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
-        ]
-    ),
-    traits={
-        "head_dim": at_most(576),
-        "v_head_dim": at_most(512),
-        "logit_cap": any,
-        "return_lse": any,
-        "scaled": any,
-        "is_causal": any,
-    },
+    signatures=_LATENT,
+    traits={**_MLA, "is_causal": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )(f"{_HERE}.mla_extend_with_kvcache:mla_extend_with_kvcache")
@@ -183,21 +148,8 @@ register_kernel(
     "mla_decode_with_kvcache",
     solution="triton",
     capability=TRITON,
-    signatures=frozenset(
-        format_signature(q=dense_tensor_format(q), kv_cache=dense_tensor_format(cache))
-        for q, cache in [
-            *((dtype, dtype) for dtype in _FLOATS),
-            *((dtype, cache) for dtype in (*_FLOATS, *_FP8) for cache in _FP8),
-        ]
-    ),
-    traits={
-        "head_dim": at_most(576),
-        "v_head_dim": at_most(512),
-        "logit_cap": any,
-        "return_lse": any,
-        "scaled": any,
-        "multi_query": any,
-    },
+    signatures=_LATENT,
+    traits={**_MLA, "multi_query": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )(f"{_HERE}.mla_decode_with_kvcache:mla_decode_with_kvcache")

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.ops.attention._softmax import output_dtype, softmax_scale_of
-from tokenspeed_kernel.ops.attention.triton._mha_call import Call
-from tokenspeed_kernel.ops.attention.triton._mha_choice import attend, choose
+from tokenspeed_kernel.ops.attention._softmax import output_dtype
 from tokenspeed_kernel.ops.attention.triton.mha_decode_with_kvcache import attend_newest
+from tokenspeed_kernel.ops.attention.triton.mha_extend_with_kvcache import attend_stretches
 
 _DECODED_ROWS = 16  # query rows of a key head that decoding has in its least tile
 _FEW_KEYS = 256  # in a window
@@ -38,7 +37,7 @@ def mha_with_kvcache(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.mha_with_kvcache`. Lengths are read on the device only."""
-    tokens, heads, head_dim = q.shape
+    tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v_cache.shape[3], dtype=output_dtype(q))
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
@@ -47,27 +46,10 @@ def mha_with_kvcache(
     if window_left >= 0 and window_left + decoded <= _FEW_KEYS:
         decoded = 0
     if longest_q > decoded:
-        call = Call(
-            q=q,
-            k=k_cache,
-            v=v_cache,
-            out=out,
-            lse=lse,
-            cu_seqlens=cu_seqlens_q,
-            softmax_scale=softmax_scale_of(softmax_scale, head_dim),
-            causal=True,
-            window_left=window_left,
-            logit_cap=logit_cap,
-            sinks=sinks,
-            longest=max_seqlen_k,
-            page_table=page_table,
-            cache_seqlens=cache_seqlens,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            shortest=decoded + 1,
-        )
-        attend(choose(call, longest_q), call)
+        attend_stretches(
+            q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, longest_q, max_seqlen_k, True, window_left,
+            logit_cap, sinks, softmax_scale, q_scale, k_scale, v_scale, out, lse, shortest=decoded + 1,
+        )  # fmt: skip
     if decoded:
         attend_newest(
             q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, min(longest_q, decoded), window_left,
