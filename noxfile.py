@@ -22,10 +22,13 @@ CORE = "packages/tokenspeed-kernel"
 RUNTIME = "tools/gpt_oss"
 EMULATOR = "tools/gfx950_emulator"
 AMD = "packages/tokenspeed-kernel-amd"
+NVIDIA = "packages/tokenspeed-kernel-nvidia"
 # The build for CPUs where the package index offers one. Named exactly, so that every session and CI run the same.
 TORCH = "torch==2.13.0"
 # The oldest and the newest Triton that the kernels are compiled with.
 TRITONS = ("triton==3.6.0", "triton==3.9.0")
+# Compiles the NVIDIA wheel's kernels; its runtime needs no GPU to be installed.
+CUTEDSL = "nvidia-cutlass-dsl==4.8.1"
 
 
 def _install(session: nox.Session, *groups: str, runtime: bool = True) -> None:
@@ -50,8 +53,8 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU. Arguments go to pytest instead of the defaults."""
     _install(session, "test", "peers", "build")
-    # What wants Triton is run by `emulate`.
-    others = ("--ignore", EMULATOR, "--ignore", AMD)
+    # What wants Triton is run by `emulate`, what wants CuteDSL by `cutedsl`.
+    others = ("--ignore", EMULATOR, "--ignore", AMD, "--ignore", NVIDIA)
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", *others]
     # One thread a worker: two that each use all cores slow each other down many times over.
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
@@ -77,8 +80,19 @@ def emulate(session: nox.Session) -> None:
 
 
 @nox.session
+def cutedsl(session: nox.Session) -> None:
+    """The NVIDIA wheel without a GPU: its own tests, and one configuration of each kernel compiled. Arguments go to pytest."""
+    _install(session, "test", "build", runtime=False)
+    session.install(CUTEDSL, "-e", NVIDIA)
+    arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia", f"{NVIDIA}/tests"]
+    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
+    if not session.posargs:
+        session.run("python", "ci/compile_cutedsl.py", "--each")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, ruff format, and mypy (strict on the core)."""
+    """ruff, ruff format, and mypy (strict on the core and the NVIDIA wheel)."""
     _install(session, "lint", runtime=False)
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -124,7 +138,7 @@ def _on_this_machine(session: nox.Session, tool: str, vendor: str) -> None:
 def tests_nvidia(session: nox.Session) -> None:
     """All cases of all kernels that an NVIDIA GPU runs, the large ones too."""
     _on_this_machine(session, "nvidia-smi", "NVIDIA")
-    session.install("-e", f"{CORE}[tools]", "-e", RUNTIME, *_requirements("test"))
+    session.install("-e", f"{CORE}[tools]", "-e", RUNTIME, "-e", NVIDIA, *_requirements("test"))
     session.run("python", "-m", "pytest", "-m", "nvidia", *session.posargs)
 
 
@@ -153,12 +167,16 @@ def tests_amd(session: nox.Session) -> None:
 
 
 @nox.session(name="compile")
-@nox.parametrize("triton", TRITONS)
-def compile_kernels(session: nox.Session, triton: str) -> None:
-    """Compiles every Triton kernel for every architecture, without a GPU, and reports registers, spills and shared memory.
+@nox.parametrize("compiler", [*TRITONS, CUTEDSL])
+def compile_kernels(session: nox.Session, compiler: str) -> None:
+    """Compiles every kernel for every architecture, without a GPU, and reports registers, local memory and shared memory.
 
-    Arguments go to ``ci/compile_triton.py``: ``nox -s compile -- --arch sm_90 --kernel decode``.
+    Arguments go to ``ci/compile_triton.py`` or ``ci/compile_cutedsl.py``: ``nox -s compile -- --arch sm_90 --kernel decode``.
     """
     _install(session, runtime=False)
-    session.install(triton)
+    if compiler == CUTEDSL:
+        session.install(compiler, "-e", NVIDIA)
+        session.run("python", "ci/compile_cutedsl.py", *session.posargs)
+        return
+    session.install(compiler)
     session.run("python", "ci/compile_triton.py", *session.posargs)

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -634,6 +636,45 @@ def test_without_a_command_the_help_is_shown() -> None:
     result = runner.invoke(app, [])
     for command in ("doctor", "ops", "explain", "verify", "bench", "plugins"):
         assert re.search(rf"^  {command} ", result.output, re.MULTILINE)
+
+
+# -- warmup -------------------------------------------------------------------------------------------------------------------
+
+
+def _warms_up(monkeypatch: pytest.MonkeyPatch, **functions: Callable[[list[str]], Any]) -> None:
+    """Installs plugins that warm up so."""
+    entries = []
+    for name, function in functions.items():
+        entry = metadata.EntryPoint(name, f"sample_{name}:main", "tokenspeed_kernel.warmup")
+        monkeypatch.setitem(sys.modules, f"sample_{name}", SimpleNamespace(main=function))
+        entries.append(entry)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: entries if group == "tokenspeed_kernel.warmup" else [])
+
+
+def test_warmup_tells_plugins_what_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    _warms_up(monkeypatch, two=lambda words: told.append(("two", words)), one=lambda words: told.append(("one", words)))
+    assert call("warmup", "--", "--list", "decode") == "one (sample_one:main)\ntwo (sample_two:main)\n"
+    assert told == [("one", ["--list", "decode"]), ("two", ["--list", "decode"])]
+    told.clear()
+    call("warmup", "--plugin", "two")
+    assert told == [("two", [])]
+
+
+def test_warmup_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    _warms_up(monkeypatch, a=lambda words: 1, b=lambda words: sys.exit(2), c=lambda words: 1 / 0, d=lambda words: done.append("d"))
+    result = runner.invoke(app, ["warmup"])
+    assert result.exit_code == 1
+    assert "ZeroDivisionError" in result.stderr
+    assert done == ["d"]
+
+
+def test_warmup_without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    _warms_up(monkeypatch)
+    assert call("warmup") == "no plugin that is installed has anything to compile\n"
+    _warms_up(monkeypatch, nearly=lambda words: 0)
+    assert "nearly" in refused("warmup", "--plugin", "nearlly")
 
 
 # -- real processes -----------------------------------------------------------------------------------------------------------

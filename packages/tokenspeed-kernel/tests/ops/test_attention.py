@@ -635,7 +635,8 @@ def test_traits_and_formats() -> None:
     assert traits == {**cached, "scaled": True, "multi_query": False}
     assert str(signature) == "k_cache: float8_e5m2, q: bfloat16, v_cache: float8_e5m2"
     traits, _ = request(mha_decode_with_kvcache, "four new tokens in a window of three")
-    assert traits == {**cached, "scaled": False, "multi_query": True, "sliding_window": True, "window_left": 2}
+    several = {"multi_query": True, "new_tokens": 4}
+    assert traits == {**cached, **several, "scaled": False, "sliding_window": True, "window_left": 2}
     traits, _ = request(mha_extend_with_kvcache, "running sums left out")
     assert traits == {**cached, "scaled": False, "is_causal": True}
     traits, _ = request(mha_extend_with_kvcache, "not causal, lse")

@@ -11,6 +11,7 @@ from tokenspeed_kernel.cli.report import report
 from tokenspeed_kernel.cli.show import doctor, explain, ops, plugin_info, plugin_list
 from tokenspeed_kernel.cli.tune import tune
 from tokenspeed_kernel.cli.verify import verify
+from tokenspeed_kernel.cli.warmup import warmup
 
 __all__ = ["app"]
 
@@ -32,6 +33,7 @@ app.command()(bench)
 app.command()(tune)
 app.command(context_settings={"allow_interspersed_args": False})(profile)
 app.command()(report)
+app.command()(warmup)
 
 _plugins = typer.Typer(help="Packages that bring kernels.", no_args_is_help=True, rich_markup_mode=None, context_settings=_SETTINGS)
 _plugins.command("list")(plugin_list)

@@ -1,0 +1,147 @@
+"""Compiles every CuteDSL program in every configuration, without a GPU, and reports what each takes of a multiprocessor.
+
+    python ci/compile_cutedsl.py --kernel decode --arch sm_90
+
+Fails on a program that does not compile, and on one that keeps anything in local memory: a stack, or registers that were spilled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import multiprocessing
+import os
+import re
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from tokenspeed_kernel_nvidia import warmup
+from tokenspeed_kernel_nvidia._programs import Program
+
+# Attributes in the section .nv.info of machine code; each is followed by the function's symbol and a number.
+_SIZED_VALUE = 4
+_REGISTERS, _FRAME, _STACK = 0x2F, 0x11, 0x12
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One configuration of a program.
+
+    Attributes:
+        name: what `warmup.describe` says of it.
+        registers: a thread's when it begins.
+        local_bytes: a thread's stack in local memory, spills included.
+        shared_bytes: of a block, or None if the launch does not show it.
+        code_bytes: of the kernel.
+        seconds: how long it was compiled.
+        error: why it could not be.
+    """
+
+    name: str
+    registers: int = 0
+    local_bytes: int = 0
+    shared_bytes: int | None = None
+    code_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.name}\n  does not compile: {self.error}"
+        shared = "?" if self.shared_bytes is None else f"{self.shared_bytes:6}"
+        facts = f"{self.registers:3} registers  {shared} B shared  {self.local_bytes:3} B local  {self.code_bytes:6} B code"
+        return f"{facts}  {self.seconds:5.1f} s  {self.name}"
+
+
+def _sections(image: bytes) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of the sections of a 64-bit ELF image."""
+    (table,) = struct.unpack_from("<Q", image, 0x28)
+    entry, count, names_at = struct.unpack_from("<HHH", image, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", image, table + entry * index) for index in range(count)]
+    names = headers[names_at][4]
+    for header in headers:
+        begin = names + header[0]
+        yield image[begin : image.index(b"\0", begin)].decode(), header[4], header[5]
+
+
+def _numbers(image: bytes) -> dict[int, int]:
+    """The largest number of each attribute in .nv.info."""
+    found: dict[int, int] = {}
+    for name, offset, size in _sections(image):
+        at, end = (offset, offset + size) if name == ".nv.info" else (0, 0)
+        while at < end:
+            form, attribute, length = struct.unpack_from("<BBH", image, at)
+            at += 4
+            if form == _SIZED_VALUE:
+                if length == 8:
+                    found[attribute] = max(found.get(attribute, 0), struct.unpack_from("<I", image, at + 4)[0])
+                at += length
+    return found
+
+
+def _shared_bytes(host: str) -> int | None:
+    """The dynamic shared memory of a launch, from the host's code: a constant that is stored as the third member of its options."""
+    stored = re.search(
+        r"(%\d+) = llvm\.getelementptr %\d+\[0, 2\] : .*array<3 x i32>, array<3 x i32>, i64.*\n\s*llvm\.store (%\d+), \1", host
+    )
+    if stored is None:
+        return None
+    constants = re.findall(rf"{stored[2]} = llvm\.mlir\.constant\((\d+) : i64\)", host[: stored.start()])
+    return int(constants[-1]) if constants else None
+
+
+def _compile(program: Program[Any], config: Any) -> Compiled:
+    name = warmup.describe(program, config)
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compiled = program.compile(config, f"--keep-cubin --dump-dir {folder}")
+        except Exception as error:  # reported with the others
+            return Compiled(name, error=f"{type(error).__name__}: {error}")
+        seconds = time.perf_counter() - begun
+        image = bytes(compiled.__cubin__)
+    numbers = _numbers(image)
+    return Compiled(
+        name,
+        registers=numbers[_REGISTERS],
+        local_bytes=max(numbers.get(_FRAME, 0), numbers.get(_STACK, 0)),
+        shared_bytes=_shared_bytes(str(compiled.ir_module)),
+        code_bytes=sum(size for section, _, size in _sections(image) if section.startswith(".text.")),
+        seconds=seconds,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--kernel", action="append", default=[], metavar="WORD", help="only programs whose line has this; repeatable"
+    )
+    parser.add_argument("--arch", default="", help="only for this architecture: sm_90")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--each", action="store_true", help="of each program the first configuration only")
+    options = parser.parse_args(arguments)
+    selection = [(program, config) for program, config in warmup.select(options.kernel) if program.arch.startswith(options.arch)]
+    if options.each:
+        selection = [*{program.name: (program, config) for program, config in reversed(selection)}.values()]
+    begun = time.perf_counter()
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = []
+        for result in pool.map(_compile, *zip(*selection, strict=True)) if selection else ():
+            print(result, flush=True)
+            results.append(result)
+    broken = [result for result in results if result.error]
+    local = [result for result in results if result.local_bytes]
+    seconds = time.perf_counter() - begun
+    print(f"{len(results)} configurations in {seconds:.0f} s: {len(broken)} do not compile, {len(local)} use local memory")
+    for result in local:
+        print(f"  {result.local_bytes} B local: {result.name}")
+    return 1 if broken or local else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

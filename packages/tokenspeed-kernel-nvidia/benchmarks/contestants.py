@@ -1,0 +1,186 @@
+"""Who is measured: the kernels of this package, the portable ones of the core, and other people's.
+
+A contestant is a function of a `Shape` and the operator's arguments by name. It makes what may be made once (a plan, views), and
+returns what is timed: a function without parameters that returns the output. Other people's packages are imported when one is
+wanted; one that is not there is reported as absent with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shapes import PAGE_SIZE, Shape
+from torch import Tensor
+
+from tokenspeed_kernel.benchmark import Unsupported
+from tokenspeed_kernel.benchmark.metadata import package_version
+from tokenspeed_kernel.operator import get_operator
+
+Arguments = Mapping[str, Any]
+Call = Callable[[], Any]
+PREFILL, EXTEND, DECODE = "mha_prefill", "mha_extend_with_kvcache", "mha_decode_with_kvcache"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One of those who are measured.
+
+    Attributes:
+        name: what it is called in tables.
+        setup: see the module.
+        package: the distribution whose version is reported.
+        ours: it is no peer.
+        sinks: whether its softmax has them; one without is checked against a softmax without.
+    """
+
+    name: str
+    setup: Callable[[Shape, Arguments], Call]
+    package: str
+    ours: bool = False
+    sinks: bool = True
+
+    @property
+    def version(self) -> str:
+        return package_version(self.package) if self.package else ""
+
+
+def output_of(result: Any) -> Tensor:
+    """The output ``[tokens, heads, head_dim]`` among what a call returned."""
+    out = result[0] if isinstance(result, tuple | list) else result
+    assert isinstance(out, Tensor)
+    return out.flatten(0, -3)
+
+
+# -- this project's --------------------------------------------------------------------------------------------------------------
+
+
+def own(functions: Mapping[str, str]) -> Callable[[Shape, Arguments], Call]:
+    """The plain functions of this package.
+
+    Args:
+        functions: other ones, ``"module:function"`` by operator; they are called with all of the operator's arguments by name.
+    """
+
+    def setup(shape: Shape, arguments: Arguments) -> Call:
+        module, _, name = functions.get(shape.mode, f"tokenspeed_kernel_nvidia:{shape.mode}").partition(":")
+        return functools.partial(getattr(importlib.import_module(module), name), **arguments)
+
+    return setup
+
+
+def _portable(shape: Shape, arguments: Arguments) -> Call:
+    values = list(arguments.values())
+    return functools.partial(get_operator(f"attention.{shape.mode}").bind(*values, solution="triton"), *values)
+
+
+# -- FlashAttention-3 ------------------------------------------------------------------------------------------------------------
+
+
+def _flash_attention_3(shape: Shape, arguments: Arguments, planned: bool = False) -> Call:
+    if planned and shape.mode == PREFILL:
+        raise Unsupported("there is nothing to plan")
+    fa3 = importlib.import_module("flash_attn_interface")
+    # Tokens visible to the left and to the right besides the token itself.
+    window = (shape.window_left, 0) if shape.window_left >= 0 else (-1, -1)
+    if shape.mode == PREFILL:
+        q, k, v, offsets = (arguments[name] for name in ("q", "k", "v", "cu_seqlens"))
+        return functools.partial(
+            fa3.flash_attn_varlen_func, q, k, v, offsets, offsets, shape.length, shape.length,
+            causal=True, window_size=window, sinks=arguments["sinks"],
+        )  # fmt: skip
+    # What a serving engine makes once a step, for all layers.
+    plan = fa3.get_scheduler_metadata(
+        shape.batch, shape.new, shape.length, shape.heads, shape.kv_heads, shape.head_dim, arguments["cache_seqlens"],
+        qkv_dtype=arguments["q"].dtype, page_size=PAGE_SIZE, causal=True, window_size=window,
+    ) if planned else None  # fmt: skip
+    return functools.partial(
+        fa3.flash_attn_with_kvcache,
+        arguments["q"].unflatten(0, (shape.batch, shape.new)),
+        arguments["k_cache"],
+        arguments["v_cache"],
+        cache_seqlens=arguments["cache_seqlens"],
+        page_table=arguments["page_table"],
+        causal=True,
+        window_size=window,
+        sinks=arguments["sinks"],
+        scheduler_metadata=plan,
+    )
+
+
+# -- flash-attn-4 ----------------------------------------------------------------------------------------------------------------
+
+
+def _flash_attention_4(shape: Shape, arguments: Arguments) -> Call:
+    if shape.mode != PREFILL:
+        raise Unsupported("measured on whole sequences only")
+    fa4 = importlib.import_module("flash_attn.cute.interface")
+    q, k, v, offsets = (arguments[name] for name in ("q", "k", "v", "cu_seqlens"))
+    window = (shape.window_left, 0) if shape.window_left >= 0 else (None, None)
+    return functools.partial(
+        fa4.flash_attn_varlen_func, q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=shape.length,
+        max_seqlen_k=shape.length, causal=True, window_size=window, learnable_sink=arguments["sinks"],
+    )  # fmt: skip
+
+
+# -- cuDNN, through PyTorch ------------------------------------------------------------------------------------------------------
+
+
+def _cudnn(shape: Shape, arguments: Arguments) -> Call:
+    if shape.mode != PREFILL or shape.window_left >= 0:
+        raise Unsupported("PyTorch's attention knows neither pages nor windows")
+    attention = importlib.import_module("torch.nn.attention")
+    q, k, v = (arguments[name].unflatten(0, (shape.batch, shape.length)).transpose(1, 2) for name in ("q", "k", "v"))
+
+    def call() -> Tensor:
+        with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
+            result = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return result.transpose(1, 2)
+
+    return call
+
+
+# -- FlashInfer ------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _flashinfer_workspace(device: torch.device) -> Tensor:
+    return torch.zeros(128 << 20, dtype=torch.uint8, device=device)
+
+
+def _flashinfer(shape: Shape, arguments: Arguments) -> Call:
+    if shape.mode != DECODE or shape.new > 1 or shape.window_left >= 0:
+        raise Unsupported("measured on decoding one token in full layers only")
+    flashinfer = importlib.import_module("flashinfer")
+    q, k_cache, v_cache, page_table, lengths = (
+        arguments[name] for name in ("q", "k_cache", "v_cache", "page_table", "cache_seqlens")
+    )
+    # Which calls share it run one after another.
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_flashinfer_workspace(q.device), "NHD", use_tensor_cores=True)
+    pages = -(-shape.length // PAGE_SIZE)
+    starts = torch.arange(0, shape.batch * pages + 1, pages, dtype=torch.int32, device=q.device)
+    last = (lengths - 1) % PAGE_SIZE + 1
+    wrapper.plan(
+        starts, page_table.flatten(), last, shape.heads, shape.kv_heads, shape.head_dim, PAGE_SIZE,
+        q_data_type=q.dtype, kv_data_type=k_cache.dtype,
+    )  # fmt: skip
+    return functools.partial(wrapper.run, q, (k_cache, v_cache))
+
+
+_OTHERS = (
+    Contestant("triton", _portable, "tokenspeed-kernel", ours=True),
+    Contestant("fa3", _flash_attention_3, "tokenspeed-fa3"),
+    Contestant("fa3-planned", functools.partial(_flash_attention_3, planned=True), "tokenspeed-fa3"),
+    Contestant("fa4", _flash_attention_4, "flash-attn-4"),
+    Contestant("cudnn", _cudnn, "nvidia-cudnn-cu13", sinks=False),
+    Contestant("flashinfer", _flashinfer, "flashinfer-python", sinks=False),
+)
+
+
+def contestants(functions: Mapping[str, str]) -> list[Contestant]:
+    """All of them, this package first. ``functions``: see `own`."""
+    return [Contestant("ours", own(functions), "tokenspeed-kernel-nvidia", ours=True), *_OTHERS]

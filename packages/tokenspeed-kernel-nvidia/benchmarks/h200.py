@@ -1,0 +1,278 @@
+"""Attention in the sizes of GPT-OSS, ours beside the best there is, on one H200.
+
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200.json
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "decode 8K" --contestants ours,fa3 --quick
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "window prefill" \\
+    --our-modules mha_prefill=tokenspeed_kernel_nvidia.sm90.attention.window:mha_prefill
+
+All contestants run in one process on the same random inputs. Each output is checked first, on a sample of rows, against a float32
+reference. A time is the median of 51 or more: one call in a CUDA graph of several, each on memory of its own, so that caches are
+cold; the rounds of all contestants alternate. Peers that are not installed are reported as absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import gc
+import json
+import math
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bars import LARGEST_ERROR, judge
+from contestants import Call, Contestant, contestants, output_of
+from shapes import SHAPES, Shape, reference_rows, relative_error, sampled_rows
+
+from tokenspeed_kernel.benchmark import (
+    Launch,
+    Method,
+    Report,
+    Roofline,
+    Row,
+    Timing,
+    Unsupported,
+    collect_metadata,
+    measure_roofline,
+)
+from tokenspeed_kernel.benchmark.machine import GpuState, Monitor, gpu_monitor
+from tokenspeed_kernel.benchmark.timing import host_time, sample, sample_graph
+from tokenspeed_kernel.cases import Cost
+from tokenspeed_kernel.operator import get_operator
+
+# So much memory is touched between two calls on the same; the device caches 50 MB.
+_TOUCHED = 224 << 20
+# Inputs are copied so many times at most: what prefill does on warm inputs is the same.
+_COPIES, _PREFILL_COPIES = 128, 8
+# A graph that takes this long has made up for its start.
+_GRAPH_US = 5000.0
+_LAUNCHES = 20
+# A peer that is further away computes something else.
+_PEER_ERROR = 2e-2
+
+
+@dataclass
+class Measurement:
+    """A contestant at a shape, while it is being measured."""
+
+    contestant: Contestant
+    shape: Shape
+    status: str = "measured"
+    reason: str = ""
+    error: float | None = None
+    first_ms: float | None = None
+    alone_us: float = 0.0
+    host_us: float = 0.0
+    rounds: list[list[float]] = field(default_factory=list)
+    states: list[GpuState] = field(default_factory=list)
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """Runs a step of it. Whatever a peer does, the others must not be lost with it."""
+        if self.status != "measured":
+            return
+        try:
+            with torch.no_grad():
+                step()
+        except Unsupported as error:
+            self.status, self.reason = "skipped", str(error)
+        except ImportError as error:
+            self.status, self.reason = "absent", str(error)
+        except Exception as error:
+            self.status, self.reason = "error", f"{type(error).__name__}: {str(error)[:500]}"
+
+    def check(self, arguments: Mapping[str, Any], rows: list[int], expected: Mapping[bool, torch.Tensor]) -> None:
+        """Holds the output against the reference."""
+        start = time.perf_counter()
+        out = output_of(self.contestant.setup(self.shape, arguments)())
+        if out.is_cuda:
+            torch.cuda.synchronize(out.device)
+        self.first_ms = (time.perf_counter() - start) * 1e3
+        self.error = relative_error(out[rows], expected[self.contestant.sinks])
+        limit = LARGEST_ERROR if self.contestant.ours else _PEER_ERROR
+        if self.error > limit:
+            self.status, self.reason = "failed", f"relative error {self.error:.2g} is above {limit}"
+
+    def time(
+        self, copies: Sequence[Mapping[str, Any]], device: torch.device, monitor: Monitor | None, fewest: int, budget_s: float
+    ) -> None:
+        """One round. The monitor looks at the device while it works."""
+        calls: list[Call] = [self.contestant.setup(self.shape, arguments) for arguments in copies]
+        if not self.rounds:
+            self.alone_us = statistics.median(sample(calls, device, budget_s=0.01, most=_LAUNCHES))
+            self.host_us = host_time(calls[0], device, _LAUNCHES)
+        enough = max(len(calls), 2)
+        count = max(1, min(enough, math.ceil(_GRAPH_US / self.alone_us)))
+        in_graph = [calls[index % len(calls)] for index in range(count)]
+        expected_us = statistics.median(self.rounds[0]) if self.rounds else self.alone_us
+        options: dict[str, Any] = {"budget_s": budget_s, "fewest": fewest, "most": 4 * fewest}
+        if monitor is not None and monitor.quick:
+            options["meanwhile"] = lambda: self.states.extend(filter(None, [monitor.read()]))
+        self.rounds.append(sample_graph(in_graph, device, expected_us=expected_us, **options))
+
+    def row(self, cost: Cost) -> dict[str, Any]:
+        """A `Row` of the core's reports, and what else is known.
+
+        ``first_ms`` is what the first call took, which may have compiled a kernel or read it from a cache.
+        """
+        known = Row(
+            self.contestant.name, f"attention.{self.shape.mode}", self.shape.name, self.status, self.reason,
+            solution=self.contestant.name, version=self.contestant.version,
+        )  # fmt: skip
+        if self.rounds and self.status == "measured":
+            timing = Timing.of(self.rounds)
+            known = dataclasses.replace(
+                known,
+                timing=timing,
+                tflops=cost.flops / timing.median_us / 1e6,
+                gb_per_s=cost.bytes / timing.median_us / 1e3,
+                launch=Launch(self.host_us, self.alone_us, timing.median_us),
+                state=min(self.states, key=lambda state: state.sm_clock_mhz, default=None),
+            )
+        extra = {"group": self.shape.group, "relative_error": self.error, "first_ms": self.first_ms}
+        return {**dataclasses.asdict(known), **extra}
+
+
+def measure_shape(
+    shape: Shape, wanted: Iterable[Contestant], device: torch.device, *, rounds: int, fewest: int, budget_s: float
+) -> list[dict[str, Any]]:
+    """Measures contestants at one shape, in rounds: each once, then each again. Returns their rows."""
+    op = get_operator(f"attention.{shape.mode}")
+    arguments = op.complete(shape.case().build(device))
+    cost = op.cost_of(arguments)
+    rows = sampled_rows(shape)
+    expected = {sinks: reference_rows(shape, arguments, rows, sinks=sinks) for sinks in (True, False)}
+    measurements = [Measurement(contestant, shape) for contestant in wanted]
+    for each in measurements:
+        each.guarded(functools.partial(each.check, arguments, rows, expected))
+    most = _COPIES if shape.paged else _PREFILL_COPIES
+    count = max(1, min(most, math.ceil(_TOUCHED / cost.bytes)))
+    copies = [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1 if rounds else 0))]
+    monitor = gpu_monitor(device)
+    for _ in range(rounds):
+        for each in measurements:
+            each.guarded(functools.partial(each.time, copies, device, monitor, fewest, budget_s))
+            gc.collect()
+    return [each.row(cost) for each in measurements]
+
+
+def times_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Microseconds by shape and contestant."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["timing"] is not None:
+            times.setdefault(row["case"], {})[row["kernel"]] = row["timing"]["median_us"]
+    return times
+
+
+def document(
+    rows: Sequence[dict[str, Any]], who: Iterable[Contestant], command: str, method: Method, roofline: Roofline | None
+) -> dict[str, Any]:
+    """What is written: a report of the core's with more in it, ``load_report`` reads it."""
+    report = Report(collect_metadata(command), (), roofline, method).to_dict()
+    errors = {row["case"]: row["relative_error"] for row in rows if row["kernel"] == "ours" and row["relative_error"] is not None}
+    absent = {row["kernel"]: row["reason"] for row in rows if row["status"] == "absent"}
+    versions = {each.name: each.version for each in who if each.name not in absent}
+    return {**report, "rows": list(rows), "versions": versions, "absent": absent, "bars": judge(times_of(rows), errors)}
+
+
+def line_of(shape: Shape, rows: Iterable[Mapping[str, Any]]) -> str:
+    """One line for a shape: microseconds and rate of each contestant."""
+    cells = []
+    for row in rows:
+        error = row["relative_error"]
+        if row["timing"] is None:
+            if row["status"] == "measured":
+                cells.append(f"{row['kernel']} err {error:.1e}")
+            elif row["status"] not in ("skipped", "absent"):
+                cells.append(f"{row['kernel']} {row['status']}: {row['reason'][:200]}")
+            continue
+        us = row["timing"]["median_us"]
+        rate = f"{row['tflops']:.0f} TF" if not shape.paged and shape.window_left < 0 else f"{row['gb_per_s'] / 1e3:.2f} TB"
+        cells.append(f"{row['kernel']} {us:.2f} us {rate} err {error:.1e} host {row['launch']['host_us']:.1f}")
+    return f"{shape.name}: " + " | ".join(cells)
+
+
+def write(file: Path, made: Mapping[str, Any]) -> None:
+    """Such that whoever reads the file finds it whole. A row a line."""
+    rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in made["rows"])
+    text = json.dumps({**made, "rows": []}, indent=2, allow_nan=False).replace('"rows": []', f'"rows": [\n{rows}\n  ]')
+    beside = file.with_name(f".{file.name}.new")
+    beside.write_text(text + "\n")
+    beside.replace(file)
+
+
+def _lost(device: torch.device) -> str:
+    """Why nothing more can be measured in this process, if a kernel has broken it; else empty. Frees memory."""
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], metavar="REGEX", help="shapes whose name matches; repeatable")
+    parser.add_argument("--contestants", default="", metavar="NAMES", help="separated by commas; all if not given")
+    parser.add_argument("--our-modules", action="append", default=[], metavar="OPERATOR=MODULE:FUNCTION", help="see above")
+    parser.add_argument("--quick", action="store_true", help="one round of ten, no roofline")
+    parser.add_argument("--check", action="store_true", help="check the outputs, time nothing")
+    parser.add_argument("--list", action="store_true", help="print the shapes, measure nothing")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there")
+    given = parser.parse_args(words)
+    shapes = [shape for shape in SHAPES if not given.only or any(re.search(pattern, shape.name) for pattern in given.only)]
+    functions = dict(entry.split("=", 1) for entry in given.our_modules)
+    everyone = contestants(functions)
+    names = [name for name in given.contestants.split(",") if name] or [each.name for each in everyone]
+    unknown = {*names} - {each.name for each in everyone}
+    if unknown or not shapes:
+        parser.error(f"no contestant {', '.join(sorted(unknown))}" if unknown else "no shape has such a name")
+    if given.list:
+        print("\n".join(shape.name for shape in shapes))
+        return
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    who = [each for each in everyone if each.name in names]
+    rounds, fewest, budget_s = (1, 10, 0.02) if given.quick else (3, 17, 0.1)
+    if given.check:
+        rounds = 0
+    rows: list[dict[str, Any]] = []
+    lost = ""
+    for shape in shapes:
+        found = measure_shape(shape, who, device, rounds=rounds, fewest=fewest, budget_s=budget_s)
+        rows += found
+        print(line_of(shape, found), flush=True)
+        lost = _lost(device)
+        if lost:
+            print(f"stopped: {lost}")
+            break
+    command = shlex.join([Path(sys.executable).name, *(sys.argv if words is None else ["h200.py", *words])])
+    method = Method("cold", _COPIES, _COPIES, budget_s * rounds, rounds)
+    made = document(rows, who, command, method, None if given.quick or given.check or lost else measure_roofline(device))
+    for name, reason in made["absent"].items():
+        print(f"absent: {name}: {reason}")
+    for bar in made["bars"]:
+        if bar["value"] is not None:
+            bound = f"{'<=' if bar['most'] else '>='} {bar['bound']:g}"
+            print(f"{'holds ' if bar['holds'] else 'MISSED'} {bar['name']}: {bar['value']:.4g} ({bound})")
+    if given.output is not None:
+        write(given.output, made)
+
+
+if __name__ == "__main__":
+    main()

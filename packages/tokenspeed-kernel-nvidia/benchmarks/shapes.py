@@ -1,0 +1,153 @@
+"""What is measured: calls of the operators in the sizes of GPT-OSS, and what their outputs are held against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.cases import Case
+from tokenspeed_kernel.ops.attention._inputs import paged, ragged
+
+PAGE_SIZE = 64
+# What a model calls a window of 128: the token and 127 before it.
+WINDOW_LEFT = 127
+# Of a call so many sequences are looked at, and of each so many queries: the first, the last and some between.
+_SEQUENCES, _QUERIES = 4, 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call.
+
+    Attributes:
+        group: what it belongs to in tables, bars and plots.
+        mode: the operator, of the family attention.
+        length: tokens of a sequence; for paged operators those in the cache.
+        batch: sequences, all alike.
+        new: new tokens of each sequence, for paged operators.
+        heads, kv_heads, head_dim: as the operator has them.
+        window_left: as the operator has it.
+    """
+
+    group: str
+    mode: str
+    length: int
+    batch: int
+    new: int = 1
+    heads: int = 64
+    kv_heads: int = 8
+    head_dim: int = 64
+    window_left: int = -1
+
+    @property
+    def name(self) -> str:
+        """``"prefill 1K x 16"``: the group, the length and the batch; unique."""
+        length = f"{self.length // 1024}K" if self.length % 1024 == 0 else str(self.length)
+        return f"{self.group} {length} x {self.batch}"
+
+    @property
+    def paged(self) -> bool:
+        return self.mode != "mha_prefill"
+
+    def case(self) -> Case:
+        """The call as a case of its operator: bfloat16, with sinks, pages in random order."""
+        heads: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "sinks": True}
+        options: dict[str, Any] = {"window_left": self.window_left} if self.window_left >= 0 else {}
+        lengths = [self.length] * self.batch
+        if not self.paged:
+            return Case(self.name, ragged(lengths, **heads, max_seqlen=self.length, **options), large=True)
+        # No entry of the page table is left over: peers may look at all of them.
+        pages: dict[str, Any] = {"page_size": PAGE_SIZE, "width": -(-self.length // PAGE_SIZE)}
+        if self.mode == "mha_decode_with_kvcache":
+            return Case(self.name, paged(lengths, None, **heads, **pages, **options, max_seqlen_q=self.new), large=True)
+        return Case(self.name, paged(lengths, [self.new] * self.batch, **heads, **pages, **options, is_causal=True), large=True)
+
+
+def _shapes() -> Iterator[Shape]:
+    for length in (1024, 4096, 8192):
+        for batch in (1, 2, 4, 8, 16):
+            yield Shape("prefill", "mha_prefill", length, batch)
+    for length in (4096, 8192):
+        for batch in (1, 4):
+            yield Shape("prefill head_dim 128", "mha_prefill", length, batch, heads=32, head_dim=128)
+    for length in (1024, 8192):
+        yield Shape("window prefill", "mha_prefill", length, 16, window_left=WINDOW_LEFT)
+    extend, decode = "mha_extend_with_kvcache", "mha_decode_with_kvcache"
+    yield Shape("window extend by 16", extend, 8192, 64, 16, window_left=WINDOW_LEFT)
+    yield Shape("extend by 1024", extend, 8192, 8, 1024)
+    for length, batches in ((1024, (1, 16, 64, 256)), (8192, (1, 16, 64)), (32768, (1,))):
+        for batch in batches:
+            yield Shape("decode", decode, length, batch)
+    yield Shape("window decode", decode, 8192, 64, window_left=WINDOW_LEFT)
+    yield Shape("decode of 4", decode, 8192, 16, 4)
+
+
+SHAPES = tuple(_shapes())
+
+
+def sampled_rows(shape: Shape) -> list[int]:
+    """Which tokens of the output are looked at: of some sequences, always the first and the last, some queries, likewise."""
+    new = shape.new if shape.paged else shape.length
+    rows = []
+    for sequence in _spread(shape.batch, _SEQUENCES):
+        rows += [sequence * new + query for query in _spread(new, _QUERIES)]
+    return rows
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """At most ``wanted`` of the numbers below ``count``: the first, the last, and others at no regular distance."""
+    if count <= wanted:
+        return list(range(count))
+    inner = {1 + (index * 7919) % (count - 2) for index in range(wanted - 2)}
+    return sorted({0, count - 1, *inner})
+
+
+def reference_rows(shape: Shape, arguments: Mapping[str, Any], rows: list[int], *, sinks: bool) -> Tensor:
+    """What the output should be at some tokens, float32 ``[len(rows), heads, head_dim]``.
+
+    The operators' definition in float32, for those rows alone: softmax of the scores and the sink, times the values.
+    """
+    q, group = arguments["q"], shape.heads // shape.kv_heads
+    new = shape.new if shape.paged else shape.length
+    scale = 1.0 / math.sqrt(shape.head_dim)
+    result = torch.empty(len(rows), shape.heads, shape.head_dim, device=q.device)
+    for sequence in dict.fromkeys(row // new for row in rows):
+        places = [place for place, row in enumerate(rows) if row // new == sequence]
+        chosen = torch.tensor([rows[place] for place in places], device=q.device)
+        keys, values = (x.float() for x in _keys_and_values(shape, arguments, sequence))
+        queries = q[chosen].float().view(len(places), shape.kv_heads, group, shape.head_dim)
+        scores = torch.einsum("rkgd,lkd->rkgl", queries, keys) * scale
+        position = shape.length - new + chosen - sequence * new
+        distance = position[:, None] - torch.arange(shape.length, device=q.device)
+        hidden = distance < 0
+        if shape.window_left >= 0:
+            hidden |= distance > shape.window_left
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+        if sinks:
+            sink = arguments["sinks"].float().view(1, shape.kv_heads, group, 1).expand(len(places), -1, -1, -1)
+            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        result[places] = torch.einsum("rkgl,lkd->rkgd", weights, values).flatten(1, 2)
+    return result
+
+
+def _keys_and_values(shape: Shape, arguments: Mapping[str, Any], sequence: int) -> tuple[Tensor, Tensor]:
+    """Those of one sequence, ``[length, kv_heads, head_dim]``."""
+    if not shape.paged:
+        tokens = slice(sequence * shape.length, (sequence + 1) * shape.length)
+        return arguments["k"][tokens], arguments["v"][tokens]
+    pages = arguments["page_table"][sequence, : -(-shape.length // PAGE_SIZE)].long()
+    k, v = (arguments[name][pages].flatten(0, 1)[: shape.length] for name in ("k_cache", "v_cache"))
+    return k, v
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm of what is expected; infinite where something is no number."""
+    error = float((got.float() - expected).norm() / expected.norm())
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,430 @@
+"""Programs: kernels of CuteDSL that compile once for each configuration, and are kept on disk as machine code.
+
+A kernel's module declares a program beside its configuration, and names the module of the device code inside it::
+
+    @program(arch="sm_90a", configs=every_config)
+    def decode_program(config: Config):
+        from . import decode_device
+        return decode_device.host(config), decode_device.fake_arguments(config)
+
+``decode_program(config)`` is then a function of tensors and scalars that launches on PyTorch's current stream. The first call in a
+process loads it from the cache, which imports neither the compiler nor the device code, or compiles it.
+
+A file of the cache is a shared library with a checksum behind it, or an object where there is no linker; that one is loaded by
+CuteDSL. Its name says what it was made from: the sources of the declaring module and of all that it imports from this package, the
+configuration, the architecture, and the versions and settings of CuteDSL and TVM-FFI. Processes that want the same program take
+turns by a lock, so that one compiles. A file is written aside and renamed; a damaged one counts as none, and is replaced. Where
+nothing can be kept, programs are compiled for the process alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+VARIABLE = "TOKENSPEED_KERNEL_PROGRAMS"
+DSL = "nvidia-cutlass-dsl"
+
+ConfigT = TypeVar("ConfigT", bound=Hashable)
+Launch = Callable[..., Any]
+Declaration = Callable[[ConfigT], tuple[Any, Sequence[Any]]]
+
+_PACKAGE = __name__.partition(".")[0]
+_FORMAT = 1
+_FUNCTION = "program"
+_RUNTIME = "libcute_dsl_runtime.so"
+_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|.*)|import[ \t]+(.*))", re.MULTILINE)
+# What ends a file: this, and the SHA-256 of all before it. Loaders look at neither.
+_MARK = b"tokenspeed-kernel program"
+# CuteDSL's own variables that change what it makes.
+_SETTINGS = ("DEBUG", "LINEINFO", "ENABLE_ASSERTIONS", "COMPILER_OPT", "COMPILER_BACKEND")
+# Compiling takes seconds. Whoever holds the lock for longer is stuck, or the file system has no locks to speak of.
+_PATIENCE_S = 300.0
+# The compiler keeps its state in globals.
+_compiler = threading.RLock()
+_libraries: dict[Path, ctypes.CDLL] = {}
+
+
+class ProgramCacheWarning(UserWarning):
+    """Compiled programs are not kept; the next process compiles them again."""
+
+
+def program(*, arch: str, configs: Callable[[], Sequence[ConfigT]]) -> Callable[[Declaration[ConfigT]], Program[ConfigT]]:
+    """Makes a `Program` of a function from a configuration to a ``cute.jit`` function and its fake arguments, the stream last.
+
+    Args:
+        arch: what it is compiled for, as CuteDSL spells it: ``"sm_90a"``.
+        configs: gives all configurations that are served, for who compiles them ahead of time.
+    """
+
+    def declare(declaration: Declaration[ConfigT]) -> Program[ConfigT]:
+        return Program(declaration, arch, configs)
+
+    return declare
+
+
+class Program(Generic[ConfigT]):
+    """A kernel that is compiled for each configuration. Made by `program`.
+
+    Attributes:
+        name: of the declaring module and function, without the package.
+        arch: what it is compiled for.
+        configs: gives all configurations that are served.
+    """
+
+    def __init__(self, declaration: Declaration[ConfigT], arch: str, configs: Callable[[], Sequence[ConfigT]]) -> None:
+        self.name = f"{declaration.__module__.removeprefix(_PACKAGE + '.')}.{declaration.__name__}"
+        self.arch = arch
+        self.configs = configs
+        self.__doc__ = declaration.__doc__
+        self._declaration = declaration
+        self._loaded: dict[ConfigT, Launch] = {}
+        self._loading = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _declared, (self._declaration.__module__, self._declaration.__name__)
+
+    def __repr__(self) -> str:
+        return f"<program {self.name} for {self.arch}>"
+
+    def __call__(self, config: ConfigT) -> Launch:
+        """The compiled program: from this process, from the cache, or made now.
+
+        Returns:
+            A function of the fake arguments' counterparts without the stream. It raises TypeError or ValueError where a dtype,
+            a shape, an alignment or a device is not what it was compiled for, and launches on the current stream otherwise.
+        """
+        try:
+            return self._loaded[config]
+        except KeyError:
+            return self._load(config)
+
+    def compile(self, config: ConfigT, options: str = "") -> Any:
+        """Compiles it here and now, without the cache. No GPU is needed.
+
+        Args:
+            config: the configuration.
+            options: more of what ``cute.compile`` takes, for instance ``"--keep-cubin --dump-dir /tmp/x"``.
+
+        Returns:
+            What ``cute.compile`` returns.
+
+        Raises:
+            RuntimeError: there is no CuteDSL.
+        """
+        if importlib.util.find_spec("cutlass") is None:
+            raise RuntimeError(f"{self.name} is not compiled yet, which needs {DSL}: pip install {DSL}")
+        from cutlass import cute
+
+        with _compiler:
+            function, arguments = self._declaration(config)
+            return cute.compile(function, *arguments, options=f"--enable-tvm-ffi --gpu-arch {self.arch} {options}")
+
+    def file(self, config: ConfigT) -> Path | None:
+        """Where the cache has it, or would have it; None where nothing is kept."""
+        directory = cache_directory()
+        if directory is None:
+            return None
+        key = {
+            "format": _FORMAT,
+            "program": self.name,
+            "arch": self.arch,
+            "config": repr(config),
+            "source": source_digest(self._declaration.__module__),
+            "toolchain": _toolchain(),
+            "settings": [os.environ.get(f"CUTE_DSL_{name}") for name in _SETTINGS],
+        }
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        return directory / f"{self.name}.{digest[:24]}"
+
+    def is_kept(self, config: ConfigT) -> bool:
+        """Whether the cache has it."""
+        file = self.file(config)
+        return file is not None and any(True for _ in _whole(file))
+
+    def _load(self, config: ConfigT) -> Launch:
+        with self._loading:
+            if config not in self._loaded:
+                self._loaded[config] = self._cached(config)
+            return self._loaded[config]
+
+    def _cached(self, config: ConfigT) -> Launch:
+        file = self.file(config)
+        if file is None:
+            return _unkept(self.compile(config))
+        found = _read(file)
+        if found is not None:
+            return found
+        with _locked(file):
+            found = _read(file)  # somebody else may have made it meanwhile
+            if found is None:
+                compiled = self.compile(config)
+                found = _read(file) if _write(file, compiled) else None
+            return _unkept(compiled) if found is None else found
+
+
+def _declared(module: str, name: str) -> Any:
+    """What a pickled program is unpickled to: that of the other process."""
+    return getattr(importlib.import_module(module), name)
+
+
+def cache_directory() -> Path | None:
+    """Where compiled programs are kept: ``TOKENSPEED_KERNEL_PROGRAMS``, or ``tokenspeed_kernel/programs`` in the user's cache
+    directory; None if the variable says ``off``, or there is no home.
+    """
+    chosen = os.environ.get(VARIABLE)
+    if chosen == "off":
+        return None
+    if chosen:
+        return Path(chosen)
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(cache) / "tokenspeed_kernel" / "programs"
+
+
+def source_digest(module: str) -> str:
+    """Of the source of a module, and of all modules of its package that it imports, directly or not, wherever in them.
+
+    Nothing is imported. Left out are this module, of which the rest of the key says what matters, and the package's own
+    ``__init__``, through which everything can be reached.
+    """
+    digest = hashlib.sha256()
+    for name, source in sorted(_sources(module).items()):
+        digest.update(f"{name} {len(source)}\n{source}".encode())
+    return digest.hexdigest()
+
+
+def _sources(module: str) -> dict[str, str]:
+    sources: dict[str, str] = {}
+    left = [module]
+    while left:
+        name = left.pop()
+        file = _file_of(name)
+        if name in sources or name == __name__ or file is None:
+            continue
+        sources[name] = file.read_text("utf-8")
+        left += _imported(sources[name], name if file.name == "__init__.py" else name.rpartition(".")[0])
+    return sources
+
+
+def _file_of(module: str) -> Path | None:
+    """Where the source of a module lies, if it is one and its package has been imported."""
+    package, *parts = module.split(".")
+    root = sys.modules[package].__file__
+    if root is None or not parts:
+        return None if root is None else Path(root)
+    path = Path(root).parent.joinpath(*parts)
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+def _imported(source: str, package: str) -> Iterator[str]:
+    """Names that a source in a package imports and that might be modules below the same outermost package.
+
+    Text that looks like an import does for one: a module too many in the key is no harm, and parsing costs ten times as much.
+    """
+    outermost = package.partition(".")[0] + "."
+    for origin, members, plain in _IMPORT.findall(source):
+        if plain:
+            names = re.findall(r"[\w.]+", plain)
+        else:
+            base = origin.lstrip(".")
+            level = len(origin) - len(base)
+            if level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - level + 1], *([base] if base else [])])
+            names = [base, *(f"{base}.{name}" for name in re.findall(r"\w+", members))]
+        yield from (name for name in names if name.startswith(outermost))
+
+
+@functools.cache
+def _toolchain() -> tuple[str, ...]:
+    """Versions of what compiles and of what the programs are linked to."""
+    runtime = _runtime()
+    flavor = "unknown" if runtime is None else runtime.parent.parent.name
+    return f"{DSL} {_version(DSL)}", flavor, f"apache-tvm-ffi {_version('apache-tvm-ffi')}", os.uname().machine
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@functools.cache
+def _runtime() -> Path | None:
+    """CuteDSL's runtime library; None where it does not lie where its wheels put it, and CuteDSL must be asked.
+
+    There may be one for CUDA 12 and one for CUDA 13. CuteDSL takes the newest that the driver can run, and so must this.
+    """
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    found = {
+        int(file.parent.parent.name.removeprefix("cu")): file
+        for root in spec.submodule_search_locations
+        for file in Path(root).glob(f"cu[0-9]*/lib/{_RUNTIME}")
+    }
+    newest = _driver_major()
+    fitting = [major for major in found if newest is None or major <= newest]
+    return found[max(fitting)] if fitting else None
+
+
+def _driver_major() -> int | None:
+    """The newest CUDA that the driver runs, or None where there is no driver."""
+    version = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value // 1000
+
+
+def _runtime_libraries() -> list[Path]:
+    """What a linked program needs in the process: CuteDSL's runtime and TVM-FFI."""
+    import tvm_ffi
+
+    runtime = _runtime()
+    if runtime is not None:
+        return [runtime, Path(tvm_ffi.libinfo.find_libtvm_ffi())]
+    from cutlass.runtime import find_runtime_libraries
+
+    return [Path(path) for path in find_runtime_libraries(enable_tvm_ffi=True)]
+
+
+def _whole(file: Path) -> Iterator[Path]:
+    """The cache's files under a name that are as they were written."""
+    for path in (file.with_name(file.name + ".so"), file.with_name(file.name + ".o")):
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue
+        body, mark, checksum = content[: -len(_MARK) - 32], content[-len(_MARK) - 32 : -32], content[-32:]
+        if mark == _MARK and hashlib.sha256(body).digest() == checksum:
+            yield path
+
+
+def _read(file: Path) -> Launch | None:
+    """The program in the cache under this name; None if there is none, or it is damaged or does not load."""
+    for path in _whole(file):
+        with contextlib.suppress(OSError, RuntimeError, AttributeError):  # whole, but not for this system: as good as none
+            return _load_library(path) if path.suffix == ".so" else _load_object(path)
+    return None
+
+
+def _load_library(path: Path) -> Launch:
+    import tvm_ffi
+
+    for library in _runtime_libraries():
+        # The linker finds those by name that are in the process already.
+        if library not in _libraries:
+            _libraries[library] = ctypes.CDLL(str(library))
+    launch: Launch = tvm_ffi.load_module(path)[_FUNCTION]
+    return launch
+
+
+def _load_object(path: Path) -> Launch:
+    from cutlass import cute
+
+    with _compiler:
+        launch: Launch = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[_FUNCTION]
+        return launch
+
+
+def _unkept(compiled: Any) -> Launch:
+    """A program for this process only, made and loaded like all others."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "program"
+        found = _read(file) if _write(file, compiled) else None
+    launch: Launch = compiled if found is None else found
+    return launch
+
+
+def _write(file: Path, compiled: Any) -> bool:
+    """Puts a program into the cache, and says whether it could; called under its lock."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}.tmp.o")
+    linked = beside.with_suffix(".so")
+    try:
+        for leftover in file.parent.glob(f".{file.name}.*.tmp.*"):  # of a writer that was killed: only the lock's holder has one
+            leftover.unlink(missing_ok=True)
+        beside.touch(exist_ok=False)  # the exporter's own error, where it cannot write, is one of many
+        compiled.export_to_c(str(beside), function_name=_FUNCTION, export_only_tvm_ffi_symbols=True)
+        made = linked if _link(beside, linked) else beside
+        with made.open("ab") as handle:
+            handle.write(_MARK + hashlib.sha256(made.read_bytes()).digest())
+            handle.flush()
+            os.fsync(handle.fileno())
+        made.replace(file.with_name(file.name + made.suffix))
+        return True
+    except OSError as error:
+        _warn_once(f"compiled programs are not kept in {file.parent}: {error.strerror}")
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+            linked.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Makes a shared library of an object; False where there is no linker that can."""
+    libraries = [str(path) for path in _runtime_libraries()]
+    for linker in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
+        if shutil.which(linker) is None:
+            continue
+        command = [linker, "-shared", "-nostdlib", "-Wl,-Bsymbolic", "-o", str(target), str(source), *libraries]
+        if subprocess.run(command, capture_output=True).returncode == 0 and target.is_file():
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Holds the lock of a program, against threads and processes. It ends with its holder, however that ends.
+
+    Where it cannot be had, things go on without.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle = stack.enter_context(file.with_name(file.name + ".lock").open("a"))
+        except OSError:
+            yield
+            return
+        until = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.02)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, ProgramCacheWarning, stacklevel=5)

@@ -1,0 +1,44 @@
+"""Whether FlashInfer is installed, from package metadata; and importing it, when an adapter is first selected."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+DISTRIBUTION = "flashinfer-python"
+# The version whose source the adapters were written from. Before it, among other things, a decode took no counters.
+NEEDED = (0, 7, 2)
+
+
+@functools.cache
+def gap() -> str | None:
+    """Why FlashInfer cannot be used, or None where it can."""
+    wanted = f"{DISTRIBUTION} >= {'.'.join(map(str, NEEDED))}"
+    try:
+        version = metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return f"needs {wanted}"
+    if importlib.util.find_spec("flashinfer") is None:
+        return f"needs {DISTRIBUTION}, whose module flashinfer is not found"
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    if numbers is None or tuple(int(number or 0) for number in numbers.groups()) < NEEDED:
+        return f"needs {wanted}, this is {version}"
+    return None
+
+
+def load(module: str, function: str) -> Callable[..., Any]:
+    """A function of FlashInfer.
+
+    Raises:
+        ImportError: whatever went wrong in there. The kernel is then left out of selection, with a warning.
+    """
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except Exception as error:
+        raise ImportError(f"{module}.{function} cannot be imported: {type(error).__name__}: {error}") from error
+    return found

@@ -1,0 +1,303 @@
+"""Device code of decode: how work is divided and loaded. What is computed is in `decode_warps`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.utils
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
+
+from tokenspeed_kernel_nvidia.sm90.attention.decode import CONSUMERS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.decode_warps import (
+    DONE,
+    LEFT,
+    OFFSET,
+    PLANNED,
+    SEQUENCE,
+    SHARE,
+    THREADS,
+    Call,
+    Warps,
+)
+
+LOADER = CONSUMERS  # the warp that loads
+AT_ONCE = 8  # lengths that a lane looks at together
+EVICT_FIRST = 0x12F0000000000000  # the cache policy of what is read once
+
+
+class Decode(Warps):
+    """The kernel of one configuration."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k_cache: cute.Tensor,
+        v_cache: cute.Tensor,
+        page_table: cute.Tensor,
+        cache_seqlens: cute.Tensor,
+        out: cute.Tensor,
+        partial: Int64,
+        counters: Int64,
+        lse: Int64,
+        sinks: Int64,
+        sinks_kind: Int32,
+        q_len: Int32,
+        capacity: Int32,
+        window_left: Int32,
+        groups: Int32,
+        page_shift: Int32,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, cute.make_layout((self.box, 64), stride=(64, 1)))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        k = cute.make_tensor(k_cache.iterator, cute.select(k_cache.layout, mode=[1, 3, 2, 0]))
+        v = cute.make_tensor(v_cache.iterator, cute.select(v_cache.layout, mode=[1, 3, 2, 0]))
+        k_load, k_boxes = cpasync.make_tiled_tma_atom(load, k, box, (self.box, 64))
+        v_load, v_boxes = cpasync.make_tiled_tma_atom(load, v, box, (self.box, 64))
+        kv_heads = k_cache.shape[2]
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, self.stages]
+            empty: cute.struct.MemRange[Int64, self.stages]
+            plan: cute.struct.MemRange[Int32, 8]
+            sums: cute.struct.MemRange[Float32, 2 * self.parts * self.rows]
+            results: cute.struct.Align[cute.struct.MemRange[Float32, self.config.merge_floats], 16]
+            tiles: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * 2 * self.block * self.head_dim], 1024]
+
+        self.storage = Storage
+        self.kernel(
+            k_load, k_boxes, v_load, v_boxes, q, page_table, cache_seqlens, out, partial, counters, lse, sinks, sinks_kind,
+            q_len, q.shape[1] // kv_heads, kv_heads, capacity, window_left, groups, page_shift, scale,
+        ).launch(
+            grid=(kv_heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=self.config.resident,
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        k_load: cute.CopyAtom,
+        k_boxes: cute.Tensor,
+        v_load: cute.CopyAtom,
+        v_boxes: cute.Tensor,
+        q: cute.Tensor,
+        page_table: cute.Tensor,
+        cache_seqlens: cute.Tensor,
+        out: cute.Tensor,
+        partial: Int64,
+        counters: Int64,
+        lse: Int64,
+        sinks: Int64,
+        sinks_kind: Int32,
+        q_len: Int32,
+        ratio: Int32,
+        kv_heads: Int32,
+        capacity: Int32,
+        window_left: Int32,
+        groups: Int32,
+        page_shift: Int32,
+        scale: Float32,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        head, group, _ = cute.arch.block_idx()
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        call = Call(
+            q, page_table, cache_seqlens, out, partial, counters, lse, sinks, sinks_kind, q_len, ratio, kv_heads, capacity,
+            window_left, groups, page_shift, scale, group, head, storage.full.data_ptr(), storage.empty.data_ptr(),
+            storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.tiles.data_ptr(),
+        )  # fmt: skip
+        if warp == LOADER:
+            if cute.arch.lane_idx() == 0:
+                for stage in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(call.full + stage, 1)
+                    cute.arch.mbarrier_init(call.empty + stage, self.row_warps)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
+            cpasync.prefetch_descriptor(k_load)
+            cpasync.prefetch_descriptor(v_load)
+        # Whatever ran before may have written what is read here; what runs next may begin once there is room.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp == LOADER:
+            self.load(call, k_load, k_boxes, v_load, v_boxes)
+        else:
+            self.consume(call)
+
+    @cute.jit
+    def divide(self, call: Call):
+        """Finds the share of this CTA's group, by one warp: the sequence that it begins in, the tile there, and how many tiles.
+
+        All sequences' tiles, one after another, are cut into as many equal ranges as there are groups. A group has a CTA for
+        each key head.
+        """
+        lane = cute.arch.lane_idx()
+        batch = cute.size(call.cache_seqlens.shape)
+        rounds = (batch + 32 * AT_ONCE - 1) // (32 * AT_ONCE)
+        total = Int32(0)
+        for step in cutlass.range(rounds, unroll=1):
+            some, _ = self.tiles_of(call, step)
+            total += cute.arch.warp_redux_sync(some, "add")
+        share = (total + call.groups - 1) // call.groups
+        start = call.group * share
+        before = Int32(0)
+        found = Int32(-1)
+        offset = Int32(0)
+        step = Int32(0)
+        while found < 0 and step < rounds and start < total:
+            some, counts = self.tiles_of(call, step)
+            ends = some
+            for power in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(ends, 1 << power)
+                ends += cutlass.select_(lane >= (1 << power), other, Int32(0))
+            running = before + ends - some
+            mine = Int32(-1)
+            for each in cutlass.range_constexpr(AT_ONCE):
+                if running <= start < running + counts[each]:
+                    mine = (step * 32 + lane) * AT_ONCE + each
+                    offset = start - running
+                running += counts[each]
+            found = cute.arch.warp_redux_sync(mine, "max")
+            offset = cute.arch.warp_redux_sync(offset, "max")
+            before += cute.arch.shuffle_sync(ends, 31)
+            step += 1
+        if lane == 0:
+            call.plan[SEQUENCE] = cutlass.max(found, 0)
+            call.plan[OFFSET] = offset
+            call.plan[LEFT] = cutlass.max(cutlass.min(share, total - start), 0)
+            call.plan[DONE] = Int32(0)
+            call.plan[SHARE] = share
+
+    @cute.jit
+    def tiles_of(self, call: Call, step: Int32):
+        """Tiles of a lane's next sequences together, and of each."""
+        batch = cute.size(call.cache_seqlens.shape)
+        counts = []
+        some = Int32(0)
+        for each in cutlass.range_constexpr(AT_ONCE):
+            sequence = (step * 32 + cute.arch.lane_idx()) * AT_ONCE + each
+            _, _, count = self.shown(call, self.length_of(call, sequence))
+            counts.append(cutlass.select_(sequence < batch, count, Int32(0)))
+            some += counts[each]
+        return some, counts
+
+    @cute.jit
+    def load(self, call: Call, k_load: cute.CopyAtom, k_boxes: cute.Tensor, v_load: cute.CopyAtom, v_boxes: cute.Tensor):
+        """Fills the ring of tiles. Lengths and numbers of pages are looked up a sequence ahead."""
+        lane = cute.arch.lane_idx()
+        shift = call.page_shift
+        if cutlass.const_expr(self.config.split):
+            self.divide(call)
+        elif lane == 0:
+            call.plan[SEQUENCE] = call.group
+            call.plan[OFFSET] = Int32(0)
+            call.plan[LEFT] = (cute.size(call.cache_seqlens.shape) - call.group + call.groups - 1) // call.groups
+            call.plan[DONE] = Int32(0)
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=THREADS)
+        sequence, offset, left = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[LEFT]
+        step = 1 if cutlass.const_expr(self.config.split) else call.groups
+
+        elements = self.block * self.head_dim
+        layout = cute.make_layout(
+            (self.box, 64, self.boxes, self.halves, self.stages),
+            stride=(64, 1, self.box * 64, self.block * 64, 2 * elements),
+        )
+        tiles = cute.recast_ptr(call.tiles, swizzle_=cute.make_swizzle(3, 4, 3), dtype=self.dtype)
+        k_to, k_from = self.partition(k_load, cute.make_tensor(tiles, layout), k_boxes, call.head)
+        v_to, v_from = self.partition(v_load, cute.make_tensor(tiles + elements, layout), v_boxes, call.head)
+        policy = Int64(EVICT_FIRST)
+
+        at = Int32(0)
+        length = self.length_of(call, sequence)
+        next_length = self.length_of(call, sequence + step)
+        low, first, count = self.shown(call, length)
+        first += offset
+        count -= offset
+        named = (first * self.block) >> shift
+        numbers = self.pages_from(call, sequence, named, length)
+        while left > 0:
+            later_length = self.length_of(call, sequence + 2 * step)
+            next_low, next_first, next_count = self.shown(call, next_length)
+            next_named = (next_first * self.block) >> shift
+            next_numbers = self.pages_from(call, sequence + step, next_named, next_length)
+            if cutlass.const_expr(self.config.split):
+                count = cutlass.min(count, left)
+                left -= count
+            else:
+                left -= 1
+            for tile in cutlass.range(count, unroll=1):
+                start = (first + tile) * self.block
+                if (start + self.block - 1) >> shift >= named + 32:
+                    named = start >> shift
+                    numbers = self.pages_from(call, sequence, named, length)
+                stage = at % self.stages
+                begin = cutlass.max(low - start, 0) // self.box
+                end = cutlass.max(cutlass.min((length - start + self.box - 1) // self.box, self.boxes), begin)
+                cute.arch.mbarrier_wait(call.empty + stage, (at // self.stages + 1) % 2)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(call.full + stage, (end - begin) * (4 * self.box * self.head_dim))
+                for each in cutlass.range_constexpr(self.boxes):
+                    position = start + each * self.box
+                    page = cute.arch.shuffle_sync(numbers, (position >> shift) - named)
+                    slot = (position - (position >> shift << shift)) // self.box
+                    if begin <= each < end:
+                        for half in cutlass.range_constexpr(self.halves):
+                            cute.copy(
+                                k_load, k_from[None, slot, half, page], k_to[None, each, half, stage],
+                                tma_bar_ptr=call.full + stage, cache_policy=policy,
+                            )  # fmt: skip
+                            cute.copy(
+                                v_load, v_from[None, slot, half, page], v_to[None, each, half, stage],
+                                tma_bar_ptr=call.full + stage, cache_policy=policy,
+                            )  # fmt: skip
+                at += 1
+            sequence += step
+            length, low, first, count, named, numbers = next_length, next_low, next_first, next_count, next_named, next_numbers
+            next_length = later_length
+
+    @cute.jit
+    def pages_from(self, call: Call, sequence: Int32, named: Int32, length: Int32):
+        """The numbers of 32 pages of a sequence, one a lane. Entries beyond its length are not looked at."""
+        number = Int32(0)
+        at = named + cute.arch.lane_idx()
+        if at << call.page_shift < length:
+            number = call.page_table[cutlass.min(sequence, cute.size(call.cache_seqlens.shape) - 1), at]
+        return number
+
+    @cute.jit
+    def partition(self, load: cute.CopyAtom, tiles: cute.Tensor, boxes: cute.Tensor, head: Int32):
+        source = cute.local_tile(boxes[None, None, head, None], (self.box, 64), (None, None, None))
+        return cpasync.tma_partition(load, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(source, 0, 2))
+
+
+def host(config: Config) -> Any:
+    """The function that launches it."""
+    return Decode(config)
+
+
+def fake_arguments(config: Config) -> list[Any]:
+    """Stand-ins for what `host` takes."""
+    dtype = {"bfloat16": BFloat16, "float16": Float16}[config.dtype]
+    tokens, heads, batch = cute.sym_int(), cute.sym_int(), cute.sym_int()
+
+    def tensor(of: Any, *shape: Any, align: int = 16, divisibility: int = 8) -> Any:
+        strides = [cute.sym_int64(divisibility=divisibility) for _ in shape[1:]]
+        return cute.runtime.make_fake_tensor(of, shape, (*strides, 1), assumed_align=align)
+
+    cache = (cute.sym_int(), cute.sym_int(divisibility=config.box), cute.sym_int(), config.head_dim)
+    return [
+        tensor(dtype, tokens, heads, config.head_dim),
+        tensor(dtype, *cache),
+        tensor(dtype, *cache),
+        cute.runtime.make_fake_tensor(Int32, (batch, cute.sym_int()), (cute.sym_int64(), cute.sym_int64()), assumed_align=4),
+        tensor(Int32, batch, align=4),
+        tensor(dtype, tokens, heads, config.head_dim),
+        *(Int64(0), Int64(0), Int64(0), Int64(0), Int32(0), Int32(1), Int32(1), Int32(-1), Int32(1), Int32(6), Float32(1.0)),
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+    ]

@@ -1,0 +1,218 @@
+"""Attention in a sliding window, of whole sequences and of new tokens to a paged cache.
+
+A query sees itself and at most 127 tokens before it, so a kernel that walks blocks of keys computes three times what is visible. Here
+a tile is 64 rows of one key head: HEADS query heads at 64 / HEADS consecutive positions, which see HEADS' positions + 128 keys, and one
+product gives all their scores. There is no running maximum and nothing is rescaled. An item of work is a block of up to 128
+positions: its tiles share one copy of 256 keys in shared memory.
+
+What is served (see `gap`): bfloat16 and float16, head_dim 64 and 128, window_left from 0 to 127, and 1, 2, 4, 8 or 16 query heads a
+key head; a causal mask; caches with pages of a multiple of 16 tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._programs import program
+
+LANES = 32
+CONSUMERS = 3  # computing warpgroups
+REACH = 128  # keys before a tile's first position that are loaded, from a multiple of 8 on
+ROWS = 256  # keys that a stage holds: those of 128 positions
+LARGEST_WINDOW = REACH - 1
+GROUPS = (1, 2, 4, 8, 16)
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a program is compiled for.
+
+    Attributes:
+        dtype: of q, k, v and the output.
+        head_dim: of q, k and v.
+        group: query heads a key head.
+        paged: whether keys lie in a paged cache.
+    """
+
+    dtype: str
+    head_dim: int
+    group: int
+    paged: bool
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a tile. With more than 8, positions would begin between repeats of the swizzle."""
+        return min(self.group, 8)
+
+    @property
+    def positions(self) -> int:
+        """Positions of a tile."""
+        return 64 // self.heads
+
+    @property
+    def stages(self) -> int:
+        """Items whose keys are in shared memory at once: 65 KiB each at head_dim 64."""
+        return 2 if self.head_dim == 64 else 1
+
+    @property
+    def queries(self) -> int:
+        """Tiles of queries on the way for each computing warpgroup: what shared memory has room for."""
+        return 3 if self.head_dim == 64 else 1
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a tile's scores are begun before the output of the one before is finished: if registers hold both."""
+        return self.head_dim == 64 and self.positions < 64
+
+    @property
+    def box(self) -> int:
+        """Keys of a bulk copy: as many as lie together in any cache."""
+        return 16 if self.paged else 64
+
+    @property
+    def block(self) -> int:
+        """Most positions of an item. The keys of a block may begin 8 before a multiple of 16 in a paged cache."""
+        return (ROWS - REACH - 8 * self.paged) // self.positions * self.positions
+
+    # Three warpgroups of 152 registers and one of 40 are nearly all 65536; with 32 the feeding warps spill.
+    registers: int = 152
+    feeder_registers: int = 40
+
+
+def every_config() -> list[Config]:
+    """All that is served."""
+    return [
+        Config(dtype, head_dim, group, paged)
+        for paged in (False, True)
+        for dtype in DTYPES.values()
+        for head_dim in (64, 128)
+        for group in GROUPS
+    ]
+
+
+@program(arch="sm_90a", configs=every_config)
+def window_program(config: Config):
+    from tokenspeed_kernel_nvidia.sm90.attention import window_device
+
+    return window_device.host(config), window_device.fake_arguments(config)
+
+
+def gap(group: int, window_left: int) -> str | None:
+    """Why a window or a ratio of heads is not served here, or None if it is.
+
+    Args:
+        group: query heads a key head.
+        window_left: tokens to the left that stay visible.
+    """
+    if not 0 <= window_left <= LARGEST_WINDOW:
+        return f"window_left is {window_left}, not 0 to {LARGEST_WINDOW}"
+    if group not in GROUPS:
+        return f"{group} query heads a key head, not one of {', '.join(map(str, GROUPS))}"
+    return None
+
+
+@cache
+def _config_of(dtype: torch.dtype, head_dim: int, group: int, paged: bool) -> Config:
+    return Config(DTYPES[dtype], head_dim, group, paged)
+
+
+@cache
+def _work_of(tokens: int, batch: int, kv_heads: int, config: Config, device: int) -> tuple[int, int]:
+    """Positions of an item, and CTAs: smaller items where there would be fewer of them than multiprocessors."""
+    processors = multiprocessors(device)
+    even = math.ceil(tokens * kv_heads / processors / config.positions) * config.positions
+    block = max(config.positions, min(config.block, even))
+    # Each sequence may begin up to 7 positions early and end within a block.
+    most = (tokens // block + 2 * batch) * kv_heads
+    return block, min(processors, most)
+
+
+def mha_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Sequence[int] | Tensor | None = None,
+    max_seqlen: int | None = None,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of whole sequences in a window: launches on checked arguments. See `tokenspeed_kernel_nvidia.mha_prefill`."""
+    return _launch(q, k, v, cu_seqlens, None, None, window_left, sinks, return_lse, softmax_scale, out)
+
+
+def mha_extend_with_kvcache(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of new tokens to a paged cache in a window: launches on checked arguments.
+
+    See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`.
+    """
+    return _launch(
+        q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, window_left, sinks, return_lse, softmax_scale, out
+    )
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    page_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    window_left: int,
+    sinks: Tensor | None,
+    return_lse: bool,
+    softmax_scale: float | None,
+    out: Tensor | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    tokens, heads, head_dim = q.shape
+    kv_heads = k.shape[-2]
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
+    batch = cu_seqlens.shape[0] - 1
+    if tokens and batch:
+        config = _config_of(q.dtype, head_dim, heads // kv_heads, page_table is not None)
+        block, grid = _work_of(tokens, batch, kv_heads, config, q.device.index)
+        scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
+        paging = () if page_table is None else (page_table, cache_seqlens)
+        if sinks is not None and (sinks.dtype not in SINKS or not sinks.is_contiguous()):
+            sinks = sinks.to(torch.float32).contiguous()
+        window_program(config)(
+            q, k, v, out, cu_seqlens, *paging, 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+            0 if sinks is None else SINKS[sinks.dtype], window_left, block, scale, grid,
+        )  # fmt: skip
+    return out if lse is None else (out, lse)

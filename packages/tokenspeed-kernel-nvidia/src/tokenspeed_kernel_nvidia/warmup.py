@@ -1,0 +1,132 @@
+"""Compiles programs ahead of time, so that no call has to: ``python -m tokenspeed_kernel_nvidia.warmup``.
+
+No GPU is needed. What is compiled goes to the cache that calls read; ``TOKENSPEED_KERNEL_PROGRAMS`` names another place for it, for
+instance in a container's image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import pkgutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+import tokenspeed_kernel_nvidia
+from tokenspeed_kernel_nvidia._programs import Program, cache_directory
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """What became of one configuration of a program.
+
+    Attributes:
+        program, config: which.
+        seconds: how long it was compiled; 0 where the cache had it.
+        error: why it could not be compiled; empty where it could.
+    """
+
+    program: Program[Any]
+    config: Any
+    seconds: float
+    error: str
+
+    def __str__(self) -> str:
+        state = "failed" if self.error else f"{self.seconds:5.1f} s" if self.seconds else "kept"
+        return f"{state:>8}  {describe(self.program, self.config)}" + (f"\n{self.error}" if self.error else "")
+
+
+def programs() -> list[Program[Any]]:
+    """All programs of this package, by name."""
+    found = {}
+    for info in pkgutil.walk_packages(tokenspeed_kernel_nvidia.__path__, "tokenspeed_kernel_nvidia."):
+        # Only modules that declare some are imported: those of device code would bring the compiler.
+        spec = info.module_finder.find_spec(info.name, None)
+        source = getattr(spec.loader, "get_source", None) if spec is not None else None
+        if source is not None and "\n@program(" in (source(info.name) or ""):
+            declared = vars(importlib.import_module(info.name)).values()
+            found.update({value.name: value for value in declared if isinstance(value, Program)})
+    return [found[name] for name in sorted(found)]
+
+
+def describe(program: Program[Any], config: Any) -> str:
+    """How a configuration is listed, and what words of a selection are looked for in."""
+    return f"{program.name} {program.arch} {config}"
+
+
+def select(words: Sequence[str] = ()) -> list[tuple[Program[Any], Any]]:
+    """Configurations of programs.
+
+    Args:
+        words: all of them must occur in what `describe` says.
+    """
+    every = [(program, config) for program in programs() for config in program.configs()]
+    return [(program, config) for program, config in every if all(word in describe(program, config) for word in words)]
+
+
+def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Iterator[Warmed]:
+    """Compiles what the cache has not, and gives the outcomes as they come.
+
+    Args:
+        selection: see `select`.
+        jobs: how many processes compile.
+
+    Raises:
+        RuntimeError: nothing can be kept, because the cache is off or there is no home.
+    """
+    if cache_directory() is None:
+        raise RuntimeError("compiled programs are not kept here: set TOKENSPEED_KERNEL_PROGRAMS to a directory")
+    if jobs == 1:
+        yield from (_warm(program, config) for program, config in selection)
+        return
+    # The compiler has threads, which do not survive a fork.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(_warm, program, config) for program, config in selection]
+        yield from (done.result() for done in as_completed(running))
+
+
+def _warm(program: Program[Any], config: Any) -> Warmed:
+    if program.is_kept(config):
+        return Warmed(program, config, 0.0, "")
+    begun = time.perf_counter()
+    try:
+        program(config)
+    except Exception as error:  # one that does not compile is reported with the others' success
+        return Warmed(program, config, 0.0, f"{type(error).__name__}: {error}")
+    kept = program.is_kept(config)
+    return Warmed(program, config, time.perf_counter() - begun, "" if kept else f"{cache_directory()} cannot be written")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns its exit code: 1 if something could not be compiled."""
+    parser = argparse.ArgumentParser("python -m tokenspeed_kernel_nvidia.warmup", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only configurations whose line in --list has all these words")
+    parser.add_argument("--arch", help="only for this architecture, as sm_90a")
+    parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0))), help="processes (default: the cores)")
+    parser.add_argument("--list", action="store_true", help="say what there is, and compile nothing")
+    options = parser.parse_args(arguments)
+    selection = [(program, config) for program, config in select(options.words) if options.arch in (None, program.arch)]
+    if not selection:
+        parser.error("no configuration has all these words; --list shows them")
+    if options.list:
+        for program, config in selection:
+            print(f"{'kept' if program.is_kept(config) else 'to do':>8}  {describe(program, config)}")
+        return 0
+    begun, compiled, failed = time.perf_counter(), 0, 0
+    for outcome in warm_up(selection, options.jobs):
+        print(outcome, flush=True)
+        compiled += outcome.seconds > 0
+        failed += bool(outcome.error)
+    kept, seconds = len(selection) - compiled - failed, time.perf_counter() - begun
+    print(f"{compiled} compiled, {kept} kept before, {failed} failed in {seconds:.1f} s; they are in {cache_directory()}")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

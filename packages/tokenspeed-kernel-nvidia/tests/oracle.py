@@ -1,0 +1,176 @@
+"""What attention means, in float32: what the kernels' results are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Of a result's norm. A result rounded to bfloat16 once is off by 1.7e-3, and probabilities are rounded as well.
+TOLERANCE = 5e-3
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every attention here knows.
+
+    Attributes:
+        window_left: tokens to the left that stay visible besides the token itself; -1 for all.
+        sinks: ``[heads]`` or None.
+        softmax_scale: None is ``1 / sqrt(head_dim)``.
+        is_causal: whether a token sees no later ones.
+    """
+
+    window_left: int = -1
+    sinks: Tensor | None = None
+    softmax_scale: float | None = None
+    is_causal: bool = True
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """One sequence, whose queries are at its last positions: the output and the log-sum-exp, in float32.
+
+    Args:
+        q: ``[q_len, heads, head_dim]``.
+        k, v: ``[kv_len, kv_heads, head_dim]``.
+    """
+    q_len, heads, head_dim = q.shape
+    kv_len, kv_heads, _ = k.shape
+    scale = head_dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    grouped = q.float().view(q_len, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, k.float()) * scale
+    place = torch.arange(q_len, device=q.device)[:, None] + (kv_len - q_len)
+    behind = place - torch.arange(kv_len, device=q.device)
+    hidden = torch.zeros_like(behind, dtype=torch.bool)
+    if options.is_causal:
+        hidden |= behind < 0
+    if options.window_left >= 0:
+        hidden |= behind > options.window_left
+    scores.masked_fill_(hidden, -torch.inf)
+    if options.sinks is not None:
+        sink = options.sinks.float().view(kv_heads, -1, 1, 1).expand(-1, -1, q_len, 1)
+        scores = torch.cat([scores, sink], dim=3)
+    lse = scores.logsumexp(dim=3) if scores.shape[3] else scores.new_full(scores.shape[:3], -torch.inf)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()[..., :kv_len]
+    out = torch.einsum("hgqk,khd->qhgd", weights, v.float())
+    return out.reshape(q_len, heads, v.shape[2]), lse.permute(2, 0, 1).reshape(q_len, heads)
+
+
+def attend_ragged(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], options: Options) -> tuple[Tensor, Tensor]:
+    """Sequences one after another, each to itself."""
+    parts = [attend_one(*tensors, options) for tensors in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)]
+    return _joined(parts, q)
+
+
+def attend_paged(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, q_lens: list[int], kv_lens: list[int], options: Options
+) -> tuple[Tensor, Tensor]:
+    """New tokens of sequences that lie in pages; a sequence may have fewer tokens there than queries."""
+    parts = []
+    for index, queries in enumerate(q.split(q_lens)):
+        pages = page_table[index, : -(-kv_lens[index] // k_cache.shape[1])].long()
+        k, v = (cache[pages].flatten(0, 1)[: kv_lens[index]] for cache in (k_cache, v_cache))
+        parts.append(attend_one(queries, k, v, options))
+    return _joined(parts, q)
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]], q: Tensor) -> tuple[Tensor, Tensor]:
+    if not parts:
+        return q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+    out, lse = (torch.cat(found) for found in zip(*parts, strict=True))
+    return out, lse
+
+
+def check(got: Tensor | tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], tolerance: float = TOLERANCE) -> None:
+    """Fails if an output, or an output and its log-sum-exp, are not what they should be."""
+    out, lse = got if isinstance(got, tuple) else (got, None)
+    assert out.shape == wanted[0].shape
+    assert not out.isnan().any(), f"{int(out.isnan().any(-1).sum())} rows are NaN"
+    error = float((out.float() - wanted[0]).norm() / wanted[0].norm().clamp_min(1e-30))
+    assert error <= tolerance, f"relative error {error:.2e}, worst rows {worst(out, wanted[0])}"
+    if lse is not None:
+        torch.testing.assert_close(lse, wanted[1], atol=2e-3, rtol=1e-3)
+
+
+def worst(out: Tensor, wanted: Tensor, count: int = 4) -> list[tuple[int, int, float]]:
+    """The rows that are furthest off: token, head, and by how much."""
+    off = (out.float() - wanted).norm(dim=2)
+    values, places = off.flatten().topk(min(count, off.numel()))
+    heads = off.shape[1]
+    return [(int(p) // heads, int(p) % heads, round(float(v), 4)) for v, p in zip(values, places, strict=True)]
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Sequences in a paged cache, with pages in random order and NaN in every slot that holds no token.
+
+    Attributes:
+        q_lens, kv_lens: new tokens of each sequence, and all of them.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    q_lens: list[int]
+    kv_lens: list[int]
+
+    @property
+    def cache_seqlens(self) -> Tensor:
+        return torch.tensor(self.kv_lens, dtype=torch.int32, device=self.q.device)
+
+    @property
+    def cu_seqlens_q(self) -> Tensor:
+        return offsets(self.q_lens, self.q.device)
+
+    def wanted(self, options: Options) -> tuple[Tensor, Tensor]:
+        return attend_paged(self.q, self.k_cache, self.v_cache, self.page_table, self.q_lens, self.kv_lens, options)
+
+
+def offsets(lengths: list[int], device: torch.device) -> Tensor:
+    """Running sums of lengths, from 0."""
+    sums = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return sums.to(device)
+
+
+def ragged(
+    lengths: list[int], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q, k and v of sequences one after another."""
+    draw = torch.Generator(device).manual_seed(seed)
+    shapes = [(sum(lengths), count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape, generator=draw, device=device).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+def paged(
+    q_lens: list[int],
+    kv_lens: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+) -> Paged:
+    """Random sequences in a paged cache, which has a page more than they need."""
+    draw = torch.Generator(device).manual_seed(seed)
+    counts = [-(-kv_len // page_size) for kv_len in kv_lens]
+    order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    # Beyond a sequence's pages the table may say anything.
+    page_table = torch.full((len(kv_lens), max([1, *counts])), 2**31 - 1, dtype=torch.int32)
+    used = 0
+    shape = (sum(counts) + 1, page_size, kv_heads, head_dim)
+    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
+    for index, (count, kv_len) in enumerate(zip(counts, kv_lens, strict=True)):
+        pages = order[used : used + count]
+        used += count
+        page_table[index, :count] = pages
+        for cache in (k_cache, v_cache):
+            tokens = torch.full((count * page_size, kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
+            tokens[:kv_len] = torch.randn((kv_len, kv_heads, head_dim), generator=draw, device=device).to(dtype)
+            cache[pages.long().to(device)] = tokens.view(count, page_size, kv_heads, head_dim)
+    q = torch.randn((sum(q_lens), heads, head_dim), generator=draw, device=device).to(dtype)
+    return Paged(q, k_cache, v_cache, page_table.to(device), q_lens, kv_lens)

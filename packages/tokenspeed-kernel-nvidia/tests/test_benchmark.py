@@ -1,0 +1,283 @@
+"""The program that measures attention on an H200, its bars and its picture: what of them needs no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from tokenspeed_kernel.benchmark import Unsupported, load_report
+from tokenspeed_kernel.operator import get_operator
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+NAMES = ("shapes", "contestants", "bars", "h200", "plot")
+
+
+@pytest.fixture
+def modules() -> Iterator[dict[str, ModuleType]]:
+    """The programs, whose modules find each other as they do when one is run."""
+    before = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
+    path = list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield {name: importlib.import_module(name) for name in NAMES if name != "plot" or importlib.util.find_spec("matplotlib")}
+    finally:
+        sys.path[:] = path
+        for name in NAMES:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+def _small(shapes: ModuleType) -> list[Any]:
+    heads: dict[str, Any] = {"heads": 8, "kv_heads": 2}
+    return [
+        shapes.Shape("prefill", "mha_prefill", 70, 3, **heads),
+        shapes.Shape("window prefill", "mha_prefill", 200, 2, **heads, window_left=127),
+        shapes.Shape("extend", "mha_extend_with_kvcache", 190, 5, 16, **heads, window_left=31),
+        shapes.Shape("decode", "mha_decode_with_kvcache", 200, 6, **heads),
+        shapes.Shape("decode of 4", "mha_decode_with_kvcache", 200, 2, 4, **heads),
+    ]
+
+
+def test_shapes_are_those_of_the_bars(modules: dict[str, ModuleType]) -> None:
+    shapes = modules["shapes"].SHAPES
+    names = [shape.name for shape in shapes]
+    assert len({*names}) == len(names)
+    assert {shape for bar in modules["bars"].BARS for shape in bar.shapes} <= {*names}
+    full = [(shape.length, shape.batch) for shape in shapes if shape.group == "prefill"]
+    assert full == [(length, batch) for length in (1024, 4096, 8192) for batch in (1, 2, 4, 8, 16)]
+    assert "decode 1K x 256" in names
+    assert all(shape.window_left in (-1, 127) for shape in shapes)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_the_reference_of_rows_is_that_of_the_operator(modules: dict[str, ModuleType], index: int) -> None:
+    shapes, contestants = modules["shapes"], modules["contestants"]
+    shape = _small(shapes)[index]
+    op = get_operator(f"attention.{shape.mode}")
+    arguments = op.complete(shape.case().build("cpu"))
+    op.check_call(arguments)
+    rows = shapes.sampled_rows(shape)
+    tokens = arguments["q"].shape[0]
+    assert rows == sorted({*rows})
+    assert {0, tokens - 1} <= {*rows} <= {*range(tokens)}
+    for sinks in (True, False):
+        given = arguments if sinks else {**arguments, "sinks": None}
+        out = contestants.output_of(op.reference(*given.values()))
+        assert out.shape == arguments["q"].shape
+        expected = shapes.reference_rows(shape, given, rows, sinks=sinks)
+        assert shapes.relative_error(out[rows], expected) < 3e-3  # what rounding to bfloat16 takes
+        assert shapes.relative_error(out[rows] * 1.01, expected) > modules["bars"].LARGEST_ERROR
+    assert shapes.relative_error(torch.full_like(expected, torch.nan), expected) == math.inf
+
+
+def test_contestants_say_what_they_cannot_do(modules: dict[str, ModuleType]) -> None:
+    """Before anything is imported, so that it is no matter whether they are installed."""
+    shapes = {shape.name: shape for shape in modules["shapes"].SHAPES}
+    everyone = {each.name: each for each in modules["contestants"].contestants({})}
+    assert [each.name for each in everyone.values() if each.ours] == ["ours", "triton"]
+    for name, shape in (("fa4", "decode 1K x 1"), ("cudnn", "window prefill 1K x 16"), ("flashinfer", "decode of 4 8K x 16")):
+        with pytest.raises(Unsupported):
+            everyone[name].setup(shapes[shape], {})
+
+
+def test_our_functions_get_the_arguments_by_name(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ModuleType("made_for_this")
+    made.attend = lambda **arguments: arguments  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_for_this", made)
+    shape = _small(modules["shapes"])[0]
+    setup = modules["contestants"].own({"mha_prefill": "made_for_this:attend"})
+    assert setup(shape, {"q": 1, "window_left": -1})() == {"q": 1, "window_left": -1}
+
+
+def _on_the_cpu(h200: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls run, times are invented."""
+
+    def sample(calls: Any, device: Any, **options: Any) -> list[float]:
+        return [float(index + 10) for index in range(5)]
+
+    def sample_graph(calls: Any, device: Any, *, fewest: int, **options: Any) -> list[float]:
+        for call in calls:
+            call()
+        return [20.0 + index for index in range(fewest)]
+
+    monkeypatch.setattr(h200, "sample", sample)
+    monkeypatch.setattr(h200, "sample_graph", sample_graph)
+    monkeypatch.setattr(h200, "host_time", lambda call, device, calls: 3.0)
+
+
+def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that is right, one wrong, one that fails, one that is not there and one that cannot: into a report that is read."""
+    h200, shapes, contestants = modules["h200"], modules["shapes"], modules["contestants"]
+    _on_the_cpu(h200, monkeypatch)
+
+    def reference(shape: Any, arguments: Any, factor: float = 1.0) -> Any:
+        op = get_operator(f"attention.{shape.mode}")
+        return lambda: op.reference(*arguments.values()) * factor
+
+    def absent(shape: Any, arguments: Any) -> Any:
+        raise ImportError("there is no such package")
+
+    def unsupported(shape: Any, arguments: Any) -> Any:
+        raise Unsupported("not that")
+
+    who = [
+        contestants.Contestant("ours", reference, "", ours=True),
+        contestants.Contestant("triton", lambda s, a: reference(s, a, 1.01), "", ours=True),
+        contestants.Contestant("fa3", lambda s, a: lambda: 1 // 0, ""),
+        contestants.Contestant("fa4", absent, ""),
+        contestants.Contestant("cudnn", unsupported, ""),
+    ]
+    rows = []
+    for shape in _small(shapes):
+        rows += h200.measure_shape(shape, who, torch.device("cpu"), rounds=3, fewest=17, budget_s=0.0)
+        assert "ours 28.00 us" in h200.line_of(shape, rows[-5:])
+    assert [row["status"] for row in rows] == ["measured", "failed", "error", "absent", "skipped"] * 5
+    assert "above 0.005" in rows[1]["reason"]
+    assert "ZeroDivisionError" in rows[2]["reason"]
+    ours = rows[0]
+    assert ours["timing"]["repeats"] == 51
+    assert (ours["timing"]["median_us"], ours["launch"]["host_us"]) == (28.0, 3.0)
+    assert 0 < ours["relative_error"] < 3e-3
+    made = h200.document(rows, who, "h200.py", h200.Method(), None)
+    assert made["absent"] == {"fa4": "there is no such package"}
+    assert "fa4" not in made["versions"]
+    file = tmp_path / "report.json"
+    h200.write(file, made)
+    assert json.loads(file.read_text()) == json.loads(json.dumps(made))
+    assert [row.kernel for row in load_report(file).rows] == [row["kernel"] for row in rows]
+    assert sum(line.startswith('    {"kernel"') for line in file.read_text().splitlines()) == len(rows)
+
+
+def test_outputs_can_be_checked_alone(modules: dict[str, ModuleType]) -> None:
+    shape, contestants = _small(modules["shapes"])[3], modules["contestants"]
+    op = get_operator(f"attention.{shape.mode}")
+    who = [contestants.Contestant("ours", lambda s, a: lambda: op.reference(*a.values()), "", ours=True)]
+    (row,) = modules["h200"].measure_shape(shape, who, torch.device("cpu"), rounds=0, fewest=1, budget_s=0.0)
+    assert row["timing"] is None
+    assert "ours err 1." in modules["h200"].line_of(shape, [row])
+
+
+def test_the_program_refuses_what_there_is_not(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    main = modules["h200"].main
+    main(["--list", "--only", "^decode 1K"])
+    assert capsys.readouterr().out.split("\n")[:4] == [f"decode 1K x {batch}" for batch in (1, 16, 64, 256)]
+    for words in (["--contestants", "ours,nobody"], ["--only", "nothing"]):
+        with pytest.raises(SystemExit):
+            main(words)
+    assert "no shape has such a name" in capsys.readouterr().err
+
+
+# -- bars and picture ----------------------------------------------------------------------------------------------------------
+
+
+def _times(modules: dict[str, ModuleType], factor: float) -> dict[str, dict[str, float]]:
+    """Times by a crude model; the peers take so many times as long."""
+    times = {}
+    for shape in modules["shapes"].SHAPES:
+        if shape.paged:
+            keys = min(shape.length, 128 + shape.new) if shape.window_left >= 0 else shape.length
+            us = 3.0 + shape.batch * keys * shape.kv_heads * shape.head_dim * 4 / 4.2e6
+        elif shape.window_left >= 0:
+            us = 5.0 + shape.batch * shape.length / 170
+        else:
+            us = 5.0 + 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim / 600e6
+        times[shape.name] = {"ours": us, "triton": us * 4, "fa3": us * factor}
+        if not shape.paged:
+            times[shape.name]["fa4"] = us * factor * 1.1
+            if shape.window_left < 0:
+                times[shape.name]["cudnn"] = us * factor * 1.2
+        elif shape.window_left < 0 and shape.new == 1:
+            times[shape.name]["flashinfer"] = us * factor * 0.9
+    return times
+
+
+def test_bars(modules: dict[str, ModuleType]) -> None:
+    judge = modules["bars"].judge
+    judged = {bar["name"]: bar for bar in judge(_times(modules, 1.4), {"a": 1e-3, "b": 4e-3})}
+    assert len(judged) == len(modules["bars"].BARS) + 1
+    assert judged["prefill: best peer, geometric mean"]["value"] == pytest.approx(1.4)
+    assert judged["prefill head_dim 128: FA3, worst shape"]["value"] == pytest.approx(1.4)
+    assert judged["decode: best peer, geometric mean"]["value"] == pytest.approx(1.4 * 0.9)
+    assert judged["prefill 1K x 16: TFLOP/s"]["value"] == pytest.approx(
+        2**39 * 16 / 64 / (5 + 2**39 * 16 / 64 / 600e6) / 1e6, rel=0.3
+    )
+    assert judged["relative error, worst shape"] == {
+        "name": "relative error, worst shape", "bound": 5e-3, "most": True, "value": 4e-3, "holds": True,
+    }  # fmt: skip
+    slower = {bar["name"]: bar["holds"] for bar in judge(_times(modules, 1.04), {"a": 6e-3})}
+    assert not slower["prefill: best peer, geometric mean"]
+    assert slower["prefill: best peer, worst shape"]
+    assert not slower["relative error, worst shape"]
+    nothing = judge({"decode 1K x 1": {"ours": 5.0}}, {})
+    assert [bar["value"] for bar in nothing if bar["value"] is not None] == [5.0]
+    assert {bar["holds"] for bar in nothing} == {None, True}
+
+
+def _report(modules: dict[str, ModuleType]) -> dict[str, Any]:
+    """As h200.py makes one, of invented times."""
+    h200 = modules["h200"]
+    everyone, rows = modules["contestants"].contestants({}), []
+    for shape in modules["shapes"].SHAPES:
+        times = _times(modules, 1.25)[shape.name]
+        flops = 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim
+        moved = 2.0 * shape.batch * shape.length * shape.kv_heads * shape.head_dim * 2
+        for each in everyone:
+            measurement = h200.Measurement(each, shape, error=2e-3)
+            if each.name in times:
+                measurement.rounds.append([times[each.name]] * 3)
+            else:
+                measurement.status = "skipped"
+            rows.append(measurement.row(h200.Cost(flops, moved)))
+    return h200.document(rows, everyone, "h200.py --output h200.json", h200.Method(), None)
+
+
+def test_the_picture(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = _report(modules)
+    file = tmp_path / "report.json"
+    modules["h200"].write(file, report)
+    for name in ("a.svg", "b.svg", "c.png"):
+        modules["plot"].main([str(file), "--output", str(tmp_path / name)])
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    ElementTree.parse(tmp_path / "a.svg")
+    assert (tmp_path / "c.png").stat().st_size > 20_000
+
+
+def test_the_picture_of_a_part(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    """A report of one shape, and one of none, are drawn too."""
+    pytest.importorskip("matplotlib")
+    report = _report(modules)
+    for wanted in ("decode 8K x 1", "none"):
+        part = {**report, "rows": [row for row in report["rows"] if row["case"] == wanted]}
+        modules["plot"].draw(part, tmp_path / "part.svg")
+        ElementTree.parse(tmp_path / "part.svg")
+
+
+def test_the_table(modules: dict[str, ModuleType]) -> None:
+    pytest.importorskip("matplotlib")
+    lines = modules["plot"].table(_report(modules)).splitlines()
+    (row,) = [line for line in lines if line.startswith("| decode 8K x 16 |")]
+    assert row.endswith("| 1.12 |")
+    assert any(line.startswith("| decode 8K x 16: us | at most 76 |") and line.endswith("holds |") for line in lines)
+
+
+def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
+    """It is of these shapes and bars."""
+    file = FOLDER / "h200.json"
+    if not file.exists():
+        pytest.skip("nothing has been measured yet")
+    report = json.loads(file.read_text())
+    assert {row["case"] for row in report["rows"]} == {shape.name for shape in modules["shapes"].SHAPES}
+    times = modules["h200"].times_of(report["rows"])
+    errors = {r["case"]: r["relative_error"] for r in report["rows"] if r["kernel"] == "ours" and r["relative_error"] is not None}
+    assert report["bars"] == json.loads(json.dumps(modules["bars"].judge(times, errors)))

@@ -1,0 +1,264 @@
+"""Decode against float32."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_nvidia.sm90.attention import decode, scratch
+
+from . import oracle
+from .oracle import Options
+
+GPT_OSS = (64, 8, 64)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _sinks(heads: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.linspace(-2.0, 3.0, heads, device=device).to(dtype)
+
+
+def _case(
+    device: torch.device,
+    kv_lens: list[int],
+    new: int = 1,
+    shape: tuple[int, int, int] = (16, 2, 64),
+    page_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+) -> oracle.Paged:
+    return oracle.paged([new] * len(kv_lens), kv_lens, *shape, page_size, dtype, device, seed=sum(kv_lens))
+
+
+def _launch(case: oracle.Paged, **options: Any) -> tuple[Tensor, Tensor]:
+    got = decode.mha_decode_with_kvcache(
+        case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens,
+        **{"max_seqlen_k": max([0, *case.kv_lens]), "max_seqlen_q": max([1, *case.q_lens]), "return_lse": True, **options},
+    )  # fmt: skip
+    assert isinstance(got, tuple)
+    return got
+
+
+def _run(
+    device: torch.device,
+    kv_lens: list[int],
+    new: int = 1,
+    shape: tuple[int, int, int] = (16, 2, 64),
+    page_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
+) -> None:
+    case = _case(device, kv_lens, new, shape, page_size, dtype)
+    oracle.check(_launch(case, **options), case.wanted(Options(**options)))
+
+
+@pytest.mark.parametrize(
+    "kv_lens",
+    [[], [0], [1], [64], [1000], [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200], [1500, 1, 0, 700, 65, 257, 9000]],
+    ids=str,
+)
+def test_lengths(sm90: torch.device, kv_lens: list[int]) -> None:
+    """None, one token, the edges of pages and tiles, and sequences of many pieces beside some of one."""
+    _run(sm90, kv_lens)
+
+
+def test_a_long_sequence(sm90: torch.device) -> None:
+    """More pages than a warp has lanes, and a piece from every group."""
+    _run(sm90, [40000], shape=GPT_OSS, sinks=_sinks(64, sm90))
+
+
+@pytest.mark.parametrize("batch", [33, 300, 1000])
+def test_many_sequences(sm90: torch.device, batch: int) -> None:
+    """More than the groups, and than a warp looks at together."""
+    draw = random.Random(batch)
+    _run(sm90, [draw.randrange(700) for _ in range(batch)])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("rows", [1, 8, 16, 20, 64])
+def test_every_program(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Divided and not, with little work and with much."""
+    new = 4 if rows > 16 else 1
+    shape = (rows // new * 2, 2, head_dim)
+    _run(sm90, [70, 2, 200], new, shape, page_size, dtype, sinks=_sinks(shape[0], sm90))
+    _run(sm90, [700, 3, 0, 1300], new, shape, page_size, dtype, sinks=_sinks(shape[0], sm90))
+    _run(sm90, [1100] * 200, new, shape, page_size, dtype)
+
+
+@pytest.mark.parametrize("new", [2, 3, 4, 8])
+def test_several_new_tokens(sm90: torch.device, new: int) -> None:
+    """Also more of them than the cache has tokens."""
+    _run(sm90, [1, 20, 400, 0, 64, 3000, 2, 5], new, GPT_OSS, sinks=_sinks(64, sm90))
+    _run(sm90, [1, 20, 400, 0, 64, 3000, 2, 5], new, GPT_OSS, window_left=100)
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 63, 127, 128, 500, 5000])
+def test_windows(sm90: torch.device, window_left: int) -> None:
+    _run(sm90, [1, 63, 127, 128, 129, 130, 0, 1300, 3000], window_left=window_left, sinks=_sinks(16, sm90))
+
+
+@pytest.mark.parametrize("ratio", range(1, 17))
+def test_head_ratios(sm90: torch.device, ratio: int) -> None:
+    _run(sm90, [70, 500], shape=(3 * ratio, 3, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, *HALVES], ids=str)
+def test_sinks(sm90: torch.device, dtype: torch.dtype) -> None:
+    _run(sm90, [200, 900, 0], shape=GPT_OSS, sinks=_sinks(64, sm90, dtype), softmax_scale=0.3)
+
+
+def test_large_sinks(sm90: torch.device) -> None:
+    """A sink far above all scores takes all the weight, and nothing overflows."""
+    _run(sm90, [70, 800], sinks=_sinks(16, sm90) + 200)
+
+
+def test_scores_that_rise(sm90: torch.device) -> None:
+    """Maxima that grow along the sequence, slowly and fast, so that sums are scaled anew now and then."""
+    case = _case(sm90, [3000, 900])
+    for factor in (1e-4, 1e-2):
+        rising = oracle.Paged(**{**vars(case), "k_cache": case.k_cache.clone()})
+        for index, kv_len in enumerate(case.kv_lens):
+            pages = case.page_table[index, : -(-kv_len // 64)].long()
+            steps = 1 + factor * torch.arange(len(pages) * 64, device=sm90).view(-1, 64, 1, 1)
+            rising.k_cache[pages] = (case.k_cache[pages].float() * steps).bfloat16()
+        oracle.check(_launch(rising), rising.wanted(Options()))
+
+
+def test_a_bound_that_is_far_off(sm90: torch.device) -> None:
+    """A page table and max_seqlen_k for far longer sequences, as a server has."""
+    case = _case(sm90, [100, 3000, 17])
+    table = torch.full((3, 4096), 2**31 - 1, dtype=torch.int32, device=sm90)
+    table[:, : case.page_table.shape[1]] = case.page_table
+    wide = oracle.Paged(**{**vars(case), "page_table": table})
+    oracle.check(_launch(wide, max_seqlen_k=4096 * 64), case.wanted(Options()))
+
+
+def test_other_strides(sm90: torch.device) -> None:
+    """Keys and values in one cache; q, out, page table and lengths that are slices."""
+    case = _case(sm90, [700, 9])
+    both = torch.stack([case.k_cache, case.v_cache], 2)
+    q = torch.cat([case.q, case.q], 1)[:, :16]
+    lengths = torch.stack([case.cache_seqlens, case.cache_seqlens], 1)[:, 0]
+    table = case.page_table.T.contiguous().T
+    wide = torch.full((2, 20, 64), 7.0, dtype=torch.bfloat16, device=sm90)
+    out = wide[:, 2:18]
+    got = decode.mha_decode_with_kvcache(q, both[:, :, 0], both[:, :, 1], table, lengths, 700, out=out)
+    assert got is out
+    oracle.check(out, case.wanted(Options()))
+    assert (wide[:, :2] == 7).all()
+    assert (wide[:, 18:] == 7).all()
+    turned = torch.empty_like(case.q).mT.contiguous().mT
+    assert decode.mha_decode_with_kvcache(q, both[:, :, 0], both[:, :, 1], table, lengths, 700, out=turned) is turned
+    oracle.check(turned, case.wanted(Options()))
+
+
+def test_pages_that_sequences_share(sm90: torch.device) -> None:
+    case = _case(sm90, [500, 500])
+    case.page_table[1] = case.page_table[0]
+    oracle.check(_launch(case), case.wanted(Options()))
+
+
+def test_the_same_again(sm90: torch.device) -> None:
+    """Pieces are merged in an order of their own, whoever comes last: bits do not change from call to call."""
+    case = _case(sm90, [5000, 40, 9000], shape=GPT_OSS)
+    first = _launch(case)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, _launch(case), strict=True))
+
+
+@pytest.mark.parametrize("new", [1, 4])
+def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
+    """Nothing of the lengths is captured, and nothing is left behind from one replay to the next."""
+    case = _case(sm90, [6000] * 8, new, GPT_OSS)
+    lengths = case.cache_seqlens
+    sinks = _sinks(64, sm90)
+
+    def call() -> tuple[Tensor, Tensor]:
+        got = decode.mha_decode_with_kvcache(
+            case.q, case.k_cache, case.v_cache, case.page_table, lengths, 6000, new, sinks=sinks, return_lse=True
+        )
+        assert isinstance(got, tuple)
+        return got
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    draw = random.Random(new)
+    some = [[draw.randrange(6001) for _ in range(8)] for _ in range(4)]
+    several = [[6000] * 8, [0] * 8, [1, 0, 6000, 63, 64, 65, 5000, 129], *some]
+    for kv_lens in several:
+        lengths.copy_(torch.tensor(kv_lens, dtype=torch.int32))
+        graph.replay()
+        oracle.check(got, oracle.Paged(**{**vars(case), "kv_lens": kv_lens}).wanted(Options(sinks=sinks)))
+
+
+def test_two_streams(sm90: torch.device) -> None:
+    """Each has partial results of its own."""
+    cases = [_case(sm90, kv_lens, shape=GPT_OSS) for kv_lens in ([20000, 300], [7000] * 4)]
+    streams = [torch.cuda.Stream(sm90) for _ in cases]
+    wanted = [case.wanted(Options()) for case in cases]
+    torch.cuda.synchronize()
+    found: list[list[Any]] = [[], []]
+    for _ in range(10):
+        for index, case in enumerate(cases):
+            with torch.cuda.stream(streams[index]):
+                found[index].append(_launch(case))
+    torch.cuda.synchronize()
+    for several, each in zip(found, wanted, strict=True):
+        for got in several:
+            oracle.check(got, each)
+
+
+def test_random_calls(sm90: torch.device) -> None:
+    """200 of them, of every kind."""
+    draw = random.Random(7)
+    for _ in range(200):
+        kv_heads, ratio, new = draw.choice([1, 2, 3, 4, 8]), draw.choice([1, 2, 4, 5, 8, 8, 16]), draw.choice([1, 1, 1, 2, 3, 4])
+        batch = draw.choice([1, 2, 5, 17, 60])
+        most = draw.choice([70, 300, 2000, 9000 if batch < 10 else 500])
+        shape = (kv_heads * ratio, kv_heads, draw.choice([64, 64, 128]))
+        options: dict[str, Any] = {"window_left": draw.choice([-1, -1, draw.randrange(400), 127])}
+        if draw.random() < 0.5:
+            options["sinks"] = _sinks(shape[0], sm90)
+        kv_lens = [draw.randrange(most + 1) for _ in range(batch)]
+        _run(sm90, kv_lens, new, shape, draw.choice([16, 32, 64, 128]), draw.choice(HALVES), **options)
+
+
+# -- what needs no GPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_configurations() -> None:
+    """Every program has a ring of several tiles, and two CTAs fit a multiprocessor."""
+    every = decode.every_config()
+    assert len(set(every)) == len(every)
+    for config in every:
+        assert config.stages >= 4
+        assert config.stages % config.parts == 0
+        assert config.block % config.box == 0
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_of_stream", {}), ("_spare", {}), ("_outgrown", [])):
+        monkeypatch.setattr(scratch, name, value)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_scratch_is_kept() -> None:
+    device = torch.device("cpu", 0)
+    first = scratch.scratch_of(device, 1, 100, 10)
+    assert scratch.scratch_of(device, 1, 50, 10) is first
+    assert scratch.scratch_of(device, 2, 50, 10).partial_at != first.partial_at
+    larger = scratch.scratch_of(device, 1, 200, 9000)
+    assert larger.has(200, 9000)
+    assert larger.partial.shape[0] >= 200
+    assert larger.counters.shape[0] >= 9000
+    assert not larger.counters.any()
+    assert scratch._outgrown == [first]  # a captured graph may use it
+    assert scratch.scratch_of(device, 1, 100, 10) is larger

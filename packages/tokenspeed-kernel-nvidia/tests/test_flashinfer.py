@@ -1,0 +1,615 @@
+"""The adapters to FlashInfer: its signatures, and what the adapters hand over.
+
+What runs everywhere is a stand-in: modules of FlashInfer whose functions have the signatures of the real ones, and compute in
+PyTorch on a CPU what those are documented to compute. Where the source shows that the real ones leave the operator's contract, the
+stand-in does too, or refuses: so a case that passes is one that the adapter's declaration may name. The last test is for a GPU with
+the real one.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel
+import tokenspeed_kernel_nvidia
+from tokenspeed_kernel.cases import Case, Draw
+from tokenspeed_kernel.numerics import Status, verify_case
+from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel.ops.attention._inputs import paged, ragged
+from tokenspeed_kernel.platform import named_platform, platform_of, use_platform
+from tokenspeed_kernel.registry import KernelRegistry, KernelSpec, Priority
+from tokenspeed_kernel_nvidia import plugin
+from tokenspeed_kernel_nvidia.flashinfer import _memory, _package
+from tokenspeed_kernel_nvidia.flashinfer._declarations import DECLARATIONS, Declaration
+
+# Read from flashinfer-python 0.7.2. Annotations are left out.
+SIGNATURES = {
+    "flashinfer.decode.trtllm_batch_decode_with_kv_cache": (
+        "(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale=1.0, bmm2_scale=1.0, window_left=-1, "
+        "out=None, out_dtype=None, o_sf_scale=None, o_sf_vec_size=None, sinks=None, kv_layout='HND', enable_pdl=None, "
+        "backend='auto', q_len_per_req=1, o_scale=1.0, mask=None, max_q_len=None, cum_seq_lens_q=None, "
+        "skip_softmax_threshold_scale_factor=None, kv_cache_sf=None, uses_shared_paged_kv_idx=True, lse=None, return_lse=False, "
+        "bmm1_scale_log2=None, multi_ctas_kv_counter_buffer=None, enable_block_sparse_attention=False, cp_world=1, cp_rank=0, "
+        "causal_seqlens_kv_global=None, bf16q_fp8kv_transform_mode=None, request_order=None, request_order_plan=None)"
+    ),
+    "flashinfer.prefill.trtllm_batch_context_with_kv_cache": (
+        "(query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale, batch_size, "
+        "cum_seq_lens_q, cum_seq_lens_kv, window_left=-1, out=None, out_dtype=None, o_sf_scale=None, o_sf_vec_size=None, "
+        "kv_layout='HND', enable_pdl=None, sinks=None, kv_cache_sf=None, skip_softmax_threshold_scale_factor=None, "
+        "uses_shared_paged_kv_idx=True, causal=True, lse=None, return_lse=False, multi_ctas_kv_counter_buffer=None, "
+        "use_fp16_softmax=None, uses_spcompress=None, backend='trtllm-gen')"
+    ),
+    "flashinfer.prefill.trtllm_ragged_attention_deepseek": (
+        "(query, key, value, workspace_buffer, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale, o_sf_scale, batch_size, "
+        "window_left, cum_seq_lens_q, cum_seq_lens_kv, enable_pdl, is_causal, return_lse, attention_sinks=None, "
+        "skip_softmax_threshold_scale_factor=None, out=None, lse=None, sage_attn_sfs=(None, None, None, None), "
+        "num_elts_per_sage_attn_blk=(0, 0, 0, 0), backend='trtllm-gen', q_seq_lens_cpu=None, kv_seq_lens_cpu=None, "
+        "use_fp16_softmax=None, uses_spcompress=None, skip_all_rows_active_check=True)"
+    ),
+}
+# What the source says of units and conventions, where the adapters rely on it: file, and text that is in it.
+FACTS = {
+    "the generated kernels see window_left tokens and the token itself": (
+        "flashinfer/data/csrc/trtllm_fmha_kernel_launcher.cu",
+        "window_left == -1 ? INT_MAX : window_left + 1",
+    ),
+    "XQA too": ("flashinfer/decode.py", "sliding_win_size=window_left + 1 if window_left >= 0 else 0"),
+    "a log-sum-exp is a logarithm to base 2": (
+        "flashinfer/data/include/flashinfer/trtllm/fmha/lse.cuh",
+        "lse_scale * (math::log2e * m + math::ptx_log2(d))",
+    ),
+    "it is not scaled": ("flashinfer/prefill.py", "run_args.append(1.0)  # lse_scale"),
+    "sinks are float32": ("flashinfer/data/csrc/trtllm_fmha_kernel_launcher.cu", "attention_sinks must be a float tensor"),
+    "a sink is an unscaled score": (
+        "flashinfer/data/csrc/fmhaReduction.cu",
+        "exp2f(attentionSinksPtr[localHeadIdxO] * M_LOG2E - maxVal * softmaxScaleLog2)",
+    ),
+    "an XQA sink too": ("flashinfer/data/csrc/xqa/mha.cu", "expf(attentionSinks[srcOffset] - globalRowMax[i])"),
+    "strides are those of the keys": (
+        "flashinfer/data/csrc/trtllm_fmha_kernel_launcher.cu",
+        "runner_params.vStrideKeysValues = kv_stride_keys_values;",
+    ),
+    "XQA fills slots behind the end with zeros": ("flashinfer/data/csrc/xqa/ldgsts.cuh", "srcSize == 0 means filling with zeros"),
+    "XQA wants zeros at first": (
+        "flashinfer/decode.py",
+        "Must be initialized to 0 for its first use.",
+    ),
+    "counters stay zero": ("flashinfer/decode.py", "self-resets the counters at the end of each"),
+}
+
+_CALLS: list[str] = []
+
+
+# -- against the source --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _source() -> Callable[[str], str] | str:
+    """What reads a file of FlashInfer 0.7.2: as installed, or from a wheel that TOKENSPEED_FLASHINFER_WHEEL names; or why nothing
+    does. Imports none of it."""
+    wheel = os.environ.get("TOKENSPEED_FLASHINFER_WHEEL")
+    if wheel is not None:
+        archive = zipfile.ZipFile(wheel)
+        version = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA")).split("-")[1].partition(".dist")[0]
+
+        def read(name: str) -> str:
+            return archive.read(name).decode()
+
+    else:
+        try:
+            distribution = metadata.distribution(_package.DISTRIBUTION)
+        except metadata.PackageNotFoundError:
+            return "needs flashinfer-python 0.7.2, installed or as a wheel that TOKENSPEED_FLASHINFER_WHEEL names"
+        version = distribution.version
+
+        def read(name: str) -> str:
+            return Path(str(distribution.locate_file(name))).read_text()
+
+    return read if version == "0.7.2" else f"needs flashinfer-python 0.7.2, this is {version}"
+
+
+@pytest.fixture
+def source() -> Callable[[str], str]:
+    found = _source()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_of_the_source(source: Callable[[str], str], name: str) -> None:
+    module, _, function = name.rpartition(".")
+    body = ast.parse(source(module.replace(".", "/") + ".py")).body
+    (found,) = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == function]
+    for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs):
+        argument.annotation = None
+    assert f"({ast.unparse(found.args)})" == _unparsed(SIGNATURES[name])
+
+
+def _unparsed(signature: str) -> str:
+    (function,) = ast.parse(f"def function{signature}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    return f"({ast.unparse(function.args)})"
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_conventions_are_those_of_the_source(source: Callable[[str], str], fact: str) -> None:
+    file, text = FACTS[fact]
+    assert text in source(file)
+
+
+# -- the stand-in --------------------------------------------------------------------------------------------------------------
+
+
+def _with_signature(name: str, read: str) -> Callable[[Callable[[dict[str, Any]], Any]], Callable[..., Any]]:
+    """A function that takes what the real one takes, and hands its body the arguments by name; ``read``: those it knows."""
+    namespace: dict[str, Any] = {}
+    exec(f"def function{SIGNATURES[name]}: ...", namespace)
+    signature = inspect.signature(namespace["function"])
+    known = set(read.split())
+
+    def decorate(body: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            unknown = {p for p, v in bound.arguments.items() if p not in known and v is not signature.parameters[p].default}
+            assert not unknown, f"the stand-in does not know {unknown}"
+            bound.apply_defaults()
+            _CALLS.append(name)
+            return body(bound.arguments)
+
+        return call
+
+    return decorate
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, causal: bool, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One sequence, whose last tokens are the queries: output and log-sum-exp to base 2."""
+    ratio = q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    distance = torch.arange(k.shape[0] - q.shape[0], k.shape[0])[:, None] - torch.arange(k.shape[0])
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    if window != -1:
+        hidden = hidden | (distance >= window + 1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[0], 1)], 2)
+    weights = scores.softmax(-1)[..., : k.shape[0]]
+    return torch.einsum("hqk,khd->qhd", weights, v), scores.logsumexp(-1).T / math.log(2)
+
+
+def _check_common(given: dict[str, Any]) -> None:
+    out, lse, workspace = given["out"], given["lse"], given["workspace_buffer"]
+    sinks = given.get("sinks", given.get("attention_sinks"))
+    assert given["bmm2_scale"] == 1.0
+    assert out.is_contiguous(), "its strides are not looked at"
+    assert workspace.dtype == torch.uint8
+    assert workspace.numel() >= 128 << 20
+    assert not workspace[:64].any()
+    assert given["return_lse"] == (lse is not None)
+    assert given["query"].stride(-1) == 1
+    if sinks is not None:
+        assert sinks.dtype == torch.float32
+        assert sinks.is_contiguous()
+        assert lse is None, "undocumented"
+
+
+def _check_pages(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    k, v = given["kv_cache"]
+    assert given["kv_layout"] == "NHD"
+    assert k.stride() == v.stride(), "those of v are not looked at"
+    assert k.stride(-1) == 1
+    assert k.shape[1] in (16, 32, 64, 128)
+    assert given["block_tables"].is_contiguous()
+    assert given["block_tables"].dtype == given["seq_lens"].dtype == torch.int32
+    counters = given["multi_ctas_kv_counter_buffer"]
+    assert not counters.any()
+    assert counters.numel() >= max(given["seq_lens"].numel() * given["query"].shape[1], 160)
+    assert counters.data_ptr() % 16 == 0
+    return k, v
+
+
+@_with_signature(
+    "flashinfer.decode.trtllm_batch_decode_with_kv_cache",
+    "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out sinks kv_layout lse "
+    "return_lse multi_ctas_kv_counter_buffer",
+)
+def _decode(given: dict[str, Any]) -> Any:
+    _check_common(given)
+    k, v = _check_pages(given)
+    q, out, lse, lens = (given[name] for name in ("query", "out", "lse", "seq_lens"))
+    assert q.is_contiguous(), "XQA does not look at its strides"
+    assert k.shape[1] * given["block_tables"].shape[1] >= given["max_seq_len"] >= lens.max()
+    for index, length in enumerate(lens.tolist()):
+        if not length:
+            out[index] = torch.nan
+            continue
+        pages = given["block_tables"][index, : -(-length // k.shape[1])].long()
+        keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (k, v))
+        rows = slice(index, index + 1)
+        out[rows], of_one = _attend(q[rows], keys, values, given["bmm1_scale"], given["window_left"], True, given["sinks"])
+        if lse is not None:
+            lse[rows] = of_one
+    return (out, lse) if lse is not None else out
+
+
+@_with_signature(
+    "flashinfer.prefill.trtllm_batch_context_with_kv_cache",
+    "query kv_cache workspace_buffer block_tables seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size cum_seq_lens_q "
+    "cum_seq_lens_kv window_left out kv_layout sinks causal multi_ctas_kv_counter_buffer",
+)
+def _context(given: dict[str, Any]) -> Any:
+    _check_common(given)
+    k, v = _check_pages(given)
+    q, out, lens = (given[name] for name in ("query", "out", "seq_lens"))
+    starts = given["cum_seq_lens_q"].tolist()
+    assert given["batch_size"] == len(lens) == len(starts) - 1
+    assert given["cum_seq_lens_kv"].diff().tolist() == lens.tolist()
+    assert given["cum_seq_lens_kv"].dtype == torch.int32
+    assert given["causal"] or given["window_left"] == -1
+    for index, length in enumerate(lens.tolist()):
+        rows = slice(starts[index], starts[index + 1])
+        if rows.stop == rows.start:
+            continue
+        assert rows.stop - rows.start <= given["max_q_len"]
+        assert length <= given["max_kv_len"]
+        pages = given["block_tables"][index, : -(-length // k.shape[1])].long()
+        keys, values = (cache[pages].flatten(0, 1) for cache in (k, v))
+        spoilt = not torch.isfinite(values).all()
+        scale, window, causal, sinks = (given[name] for name in ("bmm1_scale", "window_left", "causal", "sinks"))
+        result, _ = _attend(q[rows], keys[:length], values[:length], scale, window, causal, sinks)
+        out[rows] = torch.nan if spoilt else result
+    return out
+
+
+@_with_signature(
+    "flashinfer.prefill.trtllm_ragged_attention_deepseek",
+    "query key value workspace_buffer seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale o_sf_scale batch_size window_left "
+    "cum_seq_lens_q cum_seq_lens_kv enable_pdl is_causal return_lse attention_sinks out lse",
+)
+def _ragged(given: dict[str, Any]) -> Any:
+    _check_common(given)
+    q, k, v, out, lse = (given[name] for name in ("query", "key", "value", "out", "lse"))
+    assert (q.shape[2], k.shape[2], v.shape[2]) in ((128, 128, 128), (192, 192, 128), (256, 256, 256))
+    starts, lens = given["cum_seq_lens_q"].tolist(), given["seq_lens"].tolist()
+    assert given["cum_seq_lens_q"].dtype == torch.int32
+    assert starts == given["cum_seq_lens_kv"].tolist()
+    assert min(lens) > 0, "undefined"
+    assert max(lens) <= given["max_q_len"] == given["max_kv_len"]
+    assert given["batch_size"] == len(lens)
+    assert given["is_causal"]
+    for begin, length in zip(starts, lens, strict=False):
+        rows = slice(begin, begin + length)
+        scale, window, sinks = (given[name] for name in ("bmm1_scale", "window_left", "attention_sinks"))
+        out[rows], of_one = _attend(q[rows], k[rows], v[rows], scale, window, True, sinks)
+        if lse is not None:
+            lse[rows] = of_one
+    return (out, lse) if lse is not None else out
+
+
+_FUNCTIONS = dict(zip(SIGNATURES, (_decode, _context, _ragged), strict=True))
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in, installed, on an sm_100 whose tensors lie on the CPU."""
+    for path in ("flashinfer", "flashinfer.decode", "flashinfer.prefill"):
+        module = ModuleType(path)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, path, module)
+    for name, function in _FUNCTIONS.items():
+        module_name, _, last = name.rpartition(".")
+        monkeypatch.setattr(sys.modules[module_name], last, function, raising=False)
+    monkeypatch.setattr(_package, "gap", lambda: None)
+    _CALLS.clear()
+    _forget_adapters()
+    with use_platform(replace(named_platform("sm_100"), pretended=False, emulated=True)):
+        yield
+    _forget_adapters()
+    _memory._workspaces.clear()
+    _memory._counters.clear()
+
+
+def _forget_adapters() -> None:
+    """They hold the function that they found when they were imported."""
+    for name in [name for name in sys.modules if name.startswith("tokenspeed_kernel_nvidia.flashinfer.")]:
+        parent, _, last = name.rpartition(".")
+        if not last.startswith("_"):
+            del sys.modules[name]
+            delattr(sys.modules[parent], last)
+
+
+@pytest.fixture
+def specs() -> Iterator[dict[str, KernelSpec]]:
+    """The kernels as the plugin declares them, none of them loaded or found wanting before or afterwards."""
+    registry = KernelRegistry.get()
+    installed = _unregister_all(registry)
+    plugin.register()
+    yield {each.name: registry.get_by_name(each.name) for each in DECLARATIONS}
+    _unregister_all(registry)
+    if installed:
+        plugin.register()
+
+
+def _unregister_all(registry: KernelRegistry) -> bool:
+    """Whether there were any of this package."""
+    names = [spec.name for spec in registry.list_kernels() if spec.solution in ("cutedsl", "flashinfer")]
+    for name in names:
+        registry.unregister(name)
+    return bool(names)
+
+
+# -- where there is none -------------------------------------------------------------------------------------------------------
+
+
+def test_without_it_the_kernels_say_so(specs: dict[str, KernelSpec], monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(_package.metadata, "version", version)
+    reason = _package.gap.__wrapped__()
+    assert reason == "needs flashinfer-python >= 0.7.2"
+    monkeypatch.setattr(_package, "gap", lambda: reason)
+    q = torch.zeros(4, 4, 128, dtype=torch.bfloat16)
+    with use_platform(named_platform("sm_100")):
+        explained = tokenspeed_kernel.mha_prefill.explain(q, q, q, torch.tensor([0, 4], dtype=torch.int32))
+    verdicts = {verdict.spec.name: verdict for verdict in explained.verdicts}
+    assert verdicts["flashinfer_mha_prefill_128"].reason == reason
+
+
+@pytest.mark.parametrize(
+    ("version", "gap"),
+    [
+        ("0.7.2", None),
+        ("0.7.2rc1", None),
+        ("1.0", None),
+        ("0.6.6", "needs flashinfer-python >= 0.7.2, this is 0.6.6"),
+        ("unknown", "needs flashinfer-python >= 0.7.2, this is unknown"),
+    ],
+)
+def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, gap: str | None) -> None:
+    monkeypatch.setattr(_package.metadata, "version", lambda name: version)
+    monkeypatch.setattr(_package.importlib.util, "find_spec", lambda name: name)
+    assert _package.gap.__wrapped__() == gap
+
+
+def test_a_package_without_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_package.metadata, "version", lambda name: "0.7.2")
+    monkeypatch.setattr(_package.importlib.util, "find_spec", lambda name: None)
+    assert "is not found" in str(_package.gap.__wrapped__())
+
+
+def test_a_package_that_cannot_be_imported() -> None:
+    with pytest.raises(ImportError, match=r"no_such\.module\.function cannot be imported: ModuleNotFoundError: No module"):
+        _package.load("no_such.module", "function")
+
+
+def test_other_machines_are_refused_first(specs: dict[str, KernelSpec]) -> None:
+    for platform in ("sm_80", "sm_110", "cpu", "gfx950"):
+        for spec in specs.values():
+            assert spec.capability.gap(named_platform(platform)).startswith(("needs a device", "needs architecture"))
+
+
+def test_declaring_imports_none_of_it() -> None:
+    code = "import sys; from tokenspeed_kernel_nvidia import plugin; plugin.register(); print(*sys.modules)"
+    paths = (Path(package.__path__[0]).parent for package in (tokenspeed_kernel, tokenspeed_kernel_nvidia))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    ours = {name for name in done.stdout.split() if name.startswith("tokenspeed_kernel_nvidia.flashinfer.")}
+    assert ours == {f"tokenspeed_kernel_nvidia.flashinfer.{name}" for name in ("_package", "_declarations")}
+    assert "flashinfer" not in done.stdout.split()
+
+
+@pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda each: each.name)
+def test_an_implementation_exists(declaration: Declaration) -> None:
+    module, _, function = declaration.implementation.partition(":")
+    path = Path(tokenspeed_kernel_nvidia.__path__[0]).parent / (module.replace(".", "/") + ".py")
+    defined = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    parameters = [argument.arg for argument in defined[function].args.args]
+    assert parameters == list(inspect.signature(getattr(tokenspeed_kernel, declaration.mode)).parameters)[: len(parameters)]
+
+
+# -- the adapters over the stand-in --------------------------------------------------------------------------------------------
+
+
+def _prefill_arguments(**options: Any) -> dict[str, Any]:
+    return ragged([5, 0, 70], 8, 2, 128, **options)(Draw(torch.device("cpu"), 0))
+
+
+def _decode_arguments(**options: Any) -> dict[str, Any]:
+    return paged([1, 70, 130], None, 8, 2, page_size=64, **options)(Draw(torch.device("cpu"), 0))
+
+
+def _extend_arguments(**options: Any) -> dict[str, Any]:
+    return paged([70, 128], [3, 20], 8, 2, page_size=64, is_causal=True, **options)(Draw(torch.device("cpu"), 0))
+
+
+@pytest.mark.usefixtures("flashinfer", "specs")
+@pytest.mark.parametrize(
+    ("operator", "arguments", "served"),
+    [
+        ("mha_prefill", _prefill_arguments(), "flashinfer_mha_prefill_128"),
+        ("mha_prefill", _prefill_arguments(sinks=True, window_left=7), "flashinfer_mha_prefill_128_sinks"),
+        ("mha_prefill", _prefill_arguments(sinks=True, return_lse=True), None),
+        ("mha_prefill", _prefill_arguments(logit_cap=5.0), None),
+        ("mha_prefill", _prefill_arguments(dtype=torch.float32), None),
+        ("mha_decode_with_kvcache", _decode_arguments(return_lse=True), "flashinfer_mha_decode_with_kvcache_64"),
+        ("mha_decode_with_kvcache", _decode_arguments(sinks=True), "flashinfer_mha_decode_with_kvcache_64_sinks"),
+        ("mha_decode_with_kvcache", _decode_arguments(max_seqlen_q=2), None),
+        ("mha_decode_with_kvcache", _decode_arguments(cache_dtype=torch.float8_e4m3fn), None),
+        ("mha_extend_with_kvcache", _extend_arguments(), None),
+    ],
+)
+def test_what_is_declared_of_blackwell(operator: str, arguments: dict[str, Any], served: str | None) -> None:
+    assert _taking(operator, arguments) == ([] if served is None else [served])
+
+
+def _taking(operator: str, arguments: dict[str, Any]) -> list[str]:
+    """Of these kernels, those that a call would be given to."""
+    verdicts = get_operator(f"attention.{operator}").explain(**arguments).verdicts
+    return [verdict.spec.name for verdict in verdicts if verdict.accepted and verdict.spec.solution == "flashinfer"]
+
+
+@pytest.mark.usefixtures("flashinfer", "specs")
+def test_what_is_declared_of_hopper() -> None:
+    with use_platform(replace(named_platform("sm_90"), pretended=False, emulated=True)):
+        for arguments in (_decode_arguments(), _decode_arguments(sinks=True, window_left=3)):
+            assert _taking("mha_decode_with_kvcache", arguments) == ["flashinfer_xqa_mha_decode_with_kvcache_64_sm90"]
+        assert _taking("mha_decode_with_kvcache", _decode_arguments(return_lse=True)) == []
+
+
+def test_it_ranks_between_our_own_kernels_and_the_portable_ones(specs: dict[str, KernelSpec]) -> None:
+    assert {spec.priority for spec in specs.values()} == {Priority.PERFORMANT}
+
+
+def _cases(mode: str) -> list[Case]:
+    """The operators' cases have few pages of 64 and few wide heads; these have what those have."""
+    if mode == "mha_prefill":
+        return [
+            Case(f"{width} {options}", ragged([1, 90, 0, 7, 0], 8, 2, width, v_width, **options))
+            for width, v_width in ((128, 128), (192, 128), (256, 256))
+            for options in (
+                {"return_lse": True, "softmax_scale": 0.1, "dtype": torch.float16},
+                {"sinks": True, "window_left": 0},
+                {"sinks": True, "window_left": 31, "hint": True},
+            )
+        ]
+    rows: list[tuple[list[int], list[int] | None]] = [([1, 127, 128, 129, 0, 300], None)]
+    if mode == "mha_extend_with_kvcache":
+        rows = [([140, 20, 300, 128], [12, 20, 1, 0])]
+    shapes: list[dict[str, Any]] = [
+        {"page_size": 64, "return_lse": True},
+        {"window_left": 0, "page_size": 64},
+        {"window_left": 63, "sinks": True, "dtype": torch.float16, "page_size": 32},
+        {"softmax_scale": 0.3, "sinks": True},
+        {"head_dim": 128, "window_left": 100, "sinks": True, "page_size": 64},
+    ]
+    extra: dict[str, Any] = {"is_causal": True} if mode == "mha_extend_with_kvcache" else {"stale": True}
+    return [Case(f"{shape}", paged(lens, new, 8, 2, **shape, **extra)) for lens, new in rows for shape in shapes]
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize("mode", ["mha_prefill", "mha_decode_with_kvcache"])
+def test_results(specs: dict[str, KernelSpec], mode: str) -> None:
+    """NaN lies in slots that hold no token."""
+    for case in (*_cases(mode), *(case for case in get_operator(mode).all_cases() if not case.large)):
+        results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
+        wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
+        assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
+        if case in _cases(mode):
+            assert sum(result.status is Status.PASSED for result in results) == 1, case.name
+
+
+@pytest.mark.usefixtures("flashinfer", "specs")
+def test_extending_runs_where_it_is_asked_for_by_name() -> None:
+    for case in _cases("mha_extend_with_kvcache"):
+        arguments = case.build()
+        if arguments.pop("return_lse", False):
+            continue
+        arguments["cu_seqlens_kv"] = None
+        name = f"flashinfer_mha_extend_with_kvcache_{arguments['q'].shape[2]}"
+        out = tokenspeed_kernel.mha_extend_with_kvcache(**arguments, override=name)
+        expected = tokenspeed_kernel.mha_extend_with_kvcache(**arguments, solution="reference")
+        torch.testing.assert_close(out, expected, atol=1e-2, rtol=2e-2)
+    assert set(_CALLS) == {"flashinfer.prefill.trtllm_batch_context_with_kv_cache"}
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_the_stand_in_shows_why_extending_is_not_chosen() -> None:
+    from tokenspeed_kernel_nvidia.flashinfer.extend import mha_extend_with_kvcache
+
+    assert mha_extend_with_kvcache(**_extend_arguments(stale=True)).isnan().any()
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_other_strides() -> None:
+    """q is a slice, caches are views of one tensor or differ, the page table lies by columns, out is a slice or lies across."""
+    from tokenspeed_kernel_nvidia.flashinfer.decode import mha_decode_with_kvcache
+
+    arguments = _decode_arguments()
+    wanted = tokenspeed_kernel.mha_decode_with_kvcache(**arguments, solution="reference")
+    arguments["q"] = torch.cat([arguments["q"], arguments["q"]], 1)[:, 8:]
+    arguments["page_table"] = arguments["page_table"].T.contiguous().T
+    k, v = arguments["k_cache"], arguments["v_cache"]
+    for caches in (torch.stack([k, v], 1).unbind(1), (torch.cat([k, k], 3)[..., :64], v)):
+        arguments["k_cache"], arguments["v_cache"] = caches
+        wide = torch.full((5, 8, 64), 7.0, dtype=torch.bfloat16)
+        out = wide[1:4]
+        assert mha_decode_with_kvcache(**arguments, out=out) is out
+        torch.testing.assert_close(out, wanted, atol=1e-2, rtol=2e-2)
+        assert (wide[[0, 4]] == 7).all()
+        turned = torch.full((3, 64, 8), 7.0, dtype=torch.bfloat16).mT
+        assert mha_decode_with_kvcache(**arguments, out=turned) is turned
+        assert torch.equal(turned, out)
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_nothing_is_read_from_the_device_where_the_host_knows_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenspeed_kernel_nvidia.flashinfer import prefill
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(prefill, "_attend", lambda *args, **kwargs: seen.append({**kwargs, "longest": args[5]}))
+    arguments = _prefill_arguments()
+    on_device = arguments["cu_seqlens"]
+    for hint in ([0, 5, 5, 75], torch.tensor([0, 5, 5, 75])):
+        made, kept = prefill._without_empty(on_device, hint)
+        assert made is not None
+        assert (made.tolist(), kept) == ([0, 5, 75], [5, 70])
+        prefill.mha_prefill(**arguments, cu_seqlens_cpu=hint)
+    assert prefill._without_empty(torch.tensor([0, 3, 4]), None) == (None, [3, 1])
+    assert [(call["longest"], call["batch_size"]) for call in seen] == [(70, 2)] * 2
+
+
+def test_memory_is_kept() -> None:
+    cpu = torch.device("cpu")
+    try:
+        assert _memory.workspace(cpu) is _memory.workspace(cpu)
+        first = _memory.counters(cpu, 10)
+        assert first is _memory.counters(cpu, 1 << 14)
+        second = _memory.counters(cpu, (1 << 14) + 1)
+        assert second.numel() == 1 << 15
+        assert _memory._counters[cpu][0][0] is first  # a captured graph may refer to it
+    finally:
+        _memory._workspaces.clear()
+        _memory._counters.clear()
+
+
+# -- the real one --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nvidia
+@pytest.mark.parametrize("name", [each.name for each in DECLARATIONS])
+def test_on_the_device(specs: dict[str, KernelSpec], name: str) -> None:
+    device = torch.device("cuda")
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    spec = specs[name]
+    gap = spec.capability.gap(platform_of(device))
+    if gap is not None:
+        pytest.skip(gap)
+    _forget_adapters()
+    cases = [case for case in (*_cases(spec.mode), *get_operator(spec.operator).all_cases()) if not case.large]
+    if spec.mode == "mha_extend_with_kvcache":  # see there
+        cases = [case for case in cases if "NaN" not in case.name]
+    results = [verify_case(spec, case, device) for case in cases]
+    wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
+    assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]

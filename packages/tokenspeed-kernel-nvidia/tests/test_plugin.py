@@ -1,0 +1,146 @@
+"""What the plugin declares to tokenspeed-kernel, and what is selected then. Nothing is launched but where the tests say so."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tokenspeed_kernel
+import tokenspeed_kernel_nvidia
+from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel.platform import named_platform, use_platform
+from tokenspeed_kernel.registry import KernelRegistry, Priority
+from tokenspeed_kernel_nvidia import _machine, plugin
+
+PACKAGE = Path(tokenspeed_kernel_nvidia.__file__).parent
+MODES = sorted({kernel.mode for kernel in plugin._KERNELS.values()})
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelRegistry]:
+    """The registry with our kernels, as if there were a CuteDSL."""
+    monkeypatch.setattr(_machine, "dsl_gap", lambda: None)
+    registry = KernelRegistry.get()
+    names = {spec.name for spec in registry.list_kernels()}
+    with registry.transaction() as added:
+        if "cutedsl_mha_prefill_64" not in names:
+            plugin.register()
+    yield registry
+    for spec in added:
+        registry.unregister(spec.name)
+
+
+def chosen(mode: str, case: str, platform: str = "sm_90", **changed: Any) -> str:
+    """The kernel that a case of an operator would be served by."""
+    op = get_operator(f"attention.{mode}")
+    arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))
+    with use_platform(named_platform(platform)):
+        return str(op.explain(**{**arguments, **changed}).chosen.name)
+
+
+SERVED = [
+    ("mha_prefill", "gpt-oss-120b full layer, 1 to 100 tokens", "cutedsl_mha_prefill_64"),
+    ("mha_prefill", "gpt-oss-120b sliding layer, 1 to 180 tokens", "cutedsl_mha_prefill_window_64"),
+    ("mha_decode_with_kvcache", "gpt-oss-120b full layer, 1 to 300 tokens, pages of 64", "cutedsl_mha_decode_with_kvcache_64"),
+    ("mha_decode_with_kvcache", "gpt-oss-120b sliding layer, 1 to 400 tokens", "cutedsl_mha_decode_with_kvcache_64"),
+    ("mha_decode_with_kvcache", "four new tokens in a window of three", "cutedsl_mha_decode_with_kvcache_64"),
+]
+
+
+@pytest.mark.parametrize(("mode", "case", "name"), SERVED, ids=[f"{mode}-{case}" for mode, case, _ in SERVED])
+def test_it_is_selected_on_sm_90_alone(registered: KernelRegistry, mode: str, case: str, name: str) -> None:
+    assert chosen(mode, case) == name
+    assert registered.get_by_name(name).priority == Priority.SPECIALIZED
+    for platform in ("sm_80", "sm_100", "gfx950", "cpu"):
+        assert not chosen(mode, case, platform).startswith("cutedsl")
+
+
+LEFT = [
+    ("mha_prefill", "one token, float32", {}),
+    ("mha_prefill", "five query heads a key head, head_dim 80", {}),
+    ("mha_prefill", "v_head_dim 96 under head_dim 160", {}),
+    ("mha_prefill", "logit cap 30, float16, scale 0.3", {}),
+    ("mha_prefill", "window of 1000, five query heads a key head", {}),
+    ("mha_prefill", "gpt-oss-120b sliding layer, 1 to 180 tokens", {"window_left": 128}),
+    ("mha_decode_with_kvcache", "fp8 cache without scales", {}),
+    ("mha_decode_with_kvcache", "one key head of 24 query heads, pages of 256", {}),
+    ("mha_decode_with_kvcache", "a key head a query head, lse", {}),
+    ("mha_extend_with_kvcache", "not causal, lse", {}),
+]
+
+
+@pytest.mark.parametrize(("mode", "case", "changed"), LEFT, ids=[f"{mode}-{case}" for mode, case, _ in LEFT])
+def test_what_is_not_declared_goes_to_others(registered: KernelRegistry, mode: str, case: str, changed: dict[str, Any]) -> None:
+    assert not chosen(mode, case, **changed).startswith("cutedsl")
+
+
+@pytest.mark.parametrize(("heads", "most"), [(8, 8), (16, 4)])
+def test_as_many_new_tokens_as_there_are_rows_for(registered: KernelRegistry, heads: int, most: int) -> None:
+    def name(new: int) -> str:
+        cache = torch.zeros(3, 64, 1, 64, dtype=torch.bfloat16)
+        q, lengths = torch.zeros(new, heads, 64, dtype=torch.bfloat16), torch.tensor([100], dtype=torch.int32)
+        pages = torch.zeros(1, 2, dtype=torch.int32)
+        with use_platform(named_platform("sm_90")):
+            explained = tokenspeed_kernel.mha_decode_with_kvcache.explain(q, cache, cache, pages, lengths, 128, new)
+        return str(explained.chosen.name)
+
+    for new in (1, 2, most):
+        assert name(new).startswith("cutedsl")
+    assert not name(most + 1).startswith("cutedsl")
+
+
+def test_without_a_compiler_it_says_why(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_machine, "dsl_gap", lambda: "needs nvidia-cutlass-dsl >= 4.8, there is none")
+    op = get_operator("attention.mha_prefill")
+    arguments = op.complete(op.all_cases()[0].build(torch.device("cpu")))
+    with use_platform(named_platform("sm_90")):
+        explained = op.explain(**arguments)
+    assert not explained.chosen.name.startswith("cutedsl")
+    assert "needs nvidia-cutlass-dsl >= 4.8, there is none" in str(explained)
+
+
+def test_declaring_imports_no_kernel() -> None:
+    code = "import sys; from tokenspeed_kernel_nvidia import plugin; plugin.register(); print(*sys.modules)"
+    paths = (PACKAGE.parent, Path(tokenspeed_kernel.__file__).parent.parent)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "TOKENSPEED_KERNEL_DISABLE_PLUGINS": "*",
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert not {"cutlass", "tvm_ffi", "triton", "flashinfer"} & set(loaded)
+    assert not any(name.startswith("tokenspeed_kernel_nvidia.sm90") for name in loaded)
+
+
+@pytest.mark.parametrize("kernel", plugin._KERNELS.values(), ids=plugin._KERNELS)
+def test_an_implementation_exists(kernel: Any) -> None:
+    module, _, function = kernel.implementation.partition(":")
+    path = PACKAGE.parent / (module.replace(".", "/") + ".py")
+    functions = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+    parameters = [argument.arg for argument in functions[function].args.args]
+    assert parameters == list(get_operator(f"attention.{kernel.mode}").names)
+
+
+# -- on the device -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_kit_finds_nothing(registered: KernelRegistry, sm90: torch.device, mode: str) -> None:
+    from tokenspeed_kernel.numerics.conformance import Options, conform
+
+    wrong = []
+    for spec in registered.get_for_operator("attention", mode):
+        if spec.solution == "cutedsl":
+            wrong += [f"{finding}: {finding.detail}" for finding in conform(spec, sm90, Options(shrink_seconds=0)) if finding.wrong]
+    assert wrong == []

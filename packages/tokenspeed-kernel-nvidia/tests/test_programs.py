@@ -1,0 +1,417 @@
+"""The compile cache: what is in its key, who compiles when many ask, and what becomes of a file that is not as it was written.
+
+A kernel of a few lines stands for all. It is compiled for sm_90a, which needs CuteDSL and no GPU. What is loaded is known by what
+it says of wrong arguments, and launched where there is an sm_90.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed_kernel_nvidia import _machine, _programs
+
+HERE = Path(_programs.__file__).parents[1]
+needs_dsl = pytest.mark.skipif(_machine.dsl_gap() is not None, reason=str(_machine.dsl_gap()))
+
+KERNEL = '''
+from dataclasses import dataclass
+
+from tokenspeed_kernel_nvidia._programs import program
+
+
+@dataclass(frozen=True)
+class Config:
+    factor: int
+
+
+@program(arch="sm_90a", configs=lambda: [Config(2), Config(3)])
+def scale(config):
+    """Multiplies."""
+    from . import scale_device
+
+    return scale_device.host(config), scale_device.fake_arguments()
+'''
+
+DEVICE = """
+import os
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+from .shared import times
+
+
+class Host:
+    def __init__(self, factor):
+        self.factor = factor
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, y: cute.Tensor, n: cutlass.Int32):
+        index = cute.arch.block_idx()[0] * 128 + cute.arch.thread_idx()[0]
+        if index < n:
+            y[index] = times(x[index], self.factor)
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, y: cute.Tensor, n: cutlass.Int32, stream):
+        self.kernel(x, y, n).launch(grid=[(n + 127) // 128, 1, 1], block=[128, 1, 1], stream=stream)
+
+
+def host(config):
+    if "COMPILED" in os.environ:  # who compiles says so
+        with open(os.environ["COMPILED"], "a") as file:
+            file.write(f"{os.getpid()}\\n")
+    return Host(config.factor)
+
+
+def fake_arguments():
+    size = cute.sym_int()
+    x, y = (make_fake_compact_tensor(cutlass.Float32, (size,), assumed_align=16) for _ in range(2))
+    return x, y, cutlass.Int32(1), make_fake_stream(use_tvm_ffi_env_stream=True)
+"""
+
+SHARED = """
+def times(x, factor):
+    return x * factor
+"""
+
+ASK = """
+import sys, time
+import torch
+sys.path[:0] = sys.argv[1:3]
+from scaling.scale import Config, scale
+x = torch.zeros(4)
+begun = time.perf_counter()
+launch = scale(Config(int(sys.argv[3])))
+seconds = time.perf_counter() - begun
+try:
+    launch(x, x, 4)
+except ValueError as error:
+    print("cutlass" in sys.modules, "x: Tensor([n0], float32)" in str(error), seconds)
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A package with a program, somewhere."""
+    package = tmp_path / "source" / "scaling"
+    package.mkdir(parents=True)
+    files = {"__init__": "", "scale": KERNEL, "scale_device": DEVICE, "shared": SHARED, "other": "import os\n"}
+    for name, text in files.items():
+        (package / f"{name}.py").write_text(text)
+    return package
+
+
+@pytest.fixture
+def scaling(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The same, imported, with a cache of its own."""
+    monkeypatch.syspath_prepend(str(sources.parent))
+    monkeypatch.setenv(_programs.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv("COMPILED", str(tmp_path / "compiled"))
+    yield importlib.import_module("scaling.scale")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "scaling"]:
+        del sys.modules[name]
+
+
+def fresh(module: Any) -> Any:
+    """The program as a new process has it: nothing loaded."""
+    program = module.scale
+    return _programs.Program(program._declaration, program.arch, program.configs)
+
+
+def compiled(folder: Path) -> int:
+    """How often something was compiled."""
+    log = folder / "compiled"
+    return len(log.read_text().split()) if log.exists() else 0
+
+
+def works(launch: Any) -> bool:
+    """Whether it is the kernel, which refuses a tensor of the CPU in words of its own."""
+    x = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"x: Tensor\(\[n0\], float32\)"):
+        launch(x, x, 4)
+    return True
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "cache").iterdir() if path.suffix != ".lock")
+
+
+def asking(sources: Path, folder: Path, factor: int, **environment: str) -> subprocess.Popen[str]:
+    """A new process that asks for a program."""
+    command = [sys.executable, "-c", ASK, str(HERE), str(sources.parent), str(factor)]
+    settings = {**os.environ, _programs.VARIABLE: str(folder / "cache"), "COMPILED": str(folder / "compiled"), **environment}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings)
+
+
+def answer(process: subprocess.Popen[str]) -> tuple[bool, bool, float]:
+    """Whether the compiler was imported, whether what was got works, and how long getting it took."""
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    imported, right, seconds = out.split()
+    return imported == "True", right == "True", float(seconds)
+
+
+# -- the key -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_named_by_what_it_is_made_from(scaling: Any, sources: Path) -> None:
+    program, config = scaling.scale, scaling.Config(2)
+    name = program.file(config).name
+    assert name.startswith("scaling.scale.scale.")
+    assert program.file(scaling.Config(2)).name == name
+    assert program.file(scaling.Config(3)).name != name
+    other_arch = _programs.Program(program._declaration, "sm_100a", program.configs)
+    assert other_arch.file(config).name != name
+    for changed in ("scale", "scale_device", "shared"):
+        path = sources / f"{changed}.py"
+        text = path.read_text()
+        path.write_text(text + "\n# changed\n")
+        assert program.file(config).name != name, changed
+        path.write_text(text)
+    (sources / "other.py").write_text("import sys\n")
+    assert program.file(config).name == name
+
+
+def test_the_toolchain_is_in_the_key(scaling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, config = scaling.scale, scaling.Config(2)
+    name = program.file(config).name
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    with_lines = program.file(config).name
+    assert with_lines != name
+    monkeypatch.setattr(_programs, "_toolchain", lambda: ("nvidia-cutlass-dsl 9.9",))
+    assert program.file(config).name not in (name, with_lines)
+
+
+def test_imports_are_found_wherever_they_stand(sources: Path, scaling: Any) -> None:
+    (sources / "deep").mkdir()
+    (sources / "deep" / "__init__.py").write_text("from ..other import os\n")
+    (sources / "deep" / "leaf.py").write_text("def late():\n    import scaling.shared\n")
+    (sources / "scale.py").write_text(KERNEL + "    from .deep import leaf\n")
+    assert {"scaling.deep", "scaling.deep.leaf", "scaling.other", "scaling.shared"} <= set(_programs._sources("scaling.scale"))
+    assert "scaling" not in _programs._sources("scaling.scale")
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(_programs.VARIABLE, raising=False)
+    assert _programs.cache_directory() == tmp_path / "tokenspeed_kernel" / "programs"
+    monkeypatch.setenv(_programs.VARIABLE, str(tmp_path / "there"))
+    assert _programs.cache_directory() == tmp_path / "there"
+    monkeypatch.setenv(_programs.VARIABLE, "off")
+    assert _programs.cache_directory() is None
+
+
+def test_a_program_is_pickled_by_name(scaling: Any) -> None:
+    assert pickle.loads(pickle.dumps(scaling.scale)) is scaling.scale
+    assert scaling.scale.__doc__ == "Multiplies."
+    assert repr(scaling.scale) == "<program scaling.scale.scale for sm_90a>"
+
+
+# -- compiling and loading -----------------------------------------------------------------------------------------------------
+
+
+@needs_dsl
+def test_it_is_compiled_once(scaling: Any, tmp_path: Path) -> None:
+    program, config = fresh(scaling), scaling.Config(2)
+    assert not program.is_kept(config)
+    launch = program(config)
+    assert works(launch)
+    assert program(config) is launch
+    assert program.is_kept(config)
+    assert works(fresh(scaling)(config))
+    assert compiled(tmp_path) == 1
+    assert works(program(scaling.Config(3)))
+    assert compiled(tmp_path) == 2
+    assert len(files(tmp_path)) == 2
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+
+
+@needs_dsl
+def test_another_process_loads_it_without_the_compiler(scaling: Any, sources: Path, tmp_path: Path) -> None:
+    if not any(_programs.shutil.which(linker) for linker in ("cc", "gcc", "clang")):
+        pytest.skip("needs a linker")
+    fresh(scaling)(scaling.Config(2))
+    imported, right, seconds = answer(asking(sources, tmp_path, 2))
+    assert right
+    assert not imported
+    assert seconds < 1
+    assert compiled(tmp_path) == 1
+
+
+@needs_dsl
+def test_without_a_linker_it_is_kept_as_an_object(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_programs.shutil, "which", lambda name: None)
+    assert works(fresh(scaling)(scaling.Config(2)))
+    assert [Path(name).suffix for name in files(tmp_path)] == [".o"]
+    assert works(fresh(scaling)(scaling.Config(2)))
+    assert compiled(tmp_path) == 1
+
+
+@needs_dsl
+def test_off_keeps_nothing(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_programs.VARIABLE, "off")
+    assert works(fresh(scaling)(scaling.Config(2)))
+    assert not (tmp_path / "cache").exists()
+    assert compiled(tmp_path) == 1
+
+
+def test_without_a_compiler_it_says_what_to_install(scaling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_programs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match=r"scaling\.scale\.scale is not compiled yet, which needs nvidia-cutlass-dsl"):
+        scaling.scale.compile(scaling.Config(2))
+
+
+# -- what a file may have suffered ---------------------------------------------------------------------------------------------
+
+
+@needs_dsl
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "text", "longer"])
+def test_a_damaged_file_is_replaced(scaling: Any, tmp_path: Path, damage: str) -> None:
+    config = scaling.Config(2)
+    fresh(scaling)(config)
+    (name,) = files(tmp_path)
+    path = tmp_path / "cache" / name
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    damaged = {
+        "flipped": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "truncated": whole[:middle],
+        "empty": b"",
+        "text": b"not a program",
+        "longer": whole + b"\0",
+    }[damage]
+    path.unlink()  # this process has the old one mapped
+    path.write_bytes(damaged)
+    assert not fresh(scaling).is_kept(config)
+    assert works(fresh(scaling)(config))
+    assert compiled(tmp_path) == 2
+    assert files(tmp_path) == [name]
+    assert works(fresh(scaling)(config))
+    assert compiled(tmp_path) == 2
+
+
+@needs_dsl
+def test_a_whole_file_that_does_not_load_is_replaced(scaling: Any, sources: Path, tmp_path: Path) -> None:
+    body = b"no library"
+    (tmp_path / "cache").mkdir()
+    path = tmp_path / "cache" / f"{scaling.scale.file(scaling.Config(2)).name}.so"
+    path.write_bytes(body + _programs._MARK + _programs.hashlib.sha256(body).digest())
+    assert answer(asking(sources, tmp_path, 2))[1]
+    assert answer(asking(sources, tmp_path, 2))[1]
+    assert compiled(tmp_path) == 1
+
+
+@needs_dsl
+def test_a_folder_that_cannot_be_written(scaling: Any, tmp_path: Path) -> None:
+    """Another thing of that name is in its place: the same for root, to whom no folder is read-only."""
+    (tmp_path / "cache").write_text("a file")
+    _programs._warn_once.cache_clear()
+    with pytest.warns(_programs.ProgramCacheWarning, match="compiled programs are not kept in .*cache"):
+        assert works(fresh(scaling)(scaling.Config(2)))
+    assert compiled(tmp_path) == 1
+
+
+@needs_dsl
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_folder_that_is_read_only(scaling: Any, tmp_path: Path) -> None:
+    config = scaling.Config(2)
+    fresh(scaling)(config)
+    (tmp_path / "cache").chmod(0o500)
+    try:
+        assert works(fresh(scaling)(config))
+        assert compiled(tmp_path) == 1
+        _programs._warn_once.cache_clear()
+        with pytest.warns(_programs.ProgramCacheWarning):
+            assert works(fresh(scaling)(scaling.Config(3)))
+    finally:
+        (tmp_path / "cache").chmod(0o700)
+
+
+@needs_dsl
+def test_a_writer_that_was_killed_leaves_no_trace(scaling: Any, sources: Path, tmp_path: Path) -> None:
+    """Killed between writing and renaming: what it left is no program, and the next writer takes it away."""
+    config = scaling.Config(2)
+    stop = "import time; from pathlib import Path; Path.replace = lambda *_: (print('written', flush=True), time.sleep(60))\n"
+    command = [sys.executable, "-c", stop + ASK, str(HERE), str(sources.parent), "2"]
+    settings = {**os.environ, _programs.VARIABLE: str(tmp_path / "cache"), "COMPILED": str(tmp_path / "compiled")}
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=settings)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "written\n"
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    writer.stdout.close()
+    assert any(".tmp" in name for name in files(tmp_path))
+    assert not fresh(scaling).is_kept(config)
+    assert works(fresh(scaling)(config))
+    assert compiled(tmp_path) == 2
+    assert not any(".tmp" in name for name in files(tmp_path))
+
+
+# -- many at once --------------------------------------------------------------------------------------------------------------
+
+
+@needs_dsl
+def test_of_many_processes_one_compiles(scaling: Any, sources: Path, tmp_path: Path) -> None:
+    answers = [answer(process) for process in [asking(sources, tmp_path, 2) for _ in range(4)]]
+    assert all(right for _, right, _ in answers)
+    assert compiled(tmp_path) == 1
+    assert len(files(tmp_path)) == 1
+
+
+@needs_dsl
+def test_of_many_threads_one_compiles(scaling: Any, tmp_path: Path) -> None:
+    program, found = fresh(scaling), []
+    threads = [threading.Thread(target=lambda: found.append(program(scaling.Config(2)))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len({id(launch) for launch in found}) == 1
+    assert compiled(tmp_path) == 1
+
+
+def test_who_waits_too_long_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_programs, "_PATIENCE_S", 0.1)
+    with _programs._locked(tmp_path / "x"):
+        begun = time.monotonic()
+        with _programs._locked(tmp_path / "x"):
+            assert 0.1 <= time.monotonic() - begun < 5
+
+
+# -- on the device -------------------------------------------------------------------------------------------------------------
+
+
+def test_it_launches_on_the_current_stream(scaling: Any, sm90: torch.device) -> None:
+    x = torch.randn(1000, device=sm90)
+    y, z = torch.empty_like(x), torch.empty_like(x)
+    for config in (scaling.Config(2), scaling.Config(3)):
+        for program in (fresh(scaling), fresh(scaling)):  # made, and loaded
+            program(config)(x, y, 1000)
+            assert torch.equal(y, x * config.factor)
+    launch = fresh(scaling)(scaling.Config(3))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(x, z, 1000)
+    z.zero_()
+    x.normal_()
+    graph.replay()
+    assert torch.equal(z, x * 3)
+    with pytest.raises((TypeError, ValueError), match="argument #0"):
+        launch(x.half(), y, 1000)
+    with pytest.raises(ValueError, match="argument #0"):
+        launch(x[1:], y, 999)

@@ -1,0 +1,105 @@
+"""Compiling ahead of time: what there is, what is chosen of it, what is said of it. What is compiled here is a stand-in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tokenspeed_kernel_nvidia
+from tokenspeed_kernel_nvidia import _machine, _programs, warmup
+
+PACKAGE = Path(tokenspeed_kernel_nvidia.__file__).parent
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """Two programs in place of ours, of which one compiles and one does not, and what was compiled."""
+    monkeypatch.setenv(_programs.VARIABLE, str(tmp_path))
+    done: list[Any] = []
+
+    class Pretended(_programs.Program[Any]):
+        def is_kept(self, config: Any) -> bool:
+            return (self.name, config) in done
+
+        def __call__(self, config: Any) -> Any:
+            if config == "broken":
+                raise RuntimeError("no such instruction")
+            done.append((self.name, config))
+
+    def first(config: Any) -> Any: ...
+
+    def second(config: Any) -> Any: ...
+
+    made = [Pretended(first, "sm_90a", lambda: ["wide", "narrow"]), Pretended(second, "sm_100a", lambda: ["wide", "broken"])]
+    monkeypatch.setattr(warmup, "programs", lambda: made)
+    return done
+
+
+def test_every_program_is_found() -> None:
+    """Those of all modules that declare one, without the compiler."""
+    declaring = [path for path in PACKAGE.rglob("*.py") if re.search(r"^@program\(", path.read_text(), re.MULTILINE)]
+    found = warmup.programs()
+    assert {program._declaration.__module__.rpartition(".")[2] for program in found} == {path.stem for path in declaring}
+    assert [program.name for program in found] == sorted(program.name for program in found)
+
+
+def test_configurations_are_values() -> None:
+    """They name files and travel to other processes: so many that are all different, and the same when they are made again."""
+    for program in warmup.programs():
+        configs = program.configs()
+        assert len({repr(config) for config in configs}) == len(configs) == len(set(configs))
+        assert list(program.configs()) == list(configs)
+        assert all("0x" not in repr(config) for config in configs)
+
+
+def test_selecting_by_words(two: list[Any]) -> None:
+    assert len(warmup.select()) == 4
+    assert [config for _, config in warmup.select(["wide"])] == ["wide", "wide"]
+    ((program, config),) = warmup.select(["sm_90a", "narrow"])
+    assert warmup.describe(program, config).endswith("first sm_90a narrow")
+    assert not warmup.select(["absent"])
+
+
+def test_the_list_says_what_is_to_do(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert warmup.main(["wide", "--arch", "sm_90a", "--jobs", "1"]) == 0
+    assert "1 compiled, 0 kept before, 0 failed" in capsys.readouterr().out
+    assert warmup.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["kept", "to", "to", "to"]
+    assert len(two) == 1
+
+
+def test_a_failure_is_told_and_the_rest_is_compiled(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert warmup.main(["--jobs", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "3 compiled, 0 kept before, 1 failed" in said
+    assert "RuntimeError: no such instruction" in said
+    assert len(two) == 3
+    assert warmup.main(["wide", "--jobs", "1"]) == 0
+    assert "0 compiled, 2 kept before, 0 failed" in capsys.readouterr().out
+
+
+def test_words_that_nothing_has(two: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        warmup.main(["absent"])
+    assert "no configuration has all these words" in capsys.readouterr().err
+
+
+def test_nothing_is_compiled_that_cannot_be_kept(two: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_programs.VARIABLE, "off")
+    with pytest.raises(RuntimeError, match="compiled programs are not kept here: set TOKENSPEED_KERNEL_PROGRAMS"):
+        list(warmup.warm_up(warmup.select(), jobs=1))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(_machine.dsl_gap() is not None, reason=str(_machine.dsl_gap()))
+def test_processes_compile_for_one_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(_programs.VARIABLE, str(tmp_path))
+    selection = [(program, program.configs()[0]) for program in warmup.programs()]
+    outcomes = list(warmup.warm_up(selection, jobs=2))
+    assert [outcome.error for outcome in outcomes] == [""] * len(selection)
+    assert all(outcome.seconds > 0 for outcome in outcomes)
+    assert all(program.is_kept(config) for program, config in selection)
