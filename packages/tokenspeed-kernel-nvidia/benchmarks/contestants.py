@@ -81,9 +81,7 @@ def _portable(shape: Shape, arguments: Arguments) -> Call:
 # -- FlashAttention-3 ------------------------------------------------------------------------------------------------------------
 
 
-def _flash_attention_3(shape: Shape, arguments: Arguments, planned: bool = False) -> Call:
-    if planned and shape.mode == PREFILL:
-        raise Unsupported("there is nothing to plan")
+def _flash_attention_3(shape: Shape, arguments: Arguments) -> Call:
     fa3 = importlib.import_module("flash_attn_interface")
     # Tokens visible to the left and to the right besides the token itself.
     window = (shape.window_left, 0) if shape.window_left >= 0 else (-1, -1)
@@ -93,11 +91,14 @@ def _flash_attention_3(shape: Shape, arguments: Arguments, planned: bool = False
             fa3.flash_attn_varlen_func, q, k, v, offsets, offsets, shape.length, shape.length,
             causal=True, window_size=window, sinks=arguments["sinks"],
         )  # fmt: skip
-    # What a serving engine makes once a step, for all layers.
-    plan = fa3.get_scheduler_metadata(
-        shape.batch, shape.new, shape.length, shape.heads, shape.kv_heads, shape.head_dim, arguments["cache_seqlens"],
-        qkv_dtype=arguments["q"].dtype, page_size=PAGE_SIZE, causal=True, window_size=window,
-    ) if planned else None  # fmt: skip
+    plan = None
+    if shape.window_left < 0:
+        # What a serving engine makes once a step, for all layers: it saves a launch, of 12.8 us 1.3 at 1K x 1. Not with a window,
+        # where it saves nothing.
+        plan = fa3.get_scheduler_metadata(
+            shape.batch, shape.new, shape.length, shape.heads, shape.kv_heads, shape.head_dim, arguments["cache_seqlens"],
+            qkv_dtype=arguments["q"].dtype, page_size=PAGE_SIZE, causal=True,
+        )  # fmt: skip
     return functools.partial(
         fa3.flash_attn_with_kvcache,
         arguments["q"].unflatten(0, (shape.batch, shape.new)),
@@ -174,7 +175,6 @@ def _flashinfer(shape: Shape, arguments: Arguments) -> Call:
 _OTHERS = (
     Contestant("triton", _portable, "tokenspeed-kernel", ours=True),
     Contestant("fa3", _flash_attention_3, "tokenspeed-fa3"),
-    Contestant("fa3-planned", functools.partial(_flash_attention_3, planned=True), "tokenspeed-fa3"),
     Contestant("fa4", _flash_attention_4, "flash-attn-4"),
     Contestant("cudnn", _cudnn, "nvidia-cudnn-cu13", sinks=False),
     Contestant("flashinfer", _flashinfer, "flashinfer-python", sinks=False),

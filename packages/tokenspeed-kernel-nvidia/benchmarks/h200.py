@@ -200,7 +200,8 @@ def line_of(shape: Shape, rows: Iterable[Mapping[str, Any]]) -> str:
                 cells.append(f"{row['kernel']} {row['status']}: {row['reason'][:200]}")
             continue
         us = row["timing"]["median_us"]
-        rate = f"{row['tflops']:.0f} TF" if not shape.paged and shape.window_left < 0 else f"{row['gb_per_s'] / 1e3:.2f} TB"
+        computes = shape.window_left < 0 and "decode" not in shape.mode
+        rate = f"{row['tflops']:.0f} TF" if computes else f"{row['gb_per_s'] / 1e3:.2f} TB"
         cells.append(f"{row['kernel']} {us:.2f} us {rate} err {error:.1e} host {row['launch']['host_us']:.1f}")
     return f"{shape.name}: " + " | ".join(cells)
 

@@ -2,7 +2,8 @@
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/plot.py            # h200.json to h200.svg
 python packages/tokenspeed-kernel-nvidia/benchmarks/plot.py REPORT.json --output PICTURE.png
-python packages/tokenspeed-kernel-nvidia/benchmarks/plot.py --table    # the same as Markdown, for a README
+python packages/tokenspeed-kernel-nvidia/benchmarks/plot.py --table    # the same as Markdown
+python packages/tokenspeed-kernel-nvidia/benchmarks/plot.py --readme   # the picture, and picture and Markdown into the README
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shapes import SHAPES
 
 HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+MARKS = ("<!-- measured -->", "<!-- end of measured -->")
 # In the order of the bars of a shape. Ours has the only strong colour; the portable kernels are ours too, and are left out where
 # they would flatten the rest.
 LABELS = {
@@ -46,16 +49,19 @@ INK, FAINT, GRID = "#1d2229", "#5b6470", "#d9dde3"
 _STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 11,
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",
     "svg.hashsalt": "tokenspeed-kernel",
     "axes.unicode_minus": False,
 }
+
+# After the point, of the numbers above our bars.
+_DIGITS = {"tflops": 0, "gb_per_s": 2, "ratio": 1}
 
 Rows = Sequence[Mapping[str, Any]]
 # A panel's title, the groups that it shows, what is drawn of a row and who is left out.
 PANELS = (
     ("Full causal prefill, TFLOP/s (more is better)", ("prefill", "prefill head_dim 128"), "tflops", ("triton", "flashinfer")),
-    ("Decode, TB/s of keys and values read (more is better)", ("decode", "decode of 4"), "gb_per_s", ("fa4", "cudnn")),
+    ("Decode, TB/s (more is better)", ("decode", "decode of 4"), "gb_per_s", ("fa4", "cudnn")),
     (
         "Sliding window of 128, times as fast as FlashAttention-3 (more is better)",
         ("window prefill", "window extend by 16", "window decode"),
@@ -111,7 +117,7 @@ def _panel(axes: Axes, title: str, found: Mapping[str, Mapping[str, Mapping[str,
             axes.add_patch(Rectangle((left + 0.06 * width, 0), 0.88 * width, values[name], color=COLOURS[name], linewidth=0))
             highest = max(highest, values[name])
             if name == "ours":
-                text = f"{values[name]:.0f}" if what == "tflops" else f"{values[name]:.2g}"
+                text = f"{values[name]:.{_DIGITS[what]}f}"
                 axes.text(left + width / 2, values[name], text, ha="center", va="bottom", fontsize=9, color=INK)
     axes.set_xlim(-0.6, max(len(found), 1) - 0.4)
     axes.set_ylim(0, 1.12 * highest or 1)
@@ -176,6 +182,25 @@ def table(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def section(report: Mapping[str, Any], picture: str) -> str:
+    """What stands in the README between its marks."""
+    return f"## Measured\n\n![{PANELS[0][0]}; {PANELS[1][0]}; {PANELS[2][0]}]({picture})\n\n{table(report)}"
+
+
+def in_readme(text: str) -> str:
+    """The section as a README has it; empty if it has none."""
+    begin, end = (text.find(mark) for mark in MARKS)
+    return text[begin + len(MARKS[0]) : end].strip() if 0 <= begin < end else ""
+
+
+def with_section(text: str, made: str) -> str:
+    """A README with another section; it has the first mark at least."""
+    begin = text.index(MARKS[0]) + len(MARKS[0])
+    end = text.find(MARKS[1])
+    after = text[end:] if end >= 0 else MARKS[1] + text[begin:]
+    return f"{text[:begin]}\n{made}\n{after}"
+
+
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -185,12 +210,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("report", type=Path, nargs="?", default=HERE / "h200.json")
     parser.add_argument("--output", type=Path, default=HERE / "h200.svg", help="ends with .svg or .png")
     parser.add_argument("--table", action="store_true", help="print Markdown instead")
+    parser.add_argument("--readme", action="store_true", help="put picture and Markdown into the package's README, too")
     given = parser.parse_args(words)
     report = json.loads(given.report.read_text())
     if given.table:
         print(table(report))
-    else:
-        draw(report, given.output)
+        return
+    draw(report, given.output)
+    if given.readme:
+        picture = given.output.resolve().relative_to(README.parent).as_posix()
+        README.write_text(with_section(README.read_text(), section(report, picture)))
 
 
 if __name__ == "__main__":

@@ -271,8 +271,22 @@ def test_the_table(modules: dict[str, ModuleType]) -> None:
     assert any(line.startswith("| decode 8K x 16: us | at most 76 |") and line.endswith("holds |") for line in lines)
 
 
+def test_the_section_of_the_readme(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot, report = modules["plot"], _report(modules)
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{plot.MARKS[0]}\n\n## After\n")
+    monkeypatch.setattr(plot, "README", readme)
+    for _ in range(2):
+        plot.main([str(tmp_path / "report.json"), "--output", str(tmp_path / "picture.svg"), "--readme"])
+        assert plot.in_readme(readme.read_text()) == plot.section(report, "picture.svg")
+        assert readme.read_text().startswith("before\n")
+        assert readme.read_text().endswith(f"{plot.MARKS[1]}\n\n## After\n")
+
+
 def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
-    """It is of these shapes and bars."""
+    """It is of these shapes and bars, and the README shows it."""
     file = FOLDER / "h200.json"
     if not file.exists():
         pytest.skip("nothing has been measured yet")
@@ -281,3 +295,7 @@ def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
     times = modules["h200"].times_of(report["rows"])
     errors = {r["case"]: r["relative_error"] for r in report["rows"] if r["kernel"] == "ours" and r["relative_error"] is not None}
     assert report["bars"] == json.loads(json.dumps(modules["bars"].judge(times, errors)))
+    if "plot" in modules:
+        assert modules["plot"].in_readme((FOLDER.parent / "README.md").read_text()) == modules["plot"].section(
+            report, "benchmarks/h200.svg"
+        )

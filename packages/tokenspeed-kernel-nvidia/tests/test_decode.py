@@ -251,7 +251,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_scratch_is_kept() -> None:
-    device = torch.device("cpu", 0)
+    device = 0
     first = scratch.scratch_of(device, 1, 100, 10)
     assert scratch.scratch_of(device, 1, 50, 10) is first
     assert scratch.scratch_of(device, 2, 50, 10).partial_at != first.partial_at

@@ -198,7 +198,7 @@ WRONG_PAGED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 WRONG_EXTEND: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_q": torch.tensor([0, 4], dtype=INT32)}, ValueError, r"cu_seqlens_q must be of shape \[batch \+ 1\] = \[3\]"),
-    ({"is_causal": False}, ValueError, "is_causal must be True: these kernels hide later tokens, got False"),
+    ({"is_causal": False, "window_left": 5}, ValueError, "is_causal must be True where there is a window, got False"),
     ({"window_left": 128}, ValueError, "window_left must be -1 for all, or at most 127, got 128"),
 ]
 WRONG_DECODE: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -49,6 +49,9 @@ def chosen(mode: str, case: str, platform: str = "sm_90", **changed: Any) -> str
 SERVED = [
     ("mha_prefill", "gpt-oss-120b full layer, 1 to 100 tokens", "cutedsl_mha_prefill_64"),
     ("mha_prefill", "gpt-oss-120b sliding layer, 1 to 180 tokens", "cutedsl_mha_prefill_window_64"),
+    ("mha_extend_with_kvcache", "not causal, lse", "cutedsl_mha_extend_with_kvcache_64"),
+    ("mha_extend_with_kvcache", "head_dim 128 in a window of 50", "cutedsl_mha_extend_with_kvcache_window_128"),
+    ("mha_decode_with_kvcache", "sixteen query heads a key head", "cutedsl_mha_decode_with_kvcache_wide_64"),
     ("mha_decode_with_kvcache", "gpt-oss-120b full layer, 1 to 300 tokens, pages of 64", "cutedsl_mha_decode_with_kvcache_64"),
     ("mha_decode_with_kvcache", "gpt-oss-120b sliding layer, 1 to 400 tokens", "cutedsl_mha_decode_with_kvcache_64"),
     ("mha_decode_with_kvcache", "four new tokens in a window of three", "cutedsl_mha_decode_with_kvcache_64"),
@@ -73,7 +76,7 @@ LEFT = [
     ("mha_decode_with_kvcache", "fp8 cache without scales", {}),
     ("mha_decode_with_kvcache", "one key head of 24 query heads, pages of 256", {}),
     ("mha_decode_with_kvcache", "a key head a query head, lse", {}),
-    ("mha_extend_with_kvcache", "not causal, lse", {}),
+    ("mha_extend_with_kvcache", "not causal, in a window", {}),
 ]
 
 

@@ -106,7 +106,7 @@ def mha_extend_with_kvcache(
 
     The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page ``page_table[b, j // page_size]``,
     slot ``j % page_size``. Query i of a sequence's q_len is at position ``p = cache_seqlens[b] - q_len + i``. It sees key j where
-    ``j <= p``, and ``j >= p - window_left``, if window_left is not negative.
+    ``j <= p``, if is_causal, and ``j >= p - window_left``, if window_left is not negative.
 
     Args:
         q: bfloat16 or float16 ``[tokens, heads, head_dim]``, head_dim 64 or 128, sequence by sequence.
@@ -117,7 +117,7 @@ def mha_extend_with_kvcache(
         page_table: int32 ``[batch, max_pages]``.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths.
-        is_causal: must be True: a token does not see later ones.
+        is_causal: whether later tokens are hidden; True where there is a window.
         window_left, logit_cap, sinks, return_lse, softmax_scale: see `mha_prefill`.
         q_scale, k_scale, v_scale: None; there is no fp8 here.
         out: receives the output. It must not overlap q or the caches.
@@ -133,8 +133,8 @@ def mha_extend_with_kvcache(
         check = Call("mha_extend_with_kvcache", q)
         check.caches(q, k_cache, v_cache, page_table, cache_seqlens)
         check.offsets("cu_seqlens_q", cu_seqlens_q, cache_seqlens.shape[0])
-        if not is_causal:
-            check.fail("is_causal", "True: these kernels hide later tokens", is_causal)
+        if not is_causal and window_left >= 0:
+            check.fail("is_causal", "True where there is a window", is_causal)
         check.unscaled(q_scale, k_scale, v_scale)
         check.window(window_left, q, k_cache.shape[2])
         check.options(q, logit_cap, sinks, softmax_scale, out)

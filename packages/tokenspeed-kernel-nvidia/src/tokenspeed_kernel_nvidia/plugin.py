@@ -61,14 +61,13 @@ _EVERY = {"gqa_ratio": set(_limits.GQA_RATIOS), "return_lse": any, "sinks": any}
 _RAGGED = ("q", "k", "v")
 _PAGED = ("q", "k_cache", "v_cache")
 _PAGES = {"page_size": set(_limits.PAGE_SIZES)}
-_CAUSAL = {**_PAGES, "is_causal": {True}}
+_DECODE = {**_PAGES, "sliding_window": any, "multi_query": any}
 # Only where there is a window, and it is short enough.
 _WINDOW = {
     "gqa_ratio": set(_limits.WINDOW_GQA_RATIOS),
     "sliding_window": {True},
     "window_left": at_most(_limits.LONGEST_WINDOW),
 }
-_DECODE = {**_PAGES, "sliding_window": any, "multi_query": any}
 
 
 def _rows(least: int, most: int) -> dict[str, Any]:
@@ -80,8 +79,10 @@ def _rows(least: int, most: int) -> dict[str, Any]:
 _KERNELS = {
     "mha_prefill": _Kernel("mha_prefill", "prefill", _RAGGED, {}),
     "mha_prefill_window": _Kernel("mha_prefill", "window", _RAGGED, _WINDOW),
-    "mha_extend_with_kvcache": _Kernel("mha_extend_with_kvcache", "prefill", _PAGED, _CAUSAL),
-    "mha_extend_with_kvcache_window": _Kernel("mha_extend_with_kvcache", "window", _PAGED, {**_CAUSAL, **_WINDOW}),
+    "mha_extend_with_kvcache": _Kernel("mha_extend_with_kvcache", "prefill", _PAGED, {**_PAGES, "is_causal": any}),
+    "mha_extend_with_kvcache_window": _Kernel(
+        "mha_extend_with_kvcache", "window", _PAGED, {**_PAGES, **_WINDOW, "is_causal": {True}}
+    ),
     "mha_decode_with_kvcache": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, {**_DECODE, **_rows(1, 8)}),
     "mha_decode_with_kvcache_wide": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, {**_DECODE, **_rows(9, 16)}),
 }

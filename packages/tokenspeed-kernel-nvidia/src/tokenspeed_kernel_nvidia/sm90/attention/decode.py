@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenspeed_kernel_nvidia import _limits
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia._rows import aligned, is_aligned
 from tokenspeed_kernel_nvidia.sm90.attention.scratch import scratch_of
 
 CONSUMERS = 4  # warps that compute; one more loads
@@ -80,11 +80,13 @@ class Config:
         return room // (4 * self.block * self.head_dim) // self.parts * self.parts
 
 
-def _tiles(head_dim: int, rows: int) -> list[tuple[int, int]]:
+def _tiles(head_dim: int, rows: int, split: bool) -> list[tuple[int, int]]:
     """Keys of a tile and CTAs of a multiprocessor that there are programs for: for much work, and for little."""
-    if head_dim == 128 or rows > 16:
+    if head_dim == 128 or (split and rows > 16):
         return [(32, 2)]
-    return [(64, 2), (32, 2)]
+    if not split:
+        return [(32, 4) if rows == 8 else (32 if rows == 16 else 16, 2)]
+    return [(64, 2), (16, 2)]
 
 
 def every_config() -> list[Config]:
@@ -95,7 +97,7 @@ def every_config() -> list[Config]:
         for head_dim in _limits.HEAD_DIMS
         for rows in ROWS
         for split in (True, False)
-        for block, resident in _tiles(head_dim, rows)
+        for block, resident in _tiles(head_dim, rows, split)
         for box in sorted({min(block, page_size) for page_size in _limits.PAGE_SIZES})
     ]
 
@@ -110,14 +112,16 @@ def decode_program(config: Config) -> tuple[Any, list[Any]]:
 @functools.cache
 def _program_of(
     dtype: torch.dtype, head_dim: int, page_size: int, heads: int, kv_heads: int, q_len: int, split: bool, few: bool, device: int
-) -> tuple[Callable[..., Any], int, int]:
-    """The program, how many groups there are, and how many floats partial results take."""
-    rows = next(rows for rows in ROWS if rows >= heads // kv_heads * q_len)
-    tiles = _tiles(head_dim, rows)
+) -> tuple[Callable[..., Any], int, int, int, int]:
+    """The program, groups, floats of partial results, query heads a key head, and the logarithm of page_size."""
+    ratio = heads // kv_heads
+    rows = next(rows for rows in ROWS if rows >= ratio * q_len)
+    tiles = _tiles(head_dim, rows, split)
     block, resident = tiles[-1 if few else 0]
     groups = max(1, resident * multiprocessors(device) // kv_heads)
     config = Config(DTYPES[dtype], head_dim, min(block, page_size), rows, split, block, resident)
-    return decode_program(config), groups, 2 * groups * kv_heads * rows * (head_dim + 2)
+    floats = 2 * groups * kv_heads * rows * (head_dim + 2)
+    return decode_program(config), groups, floats, ratio, page_size.bit_length() - 1
 
 
 def mha_decode_with_kvcache(
@@ -142,29 +146,57 @@ def mha_decode_with_kvcache(
 
     Partial results go to memory that is kept for each stream (`scratch`). See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`.
     """
-    device = q.device
+    # A few microseconds a call are all that is left beside a decoding step's other work, so little is asked of tensors.
     tokens, heads, head_dim = q.shape
-    written = to_write(out, q, q.shape)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=device) if return_lse else None
-    batch, max_pages = page_table.shape
+    pages, page_size, kv_heads, _ = k_cache.shape
+    device = q.device.index
+    contiguous = q.is_contiguous()
+    q_at = q.data_ptr()
+    if (q_at | k_cache.data_ptr() | v_cache.data_ptr()) % 16 or not (
+        contiguous and k_cache.is_contiguous() and v_cache.is_contiguous()
+    ):
+        q, k_cache, v_cache = aligned(q), aligned(k_cache), aligned(v_cache)
+        contiguous = q.is_contiguous()
+        q_at = q.data_ptr()
+    if out is None and contiguous:
+        written = torch.empty_like(q)
+    elif out is None or not is_aligned(out):
+        written = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        written = out
+        contiguous = contiguous and out.is_contiguous()
+    q_rows: tuple[int, ...] = (heads * head_dim, head_dim)
+    out_rows = q_rows
+    if not contiguous:
+        q_rows, out_rows = q.stride()[:2], written.stride()[:2]
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
-        pages, page_size, kv_heads, _ = k_cache.shape
         if not pages:  # all sequences are empty, but a TMA wants something to describe
             k_cache = v_cache = q.new_zeros(1, *k_cache.shape[1:])
-        capacity = min(max_seqlen_k, max_pages * page_size)
-        shown = capacity if window_left < 0 else min(capacity, window_left + max_seqlen_q)
-        launch, groups, floats = _program_of(
-            q.dtype, head_dim, page_size, heads, kv_heads, max_seqlen_q, shown > WHOLE, batch * shown < FEW, device.index
+        batch = tokens // max_seqlen_q
+        shown = max_seqlen_k if window_left < 0 else min(max_seqlen_k, window_left + max_seqlen_q)
+        launch, groups, floats, ratio, page_shift = _program_of(
+            q.dtype, head_dim, page_size, heads, kv_heads, max_seqlen_q, shown > WHOLE, batch * shown < FEW, device
         )
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        scratch = scratch_of(device, stream, floats, batch * kv_heads)
-        if sinks is not None:
-            sinks = (sinks if sinks.dtype in SINKS else sinks.float()).contiguous()
+        partial_at = counters_at = 0
+        if shown > WHOLE:
+            scratch = scratch_of(device, torch._C._cuda_getCurrentRawStream(device), floats, batch * kv_heads)
+            partial_at, counters_at = scratch.partial_at, scratch.counters_at
+        elif groups > batch:
+            groups = batch
+        if sinks is None:
+            sinks_at, sinks_kind = 0, 0
+        else:
+            if sinks.dtype not in SINKS or not sinks.is_contiguous():
+                sinks = sinks.float().contiguous()
+            sinks_at, sinks_kind = sinks.data_ptr(), SINKS[sinks.dtype]
+        if not cache_seqlens.is_contiguous():
+            cache_seqlens = cache_seqlens.contiguous()
         launch(
-            aligned(q), aligned(k_cache), aligned(v_cache), page_table, cache_seqlens.contiguous(), written,
-            scratch.partial_at, scratch.counters_at, 0 if lse is None else lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
-            0 if sinks is None else SINKS[sinks.dtype], max_seqlen_q, capacity, window_left, groups, page_size.bit_length() - 1,
+            k_cache, v_cache, q_at, *q_rows, written.data_ptr(), *out_rows, page_table.data_ptr(), *page_table.stride(),
+            cache_seqlens.data_ptr(), batch, partial_at, counters_at, 0 if lse is None else lse.data_ptr(),
+            sinks_at, sinks_kind, max_seqlen_q, ratio, max_seqlen_k, window_left, groups, page_shift,
             LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale),
         )  # fmt: skip
-    result = deliver(written, out)
+    result = written if written is out or out is None else out.copy_(written)
     return result if lse is None else (result, lse)

@@ -20,6 +20,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_warps import (
     SHARE,
     THREADS,
     Call,
+    Rows,
     Warps,
 )
 
@@ -34,18 +35,26 @@ class Decode(Warps):
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
         k_cache: cute.Tensor,
         v_cache: cute.Tensor,
-        page_table: cute.Tensor,
-        cache_seqlens: cute.Tensor,
-        out: cute.Tensor,
+        q: Int64,
+        q_token: Int64,
+        q_head: Int64,
+        out: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        page_table: Int64,
+        table_row: Int64,
+        table_page: Int64,
+        cache_seqlens: Int64,
+        batch: Int32,
         partial: Int64,
         counters: Int64,
         lse: Int64,
         sinks: Int64,
         sinks_kind: Int32,
         q_len: Int32,
+        ratio: Int32,
         capacity: Int32,
         window_left: Int32,
         groups: Int32,
@@ -67,13 +76,15 @@ class Decode(Warps):
             empty: cute.struct.MemRange[Int64, self.stages]
             plan: cute.struct.MemRange[Int32, 8]
             sums: cute.struct.MemRange[Float32, 2 * self.parts * self.rows]
+            sinks: cute.struct.MemRange[Float32, self.rows]
             results: cute.struct.Align[cute.struct.MemRange[Float32, self.config.merge_floats], 16]
             tiles: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * 2 * self.block * self.head_dim], 1024]
 
         self.storage = Storage
         self.kernel(
-            k_load, k_boxes, v_load, v_boxes, q, page_table, cache_seqlens, out, partial, counters, lse, sinks, sinks_kind,
-            q_len, q.shape[1] // kv_heads, kv_heads, capacity, window_left, groups, page_shift, scale,
+            k_load, k_boxes, v_load, v_boxes, q, q_token, q_head, out, out_token, out_head, page_table, table_row, table_page,
+            cache_seqlens, batch, partial, counters, lse, sinks, sinks_kind, q_len, ratio, kv_heads, capacity, window_left, groups,
+            page_shift, scale,
         ).launch(
             grid=(kv_heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=self.config.resident,
             preferred_smem_carveout=100,
@@ -86,10 +97,17 @@ class Decode(Warps):
         k_boxes: cute.Tensor,
         v_load: cute.CopyAtom,
         v_boxes: cute.Tensor,
-        q: cute.Tensor,
-        page_table: cute.Tensor,
-        cache_seqlens: cute.Tensor,
-        out: cute.Tensor,
+        q: Int64,
+        q_token: Int64,
+        q_head: Int64,
+        out: Int64,
+        out_token: Int64,
+        out_head: Int64,
+        page_table: Int64,
+        table_row: Int64,
+        table_page: Int64,
+        cache_seqlens: Int64,
+        batch: Int32,
         partial: Int64,
         counters: Int64,
         lse: Int64,
@@ -108,9 +126,11 @@ class Decode(Warps):
         head, group, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         call = Call(
-            q, page_table, cache_seqlens, out, partial, counters, lse, sinks, sinks_kind, q_len, ratio, kv_heads, capacity,
+            Rows(q, q_token, q_head), Rows(out, out_token, out_head), page_table, table_row, table_page, cache_seqlens, batch,
+            partial, counters, lse, sinks, sinks_kind, q_len, ratio, kv_heads, capacity,
             window_left, groups, page_shift, scale, group, head, storage.full.data_ptr(), storage.empty.data_ptr(),
-            storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.tiles.data_ptr(),
+            storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
+            storage.tiles.data_ptr(),
         )  # fmt: skip
         if warp == LOADER:
             if cute.arch.lane_idx() == 0:
@@ -137,13 +157,15 @@ class Decode(Warps):
         each key head.
         """
         lane = cute.arch.lane_idx()
-        batch = cute.size(call.cache_seqlens.shape)
+        batch = call.batch
         rounds = (batch + 32 * AT_ONCE - 1) // (32 * AT_ONCE)
         total = Int32(0)
         for step in cutlass.range(rounds, unroll=1):
             some, _ = self.tiles_of(call, step)
             total += cute.arch.warp_redux_sync(some, "add")
         share = (total + call.groups - 1) // call.groups
+        if cutlass.const_expr(self.block == 16):  # a tile for each warp
+            share = (share + self.parts - 1) // self.parts * self.parts
         start = call.group * share
         before = Int32(0)
         found = Int32(-1)
@@ -176,7 +198,7 @@ class Decode(Warps):
     @cute.jit
     def tiles_of(self, call: Call, step: Int32):
         """Tiles of a lane's next sequences together, and of each."""
-        batch = cute.size(call.cache_seqlens.shape)
+        batch = call.batch
         counts = []
         some = Int32(0)
         for each in cutlass.range_constexpr(AT_ONCE):
@@ -191,12 +213,13 @@ class Decode(Warps):
         """Fills the ring of tiles. Lengths and numbers of pages are looked up a sequence ahead."""
         lane = cute.arch.lane_idx()
         shift = call.page_shift
+        self.prefetch(call)
         if cutlass.const_expr(self.config.split):
             self.divide(call)
         elif lane == 0:
             call.plan[SEQUENCE] = call.group
             call.plan[OFFSET] = Int32(0)
-            call.plan[LEFT] = (cute.size(call.cache_seqlens.shape) - call.group + call.groups - 1) // call.groups
+            call.plan[LEFT] = (call.batch - call.group + call.groups - 1) // call.groups
             call.plan[DONE] = Int32(0)
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=THREADS)
@@ -262,12 +285,32 @@ class Decode(Warps):
             next_length = later_length
 
     @cute.jit
+    def prefetch(self, call: Call):
+        """Brings the page table to the L2 cache while lengths, which say what is needed of it, are still on their way.
+
+        Where sequences are divided, all CTAs together bring what there is of it, as far as a line a lane goes.
+        """
+        lane = cute.arch.lane_idx()
+        pages = (call.capacity + (1 << call.page_shift) - 1) >> call.page_shift
+        sequence = call.group
+        line = lane
+        if cutlass.const_expr(self.config.split):
+            lines = (pages + 31) // 32
+            place = (call.group * call.kv_heads + call.head) * 32 + lane
+            sequence = place // cutlass.max(lines, 1)
+            line = place - sequence * lines
+        if call.table_page == 1 and sequence < call.batch and line * 32 < pages:
+            at = call.page_table + (Int64(sequence) * call.table_row + line * 32) * 4
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at])
+
+    @cute.jit
     def pages_from(self, call: Call, sequence: Int32, named: Int32, length: Int32):
         """The numbers of 32 pages of a sequence, one a lane. Entries beyond its length are not looked at."""
         number = Int32(0)
         at = named + cute.arch.lane_idx()
         if at << call.page_shift < length:
-            number = call.page_table[cutlass.min(sequence, cute.size(call.cache_seqlens.shape) - 1), at]
+            place = Int64(cutlass.min(sequence, call.batch - 1)) * call.table_row + Int64(at) * call.table_page
+            number = cute.make_ptr(Int32, call.page_table, cute.AddressSpace.gmem)[place]
         return number
 
     @cute.jit
@@ -284,20 +327,17 @@ def host(config: Config) -> Any:
 def fake_arguments(config: Config) -> list[Any]:
     """Stand-ins for what `host` takes."""
     dtype = {"bfloat16": BFloat16, "float16": Float16}[config.dtype]
-    tokens, heads, batch = cute.sym_int(), cute.sym_int(), cute.sym_int()
+    shape = (cute.sym_int(), cute.sym_int(divisibility=config.box), cute.sym_int(), config.head_dim)
 
-    def tensor(of: Any, *shape: Any, align: int = 16, divisibility: int = 8) -> Any:
-        strides = [cute.sym_int64(divisibility=divisibility) for _ in shape[1:]]
-        return cute.runtime.make_fake_tensor(of, shape, (*strides, 1), assumed_align=align)
+    def cache() -> Any:
+        strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
+        return cute.runtime.make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
 
-    cache = (cute.sym_int(), cute.sym_int(divisibility=config.box), cute.sym_int(), config.head_dim)
     return [
-        tensor(dtype, tokens, heads, config.head_dim),
-        tensor(dtype, *cache),
-        tensor(dtype, *cache),
-        cute.runtime.make_fake_tensor(Int32, (batch, cute.sym_int()), (cute.sym_int64(), cute.sym_int64()), assumed_align=4),
-        tensor(Int32, batch, align=4),
-        tensor(dtype, tokens, heads, config.head_dim),
-        *(Int64(0), Int64(0), Int64(0), Int64(0), Int32(0), Int32(1), Int32(1), Int32(-1), Int32(1), Int32(6), Float32(1.0)),
+        *(cache(), cache()),
+        *(Int64(0) for _ in range(10)),
+        Int32(1),
+        *(Int64(0) for _ in range(4)),
+        *(Int32(0), Int32(1), Int32(1), Int32(1), Int32(-1), Int32(1), Int32(6), Float32(1.0)),
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
     ]

@@ -26,13 +26,25 @@ SEQUENCE, OFFSET, LEFT, DONE, SHARE, BEFORE = range(6)
 
 
 @dataclass(frozen=True)
-class Call:
-    """What a CTA is asked for, and its shared memory."""
+class Rows:
+    """Where rows of q or out are: the address of the first, and how many elements further those of tokens and heads are."""
 
-    q: cute.Tensor
-    page_table: cute.Tensor
-    cache_seqlens: cute.Tensor
-    out: cute.Tensor
+    address: Int64
+    token: Int64
+    head: Int64
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a CTA is asked for, and its shared memory. What is far away is given by its address."""
+
+    q: Rows
+    out: Rows
+    page_table: Int64
+    table_row: Int64
+    table_page: Int64
+    cache_seqlens: Int64
+    batch: Int32
     partial: Int64
     counters: Int64
     lse: Int64
@@ -53,6 +65,7 @@ class Call:
     plan: cute.Pointer
     sums: cute.Pointer
     results: cute.Pointer
+    sink_values: cute.Pointer
     tiles: cute.Pointer
 
 
@@ -138,7 +151,8 @@ class Warps:
     @cute.jit
     def length_of(self, call: Call, sequence: Int32):
         """Of a sequence, or of the last one where there is none."""
-        length = call.cache_seqlens[cutlass.min(sequence, cute.size(call.cache_seqlens.shape) - 1)]
+        lengths = cute.make_ptr(Int32, call.cache_seqlens, cute.AddressSpace.gmem)
+        length = lengths[cutlass.min(sequence, call.batch - 1)]
         return cutlass.min(cutlass.max(length, 0), call.capacity)
 
     @cute.jit
@@ -149,9 +163,20 @@ class Warps:
         return low, first, cutlass.max((length + self.block - 1) // self.block - first, 1)
 
     @cute.jit
-    def row_address(self, x: cute.Tensor, token: Int32, head: Int32):
-        """Where a row of q or out lies."""
-        return x.iterator.toint() + 2 * (Int64(token) * x.stride[0] + Int64(head) * x.stride[1])
+    def row_address(self, rows: Rows, token: Int32, head: Int32):
+        return rows.address + 2 * (Int64(token) * rows.token + Int64(head) * rows.head)
+
+    @cute.jit
+    def sink_of(self, call: Call, q_head: Int32):
+        """The sink of a query head, in units of log 2."""
+        sink = -Float32.inf
+        if call.sinks_kind == 1:
+            sink = cute.make_ptr(Float32, call.sinks, cute.AddressSpace.gmem)[q_head] * LOG2_E
+        elif call.sinks_kind == 2:
+            sink = cute.make_ptr(BFloat16, call.sinks, cute.AddressSpace.gmem)[q_head].to(Float32) * LOG2_E
+        elif call.sinks_kind == 3:
+            sink = cute.make_ptr(Float16, call.sinks, cute.AddressSpace.gmem)[q_head].to(Float32) * LOG2_E
+        return sink
 
     @cute.jit
     def consume(self, call: Call):
@@ -159,6 +184,8 @@ class Warps:
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         first_row = thread // 32 // self.parts * (16 * self.tiles)
+        if thread < self.rows:
+            call.sink_values[thread] = self.sink_of(call, call.head * call.ratio + thread % call.ratio)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
 
         steps = self.head_dim // 16
@@ -236,10 +263,10 @@ class Warps:
         values_at = tile_at + 2 * self.block * self.head_dim
         # Slots that hold no token may hold NaN, and 0 * NaN is not 0.
         if start < low or start + self.block > length:
-            for each in cutlass.range_constexpr(self.block * self.halves // 32):
+            for each in cutlass.range_constexpr((self.block * self.halves + 31) // 32):
                 row = each * 32 + lane
                 position = start + row % self.block
-                if position < low or position >= length:
+                if row < self.block * self.halves and (position < low or position >= length):
                     for piece in cutlass.range_constexpr(8):
                         store_floats("shared", values_at + row * 128 + piece * 16, [Float32(0.0)] * 4)
             cute.arch.fence_view_async_shared()
@@ -478,13 +505,7 @@ class Warps:
         """Adds the sink, divides, and stores four numbers of a row of the output."""
         token = row // call.ratio
         q_head = call.head * call.ratio + row - token * call.ratio
-        sink = -Float32.inf
-        if call.sinks_kind == 1:
-            sink = cute.make_ptr(Float32, call.sinks, cute.AddressSpace.gmem)[q_head] * LOG2_E
-        elif call.sinks_kind == 2:
-            sink = cute.make_ptr(BFloat16, call.sinks, cute.AddressSpace.gmem)[q_head].to(Float32) * LOG2_E
-        elif call.sinks_kind == 3:
-            sink = cute.make_ptr(Float16, call.sinks, cute.AddressSpace.gmem)[q_head].to(Float32) * LOG2_E
+        sink = call.sink_values[row]
         risen = larger(highest, sink)
         decay = exp2(highest - risen)
         total = every * decay + exp2(sink - risen)
@@ -498,5 +519,5 @@ class Warps:
             ],
         )
         if call.lse != 0 and column == 0:
-            place = (Int64(sequence) * call.q_len + token) * call.out.shape[1] + q_head
+            place = (Int64(sequence) * call.q_len + token) * (call.kv_heads * call.ratio) + q_head
             cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[place] = (risen + cute.math.log2(total)) * LN_2

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ class Config:
     by_fma: int = 0
     late: bool = False
     section: int = 24
+    pdl: bool = False
     skip: float = 8.0
 
     @property
@@ -88,7 +90,7 @@ def every_config() -> list[Config]:
 
 
 @program(arch="sm_90a", configs=every_config)
-def prefill_program(config: Config):
+def prefill_program(config: Config) -> tuple[Any, Sequence[Any]]:
     from . import prefill_device
 
     return prefill_device.host(config), prefill_device.fake_arguments(config)

@@ -121,7 +121,7 @@ class Prefill(Compute):
             q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, o_atom, o_tma,
             out, lse, sinks, starts, lengths, page_table, counter,
             scale, write_lse, kv_heads, mma_qk, mma_half, mma_pv,
-        ).launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1)  # fmt: skip
+        ).launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.config.pdl)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -181,6 +181,9 @@ class Prefill(Compute):
                     cute.arch.mbarrier_init(storage.v_empty.data_ptr() + i, 4 * self.consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        if const_expr(self.config.pdl):
+            # Till here the kernel before may still run.
+            cute.arch.griddepcontrol_wait()
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
@@ -356,6 +359,8 @@ class Prefill(Compute):
                     cute.arch.mbarrier_arrive(storage.q_full.data_ptr() + q_stage)
             q_stage, q_phase = self.advance(q_stage, q_phase, 2)
 
+        if const_expr(self.config.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
         if const_expr(self.config.dynamic):
             if lane == 0:
                 done = cute.arch.atomic_add((counter.iterator + 1).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")

@@ -41,15 +41,15 @@ _outgrown: list[Scratch] = []
 _making = threading.Lock()
 
 
-def scratch_of(device: torch.device, stream: int, floats: int, numbers: int) -> Scratch:
+def scratch_of(device: int, stream: int, floats: int, numbers: int) -> Scratch:
     """Scratch memory of a stream.
 
     Args:
-        device: with an index.
+        device: PyTorch's number for it.
         stream: its handle, which is the current stream.
         floats, numbers: how many there must be at least.
     """
-    found = _of_stream.get((device.index, stream))
+    found = _of_stream.get((device, stream))
     if found is not None and found.floats >= floats and found.numbers >= numbers:
         return found
     with _making:
@@ -57,17 +57,17 @@ def scratch_of(device: torch.device, stream: int, floats: int, numbers: int) -> 
 
 
 def _make(
-    device: torch.device,
+    device: int,
     stream: int,
     floats: int,
     numbers: int,
     outgrown: Scratch | None,
 ) -> Scratch:
-    spare = _spare.get(device.index)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    spare = _spare.get(device)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         if spare is None or not spare.has(floats, numbers):
             return _empty(device, floats, numbers)  # zeroed by each replay, and the graph's alone
-        found = _spare.pop(device.index)
+        found = _spare.pop(device)
     else:
         if outgrown is not None:
             floats, numbers = (
@@ -76,18 +76,19 @@ def _make(
             )
         found = _empty(device, floats, numbers)
         if spare is None or not spare.has(floats, numbers):
-            _spare[device.index] = _empty(device, floats, numbers)
+            _spare[device] = _empty(device, floats, numbers)
             # It is another stream that will use it, perhaps before this one gets here.
-            if device.type == "cuda":
+            if torch.cuda.is_available():
                 torch.cuda.current_stream(device).synchronize()
     if outgrown is not None:
         _outgrown.append(outgrown)
-    _of_stream[device.index, stream] = found
+    _of_stream[device, stream] = found
     return found
 
 
-def _empty(device: torch.device, floats: int, numbers: int) -> Scratch:
+def _empty(device: int, floats: int, numbers: int) -> Scratch:
+    where = torch.device("cuda", device) if torch.cuda.is_available() else torch.device("cpu")  # the latter for tests
     numbers = max(numbers, 4096)  # a few more cost nothing, and larger batches then find enough
-    partial = torch.empty(floats, dtype=torch.float32, device=device)
-    counters = torch.zeros(numbers, dtype=torch.int32, device=device)
+    partial = torch.empty(floats, dtype=torch.float32, device=where)
+    counters = torch.zeros(numbers, dtype=torch.int32, device=where)
     return Scratch(partial, counters, floats, numbers, partial.data_ptr(), counters.data_ptr())

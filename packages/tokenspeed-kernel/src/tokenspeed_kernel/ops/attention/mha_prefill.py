@@ -145,6 +145,8 @@ def _() -> list[Case]:
         Case("lengths known on the host", ragged([17, 64], hint=True)),
         Case("gpt-oss-120b sliding layer, 1 to 180 tokens", ragged([1, 127, 128, 180], **gpt_oss, window_left=127)),
         Case("gpt-oss-120b full layer, 1 to 100 tokens", ragged([1, 64, 100], **gpt_oss)),
+        Case("llama-70b, 1 to 150 tokens, lse", ragged([1, 150, 64], **llama_70b, return_lse=True)),
+        Case("head_dim 128 in a window of 100", ragged([150, 33], 8, 2, 128, sinks=True, window_left=99)),
         Case("empty sequences", ragged([0, 0])),
         Case("no sequences", ragged([], return_lse=True)),
         Case("gpt-oss-120b sliding layer 4 x 4096", ragged([4096] * 4, **gpt_oss, window_left=127), large=True),

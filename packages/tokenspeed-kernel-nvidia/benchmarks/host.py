@@ -1,0 +1,139 @@
+"""What calls cost on the host: the first in a process, with and without a compiled kernel on disk, and every later one.
+
+python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --output packages/tokenspeed-kernel-nvidia/benchmarks/host.json
+
+First calls are made in new processes that have used PyTorch and the GPU before, in the order of the table: whichever is the first
+imports what all need. Later calls are the quickest of several stretches of calls on the same arguments, none of which waits for the
+device, with ``out=`` and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+# Few enough for the queue of launches, which would make the host wait.
+_CALLS = 30
+_STRETCHES = 15
+
+
+def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Of every call, in the sizes of GPT-OSS: the launcher's module, the function's name, and arguments."""
+
+    def halves(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    def numbers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    sinks = halves(64)
+    ragged = {"q": halves(512, 64, 64), "k": halves(512, 8, 64), "v": halves(512, 8, 64), "cu_seqlens": numbers(0, 200, 512)}
+    cache = {"k_cache": halves(16, 64, 8, 64), "v_cache": halves(16, 64, 8, 64), "page_table": numbers(*range(16)).view(2, 8)}
+    lengths = {"cache_seqlens": numbers(300, 500), "max_seqlen_k": 512}
+    offsets = {"cu_seqlens_q": numbers(0, 32, 64), "cu_seqlens_kv": None, "max_seqlen_q": 32}
+    extend = {"q": halves(64, 64, 64), **offsets, "is_causal": True}
+    calls = {
+        "mha_prefill": ("prefill", ragged),
+        "mha_extend_with_kvcache": ("prefill", {**extend, **cache, **lengths}),
+        "mha_decode_with_kvcache": ("decode", {"q": halves(2, 64, 64), **cache, **lengths}),
+    }
+    made = {name: (module, name, {**given, "sinks": sinks}) for name, (module, given) in calls.items()}
+    for name, (module, _, given) in [*made.items()]:
+        module = "decode" if module == "decode" else "window"
+        made[f"{name}, window 128"] = (module, name, {**given, "window_left": 127})
+    return made
+
+
+def quickest(call: Callable[[], Any]) -> float:
+    """Microseconds that a call holds its caller up."""
+    best = float("inf")
+    for _ in range(_STRETCHES):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        best = min(best, time.perf_counter() - begun)
+    torch.cuda.synchronize()
+    return best / _CALLS * 1e6
+
+
+def measure(later: bool) -> dict[str, dict[str, float]]:
+    """In this process: the first calls in milliseconds, and later ones in microseconds if they are wanted."""
+    calls = arguments()
+    torch.cuda.synchronize()
+    found: dict[str, dict[str, float]] = {}
+    for label, (module, name, given) in calls.items():
+        begun = time.perf_counter()
+        launch: Function = getattr(__import__(f"tokenspeed_kernel_nvidia.sm90.attention.{module}", fromlist=[name]), name)
+        launch(**given)
+        torch.cuda.synchronize()
+        found[label] = {"first_ms": (time.perf_counter() - begun) * 1e3}
+        if later:
+            found[label].update(_later(name, launch, given))
+    if later:
+        x, y = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
+        found["torch.add, for comparison"] = {"launcher_out_us": quickest(lambda: torch.add(x, x, out=y))}
+    return found
+
+
+def _later(name: str, launch: Function, given: dict[str, Any]) -> dict[str, float]:
+    import tokenspeed_kernel
+    import tokenspeed_kernel_nvidia
+
+    plain, core = getattr(tokenspeed_kernel_nvidia, name), getattr(tokenspeed_kernel, name)
+    out = torch.empty_like(given["q"])
+    times = {"launcher_us": quickest(lambda: launch(**given)), "launcher_out_us": quickest(lambda: launch(**given, out=out))}
+    times["plain_function_us"] = quickest(lambda: plain(**given))
+    if core.explain(**given).chosen.solution == "cutedsl":
+        times["operator_us"] = quickest(lambda: core(**given))
+    return times
+
+
+def in_process(cache: str, later: bool) -> dict[str, dict[str, float]]:
+    """What `measure` finds in a new process with a cache of its own."""
+    command = [sys.executable, __file__, "--measure", *(["--later"] if later else [])]
+    environment = {**os.environ, "TOKENSPEED_KERNEL_PROGRAMS": cache}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--output", help="write a JSON file")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--later", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measure(options.later)))
+        return
+    from tokenspeed_kernel.benchmark import collect_metadata
+
+    with tempfile.TemporaryDirectory() as cache:
+        compiled = in_process(cache, later=False)
+        kept = in_process(cache, later=True)
+    rows = {name: {"compiled_ms": compiled.get(name, {}).get("first_ms"), **found} for name, found in kept.items()}
+    columns = ["compiled_ms", "first_ms", "launcher_us", "launcher_out_us", "plain_function_us", "operator_us"]
+    print(f"{'':36}" + "".join(f"{column:>19}" for column in columns))
+    for name, row in rows.items():
+        print(f"{name:36}" + "".join(f"{row[column]:19.2f}" if row.get(column) is not None else f"{'':19}" for column in columns))
+    if options.output:
+        metadata = dataclasses.asdict(collect_metadata(f"python {' '.join(sys.argv)}"))
+        with open(options.output, "w") as file:
+            json.dump({"metadata": metadata, "rows": rows}, file, indent=1)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    main()
