@@ -477,8 +477,13 @@ def test_what_is_declared_of_hopper() -> None:
         assert _taking("mha_decode_with_kvcache", _decode_arguments(return_lse=True)) == []
 
 
-def test_it_ranks_between_our_own_kernels_and_the_portable_ones(specs: dict[str, KernelSpec]) -> None:
-    assert {spec.priority for spec in specs.values()} == {Priority.PERFORMANT}
+def test_generated_kernels_rank_between_our_own_and_the_portable_ones_and_xqa_below_both(specs: dict[str, KernelSpec]) -> None:
+    assert {name: spec.priority for name, spec in specs.items()} == {each.name: each.priority for each in DECLARATIONS}
+    for name, spec in specs.items():
+        if "xqa" in name:
+            assert Priority.REFERENCE < spec.priority < Priority.PORTABLE
+        else:
+            assert Priority.PORTABLE < spec.priority < Priority.SPECIALIZED
 
 
 def _cases(mode: str) -> list[Case]:

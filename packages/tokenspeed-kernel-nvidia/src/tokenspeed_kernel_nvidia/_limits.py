@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 HALVES = (torch.bfloat16, torch.float16)
-# Of sinks; others are converted.
+# Of sinks.
 SINKS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Of keys and values alike.
 HEAD_DIMS = (64, 128)

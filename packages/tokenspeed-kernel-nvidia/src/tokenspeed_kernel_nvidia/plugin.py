@@ -52,12 +52,8 @@ class _Kernel:
     def implementation(self) -> str:
         return f"{_SM90}.{self.module}:{self.mode}"
 
-    @property
-    def signatures(self) -> frozenset[FormatSignature]:
-        return frozenset(format_signature(**{role: dense_tensor_format(dtype) for role in self.roles}) for dtype in _limits.HALVES)
 
-
-_EVERY = {"gqa_ratio": set(_limits.GQA_RATIOS), "return_lse": any, "sinks": any}
+_EVERY = {"gqa_ratio": between(min(_limits.GQA_RATIOS), max(_limits.GQA_RATIOS)), "return_lse": any, "sinks": any}
 _RAGGED = ("q", "k", "v")
 _PAGED = ("q", "k_cache", "v_cache")
 _PAGES = {"page_size": set(_limits.PAGE_SIZES)}

@@ -69,7 +69,9 @@ class KernelSpec:
         universal: silence means support: it has every feature and serves every flag, but for what ``traits`` restrict. Only an
             operator's reference may claim that.
         priority: 0 to 19, see `Priority`.
-        tags: free labels; objectives prefer kernels by them (``"latency"``, ``"determinism"``...).
+        tags: labels; objectives prefer kernels by them (``"latency"``, ``"determinism"``...), and some are promises that the
+            conformance kit holds a kernel to: ``"determinism"``, ``"batch_invariant"``. ``"waits"`` says that it may wait for
+            the device, so that it is not for CUDA graphs.
         weight_preprocessor: arranges weights for this kernel once, when a model is loaded.
         tunables: what of it is measured rather than known, by name: the values to try. See `register_kernel`.
         tunable_if: says why a configuration will not do for a request, or None where it will.

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from tokenspeed_kernel_nvidia._programs import program
 LANES = 32
 CONSUMERS = 3  # computing warpgroups
 REACH = 128  # keys before a tile's first position that are loaded, from a multiple of 8 on
-ROWS = 256  # keys that a stage holds: those of 128 positions
 LARGEST_WINDOW = REACH - 1
+SHORT = 17  # queries that 24 positions from a multiple of 8 on hold
 GROUPS = (1, 2, 4, 8, 16)
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -42,12 +42,14 @@ class Config:
         head_dim: of q, k and v.
         group: query heads a key head.
         paged: whether keys lie in a paged cache.
+        short: for sequences of few queries, of which one item is all: three items' keys are in shared memory at once.
     """
 
     dtype: str
     head_dim: int
     group: int
     paged: bool
+    short: bool = False
 
     @property
     def heads(self) -> int:
@@ -60,9 +62,16 @@ class Config:
         return 64 // self.heads
 
     @property
+    def rows(self) -> int:
+        """Keys that a stage holds: those of 128 positions, or of 24, which 16 queries may touch."""
+        return 160 if self.short else 256
+
+    @property
     def stages(self) -> int:
-        """Items whose keys are in shared memory at once: 65 KiB each at head_dim 64."""
-        return 2 if self.head_dim == 64 else 1
+        """Items whose keys are in shared memory at once: 65 KiB each at head_dim 64, 41 KiB if short."""
+        if self.head_dim == 128:
+            return 1
+        return 3 if self.short else 2
 
     @property
     def queries(self) -> int:
@@ -82,7 +91,7 @@ class Config:
     @property
     def block(self) -> int:
         """Most positions of an item. The keys of a block may begin 8 before a multiple of 16 in a paged cache."""
-        return (ROWS - REACH - 8 * self.paged) // self.positions * self.positions
+        return (self.rows - REACH - 8 * self.paged) // self.positions * self.positions
 
     # Three warpgroups of 152 registers and one of 40 are nearly all 65536; with 32 the feeding warps spill.
     registers: int = 152
@@ -92,12 +101,18 @@ class Config:
 def every_config() -> list[Config]:
     """All that is served."""
     return [
-        Config(dtype, head_dim, group, paged)
+        Config(dtype, head_dim, group, paged, short)
         for paged in (False, True)
         for dtype in DTYPES.values()
         for head_dim in (64, 128)
         for group in GROUPS
+        for short in ((False, True) if _has_short(head_dim, group, paged) else (False,))
     ]
+
+
+def _has_short(head_dim: int, group: int, paged: bool) -> bool:
+    """Whether there is a program for short sequences: where tiles have 8 positions, and shared memory has the room."""
+    return paged and head_dim == 64 and group >= 8
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -121,20 +136,27 @@ def gap(group: int, window_left: int) -> str | None:
     return None
 
 
-@cache
-def _config_of(dtype: torch.dtype, head_dim: int, group: int, paged: bool) -> Config:
-    return Config(DTYPES[dtype], head_dim, group, paged)
+@lru_cache(maxsize=4096)
+def _plan(
+    dtype: torch.dtype, tokens: int, batch: int, heads: int, kv_heads: int, head_dim: int, paged: bool, short: bool, device: int
+) -> tuple[Config, int, int]:
+    """The program, positions of an item, and CTAs: smaller items where there would be fewer of them than multiprocessors.
 
-
-@cache
-def _work_of(tokens: int, batch: int, kv_heads: int, config: Config, device: int) -> tuple[int, int]:
-    """Positions of an item, and CTAs: smaller items where there would be fewer of them than multiprocessors."""
+    Args:
+        short: whether no sequence has more than SHORT queries.
+    """
+    group = heads // kv_heads
+    config = Config(DTYPES[dtype], head_dim, group, paged)
     processors = multiprocessors(device)
     even = math.ceil(tokens * kv_heads / processors / config.positions) * config.positions
+    if _has_short(head_dim, group, paged):
+        brief = replace(config, short=True)
+        if short or even <= brief.block:
+            config = brief
     block = max(config.positions, min(config.block, even))
     # Each sequence may begin up to 7 positions early and end within a block.
     most = (tokens // block + 2 * batch) * kv_heads
-    return block, min(processors, most)
+    return config, block, min(processors, most)
 
 
 def mha_prefill(
@@ -152,7 +174,7 @@ def mha_prefill(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of whole sequences in a window: launches on checked arguments. See `tokenspeed_kernel_nvidia.mha_prefill`."""
-    return _launch(q, k, v, cu_seqlens, None, None, window_left, sinks, return_lse, softmax_scale, out)
+    return _launch(q, k, v, cu_seqlens, None, None, False, window_left, sinks, return_lse, softmax_scale, out)
 
 
 def mha_extend_with_kvcache(
@@ -180,8 +202,9 @@ def mha_extend_with_kvcache(
 
     See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`.
     """
+    short = max_seqlen_q <= SHORT
     return _launch(
-        q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, window_left, sinks, return_lse, softmax_scale, out
+        q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, short, window_left, sinks, return_lse, softmax_scale, out
     )
 
 
@@ -192,6 +215,7 @@ def _launch(
     cu_seqlens: Tensor,
     page_table: Tensor | None,
     cache_seqlens: Tensor | None,
+    short: bool,
     window_left: int,
     sinks: Tensor | None,
     return_lse: bool,
@@ -205,8 +229,8 @@ def _launch(
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     batch = cu_seqlens.shape[0] - 1
     if tokens and batch:
-        config = _config_of(q.dtype, head_dim, heads // kv_heads, page_table is not None)
-        block, grid = _work_of(tokens, batch, kv_heads, config, q.device.index)
+        paged = page_table is not None
+        config, block, grid = _plan(q.dtype, tokens, batch, heads, kv_heads, head_dim, paged, short, q.device.index)
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
         paging = () if page_table is None else (page_table, cache_seqlens)
         if sinks is not None and (sinks.dtype not in SINKS or not sinks.is_contiguous()):

@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.attention.registers import ballot, exp2, quad_max, quad_sum, row_maxima, type_of, warp_prefix
-from tokenspeed_kernel_nvidia.sm90.attention.window import CONSUMERS, LANES, REACH, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.window import CONSUMERS, LANES, REACH, Config
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -58,7 +58,8 @@ class Window:
         self.box = config.box
         self.keys = REACH + self.positions  # columns of S
         self.inner = (self.keys + 15) // 16 * 16  # of P: whole steps of 16
-        self.value_rows = ROWS + 8  # a last tile's step of 16 ends 8 rows behind what a stage holds
+        self.rows = config.rows
+        self.value_rows = config.rows + 8  # a last tile's step of 16 ends 8 rows behind what a stage holds
 
     def host(self) -> Any:
         if self.paged:
@@ -157,7 +158,7 @@ class Window:
         class Storage:
             q: cute.struct.Align[cute.struct.MemRange[dtype, self.slots * 64 * cells], 1024]
             out: cute.struct.Align[cute.struct.MemRange[dtype, CONSUMERS * 64 * cells], 1024]
-            k: cute.struct.Align[cute.struct.MemRange[dtype, self.stages * ROWS * cells], 1024]
+            k: cute.struct.Align[cute.struct.MemRange[dtype, self.stages * self.rows * cells], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, self.stages * self.value_rows * cells], 1024]
             q_full: cute.struct.MemRange[Int64, self.slots]
             q_empty: cute.struct.MemRange[Int64, self.slots]
@@ -182,7 +183,7 @@ class Window:
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         swizzle = cute.make_swizzle(3, 4, 3)
         panels, cells = self.panels, self.panels * PANEL
-        k_panel, v_panel = ROWS * PANEL, self.value_rows * PANEL
+        k_panel, v_panel = self.rows * PANEL, self.value_rows * PANEL
 
         if warp_index == 0:
             for descriptor in (q_atom, k_atom, v_atom, out_atom):
@@ -206,7 +207,7 @@ class Window:
         if thread < 128:
             for stage in cutlass.range_constexpr(self.stages):
                 for panel in cutlass.range_constexpr(panels):
-                    v_words[thread % 16, ROWS + thread // 16, panel, stage] = Int64(0)
+                    v_words[thread % 16, self.rows + thread // 16, panel, stage] = Int64(0)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
 
@@ -215,14 +216,14 @@ class Window:
             if warp_index == 0:
                 k_boxes = storage.k.get_tensor(
                     cute.make_layout(
-                        ((8, self.box // 8), PANEL, ROWS // self.box, panels, self.stages),
+                        ((8, self.box // 8), PANEL, self.rows // self.box, panels, self.stages),
                         stride=((PANEL, 8 * PANEL), 1, self.box * PANEL, k_panel, panels * k_panel),
                     ),
                     swizzle=swizzle,
                 )
                 v_boxes = storage.v.get_tensor(
                     cute.make_layout(
-                        ((8, self.box // 8), PANEL, ROWS // self.box, panels, self.stages),
+                        ((8, self.box // 8), PANEL, self.rows // self.box, panels, self.stages),
                         stride=((PANEL, 8 * PANEL), 1, self.box * PANEL, v_panel, panels * v_panel),
                     ),
                     swizzle=swizzle,
@@ -301,7 +302,7 @@ class Window:
                     row -= shift * 8
                 wanted = shift * 8 + tiles * self.positions + REACH + 8
                 first_box = cutlass.max(-row, 0) // self.box
-                after_box = (cutlass.min(cutlass.min(wanted, end - row), ROWS) + self.box - 1) // self.box
+                after_box = (cutlass.min(cutlass.min(wanted, end - row), self.rows) + self.box - 1) // self.box
                 page, token = Int32(0), at + row + lane * self.box  # of a lane's box
                 if cutlass.const_expr(self.paged):
                     token = row + lane * self.box
@@ -397,7 +398,7 @@ class Window:
             more = count > 0
             if more:
                 row = record[POSITION, stage] - REACH - record[SHIFT, stage] * 8
-                behind = cutlass.min(record[SHIFT, stage] * 8 + count // self.splits * self.positions + REACH + 8, ROWS)
+                behind = cutlass.min(record[SHIFT, stage] * 8 + count // self.splits * self.positions + REACH + 8, self.rows)
                 from_row = record[LENGTH, stage] - row
                 if row < 0 or from_row < behind:
                     for index in cutlass.range(lane, -row * 16, LANES, unroll=1):
@@ -436,14 +437,14 @@ class Window:
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         thread = thread % 128
         lane = thread % LANES
-        k_panel, v_panel = ROWS * PANEL, self.value_rows * PANEL
+        k_panel, v_panel = self.rows * PANEL, self.value_rows * PANEL
         q_tiles = storage.q.get_tensor(
             cute.make_layout(((8, 8), (PANEL, panels), self.slots), stride=((PANEL, 8 * PANEL), (1, 64 * PANEL), 64 * cells)),
             swizzle=swizzle,
         )
         k_tiles = storage.k.get_tensor(  # the keys of a tile, from every eighth row
             cute.make_layout(
-                ((8, self.keys // 8), (PANEL, panels), (ROWS - self.keys) // 8 + 1, self.stages),
+                ((8, self.keys // 8), (PANEL, panels), (self.rows - self.keys) // 8 + 1, self.stages),
                 stride=((PANEL, 8 * PANEL), (1, k_panel), 8 * PANEL, panels * k_panel),
             ),
             swizzle=swizzle,
