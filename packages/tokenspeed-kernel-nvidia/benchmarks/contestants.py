@@ -35,6 +35,7 @@ class Contestant:
         setup: see the module.
         package: the distribution whose version is reported.
         ours: it is no peer.
+        portable: it is ours, and there for comparison: where it takes long it is measured a few times only.
         sinks: whether its softmax has them; one without is checked against a softmax without.
     """
 
@@ -42,6 +43,7 @@ class Contestant:
     setup: Callable[[Shape, Arguments], Call]
     package: str
     ours: bool = False
+    portable: bool = False
     sinks: bool = True
 
     @property
@@ -173,7 +175,7 @@ def _flashinfer(shape: Shape, arguments: Arguments) -> Call:
 
 
 _OTHERS = (
-    Contestant("triton", _portable, "tokenspeed-kernel", ours=True),
+    Contestant("triton", _portable, "tokenspeed-kernel", ours=True, portable=True),
     Contestant("fa3", _flash_attention_3, "tokenspeed-fa3"),
     Contestant("fa4", _flash_attention_4, "flash-attn-4"),
     Contestant("cudnn", _cudnn, "nvidia-cudnn-cu13", sinks=False),

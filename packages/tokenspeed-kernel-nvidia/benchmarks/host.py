@@ -136,7 +136,7 @@ def main() -> None:
 
         metadata = dataclasses.asdict(collect_metadata(f"python {' '.join(sys.argv)}"))
         with open(options.output, "w") as file:
-            json.dump({"metadata": metadata, "rows": rows}, file, indent=1)
+            json.dump({"metadata": metadata, "kept": options.kept, "rows": rows}, file, indent=1)
             file.write("\n")
 
 

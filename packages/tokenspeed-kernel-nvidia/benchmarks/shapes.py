@@ -147,6 +147,12 @@ def _keys_and_values(shape: Shape, arguments: Mapping[str, Any], sequence: int) 
     return k, v
 
 
+def worst_row_error(got: Tensor, expected: Tensor) -> float:
+    """The largest `relative_error` of any row ``[head_dim]``: among many right ones a wrong one is lost."""
+    errors = (got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(errors.max()) if bool(errors.isfinite().all()) else math.inf
+
+
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """The norm of the difference over the norm of what is expected; infinite where something is no number."""
     error = float((got.float() - expected).norm() / expected.norm())

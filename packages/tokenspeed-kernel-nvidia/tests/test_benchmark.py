@@ -77,7 +77,19 @@ def test_the_reference_of_rows_is_that_of_the_operator(modules: dict[str, Module
         expected = shapes.reference_rows(shape, given, rows, sinks=sinks)
         assert shapes.relative_error(out[rows], expected) < 3e-3  # what rounding to bfloat16 takes
         assert shapes.relative_error(out[rows] * 1.01, expected) > modules["bars"].LARGEST_ERROR
+        assert shapes.worst_row_error(out[rows], expected) < 0.5 * modules["bars"].LARGEST_ROW_ERROR
     assert shapes.relative_error(torch.full_like(expected, torch.nan), expected) == math.inf
+
+
+def test_one_wrong_row_among_many_is_seen(modules: dict[str, ModuleType]) -> None:
+    shapes, bars = modules["shapes"], modules["bars"]
+    expected = torch.randn(64, 64, 64, generator=torch.Generator().manual_seed(0))
+    got = expected.clone()
+    got[31, 5] *= 1.1
+    assert shapes.relative_error(got, expected) < bars.LARGEST_ERROR
+    assert shapes.worst_row_error(got, expected) == pytest.approx(0.1)
+    got[31, 5] = torch.nan
+    assert shapes.worst_row_error(got, expected) == math.inf
 
 
 def test_contestants_say_what_they_cannot_do(modules: dict[str, ModuleType]) -> None:
@@ -108,11 +120,15 @@ def _on_the_cpu(h200: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def sample_graph(calls: Any, device: Any, *, fewest: int, **options: Any) -> list[float]:
         for call in calls:
             call()
-        return [20.0 + index for index in range(fewest)]
+        if len(calls) == h200._BETWEEN:
+            return [1.5] * fewest
+        return [21.5 + index for index in range(fewest)]
 
     monkeypatch.setattr(h200, "sample", sample)
     monkeypatch.setattr(h200, "sample_graph", sample_graph)
     monkeypatch.setattr(h200, "host_time", lambda call, device, calls: 3.0)
+    for name in ("_COPIES", "_PREFILL_COPIES"):
+        monkeypatch.setattr(h200, name, 2)
 
 
 def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -148,14 +164,53 @@ def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest
     assert ours["timing"]["repeats"] == 51
     assert (ours["timing"]["median_us"], ours["launch"]["host_us"]) == (28.0, 3.0)
     assert 0 < ours["relative_error"] < 3e-3
-    made = h200.document(rows, who, "h200.py", h200.Method(), None)
+    assert ours["relative_error"] < ours["worst_row_error"] < 1e-2
+    assert (ours["between_us"], rows[3]["between_us"]) == (1.5, None)
+    made = h200.document(rows, who, h200.Report(h200.collect_metadata("h200.py"), (), None, h200.Method()))
     assert made["absent"] == {"fa4": "there is no such package"}
     assert "fa4" not in made["versions"]
+    assert "between_us" in made["method"]["between"]
     file = tmp_path / "report.json"
     h200.write(file, made)
     assert json.loads(file.read_text()) == json.loads(json.dumps(made))
     assert [row.kernel for row in load_report(file).rows] == [row["kernel"] for row in rows]
     assert sum(line.startswith('    {"kernel"') for line in file.read_text().splitlines()) == len(rows)
+
+
+def test_another_kernel_stands_after_each_call(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    h200, captured, launched = modules["h200"], [], []
+
+    def sample_graph(calls: Any, device: Any, **options: Any) -> list[float]:
+        captured.append(len(calls))
+        for call in calls:
+            call()
+        return [1.0, 3.0, 2.0]
+
+    monkeypatch.setattr(h200, "sample_graph", sample_graph)
+    between = h200.Between(torch.device("cpu"), 3)
+    assert (between.us, captured) == (2.0, [h200._BETWEEN])
+    small = between._launch.func.__self__
+    assert (small == h200._BETWEEN).all()
+    both = between.after(lambda: launched.append(float(small[0])))
+    both()
+    both()
+    assert launched == [h200._BETWEEN, h200._BETWEEN + 1]
+
+
+def test_a_wrong_row_fails(modules: dict[str, ModuleType]) -> None:
+    shape, contestants = _small(modules["shapes"])[3], modules["contestants"]
+    op = get_operator(f"attention.{shape.mode}")
+
+    def spoilt(shape: Any, arguments: Any) -> Any:
+        out = op.reference(*arguments.values())
+        out[0, 0] *= 1.025
+        return lambda: out
+
+    (row,) = modules["h200"].measure_shape(
+        shape, [contestants.Contestant("ours", spoilt, "", ours=True)], torch.device("cpu"), rounds=0, fewest=1, budget_s=0.0
+    )
+    assert row["status"] == "failed"
+    assert row["reason"].endswith("of the worst row is above 0.02")
 
 
 def test_outputs_can_be_checked_alone(modules: dict[str, ModuleType]) -> None:
@@ -218,6 +273,11 @@ def test_bars(modules: dict[str, ModuleType]) -> None:
     assert not slower["prefill: best peer, geometric mean"]
     assert slower["prefill: best peer, worst shape"]
     assert not slower["relative error, worst shape"]
+    apart = _times(modules, 1.4)
+    del apart["decode 1K x 1"]["flashinfer"]
+    for absent, holds in (((), None), (("flashinfer",), True), (("flashinfer", "fa3"), None)):
+        judged = {bar["name"]: bar for bar in judge(apart, {}, absent)}
+        assert judged["decode: best peer, geometric mean"]["holds"] is holds
     nothing = judge({"decode 1K x 1": {"ours": 5.0}}, {})
     assert [bar["value"] for bar in nothing if bar["value"] is not None] == [5.0]
     assert {bar["holds"] for bar in nothing} == {None, True}
@@ -232,13 +292,15 @@ def _report(modules: dict[str, ModuleType]) -> dict[str, Any]:
         flops = 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim
         moved = 2.0 * shape.batch * shape.length * shape.kv_heads * shape.head_dim * 2
         for each in everyone:
-            measurement = h200.Measurement(each, shape, error=2e-3)
+            measurement = h200.Measurement(each, shape, error=2e-3, row_error=4e-3)
             if each.name in times:
+                measurement.between_us = 1.25
                 measurement.rounds.append([times[each.name]] * 3)
             else:
                 measurement.status = "skipped"
             rows.append(measurement.row(h200.Cost(flops, moved)))
-    return h200.document(rows, everyone, "h200.py --output h200.json", h200.Method(), None)
+    metadata = h200.collect_metadata("h200.py --output h200.json")
+    return h200.document(rows, everyone, h200.Report(metadata, (), None, h200.Method()))
 
 
 def test_the_picture(modules: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -266,6 +328,9 @@ def test_the_picture_of_a_part(modules: dict[str, ModuleType], tmp_path: Path) -
 def test_the_table(modules: dict[str, ModuleType]) -> None:
     pytest.importorskip("matplotlib")
     lines = modules["plot"].table(_report(modules)).splitlines()
+    (said,) = [line for line in lines if "small PyTorch kernel stands after each call" in line]
+    assert "(1.25 us) is subtracted" in said
+    assert "4.0e-03" in said
     (row,) = [line for line in lines if line.startswith("| decode 8K x 16 |")]
     assert row.endswith("| 1.12 |")
     assert any(line.startswith("| decode 8K x 16: us | at most 76 |") and line.endswith("holds |") for line in lines)
@@ -294,7 +359,7 @@ def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
     assert {row["case"] for row in report["rows"]} == {shape.name for shape in modules["shapes"].SHAPES}
     times = modules["h200"].times_of(report["rows"])
     errors = {r["case"]: r["relative_error"] for r in report["rows"] if r["kernel"] == "ours" and r["relative_error"] is not None}
-    assert report["bars"] == json.loads(json.dumps(modules["bars"].judge(times, errors)))
+    assert report["bars"] == json.loads(json.dumps(modules["bars"].judge(times, errors, report["absent"])))
     if "plot" in modules:
         assert modules["plot"].in_readme((FOLDER.parent / "README.md").read_text()) == modules["plot"].section(
             report, "benchmarks/h200.svg"

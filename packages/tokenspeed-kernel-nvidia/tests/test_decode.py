@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -33,10 +34,11 @@ def _case(
     return oracle.paged([new] * len(kv_lens), kv_lens, *shape, page_size, dtype, device, seed=sum(kv_lens))
 
 
-def _launch(case: oracle.Paged, **options: Any) -> tuple[Tensor, Tensor]:
+def _launch(case: oracle.Paged, lengths: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+    bounds = {"max_seqlen_k": max([0, *case.kv_lens]), "max_seqlen_q": max([1, *case.q_lens])}
     got = decode.mha_decode_with_kvcache(
-        case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens,
-        **{"max_seqlen_k": max([0, *case.kv_lens]), "max_seqlen_q": max([1, *case.q_lens]), "return_lse": True, **options},
+        case.q, case.k_cache, case.v_cache, case.page_table, case.cache_seqlens if lengths is None else lengths,
+        **{**bounds, "return_lse": True, "out": torch.full_like(case.q, torch.nan), **options},
     )  # fmt: skip
     assert isinstance(got, tuple)
     return got
@@ -198,6 +200,54 @@ def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
         oracle.check(got, oracle.Paged(**{**vars(case), "kv_lens": kv_lens}).wanted(Options(sinks=sinks)))
 
 
+def test_what_the_kernel_before_wrote(sm90: torch.device) -> None:
+    """Kernels overlap, but each result is the next one's queries, and lengths and pages change right before a call."""
+    case = _case(sm90, [3000, 1, 700, 65], shape=GPT_OSS)
+    other = [64, 2000, 1, 900]
+    order = [1, 2, 3, 0]
+    counts = [-(-kv_len // 64) for kv_len in case.kv_lens]
+    tables = [case.page_table.clone(), case.page_table[order].clone()]
+    lens = [case.kv_lens, [min(other[b], counts[order[b]] * 64, case.kv_lens[order[b]]) for b in range(4)]]
+    lengths = [torch.tensor(kv_lens, dtype=torch.int32, device=sm90) for kv_lens in lens]
+    q, table, length = case.q.clone(), tables[0].clone(), lengths[0].clone()
+    steps = []
+    torch.cuda.synchronize()
+    for step in range(40):
+        table.copy_(tables[step % 2])
+        length.copy_(lengths[step % 2])
+        out = torch.full_like(q, torch.nan)
+        decode.mha_decode_with_kvcache(q, case.k_cache, case.v_cache, table, length, 3000, out=out)
+        again = decode.mha_decode_with_kvcache(out, case.k_cache, case.v_cache, table, length, 3000)
+        steps.append((q, out, again))
+        q = (again.float() * 30).bfloat16()  # near zero after a few steps, else
+    for step, (asked, out, again) in enumerate(steps):
+        now = oracle.Paged(**{**vars(case), "q": asked, "page_table": tables[step % 2], "kv_lens": lens[step % 2]})
+        oracle.check(out, now.wanted(Options()))
+        oracle.check(again, oracle.Paged(**{**vars(now), "q": out}).wanted(Options()))
+
+
+def test_two_graphs_at_once(sm90: torch.device) -> None:
+    """Both are captured on PyTorch's stream for that, and replayed on two others, again and again, beside calls without a graph."""
+    cases = [_case(sm90, kv_lens, shape=GPT_OSS) for kv_lens in ([20000, 300], [7000] * 4, [9000, 50, 4000])]
+    wanted = [case.wanted(Options()) for case in cases]
+    lengths = [case.cache_seqlens for case in cases]
+    found = [_launch(case) for case in cases]
+    graphs = [torch.cuda.CUDAGraph() for _ in cases[:2]]
+    for index, graph in enumerate(graphs):
+        with torch.cuda.graph(graph):
+            found[index] = _launch(cases[index], lengths[index])
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(sm90) for _ in graphs]
+    for _ in range(100):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        found[2] = _launch(cases[2], lengths[2])
+    torch.cuda.synchronize()
+    for got, each in zip(found, wanted, strict=True):
+        oracle.check(got, each)
+
+
 def test_two_streams(sm90: torch.device) -> None:
     """Each has partial results of its own."""
     cases = [_case(sm90, kv_lens, shape=GPT_OSS) for kv_lens in ([20000, 300], [7000] * 4)]
@@ -244,21 +294,51 @@ def test_configurations() -> None:
 
 
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_of_stream", {}), ("_spare", {}), ("_outgrown", [])):
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Fresh scratch memory, on the host; whether a graph is being captured is what the list's last element says."""
+    state = [False]
+    for name, value in (("_of_stream", {}), ("_arenas", {}), ("_low", set()), ("_outgrown", []), ("ARENA", 1000)):
         monkeypatch.setattr(scratch, name, value)
+    monkeypatch.setattr(scratch, "_capturing", lambda: state[-1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return state
 
 
-@pytest.mark.usefixtures("fresh")
+def _places(found: scratch.Scratch) -> range:
+    return range(found.counters_at, found.counters_at + 4 * found.numbers)
+
+
+@pytest.mark.usefixtures("captures")
 def test_scratch_is_kept() -> None:
-    device = 0
-    first = scratch.scratch_of(device, 1, 100, 10)
-    assert scratch.scratch_of(device, 1, 50, 10) is first
-    assert scratch.scratch_of(device, 2, 50, 10).partial_at != first.partial_at
-    larger = scratch.scratch_of(device, 1, 200, 9000)
-    assert larger.has(200, 9000)
-    assert larger.partial.shape[0] >= 200
-    assert larger.counters.shape[0] >= 9000
+    first = scratch.scratch_of(0, 1, 100, 10)
+    assert scratch.scratch_of(0, 1, 50, 10) is first
+    assert scratch.scratch_of(0, 2, 50, 10).partial_at != first.partial_at
+    larger = scratch.scratch_of(0, 1, 200, 5)
+    assert larger.floats >= 200
+    assert larger.numbers >= 10
     assert not larger.counters.any()
-    assert scratch._outgrown == [first]  # a captured graph may use it
-    assert scratch.scratch_of(device, 1, 100, 10) is larger
+    assert scratch._outgrown == [first]  # a kernel may be using it
+    assert scratch.scratch_of(0, 1, 100, 10) is larger
+
+
+def test_captured_launches_share_no_counters(captures: list[bool]) -> None:
+    """Not even on one stream, which all captures of PyTorch use; and there are always some, before and after the arena's end."""
+    eager = [scratch.scratch_of(0, 1, 100, 30)]
+    found = []
+    for _ in range(5):
+        captures.append(True)
+        found += [scratch.scratch_of(0, 7, 100, 30) for _ in range(25)]
+        captures.append(False)
+        eager.append(scratch.scratch_of(0, 1, 100, 30))
+    assert all(one is eager[0] for one in eager)
+    assert not any(one.counters.any() for one in found)
+    taken = sorted((_places(one) for one in [eager[0], *found]), key=lambda places: places.start)
+    assert all(before.stop <= after.start for before, after in itertools.pairwise(taken))
+
+
+def test_a_capture_without_a_call_before(captures: list[bool]) -> None:
+    captures.append(True)
+    first, second = (scratch.scratch_of(0, 7, 100, 30) for _ in range(2))
+    assert not first.counters.any()
+    assert first.counters_at != second.counters_at
+    assert len(scratch._outgrown) == 2  # their memory stays theirs

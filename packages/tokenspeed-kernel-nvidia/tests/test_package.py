@@ -309,9 +309,8 @@ def test_rows_that_are_copied(layout: str) -> None:
 
 
 def test_limits_are_those_of_the_kernels() -> None:
-    from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill, window
+    from tokenspeed_kernel_nvidia.sm90.attention import decode, window
 
     assert max(decode.ROWS) == _limits.MOST_ROWS
-    assert prefill.PAGE_SIZES == _limits.PAGE_SIZES
     assert window.LARGEST_WINDOW == _limits.LONGEST_WINDOW
     assert window.GROUPS == _limits.WINDOW_GQA_RATIOS

@@ -192,7 +192,7 @@ def test_the_toolchain_is_in_the_key(scaling: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
     with_lines = program.file(config).name
     assert with_lines != name
-    monkeypatch.setattr(_programs, "_toolchain", lambda: ("nvidia-cutlass-dsl 9.9",))
+    monkeypatch.setattr(_programs, "toolchain", lambda: ("nvidia-cutlass-dsl 9.9",))
     assert program.file(config).name not in (name, with_lines)
 
 
@@ -323,6 +323,40 @@ def test_a_folder_that_cannot_be_written(scaling: Any, tmp_path: Path) -> None:
     with pytest.warns(_programs.ProgramCacheWarning, match="compiled programs are not kept in .*cache"):
         assert works(fresh(scaling)(scaling.Config(2)))
     assert compiled(tmp_path) == 1
+
+
+@needs_dsl
+def test_without_any_place_it_is_what_the_compiler_made(scaling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setenv(_programs.VARIABLE, "off")
+    monkeypatch.setattr(_programs.tempfile, "TemporaryDirectory", refuse)
+    assert hasattr(fresh(scaling)(scaling.Config(2)), "export_to_c")
+
+
+@needs_dsl
+def test_a_folder_that_libraries_cannot_be_loaded_from(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = _programs._read
+    monkeypatch.setattr(_programs, "_read", lambda file: None if file.parent == tmp_path / "cache" else read(file))
+    _programs._warn_once.cache_clear()
+    with pytest.warns(_programs.ProgramCacheWarning, match="cannot be loaded from .*cache, and are compiled by every process"):
+        assert works(fresh(scaling)(scaling.Config(2)))
+
+
+def test_the_lock_is_let_go_though_a_child_has_it_open(tmp_path: Path) -> None:
+    with _programs._locked(tmp_path / "x"):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    begun = time.monotonic()
+    try:
+        with _programs._locked(tmp_path / "x"):
+            assert time.monotonic() - begun < 5
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @needs_dsl

@@ -150,7 +150,7 @@ class Program(Generic[ConfigT]):
             "arch": self.arch,
             "config": repr(config),
             "source": source_digest(self._declaration.__module__),
-            "toolchain": _toolchain(),
+            "toolchain": toolchain(),
             "settings": [os.environ.get(f"CUTE_DSL_{name}") for name in _SETTINGS],
         }
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
@@ -178,7 +178,10 @@ class Program(Generic[ConfigT]):
             found = _read(file)  # somebody else may have made it meanwhile
             if found is None:
                 compiled = self.compile(config)
-                found = _read(file) if _write(file, compiled) else None
+                if _write(file, compiled):
+                    found = _read(file)
+                    if found is None:
+                        _warn_once(f"compiled programs cannot be loaded from {file.parent}, and are compiled by every process")
             return _unkept(compiled) if found is None else found
 
 
@@ -258,7 +261,7 @@ def _imported(source: str, package: str) -> Iterator[str]:
 
 
 @functools.cache
-def _toolchain() -> tuple[str, ...]:
+def toolchain() -> tuple[str, ...]:
     """Versions of what compiles and of what the programs are linked to."""
     runtime = _runtime()
     flavor = "unknown" if runtime is None else runtime.parent.parent.name
@@ -353,11 +356,14 @@ def _load_object(path: Path) -> Launch:
 
 
 def _unkept(compiled: Any) -> Launch:
-    """A program for this process only, made and loaded like all others."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "program"
-        found = _read(file) if _write(file, compiled) else None
-    launch: Launch = compiled if found is None else found
+    """A program for this process only: made and loaded like all others where there is any place for that."""
+    launch: Launch = compiled
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "program"
+            launch = (_read(file) if _write(file, compiled) else None) or compiled
+    except OSError:  # no place; what the compiler has in memory works as well, on the machine that it is made for
+        pass
     return launch
 
 
@@ -422,7 +428,11 @@ def _locked(file: Path) -> Iterator[None]:
                 time.sleep(0.02)
             except OSError:  # a file system without locks
                 break
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough where a child has the file open as well
 
 
 @functools.cache

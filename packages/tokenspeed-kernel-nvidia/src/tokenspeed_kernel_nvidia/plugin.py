@@ -122,6 +122,6 @@ def register() -> None:
             capability=_FlashInfer(first, last, vendors=frozenset({"nvidia"})),
             signatures=_signatures(other.roles),
             traits=other.traits,
-            priority=Priority.PERFORMANT,
+            priority=other.priority,
             tags=other.tags,
         )(other.implementation)

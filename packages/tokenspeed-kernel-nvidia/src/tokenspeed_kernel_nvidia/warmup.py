@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tokenspeed_kernel_nvidia
-from tokenspeed_kernel_nvidia._programs import Program, cache_directory
+from tokenspeed_kernel_nvidia._programs import Program, cache_directory, toolchain
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed += bool(outcome.error)
     kept, seconds = len(selection) - compiled - failed, time.perf_counter() - begun
     print(f"{compiled} compiled, {kept} kept before, {failed} failed in {seconds:.1f} s; they are in {cache_directory()}")
+    print(f"for {', '.join(toolchain())}")
     return min(failed, 1)
 
 

@@ -38,10 +38,10 @@ class Declaration:
 # sm_100 and sm_103 have the generated kernels of TensorRT-LLM; XQA was written for sm_90, and is what sm_120 and sm_121 have.
 _GENERATED = ((10, 0), (10, 3))
 _XQA = (((9, 0), (9, 0)), ((12, 0), (12, 1)))
-# Below the portable kernels, which are faster wherever both were measured. On an H200, 64 query and 8 key heads of 64, pages of 64,
-# sinks, in a graph, microseconds: 13.0 where the portable one takes 7.3 (1 x 1024 tokens), 79.4 and 74.3 (16 x 8192), 171 and 138
-# (256 x 1024), 32.4 and 8.7 (64 x 8192 in a window of 128).
-_XQA_PRIORITY = 3
+# On sm_90 XQA is below the portable kernels, which are faster wherever both were measured. On an H200, 64 query and 8 key heads of
+# 64, pages of 64, sinks, in a graph, microseconds: 13.0 where the portable one takes 7.3 (1 x 1024 tokens), 79.4 and 74.3
+# (16 x 8192), 171 and 138 (256 x 1024), 32.4 and 8.7 (64 x 8192 in a window of 128). On sm_120 nothing was measured.
+_XQA_PRIORITY_SM90 = 3
 
 
 def _prefill() -> list[Declaration]:
@@ -102,11 +102,10 @@ def _decode() -> list[Declaration]:
             served = {**heads, **shared, "page_size": {16, 32, 64}, **traits}
             made.append(Declaration(name, "mha_decode_with_kvcache", implementation, _GENERATED, _PAGED, served))
         for arches in _XQA:
+            priority = _XQA_PRIORITY_SM90 if arches[0] == (9, 0) else Declaration.priority
             name = f"flashinfer_xqa_mha_decode_with_kvcache_{width}_sm{arches[0][0]}0"
             served = {**heads, **shared, "page_size": {16, 32, 64, 128}, "gqa_ratio": {1, 2, 4, 8, 16}, "sinks": any}
-            made.append(
-                Declaration(name, "mha_decode_with_kvcache", implementation, arches, _PAGED, served, priority=_XQA_PRIORITY)
-            )
+            made.append(Declaration(name, "mha_decode_with_kvcache", implementation, arches, _PAGED, served, priority=priority))
     return made
 
 

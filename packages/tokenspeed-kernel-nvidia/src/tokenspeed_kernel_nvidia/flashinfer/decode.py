@@ -39,6 +39,10 @@ def mha_decode_with_kvcache(
 
     Never waits for the device. The first call gets the kernel, which takes minutes where nvcc compiles it, and 256 MiB of memory on
     each stream: make it before a graph is captured.
+
+    Raises:
+        ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.
+        RuntimeError: a graph is captured, and there has been no call on the device before.
     """
     written = to_write(out, q, tuple(q.shape))
     lse = lse_for(q, return_lse)

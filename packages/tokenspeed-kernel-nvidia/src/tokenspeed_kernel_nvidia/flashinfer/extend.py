@@ -42,7 +42,11 @@ def mha_extend_with_kvcache(
 ) -> Tensor:
     """See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`; no log-sum-exp, no scales, no cap. Never waits for the device.
 
-    Unused slots of the last page of each sequence must be finite.
+    Unused slots of the last page of each sequence must be finite. Make the first call before a graph is captured.
+
+    Raises:
+        ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.
+        RuntimeError: a graph is captured, and there has been no call on the device before.
     """
     written = to_write(out, q, tuple(q.shape))
     if not q.numel():  # it takes no empty batch

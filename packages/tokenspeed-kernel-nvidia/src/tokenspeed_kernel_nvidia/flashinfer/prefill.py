@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia._rows import deliver
-from tokenspeed_kernel_nvidia.flashinfer._memory import lse_for, sinks_of, to_write, workspace
+from tokenspeed_kernel_nvidia.flashinfer._memory import capturing, lse_for, sinks_of, to_write, workspace
 from tokenspeed_kernel_nvidia.flashinfer._package import load
 
 _attend = load("flashinfer.prefill", "trtllm_ragged_attention_deepseek")
@@ -37,6 +37,9 @@ def mha_prefill(
     """See `tokenspeed_kernel_nvidia.mha_prefill`; head_dim and v_head_dim 128 and 128, 192 and 128, or 256 and 256; no cap.
 
     Waits for the device if cu_seqlens_cpu is not given.
+
+    Raises:
+        RuntimeError: a graph is captured, and cu_seqlens_cpu has a sequence without tokens.
     """
     written = to_write(out, q, (*q.shape[:2], v.shape[2]))
     lse = lse_for(q, return_lse)
@@ -79,6 +82,8 @@ def _without_empty(offsets: Tensor, on_host: Sequence[int] | Tensor | None) -> t
     lengths = [end - begin for begin, end in itertools.pairwise(values)]
     if all(lengths):
         return None, lengths
+    if capturing(offsets.device):  # each replay would copy from memory of the host that is no longer ours
+        raise RuntimeError("sequences without tokens must be left out of cu_seqlens where a graph is captured")
     kept = [length for length in lengths if length]
     made = torch.tensor([0, *itertools.accumulate(kept)], dtype=torch.int32)
     if offsets.is_cuda:

@@ -22,10 +22,12 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_warps import (
     Call,
     Rows,
     Warps,
+    load_int,
 )
 
 LOADER = CONSUMERS  # the warp that loads
 AT_ONCE = 8  # lengths that a lane looks at together
+FORESIGHT = True  # whether the first keys go to the L2 cache while the kernel before may still be running
 EVICT_FIRST = 0x12F0000000000000  # the cache policy of what is read once
 
 
@@ -132,6 +134,7 @@ class Decode(Warps):
             storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
             storage.tiles.data_ptr(),
         )  # fmt: skip
+        likely, likely_page, likely_length = Int32(0), Int32(0), Int32(0)
         if warp == LOADER:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(self.stages):
@@ -141,27 +144,31 @@ class Decode(Warps):
             cute.arch.sync_warp()
             cpasync.prefetch_descriptor(k_load)
             cpasync.prefetch_descriptor(v_load)
+            if cutlass.const_expr(FORESIGHT):
+                likely, likely_page, likely_length = self.foresee(call, k_load, k_boxes, v_load, v_boxes)
+        else:
+            self.touch(call)
         # Whatever ran before may have written what is read here; what runs next may begin once there is room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOADER:
-            self.load(call, k_load, k_boxes, v_load, v_boxes)
+            self.load(call, k_load, k_boxes, v_load, v_boxes, likely, likely_page, likely_length)
         else:
             self.consume(call)
 
     @cute.jit
-    def divide(self, call: Call):
+    def divide(self, call: Call, early: cutlass.Constexpr[bool] = False):
         """Finds the share of this CTA's group, by one warp: the sequence that it begins in, the tile there, and how many tiles.
 
         All sequences' tiles, one after another, are cut into as many equal ranges as there are groups. A group has a CTA for
-        each key head.
+        each key head. Fourth is the length of a range.
         """
         lane = cute.arch.lane_idx()
         batch = call.batch
         rounds = (batch + 32 * AT_ONCE - 1) // (32 * AT_ONCE)
         total = Int32(0)
         for step in cutlass.range(rounds, unroll=1):
-            some, _ = self.tiles_of(call, step)
+            some, _ = self.tiles_of(call, step, early)
             total += cute.arch.warp_redux_sync(some, "add")
         share = (total + call.groups - 1) // call.groups
         if cutlass.const_expr(self.block == 16):  # a tile for each warp
@@ -172,7 +179,7 @@ class Decode(Warps):
         offset = Int32(0)
         step = Int32(0)
         while found < 0 and step < rounds and start < total:
-            some, counts = self.tiles_of(call, step)
+            some, counts = self.tiles_of(call, step, early)
             ends = some
             for power in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(ends, 1 << power)
@@ -188,52 +195,56 @@ class Decode(Warps):
             offset = cute.arch.warp_redux_sync(offset, "max")
             before += cute.arch.shuffle_sync(ends, 31)
             step += 1
-        if lane == 0:
-            call.plan[SEQUENCE] = cutlass.max(found, 0)
-            call.plan[OFFSET] = offset
-            call.plan[LEFT] = cutlass.max(cutlass.min(share, total - start), 0)
-            call.plan[DONE] = Int32(0)
-            call.plan[SHARE] = share
+        return cutlass.max(found, 0), offset, cutlass.max(cutlass.min(share, total - start), 0), share
 
     @cute.jit
-    def tiles_of(self, call: Call, step: Int32):
+    def tiles_of(self, call: Call, step: Int32, early: cutlass.Constexpr[bool]):
         """Tiles of a lane's next sequences together, and of each."""
         batch = call.batch
         counts = []
         some = Int32(0)
         for each in cutlass.range_constexpr(AT_ONCE):
             sequence = (step * 32 + cute.arch.lane_idx()) * AT_ONCE + each
-            _, _, count = self.shown(call, self.length_of(call, sequence))
+            _, _, count = self.shown(call, self.length_of(call, sequence, early))
             counts.append(cutlass.select_(sequence < batch, count, Int32(0)))
             some += counts[each]
         return some, counts
 
     @cute.jit
-    def load(self, call: Call, k_load: cute.CopyAtom, k_boxes: cute.Tensor, v_load: cute.CopyAtom, v_boxes: cute.Tensor):
-        """Fills the ring of tiles. Lengths and numbers of pages are looked up a sequence ahead."""
+    def load(
+        self,
+        call: Call,
+        k_load: cute.CopyAtom,
+        k_boxes: cute.Tensor,
+        v_load: cute.CopyAtom,
+        v_boxes: cute.Tensor,
+        likely: Int32,
+        likely_page: Int32,
+        likely_length: Int32,
+    ):
+        """Fills the ring of tiles. Lengths and numbers of pages are looked up a sequence ahead.
+
+        The first numbers of pages are asked for together with the lengths, for what it will ``likely`` be.
+        """
         lane = cute.arch.lane_idx()
         shift = call.page_shift
-        self.prefetch(call)
+        numbers = self.pages_from(call, likely, likely_page, likely_length)
+        step = Int32(1)
         if cutlass.const_expr(self.config.split):
-            self.divide(call)
-        elif lane == 0:
-            call.plan[SEQUENCE] = call.group
-            call.plan[OFFSET] = Int32(0)
-            call.plan[LEFT] = (call.batch - call.group + call.groups - 1) // call.groups
+            sequence, offset, left, share = self.divide(call)
+        else:
+            sequence, offset, share, step = call.group, Int32(0), Int32(0), call.groups
+            left = (call.batch - call.group + call.groups - 1) // call.groups
+        if lane == 0:
+            call.plan[SEQUENCE] = sequence
+            call.plan[OFFSET] = offset
+            call.plan[LEFT] = left
             call.plan[DONE] = Int32(0)
+            call.plan[SHARE] = share
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=THREADS)
-        sequence, offset, left = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[LEFT]
-        step = 1 if cutlass.const_expr(self.config.split) else call.groups
-
-        elements = self.block * self.head_dim
-        layout = cute.make_layout(
-            (self.box, 64, self.boxes, self.halves, self.stages),
-            stride=(64, 1, self.box * 64, self.block * 64, 2 * elements),
-        )
-        tiles = cute.recast_ptr(call.tiles, swizzle_=cute.make_swizzle(3, 4, 3), dtype=self.dtype)
-        k_to, k_from = self.partition(k_load, cute.make_tensor(tiles, layout), k_boxes, call.head)
-        v_to, v_from = self.partition(v_load, cute.make_tensor(tiles + elements, layout), v_boxes, call.head)
+        k_to, k_from = self.partition(call, k_load, k_boxes, 0)
+        v_to, v_from = self.partition(call, v_load, v_boxes, self.block * self.head_dim)
         policy = Int64(EVICT_FIRST)
 
         at = Int32(0)
@@ -243,7 +254,8 @@ class Decode(Warps):
         first += offset
         count -= offset
         named = (first * self.block) >> shift
-        numbers = self.pages_from(call, sequence, named, length)
+        if sequence != likely or named != likely_page or length != likely_length:
+            numbers = self.pages_from(call, sequence, named, length)
         while left > 0:
             later_length = self.length_of(call, sequence + 2 * step)
             next_low, next_first, next_count = self.shown(call, next_length)
@@ -285,38 +297,58 @@ class Decode(Warps):
             next_length = later_length
 
     @cute.jit
-    def prefetch(self, call: Call):
-        """Brings the page table to the L2 cache while lengths, which say what is needed of it, are still on their way.
+    def foresee(self, call: Call, k_load: cute.CopyAtom, k_boxes: cute.Tensor, v_load: cute.CopyAtom, v_boxes: cute.Tensor):
+        """Brings what this CTA will probably load first to the L2 cache, while the kernel before may still be running.
 
-        Where sequences are divided, all CTAs together bring what there is of it, as far as a line a lane goes.
+        That kernel may be writing all that is read here, so what is found is good for guesses only. Whatever numbers of pages are
+        found, the copy engine leaves out what is not in the cache. Returns the likely first sequence, entry of its page table, and
+        its length.
         """
-        lane = cute.arch.lane_idx()
-        pages = (call.capacity + (1 << call.page_shift) - 1) >> call.page_shift
-        sequence = call.group
-        line = lane
+        shift = call.page_shift
+        sequence, offset, count = call.group, Int32(0), Int32(self.stages)
         if cutlass.const_expr(self.config.split):
-            lines = (pages + 31) // 32
-            place = (call.group * call.kv_heads + call.head) * 32 + lane
-            sequence = place // cutlass.max(lines, 1)
-            line = place - sequence * lines
-        if call.table_page == 1 and sequence < call.batch and line * 32 < pages:
-            at = call.page_table + (Int64(sequence) * call.table_row + line * 32) * 4
-            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at])
+            count = Int32(0)
+            if call.batch <= 32 * AT_ONCE:
+                sequence, offset, count, _ = self.divide(call, True)
+        length = self.length_of(call, sequence, True)
+        low, first, whole = self.shown(call, length)
+        count = cutlass.min(cutlass.min(count, whole - offset), self.stages)
+        first += offset
+        named = (first * self.block) >> shift
+        numbers = self.pages_from(call, sequence, named, length, True)
+        _, k_from = self.partition(call, k_load, k_boxes, 0)
+        _, v_from = self.partition(call, v_load, v_boxes, 0)
+        for box in cutlass.range(count * self.boxes, unroll=1):
+            position = first * self.block + box * self.box
+            page = cute.arch.shuffle_sync(numbers, (position >> shift) - named)
+            slot = (position - (position >> shift << shift)) // self.box
+            if position + self.box > low and position < length:
+                for half in cutlass.range_constexpr(self.halves):
+                    cute.prefetch(k_load, k_from[None, slot, half, page])
+                    cute.prefetch(v_load, v_from[None, slot, half, page])
+        return sequence, named, length
 
     @cute.jit
-    def pages_from(self, call: Call, sequence: Int32, named: Int32, length: Int32):
+    def pages_from(self, call: Call, sequence: Int32, named: Int32, length: Int32, early: cutlass.Constexpr[bool] = False):
         """The numbers of 32 pages of a sequence, one a lane. Entries beyond its length are not looked at."""
         number = Int32(0)
         at = named + cute.arch.lane_idx()
         if at << call.page_shift < length:
             place = Int64(cutlass.min(sequence, call.batch - 1)) * call.table_row + Int64(at) * call.table_page
-            number = cute.make_ptr(Int32, call.page_table, cute.AddressSpace.gmem)[place]
+            number = load_int(call.page_table + place * 4, early)
         return number
 
     @cute.jit
-    def partition(self, load: cute.CopyAtom, tiles: cute.Tensor, boxes: cute.Tensor, head: Int32):
-        source = cute.local_tile(boxes[None, None, head, None], (self.box, 64), (None, None, None))
-        return cpasync.tma_partition(load, 0, cute.make_layout(1), cute.group_modes(tiles, 0, 2), cute.group_modes(source, 0, 2))
+    def partition(self, call: Call, load: cute.CopyAtom, boxes: cute.Tensor, first: cutlass.Constexpr[int]):
+        """Boxes in the ring, whose tiles begin ``first`` elements into a stage, and boxes of this CTA's key head in a cache."""
+        layout = cute.make_layout(
+            (self.box, 64, self.boxes, self.halves, self.stages),
+            stride=(64, 1, self.box * 64, self.block * 64, 2 * self.block * self.head_dim),
+        )
+        tiles = cute.recast_ptr(call.tiles, swizzle_=cute.make_swizzle(3, 4, 3), dtype=self.dtype) + first
+        source = cute.local_tile(boxes[None, None, call.head, None], (self.box, 64), (None, None, None))
+        target = cute.group_modes(cute.make_tensor(tiles, layout), 0, 2)
+        return cpasync.tma_partition(load, 0, cute.make_layout(1), target, cute.group_modes(source, 0, 2))
 
 
 def host(config: Config) -> Any:

@@ -107,6 +107,16 @@ def load_floats(space: str, address: Any, count: int) -> Any:
     )
 
 
+def load_int(address: Any, early: bool) -> Any:
+    """``early``: while others may still write it. What is read then is not kept where a later read would find it."""
+    order = ".relaxed.gpu" if early else ""
+    return cute.arch.inline_ptx(f"ld{order}.global.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def touch_line(address: Any) -> None:
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
 def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
     given = ", ".join(f"{{$r{at + 1}}}" for at in range(len(values)))
     cute.arch.inline_ptx(f"st.{space}.v{len(values)}.f32 [{{$r0}}], {{{given}}};", read_only_args=[address, *values])
@@ -149,10 +159,9 @@ class Warps:
     # -- what there is to do -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def length_of(self, call: Call, sequence: Int32):
+    def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
         """Of a sequence, or of the last one where there is none."""
-        lengths = cute.make_ptr(Int32, call.cache_seqlens, cute.AddressSpace.gmem)
-        length = lengths[cutlass.min(sequence, call.batch - 1)]
+        length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
         return cutlass.min(cutlass.max(length, 0), call.capacity)
 
     @cute.jit
@@ -165,6 +174,21 @@ class Warps:
     @cute.jit
     def row_address(self, rows: Rows, token: Int32, head: Int32):
         return rows.address + 2 * (Int64(token) * rows.token + Int64(head) * rows.head)
+
+    @cute.jit
+    def touch(self, call: Call):
+        """Has addresses translated before they are needed: by then, keys have driven them from the multiprocessor's buffers."""
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == 0:
+            touch_line(call.q.address)
+            touch_line(call.out.address)
+            if call.sinks_kind != 0:
+                touch_line(call.sinks)
+            if cutlass.const_expr(self.config.split):
+                touch_line(call.counters)
+                sums_at, results_at = self.piece(call, call.group, call.group < 0, Int32(0))
+                touch_line(sums_at)
+                touch_line(results_at)
 
     @cute.jit
     def sink_of(self, call: Call, q_head: Int32):
@@ -184,9 +208,12 @@ class Warps:
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         first_row = thread // 32 // self.parts * (16 * self.tiles)
+        sink = -Float32.inf
         if thread < self.rows:
-            call.sink_values[thread] = self.sink_of(call, call.head * call.ratio + thread % call.ratio)
+            sink = self.sink_of(call, call.head * call.ratio + thread % call.ratio)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
+        if thread < self.rows:
+            call.sink_values[thread] = sink
 
         steps = self.head_dim // 16
         columns = self.head_dim // 8
@@ -217,7 +244,7 @@ class Warps:
                             )
                             for each in cutlass.range_constexpr(2 * steps):
                                 queries[tile, each // 2, each % 2 * 2 + other] = cute.arch.inline_ptx(
-                                    "ld.global.nc.b32 {$w0}, [{$r0}];",
+                                    "ld.global.b32 {$w0}, [{$r0}];",
                                     write_only_types=[Uint32],
                                     read_only_args=[source + (each * 16 + lane % 4 * 4)],
                                 )
@@ -226,7 +253,7 @@ class Warps:
                         acc[tile, column, each] = Float32(0.0)
 
             # The next of this warp's tiles. Remainders have the sign of what was divided.
-            place = at + (here(thread) // 32 % self.parts - at % self.parts + self.parts) % self.parts
+            place = at + cute.arch.make_warp_uniform((here(thread) // 32 % self.parts - at % self.parts + self.parts) % self.parts)
             while place < at + count:
                 stage = place % self.stages
                 cute.arch.mbarrier_wait(call.full + stage, place // self.stages % 2)
@@ -448,12 +475,15 @@ class Warps:
 
     @cute.jit
     def join(self, call: Call, sequence: Int32, first_group: Int32, pieces: Int32):
-        """Counts the pieces of a sequence, if it has several, and merges them if this was the last."""
+        """Counts the pieces of a sequence, if it has several, and merges them if this was the last.
+
+        A group begins one such sequence at most, whose counter is the group's.
+        """
         thread, _, _ = cute.arch.thread_idx()
         if pieces > 1:
             cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
             if thread == 0:
-                counter = cute.make_ptr(Int32, call.counters, cute.AddressSpace.gmem) + (sequence * call.kv_heads + call.head)
+                counter = cute.make_ptr(Int32, call.counters, cute.AddressSpace.gmem) + (first_group * call.kv_heads + call.head)
                 before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
                 call.plan[BEFORE] = before
                 if before == pieces - 1:

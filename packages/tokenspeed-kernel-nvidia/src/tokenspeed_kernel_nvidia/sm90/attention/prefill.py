@@ -1,64 +1,72 @@
-"""Full causal attention for Hopper: of whole sequences whose keys lie in a row, and of new tokens to a paged cache."""
+"""Full causal attention: of whole sequences whose keys lie in a row, and of new tokens to a paged cache.
+
+A tile is all query heads of one key head at 24 consecutive positions, 192 rows, where 8 query heads share a key head: their keys
+are read once, and less of the diagonal is computed for nothing than with 192 positions of one head. Three warpgroups have 64 rows
+each and walk the keys from the diagonal down, 128 at a time. While the tensor cores multiply weights of a block with its values,
+a warpgroup computes the weights of the next block, of the next tile after the last one (FlashAttention-3, Shah et al., 2024,
+arXiv:2407.08608, has the overlap within a tile).
+
+One CTA a multiprocessor takes tile after tile. A warp of it finds them: it reads the lengths of up to 32 sequences, one a lane, and
+goes through their tiles from the longest to the shortest. An atomic counter says which ones are this CTA's.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_nvidia import _limits
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# As the device code tells them apart; 0 is none.
+SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _LOG2E = math.log2(math.e)
-_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-PAGE_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Config:
-    """What changes the code.
+    """What changes the code. Figures are of an H200 with 64 query and 8 key heads (32 and 8 at head_dim 128), in TFLOP/s.
+
+    All but short sequences run at the limit of 700 W, with the clock at 1.6 to 1.8 instead of 1.98 GHz, so what costs energy costs
+    time. Lost: one exponential in eight by a polynomial, off the busiest unit (523 instead of 544 at 8192 x 4); warpgroups that do
+    not take turns at the tensor cores (nothing at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4); tiles in turn, to and
+    fro, instead of by a counter (529 instead of 537 at 8192 x 4, 572 instead of 618 at head_dim 128, 8192 x 1).
 
     Attributes:
         dtype: of q, k, v and the output.
         head_dim: 64 or 128.
-        group: query heads a key head. The heads of a group are rows of the same tile, which reads their keys once.
+        group: query heads a key head. The heads of a group are rows of the same tile.
         page_size: tokens of a page; 0 where the keys of a sequence lie in a row.
-        causal: whether a query sees no later keys.
-        sinks: the dtype of the sinks.
-        dynamic: whether tiles are handed out by an atomic counter, or in turn.
-        ordered: whether warpgroups take turns at the tensor cores.
-        narrow: whether a tile's last block is half as wide where nobody sees its second half.
-        by_fma: of how many exponentials one is computed without the unit for special functions; 0 for none.
-        skip: how far, as a power of 2, weights may exceed 1 before the output is rescaled.
+        section_mib: MiB of keys and values that tiles which run together may read, so that they find them in the L2 cache. With 8
+            there are fewer heads at once: 524 instead of 537 at 8192 x 4.
+        skip: how far, as a power of 2, weights may exceed 1 before sums are rescaled. The shift of the exponents need not be their
+            maximum, and so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
     """
 
     dtype: str
     head_dim: int
     group: int
     page_size: int = 0
-    causal: bool = True
-    sinks: str = "float32"
-    dynamic: bool = True
-    ordered: bool = True
-    narrow: bool = True
-    by_fma: int = 0
-    late: bool = False
-    section: int = 24
-    pdl: bool = False
+    section_mib: int = 24
     skip: float = 8.0
 
     @property
     def block_m(self) -> int:
+        """Rows of a tile, 64 a warpgroup. With head_dim 128 the registers are for two of them."""
         return 192 if self.head_dim == 64 else 128
 
     @property
     def block_n(self) -> int:
+        """Keys of a block. The last one of a tile is half as wide where nobody sees more: 537 instead of 533 at 4096 x 4."""
         return 128
 
     @property
@@ -68,102 +76,97 @@ class Config:
 
     @property
     def stages(self) -> int:
+        """Blocks of keys, and of values, on their way: what fits beside two tiles of queries and one of output."""
         return 4 if self.head_dim == 64 else 2
 
     @property
     def consumer_registers(self) -> int:
+        """With those of the producer all 65536 of a multiprocessor, or nearly. No program of `every_config` spills."""
         return 160 if self.head_dim == 64 else 232
 
     @property
     def producer_registers(self) -> int:
+        """At head_dim 128 and pages of 16, 24 would spill."""
         return 32 if self.head_dim == 64 else 40
 
 
 def every_config() -> list[Config]:
+    """All with the usual ratios of heads. Programs for the others that are served, up to 16, are compiled when they are called."""
     return [
         Config(dtype, head_dim, group, page_size)
-        for dtype in ("bfloat16", "float16")
-        for head_dim in (64, 128)
-        for group in (1, 4, 8)
-        for page_size in (0, *PAGE_SIZES)
+        for dtype in DTYPES.values()
+        for head_dim in _limits.HEAD_DIMS
+        for group in (1, 2, 4, 8, 16)
+        for page_size in (0, *_limits.PAGE_SIZES)
     ]
 
 
 @program(arch="sm_90a", configs=every_config)
 def prefill_program(config: Config) -> tuple[Any, Sequence[Any]]:
-    from . import prefill_device
+    from tokenspeed_kernel_nvidia.sm90.attention import prefill_device
 
     return prefill_device.host(config), prefill_device.fake_arguments(config)
 
 
 @functools.cache
-def _config(dtype: torch.dtype, head_dim: int, group: int, page_size: int, causal: bool, sinks: torch.dtype) -> Config:
-    return Config(_NAMES[dtype], head_dim, group, page_size, causal, _NAMES[sinks])
+def _kernel(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> tuple[Callable[..., Any], int]:
+    """The program, and the positions of its tiles."""
+    config = Config(DTYPES[dtype], head_dim, group, page_size)
+    return prefill_program(config), config.positions
 
 
 # -- memory that outlives a call -----------------------------------------------------------------------------------------------
 
 
-class _Scratch:
-    """Of a device: the counters by which launches hand out tiles, and what stands in for absent arguments.
+class _Counters:
+    """Of a device: what launches hand out tiles by. Each is two numbers that a launch leaves at zero, as it found them.
 
-    A launch leaves its counter at zero. Launches that may run side by side need a counter each: every stream has one, and every
-    launch that a graph captures, because graphs may be replayed on any stream.
+    Launches that may run side by side need one each: every stream has one, and every launch that a graph captures, because graphs
+    may be replayed on any stream.
     """
 
-    COUNTERS = 16384
+    COUNT = 16384
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.arena = torch.zeros(self.COUNTERS, 2, dtype=torch.int32, device=device)
-        self.no_sinks: dict[int, Tensor] = {}
-        self.no_lse: dict[int, Tensor] = {}
-        self._of_stream: dict[int, Tensor] = {}
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._all = torch.zeros(self.COUNT, 2, dtype=torch.int32, device=device)
         self._used = 0
-        # Once in a process: streams that were not waited for must not see memory before it is zero.
+        self._of_stream: dict[int, Tensor] = {}
+        # Once in a process: other streams must not see the memory before it is zero.
         torch.cuda.current_stream(device).synchronize()
 
-    def counter(self) -> Tensor:
+    def get(self) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
             return self._next()
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
         found = self._of_stream.get(stream)
         if found is None:
             found = self._of_stream[stream] = self._next()
         return found
 
     def _next(self) -> Tensor:
-        if self._used == self.COUNTERS:
-            return torch.zeros(2, dtype=torch.int32, device=self.device)
+        if self._used == self.COUNT:
+            return _new_counter(self._device)
         self._used += 1
-        return self.arena[self._used - 1]
+        return self._all[self._used - 1]
 
 
-_scratches: dict[int, _Scratch] = {}
+_counters: dict[int, _Counters] = {}
 
 
-def _scratch_of(device: torch.device, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A counter at zero, sinks that weigh nothing, and an lse that nobody reads."""
-    scratch = _scratches.get(device.index)
-    if scratch is None:
+def _counter_of(device: torch.device) -> Tensor:
+    """A counter at zero, for one launch on the current stream."""
+    counters = _counters.get(device.index)
+    if counters is None:
         if torch.cuda.is_current_stream_capturing():
-            # Filled by the graph itself, at every replay.
-            counter = torch.zeros(2, dtype=torch.int32, device=device)
-            return counter, _no_sinks(heads, device), torch.empty(1, heads, device=device)
-        scratch = _scratches[device.index] = _Scratch(device)
-    no_sinks = scratch.no_sinks.get(heads)
-    if no_sinks is None:
-        no_sinks = _no_sinks(heads, device)
-        if torch.cuda.is_current_stream_capturing():
-            return scratch.counter(), no_sinks, torch.empty(1, heads, device=device)
-        torch.cuda.current_stream(device).synchronize()
-        scratch.no_sinks[heads] = no_sinks
-        scratch.no_lse[heads] = torch.empty(1, heads, device=device)
-    return scratch.counter(), no_sinks, scratch.no_lse[heads]
+            return _new_counter(device)
+        counters = _counters[device.index] = _Counters(device)
+    return counters.get()
 
 
-def _no_sinks(heads: int, device: torch.device) -> Tensor:
-    return torch.full((heads,), -math.inf, device=device)
+def _new_counter(device: torch.device) -> Tensor:
+    """Fresh memory. In a graph it is set to zero at every replay."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 # -- launchers -----------------------------------------------------------------------------------------------------------------
@@ -233,31 +236,27 @@ def _launch(
 ) -> Tensor | tuple[Tensor, Tensor]:
     tokens, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
-    group = heads // kv_heads
     written = to_write(out, q, (tokens, heads, head_dim))
-    counter, no_sinks, no_lse = _scratch_of(q.device, heads)
-    lse = q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else no_lse
-    if sinks is None:
-        sinks = no_sinks
-    elif sinks.dtype not in _NAMES:
-        sinks = sinks.float()
+    lse = q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None
     if tokens:
-        config = _config(q.dtype, head_dim, group, 0 if page_table is None else k.shape[1], causal, sinks.dtype)
-        tiles = (-(-tokens // config.positions) + starts.shape[0] - 1) * kv_heads
-        prefill_program(config)(
+        launch, positions = _kernel(q.dtype, head_dim, heads // kv_heads, 0 if page_table is None else k.shape[1])
+        if sinks is not None and (sinks.dtype not in SINKS or not sinks.is_contiguous()):
+            sinks = sinks.float().contiguous()
+        launch(
             aligned(q),
             aligned(k),
             aligned(v),
             written,
-            lse,
-            sinks.contiguous(),
             starts.contiguous(),
             None if lengths is None else lengths.contiguous(),
             page_table,
-            counter,
-            (softmax_scale or head_dim**-0.5) * _LOG2E,
-            int(return_lse),
-            min(tiles, multiprocessors(q.device.index)),
+            _counter_of(q.device),
+            0 if lse is None else lse.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            0 if sinks is None else SINKS[sinks.dtype],
+            (head_dim**-0.5 if softmax_scale is None else softmax_scale) * _LOG2E,
+            int(causal),
+            min((-(-tokens // positions) + starts.shape[0] - 1) * kv_heads, multiprocessors(q.device.index)),
         )
     result = deliver(written, out)
-    return (result, lse) if return_lse else result
+    return result if lse is None else (result, lse)

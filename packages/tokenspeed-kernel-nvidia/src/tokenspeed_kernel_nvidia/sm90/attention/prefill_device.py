@@ -7,7 +7,7 @@ from typing import Optional
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32, Int32, const_expr, cute, utils
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, utils
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from . import registers
@@ -41,11 +41,10 @@ def fake_arguments(config: Config):
         kv_tokens = sym()
         k, v = (rows(kv_tokens, kv_heads) for _ in range(2))
         lengths = page_table = None
-    lse = cute.runtime.make_fake_compact_tensor(Float32, (sym(), heads), stride_order=(1, 0), assumed_align=4)
-    sinks = cute.runtime.make_fake_compact_tensor(registers.type_of(config.sinks), (heads,), assumed_align=2)
     starts, counter = ints(sym()), ints(2)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return q, k, v, out, lse, sinks, starts, lengths, page_table, counter, Float32(1.0), Int32(0), Int32(132), stream
+    scalars = (Int64(0), Int64(0), Int32(0), Float32(0), Int32(0), Int32(0))
+    return q, k, v, out, starts, lengths, page_table, counter, *scalars, stream
 
 
 class Prefill(Compute):
@@ -56,14 +55,15 @@ class Prefill(Compute):
         k: cute.Tensor,
         v: cute.Tensor,
         out: cute.Tensor,
-        lse: cute.Tensor,
-        sinks: cute.Tensor,
         starts: cute.Tensor,
         lengths: Optional[cute.Tensor],
         page_table: Optional[cute.Tensor],
         counter: cute.Tensor,
+        lse: Int64,
+        sinks: Int64,
+        sinks_kind: Int32,
         scale: Float32,
-        write_lse: Int32,
+        causal: Int32,
         grid: Int32,
         stream: cuda.CUstream,
     ):
@@ -119,9 +119,8 @@ class Prefill(Compute):
         kv_heads = k.shape[2] if const_expr(self.paged) else k.shape[1]
         self.kernel(
             q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, o_atom, o_tma,
-            out, lse, sinks, starts, lengths, page_table, counter,
-            scale, write_lse, kv_heads, mma_qk, mma_half, mma_pv,
-        ).launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=self.config.pdl)  # fmt: skip
+            out, starts, lengths, page_table, counter, lse, sinks, sinks_kind, scale, causal, kv_heads, mma_qk, mma_half, mma_pv,
+        ).launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -135,14 +134,15 @@ class Prefill(Compute):
         o_atom: Optional[cute.CopyAtom],
         o_tma: Optional[cute.Tensor],
         out: cute.Tensor,
-        lse: cute.Tensor,
-        sinks: cute.Tensor,
         starts: cute.Tensor,
         lengths: Optional[cute.Tensor],
         page_table: Optional[cute.Tensor],
         counter: cute.Tensor,
+        lse: Int64,
+        sinks: Int64,
+        sinks_kind: Int32,
         scale: Float32,
-        write_lse: Int32,
+        causal: Int32,
         kv_heads: Int32,
         mma_qk: cute.TiledMma,
         mma_half: cute.TiledMma,
@@ -181,17 +181,18 @@ class Prefill(Compute):
                     cute.arch.mbarrier_init(storage.v_empty.data_ptr() + i, 4 * self.consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if const_expr(self.config.pdl):
-            # Till here the kernel before may still run.
-            cute.arch.griddepcontrol_wait()
+        # Up to here the kernel before may still run.
+        cute.arch.griddepcontrol_wait()
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.config.producer_registers)
             if warp_index == 0:
-                self.produce(storage, q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, starts, lengths, page_table, counter, kv_heads)
+                self.produce(
+                    storage, q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, starts, lengths, page_table, counter, causal, kv_heads
+                )
         else:
             cute.arch.setmaxregister_increase(self.config.consumer_registers)
-            self.consume(storage, o_atom, o_tma, out, lse, sinks, scale, write_lse, mma_qk, mma_half, mma_pv)
+            self.consume(storage, o_atom, o_tma, out, lse, sinks, sinks_kind, scale, causal, mma_qk, mma_half, mma_pv)
 
     # -- the producer: which tile, and its loads --------------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ class Prefill(Compute):
             if const_expr(self.paged):
                 kv_len = lengths[at]
         # In units of 16 keys of one head, so that no sum overflows.
-        budget = (self.config.section << 20) // (16 * 4 * self.head_dim)
+        budget = (self.config.section_mib << 20) // (16 * 4 * self.head_dim)
         weight = (kv_len + 15) // 16
         weight = cutlass.min(weight, budget + 1)
         total = registers.warp_prefix(weight * kv_heads, lane)
@@ -241,8 +242,10 @@ class Prefill(Compute):
         lengths: Optional[cute.Tensor],
         page_table: Optional[cute.Tensor],
         counter: cute.Tensor,
+        causal: Int32,
         kv_heads: Int32,
     ):
+        """Finds the tiles of this CTA one after another, and loads what they need, as far ahead as there is room."""
         lane = cute.arch.lane_idx()
         batch = starts.shape[0] - 1
         block, _, _ = cute.arch.block_idx()
@@ -255,7 +258,7 @@ class Prefill(Compute):
         start, q_len, kv_len, tiles = Int32(0), Int32(0), Int32(0), Int32(0)
         level, passed = Int32(-1), Int32(0)
         here, turn_heads = Int32(0), Int32(1)
-        order, turn = block, Int32(0)
+        order = block
 
         q_stage, q_phase = Int32(0), Int32(1)
         k_stage, k_phase = Int32(0), Int32(1)
@@ -307,9 +310,8 @@ class Prefill(Compute):
                 position = level * self.positions
 
                 fetched = Int32(0)
-                if const_expr(self.config.dynamic and not self.config.late):
-                    if lane == 0:
-                        fetched = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
+                if lane == 0:
+                    fetched = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
 
                 if lane == 0:
                     tile_info[q_stage * 8] = Int32(1)
@@ -319,7 +321,7 @@ class Prefill(Compute):
                     tile_info[q_stage * 8 + 4] = position
                     tile_info[q_stage * 8 + 5] = head
                 cute.arch.sync_warp()
-                blocks = self.blocks(t_q_len, t_kv_len, position)
+                blocks = (self.keys_seen(t_q_len, t_kv_len, position, causal) + (self.block_n - 1)) // self.block_n
 
                 q_bar = storage.q_full.data_ptr() + q_stage
                 with cute.arch.elect_one():
@@ -342,15 +344,7 @@ class Prefill(Compute):
                         )  # fmt: skip
                         v_stage, v_phase = self.advance(v_stage, v_phase, self.stages)
 
-                if const_expr(self.config.dynamic and self.config.late):
-                    if lane == 0:
-                        fetched = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
-                if const_expr(self.config.dynamic):
-                    order = grid + cute.arch.shuffle_sync(fetched, offset=0)
-                else:
-                    # To and fro, so that who took the longest tile takes the shortest next.
-                    turn += 1
-                    order = turn * grid + (grid - 1 - block if turn % 2 == 1 else block)
+                order = grid + cute.arch.shuffle_sync(fetched, offset=0)
             else:
                 if lane == 0:
                     tile_info[q_stage * 8] = Int32(0)
@@ -359,14 +353,13 @@ class Prefill(Compute):
                     cute.arch.mbarrier_arrive(storage.q_full.data_ptr() + q_stage)
             q_stage, q_phase = self.advance(q_stage, q_phase, 2)
 
-        if const_expr(self.config.pdl):
-            cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.config.dynamic):
-            if lane == 0:
-                done = cute.arch.atomic_add((counter.iterator + 1).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
-                if done == grid - 1:
-                    counter[0] = Int32(0)
-                    counter[1] = Int32(0)
+        cute.arch.griddepcontrol_launch_dependents()
+        # The last CTA that is done leaves the counters at zero, for the next launch.
+        if lane == 0:
+            done = cute.arch.atomic_add((counter.iterator + 1).llvm_ptr, Int32(1), sem="acq_rel", scope="gpu")
+            if done == grid - 1:
+                counter[0] = Int32(0)
+                counter[1] = Int32(0)
 
     @cute.jit
     def load_q(
@@ -411,7 +404,7 @@ class Prefill(Compute):
             lane = cute.arch.lane_idx()
             last = cutlass.max(kv_len - 1, 0) // page_size
             page = page_table[sequence, cutlass.min(block * boxes + lane % boxes, last)]
-            for i in cutlass.range_constexpr(boxes):
+            for i in cutlass.range(boxes, unroll=2):
                 one = cute.arch.shuffle_sync(page, offset=i)
                 for half in cutlass.range_constexpr(self.halves):
                     there = cute.domain_offset((0, half * 64), tensor[None, None, head, one])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Optional
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from . import registers
@@ -40,12 +40,12 @@ class Compute:
         return stage, phase
 
     @cute.jit
-    def blocks(self, q_len: Int32, kv_len: Int32, position: Int32) -> Int32:
-        """Blocks of keys that a tile walks: those it sees, or one that it sees nothing of."""
+    def keys_seen(self, q_len: Int32, kv_len: Int32, position: Int32, causal: Int32) -> Int32:
+        """How many keys, from the first on, some row of a tile sees; 1 where there are none, because a tile walks a block."""
         seen = kv_len
-        if const_expr(self.config.causal):
+        if causal != 0:
             seen = kv_len - q_len + cutlass.min(position + self.positions, q_len)
-        return (cutlass.max(seen, 1) + (self.block_n - 1)) // self.block_n
+        return cutlass.max(seen, 1)
 
     # -- a consumer: products, softmax, output ----------------------------------------------------------------------------------
 
@@ -56,10 +56,11 @@ class Compute:
         o_atom: Optional[cute.CopyAtom],
         o_tma: Optional[cute.Tensor],
         out: cute.Tensor,
-        lse: cute.Tensor,
-        sinks: cute.Tensor,
+        lse: Int64,
+        sinks: Int64,
+        sinks_kind: Int32,
         scale: Float32,
-        write_lse: Int32,
+        causal: Int32,
         mma_qk: cute.TiledMma,
         mma_half: cute.TiledMma,
         mma_pv: cute.TiledMma,
@@ -67,7 +68,6 @@ class Compute:
         thread, _, _ = cute.arch.thread_idx()
         thread -= 128
         group_index = cute.arch.make_warp_uniform(thread // 128)
-        lane = cute.arch.lane_idx()
         swizzle = cute.make_swizzle(3, 4, 3)
         m, n, d = self.block_m, self.block_n, self.head_dim
 
@@ -93,23 +93,18 @@ class Compute:
         weights = wg_pv.make_fragment_A(wg_pv.partition_shape_A((m, n)))
         acc = cute.make_rmem_tensor(wg_pv.partition_shape_C((m, d)), Float32)
 
-        # This thread's rows of the tile are row and row + 8.
-        row = group_index * 64 + (thread % 128) // 32 * 16 + lane // 4
-        column = 2 * (lane % 4)
-
         q_stage, q_phase = Int32(0), Int32(0)
         k_stage, k_phase = Int32(0), Int32(0)
         v_stage, v_phase = Int32(0), Int32(0)
         tile_info = storage.tile.data_ptr()
-        if const_expr(self.config.ordered):
-            if group_index == 0:
-                self.give_turn(self.consumers - 1)
+        if group_index == 0:
+            self.give_turn(self.consumers - 1)
 
         cute.arch.mbarrier_wait(storage.q_full.data_ptr() + q_stage, q_phase)
         working = Boolean(tile_info[0] != 0)
         if working:
             top, total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-            block, open_blocks, kv_len, hidden_0, hidden_1, _ = self.view(storage, q_stage, row)
+            block, open_blocks, kv_len, hidden_0, hidden_1, _ = self.view(storage, q_stage, group_index, causal)
             scores = cute.make_rmem_tensor(wg_qk.partition_shape_C((m, n)), Float32)
             cute.arch.mbarrier_wait(storage.k_full.data_ptr() + k_stage, k_phase)
             self.take_turn(group_index)
@@ -118,7 +113,7 @@ class Compute:
             warpgroup.wait_group(0)
             self.release(storage.k_empty.data_ptr() + k_stage)
             k_stage, k_phase = self.advance(k_stage, k_phase, self.stages)
-            self.mask(scores, (hidden_0, hidden_1), block * n + column)
+            self.mask(scores, (hidden_0, hidden_1), block * n)
             self.weigh(scores, top, total, scale)
             registers.rounded(scores, weights)
             acc.fill(0.0)
@@ -126,18 +121,18 @@ class Compute:
                 # Weights of the first block are there. Those of slots beyond the sequence are 0, but values there may be NaN.
                 if kv_len < (block + 1) * n:
                     cute.arch.mbarrier_wait(storage.v_full.data_ptr() + v_stage, v_phase)
-                    self.clear_beyond(storage, v_stage, kv_len - block * n, thread % 128, group_index)
+                    self.clear_beyond(storage, v_stage, kv_len - block * n, group_index)
                 while block > open_blocks:
                     block -= 1
                     k_stage, k_phase, v_stage, v_phase = self.step(
                         storage, mma_qk, mma_pv, a_q[None, None, None, q_stage], b_k, b_v, weights, acc, top, total, scale,
-                        k_stage, k_phase, v_stage, v_phase, group_index, (hidden_0, hidden_1), block * n + column, True,
+                        k_stage, k_phase, v_stage, v_phase, group_index, (hidden_0, hidden_1), block * n, True,
                     )  # fmt: skip
                 while block > 0:
                     block -= 1
                     k_stage, k_phase, v_stage, v_phase = self.step(
                         storage, mma_qk, mma_pv, a_q[None, None, None, q_stage], b_k, b_v, weights, acc, top, total, scale,
-                        k_stage, k_phase, v_stage, v_phase, group_index, (hidden_0, hidden_1), block * n + column, False,
+                        k_stage, k_phase, v_stage, v_phase, group_index, (hidden_0, hidden_1), block * n, False,
                     )  # fmt: skip
 
                 # The last product with values goes together with the first one with keys of the next tile.
@@ -145,21 +140,21 @@ class Compute:
                 cute.arch.mbarrier_wait(storage.q_full.data_ptr() + next_stage, next_phase)
                 working = Boolean(tile_info[next_stage * 8] != 0)
                 if working:
-                    block, open_blocks, kv_len, hidden_0, hidden_1, narrow = self.view(storage, next_stage, row)
-                    column_0 = block * n + column
+                    block, open_blocks, kv_len, hidden_0, hidden_1, narrow = self.view(storage, next_stage, group_index, causal)
+                    first_key = block * n
                     if narrow:
                         self.turn_over(
-                            storage, o_atom, o_tma, out, lse, sinks, scale, write_lse, mma_half, mma_pv,
+                            storage, o_atom, o_tma, out, lse, sinks, sinks_kind, scale, mma_half, mma_pv,
                             a_q[None, None, None, next_stage], b_half[None, None, None, k_stage], b_v[None, None, None, v_stage],
                             weights, acc, top, total, k_stage, k_phase, v_stage, v_phase, q_stage, group_index,
-                            (hidden_0, hidden_1), column_0, n // 2,
+                            (hidden_0, hidden_1), first_key, n // 2,
                         )  # fmt: skip
                     else:
                         self.turn_over(
-                            storage, o_atom, o_tma, out, lse, sinks, scale, write_lse, mma_qk, mma_pv,
+                            storage, o_atom, o_tma, out, lse, sinks, sinks_kind, scale, mma_qk, mma_pv,
                             a_q[None, None, None, next_stage], b_k[None, None, None, k_stage], b_v[None, None, None, v_stage],
                             weights, acc, top, total, k_stage, k_phase, v_stage, v_phase, q_stage, group_index,
-                            (hidden_0, hidden_1), column_0, n,
+                            (hidden_0, hidden_1), first_key, n,
                         )  # fmt: skip
                     k_stage, k_phase = self.advance(k_stage, k_phase, self.stages)
                     v_stage, v_phase = self.advance(v_stage, v_phase, self.stages)
@@ -167,35 +162,44 @@ class Compute:
             cute.arch.mbarrier_wait(storage.v_full.data_ptr() + v_stage, v_phase)
             self.multiply(mma_pv, acc, weights, b_v[None, None, None, v_stage], False)
             warpgroup.wait_group(0)
-            self.finish(storage, o_atom, o_tma, out, lse, sinks, write_lse, mma_pv, acc, top, total, q_stage, group_index)
+            self.finish(storage, o_atom, o_tma, out, lse, sinks, sinks_kind, mma_pv, acc, top, total, q_stage, group_index)
 
         if const_expr(self.store_by_tma):
             if thread % 128 < 32:
                 cute.arch.cp_async_bulk_wait_group(0)
 
     @cute.jit
-    def view(self, storage, q_stage: Int32, row: Int32):
+    def place(self, group_index: Int32):
+        """This thread's number among the consumers, and the first of its rows of a tile; the other one is 8 below.
+
+        Computed anew wherever it is wanted: what follows from it would cost registers in the loops, which have none to spare.
+        """
+        thread = registers.opaque(cute.arch.thread_idx()[0]) - 128
+        return thread, group_index * 64 + (thread % 128) // 32 * 16 + thread % 32 // 4
+
+    @cute.jit
+    def view(self, storage, q_stage: Int32, group_index: Int32, causal: Int32):
         """What a tile sees.
 
         Returns:
             its last block of keys; how many blocks, from the first on, all its rows see all of; keys of the sequence; the first key
-            that each of this thread's rows does not see; whether nobody sees the second half of the last block.
+            that each of this thread's two rows does not see, counted from its first column; whether nobody sees the second half of
+            the last block.
         """
         tile_info = storage.tile.data_ptr() + q_stage * 8
         q_len, kv_len, position = tile_info[2], tile_info[3], tile_info[4]
-        block = self.blocks(q_len, kv_len, position) - 1
+        thread, row = self.place(group_index)
+        column = 2 * (thread % 4)
+        seen = self.keys_seen(q_len, kv_len, position, causal)
+        block = (seen - 1) // self.block_n
         open_blocks, hidden_0, hidden_1 = kv_len // self.block_n, kv_len, kv_len
-        seen = kv_len
-        if const_expr(self.config.causal):
-            seen = kv_len - q_len + cutlass.min(position + self.positions, q_len)
+        if causal != 0:
             first_hidden = kv_len - q_len + position + 1
             open_blocks = cutlass.max(first_hidden, 0) // self.block_n
             hidden_0 = cutlass.min(first_hidden + row // self.group, kv_len)
             hidden_1 = cutlass.min(first_hidden + (row + 8) // self.group, kv_len)
-        narrow = Boolean(False)
-        if const_expr(self.config.narrow):
-            narrow = seen - block * self.block_n <= self.block_n // 2
-        return block, open_blocks, kv_len, hidden_0, hidden_1, narrow
+        narrow = seen - block * self.block_n <= self.block_n // 2
+        return block, open_blocks, kv_len, hidden_0 - column, hidden_1 - column, narrow
 
     @cute.jit
     def turn_over(
@@ -204,10 +208,10 @@ class Compute:
         o_atom: Optional[cute.CopyAtom],
         o_tma: Optional[cute.Tensor],
         out: cute.Tensor,
-        lse: cute.Tensor,
-        sinks: cute.Tensor,
+        lse: Int64,
+        sinks: Int64,
+        sinks_kind: Int32,
         scale: Float32,
-        write_lse: Int32,
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
         a_q: cute.Tensor,
@@ -224,7 +228,7 @@ class Compute:
         q_stage: Int32,
         group_index: Int32,
         hidden_from: tuple,
-        column: Int32,
+        first_key: Int32,
         columns: cutlass.Constexpr[int],
     ):
         """From a tile to the next: the next one's first scores, and meanwhile the last weighted values of the one before."""
@@ -238,7 +242,7 @@ class Compute:
         warpgroup.wait_group(1)
         self.release(storage.k_empty.data_ptr() + k_stage)
         next_top, next_total = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        self.mask(scores, hidden_from, column)
+        self.mask(scores, hidden_from, first_key)
         self.weigh(scores, next_top, next_total, scale)
         self.settle(acc, Boolean(False), next_total, next_total)
         self.release(storage.v_empty.data_ptr() + v_stage)
@@ -249,24 +253,23 @@ class Compute:
                 weights[i] = self.dtype(0.0)
         else:
             registers.rounded(scores, weights)
-        self.finish(storage, o_atom, o_tma, out, lse, sinks, write_lse, mma_pv, acc, top, total, q_stage, group_index)
+        self.finish(storage, o_atom, o_tma, out, lse, sinks, sinks_kind, mma_pv, acc, top, total, q_stage, group_index)
         for r in cutlass.range_constexpr(2):
             top[r], total[r] = next_top[r], next_total[r]
         acc.fill(0.0)
 
     @cute.jit
     def take_turn(self, group_index: Int32):
-        if const_expr(self.config.ordered):
-            cute.arch.barrier(barrier_id=1 + group_index, number_of_threads=256)
+        """Waits until the warpgroup in front has handed its products to the tensor cores."""
+        cute.arch.barrier(barrier_id=1 + group_index, number_of_threads=256)
 
     @cute.jit
     def give_turn(self, group_index: Int32):
         """Lets the warpgroup behind this one use the tensor cores."""
-        if const_expr(self.config.ordered):
-            behind = group_index + 1
-            if behind == self.consumers:
-                behind = Int32(0)
-            cute.arch.barrier_arrive(barrier_id=1 + behind, number_of_threads=256)
+        behind = group_index + 1
+        if behind == self.consumers:
+            behind = Int32(0)
+        cute.arch.barrier_arrive(barrier_id=1 + behind, number_of_threads=256)
 
     @cute.jit
     def release(self, barrier: cute.Pointer):
@@ -284,9 +287,9 @@ class Compute:
         warpgroup.commit_group()
 
     @cute.jit
-    def mask(self, scores: cute.Tensor, hidden_from: tuple, column: Int32):
+    def mask(self, scores: cute.Tensor, hidden_from: tuple, first_key: Int32):
         for r in cutlass.range_constexpr(2):
-            registers.hide_from(scores, r, hidden_from[r] - column)
+            registers.hide_from(scores, r, hidden_from[r] - first_key)
 
     @cute.jit
     def weigh(self, scores: cute.Tensor, top: cute.Tensor, total: cute.Tensor, scale: Float32):
@@ -316,7 +319,7 @@ class Compute:
         v_phase: Int32,
         group_index: Int32,
         hidden_from: tuple,
-        column: Int32,
+        first_key: Int32,
         masked: cutlass.Constexpr[bool],
     ):
         """One block further: its scores, and meanwhile the weighted values of the block before."""
@@ -330,7 +333,7 @@ class Compute:
         warpgroup.wait_group(1)
         self.release(storage.k_empty.data_ptr() + k_stage)
         if const_expr(masked):
-            self.mask(scores, hidden_from, column)
+            self.mask(scores, hidden_from, first_key)
 
         # The shift need not be the maximum: it is enough that no weight exceeds 2 ** skip.
         maxima = registers.row_maxima(scores)
@@ -344,8 +347,7 @@ class Compute:
                 factor[r] = registers.exp2(top[r] - raised)
                 top[r] = raised
                 total[r] = total[r] * factor[r]
-        by_fma = 0 if masked else self.config.by_fma
-        sums = [registers.exponentials(scores, r, scale, top[r], by_fma) for r in range(2)]
+        sums = [registers.exponentials(scores, r, scale, top[r]) for r in range(2)]
         for r in cutlass.range_constexpr(2):
             total[r] = total[r] + sums[r]
         self.settle(acc, grown, factor, sums)
@@ -369,8 +371,9 @@ class Compute:
         warpgroup.wait_group(0)
 
     @cute.jit
-    def clear_beyond(self, storage, stage: Int32, valid: Int32, thread: Int32, group_index: Int32):
+    def clear_beyond(self, storage, stage: Int32, valid: Int32, group_index: Int32):
         """Zeros in the values of slots from ``valid`` on. Every warpgroup does it for itself, with the same result."""
+        thread = self.place(group_index)[0] % 128
         layout = cute.make_layout(
             (self.block_n, (8, 8), self.halves, self.stages),
             stride=(64, (1, 8), self.block_n * 64, self.block_n * self.head_dim),
@@ -393,9 +396,9 @@ class Compute:
         o_atom: Optional[cute.CopyAtom],
         o_tma: Optional[cute.Tensor],
         out: cute.Tensor,
-        lse: cute.Tensor,
-        sinks: cute.Tensor,
-        write_lse: Int32,
+        lse: Int64,
+        sinks: Int64,
+        sinks_kind: Int32,
         mma_pv: cute.TiledMma,
         acc: cute.Tensor,
         top: cute.Tensor,
@@ -404,23 +407,23 @@ class Compute:
         group_index: Int32,
     ):
         """Divides by the sum of weights, the sink's included, and stores."""
-        thread = registers.opaque(cute.arch.thread_idx()[0]) - 128
-        row = group_index * 64 + (thread % 128) // 32 * 16 + thread % 32 // 4
+        thread, row = self.place(group_index)
         tile_info = storage.tile.data_ptr() + q_stage * 8
         start, q_len, position, head = tile_info[1], tile_info[2], tile_info[4], tile_info[5]
         self.release(storage.q_empty.data_ptr() + q_stage)
         for r in cutlass.range_constexpr(2):
             place = position + (row + 8 * r) // self.group
             query_head = head * self.group + (row + 8 * r) % self.group
-            sink = Float32(sinks[query_head]) * registers.LOG2E
+            sink = registers.sink_of(sinks, sinks_kind, query_head)
             highest = cute.arch.fmax(top[r], sink)
             lowered = registers.exp2(top[r] - highest)
             weight = registers.quad_sum(total[r]) * lowered + registers.exp2(sink - highest)
-            registers.scale_row(acc, r, lowered / weight if weight > 0.0 else Float32(0.0))
-            if write_lse != 0:
+            registers.scale_row(acc, r, Float32(0.0) if weight == 0.0 else lowered / weight)
+            if lse != 0:
                 if place < q_len and row + 8 * r < self.group * self.positions and thread % 4 == 0:
                     value = (highest + cute.math.log2(weight, fastmath=True)) * registers.LN2
-                    lse[start + place, query_head] = value if weight > 0.0 else -Float32.inf
+                    at = Int64(start + place) * out.shape[1] + query_head
+                    cute.make_ptr(Float32, lse, cute.AddressSpace.gmem)[at] = -Float32.inf if weight == 0.0 else value
 
         # This warpgroup's rows of the buffer are its own.
         rounded = cute.make_fragment_like(acc, self.dtype)

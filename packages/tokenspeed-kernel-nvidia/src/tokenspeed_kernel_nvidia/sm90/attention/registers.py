@@ -7,7 +7,7 @@ groups of 8 columns two neighbours c = 0, 1: element ``4 * j + 2 * r + c`` is co
 from __future__ import annotations
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Numeric, cute
+from cutlass import Boolean, Float32, Int32, Int64, Numeric, cute
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -60,38 +60,33 @@ def hide_from(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) ->
 
 
 @cute.jit
-def exp2_by_fma(x: Float32) -> Float32:
-    """2 ** x for x <= 128 with a relative error of 8e-5, on pipes other than that of the special functions.
-
-    Adding 1.5 * 2**23 rounds x to an integer in the low bits. A minimax polynomial is for the rest, the integer for the exponent.
-    """
-    x = cute.arch.fmax(x, Float32(-126.0))
-    shifted = x + 12582912.0
-    rest = x - (shifted - 12582912.0)
-    power = ((0.0551713210960783 * rest + 0.24261054147430508) * rest + 0.6932609855869476) * rest + 0.9999281094142985
-    return ((shifted.bitcast(Int32) << 23) + power.bitcast(Int32)).bitcast(Float32)
-
-
-@cute.jit
-def exponentials(
-    scores: cute.Tensor, row: cutlass.Constexpr[int], scale: Float32, shift: Float32, by_fma: cutlass.Constexpr[int] = 0
-) -> Float32:
-    """Makes ``exp2(score * scale - shift)`` of a row's scores, and returns this thread's sum of them.
-
-    Args:
-        by_fma: 0, or of how many scores one is left to `exp2_by_fma`. Then no score may be -inf.
-    """
+def exponentials(scores: cute.Tensor, row: cutlass.Constexpr[int], scale: Float32, shift: Float32) -> Float32:
+    """Makes ``exp2(score * scale - shift)`` of a row's scores, and returns this thread's sum of them."""
     sums = [Float32(0.0), Float32(0.0)]
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
             at = 4 * j + 2 * row + c
-            exponent = scores[at] * scale - shift
-            if cutlass.const_expr(by_fma > 0 and (2 * j + c) % by_fma == by_fma - 1):
-                scores[at] = exp2_by_fma(exponent)
-            else:
-                scores[at] = exp2(exponent)
+            scores[at] = exp2(scores[at] * scale - shift)
             sums[c] = scores[at] if cutlass.const_expr(j == 0) else sums[c] + scores[at]
     return sums[0] + sums[1]
+
+
+@cute.jit
+def sink_of(sinks: Int64, kind: Int32, head: Int32) -> Float32:
+    """A query head's sink, times log2(e).
+
+    Args:
+        sinks: where they lie.
+        kind: 1 float32, 2 bfloat16, 3 float16; 0 for none, which weigh nothing.
+    """
+    sink = -Float32.inf
+    if kind == 1:
+        sink = cute.make_ptr(Float32, sinks, cute.AddressSpace.gmem)[head] * LOG2E
+    elif kind == 2:
+        sink = cute.make_ptr(cutlass.BFloat16, sinks, cute.AddressSpace.gmem)[head].to(Float32) * LOG2E
+    elif kind == 3:
+        sink = cute.make_ptr(cutlass.Float16, sinks, cute.AddressSpace.gmem)[head].to(Float32) * LOG2E
+    return sink
 
 
 @cute.jit
@@ -126,4 +121,4 @@ def rounded(source: cute.Tensor, target: cute.Tensor) -> None:
 
 
 def type_of(name: str) -> type[Numeric]:
-    return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float32": cutlass.Float32}[name]
+    return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[name]

@@ -1,20 +1,24 @@
-"""Memory that launches leave partial results in, kept from call to call.
+"""Memory that divided launches leave partial results in, and counters of those who have.
 
-Each stream of a device has its own, as kernels of different streams may run at once. Counters are zero before a launch and after
-it. What has been handed out is never freed: a captured graph may still use it. Nothing is allocated while a graph is being captured
-if there has been a call before: each device keeps one more set than it has streams, for a stream that is first seen then.
+Counters are zero before a launch, and it leaves them so. Launches that may run at once must not share any: each stream of a device
+has its own, kept from call to call. A launch that is captured has counters that are never handed out again, as its graph may be
+replayed on any stream; they come from an arena that calls outside of captures provide, so that nothing is zeroed within a graph.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+# Counters of an arena: of about 1000 captured launches on a device of 132 multiprocessors.
+ARENA = 1 << 18
 
-class Scratch(NamedTuple):
+
+@dataclass(frozen=True)
+class Scratch:
     """Scratch memory.
 
     Attributes:
@@ -31,64 +35,72 @@ class Scratch(NamedTuple):
     partial_at: int
     counters_at: int
 
-    def has(self, floats: int, numbers: int) -> bool:
-        return self.floats >= floats and self.numbers >= numbers
-
 
 _of_stream: dict[tuple[int, int], Scratch] = {}
-_spare: dict[int, Scratch] = {}
-_outgrown: list[Scratch] = []
+_arenas: dict[int, list[Tensor]] = {}  # what is left of each
+_low: set[int] = set()  # devices whose arena is nearly used up
+_outgrown: list[Scratch] = []  # memory that a graph might name, or a kernel be using
 _making = threading.Lock()
 
 
 def scratch_of(device: int, stream: int, floats: int, numbers: int) -> Scratch:
-    """Scratch memory of a stream.
+    """Scratch memory for a launch on the current stream.
 
     Args:
         device: PyTorch's number for it.
-        stream: its handle, which is the current stream.
+        stream: the handle of its current stream.
         floats, numbers: how many there must be at least.
     """
+    if _capturing():
+        return _captured(device, floats, numbers)
     found = _of_stream.get((device, stream))
-    if found is not None and found.floats >= floats and found.numbers >= numbers:
-        return found
-    with _making:
-        return _make(device, stream, floats, numbers, found)
-
-
-def _make(
-    device: int,
-    stream: int,
-    floats: int,
-    numbers: int,
-    outgrown: Scratch | None,
-) -> Scratch:
-    spare = _spare.get(device)
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        if spare is None or not spare.has(floats, numbers):
-            return _empty(device, floats, numbers)  # zeroed by each replay, and the graph's alone
-        found = _spare.pop(device)
-    else:
-        if outgrown is not None:
-            floats, numbers = (
-                max(floats, outgrown.floats),
-                max(numbers, outgrown.numbers),
-            )
-        found = _empty(device, floats, numbers)
-        if spare is None or not spare.has(floats, numbers):
-            _spare[device] = _empty(device, floats, numbers)
-            # It is another stream that will use it, perhaps before this one gets here.
-            if torch.cuda.is_available():
-                torch.cuda.current_stream(device).synchronize()
-    if outgrown is not None:
-        _outgrown.append(outgrown)
-    _of_stream[device, stream] = found
+    if found is None or found.floats < floats or found.numbers < numbers or device in _low:
+        with _making:
+            found = _provide(device, stream, floats, numbers)
     return found
 
 
-def _empty(device: int, floats: int, numbers: int) -> Scratch:
-    where = torch.device("cuda", device) if torch.cuda.is_available() else torch.device("cpu")  # the latter for tests
-    numbers = max(numbers, 4096)  # a few more cost nothing, and larger batches then find enough
-    partial = torch.empty(floats, dtype=torch.float32, device=where)
-    counters = torch.zeros(numbers, dtype=torch.int32, device=where)
-    return Scratch(partial, counters, floats, numbers, partial.data_ptr(), counters.data_ptr())
+def _capturing() -> bool:
+    return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+
+def _captured(device: int, floats: int, numbers: int) -> Scratch:
+    # Partial results lie in the graph's own memory, as all that is allocated while it is captured.
+    partial = torch.empty(floats, dtype=torch.float32, device=_where(device))
+    with _making:
+        counters = None
+        for index, left in enumerate(_arenas.get(device, [])):
+            if left.shape[0] >= numbers:
+                counters, _arenas[device][index] = left[:numbers], left[numbers:]
+                break
+        if counters is None or _arenas[device][-1].shape[0] < ARENA // 2:
+            _low.add(device)
+    if counters is None:  # no call has been made before, or too few for all that was captured: each replay zeroes its own
+        counters = torch.zeros(numbers, dtype=torch.int32, device=_where(device))
+        _outgrown.append(_scratch(partial[:0], counters))
+    return _scratch(partial, counters)
+
+
+def _provide(device: int, stream: int, floats: int, numbers: int) -> Scratch:
+    if device in _low or device not in _arenas:
+        _arenas.setdefault(device, []).append(torch.zeros(max(ARENA, numbers), dtype=torch.int32, device=_where(device)))
+        _low.discard(device)
+        if torch.cuda.is_available():  # other streams will use it
+            torch.cuda.current_stream(device).synchronize()
+    found = _of_stream.get((device, stream))
+    if found is None or found.floats < floats or found.numbers < numbers:
+        if found is not None:
+            _outgrown.append(found)
+            floats, numbers = max(floats, found.floats), max(numbers, found.numbers)
+        partial = torch.empty(floats, dtype=torch.float32, device=_where(device))
+        found = _scratch(partial, torch.zeros(numbers, dtype=torch.int32, device=_where(device)))
+        _of_stream[device, stream] = found
+    return found
+
+
+def _scratch(partial: Tensor, counters: Tensor) -> Scratch:
+    return Scratch(partial, counters, partial.shape[0], counters.shape[0], partial.data_ptr(), counters.data_ptr())
+
+
+def _where(device: int) -> torch.device:
+    return torch.device("cuda", device) if torch.cuda.is_available() else torch.device("cpu")  # the latter for tests

@@ -1,0 +1,106 @@
+"""What all launchers have in common, found out without a GPU: programs that are asked for are recorded instead of run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_nvidia import _limits, _programs
+from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill, window
+
+MODULES = (decode, prefill, window)
+# With a program each; others are compiled when they are called.
+RATIOS = (1, 2, 4, 8, 16)
+
+
+def _forget() -> None:
+    for module in MODULES:
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear") and getattr(value, "__module__", None) == module.__name__:
+                value.cache_clear()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any, tuple[Any, ...]]]]:
+    """Programs, configurations and arguments of launches."""
+    found: list[tuple[Any, Any, tuple[Any, ...]]] = []
+
+    def record(program: Any, config: Any) -> Any:
+        return lambda *arguments: found.append((program, config, arguments))
+
+    _forget()
+    monkeypatch.setattr(_programs.Program, "__call__", record)
+    for module in MODULES:
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(prefill, "_counter_of", lambda device: torch.zeros(2, dtype=torch.int32))
+    monkeypatch.setattr(decode, "scratch_of", lambda *_: SimpleNamespace(partial_at=0, counters_at=0))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    yield found
+    _forget()
+
+
+def _calls(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A call of every launcher, short and long."""
+    offsets, lengths = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([30, 4], dtype=torch.int32)
+    q = torch.zeros(4, heads, head_dim, dtype=dtype)
+    k, v = torch.zeros(2, 4, kv_heads, head_dim, dtype=dtype)
+    for windowed in (False, True):
+        module, left = (window, 127) if windowed else (prefill, -1)
+        yield module.mha_prefill, {"q": q, "k": k, "v": v, "cu_seqlens": offsets, "window_left": left}
+        for most in (64, 8192):  # bounds, of what is short and what is long
+            cache = torch.zeros(4, page_size, kv_heads, head_dim, dtype=dtype)
+            table = torch.zeros(2, -(-most // page_size), dtype=torch.int32)
+            paged = {"k_cache": cache, "v_cache": cache.clone(), "page_table": table, "cache_seqlens": lengths, "window_left": left}
+            new = {"cu_seqlens_q": offsets, "cu_seqlens_kv": None, "max_seqlen_q": most, "is_causal": True}
+            yield module.mha_extend_with_kvcache, {"q": q, **paged, **new, "max_seqlen_k": most}
+            for count in {1, 2, _limits.MOST_ROWS // (heads // kv_heads)}:
+                rows = torch.zeros(2 * count, heads, head_dim, dtype=dtype)
+                yield decode.mha_decode_with_kvcache, {"q": rows, **paged, "max_seqlen_k": most, "max_seqlen_q": count}
+
+
+SHAPES = [*itertools.product(RATIOS, _limits.HEAD_DIMS, _limits.PAGE_SIZES, _limits.HALVES)]
+
+
+def test_what_launchers_ask_for_is_compiled_ahead_of_time(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    for (ratio, head_dim, page_size, dtype), kv_heads in itertools.product(SHAPES, (1, 8)):
+        for launcher, arguments in _calls(ratio * kv_heads, kv_heads, head_dim, page_size, dtype):
+            for sinks in (None, torch.bfloat16, torch.float64):
+                given = None if sinks is None else torch.zeros(ratio * kv_heads, dtype=sinks)
+                launcher(**arguments, sinks=given)
+    listed = {program.name: set(program.configs()) for program, _, _ in asked}
+    missing = {f"{program.name} {config}" for program, config, _ in asked if config not in listed[program.name]}
+    assert missing == set()
+    assert len(listed) == len(MODULES)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return flat[1:].view(tensor.shape).copy_(tensor)
+
+
+@pytest.mark.parametrize("layout", [_apart, _shifted], ids=["elements apart", "between multiples of 16 bytes"])
+def test_other_layouts_are_copied(asked: list[tuple[Any, Any, tuple[Any, ...]]], layout: Any) -> None:
+    """Whatever the caller's tensors are like, what programs get has rows at multiples of 16 bytes, and ``out`` comes back."""
+    for launcher, arguments in _calls(16, 2, 64, 16, torch.bfloat16):
+        given = {name: layout(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+        out = layout(torch.zeros_like(arguments["q"]))
+        got, lse = launcher(**given, sinks=layout(torch.zeros(16)), out=out, return_lse=True)
+        assert got is out
+        assert lse.is_contiguous()
+        _, _, handed = asked[-1]
+        halves = [tensor for tensor in handed if isinstance(tensor, Tensor) and tensor.dtype == torch.bfloat16]
+        assert halves
+        for tensor in halves:
+            assert tensor.stride(-1) == 1
+            assert tensor.data_ptr() % 16 == 0
+            assert all(stride % 8 == 0 for stride in tensor.stride()[:-1])
