@@ -11,7 +11,8 @@ of its own, so that caches are cold; the rounds of all contestants alternate. Pe
 
 In the graph a small kernel of PyTorch's stands after each call. Some contestants launch with programmatic dependence, and so would
 begin while the one before still ends if it were a call of their own, as it never is in a model. What that kernel takes, in a graph
-of such kernels alone, is measured at each shape (``between_us``) and subtracted from all times there.
+of such kernels alone, is measured at each shape (``between_us``) and subtracted from all times there. With ``--back-to-back``
+nothing stands there, as in most published figures.
 """
 
 from __future__ import annotations
@@ -68,21 +69,27 @@ _PEER_ERROR, _PEER_ROW_ERROR = 2e-2, 8e-2
 # So many of the kernels between calls stand in the graph that measures them: what starting it takes is nothing among them.
 _BETWEEN = 256
 _BETWEEN_IS = "a small kernel stands after each call, so that calls do not overlap; its own time (between_us) is subtracted"
+_BACK_TO_BACK_IS = "nothing stands between calls: those that launch with programmatic dependence begin while the one before ends"
 
 
 class Between:
     """The kernel that stands after each call in a graph: an ordinary one, on 32 numbers of its own.
 
     Attributes:
-        us: microseconds that it takes, with what the device needs from one kernel to the next.
+        us: microseconds that it takes, with what the device needs from one kernel to the next; None if there is none.
     """
 
-    def __init__(self, device: torch.device, samples: int) -> None:
+    def __init__(self, device: torch.device, samples: int, back_to_back: bool = False) -> None:
+        self.us: float | None = None
+        if back_to_back:
+            return
         self._launch = functools.partial(torch.zeros(32, device=device).add_, 1.0)
         self.us = statistics.median(sample_graph([self._launch] * _BETWEEN, device, budget_s=0.0, fewest=samples, most=samples))
 
     def after(self, call: Call) -> Call:
         """The call, and then this."""
+        if self.us is None:
+            return call
 
         def both() -> None:
             call()
@@ -165,7 +172,7 @@ class Measurement:
         expected_us = statistics.median(self.rounds[0]) if self.rounds else self.alone_us
         times = sample_graph(in_graph, device, expected_us=expected_us, **options)
         self.between_us = between.us
-        self.rounds.append([time_us - between.us for time_us in times])
+        self.rounds.append([time_us - (between.us or 0.0) for time_us in times])
 
     def row(self, cost: Cost) -> dict[str, Any]:
         """A `Row` of the core's reports, and what else is known.
@@ -192,7 +199,14 @@ class Measurement:
 
 
 def measure_shape(
-    shape: Shape, wanted: Iterable[Contestant], device: torch.device, *, rounds: int, fewest: int, budget_s: float
+    shape: Shape,
+    wanted: Iterable[Contestant],
+    device: torch.device,
+    *,
+    rounds: int,
+    fewest: int,
+    budget_s: float,
+    back_to_back: bool = False,
 ) -> list[dict[str, Any]]:
     """Measures contestants at one shape, in rounds: each once, then each again. Returns their rows."""
     op = get_operator(f"attention.{shape.mode}")
@@ -207,7 +221,7 @@ def measure_shape(
     count = max(1, min(most, math.ceil(_TOUCHED / cost.bytes)))
     copies = [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1 if rounds else 0))]
     if rounds:
-        monitor, between = gpu_monitor(device), Between(device, fewest)
+        monitor, between = gpu_monitor(device), Between(device, fewest, back_to_back)
         for _ in range(rounds):
             for each in measurements:
                 each.guarded(functools.partial(each.time, copies, device, between, monitor, fewest, budget_s))
@@ -223,7 +237,9 @@ def times_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     return times
 
 
-def document(rows: Sequence[dict[str, Any]], who: Iterable[Contestant], report: Report) -> dict[str, Any]:
+def document(
+    rows: Sequence[dict[str, Any]], who: Iterable[Contestant], report: Report, *, back_to_back: bool = False
+) -> dict[str, Any]:
     """What is written: a report of the core's with more in it, ``load_report`` reads it. Rows are in the shapes' order."""
     places = {shape.name: place for place, shape in enumerate(SHAPES)}
     errors = {row["case"]: row["relative_error"] for row in rows if row["kernel"] == "ours" and row["relative_error"] is not None}
@@ -231,7 +247,12 @@ def document(rows: Sequence[dict[str, Any]], who: Iterable[Contestant], report: 
     versions = {each.name: each.version for each in who if each.name not in absent}
     ordered = sorted(rows, key=lambda row: places.get(row["case"], len(places)))
     made = report.to_dict()
-    more = {"method": {**made["method"], "between": _BETWEEN_IS}, "rows": ordered, "versions": versions, "absent": absent}
+    more = {
+        "method": {**made["method"], "between": _BACK_TO_BACK_IS if back_to_back else _BETWEEN_IS},
+        "rows": ordered,
+        "versions": versions,
+        "absent": absent,
+    }
     return {**made, **more, "bars": judge(times_of(rows), errors, absent)}
 
 
@@ -284,6 +305,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--contestants", default="", metavar="NAMES", help="separated by commas; all if not given")
     parser.add_argument("--our-modules", action="append", default=[], metavar="OPERATOR=MODULE:FUNCTION", help="see above")
     parser.add_argument("--quick", action="store_true", help="one round of ten, no roofline")
+    parser.add_argument("--back-to-back", action="store_true", help="nothing between calls in a graph")
     parser.add_argument("--check", action="store_true", help="check the outputs, time nothing")
     parser.add_argument("--list", action="store_true", help="print the shapes, measure nothing")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there")
@@ -313,10 +335,10 @@ def main(words: Sequence[str] | None = None) -> None:
     made: dict[str, Any] = {}
     # What takes long comes last, and the file is written after each: whoever stops the program keeps what there is.
     for shape in sorted(shapes, key=_work):
-        found = measure_shape(shape, who, device, rounds=rounds, fewest=fewest, budget_s=budget_s)
+        found = measure_shape(shape, who, device, rounds=rounds, fewest=fewest, budget_s=budget_s, back_to_back=given.back_to_back)
         rows += found
         print(line_of(shape, found), flush=True)
-        made = document(rows, who, report)
+        made = document(rows, who, report, back_to_back=given.back_to_back)
         if given.output is not None:
             write(given.output, made)
         lost = _lost(device)

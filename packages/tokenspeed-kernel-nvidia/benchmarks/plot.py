@@ -86,7 +86,7 @@ def short(name: str, groups: Sequence[str]) -> str:
     rest = name.removeprefix(group).strip()
     if group == groups[0] and "window" not in group:
         return rest
-    return f"{rest}\n{group.removeprefix(groups[0]).removeprefix('window').strip() or group}".replace("head_dim ", "dim ")
+    return f"{rest}\n{group.removeprefix(groups[0]).removeprefix('window').strip() or group}".replace("head_dim ", "d ")
 
 
 def values_of(of_one: Mapping[str, Mapping[str, Any]], what: str) -> dict[str, float]:

@@ -81,7 +81,7 @@ def test_configurations_are_told_apart() -> None:
     assert len(set(map(repr, configs))) == len(configs)
 
 
-@pytest.mark.parametrize("group", _limits.WINDOW_GQA_RATIOS)
+@pytest.mark.parametrize("group", _limits.GQA_RATIOS)
 @pytest.mark.parametrize("page_size", [0, *_limits.PAGE_SIZES])
 def test_what_calls_ask_for_is_compiled_ahead_of_time(page_size: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Config] = []
@@ -93,7 +93,7 @@ def test_what_calls_ask_for_is_compiled_ahead_of_time(page_size: int, group: int
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
-@pytest.mark.parametrize("config", [Config("bfloat16", 64, 8), Config("float16", 128, 5, page_size=32)], ids=str)
+@pytest.mark.parametrize("config", [Config("bfloat16", 64, 8), Config("float16", 128, 4, page_size=32)], ids=str)
 def test_compiles_without_a_gpu(config: Config) -> None:
     prefill.prefill_program.compile(config)
 
@@ -111,7 +111,7 @@ def test_lengths_with_wide_heads(sm90: torch.device, lengths: list[int]) -> None
     _prefill(sm90, lengths, WIDE)
 
 
-@pytest.mark.parametrize("group", [1, 3, 5, 16])
+@pytest.mark.parametrize("group", [1, 2, 4, 16])
 @pytest.mark.parametrize("head_dim", _limits.HEAD_DIMS)
 def test_ratios_of_heads(sm90: torch.device, head_dim: int, group: int) -> None:
     _prefill(sm90, [100, 333, 7], (2 * group, 2, head_dim), FP16, sinks=_sinks(2 * group, sm90, FP16))

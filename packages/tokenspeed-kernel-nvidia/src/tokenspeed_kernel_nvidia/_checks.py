@@ -111,19 +111,28 @@ class Call:
         if q.shape[2] not in _limits.HEAD_DIMS:
             self.fail("head_dim of q", "64 or 128", q.shape[2])
 
-    def heads(self, q: Tensor, kv_heads: int) -> None:
+    def heads(self, q: Tensor, kv_heads: int, ratios: tuple[int, ...] = _limits.GQA_RATIOS) -> None:
         heads = q.shape[1]
-        if not kv_heads or heads % kv_heads or heads // kv_heads not in _limits.GQA_RATIOS:
-            most = max(_limits.GQA_RATIOS)
-            self.fail("heads of q", f"1 to {most} times kv_heads = {kv_heads}", heads)
+        if not kv_heads or heads % kv_heads or heads // kv_heads not in ratios:
+            whole = ratios == tuple(range(ratios[0], ratios[-1] + 1))
+            served = f"{ratios[0]} to {ratios[-1]}" if whole else " or ".join(map(str, ratios))
+            self.fail("heads of q", f"{served} times kv_heads = {kv_heads}", heads)
 
-    def caches(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, cache_seqlens: Tensor) -> None:
-        """Queries, and the keys and values in pages."""
+    def caches(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        page_table: Tensor,
+        cache_seqlens: Tensor,
+        ratios: tuple[int, ...] = _limits.GQA_RATIOS,
+    ) -> None:
+        """Queries, and the keys and values in pages. ``ratios``: of query heads to key heads."""
         self.queries(q)
         self.tensor("k_cache", k_cache, (q.dtype,), "pages, page_size, kv_heads, head_dim", (None, None, None, q.shape[2]))
         self.tensor("v_cache", v_cache, (q.dtype,), "pages, page_size, kv_heads, head_dim", tuple(k_cache.shape))
         _, page_size, kv_heads, _ = k_cache.shape
-        self.heads(q, kv_heads)
+        self.heads(q, kv_heads, ratios)
         if page_size not in _limits.PAGE_SIZES:
             self.fail("page_size of k_cache", " or ".join(map(str, _limits.PAGE_SIZES)), page_size)
         self.tensor("cache_seqlens", cache_seqlens, (torch.int32,), "batch", (None,))
@@ -135,16 +144,11 @@ class Call:
         if not value.shape[0]:
             self.fail(argument, "of shape [batch + 1]", "[0]")
 
-    def window(self, window_left: int, q: Tensor, kv_heads: int) -> None:
-        """A window that the window kernels serve, or none. Call it when heads are checked."""
+    def window(self, window_left: int) -> None:
+        """A window that the window kernels serve, or none."""
         integer(self.function, "window_left", window_left, -1)
-        if window_left < 0:
-            return
         if window_left > _limits.LONGEST_WINDOW:
             self.fail("window_left", f"-1 for all, or at most {_limits.LONGEST_WINDOW}", window_left)
-        if q.shape[1] // kv_heads not in _limits.WINDOW_GQA_RATIOS:
-            ratios = " or ".join(map(str, _limits.WINDOW_GQA_RATIOS))
-            self.fail("heads of q", f"{ratios} times kv_heads = {kv_heads} where there is a window", q.shape[1])
 
     def options(self, q: Tensor, logit_cap: float, sinks: Tensor | None, softmax_scale: float | None, out: Tensor | None) -> None:
         """What is left of every attention."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from tokenspeed_kernel_nvidia import _limits
 from tokenspeed_kernel_nvidia._checks import Call, facts, has_passed, integer, longest, pass_on
 from tokenspeed_kernel_nvidia._machine import require_sm90
 from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill, window
@@ -70,7 +71,7 @@ def mha_prefill(
         check.tensor("v", v, (q.dtype,), "tokens, kv_heads, head_dim", tuple(k.shape))
         check.heads(q, k.shape[1])
         check.offsets("cu_seqlens", cu_seqlens)
-        check.window(window_left, q, k.shape[1])
+        check.window(window_left)
         check.options(q, logit_cap, sinks, softmax_scale, out)
     if max_seqlen is not None:
         integer("mha_prefill", "max_seqlen", max_seqlen, 0)
@@ -136,7 +137,7 @@ def mha_extend_with_kvcache(
         if not is_causal and window_left >= 0:
             check.fail("is_causal", "True where there is a window", is_causal)
         check.unscaled(q_scale, k_scale, v_scale)
-        check.window(window_left, q, k_cache.shape[2])
+        check.window(window_left)
         check.options(q, logit_cap, sinks, softmax_scale, out)
     integer("mha_extend_with_kvcache", "max_seqlen_q", max_seqlen_q, 0)
     longest("mha_extend_with_kvcache", max_seqlen_k, page_table, k_cache.shape[1])
@@ -190,7 +191,7 @@ def mha_decode_with_kvcache(
     known = has_passed(call)
     if not known:
         check = Call("mha_decode_with_kvcache", q)
-        check.caches(q, k_cache, v_cache, page_table, cache_seqlens)
+        check.caches(q, k_cache, v_cache, page_table, cache_seqlens, _limits.DECODE_GQA_RATIOS)
         check.rows(max_seqlen_q, q, k_cache.shape[2], cache_seqlens.shape[0])
         check.unscaled(q_scale, k_scale, v_scale)
         integer("mha_decode_with_kvcache", "window_left", window_left, -1)
