@@ -41,12 +41,14 @@ class _Kernel:
         module: the last part of the name of the module that has a function of the operator's name.
         roles: the operator's formats, which all have one dtype.
         traits: constraints by trait, besides those of every kernel here.
+        priority: among all kernels.
     """
 
     mode: str
     module: str
     roles: tuple[str, ...]
     traits: Mapping[str, Any]
+    priority: int = Priority.SPECIALIZED
 
     @property
     def implementation(self) -> str:
@@ -57,9 +59,10 @@ _EVERY = {"gqa_ratio": set(_limits.GQA_RATIOS), "return_lse": any, "sinks": any}
 _RAGGED = ("q", "k", "v")
 _PAGED = ("q", "k_cache", "v_cache")
 _PAGES = {"page_size": set(_limits.PAGE_SIZES)}
-# In a CUDA graph, with one new token, the portable kernel is as quick or quicker (benchmarks/h200.json: by 0 to 2.7 us); called as
-# it is, it holds the host up for 110 us and more, and this one for 17.
-_DECODE = {**_PAGES, "sliding_window": any, "multi_query": any}
+_DECODE = {**_PAGES, "sliding_window": any}
+# With one new token the portable kernel is as quick in a CUDA graph, or quicker, by 6.5 us at most (benchmarks/h200.json). Outside
+# of a graph its launches hold the host up for 110 us and more, and ours for 17; who decodes so asks for the solution.
+_BELOW_PORTABLE = Priority.PORTABLE - 1
 # Only where there is a window, and it is short enough.
 _WINDOW = {
     "sliding_window": {True},
@@ -67,9 +70,9 @@ _WINDOW = {
 }
 
 
-def _rows(least: int, most: int) -> dict[str, Any]:
-    """As many query heads a key head, and as many new tokens as there are rows for."""
-    return {"gqa_ratio": between(least, most), "new_tokens": at_most(_limits.MOST_ROWS // most)}
+def _several(least: int, most: int) -> dict[str, Any]:
+    """More than one new token: as many query heads a key head, and as many tokens as there are rows for."""
+    return {**_DECODE, "multi_query": {True}, "gqa_ratio": between(least, most), "new_tokens": at_most(_limits.MOST_ROWS // most)}
 
 
 # By name.
@@ -80,8 +83,11 @@ _KERNELS = {
     "mha_extend_with_kvcache_window": _Kernel(
         "mha_extend_with_kvcache", "window", _PAGED, {**_PAGES, **_WINDOW, "is_causal": {True}}
     ),
-    "mha_decode_with_kvcache": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, {**_DECODE, **_rows(1, 8)}),
-    "mha_decode_with_kvcache_wide": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, {**_DECODE, **_rows(9, 16)}),
+    "mha_decode_with_kvcache": _Kernel(
+        "mha_decode_with_kvcache", "decode", _PAGED, {**_DECODE, "gqa_ratio": between(1, 16)}, _BELOW_PORTABLE
+    ),
+    "mha_decode_with_kvcache_several": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, _several(1, 8)),
+    "mha_decode_with_kvcache_several_wide": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, _several(9, 16)),
 }
 
 
@@ -110,7 +116,7 @@ def register() -> None:
                 capability=_HOPPER,
                 signatures=_signatures(kernel.roles),
                 traits={"head_dim": width, "v_head_dim": width, **_EVERY, **kernel.traits},
-                priority=Priority.SPECIALIZED,
+                priority=kernel.priority,
                 tags={"determinism"},
             )(kernel.implementation)
     for other in DECLARATIONS:

@@ -41,7 +41,7 @@ _XQA = (((9, 0), (9, 0)), ((12, 0), (12, 1)))
 # On sm_90 XQA is below the portable kernels, which are faster wherever both were measured. On an H200, 64 query and 8 key heads of
 # 64, pages of 64, sinks, in a graph, microseconds: 13.0 where the portable one takes 7.3 (1 x 1024 tokens), 79.4 and 74.3
 # (16 x 8192), 171 and 138 (256 x 1024), 32.4 and 8.7 (64 x 8192 in a window of 128). On sm_120 nothing was measured.
-_XQA_PRIORITY_SM90 = 3
+_XQA_PRIORITY_SM90 = 2
 
 
 def _prefill() -> list[Declaration]:
