@@ -29,7 +29,9 @@ CONSUMERS = 4  # warps that compute; one more loads
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
 OTHER_BYTES = 3072  # of a CTA, besides tiles and results: 1024 that the system takes, and 1024 to begin at a multiple of that
 ROWS = (8, 16, 32, 64)  # query rows of a key head that programs are made for
+PIECES = 16  # partial results of a sequence that are merged at once
 FEW = 2048  # keys of all sequences together that are little work
+MANY = 400  # key heads of all sequences: a CTA for four of them keeps three quarters of the multiprocessors busy
 WHOLE = 256  # keys of a sequence that are not worth dividing
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -48,6 +50,7 @@ class Config:
         split: whether sequences are divided among groups.
         block: keys of a tile.
         resident: CTAs that share a multiprocessor.
+        heads: key heads of a CTA: one, whose tiles its warps take in turn, or as many as there are warps.
     """
 
     dtype: str
@@ -57,6 +60,7 @@ class Config:
     split: bool
     block: int
     resident: int
+    heads: int = 1
 
     @property
     def row_warps(self) -> int:
@@ -66,18 +70,30 @@ class Config:
     @property
     def parts(self) -> int:
         """Warps with results of the same rows, from different tiles."""
-        return CONSUMERS // self.row_warps
+        return CONSUMERS // self.releases
+
+    @property
+    def releases(self) -> int:
+        """Warps that look at a tile."""
+        return self.row_warps * self.heads
 
     @property
     def merge_floats(self) -> int:
-        """Shared memory for what warps have found."""
+        """Shared memory for what warps have found, where they share a key head."""
+        if self.heads > 1:
+            return 4
         return self.parts * self.rows * (self.head_dim + 8)
+
+    @property
+    def stage_numbers(self) -> int:
+        """Keys and values of a tile, in numbers."""
+        return 2 * self.heads * self.block * self.head_dim
 
     @property
     def stages(self) -> int:
         """Tiles on their way. A multiple of the parts, so that a warp meets every phase of the barriers that it waits for."""
         room = SHARED_BYTES // self.resident - OTHER_BYTES - 4 * self.merge_floats
-        return room // (4 * self.block * self.head_dim) // self.parts * self.parts
+        return room // (2 * self.stage_numbers) // self.parts * self.parts
 
 
 def _tiles(head_dim: int, rows: int, split: bool) -> list[tuple[int, int]]:
@@ -97,15 +113,32 @@ def _tiles(head_dim: int, rows: int, split: bool) -> list[tuple[int, int]]:
     return [(64, 2), (16, 2)]
 
 
+def _tile_of_heads(head_dim: int, rows: int) -> tuple[int, int] | None:
+    """The same of the program with a key head for each warp; None where a warp has no room for all rows."""
+    if rows * head_dim > 2048:
+        return None
+    return (32, 2) if head_dim == 64 and rows <= 16 else (16, 2)  # what registers and shared memory allow
+
+
 def every_config() -> list[Config]:
     """All that is served."""
-    return [
-        Config(dtype, head_dim, box, rows, split, block, resident)
-        for dtype in DTYPES.values()
+    tiles = [
+        (head_dim, rows, split, block, resident, 1)
         for head_dim in _limits.HEAD_DIMS
         for rows in ROWS
         for split in (True, False)
         for block, resident in _tiles(head_dim, rows, split)
+    ]
+    tiles += [
+        (head_dim, rows, False, *tile, CONSUMERS)
+        for head_dim in _limits.HEAD_DIMS
+        for rows in ROWS
+        if (tile := _tile_of_heads(head_dim, rows)) is not None
+    ]
+    return [
+        Config(dtype, head_dim, box, rows, split, block, resident, heads)
+        for dtype in DTYPES.values()
+        for head_dim, rows, split, block, resident, heads in tiles
         for box in sorted({min(block, page_size) for page_size in _limits.PAGE_SIZES})
     ]
 
@@ -119,15 +152,32 @@ def decode_program(config: Config) -> tuple[Any, list[Any]]:
 
 @functools.cache
 def _program_of(
-    dtype: torch.dtype, head_dim: int, page_size: int, heads: int, kv_heads: int, q_len: int, split: bool, few: bool, device: int
+    dtype: torch.dtype,
+    head_dim: int,
+    page_size: int,
+    heads: int,
+    kv_heads: int,
+    q_len: int,
+    split: bool,
+    few: bool,
+    many: bool,
+    device: int,
 ) -> tuple[Callable[..., Any], int, int, int, int]:
-    """The program, groups, floats of partial results, query heads a key head, and the logarithm of page_size."""
+    """The program, groups, floats of partial results, query heads a key head, and the logarithm of page_size.
+
+    Args:
+        few: whether all sequences together have few keys.
+        many: whether there are many sequences.
+    """
     ratio = heads // kv_heads
     rows = next(rows for rows in ROWS if rows >= ratio * q_len)
     tiles = _tiles(head_dim, rows, split)
     block, resident = tiles[-1 if few else 0]
-    groups = max(1, resident * multiprocessors(device) // kv_heads)
-    config = Config(DTYPES[dtype], head_dim, min(block, page_size), rows, split, block, resident)
+    each, of_heads = 1, _tile_of_heads(head_dim, rows)
+    if many and not split and kv_heads % CONSUMERS == 0 and of_heads is not None:
+        each, (block, resident) = CONSUMERS, of_heads
+    groups = max(1, resident * multiprocessors(device) * each // kv_heads)
+    config = Config(DTYPES[dtype], head_dim, min(block, page_size), rows, split, block, resident, each)
     floats = 2 * groups * kv_heads * rows * (head_dim + 2)
     return decode_program(config), groups, floats, ratio, page_size.bit_length() - 1
 
@@ -184,13 +234,24 @@ def mha_decode_with_kvcache(
         batch = tokens // max_seqlen_q
         shown = max_seqlen_k if window_left < 0 else min(max_seqlen_k, window_left + max_seqlen_q)
         launch, groups, floats, ratio, page_shift = _program_of(
-            q.dtype, head_dim, page_size, heads, kv_heads, max_seqlen_q, shown > WHOLE, batch * shown < FEW, device
+            q.dtype,
+            head_dim,
+            page_size,
+            heads,
+            kv_heads,
+            max_seqlen_q,
+            shown > WHOLE,
+            batch * shown < FEW,
+            batch * kv_heads >= MANY,
+            device,
         )
         scratch = None  # kept until the launch
         partial_at = counters_at = 0
         if shown > WHOLE:
             scratch = scratch_of(device, torch._C._cuda_getCurrentRawStream(device), floats, groups * kv_heads)
             partial_at, counters_at = scratch.partial_at, scratch.counters_at
+            if groups > PIECES * batch:  # a CTA a multiprocessor, rather than more to merge
+                groups = max(PIECES * batch, groups // 2)
         elif groups > batch:
             groups = batch
         sinks_at = sinks_kind = 0

@@ -11,6 +11,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode import CONSUMERS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.decode_instructions import load_int
 from tokenspeed_kernel_nvidia.sm90.attention.decode_warps import (
     DONE,
     LEFT,
@@ -22,13 +23,14 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_warps import (
     Call,
     Rows,
     Warps,
-    load_int,
 )
 
 LOADER = CONSUMERS  # the warp that loads
+SCOUT = 0  # the warp that looks ahead before it computes
 AT_ONCE = 8  # lengths that a lane looks at together
-FORESIGHT = True  # whether the first keys go to the L2 cache while the kernel before may still be running
-EVICT_FIRST = 0x12F0000000000000  # the cache policy of what is read once
+AHEAD = 2  # sequences of a CTA that it looks ahead
+MOST_AHEAD = 256  # keys of each
+INITIALISED = 3  # the named barrier of these two
 
 
 class Decode(Warps):
@@ -64,23 +66,25 @@ class Decode(Warps):
         scale: Float32,
         stream: cuda.CUstream,
     ):
-        box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, cute.make_layout((self.box, 64), stride=(64, 1)))
+        tiler = (self.box, 64, self.heads)
+        box = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, cute.make_layout(tiler, stride=(64, 1, self.box * 64)))
         load = cpasync.CopyBulkTensorTileG2SOp()
         k = cute.make_tensor(k_cache.iterator, cute.select(k_cache.layout, mode=[1, 3, 2, 0]))
         v = cute.make_tensor(v_cache.iterator, cute.select(v_cache.layout, mode=[1, 3, 2, 0]))
-        k_load, k_boxes = cpasync.make_tiled_tma_atom(load, k, box, (self.box, 64))
-        v_load, v_boxes = cpasync.make_tiled_tma_atom(load, v, box, (self.box, 64))
+        k_load, k_boxes = cpasync.make_tiled_tma_atom(load, k, box, tiler)
+        v_load, v_boxes = cpasync.make_tiled_tma_atom(load, v, box, tiler)
         kv_heads = k_cache.shape[2]
 
         @cute.struct
         class Storage:
             full: cute.struct.MemRange[Int64, self.stages]
             empty: cute.struct.MemRange[Int64, self.stages]
+            begun: cute.struct.MemRange[Int64, 1]
             plan: cute.struct.MemRange[Int32, 8]
             sums: cute.struct.MemRange[Float32, 2 * self.parts * self.rows]
             sinks: cute.struct.MemRange[Float32, self.rows]
             results: cute.struct.Align[cute.struct.MemRange[Float32, self.config.merge_floats], 16]
-            tiles: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * 2 * self.block * self.head_dim], 1024]
+            tiles: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * self.config.stage_numbers], 1024]
 
         self.storage = Storage
         self.kernel(
@@ -88,7 +92,8 @@ class Decode(Warps):
             cache_seqlens, batch, partial, counters, lse, sinks, sinks_kind, q_len, ratio, kv_heads, capacity, window_left, groups,
             page_shift, scale,
         ).launch(
-            grid=(kv_heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=self.config.resident,
+            grid=(kv_heads // self.heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True,
+            min_blocks_per_mp=self.config.resident,
             preferred_smem_carveout=100,
         )  # fmt: skip
 
@@ -130,46 +135,59 @@ class Decode(Warps):
         call = Call(
             Rows(q, q_token, q_head), Rows(out, out_token, out_head), page_table, table_row, table_page, cache_seqlens, batch,
             partial, counters, lse, sinks, sinks_kind, q_len, ratio, kv_heads, capacity,
-            window_left, groups, page_shift, scale, group, head, storage.full.data_ptr(), storage.empty.data_ptr(),
+            window_left, groups, page_shift, scale, group, head * self.heads, storage.full.data_ptr(), storage.empty.data_ptr(),
             storage.plan.data_ptr(), storage.sums.data_ptr(), storage.results.data_ptr(), storage.sinks.data_ptr(),
             storage.tiles.data_ptr(),
         )  # fmt: skip
-        likely, likely_page, likely_length = Int32(0), Int32(0), Int32(0)
+        begun = storage.begun.data_ptr()
         if warp == LOADER:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(call.full + stage, 1)
-                    cute.arch.mbarrier_init(call.empty + stage, self.row_warps)
+                    cute.arch.mbarrier_init(call.empty + stage, self.config.releases)
+                cute.arch.mbarrier_init(begun, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
+            if cutlass.const_expr(not self.config.split):
+                cute.arch.barrier_arrive(barrier_id=INITIALISED, number_of_threads=64)
             cpasync.prefetch_descriptor(k_load)
             cpasync.prefetch_descriptor(v_load)
-            if cutlass.const_expr(FORESIGHT):
-                likely, likely_page, likely_length = self.foresee(call, k_load, k_boxes, v_load, v_boxes)
         else:
             self.touch(call)
+            if cutlass.const_expr(not self.config.split):
+                if warp == SCOUT:
+                    cute.arch.barrier(barrier_id=INITIALISED, number_of_threads=64)
+                    self.foresee(call, begun, k_load, k_boxes, v_load, v_boxes)
         # Whatever ran before may have written what is read here; what runs next may begin once there is room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp == LOADER:
-            self.load(call, k_load, k_boxes, v_load, v_boxes, likely, likely_page, likely_length)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(begun)
+            self.load(call, k_load, k_boxes, v_load, v_boxes)
         else:
             self.consume(call)
 
     @cute.jit
-    def divide(self, call: Call, early: cutlass.Constexpr[bool] = False):
-        """Finds the share of this CTA's group, by one warp: the sequence that it begins in, the tile there, and how many tiles.
+    def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
+        """Finds the share of this CTA's group, by one warp.
 
         All sequences' tiles, one after another, are cut into as many equal ranges as there are groups. A group has a CTA for
-        each key head. Fourth is the length of a range.
+        each key head.
+
+        Args:
+            at_once: how many lengths a lane looks at together.
+
+        Returns:
+            The sequence that the range begins in, that sequence's length, the tile there, how many tiles, and how many a range has.
         """
         lane = cute.arch.lane_idx()
-        batch = call.batch
-        rounds = (batch + 32 * AT_ONCE - 1) // (32 * AT_ONCE)
+        lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))
+        rounds = (call.batch + 32 * at_once - 1) // (32 * at_once)
         total = Int32(0)
-        for step in cutlass.range(rounds, unroll=1):
-            some, _ = self.tiles_of(call, step, early)
-            total += cute.arch.warp_redux_sync(some, "add")
+        # Backwards, as the search below begins with the first.
+        for back in cutlass.range(rounds, unroll=1):
+            total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
         share = (total + call.groups - 1) // call.groups
         if cutlass.const_expr(self.block == 16):  # a tile for each warp
             share = (share + self.parts - 1) // self.parts * self.parts
@@ -177,63 +195,60 @@ class Decode(Warps):
         before = Int32(0)
         found = Int32(-1)
         offset = Int32(0)
+        length = Int32(0)
         step = Int32(0)
         while found < 0 and step < rounds and start < total:
-            some, counts = self.tiles_of(call, step, early)
+            some = Int32(0)
+            for each in cutlass.range_constexpr(at_once):
+                some += counts[each]
             ends = some
             for power in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(ends, 1 << power)
                 ends += cutlass.select_(lane >= (1 << power), other, Int32(0))
             running = before + ends - some
             mine = Int32(-1)
-            for each in cutlass.range_constexpr(AT_ONCE):
+            for each in cutlass.range_constexpr(at_once):
                 if running <= start < running + counts[each]:
-                    mine = (step * 32 + lane) * AT_ONCE + each
+                    mine = (step * 32 + lane) * at_once + each
                     offset = start - running
+                    length = lengths[each]
                 running += counts[each]
             found = cute.arch.warp_redux_sync(mine, "max")
             offset = cute.arch.warp_redux_sync(offset, "max")
+            length = cute.arch.warp_redux_sync(length, "max")
             before += cute.arch.shuffle_sync(ends, 31)
             step += 1
-        return cutlass.max(found, 0), offset, cutlass.max(cutlass.min(share, total - start), 0), share
+            if found < 0 and step < rounds:
+                self.tiles_of(call, step, at_once, lengths, counts)
+        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(share, total - start), 0), share
 
     @cute.jit
-    def tiles_of(self, call: Call, step: Int32, early: cutlass.Constexpr[bool]):
-        """Tiles of a lane's next sequences together, and of each."""
-        batch = call.batch
-        counts = []
+    def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
+        """A lane's next sequences: their lengths and tiles. Returns how many tiles there are together."""
         some = Int32(0)
-        for each in cutlass.range_constexpr(AT_ONCE):
-            sequence = (step * 32 + cute.arch.lane_idx()) * AT_ONCE + each
-            _, _, count = self.shown(call, self.length_of(call, sequence, early))
-            counts.append(cutlass.select_(sequence < batch, count, Int32(0)))
+        for each in cutlass.range_constexpr(at_once):
+            sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
+            lengths[each] = self.length_of(call, sequence)
+            _, _, count = self.shown(call, lengths[each])
+            counts[each] = cutlass.select_(sequence < call.batch, count, Int32(0))
             some += counts[each]
-        return some, counts
+        return some
 
     @cute.jit
-    def load(
-        self,
-        call: Call,
-        k_load: cute.CopyAtom,
-        k_boxes: cute.Tensor,
-        v_load: cute.CopyAtom,
-        v_boxes: cute.Tensor,
-        likely: Int32,
-        likely_page: Int32,
-        likely_length: Int32,
-    ):
-        """Fills the ring of tiles. Lengths and numbers of pages are looked up a sequence ahead.
-
-        The first numbers of pages are asked for together with the lengths, for what it will ``likely`` be.
-        """
+    def load(self, call: Call, k_load: cute.CopyAtom, k_boxes: cute.Tensor, v_load: cute.CopyAtom, v_boxes: cute.Tensor):
+        """Fills the ring of tiles. Lengths and numbers of pages are looked up a sequence ahead."""
         lane = cute.arch.lane_idx()
         shift = call.page_shift
-        numbers = self.pages_from(call, likely, likely_page, likely_length)
         step = Int32(1)
         if cutlass.const_expr(self.config.split):
-            sequence, offset, left, share = self.divide(call)
+            sequence, length, offset, left, share = [Int32(0)] * 5
+            if call.batch <= 32:  # less code, and that is what takes time here
+                sequence, length, offset, left, share = self.divide(call, 1)
+            else:
+                sequence, length, offset, left, share = self.divide(call, AT_ONCE)
         else:
             sequence, offset, share, step = call.group, Int32(0), Int32(0), call.groups
+            length = self.length_of(call, sequence)
             left = (call.batch - call.group + call.groups - 1) // call.groups
         if lane == 0:
             call.plan[SEQUENCE] = sequence
@@ -244,18 +259,16 @@ class Decode(Warps):
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=THREADS)
         k_to, k_from = self.partition(call, k_load, k_boxes, 0)
-        v_to, v_from = self.partition(call, v_load, v_boxes, self.block * self.head_dim)
-        policy = Int64(EVICT_FIRST)
+        v_to, v_from = self.partition(call, v_load, v_boxes, self.config.stage_numbers // 2)
 
+        box_bytes = 4 * self.heads * self.box * self.head_dim
         at = Int32(0)
-        length = self.length_of(call, sequence)
         next_length = self.length_of(call, sequence + step)
         low, first, count = self.shown(call, length)
         first += offset
         count -= offset
         named = (first * self.block) >> shift
-        if sequence != likely or named != likely_page or length != likely_length:
-            numbers = self.pages_from(call, sequence, named, length)
+        numbers = self.pages_from(call, sequence, named, length)
         while left > 0:
             later_length = self.length_of(call, sequence + 2 * step)
             next_low, next_first, next_count = self.shown(call, next_length)
@@ -276,57 +289,57 @@ class Decode(Warps):
                 end = cutlass.max(cutlass.min((length - start + self.box - 1) // self.box, self.boxes), begin)
                 cute.arch.mbarrier_wait(call.empty + stage, (at // self.stages + 1) % 2)
                 if lane == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(call.full + stage, (end - begin) * (4 * self.box * self.head_dim))
+                    cute.arch.mbarrier_arrive_and_expect_tx(call.full + stage, (end - begin) * box_bytes)
                 for each in cutlass.range_constexpr(self.boxes):
                     position = start + each * self.box
                     page = cute.arch.shuffle_sync(numbers, (position >> shift) - named)
                     slot = (position - (position >> shift << shift)) // self.box
                     if begin <= each < end:
                         for half in cutlass.range_constexpr(self.halves):
-                            cute.copy(
-                                k_load, k_from[None, slot, half, page], k_to[None, each, half, stage],
-                                tma_bar_ptr=call.full + stage, cache_policy=policy,
-                            )  # fmt: skip
-                            cute.copy(
-                                v_load, v_from[None, slot, half, page], v_to[None, each, half, stage],
-                                tma_bar_ptr=call.full + stage, cache_policy=policy,
-                            )  # fmt: skip
+                            full = call.full + stage
+                            cute.copy(k_load, k_from[None, slot, half, page], k_to[None, each, half, stage], tma_bar_ptr=full)
+                            cute.copy(v_load, v_from[None, slot, half, page], v_to[None, each, half, stage], tma_bar_ptr=full)
                 at += 1
             sequence += step
             length, low, first, count, named, numbers = next_length, next_low, next_first, next_count, next_named, next_numbers
             next_length = later_length
 
     @cute.jit
-    def foresee(self, call: Call, k_load: cute.CopyAtom, k_boxes: cute.Tensor, v_load: cute.CopyAtom, v_boxes: cute.Tensor):
-        """Brings what this CTA will probably load first to the L2 cache, while the kernel before may still be running.
+    def foresee(
+        self,
+        call: Call,
+        begun: cute.Pointer,
+        k_load: cute.CopyAtom,
+        k_boxes: cute.Tensor,
+        v_load: cute.CopyAtom,
+        v_boxes: cute.Tensor,
+    ):
+        """Brings what this CTA will probably load first to the L2 cache, until the kernel before has ended.
 
         That kernel may be writing all that is read here, so what is found is good for guesses only. Whatever numbers of pages are
-        found, the copy engine leaves out what is not in the cache. Returns the likely first sequence, entry of its page table, and
-        its length.
+        found, the copy engine leaves out what is not in the cache.
         """
         shift = call.page_shift
-        sequence, offset, count = call.group, Int32(0), Int32(self.stages)
-        if cutlass.const_expr(self.config.split):
-            count = Int32(0)
-            if call.batch <= 32 * AT_ONCE:
-                sequence, offset, count, _ = self.divide(call, True)
-        length = self.length_of(call, sequence, True)
-        low, first, whole = self.shown(call, length)
-        count = cutlass.min(cutlass.min(count, whole - offset), self.stages)
-        first += offset
-        named = (first * self.block) >> shift
-        numbers = self.pages_from(call, sequence, named, length, True)
         _, k_from = self.partition(call, k_load, k_boxes, 0)
         _, v_from = self.partition(call, v_load, v_boxes, 0)
-        for box in cutlass.range(count * self.boxes, unroll=1):
-            position = first * self.block + box * self.box
-            page = cute.arch.shuffle_sync(numbers, (position >> shift) - named)
-            slot = (position - (position >> shift << shift)) // self.box
-            if position + self.box > low and position < length:
-                for half in cutlass.range_constexpr(self.halves):
-                    cute.prefetch(k_load, k_from[None, slot, half, page])
-                    cute.prefetch(v_load, v_from[None, slot, half, page])
-        return sequence, named, length
+        sequence = call.group
+        while sequence < call.batch and sequence < AHEAD * call.groups:
+            length = self.length_of(call, sequence, True)
+            low, first, count = self.shown(call, length)
+            named = (first * self.block) >> shift
+            numbers = self.pages_from(call, sequence, named, length, True)
+            boxes = cutlass.min(count, MOST_AHEAD // self.block) * self.boxes
+            box = Int32(0)
+            while box < boxes and not cute.arch.vote_any_sync(cute.arch.mbarrier_test_wait(begun, 0)):
+                position = first * self.block + box * self.box
+                page = cute.arch.shuffle_sync(numbers, (position >> shift) - named)
+                slot = (position - (position >> shift << shift)) // self.box
+                if position + self.box > low and position < length:
+                    for half in cutlass.range_constexpr(self.halves):
+                        cute.prefetch(k_load, k_from[None, slot, half, page])
+                        cute.prefetch(v_load, v_from[None, slot, half, page])
+                box += 1
+            sequence += call.groups
 
     @cute.jit
     def pages_from(self, call: Call, sequence: Int32, named: Int32, length: Int32, early: cutlass.Constexpr[bool] = False):
@@ -340,15 +353,16 @@ class Decode(Warps):
 
     @cute.jit
     def partition(self, call: Call, load: cute.CopyAtom, boxes: cute.Tensor, first: cutlass.Constexpr[int]):
-        """Boxes in the ring, whose tiles begin ``first`` elements into a stage, and boxes of this CTA's key head in a cache."""
+        """Boxes in the ring, whose tiles begin ``first`` elements into a stage, and boxes of this CTA's key heads in a cache."""
+        row = self.heads * 64
         layout = cute.make_layout(
-            (self.box, 64, self.boxes, self.halves, self.stages),
-            stride=(64, 1, self.box * 64, self.block * 64, 2 * self.block * self.head_dim),
+            (self.box, 64, self.heads, self.boxes, self.halves, self.stages),
+            stride=(64, 1, self.box * 64, self.box * row, self.block * row, self.config.stage_numbers),
         )
         tiles = cute.recast_ptr(call.tiles, swizzle_=cute.make_swizzle(3, 4, 3), dtype=self.dtype) + first
-        source = cute.local_tile(boxes[None, None, call.head, None], (self.box, 64), (None, None, None))
-        target = cute.group_modes(cute.make_tensor(tiles, layout), 0, 2)
-        return cpasync.tma_partition(load, 0, cute.make_layout(1), target, cute.group_modes(source, 0, 2))
+        source = cute.local_tile(boxes, (self.box, 64, self.heads), (None, None, call.head // self.heads, None))
+        target = cute.group_modes(cute.make_tensor(tiles, layout), 0, 3)
+        return cpasync.tma_partition(load, 0, cute.make_layout(1), target, cute.group_modes(source, 0, 3))
 
 
 def host(config: Config) -> Any:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.decode import CONSUMERS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.decode import CONSUMERS, PIECES, Config
+from tokenspeed_kernel_nvidia.sm90.attention.decode_instructions import (
+    exp2,
+    here,
+    larger,
+    ldmatrix,
+    load_floats,
+    load_int,
+    mma,
+    pack,
+    store_floats,
+    touch_line,
+)
 
 THREADS = 32 * (CONSUMERS + 1)
 MERGERS = 32 * CONSUMERS
@@ -69,72 +80,6 @@ class Call:
     tiles: cute.Pointer
 
 
-# -- instructions ----------------------------------------------------------------------------------------------------------------
-
-
-def mma(kind: str, c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> Any:
-    """``c + a @ b``, of 16 x 16 and 16 x 8."""
-    return cute.arch.inline_ptx(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *c],
-    )
-
-
-def ldmatrix(address: Any, transposed: bool) -> Any:
-    """Four 8 x 8 matrices, whose rows the lanes name."""
-    trans = ".trans" if transposed else ""
-    return cute.arch.inline_ptx(
-        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address],
-    )
-
-
-def pack(kind: str, low: Any, high: Any) -> Any:
-    """Two numbers in 16 bits each."""
-    return cute.arch.inline_ptx(
-        f"cvt.rn.{kind}x2.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
-    )
-
-
-def load_floats(space: str, address: Any, count: int) -> Any:
-    """2 or 4 neighbours."""
-    to = ", ".join(f"{{$w{at}}}" for at in range(count))
-    return cute.arch.inline_ptx(
-        f"ld.{space}.v{count}.f32 {{{to}}}, [{{$r0}}];", write_only_types=[Float32] * count, read_only_args=[address]
-    )
-
-
-def load_int(address: Any, early: bool) -> Any:
-    """``early``: while others may still write it. What is read then is not kept where a later read would find it."""
-    order = ".relaxed.gpu" if early else ""
-    return cute.arch.inline_ptx(f"ld{order}.global.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[address])
-
-
-def touch_line(address: Any) -> None:
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
-
-
-def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
-    given = ", ".join(f"{{$r{at + 1}}}" for at in range(len(values)))
-    cute.arch.inline_ptx(f"st.{space}.v{len(values)}.f32 [{{$r0}}], {{{given}}};", read_only_args=[address, *values])
-
-
-def here(x: Any) -> Any:
-    """``x``, of which nothing is computed in advance, as that would take registers from the loop in between."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
-
-
-def exp2(x: Any) -> Any:
-    return cute.math.exp2(x, fastmath=True)
-
-
-def larger(a: Any, b: Any) -> Any:
-    return cute.arch.fmax(a, b)
-
-
 class Warps:
     """The part of a kernel that computes."""
 
@@ -151,9 +96,11 @@ class Warps:
         self.rows = config.rows
         self.row_warps = config.row_warps
         self.parts = config.parts
+        self.heads = config.heads
         self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 rows, of a warp
         self.used = 1 if config.rows == 8 else 2  # rows of a tile that a lane has
-        self.pieces = 16 if config.resident < 3 else 8  # partial results that are on their way together: what registers allow
+        self.pieces = PIECES if config.resident < 3 else 8  # partial results on their way together: what registers allow
+        self.fours = config.head_dim // 4  # lanes of a row, where each has 4 numbers
         self.width = config.head_dim + 8  # of a row of results: a lane's stores go to other banks than its neighbours'
 
     # -- what there is to do -----------------------------------------------------------------------------------------------------
@@ -204,9 +151,22 @@ class Warps:
 
     @cute.jit
     def consume(self, call: Call):
-        """Computes the tiles that the loader brings. A warp has every so manieth tile; results meet at the end of a sequence."""
+        """Computes the tiles that the loader brings."""
         thread, _, _ = cute.arch.thread_idx()
-        lane = cute.arch.lane_idx()
+        queries = cute.make_rmem_tensor((self.tiles, self.head_dim // 16, 4), Uint32)
+        acc = cute.make_rmem_tensor((self.tiles, self.head_dim // 8, 2 * self.used), Float32)
+        top = cute.make_rmem_tensor((self.tiles, self.used), Float32)
+        total = cute.make_rmem_tensor((self.tiles, self.used), Float32)
+        if cutlass.const_expr(self.heads > 1):
+            self.consume_heads(call, thread // 32, queries, acc, top, total)
+        else:
+            self.consume_tiles(call, thread, queries, acc, top, total)
+
+    @cute.jit
+    def consume_tiles(
+        self, call: Call, thread: Int32, queries: cute.Tensor, acc: cute.Tensor, top: cute.Tensor, total: cute.Tensor
+    ):
+        """All warps for one key head: a warp has every so manieth tile, and results meet at the end of a sequence."""
         first_row = thread // 32 // self.parts * (16 * self.tiles)
         sink = -Float32.inf
         if thread < self.rows:
@@ -214,13 +174,6 @@ class Warps:
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
         if thread < self.rows:
             call.sink_values[thread] = sink
-
-        steps = self.head_dim // 16
-        columns = self.head_dim // 8
-        queries = cute.make_rmem_tensor((self.tiles, steps, 4), Uint32)
-        acc = cute.make_rmem_tensor((self.tiles, columns, 2 * self.used), Float32)
-        top = cute.make_rmem_tensor((self.tiles, self.used), Float32)
-        total = cute.make_rmem_tensor((self.tiles, self.used), Float32)
         while call.plan[LEFT] > 0:
             sequence, offset, at = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[DONE]
             length = self.length_of(call, sequence)
@@ -228,45 +181,109 @@ class Warps:
             count -= offset
             if cutlass.const_expr(self.config.split):
                 count = cutlass.min(count, call.plan[LEFT])
-            own_row = here(first_row + lane // 4)
-            for tile in cutlass.range_constexpr(self.tiles):
-                for other in cutlass.range_constexpr(2):
-                    for each in cutlass.range_constexpr(2 * steps):
-                        queries[tile, each // 2, each % 2 * 2 + other] = Uint32(0)
-                    if cutlass.const_expr(other < self.used):
-                        row = own_row + tile * 16 + other * 8
-                        token = row // call.ratio
-                        top[tile, other] = Float32(LOWEST)
-                        total[tile, other] = Float32(0.0)
-                        if token < call.q_len:
-                            source = self.row_address(
-                                call.q, sequence * call.q_len + token, call.head * call.ratio + row - token * call.ratio
-                            )
-                            for each in cutlass.range_constexpr(2 * steps):
-                                queries[tile, each // 2, each % 2 * 2 + other] = cute.arch.inline_ptx(
-                                    "ld.global.b32 {$w0}, [{$r0}];",
-                                    write_only_types=[Uint32],
-                                    read_only_args=[source + (each * 16 + lane % 4 * 4)],
-                                )
-                for column in cutlass.range_constexpr(columns):
-                    for each in cutlass.range_constexpr(2 * self.used):
-                        acc[tile, column, each] = Float32(0.0)
-
+            self.begin(call, sequence, call.head, first_row, queries, acc, top, total)
             # The next of this warp's tiles. Remainders have the sign of what was divided.
             place = at + cute.arch.make_warp_uniform((here(thread) // 32 % self.parts - at % self.parts + self.parts) % self.parts)
-            while place < at + count:
-                stage = place % self.stages
-                cute.arch.mbarrier_wait(call.full + stage, place // self.stages % 2)
-                self.attend(
-                    call, call.tiles.toint() + stage * (4 * self.block * self.head_dim), queries, acc, top, total,
-                    (first + offset + place - at) * self.block, length, low, first_row,
-                )  # fmt: skip
-                cute.arch.sync_warp()
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(call.empty + stage)
-                place += self.parts
+            self.walk(call, Int32(0), place, at + count, first + offset - at, length, low, first_row, queries, acc, top, total)
             self.leave(call, acc, top, total)
             self.finish(call)
+
+    @cute.jit
+    def consume_heads(self, call: Call, warp: Int32, queries: cute.Tensor, acc: cute.Tensor, top: cute.Tensor, total: cute.Tensor):
+        """A key head for each warp, which has all tiles: no result of another warp is waited for."""
+        head = call.head + warp
+        sinks = cute.make_rmem_tensor((self.tiles, self.used), Float32)
+        for tile in cutlass.range_constexpr(self.tiles):
+            for other in cutlass.range_constexpr(self.used):
+                row = cute.arch.lane_idx() // 4 + tile * 16 + other * 8
+                sinks[tile, other] = self.sink_of(call, head * call.ratio + row % call.ratio)
+        cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
+        sequence, at = call.group, Int32(0)
+        while sequence < call.batch:
+            length = self.length_of(call, sequence)
+            low, first, count = self.shown(call, length)
+            self.begin(call, sequence, head, Int32(0), queries, acc, top, total)
+            tiles_at = warp * (self.box * 128)
+            self.walk(call, tiles_at, at, at + count, first - at, length, low, Int32(0), queries, acc, top, total)
+            self.conclude(call, sequence, head, acc, top, total, sinks)
+            at += count
+            sequence += call.groups
+
+    @cute.jit
+    def begin(
+        self,
+        call: Call,
+        sequence: Int32,
+        head: Int32,
+        first_row: Int32,
+        queries: cute.Tensor,
+        acc: cute.Tensor,
+        top: cute.Tensor,
+        total: cute.Tensor,
+    ):
+        """Loads the queries of a warp's rows, and has no sums yet."""
+        lane = cute.arch.lane_idx()
+        own_row = here(first_row + lane // 4)
+        for tile in cutlass.range_constexpr(self.tiles):
+            for other in cutlass.range_constexpr(2):
+                for each in cutlass.range_constexpr(self.head_dim // 8):
+                    queries[tile, each // 2, each % 2 * 2 + other] = Uint32(0)
+                if cutlass.const_expr(other < self.used):
+                    row = own_row + tile * 16 + other * 8
+                    token = row // call.ratio
+                    top[tile, other] = Float32(LOWEST)
+                    total[tile, other] = Float32(0.0)
+                    if token < call.q_len:
+                        source = self.row_address(
+                            call.q, sequence * call.q_len + token, head * call.ratio + row - token * call.ratio
+                        )
+                        for each in cutlass.range_constexpr(self.head_dim // 8):
+                            queries[tile, each // 2, each % 2 * 2 + other] = cute.arch.inline_ptx(
+                                "ld.global.b32 {$w0}, [{$r0}];",
+                                write_only_types=[Uint32],
+                                read_only_args=[source + (each * 16 + lane % 4 * 4)],
+                            )
+            for column in cutlass.range_constexpr(self.head_dim // 8):
+                for each in cutlass.range_constexpr(2 * self.used):
+                    acc[tile, column, each] = Float32(0.0)
+
+    @cute.jit
+    def walk(
+        self,
+        call: Call,
+        tiles_at: Int32,
+        place: Int32,
+        end: Int32,
+        shift: Int32,
+        length: Int32,
+        low: Int32,
+        first_row: Int32,
+        queries: cute.Tensor,
+        acc: cute.Tensor,
+        top: cute.Tensor,
+        total: cute.Tensor,
+    ):
+        """Takes a warp's tiles of a sequence, the ``place``-th of the CTA and later ones, into its sums.
+
+        Args:
+            tiles_at: where its tiles begin in a stage, in bytes.
+            shift: from places of tiles to their numbers in the sequence.
+        """
+        while place < end:
+            stage = place % self.stages
+            cute.arch.mbarrier_wait(call.full + stage, place // self.stages % 2)
+            self.attend(
+                call, call.tiles.toint() + tiles_at + stage * (2 * self.config.stage_numbers), queries, acc, top, total,
+                (place + shift) * self.block, length, low, first_row,
+            )  # fmt: skip
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(call.empty + stage)
+            place += self.parts
+
+    def row_at(self, row: Any) -> Any:
+        """Where a row of a tile is, in bytes: a box holds some rows of a head, then those of the next head of the CTA."""
+        return row // self.box * (self.heads * self.box * 128) + row % self.box * 128
 
     @cute.jit
     def attend(
@@ -287,7 +304,8 @@ class Warps:
         lane_row = lane % 8
         lane_matrix = lane // 8
         keys = self.block // 8
-        values_at = tile_at + 2 * self.block * self.head_dim
+        half_bytes = self.heads * self.block * 128  # of 64 numbers of each row
+        values_at = tile_at + half_bytes * self.halves
         # Slots that hold no token may hold NaN, and 0 * NaN is not 0.
         if start < low or start + self.block > length:
             for each in cutlass.range_constexpr((self.block * self.halves + 31) // 32):
@@ -295,7 +313,8 @@ class Warps:
                 position = start + row % self.block
                 if row < self.block * self.halves and (position < low or position >= length):
                     for piece in cutlass.range_constexpr(8):
-                        store_floats("shared", values_at + row * 128 + piece * 16, [Float32(0.0)] * 4)
+                        at = row // self.block * half_bytes + self.row_at(row % self.block)
+                        store_floats("shared", values_at + at + piece * 16, [Float32(0.0)] * 4)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
 
@@ -305,7 +324,7 @@ class Warps:
             for chunk in cutlass.range_constexpr(0, self.head_dim // 8, 4):
                 b = ldmatrix(
                     tile_at + lane_row * 128 + ((lane_matrix ^ lane_row) * 16 ^ (chunk % 8 * 16))
-                    + (key * 1024 + chunk // 8 * (self.block * 128)),
+                    + (self.row_at(key * 8) + chunk // 8 * half_bytes),
                     False,
                 )  # fmt: skip
                 for tile in cutlass.range_constexpr(self.tiles):
@@ -375,7 +394,7 @@ class Warps:
                     for each in cutlass.range_constexpr(2 * self.used):
                         sums[tile][half][each] = acc[tile, chunk + half, each]
             for key in cutlass.range_constexpr(0, keys, 2):
-                b = ldmatrix((matrix_at ^ (chunk % 8 * 16)) + (key * 1024 + chunk // 8 * (self.block * 128)), True)
+                b = ldmatrix((matrix_at ^ (chunk % 8 * 16)) + (self.row_at(key * 8) + chunk // 8 * half_bytes), True)
                 for tile in cutlass.range_constexpr(self.tiles):
                     a = [weights[tile, key + each // 2, each % 2] for each in range(4)]
                     for half in cutlass.range_constexpr(2):
@@ -416,7 +435,6 @@ class Warps:
         _, _, whole = self.shown(call, self.length_of(call, sequence))
         # Now all have put down their sums, and know where they are, which is changed below.
         cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
-        fours = self.head_dim // 4
         first_group = call.group
         pieces = Int32(1)
         if cutlass.const_expr(self.config.split):
@@ -424,10 +442,10 @@ class Warps:
             start = call.group * share + at - offset  # of the sequence
             first_group = start // share
             pieces = (start + whole - 1) // share - first_group + 1
-        for item in cutlass.range((self.rows * fours + MERGERS - 1) // MERGERS, unroll=1):
+        for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
             index = item * MERGERS + thread
-            row = index // fours
-            column = index % fours * 4
+            row = index // self.fours
+            column = index % self.fours * 4
             sums = [load_floats("shared", call.sums.toint() + (each * self.rows + row) * 8, 2) for each in range(self.parts)]
             highest = sums[0][0]
             for each in cutlass.range_constexpr(1, self.parts):
@@ -469,9 +487,9 @@ class Warps:
         A group leaves two results at most: of the sequence that it begins in the middle of, and of one that it begins.
         """
         slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
-        at = Int64(slot * call.kv_heads + call.head) * self.rows + row
+        at = (slot * call.kv_heads + call.head) * self.rows + row
         sums = call.partial + Int64(call.groups * call.kv_heads * 2 * self.rows) * (self.head_dim * 4)
-        return sums + at * 8, call.partial + at * (self.head_dim * 4)
+        return sums + Int64(at * 8), call.partial + Int64(at * (self.head_dim * 4))
 
     @cute.jit
     def join(self, call: Call, sequence: Int32, first_group: Int32, pieces: Int32):
@@ -497,11 +515,10 @@ class Warps:
         """Merges the pieces of a sequence, in their order."""
         thread, _, _ = cute.arch.thread_idx()
         thread = here(thread)
-        fours = self.head_dim // 4
-        for item in cutlass.range((self.rows * fours + MERGERS - 1) // MERGERS, unroll=1):
+        for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
             index = item * MERGERS + thread
-            row = index // fours
-            column = index % fours * 4
+            row = index // self.fours
+            column = index % self.fours * 4
             if row < call.ratio * call.q_len:
                 highest = Float32(LOWEST)
                 every = Float32(0.0)
@@ -535,11 +552,7 @@ class Warps:
         """Adds the sink, divides, and stores four numbers of a row of the output."""
         token = row // call.ratio
         q_head = call.head * call.ratio + row - token * call.ratio
-        sink = call.sink_values[row]
-        risen = larger(highest, sink)
-        decay = exp2(highest - risen)
-        total = every * decay + exp2(sink - risen)
-        factor = cutlass.select_(total == 0.0, Float32(0.0), decay / total)
+        factor, logarithm = self.close(highest, every, call.sink_values[row])
         cute.arch.inline_ptx(
             "st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};",
             read_only_args=[
@@ -549,5 +562,42 @@ class Warps:
             ],
         )
         if call.lse != 0 and column == 0:
-            place = (Int64(sequence) * call.q_len + token) * (call.kv_heads * call.ratio) + q_head
-            cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[place] = (risen + cute.math.log2(total)) * LN_2
+            self.write_lse(call, sequence, token, q_head, logarithm)
+
+    @cute.jit
+    def close(self, highest: Float32, every: Float32, sink: Float32):
+        """What a row's sums are multiplied by, its sink included, and the logarithm of what they are divided by."""
+        risen = larger(highest, sink)
+        decay = exp2(highest - risen)
+        total = every * decay + exp2(sink - risen)
+        return cutlass.select_(total == 0.0, Float32(0.0), decay / total), (risen + cute.math.log2(total)) * LN_2
+
+    @cute.jit
+    def write_lse(self, call: Call, sequence: Int32, token: Int32, q_head: Int32, logarithm: Float32):
+        place = (Int64(sequence) * call.q_len + token) * (call.kv_heads * call.ratio) + q_head
+        cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[place] = logarithm
+
+    @cute.jit
+    def conclude(
+        self, call: Call, sequence: Int32, head: Int32, acc: cute.Tensor, top: cute.Tensor, total: cute.Tensor, sinks: cute.Tensor
+    ):
+        """Writes the output of a sequence and a key head from one warp's sums."""
+        lane = cute.arch.lane_idx()
+        for tile in cutlass.range_constexpr(self.tiles):
+            for other in cutlass.range_constexpr(self.used):
+                every = total[tile, other]
+                every += cute.arch.shuffle_sync_bfly(every, 1)
+                every += cute.arch.shuffle_sync_bfly(every, 2)
+                factor, logarithm = self.close(top[tile, other] * call.scale, every, sinks[tile, other])
+                row = lane // 4 + tile * 16 + other * 8
+                token = row // call.ratio
+                q_head = head * call.ratio + row - token * call.ratio
+                if token < call.q_len:
+                    to = self.row_address(call.out, sequence * call.q_len + token, q_head) + lane % 4 * 4
+                    for column in cutlass.range_constexpr(self.head_dim // 8):
+                        even, odd = acc[tile, column, 2 * other] * factor, acc[tile, column, 2 * other + 1] * factor
+                        cute.arch.inline_ptx(
+                            "st.global.b32 [{$r0}], {$r1};", read_only_args=[to + column * 16, pack(self.kind, even, odd)]
+                        )
+                    if call.lse != 0 and lane % 4 == 0:
+                        self.write_lse(call, sequence, token, q_head, logarithm)
