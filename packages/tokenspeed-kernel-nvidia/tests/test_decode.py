@@ -97,13 +97,12 @@ def test_every_program(sm90: torch.device, rows: int, page_size: int, head_dim: 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("rows", [1, 8, 16, 20, 32])
 def test_a_key_head_for_each_warp(sm90: torch.device, rows: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Many sequences of which little is visible, in a window and without; more of them than CTAs."""
+    """Short windows of many sequences, more than there are CTAs."""
     draw = random.Random(rows)
     new = 4 if rows > 16 else 1
     shape = (rows // new * 4, 4, head_dim)
     kv_lens = [draw.choice([0, 1, 64, draw.randrange(1000)]) for _ in range(400)]
     _run(sm90, kv_lens, new, shape, page_size, dtype, sinks=_sinks(shape[0], sm90), window_left=draw.choice([1, 100, 127]))
-    _run(sm90, [min(kv_len, 200) for kv_len in kv_lens[:120]], new, shape, page_size, dtype)
 
 
 @pytest.mark.parametrize("new", [2, 3, 4, 8])
@@ -216,7 +215,7 @@ def test_a_graph_whose_lengths_change(sm90: torch.device, new: int) -> None:
         oracle.check(got, oracle.Paged(**{**vars(case), "kv_lens": kv_lens}).wanted(Options(sinks=sinks)))
 
 
-@pytest.mark.parametrize(("window_left", "many"), [(-1, 400), (100, 400), (100, 1)])
+@pytest.mark.parametrize(("window_left", "many"), [(-1, 800), (100, 800), (100, 1)])
 def test_what_the_kernel_before_wrote(sm90: torch.device, monkeypatch: pytest.MonkeyPatch, window_left: int, many: int) -> None:
     """Kernels overlap, but each result is the next one's queries, and lengths and pages change right before a call."""
     monkeypatch.setattr(decode, "MANY", many)

@@ -51,12 +51,10 @@ SERVED = [
     ("mha_prefill", "gpt-oss-120b sliding layer, 1 to 180 tokens", "cutedsl_mha_prefill_window_64"),
     ("mha_extend_with_kvcache", "not causal, lse", "cutedsl_mha_extend_with_kvcache_64"),
     ("mha_extend_with_kvcache", "head_dim 128 in a window of 50", "cutedsl_mha_extend_with_kvcache_window_128"),
+    ("mha_decode_with_kvcache", "sixteen query heads a key head", "cutedsl_mha_decode_with_kvcache_64"),
+    ("mha_decode_with_kvcache", "gpt-oss-120b full layer, 1 to 300 tokens, pages of 64", "cutedsl_mha_decode_with_kvcache_64"),
+    ("mha_decode_with_kvcache", "gpt-oss-120b sliding layer, 1 to 400 tokens", "cutedsl_mha_decode_with_kvcache_64"),
     ("mha_decode_with_kvcache", "four new tokens in a window of three", "cutedsl_mha_decode_with_kvcache_several_64"),
-]
-ON_REQUEST = [
-    "sixteen query heads a key head",
-    "gpt-oss-120b full layer, 1 to 300 tokens, pages of 64",
-    "gpt-oss-120b sliding layer, 1 to 400 tokens",
 ]
 
 
@@ -66,15 +64,6 @@ def test_it_is_selected_on_sm_90_alone(registered: KernelRegistry, mode: str, ca
     assert registered.get_by_name(name).priority == Priority.SPECIALIZED
     for platform in ("sm_80", "sm_100", "gfx950", "cpu"):
         assert not chosen(mode, case, platform).startswith("cutedsl")
-
-
-@pytest.mark.parametrize("case", ON_REQUEST)
-def test_one_new_token_is_left_to_the_portable_kernel_unless_asked_for(registered: KernelRegistry, case: str) -> None:
-    op = get_operator("attention.mha_decode_with_kvcache")
-    arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))
-    with use_platform(named_platform("sm_90")):
-        assert op.explain(**arguments, solution="cutedsl").chosen.name == "cutedsl_mha_decode_with_kvcache_64"
-    assert registered.get_by_name("cutedsl_mha_decode_with_kvcache_64").priority < Priority.PORTABLE
 
 
 LEFT = [

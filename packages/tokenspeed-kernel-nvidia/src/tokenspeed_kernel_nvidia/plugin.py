@@ -60,9 +60,6 @@ _RAGGED = ("q", "k", "v")
 _PAGED = ("q", "k_cache", "v_cache")
 _PAGES = {"page_size": set(_limits.PAGE_SIZES)}
 _DECODE = {**_PAGES, "sliding_window": any}
-# With one new token the portable kernel is as quick in a CUDA graph, or quicker, by 6.5 us at most (benchmarks/h200.json). Outside
-# of a graph its launches hold the host up for 110 us and more, and ours for 17; who decodes so asks for the solution.
-_BELOW_PORTABLE = Priority.PORTABLE - 1
 # Only where there is a window, and it is short enough.
 _WINDOW = {
     "sliding_window": {True},
@@ -83,9 +80,7 @@ _KERNELS = {
     "mha_extend_with_kvcache_window": _Kernel(
         "mha_extend_with_kvcache", "window", _PAGED, {**_PAGES, **_WINDOW, "is_causal": {True}}
     ),
-    "mha_decode_with_kvcache": _Kernel(
-        "mha_decode_with_kvcache", "decode", _PAGED, {**_DECODE, "gqa_ratio": between(1, 16)}, _BELOW_PORTABLE
-    ),
+    "mha_decode_with_kvcache": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, {**_DECODE, "gqa_ratio": between(1, 16)}),
     "mha_decode_with_kvcache_several": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, _several(1, 8)),
     "mha_decode_with_kvcache_several_wide": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, _several(9, 16)),
 }

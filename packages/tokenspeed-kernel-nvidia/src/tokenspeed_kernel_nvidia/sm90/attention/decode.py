@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenspeed_kernel_nvidia import _limits
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned, is_aligned
+from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.sm90.attention.scratch import scratch_of
 
 CONSUMERS = 4  # warps that compute; one more loads
@@ -30,9 +30,12 @@ SHARED_BYTES = 228 * 1024  # of a multiprocessor
 OTHER_BYTES = 3072  # of a CTA, besides tiles and results: 1024 that the system takes, and 1024 to begin at a multiple of that
 ROWS = (8, 16, 32, 64)  # query rows of a key head that programs are made for
 PIECES = 16  # partial results of a sequence that are merged at once
-FEW = 2048  # keys of all sequences together that are little work
-MANY = 400  # key heads of all sequences: a CTA for four of them keeps three quarters of the multiprocessors busy
 WHOLE = 256  # keys of a sequence that are not worth dividing
+LITTLE = 2048  # keys of all sequences together that are little work
+MANY = 800  # key heads of all sequences of which little is visible: three for every two multiprocessors, four of them to a CTA
+# What there is to do. Sequences are divided where little or much is visible of them all together, and not where they are short.
+Work = Literal["little", "much", "short", "many short"]
+SHORT = ("short", "many short")
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LOG2_E = math.log2(math.e)
@@ -96,51 +99,37 @@ class Config:
         return room // (2 * self.stage_numbers) // self.parts * self.parts
 
 
-def _tiles(head_dim: int, rows: int, split: bool) -> list[tuple[int, int]]:
-    """Keys of a tile and CTAs of a multiprocessor that there are programs for: for much work, and for little.
+def _tile(head_dim: int, rows: int, work: Work) -> tuple[int, int, int]:
+    """Keys of a tile, CTAs of a multiprocessor, and key heads of a CTA.
 
-    Figures are microseconds on an H200 of 64 query heads and 8 key heads of dimension 64, in pages of 64. They compare: calls stood
-    one after another in a CUDA graph and overlapped, and some of the keys may still have been cached.
+    Figures are microseconds on an H200 of 64 query heads and 8 key heads of dimension 64, in pages of 64, in a CUDA graph with an
+    ordinary kernel between calls (benchmarks/h200.py).
     """
+    if work == "many short" and rows * head_dim <= 2048:  # what registers allow
+        # Windows of 128, beside a key head a CTA: 128 sequences 14.4, 15.8; 512 43.2, 46.3; but 64 back to back 7.6, 7.4.
+        return (32 if head_dim == 64 and rows <= 16 else 16), 2, CONSUMERS
     if head_dim == 128:
-        return [(32, 2)]  # what registers allow
-    if not split:
-        return [(16, 4 if rows == 8 else 2)]  # 64 windows of 128: 7.5, with 32 keys 7.9, with two CTAs 8.1
+        return 32, 2, 1  # what registers allow
+    if work in SHORT:
+        return 16, 4 if rows == 8 else 2, 1  # 64 windows of 128: 9.4, with 32 keys 9.9
     if rows > 16:
-        return [(32, 2)]  # what registers allow
-    # 64 x 1K: 36.6, with 32 keys 39.8, with three CTAs 40.3. 16 x 8K: 70.0, 71.0, 70.9.
-    # 1 x 1K: with 16 keys 6.49, with 64 6.53, with 32 7.12.
-    return [(64, 2), (16, 2)]
-
-
-def _tile_of_heads(head_dim: int, rows: int) -> tuple[int, int] | None:
-    """The same of the program with a key head for each warp; None where a warp has no room for all rows."""
-    if rows * head_dim > 2048:
-        return None
-    return (32, 2) if head_dim == 64 and rows <= 16 else (16, 2)  # what registers and shared memory allow
+        return 32, 2, 1  # what registers allow
+    # 64 x 1K: 42.9, with 32 keys 46.4, with three CTAs 46.7; 16 x 8K: 74.6, 74.3, 74.3. 1 x 1K: with 16 keys 6.53, with 64 6.74.
+    return 16 if work == "little" else 64, 2, 1
 
 
 def every_config() -> list[Config]:
     """All that is served."""
-    tiles = [
-        (head_dim, rows, split, block, resident, 1)
-        for head_dim in _limits.HEAD_DIMS
-        for rows in ROWS
-        for split in (True, False)
-        for block, resident in _tiles(head_dim, rows, split)
-    ]
-    tiles += [
-        (head_dim, rows, False, *tile, CONSUMERS)
-        for head_dim in _limits.HEAD_DIMS
-        for rows in ROWS
-        if (tile := _tile_of_heads(head_dim, rows)) is not None
-    ]
-    return [
-        Config(dtype, head_dim, box, rows, split, block, resident, heads)
+    some = {
+        (dtype, head_dim, min(block, page_size), rows, work not in SHORT, block, resident, heads): None
         for dtype in DTYPES.values()
-        for head_dim, rows, split, block, resident, heads in tiles
-        for box in sorted({min(block, page_size) for page_size in _limits.PAGE_SIZES})
-    ]
+        for head_dim in _limits.HEAD_DIMS
+        for rows in ROWS
+        for work in get_args(Work)
+        for block, resident, heads in [_tile(head_dim, rows, work)]
+        for page_size in _limits.PAGE_SIZES
+    }
+    return [Config(*fields) for fields in some]
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -152,34 +141,14 @@ def decode_program(config: Config) -> tuple[Any, list[Any]]:
 
 @functools.cache
 def _program_of(
-    dtype: torch.dtype,
-    head_dim: int,
-    page_size: int,
-    heads: int,
-    kv_heads: int,
-    q_len: int,
-    split: bool,
-    few: bool,
-    many: bool,
-    device: int,
-) -> tuple[Callable[..., Any], int, int, int, int]:
-    """The program, groups, floats of partial results, query heads a key head, and the logarithm of page_size.
-
-    Args:
-        few: whether all sequences together have few keys.
-        many: whether there are many sequences.
-    """
-    ratio = heads // kv_heads
-    rows = next(rows for rows in ROWS if rows >= ratio * q_len)
-    tiles = _tiles(head_dim, rows, split)
-    block, resident = tiles[-1 if few else 0]
-    each, of_heads = 1, _tile_of_heads(head_dim, rows)
-    if many and not split and kv_heads % CONSUMERS == 0 and of_heads is not None:
-        each, (block, resident) = CONSUMERS, of_heads
-    groups = max(1, resident * multiprocessors(device) * each // kv_heads)
-    config = Config(DTYPES[dtype], head_dim, min(block, page_size), rows, split, block, resident, each)
-    floats = 2 * groups * kv_heads * rows * (head_dim + 2)
-    return decode_program(config), groups, floats, ratio, page_size.bit_length() - 1
+    dtype: torch.dtype, head_dim: int, page_size: int, heads: int, kv_heads: int, q_len: int, work: Work, device: int
+) -> tuple[Callable[..., Any], int, int]:
+    """The program, groups, and floats of partial results."""
+    rows = next(rows for rows in ROWS if rows >= heads // kv_heads * q_len)
+    block, resident, of_cta = _tile(head_dim, rows, work)
+    groups = max(1, resident * multiprocessors(device) * of_cta // kv_heads)
+    config = Config(DTYPES[dtype], head_dim, min(block, page_size), rows, work not in SHORT, block, resident, of_cta)
+    return decode_program(config), groups, 2 * groups * kv_heads * rows * (head_dim + 2)
 
 
 def mha_decode_with_kvcache(
@@ -204,47 +173,23 @@ def mha_decode_with_kvcache(
 
     For where partial results go, see `scratch`. See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`.
     """
-    # A few microseconds a call are all that is left beside a decoding step's other work, so little is asked of tensors.
+    # A few microseconds a call are all that are left beside a decoding step's other work, so little is asked of tensors: programs
+    # look at dtypes, shapes and strides themselves.
     tokens, heads, head_dim = q.shape
     pages, page_size, kv_heads, _ = k_cache.shape
-    device = q.device.index
-    contiguous = q.is_contiguous()
-    q_at = q.data_ptr()
-    if (q_at | k_cache.data_ptr() | v_cache.data_ptr()) % 16 or not (
-        contiguous and k_cache.is_contiguous() and v_cache.is_contiguous()
-    ):
-        q, k_cache, v_cache = aligned(q), aligned(k_cache), aligned(v_cache)
-        contiguous = q.is_contiguous()
-        q_at = q.data_ptr()
-    if out is None and contiguous:
-        written = torch.empty_like(q)
-    elif out is None or not is_aligned(out):
-        written = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        written = out
-        contiguous = contiguous and out.is_contiguous()
-    q_rows: tuple[int, ...] = (heads * head_dim, head_dim)
-    out_rows = q_rows
-    if not contiguous:
-        q_rows, out_rows = q.stride()[:2], written.stride()[:2]
+    written = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
         if not pages:  # all sequences are empty, but a TMA wants something to describe
-            k_cache = v_cache = q.new_zeros(1, *k_cache.shape[1:])
-        batch = tokens // max_seqlen_q
+            k_cache = v_cache = k_cache.new_zeros(1, *k_cache.shape[1:])
+        device, batch = q.get_device(), tokens // max_seqlen_q
         shown = max_seqlen_k if window_left < 0 else min(max_seqlen_k, window_left + max_seqlen_q)
-        launch, groups, floats, ratio, page_shift = _program_of(
-            q.dtype,
-            head_dim,
-            page_size,
-            heads,
-            kv_heads,
-            max_seqlen_q,
-            shown > WHOLE,
-            batch * shown < FEW,
-            batch * kv_heads >= MANY,
-            device,
-        )
+        work: Work = "short"
+        if shown > WHOLE:
+            work = "little" if batch * shown < LITTLE else "much"
+        elif window_left >= 0 and batch * kv_heads >= MANY and kv_heads % CONSUMERS == 0:
+            work = "many short"
+        launch, groups, floats = _program_of(q.dtype, head_dim, page_size, heads, kv_heads, max_seqlen_q, work, device)
         scratch = None  # kept until the launch
         partial_at = counters_at = 0
         if shown > WHOLE:
@@ -260,13 +205,13 @@ def mha_decode_with_kvcache(
             if not (sinks_kind and sinks.is_contiguous()):
                 sinks, sinks_kind = sinks.float().contiguous(), SINKS[torch.float32]
             sinks_at = sinks.data_ptr()
-        if not cache_seqlens.is_contiguous():
-            cache_seqlens = cache_seqlens.contiguous()
-        launch(
-            k_cache, v_cache, q_at, *q_rows, written.data_ptr(), *out_rows, page_table.data_ptr(), *page_table.stride(),
-            cache_seqlens.data_ptr(), batch, partial_at, counters_at, 0 if lse is None else lse.data_ptr(),
-            sinks_at, sinks_kind, max_seqlen_q, ratio, max_seqlen_k, window_left, groups, page_shift,
-            LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale),
-        )  # fmt: skip
-    result = written if written is out or out is None else out.copy_(written)
-    return result if lse is None else (result, lse)
+        lse_at = 0 if lse is None else lse.data_ptr()
+        scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
+        others = partial_at, counters_at, lse_at, sinks_at, sinks_kind, max_seqlen_q, max_seqlen_k, window_left, groups, scale
+        try:
+            launch(q, k_cache, v_cache, written, page_table, cache_seqlens, *others)
+        except ValueError:  # refused, as bulk copies want rows at multiples of 16 bytes, and lengths have no gaps
+            rows = to_write(out, q, q.shape)
+            launch(aligned(q), aligned(k_cache), aligned(v_cache), rows, page_table, cache_seqlens.contiguous(), *others)
+            written = deliver(rows, out)
+    return written if lse is None else (written, lse)
