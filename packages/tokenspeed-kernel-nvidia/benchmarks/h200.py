@@ -60,8 +60,10 @@ from tokenspeed_kernel.operator import get_operator
 _TOUCHED = 224 << 20
 # Inputs are copied so many times at most: what prefill does on warm inputs is the same.
 _COPIES, _PREFILL_COPIES = 128, 8
-# A graph that takes this long has made up for its start.
-_GRAPH_US = 5000.0
+# A graph's start, of about ten microseconds, is part of what is measured. So there are as many calls in it, of all contestants, as
+# take this long at the rates below, which no kernel reaches; or a number that makes it less than a tenth of a microsecond a call.
+_GRAPH_US, _IN_GRAPH = 2000.0, 128
+_BYTES_PER_US, _FLOPS_PER_US = 4.8e6, 1e9
 _LAUNCHES = 20
 _LONG_US = 1000.0
 # A peer that is further away computes something else; so does one with such a row.
@@ -148,13 +150,14 @@ class Measurement:
     def time(
         self,
         copies: Sequence[Mapping[str, Any]],
+        in_graph: int,
         device: torch.device,
         between: Between,
         monitor: Monitor | None,
         fewest: int,
         budget_s: float,
     ) -> None:
-        """One round. The monitor looks at the device while it works."""
+        """One round, of graphs of ``in_graph`` calls. The monitor looks at the device while it works."""
         if not self.rounds:
             self.calls = [self.contestant.setup(self.shape, arguments) for arguments in copies]
             self.alone_us = statistics.median(sample(self.calls, device, budget_s=0.0, fewest=3, most=3))
@@ -164,13 +167,12 @@ class Measurement:
             if self.rounds:
                 return
             fewest, budget_s = max(1, fewest // 4), 0.0
-        count = max(1, min(max(len(self.calls), 2), math.ceil(_GRAPH_US / self.alone_us)))
-        in_graph = [between.after(self.calls[index % len(self.calls)]) for index in range(count)]
+        several = [between.after(self.calls[index % len(self.calls)]) for index in range(in_graph)]
         options: dict[str, Any] = {"budget_s": budget_s, "fewest": fewest, "most": 4 * fewest}
         if monitor is not None and monitor.quick:
             options["meanwhile"] = lambda: self.states.extend(filter(None, [monitor.read()]))
         expected_us = statistics.median(self.rounds[0]) if self.rounds else self.alone_us
-        times = sample_graph(in_graph, device, expected_us=expected_us, **options)
+        times = sample_graph(several, device, expected_us=expected_us, **options)
         self.between_us = between.us
         self.rounds.append([time_us - (between.us or 0.0) for time_us in times])
 
@@ -222,9 +224,11 @@ def measure_shape(
     copies = [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1 if rounds else 0))]
     if rounds:
         monitor, between = gpu_monitor(device), Between(device, fewest, back_to_back)
+        least_us = max(cost.bytes / _BYTES_PER_US, cost.flops / _FLOPS_PER_US)
+        in_graph = max(count, min(_IN_GRAPH, math.ceil(_GRAPH_US / least_us)))
         for _ in range(rounds):
             for each in measurements:
-                each.guarded(functools.partial(each.time, copies, device, between, monitor, fewest, budget_s))
+                each.guarded(functools.partial(each.time, copies, in_graph, device, between, monitor, fewest, budget_s))
     return [each.row(cost) for each in measurements]
 
 

@@ -4,8 +4,8 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --output packages/to
 python packages/tokenspeed-kernel-nvidia/benchmarks/host.py --kept  # with what the cache has
 
 First calls are made in new processes that have used PyTorch and the GPU before, in the order of the table: whichever is the first
-imports what all need. Later calls are the quickest of several stretches of calls on the same arguments, none of which waits for the
-device, with ``out=`` and without.
+imports what all need. Later calls are the quickest of many short stretches of calls on the same arguments, none of which waits for
+the device, with ``out=`` and without. The stretches of all functions take turns, as processors change their pace.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 Function = Callable[..., Any]
 # Few enough for the queue of launches, which would make the host wait.
 _CALLS = 30
-_STRETCHES = 15
+_STRETCHES = 100
 
 
 def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
@@ -56,17 +56,26 @@ def arguments() -> dict[str, tuple[str, str, dict[str, Any]]]:
     return made
 
 
-def quickest(call: Callable[[], Any]) -> float:
-    """Microseconds that a call holds its caller up."""
-    best = float("inf")
+def written(function: Function, given: dict[str, Any]) -> Callable[[], Any]:
+    """The call of a function as somebody writes it, by keywords: ``**given`` would take time for dictionaries."""
+    call: Callable[[], Any] = eval(
+        f"lambda: function({', '.join(f'{name}={name}' for name in given)})", {"function": function, **given}
+    )
+    return call
+
+
+def quickest(calls: dict[tuple[str, str], Callable[[], Any]]) -> dict[tuple[str, str], float]:
+    """Microseconds that each call holds its caller up."""
+    best = dict.fromkeys(calls, float("inf"))
     for _ in range(_STRETCHES):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(_CALLS):
-            call()
-        best = min(best, time.perf_counter() - begun)
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for _ in range(_CALLS):
+                call()
+            best[name] = min(best[name], time.perf_counter() - begun)
     torch.cuda.synchronize()
-    return best / _CALLS * 1e6
+    return {name: seconds / _CALLS * 1e6 for name, seconds in best.items()}
 
 
 def measure(later: bool) -> dict[str, dict[str, float]]:
@@ -74,6 +83,7 @@ def measure(later: bool) -> dict[str, dict[str, float]]:
     calls = arguments()
     torch.cuda.synchronize()
     found: dict[str, dict[str, float]] = {}
+    again: dict[tuple[str, str], Callable[[], Any]] = {}
     for label, (module, name, given) in calls.items():
         begun = time.perf_counter()
         launch: Function = getattr(__import__(f"tokenspeed_kernel_nvidia.sm90.attention.{module}", fromlist=[name]), name)
@@ -81,24 +91,28 @@ def measure(later: bool) -> dict[str, dict[str, float]]:
         torch.cuda.synchronize()
         found[label] = {"first_ms": (time.perf_counter() - begun) * 1e3}
         if later:
-            found[label].update(_later(name, launch, given))
+            again |= {(label, column): call for column, call in _later(name, launch, given).items()}
     if later:
         x, y = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
-        found["torch.add, for comparison"] = {"launcher_out_us": quickest(lambda: torch.add(x, x, out=y))}
+        again["torch.add, for comparison", "launcher_out_us"] = lambda: torch.add(x, x, out=y)
+        again["torch.empty_like, for comparison", "launcher_us"] = lambda: torch.empty_like(x)
+    for (label, column), microseconds in quickest(again).items():
+        found.setdefault(label, {})[column] = microseconds
     return found
 
 
-def _later(name: str, launch: Function, given: dict[str, Any]) -> dict[str, float]:
+def _later(name: str, launch: Function, given: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+    """What is called again and again, by the column that its time goes to."""
     import tokenspeed_kernel
     import tokenspeed_kernel_nvidia
 
     plain, core = getattr(tokenspeed_kernel_nvidia, name), getattr(tokenspeed_kernel, name)
     out = torch.empty_like(given["q"])
-    times = {"launcher_us": quickest(lambda: launch(**given)), "launcher_out_us": quickest(lambda: launch(**given, out=out))}
-    times["plain_function_us"] = quickest(lambda: plain(**given))
+    functions = {"launcher": launch, "plain_function": plain}
     if core.explain(**given).chosen.solution == "cutedsl":
-        times["operator_us"] = quickest(lambda: core(**given))
-    return times
+        functions["operator"] = core
+    calls = {f"{column}_us": written(function, given) for column, function in functions.items()}
+    return calls | {f"{column}_out_us": written(function, {**given, "out": out}) for column, function in functions.items()}
 
 
 def in_process(cache: str, later: bool) -> dict[str, dict[str, float]]:
@@ -127,10 +141,14 @@ def main() -> None:
             compiled = in_process(cache, later=False)
             kept = in_process(cache, later=True)
     rows = {name: {"compiled_ms": compiled.get(name, {}).get("first_ms"), **found} for name, found in kept.items()}
-    columns = ["compiled_ms", "first_ms", "launcher_us", "launcher_out_us", "plain_function_us", "operator_us"]
-    print(f"{'':36}" + "".join(f"{column:>19}" for column in columns))
+    columns = [
+        "compiled_ms",
+        "first_ms",
+        *(f"{what}{how}_us" for what in ("launcher", "plain_function", "operator") for how in ("", "_out")),
+    ]
+    print(f"{'':36}" + "".join(f"{column:>23}" for column in columns))
     for name, row in rows.items():
-        print(f"{name:36}" + "".join(f"{row[column]:19.2f}" if row.get(column) is not None else f"{'':19}" for column in columns))
+        print(f"{name:36}" + "".join(f"{row[column]:23.2f}" if row.get(column) is not None else f"{'':23}" for column in columns))
     if options.output:
         from tokenspeed_kernel.benchmark import collect_metadata
 

@@ -68,6 +68,31 @@ def test_elements_apart(sm90: torch.device, name: str, window_left: int) -> None
     check((out, lse), wanted)
 
 
+@pytest.mark.parametrize("window_left", [-1, 127])
+@pytest.mark.parametrize("name", ["mha_prefill", "mha_extend_with_kvcache", "mha_decode_with_kvcache"])
+def test_what_is_wrong_after_a_right_call_is_named(sm90: torch.device, name: str, window_left: int) -> None:
+    """Programs refuse it, as it is not looked at before."""
+    arguments, wanted = _call(name, sm90, window_left)
+    function = getattr(tokenspeed_kernel_nvidia, name)
+    out = torch.empty_like(arguments["q"])
+    values, lengths = ("v", "cu_seqlens") if name == "mha_prefill" else ("v_cache", "cache_seqlens")
+    several: list[tuple[str, Any, type[Exception], str]] = [
+        (values, arguments[values].half(), TypeError, "a tensor of bfloat16, got float16"),
+        (values, arguments[values][:-1], ValueError, "of shape"),
+        (values, arguments[values].cpu(), ValueError, "on cuda:0 as q, got a tensor on cpu"),
+        (lengths, arguments[lengths].long(), TypeError, "a tensor of int32, got int64"),
+        ("sinks", arguments["sinks"].cpu(), ValueError, "on cuda:0 as q, got a tensor on cpu"),
+        ("out", out.float(), TypeError, "a tensor of bfloat16, got float32"),
+        ("out", out[1:], ValueError, "of shape"),
+        ("out", out.cpu(), ValueError, "on cuda:0 as q, got a tensor on cpu"),
+        ("out", 3, TypeError, "a tensor, got int"),
+    ]
+    for argument, wrong, error, message in several:
+        check(function(**arguments, out=out), wanted)
+        with pytest.raises(error, match=f"^{name}: {argument} must be {message}"):
+            function(**{**arguments, "out": out, argument: wrong})
+
+
 @pytest.mark.parametrize("name", ["mha_prefill", "mha_extend_with_kvcache", "mha_decode_with_kvcache"])
 def test_a_captured_call_follows_its_inputs(sm90: torch.device, name: str) -> None:
     arguments, _ = _call(name, sm90, -1)

@@ -220,18 +220,38 @@ def test_wrong_arguments(name: str, changed: dict[str, Any], error: type[Excepti
         getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name, **changed))
 
 
+def _refuse(given: dict[str, Any]) -> None:
+    """What programs do with tensors of which others say what they should be like."""
+    q = given["q"]
+    keys, values = (given.get(side, given.get(f"{side}_cache")) for side in ("k", "v"))
+    pairs = [(values, keys), (given["out"], q)]
+    numbers = [given[name] for name in given if "seqlens" in name or name == "page_table"]
+    fit = all(one is None or (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) for one, other in pairs)
+    if not fit or keys.dtype != q.dtype or any(isinstance(one, torch.Tensor) and one.dtype != INT32 for one in numbers):
+        raise ValueError("refused")
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Pretends to be an sm_90, and says what would have been launched."""
     from tokenspeed_kernel_nvidia import attention
 
     names: list[str] = []
-    for module, functions in (("prefill", PREFILLS), ("window", PREFILLS), ("decode", PAGED[:1])):
+
+    def pretend(module: Any, function: str) -> None:
+        parameters = inspect.signature(getattr(module, function)).parameters
+
+        def launch(*arguments: Any) -> None:
+            _refuse(dict(zip(parameters, arguments, strict=True)))
+            names.append(f"{module.__name__.rpartition('.')[2]}.{function}")
+
+        monkeypatch.setattr(module, function, launch)
+
+    for module, functions in ((attention.prefill, PREFILLS), (attention.window, PREFILLS), (attention.decode, PAGED[:1])):
         for function in functions:
-            name = f"{module}.{function}"
-            monkeypatch.setattr(getattr(attention, module), function, lambda *_, name=name: names.append(name))
+            pretend(module, function)
     monkeypatch.setattr(attention, "require_sm90", lambda function, device: None)
-    monkeypatch.setattr(_checks, "_passed", set())
+    monkeypatch.setattr(_checks, "_passed", {})
     return names
 
 
@@ -248,7 +268,7 @@ def test_the_kernel_is_chosen_by_the_window(name: str, launched: list[str]) -> N
 def test_wrong_arguments_after_right_ones(
     name: str, changed: dict[str, Any], error: type[Exception], message: str, launched: list[str]
 ) -> None:
-    """What has been right is not looked at again, and what is wrong still is, however often."""
+    """What has been right is not looked at again, and what is wrong is named, however often."""
     for arguments in (_arguments(name), _arguments(name, window_left=1, softmax_scale=1, logit_cap=0)):
         getattr(tokenspeed_kernel_nvidia, name)(**arguments)
     assert len(_checks._passed) == 2
@@ -303,6 +323,8 @@ def test_rows_that_are_copied(layout: str) -> None:
     assert _rows.deliver(written, tensor) is tensor
     assert (tensor == 3).all()
     assert _rows.deliver(written, None) is written
+    for other in (tensor[:1], tensor.half(), tensor.to("meta")):
+        assert _rows.to_write(other, copied, (5, 12, 64)) is other
 
 
 # -- what is declared ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,6 +169,35 @@ def test_graph_replay_with_other_lengths(sm90: torch.device) -> None:
     lengths.copy_(other.cache_seqlens)
     graph.replay()
     oracle.check(out, other.wanted(Options(127)))
+
+
+def test_kernels_that_overlap(sm90: torch.device) -> None:
+    """In a graph, kernels begin while the ones before end: each output is the next one's queries, and lengths change in between."""
+    case = oracle.paged([16] * 40 + [5], [300] * 20 + [25] * 21, *GPT_OSS, 64, torch.bfloat16, sm90)
+    lengths, before = case.cache_seqlens, case.cache_seqlens.clone()
+
+    def run(pause: Callable[[], None]) -> Tensor:
+        out = case.q
+        for step in range(12):
+            got = window.mha_extend_with_kvcache(
+                out, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, lengths, 16, 300, True, 127
+            )
+            assert isinstance(got, Tensor)
+            out = got
+            pause()
+            if step % 3 == 1:
+                lengths.sub_(1)
+                pause()
+        return out
+
+    wanted = run(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(lambda: None)
+    for _ in range(3):
+        lengths.copy_(before)
+        graph.replay()
+        assert torch.equal(out, wanted)
 
 
 @pytest.mark.slow

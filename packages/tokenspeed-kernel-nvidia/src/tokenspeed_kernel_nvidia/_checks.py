@@ -1,7 +1,7 @@
 """Errors that name the argument, what it was, and what it should have been, before anything is launched.
 
 With tokenspeed-kernel in front the operator has checked the arguments already; these are for callers of the plain functions. Calls
-like one that was right are not looked at again; `facts` says what makes them alike.
+like one that was right are not looked at again: what may still be wrong with those, a program refuses.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from tokenspeed_kernel_nvidia import _limits
 
 # A caller with ever new shapes must not fill memory.
 _MOST_PASSED = 4096
-_passed: set[Hashable] = set()
+# Of calls that were right, by what makes calls alike: the most tokens of a sequence that their page tables have room for.
+_passed: dict[Hashable, int] = {}
 
 
-def facts(function: str, tensors: tuple[Tensor | None, ...], others: tuple[Any, ...]) -> Hashable:
-    """Of a call: dtypes, devices and shapes, and other arguments with their types, as 1 is 1.0 and True to a set."""
-    try:
-        looks = [None if tensor is None else (tensor.dtype, tensor.device, tensor.shape) for tensor in tensors]
-    except AttributeError:  # no tensor, which a check will say
-        return object()
-    return function, *looks, *others, *map(type, others)
+# How a call fails that is not right: no tensor has been asked for its shape, or a program has refused its arguments. Both are before
+# anything is launched, so a check may then look for what is wrong. Other errors are not for it.
+REFUSALS = (AttributeError, TypeError, ValueError)
 
 
-def has_passed(call: Hashable) -> bool:
-    return call in _passed
+def looks(tensor: Tensor | None) -> Hashable:
+    """What matters of a tensor that a program gets by its address, and so does not look at."""
+    return None if tensor is None else (tensor.dtype, tensor.get_device(), tensor.shape)
 
 
-def pass_on(call: Hashable) -> None:
+def has_passed(call: Hashable, max_seqlen_k: Any) -> bool:
+    """Whether a call is like one that was right, also with this bound of lengths, which may be another at every call."""
+    room = _passed.get(call)
+    return room is not None and type(max_seqlen_k) is int and 0 <= max_seqlen_k <= room
+
+
+def pass_on(call: Hashable, room: int) -> None:
     """Remembers that a call was right."""
     if len(_passed) >= _MOST_PASSED:
         _passed.clear()
-    _passed.add(call)
+    _passed[call] = room
 
 
 def fail(function: str, argument: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
@@ -51,13 +55,14 @@ def integer(function: str, argument: str, value: Any, least: int) -> None:
         fail(function, argument, f"at least {least}", value)
 
 
-def longest(function: str, max_seqlen_k: Any, page_table: Tensor, page_size: int) -> None:
-    """A bound of lengths, which may be another at every call."""
+def room(function: str, max_seqlen_k: Any, page_table: Tensor, page_size: int) -> int:
+    """The most tokens of a sequence that a page table has room for. No bound of lengths may be more."""
     batch, pages = page_table.shape
     integer(function, "max_seqlen_k", max_seqlen_k, 0)
     if batch and max_seqlen_k > pages * page_size:
         hold = f"{pages} pages of {page_size} tokens a sequence hold"
         fail(function, "max_seqlen_k", f"at most {pages * page_size}, what {hold}", max_seqlen_k)
+    return pages * page_size
 
 
 def _fits(shape: torch.Size, sizes: tuple[int | None, ...]) -> bool:

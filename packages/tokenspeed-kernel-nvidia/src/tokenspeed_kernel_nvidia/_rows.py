@@ -26,9 +26,14 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def to_write(out: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``out`` if it `is_aligned`, else new memory in like's dtype. What the caller gets is then for `deliver`."""
+    """``out`` if it `is_aligned`, else new memory in like's dtype. What the caller gets is then for `deliver`.
+
+    An ``out`` of another shape, dtype or device comes back too: programs refuse it, and a copy would not.
+    """
     if out is not None:
-        return out if is_aligned(out) else like.new_empty(shape)
+        if is_aligned(out) or (out.shape, out.dtype, out.device) != (shape, like.dtype, like.device):
+            return out
+        return like.new_empty(shape)
     if like.shape == shape:  # nearly always, and half the price
         return torch.empty_like(like, memory_format=torch.contiguous_format)
     return like.new_empty(shape)

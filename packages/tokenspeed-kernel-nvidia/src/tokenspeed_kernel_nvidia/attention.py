@@ -1,16 +1,20 @@
 """The public functions of attention: they check, choose the kernel, and call it. CuteDSL is imported only to compile one.
 
 Names and meanings of arguments are those of tokenspeed-kernel's operators.
+
+Of a call like one that was right, only that is looked at which programs do not look at themselves: they refuse tensors whose dtypes,
+devices and shapes do not go together.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia import _limits
-from tokenspeed_kernel_nvidia._checks import Call, facts, has_passed, integer, longest, pass_on
+from tokenspeed_kernel_nvidia._checks import REFUSALS, Call, has_passed, integer, looks, pass_on, room
 from tokenspeed_kernel_nvidia._machine import require_sm90
 from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill, window
 
@@ -62,24 +66,28 @@ def mha_prefill(
     Never waits for the device, and is safe in CUDA graphs. The first call for a dtype and shape of heads loads a program from the
     cache, or compiles it, which takes seconds; ``python -m tokenspeed_kernel_nvidia.warmup`` does it ahead of time.
     """
-    call = facts("mha_prefill", (q, k, v, cu_seqlens, sinks, out), (window_left, logit_cap, softmax_scale))
-    known = has_passed(call)
-    if not known:
-        check = Call("mha_prefill", q)
-        check.queries(q)
-        check.tensor("k", k, (q.dtype,), "tokens, kv_heads, head_dim", (q.shape[0], None, q.shape[2]))
-        check.tensor("v", v, (q.dtype,), "tokens, kv_heads, head_dim", tuple(k.shape))
-        check.heads(q, k.shape[1])
-        check.offsets("cu_seqlens", cu_seqlens)
-        check.window(window_left)
-        check.options(q, logit_cap, sinks, softmax_scale, out)
+    launch = prefill.mha_prefill if window_left == -1 else window.mha_prefill
+    arguments = q, k, v, cu_seqlens, cu_seqlens_cpu, max_seqlen, window_left, logit_cap, sinks, return_lse, softmax_scale, out
+    others = window_left, type(window_left), logit_cap, softmax_scale
+    try:
+        alike = "mha_prefill", q.dtype, q.get_device(), q.shape, k.shape, cu_seqlens.shape, looks(sinks), others
+        if has_passed(alike, 0 if max_seqlen is None else max_seqlen):
+            return launch(*arguments)
+    except REFUSALS:
+        pass  # the check says what is wrong; if it finds nothing, the launch below fails as this one has
+    check = Call("mha_prefill", q)
+    check.queries(q)
+    check.tensor("k", k, (q.dtype,), "tokens, kv_heads, head_dim", (q.shape[0], None, q.shape[2]))
+    check.tensor("v", v, (q.dtype,), "tokens, kv_heads, head_dim", tuple(k.shape))
+    check.heads(q, k.shape[1])
+    check.offsets("cu_seqlens", cu_seqlens)
+    check.window(window_left)
+    check.options(q, logit_cap, sinks, softmax_scale, out)
     if max_seqlen is not None:
         integer("mha_prefill", "max_seqlen", max_seqlen, 0)
-    if not known:
-        require_sm90("mha_prefill", q.device)
-        pass_on(call)
-    launch = prefill.mha_prefill if window_left < 0 else window.mha_prefill
-    return launch(q, k, v, cu_seqlens, cu_seqlens_cpu, max_seqlen, window_left, logit_cap, sinks, return_lse, softmax_scale, out)
+    require_sm90("mha_prefill", q.device)
+    pass_on(alike, sys.maxsize)
+    return launch(*arguments)
 
 
 def mha_extend_with_kvcache(
@@ -126,29 +134,32 @@ def mha_extend_with_kvcache(
     Returns, Raises:
         As `mha_prefill`.
     """
-    tensors = (q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, sinks, out)
-    others = (is_causal, window_left, logit_cap, softmax_scale, q_scale, k_scale, v_scale)
-    call = facts("mha_extend_with_kvcache", tensors, others)
-    known = has_passed(call)
-    if not known:
-        check = Call("mha_extend_with_kvcache", q)
-        check.caches(q, k_cache, v_cache, page_table, cache_seqlens)
-        check.offsets("cu_seqlens_q", cu_seqlens_q, cache_seqlens.shape[0])
-        if not is_causal and window_left >= 0:
-            check.fail("is_causal", "True where there is a window", is_causal)
-        check.unscaled(q_scale, k_scale, v_scale)
-        check.window(window_left)
-        check.options(q, logit_cap, sinks, softmax_scale, out)
-    integer("mha_extend_with_kvcache", "max_seqlen_q", max_seqlen_q, 0)
-    longest("mha_extend_with_kvcache", max_seqlen_k, page_table, k_cache.shape[1])
-    if not known:
-        require_sm90("mha_extend_with_kvcache", q.device)
-        pass_on(call)
-    launch = prefill.mha_extend_with_kvcache if window_left < 0 else window.mha_extend_with_kvcache
-    return launch(
+    launch = prefill.mha_extend_with_kvcache if window_left == -1 else window.mha_extend_with_kvcache
+    arguments = (
         q, cu_seqlens_q, cu_seqlens_kv, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, is_causal,
         window_left, logit_cap, sinks, return_lse, softmax_scale, q_scale, k_scale, v_scale, out,
     )  # fmt: skip
+    others = max_seqlen_q, type(max_seqlen_q), is_causal, window_left, type(window_left), logit_cap, softmax_scale
+    try:
+        shapes = q.shape, cu_seqlens_q.shape, k_cache.shape, page_table.shape, cache_seqlens.shape
+        alike = "mha_extend_with_kvcache", q.dtype, q.get_device(), *shapes, looks(sinks), *others, q_scale, k_scale, v_scale
+        if has_passed(alike, max_seqlen_k):
+            return launch(*arguments)
+    except REFUSALS:
+        pass  # the check says what is wrong; if it finds nothing, the launch below fails as this one has
+    check = Call("mha_extend_with_kvcache", q)
+    check.caches(q, k_cache, v_cache, page_table, cache_seqlens)
+    check.offsets("cu_seqlens_q", cu_seqlens_q, cache_seqlens.shape[0])
+    if not is_causal and window_left >= 0:
+        check.fail("is_causal", "True where there is a window", is_causal)
+    check.unscaled(q_scale, k_scale, v_scale)
+    check.window(window_left)
+    check.options(q, logit_cap, sinks, softmax_scale, out)
+    integer("mha_extend_with_kvcache", "max_seqlen_q", max_seqlen_q, 0)
+    longest = room("mha_extend_with_kvcache", max_seqlen_k, page_table, k_cache.shape[1])
+    require_sm90("mha_extend_with_kvcache", q.device)
+    pass_on(alike, longest)
+    return launch(*arguments)
 
 
 def mha_decode_with_kvcache(
@@ -184,23 +195,25 @@ def mha_decode_with_kvcache(
     Returns, Raises:
         As `mha_prefill`.
     """
-    tensors = (q, k_cache, v_cache, page_table, cache_seqlens, sinks, out)
-    call = facts(
-        "mha_decode_with_kvcache", tensors, (max_seqlen_q, window_left, logit_cap, softmax_scale, q_scale, k_scale, v_scale)
-    )
-    known = has_passed(call)
-    if not known:
-        check = Call("mha_decode_with_kvcache", q)
-        check.caches(q, k_cache, v_cache, page_table, cache_seqlens, _limits.DECODE_GQA_RATIOS)
-        check.rows(max_seqlen_q, q, k_cache.shape[2], cache_seqlens.shape[0])
-        check.unscaled(q_scale, k_scale, v_scale)
-        integer("mha_decode_with_kvcache", "window_left", window_left, -1)
-        check.options(q, logit_cap, sinks, softmax_scale, out)
-    longest("mha_decode_with_kvcache", max_seqlen_k, page_table, k_cache.shape[1])
-    if not known:
-        require_sm90("mha_decode_with_kvcache", q.device)
-        pass_on(call)
-    return decode.mha_decode_with_kvcache(
+    arguments = (
         q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, max_seqlen_q, window_left, logit_cap, sinks, return_lse,
         softmax_scale, q_scale, k_scale, v_scale, out,
     )  # fmt: skip
+    others = max_seqlen_q, type(max_seqlen_q), window_left, type(window_left), logit_cap, softmax_scale
+    try:
+        shapes = q.shape, k_cache.shape, page_table.shape, cache_seqlens.shape
+        alike = "mha_decode_with_kvcache", q.dtype, q.get_device(), *shapes, looks(sinks), *others, q_scale, k_scale, v_scale
+        if has_passed(alike, max_seqlen_k):
+            return decode.mha_decode_with_kvcache(*arguments)
+    except REFUSALS:
+        pass  # the check says what is wrong; if it finds nothing, the launch below fails as this one has
+    check = Call("mha_decode_with_kvcache", q)
+    check.caches(q, k_cache, v_cache, page_table, cache_seqlens, _limits.DECODE_GQA_RATIOS)
+    check.rows(max_seqlen_q, q, k_cache.shape[2], cache_seqlens.shape[0])
+    check.unscaled(q_scale, k_scale, v_scale)
+    integer("mha_decode_with_kvcache", "window_left", window_left, -1)
+    check.options(q, logit_cap, sinks, softmax_scale, out)
+    longest = room("mha_decode_with_kvcache", max_seqlen_k, page_table, k_cache.shape[1])
+    require_sm90("mha_decode_with_kvcache", q.device)
+    pass_on(alike, longest)
+    return decode.mha_decode_with_kvcache(*arguments)

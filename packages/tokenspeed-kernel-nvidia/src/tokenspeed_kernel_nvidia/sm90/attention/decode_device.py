@@ -39,30 +39,21 @@ class Decode(Warps):
     @cute.jit
     def __call__(
         self,
+        q: cute.Tensor,
         k_cache: cute.Tensor,
         v_cache: cute.Tensor,
-        q: Int64,
-        q_token: Int64,
-        q_head: Int64,
-        out: Int64,
-        out_token: Int64,
-        out_head: Int64,
-        page_table: Int64,
-        table_row: Int64,
-        table_page: Int64,
-        cache_seqlens: Int64,
-        batch: Int32,
+        out: cute.Tensor,
+        page_table: cute.Tensor,
+        cache_seqlens: cute.Tensor,
         partial: Int64,
         counters: Int64,
         lse: Int64,
         sinks: Int64,
         sinks_kind: Int32,
         q_len: Int32,
-        ratio: Int32,
         capacity: Int32,
         window_left: Int32,
         groups: Int32,
-        page_shift: Int32,
         scale: Float32,
         stream: cuda.CUstream,
     ):
@@ -88,9 +79,10 @@ class Decode(Warps):
 
         self.storage = Storage
         self.kernel(
-            k_load, k_boxes, v_load, v_boxes, q, q_token, q_head, out, out_token, out_head, page_table, table_row, table_page,
-            cache_seqlens, batch, partial, counters, lse, sinks, sinks_kind, q_len, ratio, kv_heads, capacity, window_left, groups,
-            page_shift, scale,
+            k_load, k_boxes, v_load, v_boxes, q.iterator.toint(), q.stride[0], q.stride[1], out.iterator.toint(), out.stride[0],
+            out.stride[1], page_table.iterator.toint(), page_table.stride[0], page_table.stride[1], cache_seqlens.iterator.toint(),
+            cache_seqlens.shape[0], partial, counters, lse, sinks, sinks_kind, q_len, q.shape[1] // kv_heads, kv_heads, capacity,
+            window_left, groups, cute.arch.popc(k_cache.shape[1] - 1), scale,
         ).launch(
             grid=(kv_heads // self.heads, groups, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True,
             min_blocks_per_mp=self.config.resident,
@@ -371,19 +363,18 @@ def host(config: Config) -> Any:
 
 
 def fake_arguments(config: Config) -> list[Any]:
-    """Stand-ins for what `host` takes."""
+    """Stand-ins for what `host` takes: dtypes, ranks and alignments, and which sizes are the same."""
     dtype = {"bfloat16": BFloat16, "float16": Float16}[config.dtype]
-    shape = (cute.sym_int(), cute.sym_int(divisibility=config.box), cute.sym_int(), config.head_dim)
+    size, stride, fake = cute.sym_int, cute.sym_int64, cute.runtime.make_fake_tensor
 
-    def cache() -> Any:
-        strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
-        return cute.runtime.make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
+    def rows(*shape: Any) -> Any:
+        strides = [stride(divisibility=8) for _ in shape]
+        return fake(dtype, (*shape, config.head_dim), (*strides, 1), assumed_align=16)
 
-    return [
-        *(cache(), cache()),
-        *(Int64(0) for _ in range(10)),
-        Int32(1),
-        *(Int64(0) for _ in range(4)),
-        *(Int32(0), Int32(1), Int32(1), Int32(1), Int32(-1), Int32(1), Int32(6), Float32(1.0)),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-    ]
+    tokens, heads, kv_heads, batch = size(), size(), size(), size()
+    cache = size(), size(divisibility=config.box), kv_heads
+    page_table = fake(Int32, (batch, size()), (stride(), stride()), assumed_align=4)
+    cache_seqlens = fake(Int32, (batch,), (1,), assumed_align=4)
+    scalars = [*(Int64(0) for _ in range(4)), *(Int32(0) for _ in range(5)), Float32(0)]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return [rows(tokens, heads), rows(*cache), rows(*cache), rows(tokens, heads), page_table, cache_seqlens, *scalars, stream]

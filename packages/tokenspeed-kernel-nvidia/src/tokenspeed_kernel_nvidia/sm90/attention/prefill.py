@@ -25,6 +25,7 @@ from tokenspeed_kernel_nvidia import _limits
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia.sm90.attention.scratch import scratch_of
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # As the device code tells them apart; 0 is none.
@@ -109,67 +110,11 @@ def prefill_program(config: Config) -> tuple[Any, Sequence[Any]]:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, head_dim: int, group: int, page_size: int) -> tuple[Callable[..., Any], int]:
-    """The program, and the positions of its tiles."""
-    config = Config(DTYPES[dtype], head_dim, group, page_size)
-    return prefill_program(config), config.positions
-
-
-# -- memory that outlives a call -----------------------------------------------------------------------------------------------
-
-
-class _Counters:
-    """Of a device: what launches hand out tiles by. Each is two numbers that a launch leaves at zero, as it found them.
-
-    Launches that may run side by side need one each: every stream has one, and every launch that a graph captures, because graphs
-    may be replayed on any stream.
-    """
-
-    COUNT = 16384
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._all = torch.zeros(self.COUNT, 2, dtype=torch.int32, device=device)
-        self._used = 0
-        self._of_stream: dict[int, Tensor] = {}
-        # Once in a process: other streams must not see the memory before it is zero.
-        torch.cuda.current_stream(device).synchronize()
-
-    def get(self) -> Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            return self._next()
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        found = self._of_stream.get(stream)
-        if found is None:
-            found = self._of_stream[stream] = self._next()
-        return found
-
-    def _next(self) -> Tensor:
-        if self._used == self.COUNT:
-            return _new_counter(self._device)
-        self._used += 1
-        return self._all[self._used - 1]
-
-
-_counters: dict[int, _Counters] = {}
-
-
-def _counter_of(device: torch.device) -> Tensor:
-    """A counter at zero, for one launch on the current stream."""
-    counters = _counters.get(device.index)
-    if counters is None:
-        if torch.cuda.is_current_stream_capturing():
-            return _new_counter(device)
-        counters = _counters[device.index] = _Counters(device)
-    return counters.get()
-
-
-def _new_counter(device: torch.device) -> Tensor:
-    """Fresh memory. In a graph it is set to zero at every replay."""
-    return torch.zeros(2, dtype=torch.int32, device=device)
-
-
-# -- launchers -----------------------------------------------------------------------------------------------------------------
+def _program_of(
+    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, page_size: int, device: int
+) -> tuple[Callable[..., Any], int]:
+    """The program, and the most CTAs that run at once."""
+    return prefill_program(Config(DTYPES[dtype], head_dim, heads // kv_heads, page_size)), multiprocessors(device)
 
 
 def mha_prefill(
@@ -187,7 +132,7 @@ def mha_prefill(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Launches full causal attention of whole sequences. Arguments are checked, and there is no window and no logit_cap."""
-    return _launch(q, k, v, cu_seqlens, None, None, True, sinks, return_lse, softmax_scale, out)
+    return _launch(q, k, v, k.shape[1], 0, cu_seqlens, None, None, True, sinks, return_lse, softmax_scale, out)
 
 
 def mha_extend_with_kvcache(
@@ -212,19 +157,22 @@ def mha_extend_with_kvcache(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Launches attention of new tokens to a paged cache. Arguments are checked, and there is no window, logit_cap or scale."""
-    if k_cache.shape[0] == 0:  # nobody sees a key, but bulk copies are of some page
-        k_cache, v_cache = k_cache.new_zeros(1, *k_cache.shape[1:]), v_cache.new_zeros(1, *v_cache.shape[1:])
-    if page_table.stride(1) != 1:
-        page_table = page_table.contiguous()
-    if page_table.shape[1] == 0:
+    pages, page_size, kv_heads, _ = k_cache.shape
+    if not (pages and max_seqlen_k):  # nobody sees a key, but bulk copies are of some page
+        k_cache = v_cache = k_cache.new_zeros(1, *k_cache.shape[1:])
         page_table = page_table.new_zeros(page_table.shape[0], 1)
-    return _launch(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, is_causal, sinks, return_lse, softmax_scale, out)
+    return _launch(
+        q, k_cache, v_cache, kv_heads, page_size, cu_seqlens_q, cache_seqlens, page_table, is_causal, sinks, return_lse,
+        softmax_scale, out,
+    )  # fmt: skip
 
 
 def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    kv_heads: int,
+    page_size: int,
     starts: Tensor,
     lengths: Tensor | None,
     page_table: Tensor | None,
@@ -234,29 +182,27 @@ def _launch(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    # Little is asked of tensors, as every question takes time: programs look at dtypes, shapes and strides themselves.
     tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[-2]
-    written = to_write(out, q, (tokens, heads, head_dim))
-    lse = q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None
+    written = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
-        launch, positions = _kernel(q.dtype, head_dim, heads // kv_heads, 0 if page_table is None else k.shape[1])
-        if sinks is not None and (sinks.dtype not in SINKS or not sinks.is_contiguous()):
-            sinks = sinks.float().contiguous()
-        launch(
-            aligned(q),
-            aligned(k),
-            aligned(v),
-            written,
-            starts.contiguous(),
-            None if lengths is None else lengths.contiguous(),
-            page_table,
-            _counter_of(q.device),
-            0 if lse is None else lse.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(),
-            0 if sinks is None else SINKS[sinks.dtype],
-            (head_dim**-0.5 if softmax_scale is None else softmax_scale) * _LOG2E,
-            int(causal),
-            min((-(-tokens // positions) + starts.shape[0] - 1) * kv_heads, multiprocessors(q.device.index)),
-        )
-    result = deliver(written, out)
-    return result if lse is None else (result, lse)
+        device = q.get_device()
+        launch, processors = _program_of(q.dtype, head_dim, heads, kv_heads, page_size, device)
+        scratch = scratch_of(device, torch._C._cuda_getCurrentRawStream(device), 0, 2)
+        sinks_at = sinks_kind = 0
+        if sinks is not None:
+            sinks_kind = SINKS.get(sinks.dtype, 0)
+            if not (sinks_kind and sinks.is_contiguous()):
+                sinks, sinks_kind = sinks.float().contiguous(), SINKS[torch.float32]
+            sinks_at = sinks.data_ptr()
+        scale = _LOG2E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
+        others = scratch.counters_at, 0 if lse is None else lse.data_ptr(), sinks_at, sinks_kind, scale, causal, processors
+        try:
+            launch(q, k, v, written, starts, lengths, page_table, *others)
+        except ValueError:  # refused, as bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
+            rows = to_write(out, q, q.shape)
+            lengths, page_table = (None if x is None else x.contiguous() for x in (lengths, page_table))
+            launch(aligned(q), aligned(k), aligned(v), rows, starts.contiguous(), lengths, page_table, *others)
+            written = deliver(rows, out)
+    return written if lse is None else (written, lse)

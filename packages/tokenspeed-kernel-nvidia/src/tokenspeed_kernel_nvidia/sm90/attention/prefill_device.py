@@ -41,10 +41,10 @@ def fake_arguments(config: Config):
         kv_tokens = sym()
         k, v = (rows(kv_tokens, kv_heads) for _ in range(2))
         lengths = page_table = None
-    starts, counter = ints(sym()), ints(2)
+    starts = ints(sym())
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    scalars = (Int64(0), Int64(0), Int32(0), Float32(0), Int32(0), Int32(0))
-    return q, k, v, out, starts, lengths, page_table, counter, *scalars, stream
+    scalars = (Int64(0), Int64(0), Int64(0), Int32(0), Float32(0), Int32(0), Int32(0))
+    return q, k, v, out, starts, lengths, page_table, *scalars, stream
 
 
 class Prefill(Compute):
@@ -58,13 +58,13 @@ class Prefill(Compute):
         starts: cute.Tensor,
         lengths: Optional[cute.Tensor],
         page_table: Optional[cute.Tensor],
-        counter: cute.Tensor,
+        counters: Int64,
         lse: Int64,
         sinks: Int64,
         sinks_kind: Int32,
         scale: Float32,
         causal: Int32,
-        grid: Int32,
+        processors: Int32,
         stream: cuda.CUstream,
     ):
         swizzle = cute.make_swizzle(3, 4, 3)
@@ -117,10 +117,15 @@ class Prefill(Compute):
             a_source=warpgroup.OperandSource.RMEM,
         )
         kv_heads = k.shape[2] if const_expr(self.paged) else k.shape[1]
+        counter = cute.make_tensor(cute.make_ptr(Int32, counters, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(2))
+        # Each sequence may end within a tile.
+        most = (cute.ceil_div(q.shape[0], self.positions) + starts.shape[0] - 1) * kv_heads
         self.kernel(
             q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, o_atom, o_tma,
             out, starts, lengths, page_table, counter, lse, sinks, sinks_kind, scale, causal, kv_heads, mma_qk, mma_half, mma_pv,
-        ).launch(grid=(grid, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)  # fmt: skip
+        ).launch(
+            grid=(cutlass.min(most, processors), 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )  # fmt: skip
 
     @cute.kernel
     def kernel(

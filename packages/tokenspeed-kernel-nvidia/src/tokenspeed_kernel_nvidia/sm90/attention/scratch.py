@@ -1,8 +1,9 @@
-"""Memory that divided launches leave partial results in, and counters of those who have.
+"""Memory that outlives launches: partial results, and counters of what has been begun or finished.
 
 Counters are zero before a launch, and it leaves them so. Launches that may run at once must not share any: each stream of a device
-has its own, kept from call to call. A launch that is captured has counters that are never handed out again, as its graph may be
-replayed on any stream; they come from an arena that calls outside of captures provide, so that nothing is zeroed within a graph.
+has its own, kept from call to call and for all kernels. A launch that is captured has counters that are never handed out again, as
+its graph may be replayed on any stream; they come from an arena that calls outside of captures provide, so that nothing is zeroed
+within a graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Counters of an arena: of about 1000 captured launches on a device of 132 multiprocessors.
+# Counters of an arena: of about 1000 captured launches of decode on a device of 132 multiprocessors.
 ARENA = 1 << 18
 
 
@@ -44,14 +45,14 @@ _making = threading.Lock()
 
 
 def scratch_of(device: int, stream: int, floats: int, numbers: int) -> Scratch:
-    """Scratch memory for a launch on the current stream.
+    """Scratch memory for a launch on the current stream, to be kept until it is launched.
 
     Args:
         device: PyTorch's number for it.
         stream: the handle of its current stream.
         floats, numbers: how many there must be at least.
     """
-    if _capturing():
+    if stream and _capturing():  # 0 is the stream that nothing can be captured on, and the one that most calls are on
         return _captured(device, floats, numbers)
     found = _of_stream.get((device, stream))
     if found is None or found.floats < floats or found.numbers < numbers or device in _low:

@@ -14,7 +14,7 @@ Times in this file are of one H200: 64 query heads, 8 key heads, head_dim 64, bf
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -147,7 +147,7 @@ def gap(group: int, window_left: int) -> str | None:
 @lru_cache(maxsize=4096)
 def _plan(
     dtype: torch.dtype, tokens: int, batch: int, heads: int, kv_heads: int, head_dim: int, paged: bool, short: bool, device: int
-) -> tuple[Config, int, int]:
+) -> tuple[Callable[..., Any], int, int]:
     """The program, positions of an item, and CTAs: smaller items where there would be fewer of them than multiprocessors.
 
     Args:
@@ -164,7 +164,7 @@ def _plan(
     block = max(config.positions, min(config.block, even))
     # Each sequence may begin up to 7 positions early and end within a block.
     most = (tokens // block + 2 * batch) * kv_heads
-    return config, block, min(processors, most)
+    return window_program(config), block, min(processors, most)
 
 
 def mha_prefill(
@@ -185,7 +185,7 @@ def mha_prefill(
 
     See `tokenspeed_kernel_nvidia.mha_prefill`.
     """
-    return _launch(q, k, v, cu_seqlens, None, None, False, window_left, sinks, return_lse, softmax_scale, out)
+    return _launch(q, k, v, k.shape[1], cu_seqlens, None, None, False, window_left, sinks, return_lse, softmax_scale, out)
 
 
 def mha_extend_with_kvcache(
@@ -213,16 +213,17 @@ def mha_extend_with_kvcache(
 
     See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`.
     """
-    short = max_seqlen_q <= SHORT
     return _launch(
-        q, k_cache, v_cache, cu_seqlens_q, page_table, cache_seqlens, short, window_left, sinks, return_lse, softmax_scale, out
-    )
+        q, k_cache, v_cache, k_cache.shape[2], cu_seqlens_q, page_table, cache_seqlens, max_seqlen_q <= SHORT, window_left, sinks,
+        return_lse, softmax_scale, out,
+    )  # fmt: skip
 
 
 def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    kv_heads: int,
     cu_seqlens: Tensor,
     page_table: Tensor | None,
     cache_seqlens: Tensor | None,
@@ -233,25 +234,28 @@ def _launch(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    # Little is asked of tensors, as every question takes time: programs look at dtypes, shapes and strides themselves.
     tokens, heads, head_dim = q.shape
-    kv_heads = k.shape[-2]
-    written = to_write(out, q, q.shape)
+    written = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     batch = cu_seqlens.shape[0] - 1
     if tokens and batch:
-        paged = page_table is not None
-        config, block, grid = _plan(q.dtype, tokens, batch, heads, kv_heads, head_dim, paged, short, q.device.index)
+        launch, block, grid = _plan(
+            q.dtype, tokens, batch, heads, kv_heads, head_dim, page_table is not None, short, q.get_device()
+        )
+        sinks_at = sinks_kind = 0
+        if sinks is not None:
+            sinks_kind = SINKS.get(sinks.dtype, 0)
+            if not (sinks_kind and sinks.is_contiguous()):
+                sinks, sinks_kind = sinks.float().contiguous(), SINKS[torch.float32]
+            sinks_at = sinks.data_ptr()
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-        if sinks is not None and (sinks.dtype not in SINKS or not sinks.is_contiguous()):
-            sinks = sinks.to(torch.float32).contiguous()
-        if page_table is not None and page_table.stride(1) != 1:
-            page_table = page_table.contiguous()
-        lse_at = 0 if lse is None else lse.data_ptr()
-        sinks_at, sinks_dtype = (0, 0) if sinks is None else (sinks.data_ptr(), SINKS[sinks.dtype])
-        window_program(config)(
-            aligned(q), aligned(k), aligned(v), written, cu_seqlens.contiguous(), page_table,
-            None if cache_seqlens is None else cache_seqlens.contiguous(), lse_at, sinks_at, sinks_dtype, window_left, block, scale,
-            grid,
-        )  # fmt: skip
-    result = deliver(written, out)
-    return result if lse is None else (result, lse)
+        others = 0 if lse is None else lse.data_ptr(), sinks_at, sinks_kind, window_left, block, scale, grid
+        try:
+            launch(q, k, v, written, cu_seqlens, page_table, cache_seqlens, *others)
+        except ValueError:  # refused, as bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
+            rows = to_write(out, q, q.shape)
+            page_table, cache_seqlens = (None if x is None else x.contiguous() for x in (page_table, cache_seqlens))
+            launch(aligned(q), aligned(k), aligned(v), rows, cu_seqlens.contiguous(), page_table, cache_seqlens, *others)
+            written = deliver(rows, out)
+    return written if lse is None else (written, lse)

@@ -102,7 +102,9 @@ class Window(Compute):
         self.kernel(
             q_atom, q_tma, k_atom, k_tma, v_atom, v_tma, out_atom, out_tma, out, cu_seqlens, page_table, cache_seqlens, lse, sinks,
             sinks_dtype, window_left, block, scale_log2, page_size, cute.size(k_turned, mode=[2]), q.shape[1], qk, pv,
-        ).launch(grid=[grid, 1, 1], block=[FEEDERS + CONSUMERS * 128, 1, 1], min_blocks_per_mp=1, stream=stream)  # fmt: skip
+        ).launch(
+            grid=[grid, 1, 1], block=[FEEDERS + CONSUMERS * 128, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=True
+        )  # fmt: skip
 
     def folded(self, x: cute.Tensor) -> cute.Tensor:
         layout = cute.make_layout(((x.shape[1], x.shape[0]), x.shape[2]), stride=((x.stride[1], x.stride[0]), x.stride[2]))
@@ -147,6 +149,9 @@ class Window(Compute):
                     v_words[thread % 16, self.rows + thread // 16, panel, stage] = Int64(0)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
+        # The kernel before may still write what is read below, and read what is written. The next one may begin when there is room.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         if warp_index < 4:
             cute.arch.setmaxregister_decrease(self.config.feeder_registers)
