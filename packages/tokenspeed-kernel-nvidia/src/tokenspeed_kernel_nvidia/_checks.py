@@ -19,10 +19,8 @@ from tokenspeed_kernel_nvidia import _limits
 _MOST_PASSED = 4096
 # Of calls that were right, by what makes calls alike: the most tokens of a sequence that their page tables have room for.
 _passed: dict[Hashable, int] = {}
-
-
-# How a call fails that is not right: no tensor has been asked for its shape, or a program has refused its arguments. Both are before
-# anything is launched, so a check may then look for what is wrong. Other errors are not for it.
+# How a call fails that is not right: what is no tensor has been asked for its shape, or a program has refused its arguments. Both
+# come before anything is launched, and a check says what is wrong. Other errors are not for it.
 REFUSALS = (AttributeError, TypeError, ValueError)
 
 
@@ -33,15 +31,15 @@ def looks(tensor: Tensor | None) -> Hashable:
 
 def has_passed(call: Hashable, max_seqlen_k: Any) -> bool:
     """Whether a call is like one that was right, also with this bound of lengths, which may be another at every call."""
-    room = _passed.get(call)
-    return room is not None and type(max_seqlen_k) is int and 0 <= max_seqlen_k <= room
+    most = _passed.get(call)
+    return most is not None and type(max_seqlen_k) is int and 0 <= max_seqlen_k <= most
 
 
-def pass_on(call: Hashable, room: int) -> None:
-    """Remembers that a call was right."""
+def pass_on(call: Hashable, most: int) -> None:
+    """Remembers that a call was right, and the most that max_seqlen_k may be."""
     if len(_passed) >= _MOST_PASSED:
         _passed.clear()
-    _passed[call] = room
+    _passed[call] = most
 
 
 def fail(function: str, argument: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:

@@ -2,8 +2,8 @@
 
 Names and meanings of arguments are those of tokenspeed-kernel's operators.
 
-Of a call like one that was right, only that is looked at which programs do not look at themselves: they refuse tensors whose dtypes,
-devices and shapes do not go together.
+Of a call like one that was right, only that is looked at which programs do not look at themselves: those refuse tensors whose
+dtypes, devices and shapes do not go together.
 """
 
 from __future__ import annotations
