@@ -175,13 +175,12 @@ def test_kernels_that_overlap(sm90: torch.device) -> None:
     """In a graph, kernels begin while the ones before end: each output is the next one's queries, and lengths change in between."""
     case = oracle.paged([16] * 40 + [5], [300] * 20 + [25] * 21, *GPT_OSS, 64, torch.bfloat16, sm90)
     lengths, before = case.cache_seqlens, case.cache_seqlens.clone()
+    others = (case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, lengths, 16, 300, True, 127)
 
     def run(pause: Callable[[], None]) -> Tensor:
         out = case.q
         for step in range(12):
-            got = window.mha_extend_with_kvcache(
-                out, case.cu_seqlens_q, None, case.k_cache, case.v_cache, case.page_table, lengths, 16, 300, True, 127
-            )
+            got = window.mha_extend_with_kvcache(out, *others)
             assert isinstance(got, Tensor)
             out = got
             pause()

@@ -6,6 +6,7 @@ all sequences, one after another, are cut into as many equal ranges as there are
 captured graph stays right, and evenly loaded, when lengths change. One warp of a CTA loads tiles into a ring in shared memory by
 TMA, four compute. Where a sequence goes on in other groups, each leaves a partial result, and the last one to do so merges them, in
 a fixed order. Sequences of which little is visible, as in layers with a short window, are not divided: groups take turns.
+With many of those, a warp has a key head of its own, and all its tiles: nothing is merged.
 """
 
 from __future__ import annotations
@@ -103,10 +104,10 @@ def _tile(head_dim: int, rows: int, work: Work) -> tuple[int, int, int]:
     """Keys of a tile, CTAs of a multiprocessor, and key heads of a CTA.
 
     Figures are microseconds on an H200 of 64 query heads and 8 key heads of dimension 64, in pages of 64, in a CUDA graph with an
-    ordinary kernel between calls (benchmarks/h200.py).
+    ordinary kernel between calls. They compare: there were few calls in a graph, whose start is in them.
     """
     if work == "many short" and rows * head_dim <= 2048:  # what registers allow
-        # Windows of 128, beside a key head a CTA: 128 sequences 14.4, 15.8; 512 43.2, 46.3; but 64 back to back 7.6, 7.4.
+        # Windows of 128, beside a key head a CTA: 128 sequences 14.4, 15.8; 512 43.2, 46.3; but 64 back to back 7.9, 6.9.
         return (32 if head_dim == 64 and rows <= 16 else 16), 2, CONSUMERS
     if head_dim == 128:
         return 32, 2, 1  # what registers allow

@@ -30,7 +30,6 @@ SCOUT = 0  # the warp that looks ahead before it computes
 AT_ONCE = 8  # lengths that a lane looks at together
 AHEAD = 2  # sequences of a CTA that it looks ahead
 MOST_AHEAD = 256  # keys of each
-INITIALISED = 3  # the named barrier of these two
 
 
 class Decode(Warps):
@@ -140,16 +139,14 @@ class Decode(Warps):
                 cute.arch.mbarrier_init(begun, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            if cutlass.const_expr(not self.config.split):
-                cute.arch.barrier_arrive(barrier_id=INITIALISED, number_of_threads=64)
             cpasync.prefetch_descriptor(k_load)
             cpasync.prefetch_descriptor(v_load)
         else:
             self.touch(call)
-            if cutlass.const_expr(not self.config.split):
-                if warp == SCOUT:
-                    cute.arch.barrier(barrier_id=INITIALISED, number_of_threads=64)
-                    self.foresee(call, begun, k_load, k_boxes, v_load, v_boxes)
+        if cutlass.const_expr(not self.config.split):
+            cute.arch.sync_threads()
+            if warp == SCOUT:
+                self.foresee(call, begun, k_load, k_boxes, v_load, v_boxes)
         # Whatever ran before may have written what is read here; what runs next may begin once there is room.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
