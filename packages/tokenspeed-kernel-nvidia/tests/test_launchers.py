@@ -18,8 +18,6 @@ from tokenspeed_kernel_nvidia import _limits, _programs
 from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill, window
 
 MODULES = (decode, prefill, window)
-# With a program each; others are compiled when they are called.
-RATIOS = (1, 2, 4, 8, 16)
 
 
 def _forget() -> None:
@@ -81,7 +79,7 @@ def _calls(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torc
                 yield decode.mha_decode_with_kvcache, {"q": rows, **paged, "max_seqlen_k": most, "max_seqlen_q": count}
 
 
-SHAPES = [*itertools.product(RATIOS, _limits.HEAD_DIMS, _limits.PAGE_SIZES, _limits.HALVES)]
+SHAPES = [*itertools.product(_limits.GQA_RATIOS, _limits.HEAD_DIMS, _limits.PAGE_SIZES, _limits.HALVES)]
 
 
 def test_what_launchers_ask_for_is_compiled_ahead_of_time(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:

@@ -334,5 +334,4 @@ def test_limits_are_those_of_the_kernels() -> None:
     from tokenspeed_kernel_nvidia.sm90.attention import decode, window
 
     assert max(decode.ROWS) == _limits.MOST_ROWS
-    assert window.LARGEST_WINDOW == _limits.LONGEST_WINDOW
-    assert window.GROUPS == _limits.GQA_RATIOS
+    assert window.REACH - 1 == _limits.LONGEST_WINDOW

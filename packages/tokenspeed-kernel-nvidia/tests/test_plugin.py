@@ -51,10 +51,10 @@ SERVED = [
     ("mha_prefill", "gpt-oss-120b sliding layer, 1 to 180 tokens", "cutedsl_mha_prefill_window_64"),
     ("mha_extend_with_kvcache", "not causal, lse", "cutedsl_mha_extend_with_kvcache_64"),
     ("mha_extend_with_kvcache", "head_dim 128 in a window of 50", "cutedsl_mha_extend_with_kvcache_window_128"),
-    ("mha_decode_with_kvcache", "sixteen query heads a key head", "cutedsl_mha_decode_with_kvcache_64"),
+    ("mha_decode_with_kvcache", "sixteen query heads a key head", "cutedsl_mha_decode_with_kvcache_wide_64"),
     ("mha_decode_with_kvcache", "gpt-oss-120b full layer, 1 to 300 tokens, pages of 64", "cutedsl_mha_decode_with_kvcache_64"),
     ("mha_decode_with_kvcache", "gpt-oss-120b sliding layer, 1 to 400 tokens", "cutedsl_mha_decode_with_kvcache_64"),
-    ("mha_decode_with_kvcache", "four new tokens in a window of three", "cutedsl_mha_decode_with_kvcache_several_64"),
+    ("mha_decode_with_kvcache", "four new tokens in a window of three", "cutedsl_mha_decode_with_kvcache_64"),
 ]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_nvidia import _limits
 from tokenspeed_kernel_nvidia.sm90.attention import window
 
 from . import oracle
@@ -75,7 +76,7 @@ def test_many_sequences(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("group", window.GROUPS)
+@pytest.mark.parametrize("group", _limits.GQA_RATIOS)
 def test_every_program(sm90: torch.device, group: int, head_dim: int, dtype: torch.dtype) -> None:
     _prefill(sm90, [200, 3, 131], (2 * group, 2, head_dim), dtype, sinks=_sinks(2 * group, sm90))
     _extend(sm90, [1, 60, 140, 5], [200, 129, 140, 301], (2 * group, 2, head_dim), 32, dtype, sinks=_sinks(2 * group, sm90))
@@ -203,7 +204,7 @@ def test_kernels_that_overlap(sm90: torch.device) -> None:
 def test_random_configurations(sm90: torch.device) -> None:
     draw = random.Random(1)
     for _ in range(100):
-        group, head_dim, dtype = draw.choice(window.GROUPS), draw.choice((64, 128)), draw.choice(HALVES)
+        group, head_dim, dtype = draw.choice(_limits.GQA_RATIOS), draw.choice((64, 128)), draw.choice(HALVES)
         shape = (2 * group, 2, head_dim)
         lengths = [draw.choice((0, 1, draw.randrange(20), draw.randrange(400))) for _ in range(draw.randrange(1, 12))]
         options: dict[str, Any] = {"window_left": draw.choice((127, 127, draw.randrange(128)))}
@@ -215,10 +216,3 @@ def test_random_configurations(sm90: torch.device) -> None:
             before = [draw.choice((0, draw.randrange(300))) for _ in lengths]
             kv_lens = [new + old for new, old in zip(lengths, before, strict=True)]
             _extend(sm90, lengths, kv_lens, shape, draw.choice((16, 32, 64, 128)), dtype, **options)
-
-
-def test_gap() -> None:
-    assert window.gap(8, 127) is None
-    assert "window_left is 128" in (window.gap(8, 128) or "")
-    assert "-1" in (window.gap(8, -1) or "")
-    assert "5 query heads" in (window.gap(5, 127) or "")

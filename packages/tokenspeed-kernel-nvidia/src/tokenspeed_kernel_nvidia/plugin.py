@@ -41,14 +41,12 @@ class _Kernel:
         module: the last part of the name of the module that has a function of the operator's name.
         roles: the operator's formats, which all have one dtype.
         traits: constraints by trait, besides those of every kernel here.
-        priority: among all kernels.
     """
 
     mode: str
     module: str
     roles: tuple[str, ...]
     traits: Mapping[str, Any]
-    priority: int = Priority.SPECIALIZED
 
     @property
     def implementation(self) -> str:
@@ -59,7 +57,7 @@ _EVERY = {"gqa_ratio": set(_limits.GQA_RATIOS), "return_lse": any, "sinks": any}
 _RAGGED = ("q", "k", "v")
 _PAGED = ("q", "k_cache", "v_cache")
 _PAGES = {"page_size": set(_limits.PAGE_SIZES)}
-_DECODE = {**_PAGES, "sliding_window": any}
+_DECODE = {**_PAGES, "sliding_window": any, "multi_query": any}
 # Only where there is a window, and it is short enough.
 _WINDOW = {
     "sliding_window": {True},
@@ -67,9 +65,9 @@ _WINDOW = {
 }
 
 
-def _several(least: int, most: int) -> dict[str, Any]:
-    """More than one new token: as many query heads a key head, and as many tokens as there are rows for."""
-    return {**_DECODE, "multi_query": {True}, "gqa_ratio": between(least, most), "new_tokens": at_most(_limits.MOST_ROWS // most)}
+def _rows(least: int, most: int) -> dict[str, Any]:
+    """As many query heads a key head, and as many new tokens as there are rows for."""
+    return {"gqa_ratio": between(least, most), "new_tokens": at_most(_limits.MOST_ROWS // most)}
 
 
 # By name.
@@ -80,9 +78,8 @@ _KERNELS = {
     "mha_extend_with_kvcache_window": _Kernel(
         "mha_extend_with_kvcache", "window", _PAGED, {**_PAGES, **_WINDOW, "is_causal": {True}}
     ),
-    "mha_decode_with_kvcache": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, {**_DECODE, "gqa_ratio": between(1, 16)}),
-    "mha_decode_with_kvcache_several": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, _several(1, 8)),
-    "mha_decode_with_kvcache_several_wide": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, _several(9, 16)),
+    "mha_decode_with_kvcache": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, {**_DECODE, **_rows(1, 8)}),
+    "mha_decode_with_kvcache_wide": _Kernel("mha_decode_with_kvcache", "decode", _PAGED, {**_DECODE, **_rows(9, 16)}),
 }
 
 
@@ -111,7 +108,7 @@ def register() -> None:
                 capability=_HOPPER,
                 signatures=_signatures(kernel.roles),
                 traits={"head_dim": width, "v_head_dim": width, **_EVERY, **kernel.traits},
-                priority=kernel.priority,
+                priority=Priority.SPECIALIZED,
                 tags={"determinism"},
             )(kernel.implementation)
     for other in DECLARATIONS:

@@ -12,7 +12,6 @@ With many of those, a warp has a key head of its own, and all its tiles: nothing
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -23,23 +22,20 @@ from torch import Tensor
 from tokenspeed_kernel_nvidia import _limits
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia.sm90.attention.launching import DTYPES, LOG2_E, launched, sinks_at
 from tokenspeed_kernel_nvidia.sm90.attention.scratch import scratch_of
 
 CONSUMERS = 4  # warps that compute; one more loads
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
 OTHER_BYTES = 3072  # of a CTA, besides tiles and results: 1024 that the system takes, and 1024 to begin at a multiple of that
 ROWS = (8, 16, 32, 64)  # query rows of a key head that programs are made for
-PIECES = 16  # partial results of a sequence that are merged at once
+PIECES = 16  # partial results of a sequence that are merged at once: what registers allow
 WHOLE = 256  # keys of a sequence that are not worth dividing
 LITTLE = 2048  # keys of all sequences together that are little work
 MANY = 800  # key heads of all sequences of which little is visible: three for every two multiprocessors, four of them to a CTA
 # What there is to do. Sequences are divided where little or much is visible of them all together, and not where they are short.
 Work = Literal["little", "much", "short", "many short"]
 SHORT = ("short", "many short")
-DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ class Config:
     def merge_floats(self) -> int:
         """Shared memory for what warps have found, where they share a key head."""
         if self.heads > 1:
-            return 4
+            return 4  # nothing, but an array has a size, and this one's a multiple of 16 bytes
         return self.parts * self.rows * (self.head_dim + 8)
 
     @property
@@ -174,11 +170,8 @@ def mha_decode_with_kvcache(
 
     For where partial results go, see `scratch`. See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`.
     """
-    # A few microseconds a call are all that are left beside a decoding step's other work, so little is asked of tensors: programs
-    # look at dtypes, shapes and strides themselves.
     tokens, heads, head_dim = q.shape
     pages, page_size, kv_heads, _ = k_cache.shape
-    written = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
         if not pages:  # all sequences are empty, but a TMA wants something to describe
@@ -200,19 +193,11 @@ def mha_decode_with_kvcache(
                 groups = max(PIECES * batch, groups // 2)
         elif groups > batch:
             groups = batch
-        sinks_at = sinks_kind = 0
-        if sinks is not None:
-            sinks_kind = SINKS.get(sinks.dtype, 0)
-            if not (sinks_kind and sinks.is_contiguous()):
-                sinks, sinks_kind = sinks.float().contiguous(), SINKS[torch.float32]
-            sinks_at = sinks.data_ptr()
-        lse_at = 0 if lse is None else lse.data_ptr()
+        sinks, *its = sinks_at(sinks)
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-        others = partial_at, counters_at, lse_at, sinks_at, sinks_kind, max_seqlen_q, max_seqlen_k, window_left, groups, scale
-        try:
-            launch(q, k_cache, v_cache, written, page_table, cache_seqlens, *others)
-        except ValueError:  # refused, as bulk copies want rows at multiples of 16 bytes, and lengths have no gaps
-            rows = to_write(out, q, q.shape)
-            launch(aligned(q), aligned(k_cache), aligned(v_cache), rows, page_table, cache_seqlens.contiguous(), *others)
-            written = deliver(rows, out)
-    return written if lse is None else (written, lse)
+        lse_at = 0 if lse is None else lse.data_ptr()
+        others = partial_at, counters_at, lse_at, *its, max_seqlen_q, max_seqlen_k, window_left, groups, scale
+        out = launched(launch, q, k_cache, v_cache, out, (page_table, cache_seqlens), others)
+    elif out is None:
+        out = torch.empty_like(q)
+    return out if lse is None else (out, lse)

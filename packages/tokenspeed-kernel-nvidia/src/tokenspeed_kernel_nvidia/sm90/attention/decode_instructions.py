@@ -63,9 +63,5 @@ def here(x: Any) -> Any:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
-def exp2(x: Any) -> Any:
-    return cute.math.exp2(x, fastmath=True)
-
-
 def larger(a: Any, b: Any) -> Any:
     return cute.arch.fmax(a, b)

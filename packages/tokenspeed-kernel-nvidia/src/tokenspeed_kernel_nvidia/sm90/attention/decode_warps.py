@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.decode import CONSUMERS, PIECES, Config
 from tokenspeed_kernel_nvidia.sm90.attention.decode_instructions import (
-    exp2,
     here,
     larger,
     ldmatrix,
@@ -22,13 +20,11 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_instructions import (
     store_floats,
     touch_line,
 )
+from tokenspeed_kernel_nvidia.sm90.attention.registers import LN2, LOWEST, exp2, sink_of
 
 THREADS = 32 * (CONSUMERS + 1)
 MERGERS = 32 * CONSUMERS
 LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
-LOWEST = -1.0e30  # the maximum of no scores: finite, so that differences are numbers
-LN_2 = math.log(2.0)
-LOG2_E = math.log2(math.e)
 PLANNED = 1  # named barriers
 MERGE = 2
 # Where a CTA is, in shared memory: its sequence, the tile there, tiles (or sequences, undivided) that are left, tiles that are
@@ -99,7 +95,6 @@ class Warps:
         self.heads = config.heads
         self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 rows, of a warp
         self.used = 1 if config.rows == 8 else 2  # rows of a tile that a lane has
-        self.pieces = PIECES if config.resident < 3 else 8  # partial results on their way together: what registers allow
         self.fours = config.head_dim // 4  # lanes of a row, where each has 4 numbers
         self.width = config.head_dim + 8  # of a row of results: a lane's stores go to other banks than its neighbours'
 
@@ -138,18 +133,6 @@ class Warps:
                 touch_line(results_at)
 
     @cute.jit
-    def sink_of(self, call: Call, q_head: Int32):
-        """The sink of a query head, in units of log 2."""
-        sink = -Float32.inf
-        if call.sinks_kind == 1:
-            sink = cute.make_ptr(Float32, call.sinks, cute.AddressSpace.gmem)[q_head] * LOG2_E
-        elif call.sinks_kind == 2:
-            sink = cute.make_ptr(BFloat16, call.sinks, cute.AddressSpace.gmem)[q_head].to(Float32) * LOG2_E
-        elif call.sinks_kind == 3:
-            sink = cute.make_ptr(Float16, call.sinks, cute.AddressSpace.gmem)[q_head].to(Float32) * LOG2_E
-        return sink
-
-    @cute.jit
     def consume(self, call: Call):
         """Computes the tiles that the loader brings."""
         thread, _, _ = cute.arch.thread_idx()
@@ -170,7 +153,7 @@ class Warps:
         first_row = thread // 32 // self.parts * (16 * self.tiles)
         sink = -Float32.inf
         if thread < self.rows:
-            sink = self.sink_of(call, call.head * call.ratio + thread % call.ratio)
+            sink = sink_of(call.sinks, call.sinks_kind, call.head * call.ratio + thread % call.ratio)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
         if thread < self.rows:
             call.sink_values[thread] = sink
@@ -196,7 +179,7 @@ class Warps:
         for tile in cutlass.range_constexpr(self.tiles):
             for other in cutlass.range_constexpr(self.used):
                 row = cute.arch.lane_idx() // 4 + tile * 16 + other * 8
-                sinks[tile, other] = self.sink_of(call, head * call.ratio + row % call.ratio)
+                sinks[tile, other] = sink_of(call.sinks, call.sinks_kind, head * call.ratio + row % call.ratio)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
         sequence, at = call.group, Int32(0)
         while sequence < call.batch:
@@ -524,22 +507,22 @@ class Warps:
                 every = Float32(0.0)
                 merged = cute.make_rmem_tensor((4,), Float32)
                 merged.fill(0.0)
-                for begin in cutlass.range(0, pieces, self.pieces, unroll=1):
+                for begin in cutlass.range(0, pieces, PIECES, unroll=1):
                     sums = []
                     results = []
-                    for each in cutlass.range_constexpr(self.pieces):
+                    for each in cutlass.range_constexpr(PIECES):
                         piece = cutlass.min(begin + each, pieces - 1)
                         sums_at, results_at = self.piece(call, first_group + piece, piece == 0, row)
                         sums.append(load_floats("global.cg", sums_at, 2))
                         results.append(load_floats("global.cg", results_at + column * 4, 4))
                     risen = highest
-                    for each in cutlass.range_constexpr(self.pieces):
+                    for each in cutlass.range_constexpr(PIECES):
                         risen = larger(risen, sums[each][0])
                     decay = exp2(highest - risen)
                     every *= decay
                     for place in cutlass.range_constexpr(4):
                         merged[place] *= decay
-                    for each in cutlass.range_constexpr(self.pieces):
+                    for each in cutlass.range_constexpr(PIECES):
                         weight = cutlass.select_(begin + each < pieces, exp2(sums[each][0] - risen), Float32(0.0))
                         every += weight * sums[each][1]
                         for place in cutlass.range_constexpr(4):
@@ -570,7 +553,7 @@ class Warps:
         risen = larger(highest, sink)
         decay = exp2(highest - risen)
         total = every * decay + exp2(sink - risen)
-        return cutlass.select_(total == 0.0, Float32(0.0), decay / total), (risen + cute.math.log2(total)) * LN_2
+        return cutlass.select_(total == 0.0, Float32(0.0), decay / total), (risen + cute.math.log2(total)) * LN2
 
     @cute.jit
     def write_lse(self, call: Call, sequence: Int32, token: Int32, q_head: Int32, logarithm: Float32):

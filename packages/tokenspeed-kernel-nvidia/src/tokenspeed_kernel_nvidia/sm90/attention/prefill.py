@@ -13,7 +13,6 @@ goes through their tiles from the longest to the shortest. An atomic counter say
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +23,8 @@ from torch import Tensor
 from tokenspeed_kernel_nvidia import _limits
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia.sm90.attention.launching import DTYPES, LOG2_E, launched, sinks_at
 from tokenspeed_kernel_nvidia.sm90.attention.scratch import scratch_of
-
-DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# As the device code tells them apart; 0 is none.
-SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-_LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -92,12 +86,12 @@ class Config:
 
 
 def every_config() -> list[Config]:
-    """All with the usual ratios of heads. Programs for the others that are served, up to 16, are compiled when they are called."""
+    """All that is served."""
     return [
         Config(dtype, head_dim, group, page_size)
         for dtype in DTYPES.values()
         for head_dim in _limits.HEAD_DIMS
-        for group in (1, 2, 4, 8, 16)
+        for group in _limits.GQA_RATIOS
         for page_size in (0, *_limits.PAGE_SIZES)
     ]
 
@@ -182,27 +176,16 @@ def _launch(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    # Little is asked of tensors, as every question takes time: programs look at dtypes, shapes and strides themselves.
     tokens, heads, head_dim = q.shape
-    written = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     if tokens:
         device = q.get_device()
         launch, processors = _program_of(q.dtype, head_dim, heads, kv_heads, page_size, device)
         scratch = scratch_of(device, torch._C._cuda_getCurrentRawStream(device), 0, 2)
-        sinks_at = sinks_kind = 0
-        if sinks is not None:
-            sinks_kind = SINKS.get(sinks.dtype, 0)
-            if not (sinks_kind and sinks.is_contiguous()):
-                sinks, sinks_kind = sinks.float().contiguous(), SINKS[torch.float32]
-            sinks_at = sinks.data_ptr()
-        scale = _LOG2E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-        others = scratch.counters_at, 0 if lse is None else lse.data_ptr(), sinks_at, sinks_kind, scale, causal, processors
-        try:
-            launch(q, k, v, written, starts, lengths, page_table, *others)
-        except ValueError:  # refused, as bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
-            rows = to_write(out, q, q.shape)
-            lengths, page_table = (None if x is None else x.contiguous() for x in (lengths, page_table))
-            launch(aligned(q), aligned(k), aligned(v), rows, starts.contiguous(), lengths, page_table, *others)
-            written = deliver(rows, out)
-    return written if lse is None else (written, lse)
+        sinks, *its = sinks_at(sinks)
+        scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
+        others = scratch.counters_at, 0 if lse is None else lse.data_ptr(), *its, scale, causal, processors
+        out = launched(launch, q, k, v, out, (starts, lengths, page_table), others)
+    elif out is None:
+        out = torch.empty_like(q)
+    return out if lse is None else (out, lse)

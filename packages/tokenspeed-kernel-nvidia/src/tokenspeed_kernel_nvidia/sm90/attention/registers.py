@@ -9,7 +9,8 @@ from __future__ import annotations
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Numeric, cute
 
-LOG2E = 1.4426950408889634
+from tokenspeed_kernel_nvidia.sm90.attention.launching import LOG2_E
+
 LN2 = 0.6931471805599453
 # What a running maximum begins with. Finite, so that a row that has not seen a key yet gives weights of 0 and not NaN.
 LOWEST = -1.0e30
@@ -77,15 +78,15 @@ def sink_of(sinks: Int64, kind: Int32, head: Int32) -> Float32:
 
     Args:
         sinks: where they lie.
-        kind: 1 float32, 2 bfloat16, 3 float16; 0 for none, which weigh nothing.
+        kind: see `launching.SINKS`; 0 for none, which weigh nothing.
     """
     sink = -Float32.inf
     if kind == 1:
-        sink = cute.make_ptr(Float32, sinks, cute.AddressSpace.gmem)[head] * LOG2E
+        sink = cute.make_ptr(Float32, sinks, cute.AddressSpace.gmem)[head] * LOG2_E
     elif kind == 2:
-        sink = cute.make_ptr(cutlass.BFloat16, sinks, cute.AddressSpace.gmem)[head].to(Float32) * LOG2E
+        sink = cute.make_ptr(cutlass.BFloat16, sinks, cute.AddressSpace.gmem)[head].to(Float32) * LOG2_E
     elif kind == 3:
-        sink = cute.make_ptr(cutlass.Float16, sinks, cute.AddressSpace.gmem)[head].to(Float32) * LOG2E
+        sink = cute.make_ptr(cutlass.Float16, sinks, cute.AddressSpace.gmem)[head].to(Float32) * LOG2_E
     return sink
 
 

@@ -5,8 +5,8 @@ visible. Here a tile is 64 rows of one key head, `Config.heads` query heads at `
 product gives all their scores: of the 128 keys before the first position and those of the positions. There is no running maximum
 and nothing is rescaled. An item of work is a block of up to 128 positions, whose tiles share one copy of the keys in shared memory.
 
-What is served (see `gap`): bfloat16 and float16, head_dim 64 and 128, window_left from 0 to 127, and 1, 2, 4, 8 or 16 query heads a
-key head; a causal mask; caches with pages of a multiple of 16 tokens. Smaller windows than 127 take as long as 127.
+What is served (see `_limits`): bfloat16 and float16, head_dim 64 and 128, window_left from 0 to 127, and 1, 2, 4, 8 or 16 query
+heads a key head; a causal mask; caches with pages of a multiple of 16 tokens. Smaller windows than 127 take as long as 127.
 
 Times in this file are of one H200: 64 query heads, 8 key heads, head_dim 64, bfloat16, sinks.
 """
@@ -22,19 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_nvidia import _limits
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia.sm90.attention.launching import DTYPES, LOG2_E, launched, sinks_at
 
 LANES = 32
 CONSUMERS = 3  # computing warpgroups
 REACH = 128  # keys before a tile's first position that are loaded, from a multiple of 8 on
-LARGEST_WINDOW = REACH - 1
 SHORT = 17  # queries that 24 positions from a multiple of 8 on hold
-GROUPS = (1, 2, 4, 8, 16)
-DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -111,8 +107,8 @@ def every_config() -> list[Config]:
         Config(dtype, head_dim, group, paged, short)
         for paged in (False, True)
         for dtype in DTYPES.values()
-        for head_dim in (64, 128)
-        for group in GROUPS
+        for head_dim in _limits.HEAD_DIMS
+        for group in _limits.GQA_RATIOS
         for short in ((False, True) if _has_short(head_dim, group, paged) else (False,))
     ]
 
@@ -128,20 +124,6 @@ def window_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.attention import window_device
 
     return window_device.host(config), window_device.fake_arguments(config)
-
-
-def gap(group: int, window_left: int) -> str | None:
-    """Why a window or a ratio of heads is not served here, or None if it is.
-
-    Args:
-        group: query heads a key head.
-        window_left: tokens to the left that stay visible.
-    """
-    if not 0 <= window_left <= LARGEST_WINDOW:
-        return f"window_left is {window_left}, not 0 to {LARGEST_WINDOW}"
-    if group not in GROUPS:
-        return f"{group} query heads a key head, not one of {', '.join(map(str, GROUPS))}"
-    return None
 
 
 @lru_cache(maxsize=4096)
@@ -234,28 +216,17 @@ def _launch(
     softmax_scale: float | None,
     out: Tensor | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    # Little is asked of tensors, as every question takes time: programs look at dtypes, shapes and strides themselves.
     tokens, heads, head_dim = q.shape
-    written = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
     batch = cu_seqlens.shape[0] - 1
     if tokens and batch:
         launch, block, grid = _plan(
             q.dtype, tokens, batch, heads, kv_heads, head_dim, page_table is not None, short, q.get_device()
         )
-        sinks_at = sinks_kind = 0
-        if sinks is not None:
-            sinks_kind = SINKS.get(sinks.dtype, 0)
-            if not (sinks_kind and sinks.is_contiguous()):
-                sinks, sinks_kind = sinks.float().contiguous(), SINKS[torch.float32]
-            sinks_at = sinks.data_ptr()
+        sinks, *its = sinks_at(sinks)
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-        others = 0 if lse is None else lse.data_ptr(), sinks_at, sinks_kind, window_left, block, scale, grid
-        try:
-            launch(q, k, v, written, cu_seqlens, page_table, cache_seqlens, *others)
-        except ValueError:  # refused, as bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
-            rows = to_write(out, q, q.shape)
-            page_table, cache_seqlens = (None if x is None else x.contiguous() for x in (page_table, cache_seqlens))
-            launch(aligned(q), aligned(k), aligned(v), rows, cu_seqlens.contiguous(), page_table, cache_seqlens, *others)
-            written = deliver(rows, out)
-    return written if lse is None else (written, lse)
+        others = 0 if lse is None else lse.data_ptr(), *its, window_left, block, scale, grid
+        out = launched(launch, q, k, v, out, (cu_seqlens, page_table, cache_seqlens), others)
+    elif out is None:
+        out = torch.empty_like(q)
+    return out if lse is None else (out, lse)

@@ -11,11 +11,10 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
-from tokenspeed_kernel_nvidia.sm90.attention.registers import quad_max, quad_sum, type_of
+from tokenspeed_kernel_nvidia.sm90.attention.launching import LOG2_E
+from tokenspeed_kernel_nvidia.sm90.attention.registers import LN2, quad_max, quad_sum, type_of
 from tokenspeed_kernel_nvidia.sm90.attention.window import CONSUMERS, LANES, REACH, Config
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 PANEL = 64  # columns of a 128-byte swizzled row
 # What a stage's record says of its item: how many tiles; its first position, and that one's row of q; the sequence's first query's
 # position, and length; the key head; and how many eights of keys lie before the first tile's. A count of 0 ends the work.
@@ -283,7 +282,7 @@ class Compute:
                 for h in cutlass.range_constexpr(2):
                     if position + place[h] >= first and position + place[h] < length:
                         where = Int64(query + place[h]) * all_heads + head_of + rows[h] % self.heads
-                        (table + where).store((top[h] + log2(total[h])) * LN_2)
+                        (table + where).store((top[h] + log2(total[h])) * LN2)
         warpgroup.wait_group(0)
         if thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -1,0 +1,60 @@
+"""What launchers of attention have in common: how they name dtypes, hand over sinks, and what they do where a program refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+
+# Of q, keys, values and the output, as configurations have them.
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# As the device code tells them apart; 0 is none.
+SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+LOG2_E = math.log2(math.e)
+
+
+def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """Sinks as programs get them: the tensor, which must live until the launch, its address, and its entry of SINKS.
+
+    float64, and what is not contiguous, is copied to float32.
+    """
+    if sinks is None:
+        return None, 0, 0
+    kind = SINKS.get(sinks.dtype, 0)
+    if not (kind and sinks.is_contiguous()):
+        sinks, kind = sinks.float().contiguous(), SINKS[torch.float32]
+    return sinks, sinks.data_ptr(), kind
+
+
+def launched(
+    program: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    numbers: tuple[Tensor | None, ...],
+    others: tuple[Any, ...],
+) -> Tensor:
+    """Launches a program, and returns the output: ``out``, or new memory if that is None.
+
+    Little is asked of tensors, as every question takes time: programs look at dtypes, shapes and strides themselves.
+
+    Args:
+        program: takes q, k, v, the output, ``numbers`` and ``others``, and raises ValueError where it refuses them.
+        numbers: lengths, offsets and page tables.
+        others: what is no tensor.
+    """
+    written = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    try:
+        program(q, k, v, written, *numbers, *others)
+    except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
+        rows = to_write(out, q, q.shape)
+        close = [None if x is None else x.contiguous() for x in numbers]
+        program(aligned(q), aligned(k), aligned(v), rows, *close, *others)
+        return deliver(rows, out)
+    return written
