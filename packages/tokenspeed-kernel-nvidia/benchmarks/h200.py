@@ -6,8 +6,9 @@ python packages/tokenspeed-kernel-nvidia/benchmarks/h200.py --only "window prefi
     --our-modules mha_prefill=tokenspeed_kernel_nvidia.sm90.attention.window:mha_prefill
 
 All contestants run in one process on the same random inputs. Each output is checked first, on a sample of rows, against a float32
-reference: all rows together, and the worst. A time is the median of 51 or more: one call in a CUDA graph of several, each on memory
-of its own, so that caches are cold; the rounds of all contestants alternate. Peers that are not installed are reported as absent.
+reference: all rows together, and the worst. A time is the median of 51 or more: one call in a CUDA graph of several, which take
+turns on copies of the inputs, more than caches hold; the rounds of all contestants alternate. Peers that are not installed are
+reported as absent.
 
 In the graph a small kernel of PyTorch's stands after each call. Some contestants launch with programmatic dependence, and so would
 begin while the one before still ends if it were a call of their own, as it never is in a model. What that kernel takes, in a graph

@@ -188,7 +188,7 @@ def note(report: Mapping[str, Any]) -> str:
     """How the times were taken, in sentences."""
     between = [row["between_us"] for row in report["rows"] if row["between_us"] is not None]
     worst = [row["worst_row_error"] for row in report["rows"] if row["kernel"] == "ours" and row["worst_row_error"] is not None]
-    said = "Medians of one call in a CUDA graph of several, each on memory of its own."
+    said = "Medians of one call in a CUDA graph of several, which take turns on copies of the inputs, more than caches hold."
     if between:
         took = " to ".join(dict.fromkeys(f"{time_us:.2f}" for time_us in (min(between), max(between))))
         said += (
