@@ -18,6 +18,7 @@ nox.options.sessions = ["lint", "tests"]
 nox.options.reuse_venv = "yes"
 
 ROOT = Path(__file__).parent
+BASE = "packages/tokenspeed-kernel-base"
 CORE = "packages/tokenspeed-kernel"
 RUNTIME = "tools/gpt_oss"
 EMULATOR = "tools/gfx950_emulator"
@@ -34,7 +35,7 @@ CUTEDSL = "nvidia-cutlass-dsl==4.8.1"
 def _install(session: nox.Session, *groups: str, runtime: bool = True) -> None:
     """PyTorch first, so that what follows finds it and fetches no other; then our packages, editable; then the groups."""
     session.install(TORCH)
-    packages = [f"{CORE}[tools]", *([RUNTIME] if runtime else [])]
+    packages = [BASE, f"{CORE}[tools]", *([RUNTIME] if runtime else [])]
     session.install(*(part for package in packages for part in ("-e", package)), *_requirements(*groups))
 
 
@@ -138,7 +139,7 @@ def _on_this_machine(session: nox.Session, tool: str, vendor: str) -> None:
 def tests_nvidia(session: nox.Session) -> None:
     """All cases of all kernels that an NVIDIA GPU runs, the large ones too."""
     _on_this_machine(session, "nvidia-smi", "NVIDIA")
-    session.install("-e", f"{CORE}[tools]", "-e", RUNTIME, "-e", NVIDIA, *_requirements("test"))
+    session.install("-e", BASE, "-e", f"{CORE}[tools]", "-e", RUNTIME, "-e", NVIDIA, *_requirements("test"))
     session.run("python", "-m", "pytest", "-m", "nvidia", *session.posargs)
 
 
@@ -148,7 +149,7 @@ def sanitize_nvidia(session: nox.Session) -> None:
     _on_this_machine(session, "nvidia-smi", "NVIDIA")
     if shutil.which("compute-sanitizer") is None:
         session.skip("needs compute-sanitizer, which comes with the CUDA toolkit")
-    session.install("-e", f"{CORE}[tools]")
+    session.install("-e", BASE, "-e", f"{CORE}[tools]")
     # Without PyTorch's own pool every tensor is an allocation of its own, so that going past its end is seen.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     check = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1")
@@ -161,7 +162,7 @@ def sanitize_nvidia(session: nox.Session) -> None:
 def tests_amd(session: nox.Session) -> None:
     """All cases of all kernels that an AMD GPU runs, the large ones too. The emulator looks at what the compiler made of them."""
     _on_this_machine(session, "rocm-smi", "AMD")
-    session.install("-e", f"{CORE}[tools]", "-e", RUNTIME, *_requirements("test"))
+    session.install("-e", BASE, "-e", f"{CORE}[tools]", "-e", RUNTIME, *_requirements("test"))
     session.install("--no-deps", "-e", AMD, "-e", EMULATOR)  # PyTorch for ROCm has its own Triton
     session.run("python", "-m", "pytest", "-m", "amd", *session.posargs)
 

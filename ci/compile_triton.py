@@ -122,7 +122,7 @@ def _versions() -> str:
 
 def _kernels(pattern: str) -> list[str]:
     import tokenspeed_kernel  # noqa: F401  (declares the kernels)
-    from tokenspeed_kernel.registry import KernelRegistry
+    from tokenspeed_kernel_base.registry import KernelRegistry
 
     names = [
         spec.name for spec in KernelRegistry.get().list_kernels() if spec.solution == SOLUTION and re.search(pattern, spec.name)
@@ -139,9 +139,9 @@ def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compil
     arch, kernel, small, dump, pattern = work
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default to date; Triton 3.9 warns that 3.10 will change it
-    from tokenspeed_kernel.operator import get_operator
-    from tokenspeed_kernel.platform import named_platform, use_platform
-    from tokenspeed_kernel.registry import KernelRegistry
+    from tokenspeed_kernel_base.operator import get_operator
+    from tokenspeed_kernel_base.platform import named_platform, use_platform
+    from tokenspeed_kernel_base.registry import KernelRegistry
 
     registry = KernelRegistry.get()
     spec = registry.get_by_name(kernel)
@@ -169,7 +169,7 @@ def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compil
 def _launch(op: Any, spec: Any, registry: Any, case: Any) -> None:
     import torch
 
-    from tokenspeed_kernel.numerics.verify import refusal
+    from tokenspeed_kernel.workbench.numerics.verify import refusal
 
     drawn = op.complete(case.make(_blank_draw()) if case.large else case.build("cpu"))
     if refusal(op, spec, drawn) is not None:
@@ -182,7 +182,7 @@ def _blank_draw() -> Any:
     """A `Draw` whose random tensors have shapes and no values: memory that is never touched costs nothing."""
     import torch
 
-    from tokenspeed_kernel.cases import Draw
+    from tokenspeed_kernel_base.cases import Draw
 
     class Blank(Draw):
         def normal(self, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:

@@ -491,7 +491,7 @@ def in_readme(report: dict[str, Any], text: str) -> str:
 
 
 def _metadata(folder: Path | None) -> dict[str, Any]:
-    from tokenspeed_kernel.benchmark import collect_metadata
+    from tokenspeed_kernel.workbench.benchmark import collect_metadata
 
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     command = " ".join(["python packages/tokenspeed-kernel-amd/benchmarks/timing_model.py", *words])

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Draw
-from tokenspeed_kernel.numerics import Status, verify_case
-from tokenspeed_kernel.numerics.verify import refusal
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.ops.attention._inputs import paged
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_amd import plugin
+from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.attention._inputs import paged
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
 ERROR = 5e-3  # relative, of the whole output
 LSE_ERROR = 1e-3

@@ -27,15 +27,15 @@ from torch import Tensor
 
 import tokenspeed_kernel
 import tokenspeed_kernel_amd
-from tokenspeed_kernel.cases import Case, Draw
-from tokenspeed_kernel.numerics import Status, verify_case
-from tokenspeed_kernel.numerics.verify import refusal
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.ops.attention._inputs import paged, ragged
-from tokenspeed_kernel.platform import named_platform, use_platform
-from tokenspeed_kernel.registry import KernelLoadWarning, KernelRegistry, KernelSpec, Priority
+from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_amd import plugin
 from tokenspeed_kernel_amd.aiter import _package
+from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
+from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, KernelSpec, Priority
 
 # Read from ROCm/aiter at commit e4048607a535ace3a2b51ded31b1c8c2d45c0879 (22 August 2026, 46 commits after v0.1.20), where they
 # are those of v0.1.20, commit fc2e5d57fb5b8ad8e7e23f7103071dde798ea618. Annotations are left out.

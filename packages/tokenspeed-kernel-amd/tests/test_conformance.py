@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenspeed_kernel.numerics.conformance import Options, conform
+from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 
 from .paging import kernel_of
 

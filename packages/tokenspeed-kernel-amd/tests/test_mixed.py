@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tokenspeed_kernel import mha_with_kvcache as operator
-from tokenspeed_kernel.cases import Case
 from tokenspeed_kernel_amd import mha_with_kvcache
+from tokenspeed_kernel_base.cases import Case
 
 from .paging import (
     cases,

@@ -16,9 +16,9 @@ import torch
 import tokenspeed_kernel
 import tokenspeed_kernel_amd
 from tokenspeed_kernel import Priority
-from tokenspeed_kernel.platform import named_platform, use_platform
-from tokenspeed_kernel.registry import KernelRegistry
 from tokenspeed_kernel_amd import _machine, plugin
+from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry
 
 PACKAGE = Path(tokenspeed_kernel_amd.__file__).parent
 FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill", "mha_with_kvcache"]

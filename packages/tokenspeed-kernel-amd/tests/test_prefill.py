@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel import mha_prefill as operator
-from tokenspeed_kernel.cases import Case
 from tokenspeed_kernel_amd import mha_prefill
+from tokenspeed_kernel_base.cases import Case
 
 from .paging import ERROR, LSE_ERROR, cases, check_case
 

@@ -75,7 +75,7 @@ print(json.dumps({{
 TOGETHER = f"""{INPUTS}
 import tokenspeed_kernel
 from tokenspeed_kernel import list_plugins, mha_prefill
-from tokenspeed_kernel.platform import named_platform, use_platform
+from tokenspeed_kernel_base.platform import named_platform, use_platform
 
 with use_platform(named_platform("gfx950")):
     pretended = mha_prefill.explain(**arguments)

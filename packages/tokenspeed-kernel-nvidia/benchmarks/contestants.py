@@ -17,9 +17,9 @@ import torch
 from shapes import PAGE_SIZE, Shape
 from torch import Tensor
 
-from tokenspeed_kernel.benchmark import Unsupported
-from tokenspeed_kernel.benchmark.metadata import package_version
-from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel.workbench.benchmark import Unsupported
+from tokenspeed_kernel.workbench.benchmark.metadata import package_version
+from tokenspeed_kernel_base.operator import get_operator
 
 Arguments = Mapping[str, Any]
 Call = Callable[[], Any]

@@ -42,7 +42,7 @@ from bars import LARGEST_ERROR, LARGEST_ROW_ERROR, judge
 from contestants import Call, Contestant, contestants, output_of
 from shapes import SHAPES, Shape, reference_rows, relative_error, sampled_rows, worst_row_error
 
-from tokenspeed_kernel.benchmark import (
+from tokenspeed_kernel.workbench.benchmark import (
     Launch,
     Method,
     Report,
@@ -52,10 +52,10 @@ from tokenspeed_kernel.benchmark import (
     collect_metadata,
     measure_roofline,
 )
-from tokenspeed_kernel.benchmark.machine import GpuState, Monitor, gpu_monitor
-from tokenspeed_kernel.benchmark.timing import host_time, sample, sample_graph
-from tokenspeed_kernel.cases import Cost
-from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel.workbench.benchmark.machine import GpuState, Monitor, gpu_monitor
+from tokenspeed_kernel.workbench.benchmark.timing import host_time, sample, sample_graph
+from tokenspeed_kernel_base.cases import Cost
+from tokenspeed_kernel_base.operator import get_operator
 
 # So much memory is touched between two calls on the same; the device caches 50 MB.
 _TOUCHED = 224 << 20

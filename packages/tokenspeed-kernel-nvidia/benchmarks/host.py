@@ -150,7 +150,7 @@ def main() -> None:
     for name, row in rows.items():
         print(f"{name:36}" + "".join(f"{row[column]:23.2f}" if row.get(column) is not None else f"{'':23}" for column in columns))
     if options.output:
-        from tokenspeed_kernel.benchmark import collect_metadata
+        from tokenspeed_kernel.workbench.benchmark import collect_metadata
 
         metadata = dataclasses.asdict(collect_metadata(f"python {' '.join(sys.argv)}"))
         with open(options.output, "w") as file:

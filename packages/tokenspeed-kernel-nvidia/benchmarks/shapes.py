@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.ops.attention._inputs import paged, ragged
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 
 PAGE_SIZE = 64
 # What a model calls a window of 128: the token and 127 before it.

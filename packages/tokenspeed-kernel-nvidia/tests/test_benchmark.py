@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from tokenspeed_kernel.benchmark import Unsupported, load_report
-from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel.workbench.benchmark import Unsupported, load_report
+from tokenspeed_kernel_base.operator import get_operator
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = ("shapes", "contestants", "bars", "h200", "plot")

@@ -29,12 +29,12 @@ from torch import Tensor
 
 import tokenspeed_kernel
 import tokenspeed_kernel_nvidia
-from tokenspeed_kernel.cases import Case, Draw
-from tokenspeed_kernel.numerics import Status, verify_case
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.ops.attention._inputs import paged, ragged
-from tokenspeed_kernel.platform import named_platform, platform_of, use_platform
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec, Priority
+from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
+from tokenspeed_kernel_base.platform import named_platform, platform_of, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
 from tokenspeed_kernel_nvidia import plugin
 from tokenspeed_kernel_nvidia.flashinfer import _memory, _package
 from tokenspeed_kernel_nvidia.flashinfer._declarations import DECLARATIONS, Declaration

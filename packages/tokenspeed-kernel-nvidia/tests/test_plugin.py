@@ -15,9 +15,9 @@ import torch
 
 import tokenspeed_kernel
 import tokenspeed_kernel_nvidia
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.platform import named_platform, use_platform
-from tokenspeed_kernel.registry import KernelRegistry, Priority
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, Priority
 from tokenspeed_kernel_nvidia import _machine, plugin
 
 PACKAGE = Path(tokenspeed_kernel_nvidia.__file__).parent
@@ -140,7 +140,7 @@ def test_an_implementation_exists(kernel: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_the_kit_finds_nothing(registered: KernelRegistry, sm90: torch.device, mode: str) -> None:
-    from tokenspeed_kernel.numerics.conformance import Options, conform
+    from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 
     wrong = []
     for spec in registered.get_for_operator("attention", mode):

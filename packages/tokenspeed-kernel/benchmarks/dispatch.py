@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel import memo
-from tokenspeed_kernel.benchmark import collect_metadata
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
 CALLS, RUNS = 500, 401
 

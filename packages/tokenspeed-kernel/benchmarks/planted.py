@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 import tokenspeed_kernel  # noqa: F401  (its operators register their kernels)
-from tokenspeed_kernel.benchmark import Report, Verdict, collect_metadata, compare
-from tokenspeed_kernel.benchmark.machine import gpu_monitor
-from tokenspeed_kernel.benchmark.run import Measurement, method_for, rows_of
-from tokenspeed_kernel.numerics import Status, verify_case
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.registry import KernelRegistry
+from tokenspeed_kernel.workbench.benchmark import Report, Verdict, collect_metadata, compare
+from tokenspeed_kernel.workbench.benchmark.machine import gpu_monitor
+from tokenspeed_kernel.workbench.benchmark.run import Measurement, method_for, rows_of
+from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.registry import KernelRegistry
 
 SLOWDOWN = 0.05
 SUBJECTS: tuple[tuple[str, str, dict[str, Any]], ...] = (

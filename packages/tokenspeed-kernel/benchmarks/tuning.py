@@ -26,14 +26,14 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel import reload_settings
-from tokenspeed_kernel.benchmark import collect_metadata
-from tokenspeed_kernel.benchmark.timing import captured, sample
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.registry import KernelRegistry
-from tokenspeed_kernel.selection import kernel_override
-from tokenspeed_kernel.traits import format_traits
-from tokenspeed_kernel.tuning import tune_case
+from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
+from tokenspeed_kernel.workbench.tuning import tune_case
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.selection import kernel_override
+from tokenspeed_kernel_base.traits import format_traits
 
 # Operator, case, and the seconds that its tuning may take, compilation included.
 SHAPES = (

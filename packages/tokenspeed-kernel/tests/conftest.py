@@ -13,11 +13,12 @@ import torch
 # What was tuned on this machine must not decide what a test sees. Read when the package is imported, here and in processes started.
 os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"
 
-from tokenspeed_kernel import config, memo, platform, plugins, profiling, selection
-from tokenspeed_kernel import operator as operator_module
-from tokenspeed_kernel.platform import ArchVersion, PlatformInfo
-from tokenspeed_kernel.registry import KernelRegistry
-from tokenspeed_kernel.tuned import tables
+from tokenspeed_kernel import plugins
+from tokenspeed_kernel.workbench.tuned import tables
+from tokenspeed_kernel_base import config, measured, memo, platform, selection, watch
+from tokenspeed_kernel_base import operator as operator_module
+from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo
+from tokenspeed_kernel_base.registry import KernelRegistry
 
 
 @pytest.fixture(autouse=True)
@@ -25,24 +26,22 @@ def _state_is_put_back() -> Iterator[None]:
     """Whatever a test sets for the whole process ends with it."""
     registry = KernelRegistry.get()
     kept = (dict(registry._specs), dict(registry._impls), dict(registry._interfaces), list(registry._clashes))
-    policy, oracles, tuned = selection._policy, dict(selection._oracles), selection._tuned
-    measured, shipped = dict(tables._measured), list(tables._shipped)
+    policy, source = selection._policy, measured._source
+    times, shipped = dict(tables._measured), list(tables._shipped)
     settings = config._settings
     plugin_state = dict(plugins._loaded), dict(plugins._failed), set(plugins._disabled)
     failures = dict(getattr(registry, "_load_failures", {}))
     yield
     assert memo._exceptions == 0, "the test left an override, a capture or profiling in force"
     assert platform.installed_platform() is None, "the test left a platform in force"
-    assert not profiling.observing()
+    assert not watch.watching()
     KernelRegistry._instance = registry
     registry._specs, registry._impls, registry._interfaces, registry._clashes = kept
     registry._load_failures = failures  # type: ignore[attr-defined]
-    selection._policy, selection._tuned = policy, tuned
+    selection._policy, measured._source = policy, source
     tables._measured.clear()
-    tables._measured.update(measured)
+    tables._measured.update(times)
     tables._shipped[:] = shipped
-    selection._oracles.clear()
-    selection._oracles.update(oracles)
     config._settings = settings
     plugins._loaded, plugins._failed, plugins._disabled = plugin_state
     memo.invalidate()

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.benchmark import (
+from tokenspeed_kernel.version import __version__
+from tokenspeed_kernel.workbench.benchmark import (
     Launch,
     Metadata,
     Method,
@@ -39,12 +40,11 @@ from tokenspeed_kernel.benchmark import (
     run,
     timing,
 )
-from tokenspeed_kernel.benchmark.machine import GpuState, Monitor
-from tokenspeed_kernel.benchmark.roofline import Roofline
-from tokenspeed_kernel.cases import Case, Cost
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
-from tokenspeed_kernel.version import __version__
+from tokenspeed_kernel.workbench.benchmark.machine import GpuState, Monitor
+from tokenspeed_kernel.workbench.benchmark.roofline import Roofline
+from tokenspeed_kernel_base.cases import Case, Cost
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
 COMMITTED = Path(__file__).parents[1] / "benchmarks" / "h200.json"
 

@@ -20,11 +20,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenspeed_kernel.benchmark import Roofline, Share, Timing, cached_roofline, machine, measure_roofline, roofline_cache
-from tokenspeed_kernel.benchmark.machine import GpuState
-from tokenspeed_kernel.benchmark.noise import noise_of, warnings_of
-from tokenspeed_kernel.benchmark.roofline import share_of
-from tokenspeed_kernel.cases import Cost
+from tokenspeed_kernel.workbench.benchmark import (
+    Roofline,
+    Share,
+    Timing,
+    cached_roofline,
+    machine,
+    measure_roofline,
+    roofline_cache,
+)
+from tokenspeed_kernel.workbench.benchmark.machine import GpuState
+from tokenspeed_kernel.workbench.benchmark.noise import noise_of, warnings_of
+from tokenspeed_kernel.workbench.benchmark.roofline import share_of
+from tokenspeed_kernel_base.cases import Cost
 
 # -- noise --------------------------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.capture import ReplayError, load, load_cases, merge, replay
-from tokenspeed_kernel.cases import Case, Draw
-from tokenspeed_kernel.ops.attention._inputs import paged
-from tokenspeed_kernel.recording import CapturedCall, Record, ShapeCapture, described
-from tokenspeed_kernel.recording.recorder import Work
+from tokenspeed_kernel.workbench.capture import ReplayError, load, load_cases, merge, replay
+from tokenspeed_kernel.workbench.recording import CapturedCall, Record, ShapeCapture, described
+from tokenspeed_kernel.workbench.recording.recorder import Work
+from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.ops.attention._inputs import paged
 
 SMALL = [(op, case) for op in tk.operators() for case in op.all_cases() if not case.large]
 
@@ -111,7 +111,7 @@ def test_long_lists_are_thinned() -> None:
 
 
 def test_values_are_not_read_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenspeed_kernel.recording import recorder
+    from tokenspeed_kernel.workbench.recording import recorder
 
     clock = [100.0]
     monkeypatch.setattr(recorder.time, "monotonic", lambda: clock[0])

@@ -24,12 +24,13 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from tokenspeed_kernel import config, plugins
-from tokenspeed_kernel.cli import app
-from tokenspeed_kernel.cli.output import print_table
-from tokenspeed_kernel.operator import operators
+from tokenspeed_kernel import plugins
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
-from tokenspeed_kernel.registry import PriorityClashWarning, register_kernel
+from tokenspeed_kernel.workbench.cli import app
+from tokenspeed_kernel.workbench.cli.output import print_table
+from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.registry import PriorityClashWarning, register_kernel
 
 runner = CliRunner()
 
@@ -409,7 +410,7 @@ def test_the_command_in_a_report_makes_it_again(tmp_path: Path) -> None:
 
 
 def test_bench_keeps_what_was_measured_before_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenspeed_kernel.benchmark import run
+    from tokenspeed_kernel.workbench.benchmark import run
 
     calls = 0
 
@@ -436,7 +437,7 @@ def test_bench_prints_a_table(wrong: str) -> None:
 
 PEERS = """
 import torch
-from tokenspeed_kernel.benchmark import Unsupported, peer
+from tokenspeed_kernel.workbench.benchmark import Unsupported, peer
 
 @peer("norm.rmsnorm", name="aten")
 def aten(x, weight, eps):
@@ -474,8 +475,8 @@ def test_solutions_and_peers_stand_side_by_side(tmp_path: Path, wrong: str) -> N
 
 
 def test_a_column_shows_the_fastest_and_what_it_is_of_the_first() -> None:
-    from tokenspeed_kernel.benchmark import Row, Timing
-    from tokenspeed_kernel.cli.bench_tables import side_by_side
+    from tokenspeed_kernel.workbench.benchmark import Row, Timing
+    from tokenspeed_kernel.workbench.cli.bench_tables import side_by_side
 
     def row(kernel: str, solution: str, *times: float, status: str = "measured", reason: str = "") -> Row:
         timing = Timing.of([[time, time] for time in times]) if times else None
@@ -500,7 +501,7 @@ def test_a_column_shows_the_fastest_and_what_it_is_of_the_first() -> None:
 @pytest.fixture
 def two_reports(tmp_path: Path) -> Callable[..., tuple[str, str]]:
     """Writes two reports of one kernel; the second takes ``factor`` as long, or failed."""
-    from tokenspeed_kernel.benchmark import Method, Report, Row, Timing, collect_metadata
+    from tokenspeed_kernel.workbench.benchmark import Method, Report, Row, Timing, collect_metadata
 
     def make(factor: float | None) -> tuple[str, str]:
         paths = []
@@ -563,7 +564,7 @@ def _without_rows(file: str) -> str:
 
 
 def test_without_memory_for_a_roofline_there_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    bench = sys.modules["tokenspeed_kernel.cli.bench"]  # the package's attribute is the command
+    bench = sys.modules["tokenspeed_kernel.workbench.cli.bench"]  # the package's attribute is the command
 
     def full(device: torch.device, **options: Any) -> None:
         raise torch.OutOfMemoryError("4 GiB are not free")
@@ -685,8 +686,8 @@ def test_warmup_without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ["tokenspeed_kernel", "doctor", "--json"],
         ["tokenspeed_kernel", "explain", "rmsnorm", "--json"],
-        ["tokenspeed_kernel.numerics", "rmsnorm", "--case", "no rows", "--json"],
-        ["tokenspeed_kernel.benchmark", "rmsnorm", "--case", "no rows", "--budget", "0.001", "--json"],
+        ["tokenspeed_kernel.workbench.numerics", "rmsnorm", "--case", "no rows", "--json"],
+        ["tokenspeed_kernel.workbench.benchmark", "rmsnorm", "--case", "no rows", "--budget", "0.001", "--json"],
         ["tokenspeed_kernel.plugins", "--json"],
     ],
     ids=" ".join,
@@ -739,13 +740,13 @@ def test_without_the_tools_one_line_says_what_to_install(missing: str) -> None:
 def test_a_missing_module_of_our_own_is_not_taken_for_a_missing_extra() -> None:
     program = """
     import sys
-    sys.modules["tokenspeed_kernel.doctor"] = None
+    sys.modules["tokenspeed_kernel.workbench.doctor"] = None
     from tokenspeed_kernel.__main__ import main
     main()
     """
     done = process("-c", textwrap.dedent(program))
     assert "pip install" not in done.stderr
-    assert "tokenspeed_kernel.doctor" in done.stderr
+    assert "tokenspeed_kernel.workbench.doctor" in done.stderr
 
 
 def test_importing_the_core_imports_no_tools() -> None:

@@ -14,9 +14,9 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.capture import load
-from tokenspeed_kernel.cli import app
-from tokenspeed_kernel.recording import ShapeCapture
+from tokenspeed_kernel.workbench.capture import load
+from tokenspeed_kernel.workbench.cli import app
+from tokenspeed_kernel.workbench.recording import ShapeCapture
 
 
 def call(*words: object, code: int = 0) -> str:

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenspeed_kernel.benchmark import (
+from tokenspeed_kernel.workbench.benchmark import (
     Metadata,
     Method,
     Ratio,
@@ -35,9 +35,9 @@ from tokenspeed_kernel.benchmark import (
     ratio_of,
     timing,
 )
-from tokenspeed_kernel.benchmark.compare import _arrangements, _cut
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.workbench.benchmark.compare import _arrangements, _cut
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
 COMMITTED = Path(__file__).parents[1] / "benchmarks" / "h200.json"
 HERE = Metadata("a device", "sm_90", "1.0", "3.12", "2.11", "3.6", "0.2", "abc", "the command", "2026-01-01T00:00:00+00:00")

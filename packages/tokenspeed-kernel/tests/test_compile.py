@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.lowering import count_outputs, schema
-from tokenspeed_kernel.selection import kernel_override
+from tokenspeed_kernel_base.lowering import count_outputs, schema
+from tokenspeed_kernel_base.selection import kernel_override
 
 
 @dataclasses.dataclass(frozen=True)

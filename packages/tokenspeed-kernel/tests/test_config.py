@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tokenspeed_kernel import config
-from tokenspeed_kernel.config import ConfigurationError, read_settings
-from tokenspeed_kernel.platform import current_platform
+from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.config import ConfigurationError, read_settings
+from tokenspeed_kernel_base.platform import current_platform
 
 
 def read(toml: Path | None = None, **variables: str) -> config.Settings:

@@ -23,13 +23,22 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 from tokenspeed_kernel import plugins
-from tokenspeed_kernel.cli import app
-from tokenspeed_kernel.numerics import CaseResult, Status
-from tokenspeed_kernel.numerics.conformance import CHECKS, Finding, Options, conform, conformance, junit, only_where, plugin_kernels
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.platform import CapabilityRequirement, named_platform, use_platform
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec, PriorityClashWarning
+from tokenspeed_kernel.workbench.cli import app
+from tokenspeed_kernel.workbench.numerics import CaseResult, Status
+from tokenspeed_kernel.workbench.numerics.conformance import (
+    CHECKS,
+    Finding,
+    Options,
+    conform,
+    conformance,
+    junit,
+    only_where,
+    plugin_kernels,
+)
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.platform import CapabilityRequirement, named_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, PriorityClashWarning
 
 SAMPLES = Path(__file__).parent / "wrong_kernels"
 CPU = torch.device("cpu")

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import tokenspeed_kernel
-from tokenspeed_kernel import lowering
-from tokenspeed_kernel.cases import Case, Cost
-from tokenspeed_kernel.operator import Operator, operators
-from tokenspeed_kernel.ops.triton_common import TRITON
-from tokenspeed_kernel.parameters import Kind, tensor_arguments
-from tokenspeed_kernel.registry import KernelRegistry
+from tokenspeed_kernel.triton.common import TRITON
+from tokenspeed_kernel_base import lowering
+from tokenspeed_kernel_base.cases import Case, Cost
+from tokenspeed_kernel_base.operator import Operator, operators
+from tokenspeed_kernel_base.parameters import Kind, tensor_arguments
+from tokenspeed_kernel_base.registry import KernelRegistry
 
 OPERATORS = [op for op in operators() if op.body.__module__.startswith("tokenspeed_kernel.")]
 SMALL = [(op, case) for op in OPERATORS for case in op.all_cases() if not case.large]

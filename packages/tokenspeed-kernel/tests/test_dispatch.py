@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tokenspeed_kernel import memo
-from tokenspeed_kernel.checks import Checker
-from tokenspeed_kernel.profiling import shape_capture
-from tokenspeed_kernel.registry import KernelRegistry, register_kernel
-from tokenspeed_kernel.selection import kernel_override, set_selection_policy
+from tokenspeed_kernel.workbench.profiling import shape_capture
+from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel_base.selection import kernel_override, set_selection_policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def test_another_description_is_decided_anew(gather: Any, log: Log, other: Calla
 
 
 def test_what_invalidates(gather: Any, log: Log, hopper: Any) -> None:
-    from tokenspeed_kernel.platform import use_platform
+    from tokenspeed_kernel_base.platform import use_platform
 
     def decisions() -> int:
         before = len(log.decided)

@@ -1,6 +1,6 @@
 """Every Triton kernel in a captured graph, on every small case of its operator. Nothing here names a kernel or an operator.
 
-Runs on a machine with a GPU only; `tokenspeed_kernel.numerics.graphs` says what is replayed.
+Runs on a machine with a GPU only; `tokenspeed_kernel.workbench.numerics.graphs` says what is replayed.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.numerics.graphs import replay_faults
-from tokenspeed_kernel.numerics.verify import default_device, refusal
-from tokenspeed_kernel.operator import operators
-from tokenspeed_kernel.platform import current_platform
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.workbench.numerics.graphs import replay_faults
+from tokenspeed_kernel.workbench.numerics.verify import default_device, refusal
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
 PLATFORM = current_platform()
 ON_GPU = not PLATFORM.is_cpu and not PLATFORM.pretended and not PLATFORM.emulated

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Draw, recipe
-from tokenspeed_kernel.numerics import EXACT, CaseResult, Status, compare, edges, guards, honesty, verify_case, waiting
-from tokenspeed_kernel.numerics.edges import Ground, edge_values
-from tokenspeed_kernel.operator import Operator, get_operator, operators
-from tokenspeed_kernel.platform import CapabilityRequirement
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
-from tokenspeed_kernel.traits import ANY, as_constraint, at_least, at_most, between, multiple_of, one_of
+from tokenspeed_kernel.workbench.numerics import EXACT, CaseResult, Status, compare, edges, guards, honesty, verify_case, waiting
+from tokenspeed_kernel.workbench.numerics.edges import Ground, edge_values
+from tokenspeed_kernel_base.cases import Case, Draw, recipe
+from tokenspeed_kernel_base.operator import Operator, get_operator, operators
+from tokenspeed_kernel_base.platform import CapabilityRequirement
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.traits import ANY, as_constraint, at_least, at_most, between, multiple_of, one_of
 
 CPU = torch.device("cpu")
 Impl = Callable[..., Any]

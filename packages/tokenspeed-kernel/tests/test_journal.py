@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.capture import UnreadableCaptureError, load
-from tokenspeed_kernel.recording import Contents, Journal, ShapeCapture, journal, read, recorder
+from tokenspeed_kernel.workbench.capture import UnreadableCaptureError, load
+from tokenspeed_kernel.workbench.recording import Contents, Journal, ShapeCapture, journal, read, recorder
 
 # Counts calls of n rows until it is told to stop, and says how many of each it has made, in steps.
 WRITER = """

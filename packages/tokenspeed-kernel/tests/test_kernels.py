@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.numerics import Status, verify_case
-from tokenspeed_kernel.numerics.verify import default_device, refusal
-from tokenspeed_kernel.operator import Operator, get_operator, operators
-from tokenspeed_kernel.platform import current_platform
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.verify import default_device, refusal
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import Operator, get_operator, operators
+from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
 PLATFORM = current_platform()
 ON_GPU = not PLATFORM.is_cpu and not PLATFORM.pretended and not PLATFORM.emulated

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel import memo
-from tokenspeed_kernel.registry import KernelRegistry, register_kernel
-from tokenspeed_kernel.traits import as_constraint
+from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel_base.traits import as_constraint
 
 BF16, F32, F64, I32, I64, U8, FP8 = (
     torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn,

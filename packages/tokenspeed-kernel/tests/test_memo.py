@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenspeed_kernel import memo
+from tokenspeed_kernel_base import memo
 
 
 def test_what_is_remembered_is_found_until_invalidated() -> None:

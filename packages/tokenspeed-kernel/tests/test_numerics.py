@@ -16,14 +16,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenspeed_kernel.cases import Case, Draw
-from tokenspeed_kernel.numerics import EXACT, CaseResult, Status, Tolerance, compare, compare_tensors, tolerance_for, verify_kernel
-from tokenspeed_kernel.numerics.compare import same_bits
-from tokenspeed_kernel.numerics.places import describe_places
-from tokenspeed_kernel.platform import CapabilityRequirement, named_platform, use_platform
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
-from tokenspeed_kernel.selection import Request
-from tokenspeed_kernel.signature import FormatSignature, ScaleFormat, TensorFormat, dense_tensor_format
+from tokenspeed_kernel.workbench.numerics import (
+    EXACT,
+    CaseResult,
+    Status,
+    Tolerance,
+    compare,
+    compare_tensors,
+    tolerance_for,
+    verify_kernel,
+)
+from tokenspeed_kernel.workbench.numerics.compare import same_bits
+from tokenspeed_kernel.workbench.numerics.places import describe_places
+from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.platform import CapabilityRequirement, named_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.selection import Request
+from tokenspeed_kernel_base.signature import FormatSignature, ScaleFormat, TensorFormat, dense_tensor_format
 
 LOOSE = Tolerance(0.01, 0.0, 1.0, "a hundredth of each value")
 NAN, INF = math.nan, math.inf
@@ -167,7 +176,7 @@ def test_views_compare_by_their_elements() -> None:
 
 
 def test_tensors_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["tokenspeed_kernel.numerics.compare"], "_CHUNK", 7)
+    monkeypatch.setattr(sys.modules["tokenspeed_kernel.workbench.numerics.compare"], "_CHUNK", 7)
     expected = torch.randn(5, 9)
     got = expected.clone()
     got[4, 2] += 1
@@ -271,7 +280,7 @@ def test_where_the_faults_lie(shape: tuple[int, ...], index: Any, said: str) -> 
 
 
 def test_places_of_a_tensor_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["tokenspeed_kernel.numerics.compare"], "_CHUNK", 16)
+    monkeypatch.setattr(sys.modules["tokenspeed_kernel.workbench.numerics.compare"], "_CHUNK", 16)
     expected = torch.ones(32, 8)
     got = expected.clone()
     got[24:, 2] = 0
@@ -769,7 +778,7 @@ def test_an_element_may_be_off_by_what_is_small_in_its_row() -> None:
 
 
 def test_a_row_too_long_for_a_chunk_is_held_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["tokenspeed_kernel.numerics.compare"], "_CHUNK", 48)
+    monkeypatch.setattr(sys.modules["tokenspeed_kernel.workbench.numerics.compare"], "_CHUNK", 48)
     expected = torch.ones(2, 100)
     got = expected.clone()
     got[1, 99] += 0.021

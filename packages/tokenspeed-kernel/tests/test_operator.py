@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel
-from tokenspeed_kernel import operator as operator_module
-from tokenspeed_kernel.cases import Case, Cost
-from tokenspeed_kernel.operator import get_operator, operators
-from tokenspeed_kernel.platform import PlatformInfo, use_platform
-from tokenspeed_kernel.registry import KernelRegistry, register_kernel
-from tokenspeed_kernel.selection import NoKernelFoundError, kernel_override
+from tokenspeed_kernel_base import operator as operator_module
+from tokenspeed_kernel_base.cases import Case, Cost
+from tokenspeed_kernel_base.operator import get_operator, operators
+from tokenspeed_kernel_base.platform import PlatformInfo, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel_base.selection import NoKernelFoundError, kernel_override
 
 rmsnorm = tokenspeed_kernel.rmsnorm
 X, W = torch.ones(2, 4), torch.ones(4)
@@ -338,7 +338,7 @@ def test_a_hook_asks_for_parameters_only(toy: Any) -> None:
 
 
 def test_a_mode_is_declared_once() -> None:
-    with pytest.raises(TypeError, match=r"operator rmsnorm is declared twice: in tokenspeed_kernel.ops.norm.rmsnorm and in"):
+    with pytest.raises(TypeError, match=r"operator rmsnorm is declared twice: in tokenspeed_kernel_base.ops.norm.rmsnorm and in"):
         operator_module.operator("other", "rmsnorm")(fine)
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.benchmark import Peer, Unsupported, bench_case, load_peers, peer
-from tokenspeed_kernel.benchmark.peers import PeerFileError, verify_peer
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.numerics import Status
+from tokenspeed_kernel.workbench.benchmark import Peer, Unsupported, bench_case, load_peers, peer
+from tokenspeed_kernel.workbench.benchmark.peers import PeerFileError, verify_peer
+from tokenspeed_kernel.workbench.numerics import Status
+from tokenspeed_kernel_base.cases import Case
 
 CPU = torch.device("cpu")
 
@@ -138,7 +138,7 @@ def test_hints_may_be_left_out() -> None:
         attended = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         return attended.transpose(0, 1).contiguous()
 
-    from tokenspeed_kernel.operator import get_operator
+    from tokenspeed_kernel_base.operator import get_operator
 
     cases = {each.name: each for each in get_operator("mha_prefill").all_cases()}
     assert verify_peer(sdpa, cases["lengths known on the host"], CPU).reason == "one sequence at a time"
@@ -167,7 +167,7 @@ def test_a_file_declares_peers_in_order(tmp_path: Path) -> None:
         written(
             tmp_path,
             """
-            from tokenspeed_kernel.benchmark import peer
+            from tokenspeed_kernel.workbench.benchmark import peer
 
             @peer("rmsnorm", name="second letter")
             def b(x, weight): return x
@@ -189,7 +189,7 @@ def test_a_file_declares_peers_in_order(tmp_path: Path) -> None:
         ("x = 1", "declares no peer"),
         ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library' (.*peers.py:1)"),
         ("def f(:", "SyntaxError"),
-        ("from tokenspeed_kernel.benchmark import peer\npeer('rmsnorm')(lambda nothing: 1)", "wants nothing"),
+        ("from tokenspeed_kernel.workbench.benchmark import peer\npeer('rmsnorm')(lambda nothing: 1)", "wants nothing"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str, said: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel import platform
-from tokenspeed_kernel.platform import (
+from tokenspeed_kernel_base import platform
+from tokenspeed_kernel_base.platform import (
     ArchVersion,
     CapabilityRequirement,
     PlatformInfo,

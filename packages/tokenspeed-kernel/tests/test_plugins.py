@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tokenspeed_kernel import plugins
-from tokenspeed_kernel.config import PREFIX
 from tokenspeed_kernel.plugins import PluginWarning, discover_plugins
+from tokenspeed_kernel_base.config import PREFIX
 
 SAMPLES = Path(__file__).parent / "sample_plugins"
 
@@ -28,7 +28,7 @@ BROKEN = {
     "exits": "SystemExit: no device",
     "half": "RuntimeError: after two of three",
     "import-error": "ModuleNotFoundError: No module named 'a_gpu_toolchain_that_is_not_installed'",
-    "name-clash": "RegistrationError: a kernel named reference_rmsnorm exists: registered by tokenspeed_kernel.ops.norm.rmsnorm, "
+    "name-clash": "RegistrationError: a kernel named reference_rmsnorm exists: registered by tokenspeed_kernel_base.ops.norm.rmsnorm, "
     r"now again by plugin name-clash \(sample-broken-kernels 0.1\)",
     "not-callable": r"TypeError: sample_broken_kernels.plugin:NOT_CALLABLE must be a function without parameters, got 42",
     "raises": "RuntimeError: the driver is too old",
@@ -61,7 +61,7 @@ warnings.simplefilter("always")
 import torch
 import tokenspeed_kernel
 from tokenspeed_kernel import plugins
-from tokenspeed_kernel.registry import KernelRegistry
+from tokenspeed_kernel_base.registry import KernelRegistry
 x, weight = torch.ones(2, 4), torch.ones(4)
 def served(): return "sample" if tokenspeed_kernel.rmsnorm(x, weight)[0, 0] == 42 else "reference"
 """
@@ -143,7 +143,7 @@ def test_broken_plugins_leave_nothing_behind(all_together: tuple[dict[str, Any],
     assert sorted(result["failures"]) == sorted(BROKEN), "no other plugin failed"
     of_plugins = {n for n, origin in result["kernels"].items() if origin.startswith("plugin ")}
     assert of_plugins == {"sample_rmsnorm", "sample_mm", "zz_equal_rmsnorm", "later_silu_and_mul"}
-    assert result["kernels"]["reference_rmsnorm"] == "tokenspeed_kernel.ops.norm.rmsnorm"
+    assert result["kernels"]["reference_rmsnorm"] == "tokenspeed_kernel_base.ops.norm.rmsnorm"
 
 
 def test_equal_priorities_are_reported_with_both_origins(all_together: tuple[dict[str, Any], str]) -> None:

@@ -25,11 +25,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tokenspeed_kernel
-from tokenspeed_kernel import call_times, config, profiling
-from tokenspeed_kernel.call_times import CallKind, CallTimes, Times, read
-from tokenspeed_kernel.config import ConfigurationError, read_settings
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.profiling import kernel_scope, start_profiling, stop_profiling
+from tokenspeed_kernel.workbench import call_times, profiling
+from tokenspeed_kernel.workbench.call_times import CallKind, CallTimes, Times, read
+from tokenspeed_kernel.workbench.profiling import kernel_scope, start_profiling, stop_profiling
+from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.config import ConfigurationError, read_settings
+from tokenspeed_kernel_base.operator import get_operator
 
 rmsnorm = tokenspeed_kernel.rmsnorm
 X, W = torch.ones(2, 4), torch.ones(4)
@@ -370,7 +371,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 def run(*words: str) -> Any:
     """The same in this process, which is quicker; what the program itself prints is not caught."""
     testing = pytest.importorskip("typer.testing")
-    from tokenspeed_kernel.cli import app
+    from tokenspeed_kernel.workbench.cli import app
 
     return testing.CliRunner().invoke(app, ["profile", *words])
 
@@ -494,7 +495,7 @@ def test_what_cannot_be_done_is_refused(words: list[str], said: str) -> None:
 
 def test_rows_of_a_gpu_are_ordered_by_it(kept: CallTimes, gpu: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("typer")
-    profile = importlib.import_module("tokenspeed_kernel.cli.profile")  # the package has the command under this name
+    profile = importlib.import_module("tokenspeed_kernel.workbench.cli.profile")  # the package has the command under this name
     on_device(kept, gpu.kernel(40.0), times=3)
     on_device(kept, gpu.kernel(500.0), times=2, kind=CallKind("gemm.mm", "slow", "bfloat16", "8x8"))
     for _ in range(10):

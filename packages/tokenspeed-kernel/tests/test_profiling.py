@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel
-from tokenspeed_kernel import profiling
-from tokenspeed_kernel.capture import load
-from tokenspeed_kernel.profiling import (
+from tokenspeed_kernel.workbench import profiling
+from tokenspeed_kernel.workbench.capture import load
+from tokenspeed_kernel.workbench.profiling import (
     kernel_scope,
     shape_capture,
     start_profiling,
@@ -24,7 +24,7 @@ from tokenspeed_kernel.profiling import (
     stop_profiling,
     stop_shape_capture,
 )
-from tokenspeed_kernel.recording import ShapeCapture
+from tokenspeed_kernel.workbench.recording import ShapeCapture
 
 rmsnorm = tokenspeed_kernel.rmsnorm
 X, W = torch.ones(2, 4), torch.ones(4)

@@ -1,4 +1,4 @@
-"""Lookups that no length reaches, in a process of its own: `tokenspeed_kernel.numerics.reach`."""
+"""Lookups that no length reaches, in a process of its own: `tokenspeed_kernel.workbench.numerics.reach`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenspeed_kernel.numerics.reach import reach
-from tokenspeed_kernel.numerics.verify import CaseResult, Status
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.registry import KernelSpec
+from tokenspeed_kernel.workbench.numerics.reach import reach
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.registry import KernelSpec
 
 SAMPLES = Path(__file__).parent / "wrong_kernels"
 DECODE = "attention.mha_decode_with_kvcache"

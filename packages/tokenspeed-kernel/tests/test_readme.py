@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenspeed_kernel.registry import KernelRegistry
+from tokenspeed_kernel_base.registry import KernelRegistry
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -72,7 +72,7 @@ def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
 
 
 def test_the_package_readme_names_every_operator() -> None:
-    from tokenspeed_kernel.operator import operators
+    from tokenspeed_kernel_base.operator import operators
 
     text = (PACKAGE / "README.md").read_text()
     missing = [op.mode for op in operators() if f"`{op.mode}`" not in text]

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel import registry as registry_module
-from tokenspeed_kernel import selection
-from tokenspeed_kernel.platform import ArchVersion, CapabilityRequirement
-from tokenspeed_kernel.registry import (
+from tokenspeed_kernel_base import registry as registry_module
+from tokenspeed_kernel_base import selection
+from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement
+from tokenspeed_kernel_base.registry import (
     KernelRegistry,
     KernelSpec,
     Priority,
@@ -27,9 +27,9 @@ from tokenspeed_kernel.registry import (
     register_kernel,
     registering_as,
 )
-from tokenspeed_kernel.selection import NoKernelFoundError, select_kernel
-from tokenspeed_kernel.signature import dense_tensor_format, format_signature, format_signatures
-from tokenspeed_kernel.traits import at_most, multiple_of
+from tokenspeed_kernel_base.selection import NoKernelFoundError, select_kernel
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel_base.traits import at_most, multiple_of
 
 BF16 = format_signatures("x", "dense", {torch.bfloat16})
 X = format_signature(x=dense_tensor_format(torch.bfloat16))
@@ -257,7 +257,7 @@ def test_a_kernel_registered_again_gets_another_chance(registry: KernelRegistry,
 def test_importing_does_not_overwrite_what_was_registered_meanwhile(registry: KernelRegistry, module: Any) -> None:
     name = module(
         """
-        from tokenspeed_kernel.registry import KernelRegistry
+        from tokenspeed_kernel_base.registry import KernelRegistry
         registry = KernelRegistry.get()
         spec = registry.get_by_name("mine")
         registry.unregister("mine")
@@ -493,7 +493,9 @@ def test_published_signatures() -> None:
 
 
 def test_published_names_of_the_other_modules() -> None:
-    from tokenspeed_kernel import platform, plugins, profiling, signature
+    from tokenspeed_kernel import plugins
+    from tokenspeed_kernel.workbench import profiling
+    from tokenspeed_kernel_base import platform, signature
 
     expected: dict[types.ModuleType, list[str]] = {
         signature: [

@@ -22,9 +22,9 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from tokenspeed_kernel.benchmark import Metadata, Method, Report, Roofline, Row, Share, Timing, load_report
-from tokenspeed_kernel.cli import app
-from tokenspeed_kernel.report import devices_of, palette, plots, render_page, write_plots
+from tokenspeed_kernel.workbench.benchmark import Metadata, Method, Report, Roofline, Row, Share, Timing, load_report
+from tokenspeed_kernel.workbench.cli import app
+from tokenspeed_kernel.workbench.report import devices_of, palette, plots, render_page, write_plots
 
 H200 = Path(__file__).parents[1] / "benchmarks" / "h200.json"
 ROOFLINE = Roofline(4200.0, 4380.0, {"bfloat16": 729.0, "float16": 735.0, "float8_e4m3fn": 1390.0, "float32": 51.0}, "2026-11-20")
@@ -324,7 +324,7 @@ def test_what_cannot_be_shown_is_refused(files: list[str], tmp_path: Path) -> No
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
 def test_a_missing_library_is_named(missing: str, files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("tokenspeed_kernel.report", missing))]:
+    for name in [name for name in sys.modules if name.startswith(("tokenspeed_kernel.workbench.report", missing))]:
         monkeypatch.delitem(sys.modules, name)
     found = builtins.__import__
 
@@ -340,7 +340,7 @@ def test_a_missing_library_is_named(missing: str, files: list[str], monkeypatch:
 
 
 def test_no_other_command_waits_for_the_libraries() -> None:
-    program = "import sys, tokenspeed_kernel.cli; print(sorted({'jinja2', 'matplotlib'} & set(sys.modules)))"
+    program = "import sys, tokenspeed_kernel.workbench.cli; print(sorted({'jinja2', 'matplotlib'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel import memo, selection
-from tokenspeed_kernel.config import ConfigurationError
-from tokenspeed_kernel.platform import CapabilityRequirement, PlatformInfo, named_platform, use_platform
-from tokenspeed_kernel.registry import KernelLoadWarning, KernelRegistry, KernelSpec, PriorityClashWarning
-from tokenspeed_kernel.selection import (
+from tokenspeed_kernel_base import memo, selection
+from tokenspeed_kernel_base.config import ConfigurationError
+from tokenspeed_kernel_base.platform import CapabilityRequirement, PlatformInfo, named_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, KernelSpec, PriorityClashWarning
+from tokenspeed_kernel_base.selection import (
     NoKernelFoundError,
     SelectedKernel,
     SelectionObjective,
@@ -39,7 +39,7 @@ from tokenspeed_kernel.selection import (
     set_tuned_results,
     warmup_selection,
 )
-from tokenspeed_kernel.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
 
 X = format_signature(x=dense_tensor_format(torch.bfloat16))
 BF16 = format_signatures("x", "dense", {torch.bfloat16})

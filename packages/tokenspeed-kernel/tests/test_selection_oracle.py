@@ -21,10 +21,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_kernel import selection
-from tokenspeed_kernel.platform import ArchVersion, CapabilityRequirement, PlatformInfo
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec, PriorityClashWarning
-from tokenspeed_kernel.selection import (
+from tokenspeed_kernel_base import selection
+from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, PlatformInfo
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, PriorityClashWarning
+from tokenspeed_kernel_base.selection import (
     NoKernelFoundError,
     Override,
     SelectionObjective,
@@ -35,8 +35,8 @@ from tokenspeed_kernel.selection import (
     select,
     set_tuned_results,
 )
-from tokenspeed_kernel.signature import FormatSignature, ScaleFormat, TensorFormat
-from tokenspeed_kernel.traits import at_least, at_most, between, multiple_of, one_of
+from tokenspeed_kernel_base.signature import FormatSignature, ScaleFormat, TensorFormat
+from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
 
 # -- constraints: ("value", v), ("set", (v, ...)), ("any",), ("least", n), ("most", n), ("between", a, b), ("multiple", n),
 #    ("and", left, right)

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.cases import DEFAULT, Case, Draw, Recipe, recipe
-from tokenspeed_kernel.numerics import CaseResult, Status, verify_case
-from tokenspeed_kernel.numerics.narrow import axes_of, count_items, first_items, narrow, narrowed
-from tokenspeed_kernel.numerics.shrink import shrink, variations
-from tokenspeed_kernel.numerics.verify import Fault
-from tokenspeed_kernel.operator import Operator, get_operator, operators
-from tokenspeed_kernel.parameters import tensor_arguments
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.workbench.numerics import CaseResult, Status, verify_case
+from tokenspeed_kernel.workbench.numerics.narrow import axes_of, count_items, first_items, narrow, narrowed
+from tokenspeed_kernel.workbench.numerics.shrink import shrink, variations
+from tokenspeed_kernel.workbench.numerics.verify import Fault
+from tokenspeed_kernel_base.cases import DEFAULT, Case, Draw, Recipe, recipe
+from tokenspeed_kernel_base.operator import Operator, get_operator, operators
+from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
 Impl = Callable[..., Any]
 
@@ -245,7 +245,7 @@ def test_another_fault_is_not_mistaken_for_the_same() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["tokenspeed_kernel.numerics.shrink"]
+    module = sys.modules["tokenspeed_kernel.workbench.numerics.shrink"]
     clock = itertools.count()
     monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))  # type: ignore[attr-defined]
     spec = _register("silu_and_mul", lambda op, arguments: op.reference(*arguments.values()) + 1)
@@ -259,7 +259,7 @@ def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cases_of_every_operator_shrink_to_little(op: Operator[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Were every call of a kernel wrong, what is left is the least that the operator takes: next to nothing."""
     failed = CaseResult("k", str(op), "c", Status.FAILED, faults=(Fault("values output", ""),))
-    monkeypatch.setattr(sys.modules["tokenspeed_kernel.numerics.shrink"], "verify_case", lambda *args, **options: failed)
+    monkeypatch.setattr(sys.modules["tokenspeed_kernel.workbench.numerics.shrink"], "verify_case", lambda *args, **options: failed)
     spec = KernelSpec("tried", op.family, op.mode, solution="tried", format_signatures=None)
     case = next(case for case in op.all_cases()[1:] if isinstance(case.make, Recipe) and not case.large)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel.signature import (
+from tokenspeed_kernel_base.signature import (
     FormatSignature,
     ScaleFormat,
     TensorFormat,

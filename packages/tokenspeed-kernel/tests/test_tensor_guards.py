@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel import dispatch, memo
-from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel_base import dispatch, memo
+from tokenspeed_kernel_base.operator import get_operator
 
 RMSNORM = get_operator("rmsnorm")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_kernel.traits import (
+from tokenspeed_kernel_base.traits import (
     ANY,
     Constraint,
     as_constraint,

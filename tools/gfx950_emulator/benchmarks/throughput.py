@@ -26,7 +26,7 @@ import triton
 
 import tokenspeed_kernel as tk
 from gfx950_emulator import Emulator, emulated_gfx950
-from tokenspeed_kernel.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.benchmark import collect_metadata
 
 Work = tuple[Callable[[], torch.Tensor], torch.Tensor]
 

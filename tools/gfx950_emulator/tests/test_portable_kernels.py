@@ -10,12 +10,12 @@ import torch
 
 import tokenspeed_kernel as tk
 from gfx950_emulator import Emulator, emulated_gfx950
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.numerics import Status, verify_case
-from tokenspeed_kernel.numerics.verify import refusal
-from tokenspeed_kernel.operator import operators
-from tokenspeed_kernel.platform import current_platform
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.verify import refusal
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
 CPU = torch.device("cpu")
 # Cases of a kernel that run by default: the first, the last, and some between. The rest is slow.

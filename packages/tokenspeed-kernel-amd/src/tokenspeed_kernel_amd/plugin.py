@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from tokenspeed_kernel.platform import ArchVersion, CapabilityRequirement, PlatformInfo
-from tokenspeed_kernel.registry import Priority, register_kernel
-from tokenspeed_kernel.signature import FormatSignature, dense_tensor_format, format_signature
 from tokenspeed_kernel_amd import _machine
 from tokenspeed_kernel_amd.aiter import _package
+from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, PlatformInfo
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, format_signature
 
 _HALVES = (torch.bfloat16, torch.float16)
 _ATTENTION = "tokenspeed_kernel_amd.gfx950.attention"

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenspeed_kernel.platform import ArchVersion, CapabilityRequirement, PlatformInfo
-from tokenspeed_kernel.registry import Priority, register_kernel
-from tokenspeed_kernel.signature import FormatSignature, dense_tensor_format, format_signature
-from tokenspeed_kernel.traits import at_most, between
+from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, PlatformInfo
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, format_signature
+from tokenspeed_kernel_base.traits import at_most, between
 from tokenspeed_kernel_nvidia import _limits, _machine
 from tokenspeed_kernel_nvidia.flashinfer import _package
 from tokenspeed_kernel_nvidia.flashinfer._declarations import DECLARATIONS

@@ -6,10 +6,35 @@ compiler and touches no GPU.
 
 import logging
 
-from tokenspeed_kernel.config import ConfigurationError, Settings, reload_settings, settings
-from tokenspeed_kernel.operator import get_operator, operators
-from tokenspeed_kernel.ops.activation import silu_and_mul, swiglu
-from tokenspeed_kernel.ops.attention import (
+from tokenspeed_kernel import torch as _torch_kernels
+from tokenspeed_kernel import triton as _triton_kernels
+from tokenspeed_kernel.plugins import (
+    PluginFailure,
+    PluginInfo,
+    PluginWarning,
+    disable_plugin,
+    discover_plugins,
+    list_plugins,
+    plugin_failures,
+)
+from tokenspeed_kernel.version import __version__
+from tokenspeed_kernel.workbench.profiling import (
+    capture_to_file,
+    kernel_scope,
+    shape_capture,
+    start_profiling,
+    start_shape_capture,
+    stop_profiling,
+    stop_shape_capture,
+    time_calls,
+)
+from tokenspeed_kernel.workbench.recording import ShapeCapture
+from tokenspeed_kernel.workbench.tuned import register_tuned_tables, tables
+from tokenspeed_kernel_base import measured
+from tokenspeed_kernel_base.config import ConfigurationError, Settings, reload_settings, settings
+from tokenspeed_kernel_base.operator import get_operator, operators
+from tokenspeed_kernel_base.ops.activation import silu_and_mul, swiglu
+from tokenspeed_kernel_base.ops.attention import (
     attn_merge_state,
     mha_decode_with_kvcache,
     mha_extend_with_kvcache,
@@ -19,12 +44,12 @@ from tokenspeed_kernel.ops.attention import (
     mla_extend_with_kvcache,
     mla_prefill,
 )
-from tokenspeed_kernel.ops.embedding import apply_rope
-from tokenspeed_kernel.ops.gemm import bmm, mm
-from tokenspeed_kernel.ops.kvcache import store_kv_cache
-from tokenspeed_kernel.ops.moe import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_process_weights, moe_topk
-from tokenspeed_kernel.ops.norm import qk_rmsnorm, rmsnorm
-from tokenspeed_kernel.ops.quantization import (
+from tokenspeed_kernel_base.ops.embedding import apply_rope
+from tokenspeed_kernel_base.ops.gemm import bmm, mm
+from tokenspeed_kernel_base.ops.kvcache import store_kv_cache
+from tokenspeed_kernel_base.ops.moe import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_process_weights, moe_topk
+from tokenspeed_kernel_base.ops.norm import qk_rmsnorm, rmsnorm
+from tokenspeed_kernel_base.ops.quantization import (
     dequantize_fp8,
     dequantize_mxfp4,
     dequantize_mxfp8,
@@ -35,8 +60,8 @@ from tokenspeed_kernel.ops.quantization import (
     quantize_mxfp8,
     quantize_nvfp4,
 )
-from tokenspeed_kernel.ops.sampling import argmax, sample_top_k_top_p
-from tokenspeed_kernel.platform import (
+from tokenspeed_kernel_base.ops.sampling import argmax, sample_top_k_top_p
+from tokenspeed_kernel_base.platform import (
     ArchVersion,
     CapabilityRequirement,
     PlatformInfo,
@@ -45,27 +70,7 @@ from tokenspeed_kernel.platform import (
     platform_of,
     use_platform,
 )
-from tokenspeed_kernel.plugins import (
-    PluginFailure,
-    PluginInfo,
-    PluginWarning,
-    disable_plugin,
-    discover_plugins,
-    list_plugins,
-    plugin_failures,
-)
-from tokenspeed_kernel.profiling import (
-    capture_to_file,
-    kernel_scope,
-    shape_capture,
-    start_profiling,
-    start_shape_capture,
-    stop_profiling,
-    stop_shape_capture,
-    time_calls,
-)
-from tokenspeed_kernel.recording import ShapeCapture
-from tokenspeed_kernel.registry import (
+from tokenspeed_kernel_base.registry import (
     KernelLoadWarning,
     KernelRegistry,
     KernelSpec,
@@ -75,24 +80,21 @@ from tokenspeed_kernel.registry import (
     describe_kernel,
     register_kernel,
 )
-from tokenspeed_kernel.selection import (
+from tokenspeed_kernel_base.selection import (
     Explanation,
     NoKernelFoundError,
     SelectedKernel,
     SelectionObjective,
-    SelectionOracle,
     SelectionPolicy,
     SelectionStrategy,
     explain_selection,
     kernel_override,
-    register_oracle,
     select_kernel,
     set_autotuner,
     set_selection_policy,
-    set_tuned_results,
     warmup_selection,
 )
-from tokenspeed_kernel.signature import (
+from tokenspeed_kernel_base.signature import (
     FormatSignature,
     ScaleFormat,
     TensorFormat,
@@ -101,9 +103,7 @@ from tokenspeed_kernel.signature import (
     format_signatures,
     tensor_format,
 )
-from tokenspeed_kernel.traits import at_least, at_most, between, multiple_of, one_of
-from tokenspeed_kernel.tuned import register_tuned_tables
-from tokenspeed_kernel.version import __version__
+from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
 
 __all__ = [
     "ArchVersion",
@@ -127,7 +127,6 @@ __all__ = [
     "ScaleFormat",
     "SelectedKernel",
     "SelectionObjective",
-    "SelectionOracle",
     "SelectionPolicy",
     "SelectionStrategy",
     "Settings",
@@ -182,14 +181,12 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_nvfp4",
     "register_kernel",
-    "register_oracle",
     "register_tuned_tables",
     "reload_settings",
     "rmsnorm",
     "sample_top_k_top_p",
     "select_kernel",
     "set_selection_policy",
-    "set_tuned_results",
     "settings",
     "shape_capture",
     "silu_and_mul",
@@ -207,7 +204,8 @@ __all__ = [
 if settings().verbose:
     logging.getLogger(__name__).setLevel(logging.INFO)
     logging.getLogger(__name__).addHandler(logging.StreamHandler())
-set_autotuner("tokenspeed_kernel.tuning.autotune:autotune")
+measured.use(tables)
+set_autotuner("tokenspeed_kernel.workbench.tuning.autotune:autotune")
 discover_plugins()
 if (_capture_path := settings().capture_path) is not None:
     capture_to_file(_capture_path)

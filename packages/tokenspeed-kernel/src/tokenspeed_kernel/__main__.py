@@ -14,7 +14,7 @@ def main(*command: str) -> None:
         command: words put in front of those of ``sys.argv``.
     """
     try:
-        from tokenspeed_kernel.cli import app
+        from tokenspeed_kernel.workbench.cli import app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _TOOLS:
             raise

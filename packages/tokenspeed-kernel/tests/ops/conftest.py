@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tokenspeed_kernel.parameters import Kind
+from tokenspeed_kernel_base.parameters import Kind
 
 # The first call of an operator is slower than the others, and machines that run the tests may be busy.
 settings.register_profile("operators", deadline=None)

@@ -23,8 +23,8 @@ from tokenspeed_kernel import (
     mla_extend_with_kvcache,
     mla_prefill,
 )
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.signature import FormatSignature
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.signature import FormatSignature
 
 OPERATORS: list[Any] = [
     attn_merge_state,

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.operator import operators
-from tokenspeed_kernel.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format
-from tokenspeed_kernel.registry import KernelRegistry
-from tokenspeed_kernel.signature import dense_tensor_format
+from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.signature import dense_tensor_format
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

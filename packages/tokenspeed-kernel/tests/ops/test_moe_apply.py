@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenspeed_kernel import MoEPlan, MoEWeights, NoKernelFoundError, moe_apply, moe_plan, moe_process_weights
-from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel_base.operator import get_operator
 
 OPERATOR = get_operator("moe_apply")
 CASES = {case.name: case for case in OPERATOR.all_cases() if not case.large}

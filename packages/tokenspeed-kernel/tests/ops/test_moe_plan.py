@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from tokenspeed_kernel import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_process_weights
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.ops.moe.plan import plan_for, wanted_layout
-from tokenspeed_kernel.platform import ArchVersion, CapabilityRequirement, PlatformInfo, cpu_platform
-from tokenspeed_kernel.registry import KernelRegistry, register_kernel
-from tokenspeed_kernel.selection import NoKernelFoundError, kernel_override
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.moe.plan import plan_for, wanted_layout
+from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, PlatformInfo, cpu_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel_base.selection import NoKernelFoundError, kernel_override
 
 E, K, H, I = 4, 2, 64, 32  # noqa: E741
 LAYOUT = "rows-reversed"
@@ -151,8 +151,8 @@ def test_values_are_traits(register: Register) -> None:
 
 
 def test_formats_gate_holds(register: Register) -> None:
-    from tokenspeed_kernel.ops.quantization.formats import mxfp4_format
-    from tokenspeed_kernel.signature import dense_tensor_format, format_signature
+    from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format
+    from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
     dense, mxfp4 = dense_tensor_format(torch.bfloat16), mxfp4_format()
     register(signatures=[format_signature(x=dense, w13=mxfp4, w2=mxfp4)])
@@ -449,7 +449,7 @@ def test_preprocessors_that_do_not_deliver(register: Register) -> None:
     register("nothing", weight_preprocessor=lambda weights, plan: None, priority=10)
     with pytest.raises(TypeError, match="what the weight_preprocessor of nothing returns must be an object with w13_weight"):
         moe_process_weights(weights_of(), plan_of())
-    register("absent", weight_preprocessor="tokenspeed_kernel.ops.moe:absent", priority=11)
+    register("absent", weight_preprocessor="tokenspeed_kernel_base.ops.moe:absent", priority=11)
     with pytest.raises(AttributeError, match="the weight_preprocessor of absent"):
         moe_process_weights(weights_of(), plan_of())
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenspeed_kernel import moe_topk
-from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel_base.operator import get_operator
 
 CASES = [case for case in get_operator("moe_topk").all_cases() if not case.large]
 
@@ -215,7 +215,7 @@ def test_wrong_calls(error: type[Exception], message: str, arguments: dict[str, 
 
 
 def test_a_kernel_that_knows_plain_softmax_only_is_refused_the_rest() -> None:
-    from tokenspeed_kernel.registry import KernelRegistry, register_kernel
+    from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 
     def plain(logits, top_k, scoring, renormalize, correction_bias, num_groups, top_groups, scaling_factor, weights_out, ids_out):  # type: ignore[no-untyped-def]
         raise AssertionError("explained only")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.operator import operators
-from tokenspeed_kernel.ops.quantization.encodings import FP8_MAX, encode_e2m1, encode_fp8
-from tokenspeed_kernel.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format, nvfp4_format
+from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX, encode_e2m1, encode_fp8
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format, nvfp4_format
 
 E4M3 = torch.float8_e4m3fn
 OPERATORS = [op for op in operators() if op.family == "quantization"]

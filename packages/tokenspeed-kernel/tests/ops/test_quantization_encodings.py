@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_kernel.ops.quantization import encodings
-from tokenspeed_kernel.ops.quantization.encodings import (
+from tokenspeed_kernel_base.ops.quantization import encodings
+from tokenspeed_kernel_base.ops.quantization.encodings import (
     FP8_MAX,
     decode_e2m1,
     decode_mxfp4,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenspeed_kernel.platform import current_platform
+from tokenspeed_kernel_base.platform import current_platform
 
 
 class _Skipped(pytest.Module):

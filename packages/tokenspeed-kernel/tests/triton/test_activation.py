@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel import silu_and_mul, swiglu
-from tokenspeed_kernel.numerics.verify import default_device
+from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
 ODD_VALUES = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 7.0, -7.0, 7.5, -7.5, 90.0, -90.0, 1e30, -1e30, 1e-30]

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.cases import Draw
-from tokenspeed_kernel.numerics.verify import default_device
-from tokenspeed_kernel.ops.attention._inputs import paged
-from tokenspeed_kernel.ops.attention.triton import _split_kv
-from tokenspeed_kernel.ops.attention.triton import mha_decode_with_kvcache as decode
-from tokenspeed_kernel.ops.attention.triton import mha_with_kvcache as kernel
+from tokenspeed_kernel.triton.attention import _split_kv
+from tokenspeed_kernel.triton.attention import mha_decode_with_kvcache as decode
+from tokenspeed_kernel.triton.attention import mha_with_kvcache as kernel
+from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.ops.attention._inputs import paged
 
 DEVICE = default_device()
 # Sequences that decode, verify two drafts, extend, prefill, and have nothing new, in no order.

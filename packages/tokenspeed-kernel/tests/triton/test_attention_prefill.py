@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.cases import Draw
-from tokenspeed_kernel.numerics.verify import default_device
-from tokenspeed_kernel.ops.attention._inputs import paged, ragged
-from tokenspeed_kernel.ops.attention.triton import _mha_band, _mha_call, _mha_tiles
-from tokenspeed_kernel.ops.attention.triton import mha_extend_with_kvcache as extend
-from tokenspeed_kernel.ops.attention.triton import mha_prefill as prefill
+from tokenspeed_kernel.triton.attention import _mha_band, _mha_call, _mha_tiles
+from tokenspeed_kernel.triton.attention import mha_extend_with_kvcache as extend
+from tokenspeed_kernel.triton.attention import mha_prefill as prefill
+from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 
 DEVICE = default_device()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

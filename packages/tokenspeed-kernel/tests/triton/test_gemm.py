@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.numerics.verify import default_device
-from tokenspeed_kernel.ops.gemm.triton import _split_k, decoded, direct, once
-from tokenspeed_kernel.ops.gemm.triton._operands import operand
-from tokenspeed_kernel.platform import current_platform
+from tokenspeed_kernel.triton.gemm import _split_k, decoded, direct, once
+from tokenspeed_kernel.triton.gemm._operands import operand
+from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.platform import current_platform
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

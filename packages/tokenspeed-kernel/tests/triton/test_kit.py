@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import tokenspeed_kernel  # noqa: F401  (its operators register their kernels)
-from tokenspeed_kernel.numerics import default_device
-from tokenspeed_kernel.numerics.conformance import Options, conform
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.workbench.numerics import default_device
+from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "triton"]
 

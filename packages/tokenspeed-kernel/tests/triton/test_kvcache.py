@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel import store_kv_cache
-from tokenspeed_kernel.numerics.compare import same_bits
-from tokenspeed_kernel.numerics.verify import default_device
+from tokenspeed_kernel.workbench.numerics.compare import same_bits
+from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.cases import Draw
-from tokenspeed_kernel.numerics.verify import default_device
-from tokenspeed_kernel.ops.attention._inputs import paged, ragged
-from tokenspeed_kernel.ops.attention.triton import _mla_latent as latent
-from tokenspeed_kernel.platform import current_platform
+from tokenspeed_kernel.triton.attention import _mla_latent as latent
+from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
+from tokenspeed_kernel_base.platform import current_platform
 
 DEVICE = default_device()
 ON_GPU = DEVICE.type == "cuda"

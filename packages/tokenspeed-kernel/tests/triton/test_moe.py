@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tokenspeed_kernel import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_topk
-from tokenspeed_kernel.numerics.compare import compare_tensors
-from tokenspeed_kernel.numerics.tolerance import tolerance_for
-from tokenspeed_kernel.numerics.verify import default_device
+from tokenspeed_kernel.workbench.numerics.compare import compare_tensors
+from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
+from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
 ODD_VALUES = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, 1e-30, -1e30]
@@ -115,7 +115,7 @@ def test_blocks_of_all_lengths(tokens: int) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_blocks_of_all_kinds(monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
     """Main part, extra rows, short tails, and weights read by descriptors where they can be; with small tiles, to have them all."""
-    from tokenspeed_kernel.ops.moe.triton import moe_apply as module
+    from tokenspeed_kernel.triton.moe import moe_apply as module
 
     tile = module.Tile(32, 32, 4, 2)
     for descriptors in (False, True):

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.cases import Draw
-from tokenspeed_kernel.numerics.verify import default_device
-from tokenspeed_kernel.ops.moe.moe_apply import _GPT_OSS, _inputs
-from tokenspeed_kernel.ops.moe.triton import _mxfp4_layout as layout
-from tokenspeed_kernel.ops.moe.triton import _routing as routing
-from tokenspeed_kernel.ops.moe.triton import moe_apply_mxfp4 as kernel
-from tokenspeed_kernel.ops.quantization.encodings import decode_mxfp4
+from tokenspeed_kernel.triton.moe import _mxfp4_layout as layout
+from tokenspeed_kernel.triton.moe import _routing as routing
+from tokenspeed_kernel.triton.moe import moe_apply_mxfp4 as kernel
+from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.ops.moe.moe_apply import _GPT_OSS, _inputs
+from tokenspeed_kernel_base.ops.quantization.encodings import decode_mxfp4
 
 DEVICE = default_device()
 KERNEL = "triton_moe_apply_mxfp4"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel import qk_rmsnorm, rmsnorm
-from tokenspeed_kernel.numerics.verify import default_device
-from tokenspeed_kernel.ops.triton_common import as_rows, has_rows
+from tokenspeed_kernel.triton.common import as_rows, has_rows
+from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
 # The longest takes two passes.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.numerics.verify import default_device
-from tokenspeed_kernel.ops.quantization.encodings import FP8_MAX
-from tokenspeed_kernel.platform import current_platform
+from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX
+from tokenspeed_kernel_base.platform import current_platform
 
 SOURCES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = sorted(FP8_MAX, key=str)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel import apply_rope
-from tokenspeed_kernel.numerics.compare import same_bits
-from tokenspeed_kernel.numerics.verify import default_device
+from tokenspeed_kernel.workbench.numerics.compare import same_bits
+from tokenspeed_kernel.workbench.numerics.verify import default_device
 
 DEVICE = default_device()
 TOKENS, POSITIONS = 7, 50
@@ -97,6 +97,6 @@ def test_the_cache_gets_what_is_returned(
 
 
 def _store(cache: Tensor, values: Tensor, slots: Tensor) -> None:
-    from tokenspeed_kernel.ops.kvcache.slots import store_slots
+    from tokenspeed_kernel_base.ops.kvcache.slots import store_slots
 
     store_slots(cache, values, slots)

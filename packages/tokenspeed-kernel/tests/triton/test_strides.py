@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.numerics import compare
-from tokenspeed_kernel.numerics.verify import default_device
-from tokenspeed_kernel.operator import get_operator
+from tokenspeed_kernel.workbench.numerics import compare
+from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.operator import get_operator
 
 CASES = [
     ("mha_prefill", "window, cap, sinks and lse together"),

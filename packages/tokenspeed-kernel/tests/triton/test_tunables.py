@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.numerics import Status, verify_case
-from tokenspeed_kernel.numerics.verify import default_device, refusal
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.parameters import tensor_arguments
-from tokenspeed_kernel.platform import current_platform
-from tokenspeed_kernel.registry import KernelRegistry, KernelSpec
-from tokenspeed_kernel.selection import kernel_override
+from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel.workbench.numerics.verify import default_device, refusal
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.selection import kernel_override
 
 TUNABLE = [spec for spec in KernelRegistry.get().list_kernels() if spec.tunables and spec.solution == "triton"]
 INTERPRETED = current_platform().is_cpu

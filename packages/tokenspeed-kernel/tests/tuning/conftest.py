@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tokenspeed_kernel import operator as operator_module
-from tokenspeed_kernel.tuned import fingerprint, store
+from tokenspeed_kernel.workbench.tuned import fingerprint, store
+from tokenspeed_kernel_base import operator as operator_module
 
 MODULES = Path(__file__).parent / "lab_modules"
 

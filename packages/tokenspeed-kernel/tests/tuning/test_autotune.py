@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel import tuned
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.platform import cpu_platform, use_platform
-from tokenspeed_kernel.registry import KernelRegistry, register_kernel
-from tokenspeed_kernel.selection import (
+from tokenspeed_kernel.workbench import tuned
+from tokenspeed_kernel.workbench.tuned import tables
+from tokenspeed_kernel.workbench.tuning import autotune, tune_case
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.platform import cpu_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel_base.selection import (
     NoKernelFoundError,
     SelectionPolicy,
     SelectionStrategy,
     set_selection_policy,
 )
-from tokenspeed_kernel.tuned import tables
-from tokenspeed_kernel.tuning import autotune, tune_case
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_autotune_waits_until_a_graph_is_captured(lab: Any, autotuning: None, mo
 
 
 def test_autotune_says_when_copies_do_not_fit(lab: Any, autotuning: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["tokenspeed_kernel.tuning.autotune"]
+    module = sys.modules["tokenspeed_kernel.workbench.tuning.autotune"]
     lab.register("steady", "growing")
     monkeypatch.setattr(module, "_COPIED_BYTES", 10)
     with pytest.warns(UserWarning, match="copies of out would take"):
@@ -147,9 +147,9 @@ def test_threads_measure_once(lab: Any, autotuning: None) -> None:
 
 
 def test_the_package_puts_the_autotuner_in() -> None:
-    from tokenspeed_kernel import selection
+    from tokenspeed_kernel_base import selection
 
-    assert selection._autotuner in ("tokenspeed_kernel.tuning.autotune:autotune", autotune)
+    assert selection._autotuner in ("tokenspeed_kernel.workbench.tuning.autotune:autotune", autotune)
 
 
 def test_no_kernel_is_still_an_error_under_autotune(lab: Any, autotuning: None) -> None:

@@ -16,13 +16,13 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from tokenspeed_kernel import tuned
-from tokenspeed_kernel.cases import Case
-from tokenspeed_kernel.cli import app
-from tokenspeed_kernel.cli import tune as command
-from tokenspeed_kernel.operator import get_operator
-from tokenspeed_kernel.platform import cpu_platform
-from tokenspeed_kernel.registry import register_kernel
+from tokenspeed_kernel.workbench import tuned
+from tokenspeed_kernel.workbench.cli import app
+from tokenspeed_kernel.workbench.cli import tune as command
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.platform import cpu_platform
+from tokenspeed_kernel_base.registry import register_kernel
 
 LAB = Path(__file__).parent / "lab_modules"
 runner = CliRunner()

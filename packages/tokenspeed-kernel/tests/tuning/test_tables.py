@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel import config, tuned
-from tokenspeed_kernel.platform import PlatformInfo, cpu_platform, use_platform
-from tokenspeed_kernel.registry import KernelRegistry, register_kernel
-from tokenspeed_kernel.tuned import Device, Entry, Result, TunedTableWarning, tables
-from tokenspeed_kernel.tuning import tune_case
+from tokenspeed_kernel.workbench import tuned
+from tokenspeed_kernel.workbench.tuned import Device, Entry, Result, TunedTableWarning, tables
+from tokenspeed_kernel.workbench.tuning import tune_case
+from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.platform import PlatformInfo, cpu_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 
 # -- tables --------------------------------------------------------------------------------------------------------------------
 

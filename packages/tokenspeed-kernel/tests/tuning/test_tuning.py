@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel.registry import KernelRegistry, RegistrationError, register_kernel
-from tokenspeed_kernel.selection import (
+from tokenspeed_kernel.workbench.tuning import Candidate, TrialStatus, search, tune_case
+from tokenspeed_kernel.workbench.tuning.search import by_merit
+from tokenspeed_kernel_base.registry import KernelRegistry, RegistrationError, register_kernel
+from tokenspeed_kernel_base.selection import (
     kernel_override,
 )
-from tokenspeed_kernel.tuning import Candidate, TrialStatus, search, tune_case
-from tokenspeed_kernel.tuning.search import by_merit
 
 # -- the whole loop ------------------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ def test_a_candidate_that_raises_has_failed(lab: Any) -> None:
 
 
 def test_its_own_choice_wins_unless_something_is_clearly_quicker() -> None:
-    from tokenspeed_kernel.tuning import Trial
+    from tokenspeed_kernel.workbench.tuning import Trial
 
     own, near, far = (
         Trial("k", config, TrialStatus.MEASURED, us) for config, us in (({}, 101.0), ({"n": 1}, 100.0), ({"n": 2}, 90.0))

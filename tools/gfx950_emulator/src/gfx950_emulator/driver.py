@@ -396,7 +396,7 @@ def emulated_gfx950(
 
 
 def _platform() -> contextlib.AbstractContextManager[Any]:
-    from tokenspeed_kernel.platform import ArchVersion, PlatformInfo, use_platform
+    from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo, use_platform
 
     memory = 288 * 2**30
     features = frozenset({"triton"})

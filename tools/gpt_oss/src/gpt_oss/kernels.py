@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt_oss.model import GptOss
-from tokenspeed_kernel.operator import REFERENCE, operators
-from tokenspeed_kernel.registry import KernelRegistry
-from tokenspeed_kernel.selection import Explanation, kernel_override
+from tokenspeed_kernel_base.operator import REFERENCE, operators
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.selection import Explanation, kernel_override
 
 
 @dataclass

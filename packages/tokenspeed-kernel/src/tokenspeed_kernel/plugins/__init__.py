@@ -19,8 +19,8 @@ import warnings
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from tokenspeed_kernel import config
-from tokenspeed_kernel.registry import KernelRegistry, registering_as
+from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.registry import KernelRegistry, registering_as
 
 GROUP = "tokenspeed_kernel.plugins"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import lab
 import torch
 
-from tokenspeed_kernel import tuned
-from tokenspeed_kernel.platform import cpu_platform
-from tokenspeed_kernel.tuned.store import parse_table
+from tokenspeed_kernel.workbench import tuned
+from tokenspeed_kernel.workbench.tuned.store import parse_table
+from tokenspeed_kernel_base.platform import cpu_platform
 
 DEVICE = tuned.Device.of(cpu_platform())
 

@@ -7,12 +7,12 @@ import sys
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel import tuned
-from tokenspeed_kernel.cases import Case, Cost
-from tokenspeed_kernel.checks import FLOATS, Checker
-from tokenspeed_kernel.operator import operator
-from tokenspeed_kernel.registry import register_kernel
-from tokenspeed_kernel.tuning import tune_case
+from tokenspeed_kernel.workbench import tuned
+from tokenspeed_kernel.workbench.tuning import tune_case
+from tokenspeed_kernel_base.cases import Case, Cost
+from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.registry import register_kernel
 
 
 @operator("testing", "lab", formats=("x",))

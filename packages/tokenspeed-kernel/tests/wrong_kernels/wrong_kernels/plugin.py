@@ -2,9 +2,9 @@
 
 import torch
 
-from tokenspeed_kernel.registry import register_kernel
-from tokenspeed_kernel.signature import format_signatures
-from tokenspeed_kernel.traits import between
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.traits import between
 
 FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 ATTENTION = {"sliding_window": any, "sinks": any, "logit_cap": any, "return_lse": any}

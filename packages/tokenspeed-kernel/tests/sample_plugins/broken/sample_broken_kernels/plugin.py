@@ -2,7 +2,7 @@
 
 import sys
 
-from tokenspeed_kernel.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import Priority, register_kernel
 
 NOT_CALLABLE = 42
 

@@ -1,6 +1,6 @@
 """What the core imports: declarations, no kernels."""
 
-from tokenspeed_kernel.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import Priority, register_kernel
 
 
 def register() -> None:

@@ -1,0 +1,133 @@
+"""Errors that teach: argument, what it was, what it should have been.
+
+An operator's ``check`` hook gets a `Checker` and states shapes by named sizes; the first tensor that mentions a size binds it,
+and every later one must agree::
+
+    check.tensor("q", q, "tokens heads head_dim", FLOATS)
+    check.tensor("k", k, "kv_tokens kv_heads head_dim", q.dtype)
+    check.divides("kv_heads", "heads")
+
+Wrong shapes and values raise ValueError, wrong types and dtypes TypeError, always before anything is launched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+import torch
+
+from tokenspeed_kernel_base.signature import dtype_name
+
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+HALVES = frozenset({torch.float16, torch.bfloat16})
+FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz})
+INTS = frozenset({torch.int32, torch.int64})
+
+
+def describe(value: Any) -> str:
+    """A value as an error message shows it: tensors by dtype, shape and device."""
+    if isinstance(value, torch.Tensor):
+        return f"a {dtype_name(value.dtype)} tensor of shape {list(value.shape)} on {value.device}"
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class Checker:
+    """Checks the arguments of one call of one operator. ``check["heads"]`` is the size that a tensor bound to that name."""
+
+    def __init__(self, operator: str) -> None:
+        self.operator = operator
+        self._sizes: dict[str, tuple[int, str]] = {}
+        self._rows: int | None = None
+
+    def __getitem__(self, size: str) -> int:
+        return self._sizes[size][0]
+
+    def sizes(self) -> dict[str, int]:
+        """Every size that was bound, by name; ``rows`` is the product of the axes that a leading ``...`` stood for. A ``"batch+1"``
+        says what ``batch`` is; other sums and products of sizes are left out."""
+        named = {name[:-2]: value - 1 for name, (value, _) in self._sizes.items() if name.endswith("+1")}
+        named |= {name: value for name, (value, _) in self._sizes.items() if name.isidentifier()}
+        return named if self._rows is None else {"rows": self._rows, **named}
+
+    def bind(self, size: str, value: int, source: str) -> None:
+        """Gives a size a value that no tensor's shape says."""
+        self._sizes[size] = (value, source)
+
+    def fail(self, argument: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
+        """Raises ``error``: ``operator: argument must be expected, got got``."""
+        raise error(f"{self.operator}: {argument} must be {expected}, got {got if isinstance(got, str) else describe(got)}")
+
+    def require(self, holds: bool, argument: str, expected: str, got: Any) -> None:
+        """Raises ValueError unless ``holds``."""
+        if not holds:
+            self.fail(argument, expected, got)
+
+    def tensor(
+        self, argument: str, value: torch.Tensor | None, shape: str, dtype: torch.dtype | Collection[torch.dtype] | None = None
+    ) -> None:
+        """Checks a tensor's shape and dtype. None passes: whether an argument may be absent is for its annotation to say.
+
+        Args:
+            argument: its name.
+            value: the tensor.
+            shape: names or numbers of its sizes, outermost first; a leading ``...`` stands for any number of axes.
+            dtype: the dtype or dtypes that it may have.
+        """
+        if value is None:
+            return
+        if dtype is not None:
+            self.dtype(argument, value, dtype)
+        names = shape.split()
+        sizes = list(value.shape)
+        if names[:1] == ["..."]:
+            names = names[1:]
+            if self._rows is None:
+                self._rows = int(math.prod(sizes[: max(len(sizes) - len(names), 0)]))
+            sizes = sizes[max(len(sizes) - len(names), 0) :]
+        if len(sizes) != len(names):
+            self.fail(argument, f"of shape [{', '.join(shape.split())}]", list(value.shape))
+        for name, size in zip(names, sizes, strict=True):
+            if name.isdigit():
+                wanted, source = int(name), "always"
+            elif name in self._sizes:
+                wanted, source = self._sizes[name]
+            else:
+                self._sizes[name] = (size, argument)
+                continue
+            if size != wanted:
+                because = f"{name} is {wanted}" + (f" in {source}" if not name.isdigit() else "")
+                self.fail(argument, f"of shape [{', '.join(shape.split())}] where {because}", str(list(value.shape)))
+
+    def dtype(self, argument: str, value: torch.Tensor, dtype: torch.dtype | Collection[torch.dtype]) -> None:
+        """Raises TypeError unless the tensor has the dtype, or one of them."""
+        allowed = {dtype} if isinstance(dtype, torch.dtype) else set(dtype)
+        if value.dtype not in allowed:
+            self.fail(argument, "a tensor of " + " or ".join(sorted(map(dtype_name, allowed))), dtype_name(value.dtype), TypeError)
+
+    def divides(self, divisor: str, dividend: str) -> None:
+        """Raises ValueError unless one bound size divides another."""
+        (small, small_source), (large, large_source) = self._sizes[divisor], self._sizes[dividend]
+        if small == 0 or large % small:
+            self.fail(
+                large_source,
+                f"such that {dividend} is a multiple of {divisor} = {small} of {small_source}",
+                f"{dividend} = {large}",
+            )
+
+    def one_of(self, argument: str, value: Any, allowed: Collection[Any]) -> None:
+        """Raises ValueError unless the value is among those allowed."""
+        if value not in allowed:
+            self.fail(argument, "one of " + ", ".join(map(describe, allowed)), describe(value))
+
+    def same_shape(self, argument: str, value: torch.Tensor | None, like: str, model: torch.Tensor) -> None:
+        """Checks that an optional tensor has another's shape and dtype."""
+        if value is None:
+            return
+        self.dtype(argument, value, model.dtype)
+        if value.shape != model.shape:
+            self.fail(argument, f"of shape {list(model.shape)} like {like}", str(list(value.shape)))

@@ -1,0 +1,274 @@
+"""Every setting that comes from outside the program, read in one place.
+
+Two sources: environment variables that start with ``TOKENSPEED_KERNEL_``, and one TOML file named by
+``TOKENSPEED_KERNEL_CONFIG``. Where both speak, the environment wins. They are read when the package is imported and again
+by `reload_settings`; changing ``os.environ`` in between has no effect, so that a call never pays for looking.
+
+The file::
+
+    objective = "latency"            # a `SelectionObjective` value
+    platform = "gfx950"              # pretend, for explaining only
+    disabled_plugins = ["broken"]
+    verbose = true
+
+    [overrides]
+    "attention.mha_prefill" = "my_kernel"
+
+    [overrides.gemm]                 # the same, spelled as a table
+    mm = "torch_mm"
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_kernel_base import memo
+
+PREFIX = "TOKENSPEED_KERNEL_"
+OVERRIDE_PREFIX = PREFIX + "OVERRIDE_"
+
+VARIABLES: dict[str, str] = {
+    PREFIX + "CONFIG": "path of a TOML file with settings",
+    PREFIX + "PLATFORM": "pretend to be this platform (gfx950, sm_90, cpu): selection can be explained, nothing launches",
+    PREFIX + "VERBOSE": "1: log every new selection with its reason",
+    PREFIX + "DISABLE_PLUGINS": "comma-separated plugin names that are not loaded; * for all",
+    PREFIX + "TUNED": "directory of measured choices, instead of the user's cache directory; off: none are read or written",
+    PREFIX + "PROGRAMS": "directory of kernels that plugins compile, instead of the user's cache directory; off: none are kept",
+    PREFIX + "CAPTURE_SHAPES": "path of a JSON-lines file that receives the shapes of every call",
+    PREFIX + "PROFILE": "1: every call in a range that profilers show; a folder: the times of all calls are written there",
+    OVERRIDE_PREFIX + "<FAMILY>_<MODE>": "name of the kernel that serves this operator",
+}
+
+
+class ConfigurationError(ValueError):
+    """A setting from the environment or the TOML file cannot be used; the message names the setting and the fix."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment and the TOML file say.
+
+    Attributes:
+        overrides: operator, as ``("family", "mode")``, to kernel name, from the file.
+        env_overrides: upper-case ``FAMILY_MODE`` to kernel name, from the environment. The two parts cannot be told apart
+            without knowing the operators, so they are kept joined; `override_for` compares in that form.
+        disabled_plugins: names of plugins that are not loaded; ``"*"`` means all.
+        objective: name of the default `SelectionObjective`, or None.
+        platform: name of a platform to pretend, or None.
+        verbose: whether every new selection is logged.
+        tuned: directory of measured choices, or ``"off"``; None for the user's cache directory.
+        capture_path: where the shapes of every call are written, or None.
+        profile: whether every call is put into a range that profilers show.
+        profile_folder: where the times of all calls are written, or None.
+        source: the TOML file, or None.
+    """
+
+    overrides: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    env_overrides: Mapping[str, str] = field(default_factory=dict)
+    disabled_plugins: frozenset[str] = frozenset()
+    objective: str | None = None
+    platform: str | None = None
+    verbose: bool = False
+    tuned: str | None = None
+    capture_path: Path | None = None
+    profile: bool = False
+    profile_folder: Path | None = None
+    source: Path | None = None
+
+    def override_for(self, family: str, mode: str) -> tuple[str, str] | None:
+        """The kernel forced for an operator and the setting that forces it, or None."""
+        joined = f"{family}_{mode}".upper()
+        if joined in self.env_overrides:
+            return self.env_overrides[joined], OVERRIDE_PREFIX + joined
+        if (family, mode) in self.overrides:
+            return self.overrides[family, mode], f"{self.source}: overrides.{family}.{mode}"
+        return None
+
+    def plugin_disabled(self, name: str) -> bool:
+        return name in self.disabled_plugins or "*" in self.disabled_plugins
+
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off", ""})
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Reads the environment and the TOML file that it names.
+
+    Raises:
+        ConfigurationError: the file is missing or malformed, has an unknown key, or a value has the wrong type.
+    """
+    env = os.environ if environ is None else environ
+    _warn_about_unknown(env)
+    path = env.get(PREFIX + "CONFIG")
+    table = _read_toml(Path(path)) if path else {}
+    settings = _settings_from_table(table, Path(path) if path else None)
+    disabled = _names(env[PREFIX + "DISABLE_PLUGINS"]) if PREFIX + "DISABLE_PLUGINS" in env else settings.disabled_plugins
+    capture = env.get(PREFIX + "CAPTURE_SHAPES")
+    profile, folder = settings.profile, settings.profile_folder
+    if PREFIX + "PROFILE" in env:
+        profile, folder = _flag_or_folder(PREFIX + "PROFILE", env[PREFIX + "PROFILE"])
+    return Settings(
+        overrides=settings.overrides,
+        env_overrides={k[len(OVERRIDE_PREFIX) :]: v for k, v in env.items() if k.startswith(OVERRIDE_PREFIX) and v},
+        disabled_plugins=disabled,
+        objective=settings.objective,
+        platform=env.get(PREFIX + "PLATFORM") or settings.platform,
+        verbose=_flag(PREFIX + "VERBOSE", env[PREFIX + "VERBOSE"]) if PREFIX + "VERBOSE" in env else settings.verbose,
+        tuned=env.get(PREFIX + "TUNED") or settings.tuned,
+        capture_path=Path(capture) if capture else settings.capture_path,
+        profile=profile,
+        profile_folder=folder,
+        source=settings.source,
+    )
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(part.strip() for part in text.split(",") if part.strip())
+
+
+def _flag(name: str, text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered not in _TRUE | _FALSE:
+        raise ConfigurationError(f"{name} must be 1 or 0, got {text!r}")
+    return lowered in _TRUE
+
+
+def _flag_or_folder(name: str, text: str) -> tuple[bool, Path | None]:
+    if text.strip().lower() in _TRUE | _FALSE:
+        return _flag(name, text), None
+    if not Path(text).is_dir():
+        raise ConfigurationError(f"{name} must be 1, 0 or a folder that exists, got {text!r}")
+    return False, Path(text)
+
+
+def _warn_about_unknown(env: Mapping[str, str]) -> None:
+    for name in sorted(env):
+        if not name.startswith(PREFIX) or name in VARIABLES or name.startswith(OVERRIDE_PREFIX):
+            continue
+        near = difflib.get_close_matches(name, [*VARIABLES], n=1, cutoff=0.0)
+        warnings.warn(f"unknown environment variable {name}; did you mean {near[0]}?", stacklevel=2)
+
+
+def warn_about_unknown_overrides(operators: Iterable[tuple[str, str]]) -> None:
+    """Warns of overrides for operators that do not exist. Only who knows the operators can tell, once they are declared."""
+    known = {f"{family}.{mode}": f"{OVERRIDE_PREFIX}{family}_{mode}".upper() for family, mode in operators}
+    for joined in settings().env_overrides:
+        _warn_unless_known(OVERRIDE_PREFIX + joined, OVERRIDE_PREFIX + joined, [*known.values()])
+    for family, mode in settings().overrides:
+        _warn_unless_known(f"{settings().source}: overrides.{family}.{mode}", f"{family}.{mode}", [*known])
+
+
+def _warn_unless_known(where: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        warnings.warn(f"{where} names no operator" + (f"; did you mean {near[0]}?" if near else ""), stacklevel=4)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{PREFIX}CONFIG names {path}, which cannot be read: {error}") from error
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        try:
+            import tomli as tomllib
+        except ImportError as error:
+            raise ConfigurationError(
+                f"{PREFIX}CONFIG names {path}; reading TOML on Python 3.10 needs tomli: pip install 'tokenspeed-kernel[tools]'"
+            ) from error
+    try:
+        table: dict[str, Any] = tomllib.loads(text.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {error}") from error
+    return table
+
+
+_KEYS: dict[str, type] = {
+    "objective": str,
+    "platform": str,
+    "disabled_plugins": list,
+    "verbose": bool,
+    "tuned": str,
+    "capture_shapes": str,
+    "profile": bool,
+}
+
+
+def _settings_from_table(table: Mapping[str, Any], source: Path | None) -> Settings:
+    for key, value in table.items():
+        if key == "overrides":
+            continue
+        if key not in _KEYS:
+            near = difflib.get_close_matches(key, [*_KEYS, "overrides"], n=1, cutoff=0.0)
+            raise ConfigurationError(f"{source}: unknown key {key!r}; did you mean {near[0]!r}?")
+        if not isinstance(value, _KEYS[key]):
+            raise ConfigurationError(f"{source}: {key} must be a {_KEYS[key].__name__}, got {value!r}")
+    if not all(isinstance(name, str) for name in table.get("disabled_plugins", ())):
+        raise ConfigurationError(f"{source}: disabled_plugins must be a list of str, got {table['disabled_plugins']!r}")
+    capture = table.get("capture_shapes")
+    return Settings(
+        overrides=_overrides_from_table(table.get("overrides", {}), source),
+        disabled_plugins=frozenset(table.get("disabled_plugins", ())),
+        objective=table.get("objective"),
+        platform=table.get("platform"),
+        verbose=table.get("verbose", False),
+        tuned=table.get("tuned"),
+        capture_path=Path(capture) if capture else None,
+        profile=table.get("profile", False),
+        source=source,
+    )
+
+
+def _overrides_from_table(table: Any, source: Path | None) -> dict[tuple[str, str], str]:
+    if not isinstance(table, Mapping):
+        raise ConfigurationError(f"{source}: overrides must be a table, got {table!r}")
+    overrides: dict[tuple[str, str], str] = {}
+    for key, value in table.items():
+        entries = value.items() if isinstance(value, Mapping) else [(None, value)]
+        for mode, kernel in entries:
+            family, dot, rest = (key, ".", mode) if mode is not None else key.partition(".")
+            if not family or not dot or not rest or not isinstance(kernel, str) or not kernel:
+                raise ConfigurationError(f'{source}: an override is spelled "family.mode" = "kernel_name", got {key!r} = {value!r}')
+            overrides[family, rest] = kernel
+    return overrides
+
+
+def cache_directory() -> Path | None:
+    """Ours in the user's cache directory, as the XDG base directory specification has it. None where there is no home."""
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(cache) / "tokenspeed_kernel"
+
+
+_settings: Settings | None = None
+
+
+def settings() -> Settings:
+    """The settings in force; read on first use."""
+    global _settings
+    if _settings is None:
+        _settings = read_settings()
+    return _settings
+
+
+def reload_settings() -> Settings:
+    """Reads everything again, and forgets every selection made under the old settings.
+
+    Plugins that were loaded stay loaded; see `tokenspeed_kernel.plugins`.
+    """
+    global _settings
+    _settings = read_settings()
+    memo.invalidate()
+    return _settings

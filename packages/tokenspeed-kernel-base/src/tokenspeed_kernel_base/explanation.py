@@ -1,0 +1,193 @@
+"""What is asked of the selector, and what it answers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenspeed_kernel_base.platform import PlatformInfo
+from tokenspeed_kernel_base.registry import KernelSpec
+from tokenspeed_kernel_base.signature import FormatSignature
+from tokenspeed_kernel_base.traits import format_traits
+
+
+class SelectionObjective(enum.Enum):
+    """What to prefer among kernels that all do the job. Each looks at a tag of the same name unless said otherwise."""
+
+    DEFAULT = "default"  # priority alone
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+    PORTABILITY = "portability"  # kernels with the fewest demands on the platform
+    DETERMINISM = "determinism"  # bitwise the same from run to run
+    DEBUG = "debug"  # the plainest: lowest priority first
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a kernel is wanted for.
+
+    ``traits`` holds every trait the caller knows, flags that are clear included. ``fixed_traits`` names those that say what the
+    operands are rather than what is asked of the kernel (the layout of weights, say): an override does not get past them.
+    ``sizes`` says how large the call is: tokens, heads, rows... No gate looks at it. ``varying`` names those that change from call to
+    call; the others are fixed by the model.
+    """
+
+    family: str
+    mode: str
+    signature: FormatSignature
+    platform: PlatformInfo
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    objective: SelectionObjective = SelectionObjective.DEFAULT
+    solution: str | None = None
+    fixed_traits: frozenset[str] = frozenset()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    varying: frozenset[str] = frozenset()
+
+    @property
+    def operator(self) -> str:
+        return f"{self.family}.{self.mode}"
+
+    @property
+    def buckets(self) -> dict[str, int]:
+        """The sizes by which measured results are found: those that vary, rounded up to a power of two; the others as they are,
+        because what is quickest, and what fits, depends on them exactly."""
+        return {name: bucket(size) if name in self.varying else size for name, size in self.sizes.items()}
+
+
+def bucket(size: int) -> int:
+    """The smallest power of two that is not below a size; 0 for 0.
+
+    >>> [bucket(n) for n in (0, 1, 3, 64, 65)]
+    [0, 1, 4, 64, 128]
+    """
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+@dataclass(frozen=True)
+class Override:
+    """A kernel that is wanted by name, and by whom. ``config`` is the configuration that it is wanted with: names and values of
+    its tunables, empty for its own choice; None for the tuned one, if there is one."""
+
+    kernel: str
+    source: str
+    config: tuple[tuple[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one kernel: accepted with its rank and the configuration that it would run with (empty: its own choice), or
+    rejected at a gate with the reason."""
+
+    spec: KernelSpec
+    gate: str | None = None
+    reason: str = ""
+    rank: tuple[float, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def accepted(self) -> bool:
+        return self.gate is None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The whole of one selection.
+
+    Attributes:
+        request: what was asked.
+        verdicts: every kernel of the operator: accepted ones best first, then the rejected.
+        chosen: the kernel that serves the request, or None.
+        override: the kernel wanted by name, if any.
+        problem: why there is no kernel, beyond what the verdicts say.
+        notes: measured results that exist and are not used, with the reasons.
+    """
+
+    request: Request
+    verdicts: tuple[Verdict, ...]
+    chosen: KernelSpec | None
+    override: Override | None = None
+    problem: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        request = self.request
+        lines = [
+            f"{request.operator} on {request.platform}, objective {request.objective.value}"
+            + (f", solution {request.solution}" if request.solution else ""),
+            f"  formats  {request.signature}",
+            f"  traits   {format_traits(request.traits) or 'none'}",
+        ]
+        if request.sizes:
+            lines.append(f"  sizes    {format_traits(request.sizes)}")
+        if self.override:
+            lines.append(f"  override {self.override.kernel} ({self.override.source})")
+        if self.problem:
+            lines.append(f"  problem  {self.problem}")
+        lines += [f"  tuned    {note}" for note in self.notes]
+        width = max((len(v.spec.name) for v in self.verdicts), default=0)
+        for verdict in self.verdicts:
+            mark = "->" if verdict.spec is self.chosen else "  " if verdict.accepted else " x"
+            reason = verdict.reason if verdict.accepted else f"{verdict.gate}: {verdict.reason}"
+            lines.append(f"{mark} {verdict.spec.name:<{width}}  {reason}")
+        if not self.verdicts:
+            lines.append("   no kernel is registered for this operator")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        return {
+            "operator": self.request.operator,
+            "platform": {"name": self.request.platform.device_name, "arch": self.request.platform.arch},
+            "objective": self.request.objective.value,
+            "formats": {role: str(fmt) for role, fmt in self.request.signature.roles},
+            "traits": dict(self.request.traits),
+            "sizes": dict(self.request.sizes),
+            "override": self.override.kernel if self.override else None,
+            "problem": self.problem,
+            "notes": list(self.notes),
+            "chosen": self.chosen.name if self.chosen else None,
+            "candidates": [
+                {
+                    "name": v.spec.name,
+                    "solution": v.spec.solution,
+                    "priority": v.spec.priority,
+                    "accepted": v.accepted,
+                    "gate": v.gate,
+                    "reason": v.reason,
+                    "config": dict(v.config),
+                    "origin": v.spec.origin,
+                }
+                for v in self.verdicts
+            ],
+        }
+
+
+class NoKernelFoundError(RuntimeError):
+    """No kernel can serve a request. The message lists every candidate with its reason; ``explanation`` has them as data."""
+
+    def __init__(self, explanation: Explanation | str) -> None:
+        self.explanation = explanation if isinstance(explanation, Explanation) else None
+        text = str(explanation)
+        super().__init__(f"no kernel serves {text}" if self.explanation else text)
+
+
+@dataclass(frozen=True)
+class SelectedKernel:
+    """A decision: the kernel's name and its implementation, which is what calling this calls.
+
+    Attributes:
+        name: of the kernel.
+        impl: its function; with a configuration bound to it where one was measured.
+        config: that configuration; empty for the kernel's own choice.
+        provisional: it should have been measured, and could not be now; the next call decides again.
+    """
+
+    name: str
+    impl: Callable[..., Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    provisional: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.impl(*args, **kwargs)

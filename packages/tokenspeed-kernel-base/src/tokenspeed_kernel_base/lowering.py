@@ -1,0 +1,189 @@
+"""Operators as custom operators of PyTorch, for torch.compile, export and fake tensors.
+
+Each operator becomes ``torch.ops.tokenspeed_kernel.<mode>``, whose schema is derived from the parameters: objects are spread
+over their attributes, hints are dropped (they repeat what a tensor says). A custom operator that writes to arguments must
+return a fixed number of tensors, none of which it was given. So an output that the caller provides is declared as mutated, and
+a stand-in is returned in its place, as in the place of an output that the call does not have; `lowered` puts things right.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel_base.parameters import Kind, Parameter
+
+NAMESPACE = "tokenspeed_kernel"
+
+_library: torch.library.Library | None = None
+
+
+def library() -> torch.library.Library:
+    global _library
+    if _library is None:
+        _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+    return _library
+
+
+_SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType", tuple: "SymInt[]"}
+
+
+def leaves(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """The parameters of the custom operator: objects spread, hints gone."""
+    spread: list[Parameter] = []
+    for parameter in parameters:
+        if parameter.kind is Kind.HINT:
+            continue
+        spread.extend(parameter.fields or (parameter,))
+    return spread
+
+
+def count_outputs(body: Callable[..., Any]) -> int:
+    """The most outputs that a body can have, by its return annotation: None, a tensor, a tuple of tensors, or a union of them.
+
+    Raises:
+        TypeError: the annotation is missing or says something else.
+    """
+    annotation = typing.get_type_hints(body).get("return", Any)
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    counts = []
+    for member in typing.get_args(annotation) if union else (annotation,):
+        inner = typing.get_args(member) if typing.get_origin(member) is tuple else (member,)
+        if member is type(None):
+            counts.append(0)
+        elif inner and all(t is torch.Tensor for t in inner):
+            counts.append(len(inner))
+        else:
+            raise TypeError(f"{body.__qualname__} must return None, a tensor or a tuple of tensors, by its annotation {annotation}")
+    return max(counts)
+
+
+def schema(name: str, parameters: Sequence[Parameter], mutated: Sequence[str], outputs: int) -> str:
+    """The custom operator's schema, e.g. ``rmsnorm(Tensor x, Tensor weight, float eps, ...) -> (Tensor, Tensor)``."""
+    arguments = []
+    for index, leaf in enumerate(leaves(parameters)):
+        optional = "?" if leaf.optional else ""
+        # PyTorch passes a keyword of this name along with an operator's own arguments.
+        identifier = "mode_" if leaf.identifier == "mode" else leaf.identifier
+        if leaf.is_tensor:
+            alias = f"(a{index}!)" if leaf.name in mutated else ""
+            arguments.append(f"Tensor{alias}{optional} {identifier}")
+            continue
+        known = [_SCHEMA_TYPES[t] for t in leaf.types if t in _SCHEMA_TYPES]
+        if len(known) != 1:
+            raise TypeError(f"{name}: {leaf.name} of type {leaf.types} has no counterpart in a custom operator's schema")
+        arguments.append(f"{known[0]}{optional} {identifier}")
+    returns = "Tensor" if outputs == 1 else f"({', '.join(['Tensor'] * outputs)})"
+    return f"{name}({', '.join([*arguments, 'str? override', 'str? solution'])}) -> {returns}"
+
+
+def gather(parameters: Sequence[Parameter], values: Sequence[Any]) -> list[Any]:
+    """The operator's arguments, from those of the custom operator: objects put together again, hints absent."""
+    arguments: list[Any] = []
+    remaining = iter(values)
+    for parameter in parameters:
+        if parameter.kind is Kind.HINT:
+            arguments.append(None)
+        elif parameter.fields:
+            assert parameter.cls is not None
+            inner = {field.attribute: next(remaining) for field in parameter.fields}
+            tuples = {field.attribute for field in parameter.fields if tuple in field.types}
+            arguments.append(parameter.cls(**{k: tuple(v) if k in tuples and v is not None else v for k, v in inner.items()}))
+        else:
+            value = next(remaining)
+            arguments.append(tuple(value) if tuple in parameter.types and value is not None else value)
+    return arguments
+
+
+def as_list(result: Any) -> list[torch.Tensor]:
+    """An operator's result (None, a tensor, or a tuple of tensors) as a list."""
+    if result is None:
+        return []
+    return [result] if isinstance(result, torch.Tensor) else list(result)
+
+
+def from_list(results: Sequence[torch.Tensor]) -> Any:
+    """The reverse of `as_list`."""
+    if not results:
+        return None
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+# No operator has boolean outputs, so the dtype tells a stand-in.
+_STAND_IN = torch.bool
+
+
+def merge_outputs(provided: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs that a call has, in order: those the caller provided in their places, and those made; stand-ins left out."""
+    padded = [*provided, *[None] * (len(made) - len(provided))]
+    merged = [given if given is not None else new for given, new in zip(padded, made, strict=False)]
+    return [t for t in merged if t.dtype is not _STAND_IN]
+
+
+def define(
+    name: str,
+    parameters: Sequence[Parameter],
+    outs: Sequence[str],
+    mutates: Sequence[str],
+    outputs: int,
+    call: Callable[..., Any],
+    fake: Callable[[dict[str, Any]], Any],
+) -> Callable[..., Any]:
+    """Registers the custom operator.
+
+    Args:
+        name: ``mode`` of the operator.
+        parameters: those of the operator.
+        outs: parameters that receive outputs 0, 1, ...
+        mutates: further parameters that are written to.
+        outputs: the most outputs that a call can have.
+        call: the public function.
+        fake: outputs of the right shapes and dtypes, from arguments by name.
+
+    Returns:
+        A function of all parameters, override and solution, that torch.compile can trace.
+    """
+    lib = library()
+    lib.define(schema(name, parameters, [*outs, *mutates], outputs))  # type: ignore[no-untyped-call]
+    out_positions = [[p.name for p in parameters].index(out) for out in outs]
+
+    def returned(arguments: list[Any], results: list[torch.Tensor]) -> Any:
+        device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
+        given = [arguments[i] is not None for i in out_positions]
+        values = [
+            torch.empty(0, dtype=_STAND_IN, device=device) if i >= len(results) or (i < len(given) and given[i]) else results[i]
+            for i in range(outputs)
+        ]
+        return from_list(values)
+
+    def run(*values: Any) -> Any:
+        *flat, override, solution = values
+        arguments = gather(parameters, flat)
+        return returned(arguments, as_list(call(*arguments, override=override, solution=solution)))
+
+    def run_fake(*values: Any) -> Any:
+        arguments = gather(parameters, values[:-2])
+        return returned(arguments, as_list(fake(dict(zip((p.name for p in parameters), arguments, strict=True)))))
+
+    lib.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", run_fake, lib=lib)
+    custom_op = getattr(torch.ops.tokenspeed_kernel, name).default
+
+    def lowered(*values: Any) -> Any:
+        *arguments, override, solution = values
+        flat: list[Any] = []
+        for parameter, argument in zip(parameters, arguments, strict=True):
+            if parameter.kind is Kind.HINT:
+                continue
+            if parameter.fields:
+                flat.extend(field.read(argument) for field in parameter.fields)
+            else:
+                flat.append(argument)
+        made = as_list(custom_op(*flat, override, solution))
+        return from_list(merge_outputs([arguments[i] for i in out_positions], made))
+
+    return lowered

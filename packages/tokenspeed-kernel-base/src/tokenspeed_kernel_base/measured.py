@@ -1,0 +1,64 @@
+"""Measured results, as selection sees them: what was measured, and who is asked.
+
+Where results come from is not this package's business: `use` puts a source in, as ``tokenspeed_kernel`` does with its tables.
+Without one nothing was measured, and kernels are ranked by what they declare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base.platform import PlatformInfo
+from tokenspeed_kernel_base.signature import FormatSignature
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was measured of one kernel: microseconds with its best configuration (empty: its own choice), and with its own."""
+
+    us: float
+    config: Mapping[str, Any] = field(default_factory=dict)
+    own_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured for a request: a result for each kernel, and a line for each entry that is not used, with the reason."""
+
+    results: Mapping[str, Tuned] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Source(Protocol):
+    """Gives measured results."""
+
+    def has_results(self, operator: str, platform: PlatformInfo) -> bool:
+        """Whether anything was measured of an operator on a platform, so that it matters how large a call is."""
+
+    def find(
+        self, operator: str, formats: FormatSignature, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo
+    ) -> Found:
+        """The results that hold for a request. ``buckets``: its sizes, those that vary rounded up to powers of two."""
+
+
+_source: Source | None = None
+
+
+def use(source: Source | None) -> None:
+    """Puts in the source of measured results, in place of the one before; None for none."""
+    global _source
+    _source = source
+    memo.invalidate()
+
+
+def has_results(operator: str, platform: PlatformInfo) -> bool:
+    return _source is not None and _source.has_results(operator, platform)
+
+
+def find(
+    operator: str, formats: FormatSignature, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo
+) -> Found:
+    return Found() if _source is None else _source.find(operator, formats, traits, buckets, platform)

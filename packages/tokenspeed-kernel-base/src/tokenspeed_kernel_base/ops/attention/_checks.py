@@ -1,0 +1,218 @@
+"""What attention operators check alike. Functions named ``check_*`` look at metadata, those named ``check_values_*`` at values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.checks import FLOATS, FP8, INTS, Checker, describe
+
+
+def check_options(
+    check: Checker, softmax_scale: float | None, logit_cap: float = 0.0, window_left: int = -1, sinks: Tensor | None = None
+) -> None:
+    """The softmax's options. Call it when ``heads`` and ``head_dim`` are bound."""
+    check.require(check["head_dim"] > 0, "head_dim of q", "positive", check["head_dim"])
+    check.require(softmax_scale is None or 0 < softmax_scale < math.inf, "softmax_scale", "positive and finite", softmax_scale)
+    check.require(0 <= logit_cap < math.inf, "logit_cap", "0 (off) or positive and finite", logit_cap)
+    check.require(window_left >= -1, "window_left", "-1 (unlimited) or a number of tokens", window_left)
+    check.tensor("sinks", sinks, "heads", FLOATS)
+
+
+def check_offsets(check: Checker, name: str, offsets: Tensor | None, batch: int | None = None) -> None:
+    """A ``cu_seqlens``: int32 ``[batch + 1]``."""
+    if batch is not None:
+        check.bind("batch+1", batch + 1, "cache_seqlens")
+    check.tensor(name, offsets, "batch+1", torch.int32)
+    check.require(offsets is None or offsets.shape[0] > 0, name, "of shape [batch + 1]", [0])
+
+
+def check_bound(check: Checker, name: str, value: int | None, least: int = 0) -> None:
+    """A ``max_seqlen``."""
+    check.require(value is None or value >= least, name, f"at least {least}", value)
+
+
+def _cache_dtypes(q: Tensor) -> Collection[torch.dtype]:
+    """The dtypes that a cache may have: q's or fp8, and fp8 only where q is fp8."""
+    return FP8 if q.dtype in FP8 else FP8 | {q.dtype}
+
+
+def _check_paging(check: Checker, page_table: Tensor, cache_seqlens: Tensor, max_seqlen_k: int) -> None:
+    """The page table and lengths of a cache. Call it when ``page_size`` is bound."""
+    check.require(check["page_size"] > 0, "page_size of the cache", "positive", 0)
+    check.tensor("cache_seqlens", cache_seqlens, "batch", torch.int32)
+    check.tensor("page_table", page_table, "batch max_pages", torch.int32)
+    check_bound(check, "max_seqlen_k", max_seqlen_k)
+    room = check["max_pages"] * check["page_size"]
+    if check["batch"] and max_seqlen_k > room:
+        expected = f"at most {room}, what {check['max_pages']} pages of {check['page_size']} tokens a sequence hold"
+        check.fail("max_seqlen_k", expected, max_seqlen_k)
+
+
+def check_caches(
+    check: Checker,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_k: int,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Queries, and the keys and values in pages."""
+    check.tensor("q", q, "tokens heads head_dim", FLOATS | FP8)
+    check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", _cache_dtypes(q))
+    check.tensor("v_cache", v_cache, "pages page_size kv_heads v_head_dim", k_cache.dtype)
+    check.divides("kv_heads", "heads")
+    _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
+    _check_scale(check, "q_scale", q_scale, "q", q, check["kv_heads"])
+    _check_scale(check, "k_scale", k_scale, "k_cache", k_cache, check["kv_heads"])
+    _check_scale(check, "v_scale", v_scale, "v_cache", v_cache, check["kv_heads"])
+
+
+def check_latent_cache(
+    check: Checker,
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_k: int,
+    kv_lora_rank: int,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+) -> None:
+    """Queries, and the latents in pages."""
+    check.tensor("q", q, "tokens heads latent_dim", FLOATS | FP8)
+    check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", _cache_dtypes(q))
+    check.bind("head_dim", check["latent_dim"], "q")
+    width = check["latent_dim"]
+    check.require(0 < kv_lora_rank <= width, "kv_lora_rank", f"positive and at most {width}, the width of a latent", kv_lora_rank)
+    _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
+    _check_scale(check, "q_scale", q_scale, "q", q, 1)
+    _check_scale(check, "kv_scale", kv_scale, "kv_cache", kv_cache, 1)
+
+
+def check_extension(
+    check: Checker, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, cache_seqlens: Tensor, max_seqlen_q: int
+) -> None:
+    """The lengths of new tokens that extend sequences. Call it when the cache is checked."""
+    check_offsets(check, "cu_seqlens_q", cu_seqlens_q, cache_seqlens.shape[0])
+    check_offsets(check, "cu_seqlens_kv", cu_seqlens_kv, cache_seqlens.shape[0])
+    check_bound(check, "max_seqlen_q", max_seqlen_q)
+
+
+def check_new_tokens(check: Checker, q: Tensor, cache_seqlens: Tensor, max_seqlen_q: int) -> None:
+    """That q holds ``max_seqlen_q`` tokens of every sequence."""
+    check_bound(check, "max_seqlen_q", max_seqlen_q, 1)
+    batch, tokens = cache_seqlens.shape[0], q.shape[0]
+    if tokens != batch * max_seqlen_q:
+        expected = f"of {batch * max_seqlen_q} tokens, max_seqlen_q = {max_seqlen_q} for each length in cache_seqlens [{batch}]"
+        check.fail("q", expected, f"{tokens} tokens")
+
+
+def _check_scale(check: Checker, name: str, scale: Tensor | None, scaled: str, tensor: Tensor, kv_heads: int) -> None:
+    """The scale of an fp8 tensor: float32, one for all or one a kv head."""
+    if scale is None:
+        return
+    if tensor.dtype not in FP8:
+        check.fail(name, f"None, because {scaled} is not fp8 but {describe(tensor.dtype)}", scale)
+    check.dtype(name, scale, torch.float32)
+    if scale.shape not in {(), (1,), (kv_heads,)}:
+        allowed = "[] or [1]" if kv_heads == 1 else f"[], [1] or [{kv_heads}] (kv_heads)"
+        check.fail(name, f"of shape {allowed}", list(scale.shape))
+
+
+def check_values_offsets(
+    check: Checker, name: str, offsets: Tensor | None, tokens: int, tensor: str, longest_name: str = "", longest: int | None = None
+) -> None:
+    """A ``cu_seqlens``: from 0 in steps that are not negative to the number of tokens, no step above the bound."""
+    if offsets is None:
+        return
+    first, last = offsets[0].item(), offsets[-1].item()
+    check.require(first == 0, f"{name}[0]", "0", first)
+    check.require(last == tokens, f"{name}[-1]", f"{tokens}, the number of tokens in {tensor}", last)
+    if len(offsets) > 1:
+        lengths = offsets.diff()
+        shortest, longest_found = (int(bound) for bound in lengths.aminmax())
+        if shortest < 0:
+            at = int(lengths.argmin())
+            check.fail(name, "non-decreasing", f"{int(offsets[at])} then {int(offsets[at + 1])} at {at}")
+        if longest is not None and longest_found > longest:
+            check.fail(longest_name, f"at least {longest_found}, the longest sequence of {name}", longest)
+
+
+def check_values_ragged(
+    check: Checker, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Sequence[int] | Tensor | None, max_seqlen: int | None
+) -> None:
+    """The lengths of whole sequences as prefill takes them: on the device, and repeated on the host."""
+    hint = _read_hint(check, "cu_seqlens_cpu", cu_seqlens_cpu)
+    offsets, name = (cu_seqlens, "cu_seqlens") if cu_seqlens is not None else (hint, "cu_seqlens_cpu")
+    check_values_offsets(check, name, offsets, q.shape[0], "q", "max_seqlen", max_seqlen)
+    if hint is not None and cu_seqlens is not None and not (hint.shape == cu_seqlens.shape and bool((hint == cu_seqlens).all())):
+        check.fail("cu_seqlens_cpu", f"what cu_seqlens says, {describe(cu_seqlens.tolist())}", hint.tolist())
+
+
+def _read_hint(check: Checker, name: str, hint: Sequence[int] | Tensor | None) -> Tensor | None:
+    if hint is None:
+        return None
+    if isinstance(hint, Tensor):
+        check.dtype(name, hint, INTS)
+        check.require(hint.device.type == "cpu", name, "on the host", f"on {hint.device}")
+    elif isinstance(hint, Sequence) and all(type(value) is int for value in hint):
+        hint = torch.tensor(hint, dtype=torch.int64)
+    else:
+        check.fail(name, "a sequence of int, a tensor or None", hint, TypeError)
+    check.require(hint.dim() == 1 and len(hint) > 0, name, "of shape [batch + 1]", list(hint.shape))
+    return hint
+
+
+def check_values_paging(
+    check: Checker, page_table: Tensor | None, cache_seqlens: Tensor | None, max_seqlen_k: int, cache: Tensor, cache_name: str
+) -> None:
+    """The lengths in a cache, and the pages that they use; each is None where it cannot be read."""
+    if cache_seqlens is None or not cache_seqlens.numel():
+        return
+    shortest, longest = (int(bound) for bound in cache_seqlens.aminmax())
+    check.require(shortest >= 0, "cache_seqlens", "0 or more", shortest)
+    check.require(longest <= max_seqlen_k, "cache_seqlens", f"at most max_seqlen_k = {max_seqlen_k}", longest)
+    if page_table is None or longest == 0:
+        return
+    pages, page_size = cache.shape[:2]
+    starts = torch.arange(0, page_table.shape[1] * page_size, page_size)
+    reached = torch.where(starts < cache_seqlens.unsqueeze(1), page_table, 0)
+    lowest, highest = reached.aminmax()
+    if int(lowest) < 0 or int(highest) >= pages:
+        row, column = (int(index) for index in ((reached < 0) | (reached >= pages)).nonzero()[0])
+        expected = f"a page of {cache_name}, 0 to {pages - 1}, where cache_seqlens[{row}] = {int(cache_seqlens[row])} reaches"
+        check.fail(f"page_table[{row}, {column}]", expected, int(page_table[row, column]))
+
+
+def check_values_extension(
+    check: Checker,
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    cache_seqlens: Tensor | None,
+    max_seqlen_q: int,
+    is_causal: bool,
+) -> None:
+    """The lengths of new tokens against those of the sequences that they extend."""
+    check_values_offsets(check, "cu_seqlens_q", cu_seqlens_q, q.shape[0], "q", "max_seqlen_q", max_seqlen_q)
+    if cache_seqlens is None:
+        return
+    if cu_seqlens_kv is not None:
+        kv_lens = cu_seqlens_kv.diff()
+        check.require(int(cu_seqlens_kv[0]) == 0, "cu_seqlens_kv[0]", "0", int(cu_seqlens_kv[0]))
+        if not torch.equal(kv_lens, cache_seqlens):
+            check.fail("cu_seqlens_kv", f"the running sums of cache_seqlens, {cache_seqlens.tolist()}", cu_seqlens_kv.tolist())
+    if is_causal and cu_seqlens_q is not None:
+        q_lens = cu_seqlens_q.diff()
+        if (q_lens > cache_seqlens).any():
+            at = int((q_lens - cache_seqlens).argmax())
+            expected = f"at least the {int(q_lens[at])} new tokens that cu_seqlens_q gives sequence {at}, which the cache holds too"
+            check.fail(f"cache_seqlens[{at}]", expected, int(cache_seqlens[at]))

@@ -1,0 +1,80 @@
+"""Work that attention cannot avoid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Cost, nbytes
+from tokenspeed_kernel_base.ops.attention._softmax import first_visible, output_dtype
+
+
+def visible_pairs(q_len: int, kv_len: int, causal: bool, window_left: int) -> int:
+    """Pairs of a query and a key that it sees, in one sequence whose last ``q_len`` tokens are the queries."""
+    position = torch.arange(kv_len - q_len, kv_len)
+    last = position if causal else torch.full_like(position, kv_len - 1)
+    first = (position - window_left).clamp(min=0) if window_left >= 0 else torch.zeros_like(position)
+    return int((last - first + 1).clamp(min=0).sum())
+
+
+def attention_cost(
+    q: Tensor,
+    v_head_dim: int,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    causal: bool,
+    window_left: int,
+    return_lse: bool,
+    kv_token_bytes: int,
+    *others: Tensor | None,
+) -> Cost:
+    """The cost of attention: two products over visible pairs; q, the keys and values that some query sees, and outputs once.
+
+    Args:
+        kv_token_bytes: bytes of one token's keys and values, all heads.
+        others: further tensors that are read whole.
+    """
+    tokens, heads, head_dim = q.shape
+    pairs = visible = 0
+    for q_len, kv_len in zip(q_lens, kv_lens, strict=True):
+        pairs += visible_pairs(q_len, kv_len, causal, window_left)
+        visible += kv_len - min(first_visible(kv_len - q_len, window_left), kv_len) if q_len else 0
+    written = tokens * heads * (v_head_dim * output_dtype(q).itemsize + 4 * return_lse)
+    return Cost(
+        flops=2.0 * pairs * heads * (head_dim + v_head_dim),
+        bytes=float(nbytes(q, *others) + visible * kv_token_bytes + written),
+    )
+
+
+def ragged_cost(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window_left: int, return_lse: bool) -> Cost:
+    """The cost of whole sequences' causal attention to themselves."""
+    q_lens = lengths(cu_seqlens)
+    kv_token_bytes = (k.shape[1:].numel() + v.shape[1:].numel()) * k.element_size()
+    return attention_cost(q, v.shape[2], q_lens, q_lens, True, window_left, return_lse, kv_token_bytes, cu_seqlens)
+
+
+def paged_cost(
+    q: Tensor,
+    v_head_dim: int,
+    kv_token_bytes: int,
+    q_lens: Sequence[int],
+    cache_seqlens: Tensor,
+    causal: bool = True,
+    window_left: int = -1,
+    return_lse: bool = False,
+) -> Cost:
+    """The cost of new tokens' attention to what a paged cache holds of their sequences."""
+    kv_lens = cache_seqlens.tolist()
+    return attention_cost(q, v_head_dim, q_lens, kv_lens, causal, window_left, return_lse, kv_token_bytes, cache_seqlens)
+
+
+def token_bytes(cache: Tensor) -> int:
+    """Bytes of one token in a cache ``[pages, page_size, ...]``."""
+    return cache.shape[2:].numel() * cache.element_size()
+
+
+def lengths(offsets: Tensor) -> list[int]:
+    """The lengths that a ``cu_seqlens`` says, on the host."""
+    return offsets.diff().tolist()

@@ -1,0 +1,210 @@
+"""The one masked softmax that every attention operator's body is made of.
+
+A sequence's tokens have positions 0, 1, 2, ... Its queries are the last ones: query i of ``q_len`` is at position
+``kv_len - q_len + i`` of ``kv_len``. A query at position p sees the key at position j where
+
+* ``j <= p``, if attention is causal, and
+* ``j >= p - window_left``, if ``window_left`` is not negative.
+
+Scores are ``q . k * scale``; with a cap c they become ``c * tanh(score / c)``; the visible ones then go through a softmax, which
+the sink of a head joins as one more score whose value is nought. Everything is float32, or float64 where q is, until the output
+is rounded once. Scores of all queries are never held at once: queries go through in blocks, each with the keys that it can see.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.checks import FP8
+
+# Bounds the memory that scores take, and lets a block skip the keys that none of its queries sees.
+_QUERIES_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How scores become weights.
+
+    Attributes:
+        scale: multiplies the products of q and k.
+        causal: whether later keys are hidden.
+        window_left: earlier keys that stay visible besides the token itself; -1 for all.
+        logit_cap: bound that scores approach; 0 for none.
+        sinks: ``[heads]`` one more score a head, or None.
+    """
+
+    scale: float
+    causal: bool = True
+    window_left: int = -1
+    logit_cap: float = 0.0
+    sinks: Tensor | None = None
+
+
+def softmax_scale_of(softmax_scale: float | None, head_dim: int) -> float:
+    """``softmax_scale``, or by default ``1 / sqrt(head_dim)``."""
+    return head_dim**-0.5 if softmax_scale is None else softmax_scale
+
+
+def output_dtype(q: Tensor) -> torch.dtype:
+    """The dtype of the output: q's, but bfloat16 where q is fp8."""
+    return torch.bfloat16 if q.dtype in FP8 else q.dtype
+
+
+def first_visible(position: int, window_left: int) -> int:
+    """The first position that a query at ``position``, or any after it, can see."""
+    return max(position - window_left, 0) if window_left >= 0 else 0
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _widen(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """A ``[..., heads, dim]`` tensor in another dtype, times the scale of the whole or of each head."""
+    return x.to(dtype) if scale is None else x.to(dtype) * scale.reshape(-1, 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, first_query: int, first_key: int = 0) -> tuple[Tensor, Tensor]:
+    """Attention of one sequence.
+
+    Args:
+        q: ``[q_len, heads, head_dim]``, its first token at position ``first_query``, which may be negative.
+        k, v: ``[kv_len, kv_heads, head_dim]`` and ``[kv_len, kv_heads, v_head_dim]``, the first token at position ``first_key``.
+            All three are in the dtype of the arithmetic already.
+
+    Returns:
+        The output ``[q_len, heads, v_head_dim]`` and the log-sum-exp ``[q_len, heads]``, unrounded.
+    """
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_empty(q.shape[0], q.shape[1])
+    for begin in range(0, q.shape[0], _QUERIES_AT_ONCE):
+        rows = slice(begin, min(begin + _QUERIES_AT_ONCE, q.shape[0]))
+        oldest, newest = first_query + rows.start, first_query + rows.stop - 1
+        low = max(first_visible(oldest, softmax.window_left) - first_key, 0)
+        high = max(newest + 1 - first_key, low) if softmax.causal else k.shape[0]
+        out[rows], lse[rows] = _attend_block(q[rows], k[low:high], v[low:high], softmax, oldest, first_key + low)
+    return out, lse
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, first_query: int, first_key: int) -> tuple[Tensor, Tensor]:
+    (q_len, heads, head_dim), (kv_len, kv_heads, _) = q.shape, k.shape
+    # The queries of all heads that share a key head go through one product: [kv_heads, group * q_len, head_dim].
+    together = heads // kv_heads * q_len
+    grouped = q.transpose(0, 1).reshape(kv_heads, together, head_dim)
+    scores = torch.matmul(grouped, k.permute(1, 2, 0)).view(heads, q_len, kv_len) * softmax.scale
+    if softmax.logit_cap > 0:
+        scores = torch.tanh(scores / softmax.logit_cap) * softmax.logit_cap
+    if q_len > 1:  # one query alone sees all that it was given
+        scores = scores.masked_fill(~_visible(q_len, kv_len, softmax, first_query - first_key, q.device), -torch.inf)
+    sink = q.new_full((heads, 1), -torch.inf) if softmax.sinks is None else softmax.sinks.to(q.dtype).view(heads, 1)
+    largest = torch.maximum(sink, scores.amax(-1)) if kv_len else sink.expand(heads, q_len)
+    shift = torch.where(largest == -torch.inf, 0.0, largest)  # a row that sees nothing weighs nothing, rather than NaN
+    weights = torch.exp(scores - shift.unsqueeze(-1))
+    total = weights.sum(-1) + torch.exp(sink - shift)
+    weighted = torch.matmul(weights.view(kv_heads, together, kv_len), v.transpose(0, 1)).view(heads, q_len, v.shape[2])
+    out = weighted / torch.where(total == 0, 1.0, total).unsqueeze(-1)
+    return out.transpose(0, 1), (shift + torch.log(total)).transpose(0, 1)
+
+
+def _visible(q_len: int, kv_len: int, softmax: Softmax, ahead: int, device: torch.device) -> Tensor:
+    """Which of ``kv_len`` keys each query sees, ``[q_len, kv_len]``, the first query ``ahead`` of the first key."""
+    distance = torch.arange(q_len, device=device).unsqueeze(1) + ahead - torch.arange(kv_len, device=device)
+    visible = distance >= 0 if softmax.causal else torch.ones_like(distance, dtype=torch.bool)
+    return visible & (distance <= softmax.window_left) if softmax.window_left >= 0 else visible
+
+
+def attend_ragged(q: Tensor, k: Tensor, v: Tensor, offsets: Sequence[int], softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Attention of sequences that lie one after another, each to itself. ``offsets`` is ``cu_seqlens`` on the host."""
+    out, lse = _nothing(q, v.shape[2])
+    wide = _wide(q)
+    for begin, end in itertools.pairwise(offsets):
+        rows = slice(begin, end)
+        out[rows], lse[rows] = attend(q[rows].to(wide), k[rows].to(wide), v[rows].to(wide), softmax, 0)
+    return out, lse
+
+
+def attend_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    offsets: Sequence[int],
+    kv_lens: Sequence[int],
+    softmax: Softmax,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last tokens of sequences to all that a paged cache holds of them.
+
+    Args:
+        q: ``[tokens, heads, head_dim]``; those of sequence b are ``offsets[b]`` to ``offsets[b + 1]``.
+        k_cache, v_cache: ``[pages, page_size, kv_heads, head_dim]``.
+        page_table: ``[batch, max_pages]``.
+        kv_lens: tokens in the cache, by sequence; the queries' own are the last.
+    """
+    if q_scale is not None and q_scale.numel() > 1:
+        q_scale = q_scale.repeat_interleave(q.shape[1] // q_scale.numel())
+    out, lse = _nothing(q, v_cache.shape[3])
+    wide = _wide(q)
+    for pages, (begin, end), kv_len in zip(page_table, itertools.pairwise(offsets), kv_lens, strict=True):
+        rows = slice(begin, end)
+        first_query = kv_len - (end - begin)
+        first_key = first_visible(first_query, softmax.window_left)
+        k = _widen(_gather(k_cache, pages, first_key, kv_len), wide, k_scale)
+        v = _widen(_gather(v_cache, pages, first_key, kv_len), wide, v_scale)
+        out[rows], lse[rows] = attend(_widen(q[rows], wide, q_scale), k, v, softmax, first_query, first_key)
+    return out, lse
+
+
+def attend_latent(
+    q: Tensor,
+    kv_cache: Tensor,
+    kv_lora_rank: int,
+    page_table: Tensor,
+    offsets: Sequence[int],
+    kv_lens: Sequence[int],
+    softmax: Softmax,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`attend_paged` where all heads share one key, the cached latent and what follows it, whose value is the latent alone."""
+    k_cache = kv_cache.unsqueeze(2)
+    v_cache = k_cache[..., :kv_lora_rank]
+    return attend_paged(q, k_cache, v_cache, page_table, offsets, kv_lens, softmax, q_scale, kv_scale, kv_scale)
+
+
+def _gather(cache: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
+    """Positions ``begin`` to ``end`` of the sequence that lies in ``pages``, from a cache: ``[end - begin, kv_heads, dim]``."""
+    page_size = cache.shape[1]
+    first = begin // page_size
+    found = cache.index_select(0, pages[first : -(-end // page_size)])
+    return found.flatten(0, 1)[begin - first * page_size : end - first * page_size]
+
+
+def _nothing(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
+    """The outputs of queries that see nothing; also of tokens that belong to no sequence."""
+    out = q.new_zeros(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
+    return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+
+
+def paged_outputs(q: Tensor, v_cache: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`empty_outputs` of an operator with a cache of values."""
+    return empty_outputs(q, v_cache.shape[3], return_lse)
+
+
+def latent_outputs(q: Tensor, kv_lora_rank: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`empty_outputs` of an operator with a cache of latents."""
+    return empty_outputs(q, kv_lora_rank, return_lse)
+
+
+def empty_outputs(q: Tensor, v_head_dim: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """What an operator returns, without values; q may be fake."""
+    out = q.new_empty(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
+    return (out, q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)) if return_lse else out

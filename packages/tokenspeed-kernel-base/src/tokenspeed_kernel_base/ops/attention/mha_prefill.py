@@ -1,0 +1,175 @@
+"""Causal self-attention of whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost
+from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.attention import _checks, _cost
+from tokenspeed_kernel_base.ops.attention._inputs import ragged, ragged_like
+from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_ragged, empty_outputs, softmax_scale_of
+from tokenspeed_kernel_base.ops.attention._traits import softmax_traits, window_traits
+
+
+@operator("attention", "mha_prefill", formats=("q", "k", "v"), hints=("cu_seqlens_cpu",))
+def mha_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Sequence[int] | Tensor | None = None,
+    max_seqlen: int | None = None,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Causal attention of sequences that lie one after another, each to itself (Vaswani et al., 2017, arXiv:1706.03762).
+
+    ``softmax(q @ k.T * softmax_scale) @ v`` within each sequence, where a token sees itself and earlier ones. Query head h uses
+    key and value head ``h // (heads // kv_heads)``. Scores, softmax and sums are float32 (float64 where q is); the output is
+    rounded to q's dtype once.
+
+    Args:
+        q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``.
+        k: like q, ``[tokens, kv_heads, head_dim]``; kv_heads divides heads.
+        v: like q, ``[tokens, kv_heads, v_head_dim]``.
+        cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens: ``[0, 3, 3, 8]`` is sequences of
+            3, 0 and 5 tokens. Non-decreasing, from 0 to tokens.
+        cu_seqlens_cpu: the same values on the host, if the caller has them there anyway. A hint: it saves a kernel that wants
+            lengths on the host from waiting for the device. Never required.
+        max_seqlen: an upper bound of the longest sequence, in tokens. None: none is known but ``tokens``.
+        window_left: how many tokens to the left stay visible besides the token itself; -1 for all. What a model calls a sliding
+            window of 128 is ``window_left=127``: the token and 127 before it.
+        logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``, after softmax_scale and before masking
+            (Gemma Team, 2024, arXiv:2408.00118). 0 is off.
+        sinks: any float dtype ``[heads]``. One more score for each query head, in the same units as scores after
+            softmax_scale and logit_cap. It joins the softmax's denominator only: it takes weight and adds no value.
+        return_lse: also return the log-sum-exp.
+        softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
+        out: receives the output. It must not overlap q, k or v.
+
+    Returns:
+        The output ``[tokens, heads, v_head_dim]`` in q's dtype. With return_lse also float32 ``[tokens, heads]``, the natural
+        logarithm of the softmax's denominator: the sum of ``exp(score)`` over visible keys, **and of exp(sink)** where sinks are
+        given. So partial results merge (`attn_merge_state`) if the sinks went into exactly one of them.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of cu_seqlens
+            are looked at only where it lies in host memory.
+
+    Example:
+        Two sequences of 3 and 1 tokens; each token sees itself and one before it ("sliding window 2").
+
+        >>> import torch
+        >>> from tokenspeed_kernel import mha_prefill
+        >>> q = k = torch.zeros(4, 1, 8)
+        >>> v = torch.tensor([1.0, 3.0, 5.0, 7.0]).view(4, 1, 1)
+        >>> cu_seqlens = torch.tensor([0, 3, 4], dtype=torch.int32)
+        >>> mha_prefill(q, k, v, cu_seqlens, window_left=1).flatten()
+        tensor([1., 2., 4., 7.])
+
+    Safe in CUDA graphs where a kernel serves it; the reference reads cu_seqlens on the host unless the hint is given.
+    """
+    offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), True, window_left, logit_cap, sinks)
+    result, lse = attend_ragged(q, k, v, offsets.tolist() if isinstance(offsets, Tensor) else offsets, softmax)
+    return (result, lse) if return_lse else result
+
+
+@mha_prefill.traits
+def _(
+    q: Tensor, k: Tensor, v: Tensor, window_left: int, logit_cap: float, sinks: Tensor | None, return_lse: bool
+) -> dict[str, object]:
+    return {**softmax_traits(q, k.shape[1], v.shape[2], logit_cap, return_lse), **window_traits(window_left, sinks)}
+
+
+@mha_prefill.check
+def _(
+    check: Checker,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | None,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+) -> None:
+    check.tensor("q", q, "tokens heads head_dim", FLOATS)
+    check.tensor("k", k, "tokens kv_heads head_dim", q.dtype)
+    check.tensor("v", v, "tokens kv_heads v_head_dim", q.dtype)
+    check.divides("kv_heads", "heads")
+    _checks.check_offsets(check, "cu_seqlens", cu_seqlens)
+    _checks.check_bound(check, "max_seqlen", max_seqlen)
+    _checks.check_options(check, softmax_scale, logit_cap, window_left, sinks)
+
+
+@mha_prefill.check_values(host=("cu_seqlens",))
+def _(
+    check: Checker, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Sequence[int] | Tensor | None, max_seqlen: int | None
+) -> None:
+    _checks.check_values_ragged(check, q, cu_seqlens, cu_seqlens_cpu, max_seqlen)
+
+
+@mha_prefill.fake
+def _(q: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    return empty_outputs(q, v.shape[2], return_lse)
+
+
+@mha_prefill.cases
+def _() -> list[Case]:
+    gpt_oss: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 64, "sinks": True}
+    llama_70b: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 128}
+    return [
+        Case("one token, float32", ragged([1], dtype=torch.float32)),
+        Case("one key head, lengths 0 to 33, float32, lse", ragged([5, 0, 33, 1], 6, 1, 40, dtype=torch.float32, return_lse=True)),
+        Case("float64", ragged([7, 2], 4, 2, 16, dtype=torch.float64, return_lse=True)),
+        Case("five query heads a key head, head_dim 80", ragged([70, 3], 10, 2, 80)),
+        Case("v_head_dim 96 under head_dim 160", ragged([37, 65], 4, 2, 160, 96)),
+        Case("logit cap 30, float16, scale 0.3", ragged([50, 20], dtype=torch.float16, logit_cap=30.0, softmax_scale=0.3)),
+        Case("window of the token alone", ragged([9, 4], 4, 2, window_left=0)),
+        Case("window, cap, sinks and lse together", ragged([90], 8, 4, sinks=True, window_left=31, logit_cap=5.0, return_lse=True)),
+        Case("a key head for each head, head_dim 192, v_head_dim 128", ragged([40, 70], 3, 3, 192, 128)),
+        Case("head_dim 256, lse", ragged([70], 4, 2, 256, return_lse=True)),
+        Case("window of 1000, five query heads a key head", ragged([66, 9], 5, 1, 64, window_left=1000)),
+        Case("lengths known on the host", ragged([17, 64], hint=True)),
+        Case("gpt-oss-120b sliding layer, 1 to 180 tokens", ragged([1, 127, 128, 180], **gpt_oss, window_left=127)),
+        Case("gpt-oss-120b full layer, 1 to 100 tokens", ragged([1, 64, 100], **gpt_oss)),
+        Case("llama-70b, 1 to 150 tokens, lse", ragged([1, 150, 64], **llama_70b, return_lse=True)),
+        Case("head_dim 128 in a window of 100", ragged([150, 33], 8, 2, 128, sinks=True, window_left=99)),
+        Case("empty sequences", ragged([0, 0])),
+        Case("no sequences", ragged([], return_lse=True)),
+        Case("gpt-oss-120b sliding layer 4 x 4096", ragged([4096] * 4, **gpt_oss, window_left=127), large=True),
+        Case("gpt-oss-120b sliding layer 16 x 8192", ragged([8192] * 16, **gpt_oss, window_left=127), large=True),
+        *(
+            Case(f"gpt-oss-120b full layer {batch} x {length}", ragged([length] * batch, **gpt_oss), large=True)
+            for length in (1024, 4096, 8192)
+            for batch in (1, 4, 16)
+        ),
+        Case("llama-8b 4 x 8192", ragged([8192] * 4, 32, 8, 128), large=True),
+        Case("llama-70b 2 x 8192", ragged([8192] * 2, **llama_70b), large=True),
+        Case("llama-70b 37 to 4000 tokens", ragged([37, 4000, 515, 1234], **llama_70b, return_lse=True), large=True),
+    ]
+
+
+@mha_prefill.work
+def _(cu_seqlens: Tensor) -> dict[str, list[int]]:
+    return {"lengths": cu_seqlens.diff().tolist()}
+
+
+mha_prefill.replay(ragged_like)
+
+
+@mha_prefill.cost
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window_left: int, return_lse: bool) -> Cost:
+    return _cost.ragged_cost(q, k, v, cu_seqlens, window_left, return_lse)

@@ -1,0 +1,243 @@
+"""Attention of a mixed batch, as continuous batching issues it, to a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, recipe
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.attention import _checks, _cost
+from tokenspeed_kernel_base.ops.attention._inputs import Make, disturbed_pages, lengths_read, paged, paged_like
+from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_paged, paged_outputs, softmax_scale_of
+from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits, window_traits
+
+
+@operator("attention", "mha_with_kvcache", formats=("q", "k_cache", "v_cache"))
+def mha_with_kvcache(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The causal attention of a batch in which sequences decode, extend and prefill, all at once.
+
+    The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, the new tokens included, as for
+    `mha_extend_with_kvcache`; and what comes out is what that gives with ``is_causal=True``. A sequence that decodes has one new
+    token, one that prefills has as many as the cache holds of it, and others may have any number; they stand in any order. What
+    each has to do is known on the device only, and kernels promise to give every sequence what suits it: one that decodes does
+    not pay a prefill's tile, nor wait alone for a long cache.
+
+    Args:
+        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.
+        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and the number of tokens.
+        k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads.
+        v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
+        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, also where the window hides it;
+            others may be anything. Sequences may share pages.
+        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, at least its new ones.
+        max_seqlen_q: an upper bound of a sequence's queries.
+        max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
+        window_left: how many tokens to the left stay visible besides the token itself; -1 for all. A model's "sliding window
+            128" is ``window_left=127``.
+        logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
+        sinks: any float dtype ``[heads]``, one more score a query head in the softmax's denominator only.
+        return_lse: also return the log-sum-exp.
+        softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
+        q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; one a kv head scales all its query heads.
+        k_scale: likewise for an fp8 k_cache.
+        v_scale: likewise for an fp8 v_cache.
+        out: receives the output. It must not overlap q or the caches.
+
+    Returns:
+        The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural
+        log-sum-exp, float32 ``[tokens, heads]``, with the sink in it if there is one (see `mha_prefill` on merging).
+
+    Slots that hold no token of a sequence are never part of a result, even if they hold NaN.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of offsets,
+            lengths and page_table are looked at only where they lie in host memory.
+
+    Example:
+        One sequence decodes its second token, another prefills two; in pages of 2.
+
+        >>> import torch
+        >>> from tokenspeed_kernel import mha_with_kvcache
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> k_cache = torch.zeros(2, 2, 1, 8)
+        >>> v_cache = torch.tensor([1.0, 3.0, 5.0, 9.0]).view(2, 2, 1, 1)
+        >>> mha_with_kvcache(
+        ...     torch.zeros(3, 1, 8), ints(0, 1, 3), k_cache, v_cache, page_table=ints(0, 1).view(2, 1),
+        ...     cache_seqlens=ints(2, 2), max_seqlen_q=2, max_seqlen_k=2
+        ... ).flatten()
+        tensor([2., 5., 7.])
+
+    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    """
+    softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), True, window_left, logit_cap, sinks)
+    offsets, lens = cu_seqlens_q.tolist(), cache_seqlens.tolist()
+    result, lse = attend_paged(q, k_cache, v_cache, page_table, offsets, lens, softmax, q_scale, k_scale, v_scale)
+    return (result, lse) if return_lse else result
+
+
+@mha_with_kvcache.traits
+def _(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> dict[str, object]:
+    return {
+        **softmax_traits(q, k_cache.shape[2], v_cache.shape[3], logit_cap, return_lse),
+        **window_traits(window_left, sinks),
+        **cache_traits(k_cache, q_scale, k_scale, v_scale),
+    }
+
+
+@mha_with_kvcache.check
+def _(
+    check: Checker,
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    _checks.check_caches(check, q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, q_scale, k_scale, v_scale)
+    _checks.check_extension(check, cu_seqlens_q, None, cache_seqlens, max_seqlen_q)
+    _checks.check_options(check, softmax_scale, logit_cap, window_left, sinks)
+
+
+@mha_with_kvcache.check_values(host=("cu_seqlens_q", "page_table", "cache_seqlens"))
+def _(
+    check: Checker,
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    k_cache: Tensor,
+    page_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, k_cache, "k_cache")
+    _checks.check_values_extension(check, q, cu_seqlens_q, None, cache_seqlens, max_seqlen_q, True)
+
+
+mha_with_kvcache.fake(paged_outputs)
+
+
+@recipe
+def _mixed(
+    kv_lens: list[int],
+    q_lens: list[int],
+    heads: int = 4,
+    kv_heads: int = 4,
+    head_dim: int = 64,
+    page_size: int = 16,
+    **options: Any,
+) -> Make:
+    return paged(kv_lens, q_lens, heads, kv_heads, head_dim, page_size=page_size, running_sums=False, **options)
+
+
+@mha_with_kvcache.cases
+def _() -> list[Case]:
+    gpt_oss: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 64, "sinks": True}
+    llama_70b: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 128}
+    gqa: dict[str, Any] = {"heads": 8, "kv_heads": 2}
+    everything: dict[str, Any] = {"sinks": True, "window_left": 7, "logit_cap": 5.0, "return_lse": True}
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    both = ("k_scale", "v_scale")
+    busy, chunk = [8192] * 30 + [2048, 4096], [1] * 30 + [2048, 1024]
+    return [
+        Case("one sequence decodes, float32", _mixed([9], [1], dtype=torch.float32)),
+        Case("one sequence prefills, float64, pages of 1", _mixed([5], [5], heads=2, kv_heads=1, page_size=1, dtype=torch.float64)),
+        Case(
+            "decodes, extends, prefills, and one with nothing new, float32",
+            _mixed([33, 40, 17, 20, 1], [1, 19, 17, 0, 1], **gqa, dtype=torch.float32),
+        ),
+        Case("NaN in slots that hold no token", _mixed([21, 50, 5, 0, 70], [1, 30, 5, 0, 1], **gqa, stale=True, return_lse=True)),
+        Case("window, cap, sinks and lse together", _mixed([60, 9, 70, 33], [33, 9, 1, 2], **gqa, **everything)),
+        Case("window of the token alone, float16", _mixed([20, 9, 12], [7, 1, 12], **gqa, dtype=torch.float16, window_left=0)),
+        Case("two drafts to verify beside a prefill", _mixed([90, 17, 40], [2, 17, 2], **gqa, page_size=32)),
+        Case("all decode", _mixed([90, 17, 0, 40], [1, 1, 0, 1], **gqa, sinks=True, return_lse=True)),
+        Case(
+            "five query heads a key head, head_dim 80, pages of 5",
+            _mixed([64, 9, 13], [64, 1, 7], heads=10, kv_heads=2, head_dim=80, page_size=5),
+        ),
+        Case("v_head_dim 96 under head_dim 160", _mixed([40, 7], [1, 7], heads=4, kv_heads=2, head_dim=160, v_head_dim=96)),
+        Case("fp8 cache without scales", _mixed([33, 18], [1, 18], **gqa, cache_dtype=e4m3)),
+        Case("fp8 q and cache, a scale each", _mixed([33, 18], [1, 18], **gqa, dtype=e4m3, scales=("q_scale", *both))),
+        Case(
+            "fp8 e5m2 cache, a scale a kv head",
+            _mixed([33, 70], [10, 1], **gqa, cache_dtype=e5m2, scales=both, scale_per_head=True),
+        ),
+        Case("gpt-oss-120b sliding layer, 1 to 140 new", _mixed([200, 129, 140, 300], [1, 60, 140, 1], **gpt_oss, window_left=127)),
+        Case("gpt-oss-120b full layer, pages of 64", _mixed([600, 64, 65, 130], [1, 64, 1, 70], **gpt_oss, page_size=64)),
+        Case("no new tokens", _mixed([20, 0], [0, 0], **gqa)),
+        Case("no sequences", _mixed([], [], **gqa, return_lse=True)),
+        Case("gpt-oss-120b full layer, 30 decode at 8192, 2 chunks", _mixed(busy, chunk, **gpt_oss, page_size=64), large=True),
+        Case(
+            "gpt-oss-120b sliding layer, 30 decode at 8192, 2 chunks",
+            _mixed(busy, chunk, **gpt_oss, page_size=64, window_left=127),
+            large=True,
+        ),
+        Case("llama-70b, 30 decode at 8192, 2 chunks", _mixed(busy, chunk, **llama_70b), large=True),
+        Case("llama-70b, fp8 cache", _mixed(busy, chunk, **llama_70b, cache_dtype=e4m3, scales=both), large=True),
+    ]
+
+
+mha_with_kvcache.disturb(disturbed_pages)
+
+
+mha_with_kvcache.work(lengths_read)
+
+
+mha_with_kvcache.replay(paged_like)
+
+
+@mha_with_kvcache.cost
+def _(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    window_left: int,
+    return_lse: bool,
+) -> Cost:
+    q_lens = _cost.lengths(cu_seqlens_q)
+    stored = _cost.token_bytes(k_cache) + _cost.token_bytes(v_cache)
+    return _cost.paged_cost(q, v_cache.shape[3], stored, q_lens, cache_seqlens, True, window_left, return_lse)

@@ -1,0 +1,184 @@
+"""Attention of the newest tokens to a paged cache of latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.attention import _checks, _cost
+from tokenspeed_kernel_base.ops.attention._inputs import disturbed_latent_pages, lengths_read, paged, paged_like
+from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_latent, latent_outputs
+from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits
+
+
+@operator("attention", "mla_decode_with_kvcache", formats=("q", "kv_cache"))
+def mla_decode_with_kvcache(
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_k: int,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    max_seqlen_q: int = 1,
+    logit_cap: float = 0.0,
+    return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The latent attention of the last ``max_seqlen_q`` tokens of every sequence to a paged cache that holds them already.
+
+    The same as `mla_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens a sequence; see there for what
+    "absorbed" means. The cache holds positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page
+    ``page_table[b, j // page_size]``, slot ``j % page_size``. Its queries are at the last positions, and each sees itself and
+    earlier ones. Accumulates in float32 (float64 where q is) and rounds the output once.
+
+    Args:
+        q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, kv_lora_rank + rope_dim]``, sequence by
+            sequence, absorbed part first.
+        kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
+        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page; others may be anything. Sequences
+            may share pages.
+        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. It may be less than
+            max_seqlen_q, as 0 is for a sequence that only pads a batch; queries before position 0 then see nothing.
+        max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
+        kv_lora_rank: width of the latent, which is the value; what follows it is the rotary part.
+        softmax_scale: multiplies the products of q and cache. ``1 / sqrt`` of the width before absorption, times what rope scaling
+            adds: it cannot be told from the shapes.
+        max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
+        logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
+        return_lse: also return the log-sum-exp.
+        q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
+        kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only.
+        out: receives the output. It must not overlap q or the cache.
+
+    Returns:
+        The output ``[batch * max_seqlen_q, heads, kv_lora_rank]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the
+        natural log-sum-exp, float32 ``[batch * max_seqlen_q, heads]``. A query that sees nothing gives output 0 and log-sum-exp
+        -inf.
+
+    Slots that hold no token of a sequence are never part of a result, even if they hold NaN.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of
+            page_table and cache_seqlens are looked at only where they lie in host memory.
+
+    Example:
+        A sequence of 3 tokens in pages of 2; latents of width 1 and a rotary part of width 1.
+
+        >>> import torch
+        >>> from tokenspeed_kernel import mla_decode_with_kvcache
+        >>> kv_cache = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 0.0], [-1.0, 0.0]]).view(2, 2, 2)
+        >>> page_table = torch.tensor([[0, 1]], dtype=torch.int32)
+        >>> cache_seqlens = torch.tensor([3], dtype=torch.int32)
+        >>> q = torch.zeros(1, 1, 2)
+        >>> mla_decode_with_kvcache(q, kv_cache, page_table, cache_seqlens, 4, kv_lora_rank=1, softmax_scale=1.0).flatten()
+        tensor([3.])
+
+    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    """
+    offsets, lens = range(0, q.shape[0] + 1, max_seqlen_q), cache_seqlens.tolist()
+    softmax = Softmax(softmax_scale, logit_cap=logit_cap)
+    result, lse = attend_latent(q, kv_cache, kv_lora_rank, page_table, offsets, lens, softmax, q_scale, kv_scale)
+    return (result, lse) if return_lse else result
+
+
+@mla_decode_with_kvcache.traits
+def _(
+    q: Tensor,
+    kv_cache: Tensor,
+    kv_lora_rank: int,
+    max_seqlen_q: int,
+    logit_cap: float,
+    return_lse: bool,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+) -> dict[str, object]:
+    return {
+        **softmax_traits(q, 1, kv_lora_rank, logit_cap, return_lse),
+        **cache_traits(kv_cache, q_scale, kv_scale),
+        "multi_query": max_seqlen_q > 1,
+    }
+
+
+@mla_decode_with_kvcache.check
+def _(
+    check: Checker,
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_k: int,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    max_seqlen_q: int,
+    logit_cap: float,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+) -> None:
+    _checks.check_latent_cache(check, q, kv_cache, page_table, cache_seqlens, max_seqlen_k, kv_lora_rank, q_scale, kv_scale)
+    _checks.check_new_tokens(check, q, cache_seqlens, max_seqlen_q)
+    _checks.check_options(check, softmax_scale, logit_cap)
+
+
+@mla_decode_with_kvcache.check_values(host=("page_table", "cache_seqlens"))
+def _(check: Checker, kv_cache: Tensor, page_table: Tensor | None, cache_seqlens: Tensor | None, max_seqlen_k: int) -> None:
+    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, kv_cache, "kv_cache")
+
+
+mla_decode_with_kvcache.fake(latent_outputs)
+
+
+@mla_decode_with_kvcache.cases
+def _() -> list[Case]:
+    deepseek_v3: dict[str, Any] = {"heads": 128, "head_dim": 576, "kv_lora_rank": 512, "page_size": 64, "softmax_scale": 0.1352}
+    sharded: dict[str, Any] = {**deepseek_v3, "heads": 16}
+    tiny: dict[str, Any] = {"heads": 3, "head_dim": 24, "kv_lora_rank": 16, "softmax_scale": 0.25}
+    e4m3 = torch.float8_e4m3fn
+    return [
+        Case("one token in the cache, float32", paged([1], **tiny, dtype=torch.float32)),
+        Case("lengths about a page's end, float32, lse", paged([15, 16, 17, 0, 33], **tiny, dtype=torch.float32, return_lse=True)),
+        Case("float64, pages of 1", paged([3, 1, 6], **tiny, page_size=1, dtype=torch.float64)),
+        Case("NaN in slots that hold no token", paged([1, 20, 0, 48], **tiny, stale=True, return_lse=True)),
+        Case("logit cap 5, float16", paged([50, 20], **tiny, dtype=torch.float16, logit_cap=5.0)),
+        Case("no rotary part", paged([9, 4], None, 3, head_dim=16, kv_lora_rank=16, softmax_scale=0.25)),
+        Case("three new tokens", paged([2, 20, 3], **tiny, max_seqlen_q=3, return_lse=True)),
+        Case("fp8 cache without scale", paged([33, 18], **tiny, cache_dtype=e4m3)),
+        Case("fp8 q and cache, a scale each", paged([33, 18], **tiny, dtype=e4m3, scales=("q_scale", "kv_scale"))),
+        Case("deepseek-v3, 16 of its heads, 1 to 300 tokens", paged([1, 63, 64, 65, 300], **sharded)),
+        Case("one long sequence among short ones, lse", paged([900, 3, 0, 64], **tiny, return_lse=True)),
+        Case("no sequences", paged([], **tiny, return_lse=True)),
+        Case("deepseek-v3 64 x 8192", paged([8192] * 64, **deepseek_v3), large=True),
+        Case("deepseek-v3 128 x 4096", paged([4096] * 128, **deepseek_v3), large=True),
+        Case("deepseek-v3, 16 of its heads, 64 x 8192", paged([8192] * 64, **sharded), large=True),
+        Case("deepseek-v3, 16 of its heads, 128 x 4096", paged([4096] * 128, **sharded), large=True),
+        Case("deepseek-v3, 16 of its heads, 64 x 8192, two new tokens", paged([8192] * 64, **sharded, max_seqlen_q=2), large=True),
+        Case(
+            "deepseek-v3 128 x 4096, fp8 cache",
+            paged([4096] * 128, **deepseek_v3, cache_dtype=e4m3, scales=("kv_scale",)),
+            large=True,
+        ),
+    ]
+
+
+mla_decode_with_kvcache.disturb(disturbed_latent_pages)
+
+
+@mla_decode_with_kvcache.work
+def _(cache_seqlens: Tensor) -> dict[str, list[int]]:
+    return lengths_read(None, cache_seqlens)
+
+
+mla_decode_with_kvcache.replay(paged_like)
+
+
+@mla_decode_with_kvcache.cost
+def _(q: Tensor, kv_cache: Tensor, cache_seqlens: Tensor, kv_lora_rank: int, max_seqlen_q: int, return_lse: bool) -> Cost:
+    q_lens = [max_seqlen_q] * len(cache_seqlens)
+    return _cost.paged_cost(q, kv_lora_rank, _cost.token_bytes(kv_cache), q_lens, cache_seqlens, True, -1, return_lse)

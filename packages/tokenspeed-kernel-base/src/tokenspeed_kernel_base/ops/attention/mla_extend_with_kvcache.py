@@ -1,0 +1,215 @@
+"""Attention of a stretch of new tokens to a paged cache of latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.attention import _checks, _cost
+from tokenspeed_kernel_base.ops.attention._inputs import disturbed_latent_pages, lengths_read, paged, paged_like
+from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_latent, latent_outputs
+from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits
+
+
+@operator("attention", "mla_extend_with_kvcache", formats=("q", "kv_cache"))
+def mla_extend_with_kvcache(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    is_causal: bool = False,
+    logit_cap: float = 0.0,
+    return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The latent attention of new tokens to a paged cache that holds them already, behind those that came before.
+
+    Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) with the expansion absorbed: keys and values are linear in
+    the cached latent c, so the key expansion of a head is applied to its query before, its value expansion to the output after,
+    and attention itself works on latents, the same for all heads. A score is ``q . [c, rotary part] * softmax_scale``, the value
+    is c. Positions, visibility and the softmax are those of `mha_extend_with_kvcache`: of the q_len queries of a sequence, query
+    i is at position ``p = cache_seqlens[b] - q_len + i`` and sees key j where ``j <= p``, if is_causal, else every key.
+    Accumulates in float32 (float64 where q is) and rounds the output once.
+
+    Args:
+        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, sequence by sequence, absorbed
+            part first.
+        cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and the number of tokens.
+        cu_seqlens_kv: int32 ``[batch + 1]``, the running sums of cache_seqlens from 0; or None, and a kernel that wants them
+            sums them itself.
+        kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
+        page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot
+            ``j % page_size``. Entries that cache_seqlens reaches name a page; others may be anything. Sequences may share pages.
+        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
+        max_seqlen_q: an upper bound of a sequence's queries.
+        max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
+        kv_lora_rank: width of the latent, which is the value; what follows it is the rotary part.
+        softmax_scale: multiplies the products of q and cache. ``1 / sqrt`` of the width before absorption, times what rope scaling
+            adds: it cannot be told from the shapes.
+        is_causal: hide keys later than the query. No sequence may then have more queries than the cache has tokens of it.
+        logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
+        return_lse: also return the log-sum-exp.
+        q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
+        kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only.
+        out: receives the output. It must not overlap q or the cache.
+
+    Returns:
+        The output ``[tokens, heads, kv_lora_rank]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural
+        log-sum-exp, float32 ``[tokens, heads]``. A query that sees nothing gives output 0 and log-sum-exp -inf.
+
+    Slots that hold no token of a sequence are never part of a result, even if they hold NaN.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of offsets,
+            lengths and page_table are looked at only where they lie in host memory.
+
+    Example:
+        Two new tokens behind one, in one page of 4; latents of width 1 and a rotary part of width 1.
+
+        >>> import torch
+        >>> from tokenspeed_kernel import mla_extend_with_kvcache
+        >>> ints = lambda *values: torch.tensor(values, dtype=torch.int32)
+        >>> kv_cache = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 0.0], [-1.0, 0.0]]).view(1, 4, 2)
+        >>> mla_extend_with_kvcache(
+        ...     torch.zeros(2, 1, 2), ints(0, 2), None, kv_cache, page_table=ints(0).view(1, 1), cache_seqlens=ints(3),
+        ...     max_seqlen_q=2, max_seqlen_k=4, kv_lora_rank=1, softmax_scale=1.0, is_causal=True
+        ... ).flatten()
+        tensor([2., 3.])
+
+    Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
+    """
+    offsets, lens = cu_seqlens_q.tolist(), cache_seqlens.tolist()
+    softmax = Softmax(softmax_scale, is_causal, logit_cap=logit_cap)
+    result, lse = attend_latent(q, kv_cache, kv_lora_rank, page_table, offsets, lens, softmax, q_scale, kv_scale)
+    return (result, lse) if return_lse else result
+
+
+@mla_extend_with_kvcache.traits
+def _(
+    q: Tensor,
+    kv_cache: Tensor,
+    kv_lora_rank: int,
+    is_causal: bool,
+    logit_cap: float,
+    return_lse: bool,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+) -> dict[str, object]:
+    return {
+        **softmax_traits(q, 1, kv_lora_rank, logit_cap, return_lse),
+        **cache_traits(kv_cache, q_scale, kv_scale),
+        "is_causal": is_causal,
+    }
+
+
+@mla_extend_with_kvcache.check
+def _(
+    check: Checker,
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    logit_cap: float,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+) -> None:
+    _checks.check_latent_cache(check, q, kv_cache, page_table, cache_seqlens, max_seqlen_k, kv_lora_rank, q_scale, kv_scale)
+    _checks.check_extension(check, cu_seqlens_q, cu_seqlens_kv, cache_seqlens, max_seqlen_q)
+    _checks.check_options(check, softmax_scale, logit_cap)
+
+
+@mla_extend_with_kvcache.check_values(host=("cu_seqlens_q", "cu_seqlens_kv", "page_table", "cache_seqlens"))
+def _(
+    check: Checker,
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    kv_cache: Tensor,
+    page_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+) -> None:
+    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, kv_cache, "kv_cache")
+    _checks.check_values_extension(check, q, cu_seqlens_q, cu_seqlens_kv, cache_seqlens, max_seqlen_q, is_causal)
+
+
+mla_extend_with_kvcache.fake(latent_outputs)
+
+
+@mla_extend_with_kvcache.cases
+def _() -> list[Case]:
+    deepseek_v3: dict[str, Any] = {
+        "heads": 128,
+        "head_dim": 576,
+        "kv_lora_rank": 512,
+        "page_size": 64,
+        "softmax_scale": 0.1352,
+        "is_causal": True,
+    }
+    sharded: dict[str, Any] = {**deepseek_v3, "heads": 16}
+    tiny: dict[str, Any] = {"heads": 3, "head_dim": 24, "kv_lora_rank": 16, "softmax_scale": 0.25}
+    causal: dict[str, Any] = {**tiny, "is_causal": True}
+    e4m3 = torch.float8_e4m3fn
+    return [
+        Case("one token of one, float32", paged([1], [1], **causal, dtype=torch.float32)),
+        Case("lengths about a page's end, float32", paged([15, 16, 17, 0, 33], [3, 16, 1, 0, 20], **causal, dtype=torch.float32)),
+        Case("float64, pages of 1", paged([3, 1, 6], [2, 0, 6], **causal, page_size=1, dtype=torch.float64)),
+        Case("not causal, more queries than keys, lse", paged([30, 3, 0], [4, 5, 2], **tiny, return_lse=True)),
+        Case("NaN in slots that hold no token", paged([5, 20, 0, 50], [5, 3, 0, 30], **causal, stale=True)),
+        Case(
+            "logit cap 5, float16, running sums left out",
+            paged([20], [7], **causal, dtype=torch.float16, logit_cap=5.0, cu_seqlens_kv=None),
+        ),
+        Case("fp8 cache without scale", paged([33, 18], [10, 18], **causal, cache_dtype=e4m3)),
+        Case("fp8 q and cache, a scale each", paged([33, 18], [10, 18], **causal, dtype=e4m3, scales=("q_scale", "kv_scale"))),
+        Case("deepseek-v3, 16 of its heads, 1 to 100 new", paged([200, 64, 65], [100, 64, 1], **sharded)),
+        Case("few new tokens of a long sequence, lse", paged([900, 3, 0, 64], [2, 3, 0, 7], **causal, return_lse=True)),
+        Case("no new tokens", paged([20, 0], [0, 0], **causal)),
+        Case("no sequences", paged([], [], **causal, return_lse=True)),
+        Case("deepseek-v3 4 x 512 of 4096", paged([4096] * 4, [512] * 4, **deepseek_v3), large=True),
+        Case("deepseek-v3, 16 of its heads, 8 x 1024 of 8192", paged([8192] * 8, [1024] * 8, **sharded), large=True),
+    ]
+
+
+mla_extend_with_kvcache.disturb(disturbed_latent_pages)
+
+
+mla_extend_with_kvcache.work(lengths_read)
+
+
+mla_extend_with_kvcache.replay(paged_like)
+
+
+@mla_extend_with_kvcache.cost
+def _(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    kv_cache: Tensor,
+    cache_seqlens: Tensor,
+    kv_lora_rank: int,
+    is_causal: bool,
+    return_lse: bool,
+) -> Cost:
+    q_lens = _cost.lengths(cu_seqlens_q)
+    return _cost.paged_cost(q, kv_lora_rank, _cost.token_bytes(kv_cache), q_lens, cache_seqlens, is_causal, -1, return_lse)

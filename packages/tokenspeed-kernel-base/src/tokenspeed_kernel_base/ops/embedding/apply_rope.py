@@ -1,0 +1,275 @@
+"""Rotary position embedding, with an optional write of keys and values into the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.recording import CapturedCall
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.kvcache.slots import check_slots, check_write, padding_of, slots_like, store_slots
+
+
+@operator("embedding", "apply_rope", formats=("q", "k", "k_cache"), outs=("q_out", "k_out"), mutates=("k_cache", "v_cache"))
+def apply_rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    interleaved: bool = False,
+    v: Tensor | None = None,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    q_out: Tensor | None = None,
+    k_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotates pairs of elements of every head of q and k by angles that grow with the token's position.
+
+    The first ``rotary_dim`` elements of a head form pairs ``(a, b)``, each of which becomes ``(a * cos - b * sin, b * cos + a *
+    sin)``; those after them pass through unchanged (Su et al., 2021, arXiv:2104.09864). Pair i is elements ``(i, i +
+    rotary_dim / 2)``, the style of GPT-NeoX and of most published weights, or if ``interleaved`` elements ``(2 * i, 2 * i + 1)``,
+    the style of GPT-J. All in float32 (float64 for float64 inputs), rounded to q's dtype once.
+
+    Cosines and sines come from the caller, so any rule for the angles will do, and they need not have ``cos^2 + sin^2 = 1``: an
+    attention factor, as YaRN has one (Peng et al., 2023, arXiv:2309.00071), is multiplied into both beforehand, and so
+    scales the logits by its square.
+
+    With ``v``, ``k_cache``, ``v_cache`` and ``slot_mapping``, the rotated k, as rounded for the result, and v are also written
+    to the cache, exactly as `store_kv_cache` without scales would.
+
+    Args:
+        q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
+        k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided, too.
+        positions: int32 or int64 ``[tokens]``, 0 to ``max_positions - 1``, in any order; checked where it lies in host memory.
+            That goes for tokens that are not written as well.
+        cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
+            position p's ``rotary_dim / 2`` angles, then their sines.
+        interleaved: which elements form a pair, see above.
+        v: q's dtype ``[tokens, kv_heads, head_dim]``. This and the next three come together or not at all.
+        k_cache: ``[pages, page_size, kv_heads, head_dim]`` of q's dtype or an 8-bit float. Written to.
+        v_cache: the same for v, of k_cache's dtype. Written to.
+        slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
+            ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
+        q_out: receives the rotated q; may be q.
+        k_out: receives the rotated k; may be k.
+
+    Returns:
+        ``(q, k)`` rotated, in the shapes and dtype of the inputs, contiguous.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import apply_rope
+        >>> cos_sin_cache = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # one pair a head: no turn at position 0, a quarter at 1
+        >>> q = torch.tensor([[[3.0, 4.0]], [[3.0, 4.0]]])
+        >>> k = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
+        >>> rotated, _ = apply_rope(q, k, torch.tensor([0, 1]), cos_sin_cache)
+        >>> rotated
+        tensor([[[ 3.,  4.]],
+        <BLANKLINE>
+                [[-4.,  3.]]])
+
+    Safe in CUDA graphs.
+    """
+    cos, sin = cos_sin_cache[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    rotated_q, rotated_k = _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None:
+        store_slots(k_cache, rotated_k, slot_mapping)
+        store_slots(v_cache, v, slot_mapping)
+    return rotated_q, rotated_k
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    rotary_dim = 2 * cos.shape[-1]
+    head = x[..., :rotary_dim]
+    wide = head.double() if x.dtype == torch.float64 else head.float()
+    a, b = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, dim=-1)
+    a, b = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack((a, b), dim=-1).flatten(-2) if interleaved else torch.cat((a, b), dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., rotary_dim:]), dim=-1)
+
+
+@apply_rope.traits
+def _(q: Tensor, cos_sin_cache: Tensor, interleaved: bool, k_cache: Tensor | None) -> dict[str, object]:
+    traits: dict[str, object] = {
+        "head_dim": q.shape[-1],
+        "rotary_dim": cos_sin_cache.shape[-1],
+        "interleaved": interleaved,
+        "cache_write": k_cache is not None,
+    }
+    return traits if k_cache is None else {**traits, "page_size": k_cache.shape[1]}
+
+
+@apply_rope.check
+def _(
+    check: Checker,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    v: Tensor | None,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+) -> None:
+    check.tensor("q", q, "tokens heads head_dim", FLOATS)
+    check.tensor("k", k, "tokens kv_heads head_dim", q.dtype)
+    check.tensor("positions", positions, "tokens", INTS)
+    check.tensor("cos_sin_cache", cos_sin_cache, "max_positions rotary_dim", torch.float32)
+    rotary_dim, head_dim = check["rotary_dim"], check["head_dim"]
+    check.require(
+        0 < rotary_dim <= head_dim and rotary_dim % 2 == 0,
+        "cos_sin_cache",
+        f"of an even rotary_dim, at most head_dim = {head_dim} of q",
+        str(list(cos_sin_cache.shape)),
+    )
+    if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None:
+        check_write(check, k, v, k_cache, v_cache, slot_mapping)
+        return
+    together = {"v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+    given = [name for name, tensor in together.items() if tensor is not None]
+    if given:
+        missing = next(name for name, tensor in together.items() if tensor is None)
+        check.fail(missing, f"given when {', '.join(given)} is: {', '.join(together)} come together or not at all", None)
+
+
+@apply_rope.check_values(host=("positions", "slot_mapping"))
+def _(check: Checker, positions: Tensor | None, cos_sin_cache: Tensor, slot_mapping: Tensor | None, k_cache: Tensor | None) -> None:
+    if positions is not None and positions.numel():
+        end = cos_sin_cache.shape[0]
+        for position, token in ((positions.min(), positions.argmin()), (positions.max(), positions.argmax())):
+            if not 0 <= position < end:
+                check.fail("positions", f"in 0 to {end - 1}, the rows of cos_sin_cache", f"{int(position)} for token {int(token)}")
+    check_slots(check, slot_mapping, k_cache)
+
+
+@apply_rope.fake
+def _(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(k, memory_format=torch.contiguous_format)
+
+
+def _table(draw: Draw, positions: int, rotary_dim: int, base: float = 150000.0, factor: float = 1.0) -> Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, device=draw.device, dtype=torch.float64) / rotary_dim
+    angles = torch.arange(positions, device=draw.device, dtype=torch.float64).unsqueeze(1) * base**-exponents
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).float()
+
+
+@recipe
+def _inputs(
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    rotary_dim: int | None = None,
+    max_positions: int = 4096,
+    page_size: int | None = None,
+    cache_dtype: torch.dtype | None = None,
+    fused: bool = True,
+    **options: Any,
+) -> Callable[[Draw], dict[str, Any]]:
+    """Tokens at random positions; with a page size also a cache for them, every fifth token being padding.
+
+    ``fused``: q, k and v are slices of one tensor, as a fused projection yields them.
+    """
+
+    def make(draw: Draw) -> dict[str, Any]:
+        qkv = draw.normal(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+        slices = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        q, k, v = slices if fused else (x.clone(memory_format=torch.contiguous_format) for x in slices)
+        arguments = {
+            "q": q,
+            "k": k,
+            "positions": draw.integers(0, max_positions, tokens),
+            "cos_sin_cache": _table(draw, max_positions, rotary_dim or head_dim, factor=1.35),
+            **options,
+        }
+        if page_size is not None:
+            pages = tokens // page_size + 2
+            slots = draw.permutation(pages * page_size)[:tokens].clone()
+            slots[4::5] = -1
+            cache = (pages, page_size, kv_heads, head_dim)
+            arguments["v"] = v
+            arguments["k_cache"] = draw.normal(*cache, dtype=cache_dtype or dtype)
+            arguments["v_cache"] = draw.normal(*cache, dtype=cache_dtype or dtype)
+            arguments["slot_mapping"] = slots
+        return arguments
+
+    return make
+
+
+@recipe
+def _int32(make: Callable[[Draw], dict[str, Any]]) -> Callable[[Draw], dict[str, Any]]:
+    return lambda draw: {n: x.int() if n == "positions" else x for n, x in make(draw).items()}
+
+
+@apply_rope.cases
+def _() -> list[Case]:
+    gpt_oss: tuple[int, int, int] = (64, 8, 64)
+    return [
+        Case("one token, one pair, float32", _inputs(1, 1, 1, 2, torch.float32)),
+        Case("gpt-oss-120b decode 16", _inputs(16, *gpt_oss)),
+        Case("gpt-oss-120b decode 16, not fused, int32 positions", _int32(_inputs(16, *gpt_oss, fused=False))),
+        Case("gpt-oss-120b decode 16 with cache", _inputs(16, *gpt_oss, page_size=16)),
+        Case("interleaved, float16", _inputs(7, 6, 2, 128, torch.float16, interleaved=True)),
+        Case("interleaved with cache, partial 64 of 192", _inputs(5, 4, 1, 192, rotary_dim=64, interleaved=True, page_size=4)),
+        Case("partial 32 of 57, float32", _inputs(3, 5, 2, 57, torch.float32, rotary_dim=32)),
+        Case("fp8 cache", _inputs(9, 8, 2, 64, page_size=4, cache_dtype=torch.float8_e4m3fn)),
+        Case("no tokens", _inputs(0, *gpt_oss, fused=False)),
+        Case("no tokens, with cache", _inputs(0, *gpt_oss, page_size=16, fused=False)),
+        Case("gpt-oss-120b decode 64 with cache", _inputs(64, *gpt_oss, max_positions=131072, page_size=64), large=True),
+        Case("gpt-oss-120b prefill 16384", _inputs(16384, *gpt_oss, max_positions=131072), large=True),
+        Case("gpt-oss-120b prefill 16384 with cache", _inputs(16384, *gpt_oss, max_positions=131072, page_size=16), large=True),
+        Case("llama-70b decode 256 with cache", _inputs(256, 64, 8, 128, max_positions=131072, page_size=16), large=True),
+    ]
+
+
+@apply_rope.disturb
+def _(v: Tensor | None, slot_mapping: Tensor | None) -> dict[str, Tensor]:
+    return {} if v is None or slot_mapping is None else {"v": poisoned(v, slot_mapping < 0)}
+
+
+@apply_rope.work
+def _(slot_mapping: Tensor | None) -> dict[str, list[int]] | None:
+    return None if slot_mapping is None else padding_of(slot_mapping)
+
+
+@apply_rope.replay
+def _(call: CapturedCall) -> Callable[[Draw], dict[str, Any]]:
+    (tokens,), (positions, rotary_dim) = call.shape("positions"), call.shape("cos_sin_cache")
+
+    def make(draw: Draw) -> dict[str, Any]:
+        return {
+            "positions": draw.integers(0, positions, tokens, dtype=call.dtype("positions")),
+            "cos_sin_cache": _table(draw, positions, rotary_dim),
+            **(slots_like(call, draw) if call.given("slot_mapping") else {}),
+        }
+
+    return make
+
+
+@apply_rope.cost
+def _(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    v: Tensor | None,
+    k_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+) -> Cost:
+    tokens, rotary_dim = positions.shape[0], cos_sin_cache.shape[-1]
+    # Four products and two sums a pair. Of the table, no more than a row for each token is read.
+    flops = 3.0 * tokens * (q.shape[1] + k.shape[1]) * rotary_dim
+    moved = 2 * nbytes(q, k) + nbytes(positions) + min(4 * tokens * rotary_dim, nbytes(cos_sin_cache))
+    if k_cache is not None:
+        moved += nbytes(v, slot_mapping) + 2 * k.numel() * k_cache.element_size()
+    return Cost(flops=flops, bytes=moved)

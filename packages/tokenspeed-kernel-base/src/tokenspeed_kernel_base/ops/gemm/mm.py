@@ -1,0 +1,188 @@
+"""The product of two matrices, dense or in scaled formats."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, nbytes
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, mx
+from tokenspeed_kernel_base.ops.gemm.operands import check_out_dtype, decode_operands, default_out_dtype, logical_k, recognise
+from tokenspeed_kernel_base.signature import FormatSignature, dtype_name
+
+
+@operator("gemm", "mm", outs=("out",))
+def mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``a @ b + bias``, of operands that are dense or quantised.
+
+    A weight that is stored ``[n, k]`` is passed as the view ``weight.t()``; its scales likewise. Formats are told by dtypes and
+    by scales' shapes:
+
+    - dense: a ``[m, k]`` and b ``[k, n]`` of one dtype (float16, bfloat16, float32, float64), no scales.
+    - fp8: both are 8-bit floats (float8_e4m3fn, float8_e5m2, float8_e4m3fnuz), value = element * scale, scales float32. Per
+      tensor: ``[]`` or ``[1]``. Per token and channel: a_scale ``[m, 1]``, b_scale ``[1, n]``; either may be per tensor instead.
+      Per block: a_scale ``[m, ceil(k/128)]`` and b_scale ``[ceil(k/128), ceil(n/128)]``, both or neither; the last block of an
+      axis may be short.
+    - mxfp8: both float8_e4m3fn or float8_e5m2; mxfp4: both uint8, two e2m1 codes a byte along k, a ``[m, k/2]``, b ``[k/2, n]``,
+      the lower index in the lower nibble. k is a multiple of 32, scales are uint8 (e8m0): a_scale ``[m, k/32]``, b_scale
+      ``[k/32, n]``. One of each will do.
+    - weight-only: a dense float16 or bfloat16 without a scale, b in any scaled format.
+
+    A one-dimensional scale is per tensor, a two-dimensional one never is: with ``m = 1``, a_scale ``[1]`` is per tensor and
+    ``[1, 1]`` per token. Where a two-dimensional shape is both per token (channel) and per block, both mean the same, and the call
+    counts as per block only if the other scale requires that.
+
+    Operands are decoded to float32, products summed in float32 and bias added before the result is rounded once; with float64
+    operands all of that is float64. With ``k = 0`` the sums are 0. PyTorch's own settings for reduced precision
+    (``torch.backends.cuda.matmul``) are the user's, and hold in kernels that are made of PyTorch's functions.
+
+    Args:
+        a: ``[m, k]``, or ``[m, k/2]`` in mxfp4.
+        b: ``[k, n]``, or ``[k/2, n]`` in mxfp4.
+        a_scale: see above.
+        b_scale: see above.
+        bias: ``[n]``, of the result's dtype or float32.
+        out_dtype: float16, bfloat16 or float32, for float64 operands float64. a's dtype if a is dense, else bfloat16.
+        out: receives the result; must not share memory with an input.
+
+    Returns:
+        ``out_dtype [m, n]``.
+
+    Raises:
+        TypeError, ValueError: see above; nothing has been launched then.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import mm, quantize_fp8
+        >>> a, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.0, -1.0]])
+        >>> mm(a, weight.t(), bias=torch.tensor([0.5, 0.5]))
+        tensor([[11.5000, -1.5000]])
+        >>> (a8, a_scale), (w8, w_scale) = quantize_fp8(a), quantize_fp8(weight)
+        >>> mm(a8, w8.t(), a_scale, w_scale.t(), out_dtype=torch.float32).round()
+        tensor([[11., -2.]])
+
+    Safe in CUDA graphs.
+    """
+    wide_a, wide_b = decode_operands("mm", a, b, a_scale, b_scale)
+    product = torch.mm(wide_a, wide_b)
+    if bias is not None:
+        product = product + bias
+    return product.to(out_dtype or default_out_dtype(a))
+
+
+@mm.formats
+def _(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> FormatSignature:
+    return recognise(Checker("mm"), a, b, a_scale, b_scale)
+
+
+@mm.traits
+def _(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> dict[str, object]:
+    result = out_dtype or default_out_dtype(a)
+    return {
+        "k": logical_k(a),
+        "n": b.shape[1],
+        "out_dtype": dtype_name(result),
+        "bias": bias is not None,
+        "wide_bias": bias is not None and bias.dtype != result,
+    }
+
+
+@mm.check
+def _(
+    check: Checker,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> None:
+    check.require(a.ndim == 2, "a", "of shape [m, k]", a)
+    recognise(check, a, b, a_scale, b_scale)
+    check_out_dtype(check, a, out_dtype)
+    result = out_dtype or default_out_dtype(a)
+    check.tensor("bias", bias, "n", {result} if result == torch.float64 else {result, torch.float32})
+
+
+@mm.fake
+def _(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or default_out_dtype(a))
+
+
+@mm.cases
+def _() -> list[Case]:
+    half, single, double = torch.float16, torch.float32, torch.float64
+    return [
+        Case("dense, gpt-oss-120b router decode 4", dense(4, 2880, 128, bias=torch.bfloat16)),
+        Case("dense, one token, float16", dense(1, 96, 80, dtype=half)),
+        Case("dense, odd sizes, float32, bias", dense(5, 33, 7, dtype=single, bias=single)),
+        Case("dense, float64", dense(5, 33, 7, dtype=double, bias=double)),
+        Case("dense, bfloat16 to float32, float32 bias", dense(9, 64, 48, bias=single, out_dtype=single)),
+        Case("dense, bfloat16 with float32 bias", dense(9, 64, 48, bias=single)),
+        Case("dense, no tokens", dense(0, 64, 48, bias=torch.bfloat16)),
+        Case("dense, k = 0", dense(3, 0, 8, bias=torch.bfloat16)),
+        Case("fp8 per tensor", fp8(5, 96, 48, a_scale="tensor", b_scale="tensor")),
+        Case("fp8 per token and channel, bias", fp8(7, 300, 40, a_scale="token", b_scale="channel", bias=torch.bfloat16)),
+        Case("fp8 per token and tensor, one token", fp8(1, 64, 48, a_scale="token", b_scale="tensor", out_dtype=single)),
+        Case("fp8 per block, short last blocks", fp8(5, 300, 200, a_scale="block", b_scale="block")),
+        Case("fp8 per block, one block", fp8(3, 96, 48, a_scale="block", b_scale="block", out_dtype=half)),
+        Case("fp8 e5m2 with e4m3fn", fp8(4, 64, 32, a_scale="tensor", b_scale="channel", a_dtype=torch.float8_e5m2)),
+        Case("fp8, no tokens", fp8(0, 256, 128, a_scale="block", b_scale="block")),
+        Case("fp8 weight only, per channel", fp8(3, 160, 48, a_scale="", b_scale="channel", a_dtype=torch.bfloat16)),
+        Case("fp8 weight only, per block", fp8(3, 160, 200, a_scale="", b_scale="block", a_dtype=half)),
+        Case("mxfp8", mx(5, 96, 40, a="mxfp8", b="mxfp8")),
+        Case("mxfp4, bias", mx(5, 96, 40, a="mxfp4", b="mxfp4", bias=torch.bfloat16)),
+        Case("mxfp8 with mxfp4", mx(3, 64, 33, a="mxfp8", b="mxfp4", out_dtype=single)),
+        Case("mxfp4 weight only", mx(3, 2880, 48, a="dense", b="mxfp4")),
+        Case("mxfp8 weight only", mx(3, 64, 48, a="dense", b="mxfp8")),
+        Case("gpt-oss-120b qkv, decode 64", dense(64, 2880, 5120, bias=torch.bfloat16), large=True),
+        Case("gpt-oss-120b o, prefill 4096", dense(4096, 4096, 2880, bias=torch.bfloat16), large=True),
+        Case("gpt-oss-120b lm head, decode 64", dense(64, 2880, 201088), large=True),
+        Case("llama-70b down, prefill 8192", dense(8192, 28672, 8192), large=True),
+        Case("llama-70b gate and up, fp8 per token", fp8(2048, 8192, 57344, a_scale="token", b_scale="channel"), large=True),
+        Case("deepseek-v3 down, fp8 per block, prefill 4096", fp8(4096, 2048, 7168, a_scale="block", b_scale="block"), large=True),
+        Case("deepseek-v3 up, fp8 per block, decode 128", fp8(128, 7168, 2048, a_scale="block", b_scale="block"), large=True),
+        Case("fp8 per token, 8192 x 8192 x 8192", fp8(8192, 8192, 8192, a_scale="token", b_scale="channel"), large=True),
+        Case("fp8 per block, 8192 x 8192 x 8192", fp8(8192, 8192, 8192, a_scale="block", b_scale="block"), large=True),
+        Case("fp8 per token, decode 64", fp8(64, 7168, 4096, a_scale="token", b_scale="channel"), large=True),
+        Case("fp8 per block, decode 64", fp8(64, 7168, 4096, a_scale="block", b_scale="block"), large=True),
+        Case(
+            "fp8 per token to float32, prefill 4096",
+            fp8(4096, 2048, 4096, a_scale="token", b_scale="tensor", out_dtype=single),
+            large=True,
+        ),
+        Case("fp8 per token, 256 tokens", fp8(256, 7168, 2048, a_scale="token", b_scale="channel"), large=True),
+        Case("fp8 per token, k of 2048, prefill 4096", fp8(4096, 2048, 7168, a_scale="token", b_scale="channel"), large=True),
+        Case("dense to float32, prefill 4096", dense(4096, 2048, 4096, out_dtype=single), large=True),
+        Case("mxfp4 weight only, 512 tokens", mx(512, 2880, 5760, a="dense", b="mxfp4"), large=True),
+        Case(
+            "fp8 weight only per block, prefill 1024", fp8(1024, 2048, 7168, a_scale="", b_scale="block", a_dtype=half), large=True
+        ),
+        Case("llama-70b o, mxfp8, prefill 4096", mx(4096, 8192, 8192, a="mxfp8", b="mxfp8"), large=True),
+        Case("llama-70b o, mxfp4, prefill 4096", mx(4096, 8192, 8192, a="mxfp4", b="mxfp4"), large=True),
+        Case("gpt-oss-120b expert, mxfp4 weight only, decode 16", mx(16, 2880, 5760, a="dense", b="mxfp4"), large=True),
+    ]
+
+
+@mm.cost
+def _(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Cost:
+    m, k, n = a.shape[0], logical_k(a), b.shape[1]
+    written = m * n * (out_dtype or default_out_dtype(a)).itemsize
+    return Cost(flops=2.0 * m * n * k, bytes=nbytes(a, b, a_scale, b_scale, bias) + written)

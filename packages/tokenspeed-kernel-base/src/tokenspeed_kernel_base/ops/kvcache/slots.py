@@ -1,0 +1,86 @@
+"""The paged cache as a row of slots: slot ``page * page_size + offset`` is place ``offset`` of a page.
+
+Operators that write to the cache share what is here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.recording import CapturedCall
+from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.checks import FP8, INTS, Checker
+from tokenspeed_kernel_base.ops.quantization.encodings import encode_fp8
+
+# A cache that stands for a captured one has as many pages, or as fit in this.
+_REPLAYED_BYTES = 1 << 30
+
+
+def store_slots(cache: Tensor, values: Tensor, slot_mapping: Tensor, scale: Tensor | None = None) -> None:
+    """Writes tokens to their slots, and leaves out those of negative slots. Does not synchronise with the device.
+
+    Args:
+        cache: ``[pages, page_size, kv_heads, head_dim]``, written in place.
+        values: ``[tokens, kv_heads, head_dim]``, cast to an 8-bit float where the cache has another dtype.
+        slot_mapping: int32 or int64 ``[tokens]``.
+        scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``: what values are divided by before that cast.
+    """
+    if not values.numel() or not cache.numel():
+        return
+    if cache.dtype != values.dtype:
+        wide = values.double() if values.dtype == torch.float64 else values.float()
+        values = encode_fp8(wide if scale is None else wide / scale.reshape(-1, 1), cache.dtype)
+    if cache.dtype in FP8:  # indexed as bytes, which every backend can do
+        cache, values = cache.view(torch.uint8), values.view(torch.uint8)
+    # To pick the written tokens would mean to wait for their number. Instead, each of the others repeats what the first written
+    # token does; where there is none, all of them put back what lies in slot 0.
+    written = slot_mapping >= 0
+    source = torch.where(written, torch.arange(len(written), device=written.device), written.int().argmax())
+    slots = slot_mapping.long()[source].clamp(min=0)
+    page, offset = slots // cache.shape[1], slots % cache.shape[1]
+    cache[page, offset] = torch.where(written.any(), values[source], cache[page, offset])
+
+
+def padding_of(slot_mapping: Tensor) -> dict[str, list[int]]:
+    """How many tokens are not written, for a capture."""
+    return {"padding": [int((slot_mapping < 0).sum())]}
+
+
+def slots_like(call: CapturedCall, draw: Draw) -> dict[str, Tensor]:
+    """Caches like those of a captured call, of fewer pages where those would take too much, and a slot for each token, or none."""
+    tokens = call.shape("slot_mapping")[0]
+    pages, page_size, kv_heads, head_dim = call.shape("k_cache")
+    dtype = call.dtype("k_cache")
+    needed, fitting = -(-tokens // page_size), _REPLAYED_BYTES // (page_size * kv_heads * head_dim * dtype.itemsize)
+    pages = min(pages, max(needed, fitting))
+    slots = draw.permutation(pages * page_size, call.dtype("slot_mapping"))[:tokens].clone()
+    slots[draw.permutation(tokens)[: call.values("padding", 1, 0)[0]]] = -1
+    caches = {name: draw.normal(pages, page_size, kv_heads, head_dim, dtype=dtype) for name in ("k_cache", "v_cache")}
+    return {"slot_mapping": slots, **caches}
+
+
+def check_write(check: Checker, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Checks shapes and dtypes of keys and values and where they are written to. k's own shape has been checked."""
+    check.tensor("v", v, "tokens kv_heads head_dim", k.dtype)
+    check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", {k.dtype} | (FP8 if k.dtype not in FP8 else set()))
+    check.require(check["page_size"] > 0, "k_cache", "of a page_size > 0", str(list(k_cache.shape)))
+    check.tensor("v_cache", v_cache, "pages page_size kv_heads head_dim", k_cache.dtype)
+    check.tensor("slot_mapping", slot_mapping, "tokens", INTS)
+
+
+def check_slots(check: Checker, slot_mapping: Tensor | None, cache: Tensor | None) -> None:
+    """Checks slots that lie in host memory: each within the cache, none twice."""
+    if slot_mapping is None or cache is None or not slot_mapping.numel():
+        return
+    slots = cache.shape[0] * cache.shape[1]
+    largest = int(slot_mapping.max())
+    if largest >= slots:
+        token = int(slot_mapping.argmax())
+        check.fail("slot_mapping", f"below pages * page_size = {slots} (negative: not written)", f"{largest} for token {token}")
+    ordered = slot_mapping.sort().values
+    twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if twice.any():
+        slot = int(ordered[1:][twice][0])
+        tokens = (slot_mapping == slot).nonzero().flatten().tolist()
+        check.fail("slot_mapping", "of distinct slots (negative: not written)", f"slot {slot} for tokens {tokens}")

@@ -1,0 +1,201 @@
+"""Writing new keys and values into the paged cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.recording import CapturedCall
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.kvcache.slots import check_slots, check_write, padding_of, slots_like, store_slots
+
+
+@operator("kvcache", "store_kv_cache", formats=("k", "k_cache"), mutates=("k_cache", "v_cache"))
+def store_kv_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes each token's key and value to its slot of the paged cache, in place.
+
+    Token t goes to ``k_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``, and v alike; a negative slot
+    means that the token is not written (padding of a CUDA graph, say). Everything else in the caches stays as it is.
+
+    Where the cache has k's dtype, bits are copied. An 8-bit float cache receives ``saturate(k / scale)``: divided in float32
+    (float64 for float64 inputs), rounded to nearest even, what is out of range becomes the largest finite number, NaN stays
+    NaN. Attention multiplies by the same scale again.
+
+    Args:
+        k: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_heads, head_dim]``. May be a strided slice of a
+            fused qkv.
+        v: like k.
+        k_cache: ``[pages, page_size, kv_heads, head_dim]`` of k's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz). Written to.
+            May be strided. Must not overlap k or v.
+        v_cache: the same for v, of k_cache's dtype.
+        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Distinct where not negative; which one of two
+            tokens with the same slot stays is not defined. Both are checked where slot_mapping lies in host memory.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None is 1. Only if k is converted to an 8-bit float.
+        v_scale: the same for v.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above; nothing has been written then.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import store_kv_cache
+        >>> k, v = torch.full((3, 1, 2), 5.0), torch.full((3, 1, 2), 7.0)
+        >>> k_cache, v_cache = torch.zeros(2, 2, 1, 2), torch.zeros(2, 2, 1, 2)  # two pages of two slots
+        >>> store_kv_cache(k, v, k_cache, v_cache, torch.tensor([2, -1, 1]))
+        >>> k_cache.view(4, 2)
+        tensor([[0., 0.],
+                [5., 5.],
+                [5., 5.],
+                [0., 0.]])
+
+    Safe in CUDA graphs.
+    """
+    store_slots(k_cache, k, slot_mapping, k_scale)
+    store_slots(v_cache, v, slot_mapping, v_scale)
+
+
+@store_kv_cache.traits
+def _(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> dict[str, object]:
+    scales = [scale for scale in (k_scale, v_scale) if scale is not None]
+    return {
+        "head_dim": k_cache.shape[-1],
+        "page_size": k_cache.shape[1],
+        "scaled": bool(scales),
+        "per_head_scale": any(scale.numel() != 1 for scale in scales),
+    }
+
+
+@store_kv_cache.check
+def _(
+    check: Checker,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    check.tensor("k", k, "tokens kv_heads head_dim", FLOATS | FP8)
+    check_write(check, k, v, k_cache, v_cache, slot_mapping)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            continue
+        check.require(k_cache.dtype != k.dtype, name, "None, because k_cache has k's dtype", scale)
+        check.dtype(name, scale, torch.float32)
+        kv_heads = check["kv_heads"]
+        fits = scale.dim() == 0 or (scale.dim() == 1 and len(scale) in (1, kv_heads))
+        check.require(fits, name, f"of shape [], [1] or [kv_heads] = [{kv_heads}]", str(list(scale.shape)))
+
+
+@store_kv_cache.check_values(host=("slot_mapping", "k_scale", "v_scale"))
+def _(check: Checker, slot_mapping: Tensor | None, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    check_slots(check, slot_mapping, k_cache)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and not ((scale > 0) & scale.isfinite()).all():
+            check.fail(name, "finite and more than 0", str(scale.tolist()))
+
+
+@store_kv_cache.fake
+def _() -> None:
+    return None
+
+
+@recipe
+def _inputs(
+    tokens: int,
+    pages: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    scale_shape: tuple[int, ...] | None = None,
+    padding: int = 0,
+    slot_dtype: torch.dtype = torch.int64,
+    fused: bool = True,
+) -> Callable[[Draw], dict[str, Any]]:
+    """Tokens at distinct random slots of a cache that is not empty; the last ``padding`` ones are not written.
+
+    ``fused``: k and v are slices of one tensor, as a fused projection yields them.
+    """
+
+    def make(draw: Draw) -> dict[str, Any]:
+        slots = draw.permutation(pages * page_size, slot_dtype)[:tokens].clone()
+        slots[tokens - padding :] = -1
+        kv = draw.normal(tokens, 2 * kv_heads, head_dim, dtype=dtype)
+        slices = kv[:, :kv_heads], kv[:, kv_heads:]
+        k, v = slices if fused else (x.clone(memory_format=torch.contiguous_format) for x in slices)
+        arguments = {
+            "k": k,
+            "v": v,
+            "k_cache": draw.normal(pages, page_size, kv_heads, head_dim, dtype=cache_dtype or dtype),
+            "v_cache": draw.normal(pages, page_size, kv_heads, head_dim, dtype=cache_dtype or dtype),
+            "slot_mapping": slots,
+        }
+        if scale_shape is not None:
+            arguments["k_scale"] = draw.uniform(*scale_shape, low=0.001, high=0.1)  # so small that some values saturate
+            arguments["v_scale"] = draw.uniform(*scale_shape, low=0.01, high=2.0)
+        return arguments
+
+    return make
+
+
+@store_kv_cache.cases
+def _() -> list[Case]:
+    fp8 = torch.float8_e4m3fn
+    return [
+        Case("one token, float32", _inputs(1, 2, 4, 1, 8, torch.float32)),
+        Case("gpt-oss-120b decode 16, padded by 5", _inputs(16, 8, 16, 8, 64, padding=5)),
+        Case("page size 1, int32 slots, odd head_dim 57", _inputs(9, 12, 1, 3, 57, torch.float16, slot_dtype=torch.int32)),
+        Case("fp8 cache, no scale", _inputs(12, 4, 16, 8, 64, cache_dtype=fp8, padding=2)),
+        Case("fp8 cache, one scale", _inputs(12, 4, 16, 8, 64, cache_dtype=fp8, scale_shape=())),
+        Case("fp8 cache, one scale a head, float16", _inputs(7, 2, 8, 4, 128, torch.float16, fp8, (4,))),
+        Case("e5m2 cache, one scale", _inputs(12, 4, 16, 2, 64, cache_dtype=torch.float8_e5m2, scale_shape=(1,))),
+        Case("e4m3fnuz cache, no scale", _inputs(5, 2, 4, 2, 64, cache_dtype=torch.float8_e4m3fnuz)),
+        Case("fp8 copied", _inputs(6, 3, 4, 2, 64, fp8)),
+        Case("every token is padding", _inputs(4, 2, 4, 2, 16, padding=4)),
+        Case("no tokens", _inputs(0, 2, 4, 2, 16, fused=False)),
+        Case("the whole cache, not fused", _inputs(64, 4, 16, 2, 32, torch.float32, fused=False)),
+        Case("gpt-oss-120b decode 64", _inputs(64, 512, 64, 8, 64), large=True),
+        Case("gpt-oss-120b prefill 16384", _inputs(16384, 2048, 16, 8, 64), large=True),
+        Case("gpt-oss-120b prefill 16384, fp8 cache", _inputs(16384, 2048, 16, 8, 64, cache_dtype=fp8, scale_shape=()), large=True),
+        Case("gpt-oss-120b prefill 65536", _inputs(65536, 1280, 64, 8, 64), large=True),
+        Case("gpt-oss-120b prefill 65536, fp8 cache", _inputs(65536, 1280, 64, 8, 64, cache_dtype=fp8, scale_shape=()), large=True),
+    ]
+
+
+@store_kv_cache.disturb
+def _(k: Tensor, v: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
+    return {"k": poisoned(k, slot_mapping < 0), "v": poisoned(v, slot_mapping < 0)}
+
+
+@store_kv_cache.work
+def _(slot_mapping: Tensor) -> dict[str, list[int]]:
+    return padding_of(slot_mapping)
+
+
+@store_kv_cache.replay
+def _(call: CapturedCall) -> Callable[[Draw], dict[str, Any]]:
+    return functools.partial(slots_like, call)
+
+
+@store_kv_cache.cost
+def _(k: Tensor, v: Tensor, k_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Cost:
+    stored = (k.numel() + v.numel()) * k_cache.element_size()
+    scaled = (k.numel() if k_scale is not None else 0) + (v.numel() if v_scale is not None else 0)
+    return Cost(flops=1.0 * scaled, bytes=nbytes(k, v, slot_mapping, k_scale, v_scale) + stored)

@@ -1,0 +1,311 @@
+"""A mixture-of-experts layer: each token through the experts that were chosen for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.recording import CapturedCall
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, Recipe, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.operator import REFERENCE, operator
+from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, moe_plan, plan_for, signature_of, traits_of
+from tokenspeed_kernel_base.ops.moe.process import moe_process_weights
+from tokenspeed_kernel_base.ops.moe.weights import BLOCK_FP8, CANONICAL, MoEWeights, check_canonical, layout_of
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, decode_fp8, decode_mxfp4, encode_mxfp4
+from tokenspeed_kernel_base.ops.quantization.formats import blocks
+from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
+from tokenspeed_kernel_base.platform import cpu_platform
+from tokenspeed_kernel_base.registry import KernelSpec
+from tokenspeed_kernel_base.signature import FormatSignature
+
+
+@operator(
+    "moe",
+    "moe_apply",
+    reference_traits={"weight_layout": CANONICAL},
+    fixed_traits=("weight_layout", "processed_weights"),
+)
+def moe_apply(
+    x: Tensor,
+    weights: MoEWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``sum over slots of topk_weights * (w2 act(w13 x + b13) + b2)``, with the weights of the slot's expert.
+
+    w13 x holds a gate and an up for each intermediate feature, and ``act`` is
+    ``(up + beta) * gate * sigmoid(alpha * gate)``, after gate was cut to at most ``limit`` and up to between ``-limit`` and
+    ``limit`` where there is one (Shazeer, 2020, arXiv:2002.05202, for the gate; `MoEPlan` for where the options stand).
+
+    Rounding. Weights are decoded exactly (to float32). With ``activation_dtype`` ``"fp8"`` x and the result of ``act`` are
+    rounded to float8_e4m3fn with a scale per token, as `quantize_fp8` does; with ``"mxfp4"`` to mxfp4, as `quantize_mxfp4` does;
+    with ``"none"`` not at all. All else is float32 (float64 for float64 tokens), the sum over slots included, and is rounded to
+    x's dtype once, at the end. Kernels may round the result of ``act``, and each slot's output, to x's dtype as well: that is one
+    more rounding of relative size eps on numbers that enter a sum, so a tolerance of a few eps of the largest output covers it.
+    A kernel that quantises an activation from a value that was rounded otherwise may arrive at the neighbouring code: the
+    tolerance is then that of the narrow format.
+
+    Args:
+        x: the plan's dtype ``[tokens, hidden]``.
+        weights: `MoEWeights` or any object with its attributes, in the layout that the plan asks for: what `moe_process_weights`
+            returns. Where the plan asks for the canonical layout, weights that it has not seen will do as well.
+        topk_weights: float32 ``[tokens, top_k]``.
+        topk_ids: int32 ``[tokens, top_k]``, below ``plan.num_experts``; that is checked for CPU tensors only. A negative id
+            skips the slot: under expert parallelism that is an expert of another rank. An expert named twice counts twice.
+        plan: as `moe_plan` made it.
+        out: receives the result; must not overlap x.
+
+    Returns:
+        ``[tokens, hidden]`` of x's dtype; zeros for tokens all of whose slots are skipped.
+
+    Raises:
+        TypeError, ValueError: see above; nothing has been launched then.
+        NoKernelFoundError: no kernel here takes the plan and the layout of the weights.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import MoEWeights, moe_apply, moe_plan, moe_process_weights, moe_topk
+        >>> plan = moe_plan(num_experts=4, top_k=2, hidden_size=8, intermediate_size=6, dtype=torch.float32, device="cpu")
+        >>> weights = MoEWeights(torch.randn(4, 12, 8), None, None, torch.randn(4, 8, 6), None, None)
+        >>> weights = moe_process_weights(weights, plan)
+        >>> topk_weights, topk_ids = moe_topk(torch.randn(3, 4), top_k=2)
+        >>> moe_apply(torch.randn(3, 8), weights, topk_weights, topk_ids, plan).shape
+        torch.Size([3, 8])
+
+    Kernels are safe in CUDA graphs; the reference is not, because it reads topk_ids on the host.
+
+    A kernel that wants weights in a layout of its own declares ``traits={"weight_layout": "its-name", "processed_weights":
+    True, ...}`` and a ``weight_preprocessor``. It must not read ``weights.layout``, which the object may lack.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    result = torch.zeros(x.shape, dtype=wide, device=x.device)
+    tokens = _rounded(x.to(wide), plan.activation_dtype)
+    for expert in sorted(set(topk_ids.flatten().tolist())):
+        if expert < 0:
+            continue
+        token, slot = (topk_ids == expert).nonzero(as_tuple=True)
+        w13 = _decoded(weights.w13_weight, weights.w13_weight_scale, expert, plan.weight_format, wide)
+        gate_up = tokens[token] @ w13.t()
+        if weights.w13_weight_bias is not None:
+            gate_up += weights.w13_weight_bias[expert]
+        hidden = swiglu.operator.body(gate_up, plan.alpha, plan.limit, plan.beta, plan.w13_interleaved)
+        w2 = _decoded(weights.w2_weight, weights.w2_weight_scale, expert, plan.weight_format, wide)
+        down = _rounded(hidden, plan.activation_dtype) @ w2.t()
+        if weights.w2_weight_bias is not None:
+            down += weights.w2_weight_bias[expert]
+        result.index_add_(0, token, down * topk_weights[token, slot].unsqueeze(-1))
+    return result.to(x.dtype)
+
+
+def _decoded(weight: Tensor, scale: Tensor | None, expert: int, weight_format: str, dtype: torch.dtype) -> Tensor:
+    """One expert's weight ``[out, in]``."""
+    if scale is None:
+        return weight[expert].to(dtype)
+    if weight_format == "fp8_block":
+        return decode_fp8(weight[expert], scale[expert], (BLOCK_FP8, BLOCK_FP8), dtype)
+    return decode_mxfp4(weight[expert], scale[expert], dtype)
+
+
+def _rounded(values: Tensor, activation_dtype: str) -> Tensor:
+    """The values that an activation has after it was quantised."""
+    if activation_dtype == "fp8":
+        q, scale = quantize_fp8.operator.body(values.float(), "token")
+        return decode_fp8(q, scale, (), values.dtype)
+    if activation_dtype == "mxfp4":
+        return decode_mxfp4(*encode_mxfp4(values), values.dtype)
+    return values
+
+
+@moe_apply.formats
+def _(plan: MoEPlan) -> FormatSignature:
+    return signature_of(plan)
+
+
+@moe_apply.traits
+def _(weights: MoEWeights, plan: MoEPlan) -> dict[str, object]:
+    return traits_of(plan, layout_of(weights))
+
+
+@moe_apply.check
+def _(check: Checker, x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan) -> None:
+    check_plan(check, plan, "plan.")
+    check.bind("hidden", plan.hidden_size, "plan.hidden_size")
+    check.bind("top_k", plan.top_k, "plan.top_k")
+    check.tensor("x", x, "tokens hidden", plan.dtype)
+    check.tensor("topk_weights", topk_weights, "tokens top_k", torch.float32)
+    check.tensor("topk_ids", topk_ids, "tokens top_k", torch.int32)
+    layout = layout_of(weights)
+    if layout != plan.weight_layout:
+        wanted = f"{plan.weight_layout!r}, which {plan.kernel} of the plan wants: moe_process_weights(weights, plan) makes it"
+        check.fail("weights.layout", wanted, repr(layout))
+    if layout == CANONICAL:
+        check_canonical(check, weights, plan)
+
+
+@moe_apply.check_values(host=("topk_ids",))
+def _(check: Checker, topk_ids: Tensor | None, plan: MoEPlan) -> None:
+    if topk_ids is None or not topk_ids.numel():
+        return
+    highest = int(topk_ids.max())
+    check.require(highest < plan.num_experts, "topk_ids", f"below plan.num_experts = {plan.num_experts}", f"an id {highest}")
+
+
+@moe_apply.prepare
+def _(spec: KernelSpec, weights: MoEWeights, plan: MoEPlan) -> dict[str, Any]:
+    plan = plan_for(plan, spec)
+    return {"plan": plan, "weights": moe_process_weights(weights, plan)}
+
+
+@moe_apply.fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+    """Random weights of one projection, such that outputs come out about as large as inputs."""
+    experts, spread = plan.num_experts, columns**-0.5
+    if plan.weight_format == "dense":
+        return draw.normal(experts, rows, columns, dtype=plan.dtype, scale=spread), None
+    if plan.weight_format == "fp8_block":
+        shape = (experts, blocks(rows, BLOCK_FP8), blocks(columns, BLOCK_FP8))
+        scale = draw.uniform(*shape, low=spread / 2, high=spread * 1.5)
+        return draw.normal(experts, rows, columns, dtype=torch.float8_e4m3fn), scale
+    codes = draw.integers(0, 256, experts, rows, columns // 2, dtype=torch.uint8)
+    # e2m1 codes, all equally likely, have a standard deviation of about 3.
+    exponent = 127 + round(torch.tensor(spread / 3).log2().item())
+    return codes, draw.integers(exponent - 1, exponent + 2, experts, rows, columns // BLOCK_MX, dtype=torch.uint8)
+
+
+@recipe
+def _inputs(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    of: int = 0,
+    rows: Sequence[int] | None = None,
+    **options: Any,
+) -> Callable[[Draw], dict[str, Any]]:
+    """A layer.
+
+    Args:
+        of: experts of all ranks together; ids of those beyond this rank's are negative.
+        rows: tokens of each expert, all others' are elsewhere; by chance if not given.
+        options: of `moe_plan`.
+    """
+
+    def make(draw: Draw) -> dict[str, Any]:
+        # Every kernel is given these tensors: cases are canonical, and who runs them arranges the weights.
+        fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_moe_apply"}
+        plan = moe_plan(experts, top_k, hidden, intermediate, **options, **fixed)
+        w13, w13_scale = _weight(draw, plan, 2 * intermediate, hidden)
+        w2, w2_scale = _weight(draw, plan, hidden, intermediate)
+        b13, b2 = (draw.normal(experts, n, scale=0.2) if plan.bias else None for n in (2 * intermediate, hidden))
+        if rows is None:
+            chosen = draw.uniform(tokens, max(experts, of)).topk(top_k, dim=-1).indices.int()
+        else:
+            # Expert by expert into column after column: no expert is twice in a row, because none has more tokens than there are.
+            ids = [expert for expert, count in enumerate(rows) for _ in range(count)]
+            ids += [experts] * (tokens * top_k - len(ids))
+            chosen = draw.tensor(ids, torch.int32).view(top_k, tokens).T[draw.permutation(tokens)].contiguous()
+        return {
+            "x": draw.normal(tokens, hidden, dtype=plan.dtype),
+            "weights": MoEWeights(w13, w13_scale, b13, w2, w2_scale, b2),
+            "topk_weights": torch.softmax(draw.normal(tokens, top_k), dim=-1),
+            "topk_ids": torch.where(chosen < experts, chosen, -1),
+            "plan": plan,
+        }
+
+    return make
+
+
+def _nothing_here(draw: Draw) -> dict[str, Any]:
+    arguments = _inputs(3, 2, 2, 16, 16, dtype=torch.float32)(draw)
+    return {**arguments, "topk_ids": torch.full_like(arguments["topk_ids"], -1)}
+
+
+_GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
+
+
+@moe_apply.cases
+def _() -> list[Case]:
+    float32: dict[str, Any] = {"dtype": torch.float32}
+    return [
+        Case("dense float32, 4 experts, odd sizes", _inputs(5, 4, 2, 10, 7, **float32)),
+        Case("dense bfloat16, gpt-oss options", _inputs(9, 8, 4, 96, 64, **_GPT_OSS)),
+        Case("dense float16, bias, concatenated", _inputs(9, 6, 2, 64, 48, dtype=torch.float16, bias=True)),
+        Case("one token, one expert of 16", _inputs(1, 16, 1, 64, 64)),
+        Case("mxfp4, gpt-oss options", _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", **_GPT_OSS)),
+        Case("mxfp4, concatenated, fp8 activations", _inputs(7, 8, 2, 64, 96, weight_format="mxfp4", activation_dtype="fp8")),
+        Case("mxfp4 in all", _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", activation_dtype="mxfp4", **_GPT_OSS)),
+        Case("fp8 blocks, blocks cut short", _inputs(6, 4, 2, 192, 136, weight_format="fp8_block")),
+        Case("fp8 blocks, fp8 activations", _inputs(6, 4, 2, 128, 256, weight_format="fp8_block", activation_dtype="fp8")),
+        Case("fp8 blocks, gpt-oss options", _inputs(9, 4, 2, 160, 160, weight_format="fp8_block", **_GPT_OSS)),
+        Case("fp8 blocks, float16", _inputs(5, 4, 2, 256, 128, weight_format="fp8_block", dtype=torch.float16)),
+        Case("mxfp4, float16", _inputs(9, 4, 2, 96, 64, weight_format="mxfp4", dtype=torch.float16)),
+        Case(
+            "mxfp4 and fp8 activations, float32", _inputs(5, 4, 2, 64, 32, weight_format="mxfp4", activation_dtype="fp8", **float32)
+        ),
+        Case("dense, fp8 activations", _inputs(9, 4, 2, 80, 48, activation_dtype="fp8")),
+        Case("dense float16, mxfp4 activations", _inputs(9, 4, 2, 64, 96, activation_dtype="mxfp4", dtype=torch.float16)),
+        Case("2 of 8 experts here", _inputs(12, 2, 3, 32, 32, of=8, **float32)),
+        Case("no expert of these tokens here", _nothing_here),
+        Case("no tokens", _inputs(0, 8, 4, 96, 64, weight_format="mxfp4", **_GPT_OSS)),
+        *(
+            Case(f"gpt-oss-120b decode {n}", _inputs(n, 128, 4, 2880, 2880, weight_format="mxfp4", **_GPT_OSS), large=True)
+            for n in (1, 4, 16, 64, 256, 1024, 8192)
+        ),
+        Case("gpt-oss-120b prefill 4096", _inputs(4096, 128, 4, 2880, 2880, weight_format="mxfp4", **_GPT_OSS), large=True),
+        Case("gpt-oss-120b prefill 4096, bfloat16 weights", _inputs(4096, 128, 4, 2880, 2880, **_GPT_OSS), large=True),
+        Case(
+            "deepseek-v3 decode 128, 32 of 256 experts here, fp8 activations",
+            _inputs(128, 32, 8, 7168, 2048, of=256, weight_format="fp8_block", activation_dtype="fp8"),
+            large=True,
+        ),
+        Case(
+            "fp8 blocks, fp8 activations, 1024 tokens",
+            _inputs(1024, 8, 2, 1024, 1024, weight_format="fp8_block", activation_dtype="fp8"),
+            large=True,
+        ),
+    ]
+
+
+@moe_apply.disturb
+def _(topk_weights: Tensor, topk_ids: Tensor) -> dict[str, Tensor]:
+    return {"topk_weights": poisoned(topk_weights, topk_ids < 0)}
+
+
+@moe_apply.work
+def _(topk_ids: Tensor, plan: MoEPlan) -> dict[str, list[int]]:
+    return {"rows": topk_ids.flatten().long().add(1).bincount(minlength=plan.num_experts + 1)[1:].tolist()}
+
+
+@moe_apply.replay
+def _(call: CapturedCall) -> Recipe:
+    plan = dict(call.arguments["plan"])
+    sizes = [plan.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
+    for name in ("kernel", "weight_layout"):  # each kernel is given its own
+        del plan[name]
+    plan["dtype"] = call.dtype("x")
+    tokens = call.shape("x")[0]
+    rows = list(call.work["rows"]) if "rows" in call.work and len(call.work["rows"]) == sizes[0] else None
+    return _inputs(tokens, *sizes, rows=rows, **plan)
+
+
+@moe_apply.cost
+def _(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan) -> Cost:
+    hit = topk_ids[topk_ids >= 0]
+    experts = len(set(hit.tolist()))
+    tensors = (getattr(weights, f"{w}_weight{part}") for w in ("w13", "w2") for part in ("", "_scale", "_bias"))
+    weight_bytes = nbytes(*tensors) * experts / plan.num_experts
+    flops = 6.0 * hit.numel() * plan.hidden_size * plan.intermediate_size
+    return Cost(flops=flops, bytes=weight_bytes + 2 * nbytes(x) + nbytes(topk_weights, topk_ids))

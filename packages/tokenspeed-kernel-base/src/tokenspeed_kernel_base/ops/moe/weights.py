@@ -1,0 +1,131 @@
+"""The weights of a mixture-of-experts layer, and what makes them right for a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
+from tokenspeed_kernel_base.ops.quantization.formats import blocks
+
+if TYPE_CHECKING:
+    from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+
+CANONICAL = "canonical"
+BLOCK_FP8 = 128
+
+
+@dataclass
+class MoEWeights:
+    """The weights of all experts of a layer.
+
+    Functions of this package take any object with the first six attributes in its place; one without ``layout`` counts as
+    canonical. In the canonical layout the out-features come first, as in ``torch.nn.Linear``; with ``H`` the hidden and ``I``
+    the intermediate size:
+
+    ============  =================================================  ==================================================
+    format        weight                                             scale
+    ============  =================================================  ==================================================
+    dense         the plan's dtype; w13 ``[experts, 2I, H]``,        None
+                  w2 ``[experts, H, I]``
+    fp8_block     float8_e4m3fn; shapes as above                     float32, to be multiplied; one for each block of
+                                                                     128 x 128: w13 ``[experts, ceil(2I/128),
+                                                                     ceil(H/128)]``, w2 ``[experts, ceil(H/128),
+                                                                     ceil(I/128)]``
+    mxfp4         uint8, two e2m1 codes a byte, the lower nibble     uint8 (e8m0); w13 ``[experts, 2I, H/32]``,
+                  first; w13 ``[experts, 2I, H/2]``,                 w2 ``[experts, H, I/32]``
+                  w2 ``[experts, H, I/2]``
+    ============  =================================================  ==================================================
+
+    The rows of w13 (of its scales under mxfp4, and of its bias) are gate 0, up 0, gate 1, up 1, ... if the plan says
+    ``w13_interleaved``, else all gates and then all ups. The blocks of fp8_block count the rows as they lie.
+
+    Attributes:
+        w13_weight: gate and up projections in one.
+        w13_weight_scale: its scales, or None.
+        w13_weight_bias: float ``[experts, 2I]``, or None.
+        w2_weight: the down projection.
+        w2_weight_scale: its scales, or None.
+        w2_weight_bias: float ``[experts, H]``, or None.
+        layout: ``"canonical"``, or the name of the layout that `moe_process_weights` brought the tensors into. What the shapes
+            and dtypes are then is between that function and the kernels that declare the layout.
+    """
+
+    w13_weight: Tensor
+    w13_weight_scale: Tensor | None
+    w13_weight_bias: Tensor | None
+    w2_weight: Tensor
+    w2_weight_scale: Tensor | None
+    w2_weight_bias: Tensor | None
+    layout: str = CANONICAL
+
+
+def layout_of(weights: Any) -> str:
+    """The layout that any weights object is in."""
+    return getattr(weights, "layout", CANONICAL)
+
+
+def as_weights(check: Checker, argument: str, weights: Any, layout: str | None = None) -> MoEWeights:
+    """A new `MoEWeights` of any weights object's tensors, in ``layout`` or the object's own.
+
+    Raises:
+        TypeError: an attribute is missing or is no tensor.
+        ValueError: the tensors are on several devices.
+    """
+    values: dict[str, Any] = {}
+    device: torch.device | None = None
+    for field in fields(MoEWeights):
+        if field.name == "layout":
+            continue
+        if not hasattr(weights, field.name):
+            check.fail(argument, f"an object with {field.name}", type(weights).__name__, TypeError)
+        value = values[field.name] = getattr(weights, field.name)
+        if value is None and not field.name.endswith("_weight"):
+            continue
+        if not isinstance(value, Tensor):
+            check.fail(f"{argument}.{field.name}", "a tensor", value, TypeError)
+        device = device or value.device
+        if value.device != device:
+            check.fail(f"{argument}.{field.name}", f"on {device} like {argument}.w13_weight", value)
+    return MoEWeights(**values, layout=layout_of(weights) if layout is None else layout)
+
+
+def check_canonical(check: Checker, weights: Any, plan: MoEPlan) -> None:
+    """Raises ValueError or TypeError unless the weights are what the plan says, in the canonical layout."""
+    check.bind("experts", plan.num_experts, "plan.num_experts")
+    check.bind("hidden", plan.hidden_size, "plan.hidden_size")
+    check.bind("intermediate", plan.intermediate_size, "plan.intermediate_size")
+    check.bind("2*intermediate", 2 * plan.intermediate_size, "plan.intermediate_size")
+    shapes = {"w13": ("2*intermediate", "hidden"), "w2": ("hidden", "intermediate")}
+    for name, (rows, columns) in shapes.items():
+        weight, scale, bias = (getattr(weights, f"{name}_weight{suffix}") for suffix in ("", "_scale", "_bias"))
+        argument = f"weights.{name}_weight"
+        if plan.weight_format == "dense":
+            check.tensor(argument, weight, f"experts {rows} {columns}", plan.dtype)
+            if scale is not None:
+                check.fail(f"{argument}_scale", "None, because dense weights have no scales", scale)
+        elif scale is None:
+            check.fail(f"{argument}_scale", f"a tensor, because plan.weight_format is {plan.weight_format!r}", None)
+        elif plan.weight_format == "fp8_block":
+            check.tensor(argument, weight, f"experts {rows} {columns}", torch.float8_e4m3fn)
+            scale_rows, scale_columns = (_divided(check, size, BLOCK_FP8) for size in (rows, columns))
+            check.tensor(f"{argument}_scale", scale, f"experts {scale_rows} {scale_columns}", torch.float32)
+        else:
+            check.tensor(argument, weight, f"experts {rows} {_divided(check, columns, 2)}", torch.uint8)
+            check.tensor(f"{argument}_scale", scale, f"experts {rows} {_divided(check, columns, BLOCK_MX)}", torch.uint8)
+        if plan.bias and bias is None:
+            check.fail(f"{argument}_bias", "a tensor, because plan.bias is True; where only one has a bias give zeros", None)
+        if not plan.bias and bias is not None:
+            check.fail(f"{argument}_bias", "None, because plan.bias is False", bias)
+        check.tensor(f"{argument}_bias", bias, f"experts {rows}", FLOATS)
+
+
+def _divided(check: Checker, size: str, divisor: int) -> str:
+    """Binds and names a size divided, rounded up."""
+    name = f"ceil({size}/{divisor})"
+    check.bind(name, blocks(check[size], divisor), "the plan")
+    return name

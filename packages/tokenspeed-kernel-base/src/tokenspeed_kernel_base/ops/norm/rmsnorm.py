@@ -1,0 +1,114 @@
+"""Root-mean-square normalisation, with an optional residual add in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.operator import operator
+
+
+def rms_normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The arithmetic that the operators of this family share: float32 (float64 for float64), rounded to x's dtype once."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
+    return normed.to(x.dtype).contiguous()
+
+
+@operator("norm", "rmsnorm", formats=("x",), outs=("out", "residual_out"))
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis (Zhang & Sennrich, 2019, arXiv:1910.07467).
+
+    With a residual, ``s = x + residual`` is normalised instead and returned too, as the next layer's residual. The sum is
+    rounded to x's dtype first, and the rounded value is what is normalised, so that both results agree about it. Squares, mean
+    and product are float32 (float64 for float64 inputs); the product is rounded to x's dtype once, after the weight.
+
+    Args:
+        x: float16, bfloat16, float32 or float64 ``[..., hidden]``.
+        weight: float16, bfloat16, float32 or float64 ``[hidden]``.
+        eps: added to the mean square, > 0.
+        residual: like x.
+        out: receives the result; may be x, or the residual unless ``residual_out`` is that.
+        residual_out: receives the sum; may be the residual, or x unless ``out`` is that. Only with a residual.
+
+    Returns:
+        The normalised tensor, like x and contiguous; with a residual, ``(normalised, sum)``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import rmsnorm
+        >>> rmsnorm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=1e-9)
+        tensor([[0.8485, 1.1314]])
+
+    Safe in CUDA graphs.
+    """
+    if residual is None:
+        return rms_normalise(x, weight, eps)
+    total = (x + residual).contiguous()
+    return rms_normalise(total, weight, eps), total
+
+
+@rmsnorm.traits
+def _(x: Tensor, residual: Tensor | None) -> dict[str, object]:
+    return {"hidden": x.shape[-1], "residual": residual is not None}
+
+
+@rmsnorm.check
+def _(check: Checker, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> None:
+    check.tensor("x", x, "... hidden", FLOATS)
+    check.tensor("weight", weight, "hidden", FLOATS)
+    check.require(eps > 0, "eps", "positive", eps)
+    check.same_shape("residual", residual, "x", x)
+
+
+@rmsnorm.fake
+def _(x: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return normed if residual is None else (normed, torch.empty_like(normed))
+
+
+@recipe
+def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, residual: bool = False) -> Callable[[Draw], dict[str, Any]]:
+    def make(draw: Draw) -> dict[str, Any]:
+        return {
+            "x": draw.normal(*shape, dtype=dtype),
+            "weight": 1 + draw.normal(shape[-1], scale=0.1, dtype=dtype),
+            "residual": draw.normal(*shape, dtype=dtype) if residual else None,
+        }
+
+    return make
+
+
+@rmsnorm.cases
+def _() -> list[Case]:
+    return [
+        Case("one row of 8, float32", _inputs(1, 8, dtype=torch.float32)),
+        Case("gpt-oss-120b decode 64", _inputs(64, 2880)),
+        Case("gpt-oss-120b decode 64 with residual", _inputs(64, 2880, residual=True)),
+        Case("odd hidden 1001, float16", _inputs(3, 5, 1001, dtype=torch.float16)),
+        Case("very long rows, with residual, float32", _inputs(2, 33000, dtype=torch.float32, residual=True)),
+        Case("no rows", _inputs(0, 2880)),
+        Case("gpt-oss-120b prefill 16384", _inputs(16384, 2880), large=True),
+        Case("gpt-oss-120b prefill 16384 with residual", _inputs(16384, 2880, residual=True), large=True),
+    ]
+
+
+@rmsnorm.cost
+def _(x: Tensor, weight: Tensor, residual: Tensor | None) -> Cost:
+    streams = 2 if residual is None else 4
+    return Cost(flops=4.0 * x.numel(), bytes=streams * nbytes(x) + nbytes(weight))

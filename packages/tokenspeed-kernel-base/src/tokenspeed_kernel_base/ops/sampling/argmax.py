@@ -1,0 +1,100 @@
+"""Greedy sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.operator import operator
+
+
+@operator("sampling", "argmax", formats=("logits",), exact=True)
+def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """The token with the largest logit in each row; of equal ones, the first.
+
+    NaN counts as larger than any number, so a row that holds one gives the index of its first NaN. A row of ``-inf`` gives 0.
+    0 and -0 are equal.
+
+    Args:
+        logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0.
+        out: int64 ``[rows]``, receives the result.
+
+    Returns:
+        int64 ``[rows]``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import argmax
+        >>> argmax(torch.tensor([[0.1, 2.0, 2.0], [5.0, -1.0, float("nan")]]))
+        tensor([1, 2])
+
+    Safe in CUDA graphs. Every kernel gives exactly these indices.
+    """
+    return torch.argmax(logits, dim=-1)
+
+
+@argmax.traits
+def _(logits: Tensor) -> dict[str, object]:
+    return {"vocab": logits.shape[-1]}
+
+
+@argmax.check
+def _(check: Checker, logits: Tensor) -> None:
+    check.tensor("logits", logits, "rows vocab", FLOATS)
+    check.require(check["vocab"] > 0, "logits", "of shape [rows, vocab] with vocab > 0", str(list(logits.shape)))
+
+
+@argmax.fake
+def _(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+@recipe
+def _inputs(rows: int, vocab: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
+    return lambda draw: {"logits": draw.normal(rows, vocab, dtype=dtype, scale=4.0)}
+
+
+def _ties(draw: Draw) -> dict[str, Any]:
+    return {"logits": draw.integers(0, 3, 32, 1000).float()}
+
+
+def _odd_values(draw: Draw) -> dict[str, Any]:
+    logits = draw.normal(5, 300)
+    logits[0, 17::50] = float("nan")
+    logits[1] = float("-inf")
+    logits[2, [40, 200]] = float("inf")
+    logits[3] = -logits[3].abs()
+    logits[3, 100:] *= 0.0
+    logits[4, 250] = float("nan")
+    logits[4, 7] = float("inf")
+    return {"logits": logits}
+
+
+@argmax.cases
+def _() -> list[Case]:
+    return [
+        Case("one token, float32", _inputs(1, 1, torch.float32)),
+        Case("gpt-oss-120b decode 4", _inputs(4, 201088)),
+        Case("odd vocab 1001, float16", _inputs(7, 1001, torch.float16)),
+        Case("a third of the row ties", _ties),
+        Case("nan, inf, -inf and signed zeros", _odd_values),
+        Case("no rows", _inputs(0, 100)),
+        Case("gpt-oss-120b decode 256", _inputs(256, 201088), large=True),
+        Case("gpt-oss-120b decode 64", _inputs(64, 201088), large=True),
+        Case("gpt-oss-120b decode 64, float32", _inputs(64, 201088, torch.float32), large=True),
+        Case("gpt-oss-120b decode 1, float32", _inputs(1, 201088, torch.float32), large=True),
+        Case("llama-3 decode 256, float32", _inputs(256, 128256, torch.float32), large=True),
+    ]
+
+
+@argmax.cost
+def _(logits: Tensor) -> Cost:
+    return Cost(flops=1.0 * logits.numel(), bytes=nbytes(logits) + 8 * logits.shape[0])

@@ -1,0 +1,252 @@
+"""Sampling from the most probable tokens, reproducibly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.recording import CapturedCall
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.sampling.philox import uniform
+from tokenspeed_kernel_base.ops.sampling.weights import LOG2_E, WEIGHT_BITS, weights
+
+# The largest weight is 2^WEIGHT_BITS, and a sum of MAX_VOCAB of them fits into int64.
+MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
+
+
+@operator("sampling", "sample_top_k_top_p", formats=("logits",), exact=True)
+def sample_top_k_top_p(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Draws one token a row from ``softmax(logits / temperature)``, restricted to its most probable tokens.
+
+    The tokens of a row are ordered by descending logit, equal ones by ascending id. Of these the first ``top_k`` are kept (Fan
+    et al., 2018, arXiv:1805.04833), of those again the shortest prefix that holds at least ``top_p`` of their probability
+    (Holtzman et al., 2020, arXiv:1904.09751), and one of the rest is drawn by inverting its cumulative distribution at a
+    number that depends on the row's ``seed`` and ``offset`` only. The same row with the same seed and offset therefore gives
+    the same token in any batch, at any place in it, on any device and by any kernel.
+
+    Exactly: token i weighs ``w[i] = round(2^40 * exp((logit[i] - max(logits)) / temperature))`` in the order above, in int64. So
+    that it is the same number everywhere, ``w[i]`` is defined, to within 1 of that, by
+    `tokenspeed_kernel_base.ops.sampling.weights.weights` of the float64 numbers ``logit[i] - max(logits)`` and
+    ``log2(e) / temperature``. With S(n) the sum of the first n weights,
+
+    * k is top_k, or vocab where top_k is 0 or larger than vocab;
+    * n is the number of i < k with ``S(i) < top_p * S(k)``, at least 1; the product is float64, of the float32 that top_p is;
+    * u is `tokenspeed_kernel_base.ops.sampling.philox.uniform(seed, offset)`: the upper 24 bits of the first word of Philox4x32-10
+      with key ``seed`` and counter ``offset``, times 2^-24;
+    * the result is the token at the first position i with ``S(i + 1) > floor(u * S(n))``; the product is float64.
+
+    A token whose weight rounds to 0, less than 2^-41 of the most probable one's, is never drawn, nor is one of logit ``-inf``.
+    A row whose largest logit is not finite (NaN counts as the largest), and a row of temperature 0, gives what `argmax` gives.
+
+    Args:
+        logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab in 1 to 2^22.
+        temperature: float32 ``[rows]``, finite, >= 0; 0 is greedy.
+        top_k: int32 ``[rows]``, >= 0; 0 or more than vocab keeps all.
+        top_p: float32 ``[rows]`` in (0, 1]; 1 keeps all.
+        seed: int64 ``[rows]``: one for each request, say. Any value will do.
+        offset: int64 ``[rows]``: which of the seed's random numbers to use: the position of the new token, say. Any value will do.
+        out: int64 ``[rows]``, receives the result.
+
+        One setting for all rows is spelled ``torch.full((rows,), 0.8)``. Values are checked where the tensors lie in host
+        memory. Elsewhere a temperature that is negative or not finite is taken for 0, a negative top_k for 0, a top_p below 0
+        or NaN keeps one token and one above 1 keeps all.
+
+    Returns:
+        int64 ``[rows]``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import sample_top_k_top_p
+        >>> logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]]).expand(4, -1)
+        >>> temperature = torch.tensor([0.0, 1.0, 1.0, 1.0])
+        >>> top_k = torch.tensor([0, 1, 0, 2], dtype=torch.int32)
+        >>> top_p = torch.tensor([1.0, 1.0, 0.1, 1.0])
+        >>> seed, offset = torch.full((4,), 42), torch.arange(4)
+        >>> sample_top_k_top_p(logits, temperature, top_k, top_p, seed, offset)
+        tensor([1, 1, 1, 1])
+
+    Safe in CUDA graphs: seed and offset are tensors, so a replay draws anew once they have been updated.
+    """
+    vocab = logits.shape[-1]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    largest, warmth = ordered[:, :1].double(), temperature.double().unsqueeze(1)
+    greedy = ~((warmth > 0) & warmth.isfinite() & largest.isfinite())
+    distance = torch.where(greedy, 0.0, ordered.double() - largest)
+    weight = weights(distance, torch.where(greedy, 1.0, LOG2_E / warmth))
+    total = weight.cumsum(-1)
+
+    k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k).long().unsqueeze(1)
+    within_k = torch.arange(vocab, device=logits.device) < k
+    limit = top_p.double().unsqueeze(1) * total.gather(1, k - 1).double()
+    n = (within_k & ((total - weight).double() < limit)).sum(-1, keepdim=True).clamp(min=1)
+
+    u = uniform(seed, offset).double().unsqueeze(1)
+    target = (u * total.gather(1, n - 1).double()).long()
+    position = torch.where(greedy, 0, (total <= target).sum(-1, keepdim=True))
+    return order.gather(1, position).squeeze(1)
+
+
+@sample_top_k_top_p.traits
+def _(logits: Tensor) -> dict[str, object]:
+    return {"vocab": logits.shape[-1]}
+
+
+@sample_top_k_top_p.check
+def _(check: Checker, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor) -> None:
+    check.tensor("logits", logits, "rows vocab", FLOATS)
+    vocab = check["vocab"]
+    check.require(
+        0 < vocab <= MAX_VOCAB, "logits", f"of shape [rows, vocab] with vocab in 1 to {MAX_VOCAB}", str(list(logits.shape))
+    )
+    check.tensor("temperature", temperature, "rows", torch.float32)
+    check.tensor("top_k", top_k, "rows", torch.int32)
+    check.tensor("top_p", top_p, "rows", torch.float32)
+    check.tensor("seed", seed, "rows", torch.int64)
+    check.tensor("offset", offset, "rows", torch.int64)
+
+
+@sample_top_k_top_p.check_values(host=("temperature", "top_k", "top_p"))
+def _(check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> None:
+    if temperature is not None:
+        _require_rows(check, (temperature >= 0) & temperature.isfinite(), "temperature", "finite and not negative", temperature)
+    if top_k is not None:
+        _require_rows(check, top_k >= 0, "top_k", "0 for all tokens, or how many to keep", top_k)
+    if top_p is not None:
+        _require_rows(check, (top_p > 0) & (top_p <= 1), "top_p", "more than 0 and at most 1", top_p)
+
+
+def _require_rows(check: Checker, good: Tensor, argument: str, expected: str, value: Tensor) -> None:
+    if not good.all():
+        row = int(good.logical_not().int().argmax())
+        check.fail(argument, expected, f"{value[row].item():g} in row {row}")
+
+
+@sample_top_k_top_p.fake
+def _(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+@recipe
+def _inputs(
+    rows: int, vocab: int, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Callable[[Draw], dict[str, Any]]:
+    def make(draw: Draw) -> dict[str, Any]:
+        return {
+            "logits": draw.normal(rows, vocab, dtype=dtype, scale=4.0),
+            "temperature": draw.tensor([temperature] * rows, torch.float32),
+            "top_k": draw.tensor([top_k] * rows, torch.int32),
+            "top_p": draw.tensor([top_p] * rows, torch.float32),
+            "seed": draw.integers(-(2**62), 2**62, rows),
+            "offset": draw.integers(0, 131072, rows),
+        }
+
+    return make
+
+
+@recipe
+def _mixed(rows: int, vocab: int, dtype: torch.dtype) -> Callable[[Draw], dict[str, Any]]:
+    """Every row another request: greedy ones between warm ones, and all ways to restrict."""
+
+    def make(draw: Draw) -> dict[str, Any]:
+        arguments = _inputs(rows, vocab, dtype=dtype)(draw)
+        arguments["temperature"] = draw.uniform(rows, high=2.0) * draw.integers(0, 4, rows).clamp(max=1)
+        arguments["top_k"] = (draw.integers(0, 3, rows) * draw.integers(1, vocab, rows)).int()
+        arguments["top_p"] = draw.uniform(rows, low=0.05, high=1.2).clamp(max=1.0)
+        return arguments
+
+    return make
+
+
+def _ties(draw: Draw) -> dict[str, Any]:
+    arguments = _inputs(64, 257, temperature=1.0, top_k=100, top_p=0.5)(draw)
+    return {**arguments, "logits": draw.integers(0, 3, 64, 257).float()}
+
+
+def _odd_values(draw: Draw) -> dict[str, Any]:
+    arguments = _inputs(6, 300, top_k=20)(draw)
+    logits = arguments["logits"]
+    logits[0, 17::50] = float("nan")
+    logits[1] = float("-inf")
+    logits[2, [40, 200]] = float("inf")
+    logits[3, 1:] = float("-inf")
+    logits[4, ::2] = float("-inf")
+    arguments["temperature"][5] = 1e-30
+    return arguments
+
+
+def _flat(draw: Draw) -> dict[str, Any]:
+    arguments = _inputs(6, 12000, temperature=20.0)(draw)
+    arguments["top_k"] = draw.tensor([0, 0, 9000, 7000, 0, 5500], torch.int32)
+    arguments["top_p"] = draw.tensor([1.0, 0.9, 1.0, 0.7, 0.5, 1.0], torch.float32)
+    arguments["logits"][4:] = arguments["logits"][4:].round()
+    return arguments
+
+
+@sample_top_k_top_p.cases
+def _() -> list[Case]:
+    return [
+        Case("one token", _inputs(1, 1)),
+        Case("all of a small vocabulary", _inputs(64, 50)),
+        Case("requests of all kinds, odd vocab 1001, bfloat16", _mixed(97, 1001, torch.bfloat16)),
+        Case("requests of all kinds, float16", _mixed(32, 4096, torch.float16)),
+        Case("ties across top-k and top-p", _ties),
+        Case("nan, inf, -inf and a tiny temperature", _odd_values),
+        Case("no rows", _inputs(0, 100)),
+        Case("flat: thousands of tokens share the probability", _flat),
+        Case("gpt-oss-120b decode 2, top-k 40, top-p 0.95", _inputs(2, 201088, 0.7, 40, 0.95)),
+        Case("gpt-oss-120b decode 256, top-k 40, top-p 0.95", _inputs(256, 201088, 0.7, 40, 0.95), large=True),
+        Case("gpt-oss-120b decode 256, top-p 0.9", _inputs(256, 201088, 1.0, 0, 0.9), large=True),
+        Case("gpt-oss-120b decode 1, top-k 40, top-p 0.95", _inputs(1, 201088, 0.7, 40, 0.95), large=True),
+        Case("gpt-oss-120b decode 64, top-k 40, top-p 0.95", _inputs(64, 201088, 0.7, 40, 0.95), large=True),
+        Case(
+            "gpt-oss-120b decode 64, top-k 40, top-p 0.95, bfloat16", _inputs(64, 201088, 0.7, 40, 0.95, torch.bfloat16), large=True
+        ),
+        Case("gpt-oss-120b decode 64, top-p 0.9", _inputs(64, 201088, 1.0, 0, 0.9), large=True),
+        Case("gpt-oss-120b decode 64, top-p 0.9, bfloat16", _inputs(64, 201088, 1.0, 0, 0.9, torch.bfloat16), large=True),
+        Case("gpt-oss-120b decode 64, flat", _inputs(64, 201088, 2.0, 0, 0.9), large=True),
+        Case("llama-3 decode 256, top-k 40, top-p 0.95", _inputs(256, 128256, 0.7, 40, 0.95), large=True),
+    ]
+
+
+@sample_top_k_top_p.work
+def _(temperature: Tensor, top_k: Tensor, top_p: Tensor) -> dict[str, list[int]]:
+    thousandths = {"temperature": temperature, "top_p": top_p}
+    return {"top_k": top_k.tolist(), **{name: (x * 1000).round().int().tolist() for name, x in thousandths.items()}}
+
+
+@sample_top_k_top_p.replay
+def _(call: CapturedCall) -> Callable[[Draw], dict[str, Any]]:
+    rows = call.shape("logits")[0]
+
+    def make(draw: Draw) -> dict[str, Any]:
+        return {
+            **_inputs(rows, call.shape("logits")[1], dtype=call.dtype("logits"))(draw),
+            "temperature": draw.tensor(call.values("temperature", rows, 800), torch.float32) / 1000,
+            "top_k": draw.tensor(call.values("top_k", rows, 0), torch.int32),
+            "top_p": draw.tensor([max(1, value) for value in call.values("top_p", rows, 1000)], torch.float32) / 1000,
+        }
+
+    return make
+
+
+@sample_top_k_top_p.cost
+def _(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor) -> Cost:
+    # An exponential counts as one operation; ordering and sums need at least one each.
+    settings = nbytes(temperature, top_k, top_p, seed, offset)
+    return Cost(flops=5.0 * logits.numel(), bytes=nbytes(logits) + settings + 8 * logits.shape[0])

@@ -1,0 +1,182 @@
+"""An operator's parameters, as its signature declares them.
+
+Everything that treats arguments mechanically (the dispatch key, type checks, the schema for torch.compile) reads this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel_base.checks import describe
+
+
+class Kind(enum.Enum):
+    TENSOR = "tensor"
+    OBJECT = "object"  # holds tensors in named attributes; any object with those attributes, but for defaults, will do
+    VALUE = "value"  # hashable: number, flag, string, dtype, frozen dataclass of such
+    HINT = "hint"  # a host-side copy of what a tensor says: checked, passed on, never decides and never required
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter.
+
+    Attributes:
+        name: as in the signature; ``object.attribute`` for an attribute of an OBJECT or of a frozen dataclass.
+        kind: how it is treated.
+        types: classes that a value may have.
+        optional: whether None will do.
+        default: as in the signature, or of the dataclass's attribute; `inspect.Parameter.empty` if there is none.
+        fields: attributes, of an OBJECT or of a VALUE that is a dataclass.
+        cls: the dataclass that ``fields`` are of.
+    """
+
+    name: str
+    kind: Kind
+    types: tuple[type, ...]
+    optional: bool
+    default: Any = inspect.Parameter.empty
+    fields: tuple[Parameter, ...] = ()
+    cls: type | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind is Kind.TENSOR
+
+    @property
+    def identifier(self) -> str:
+        """The name, usable where a dot is not."""
+        return self.name.replace(".", "_")
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is inspect.Parameter.empty
+
+    @property
+    def attribute(self) -> str:
+        """The attribute's own name, without its object's."""
+        return self.name.partition(".")[2]
+
+    def read(self, holder: Any) -> Any:
+        """This attribute of an object, which may lack it where there is a default."""
+        return getattr(holder, self.attribute) if self.required else getattr(holder, self.attribute, self.default)
+
+    def tensors(self) -> tuple[Parameter, ...]:
+        """The tensors in this parameter: itself, or those among its attributes."""
+        if self.kind is Kind.TENSOR:
+            return (self,)
+        return tuple(field for field in self.fields if field.is_tensor) if self.kind is Kind.OBJECT else ()
+
+    def type_error(self, value: Any) -> str | None:
+        """What the value should have been, or None if it will do."""
+        if value is None:
+            return None if self.optional else self._expected()
+        if self.kind is Kind.HINT:
+            return None
+        if self.kind is Kind.OBJECT:
+            missing = [f.attribute for f in self.fields if f.required and not hasattr(value, f.attribute)]
+            return f"an object with {', '.join(missing)}" if missing else None
+        if isinstance(value, bool) and bool not in self.types:
+            return self._expected()
+        if tuple in self.types and isinstance(value, tuple):
+            ints = all(isinstance(v, (int, torch.SymInt)) and not isinstance(v, bool) for v in value)
+            return None if ints else self._expected()
+        if isinstance(value, self.types) or (float in self.types and isinstance(value, int)):
+            return None
+        if int in self.types and isinstance(value, torch.SymInt):
+            return None
+        return self._expected()
+
+    def _expected(self) -> str:
+        spelled = {torch.Tensor: "a tensor", tuple: "tuple of int"}
+        return " or ".join([spelled.get(t, t.__name__) for t in self.types] + ["None"] * self.optional)
+
+
+def parse_parameters(function: Callable[..., Any], hints: Iterable[str] = ()) -> tuple[Parameter, ...]:
+    """The parameters of an operator's body.
+
+    Raises:
+        TypeError: a parameter lacks an annotation, or has one that cannot be handled.
+    """
+    annotations = typing.get_type_hints(function)
+    hinted = set(hints)
+    parsed = []
+    for parameter in inspect.signature(function).parameters.values():
+        where = f"{function.__qualname__}({parameter.name})"
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise TypeError(f"{where}: an operator's parameters are positional-or-keyword")
+        if parameter.name not in annotations:
+            raise TypeError(f"{where} needs an annotation")
+        parsed.append(_parse(parameter.name, annotations[parameter.name], parameter.default, parameter.name in hinted, where))
+    return tuple(parsed)
+
+
+def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> Parameter:
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if union else (annotation,)
+    optional = type(None) in members
+    classes = tuple(typing.get_origin(m) or m for m in members if m is not type(None))
+    if hint:
+        return Parameter(name, Kind.HINT, classes, optional, default)
+    if not all(isinstance(c, type) for c in classes):
+        raise TypeError(f"{where}: cannot handle the annotation {annotation}")
+    if classes == (torch.Tensor,):
+        return Parameter(name, Kind.TENSOR, classes, optional, default)
+    if len(classes) == 1 and dataclasses.is_dataclass(classes[0]):
+        cls: Any = classes[0]
+        annotations = typing.get_type_hints(cls)
+        fields = tuple(
+            _parse(f"{name}.{f.name}", annotations[f.name], _default_of(f), False, where) for f in dataclasses.fields(cls) if f.init
+        )
+        kind = Kind.OBJECT if any(f.is_tensor for f in fields) else Kind.VALUE
+        return Parameter(name, kind, classes, optional, default, fields, cls)
+    if torch.Tensor in classes:
+        raise TypeError(f"{where}: a tensor or something else cannot be told apart cheaply; declare it a hint or split it")
+    return Parameter(name, Kind.VALUE, classes, optional, default)
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+
+
+def check_types(operator: str, parameters: Iterable[Parameter], arguments: dict[str, Any]) -> None:
+    """Raises TypeError for the first argument of a wrong type."""
+    for parameter in parameters:
+        value = arguments[parameter.name]
+        expected = parameter.type_error(value)
+        if expected is not None:
+            raise TypeError(f"{operator}: {parameter.name} must be {expected}, got {kind_of(value)}")
+        if parameter.kind is Kind.OBJECT and value is not None:
+            for field in parameter.fields:
+                inner = field.read(value)
+                expected = field.type_error(inner)
+                if expected is not None:
+                    raise TypeError(f"{operator}: {field.name} must be {expected}, got {kind_of(inner)}")
+
+
+def kind_of(value: Any) -> str:
+    return f"{describe(value)}" if isinstance(value, (torch.Tensor, torch.dtype)) else f"{type(value).__name__} {describe(value)}"
+
+
+def tensor_arguments(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    """Every tensor among the arguments, with its name."""
+    found = []
+    for parameter in parameters:
+        value = arguments[parameter.name]
+        if value is None:
+            continue
+        for tensor in parameter.tensors():
+            inner = value if tensor is parameter else tensor.read(value)
+            if inner is not None:
+                found.append((tensor.name, inner))
+    return found

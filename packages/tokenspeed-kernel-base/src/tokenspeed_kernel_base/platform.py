@@ -1,0 +1,294 @@
+"""What machine is this, and what can it do.
+
+Nothing here creates a GPU context until a platform is asked for, and importing this module asks for none.
+
+A platform answers one question for selection: `CapabilityRequirement.gap` says why a kernel cannot run on it. Tensors on a
+CPU are served by the CPU's platform even where a GPU is present (`platform_of`), unless `use_platform` says otherwise: an
+emulator that runs GPU code on CPU tensors installs the platform it emulates with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import platform as _host
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from tokenspeed_kernel_base import config, memo
+
+
+@dataclass(frozen=True, order=True)
+class ArchVersion:
+    """An architecture's version, as the vendor counts: sm_90 is ``ArchVersion(9, 0)``, gfx942 and gfx950 are ``(9, 4)`` and
+    ``(9, 5)``. Versions of different vendors do not compare: a requirement that gives one names its vendors too."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+@dataclass(frozen=True)
+class PlatformInfo:
+    """One kind of device, as far as selection cares.
+
+    Attributes:
+        vendor: ``"nvidia"``, ``"amd"`` or ``"cpu"``.
+        arch_version: see `ArchVersion`; ``(0, 0)`` on a CPU.
+        device_name: what the driver calls the device.
+        arch: the compiler's name for the architecture: ``"sm_90"``, ``"gfx950"``, ``"cpu"``.
+        device_count: devices of this kind that are visible.
+        total_memory: bytes of one device, 0 if unknown.
+        sm_count: multiprocessors or compute units of one device, 0 if unknown.
+        features: what the device and the installed software offer, by name (``"triton"``: Triton kernels run here).
+        emulated: a simulator stands in for the device: kernels run, on CPU tensors, slowly.
+        pretended: nothing stands in for it: selection can be explained, nothing launches.
+    """
+
+    vendor: str
+    arch_version: ArchVersion
+    device_name: str
+    arch: str = ""
+    device_count: int = 1
+    total_memory: int = 0
+    sm_count: int = 0
+    features: frozenset[str] = field(default_factory=frozenset)
+    emulated: bool = False
+    pretended: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.arch:
+            object.__setattr__(self, "arch", _arch_name(self.vendor, self.arch_version))
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.vendor == "nvidia"
+
+    @property
+    def is_amd(self) -> bool:
+        return self.vendor == "amd"
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.vendor == "cpu"
+
+    def __str__(self) -> str:
+        role = " (pretended)" if self.pretended else " (emulated)" if self.emulated else ""
+        return f"{self.device_name} [{self.arch}]{role}"
+
+
+def _arch_name(vendor: str, arch: ArchVersion) -> str:
+    if vendor == "nvidia":
+        return f"sm_{arch.major}{arch.minor}"
+    if vendor == "amd":
+        return f"gfx{arch.major}{arch.minor}0"
+    return vendor
+
+
+@dataclass(frozen=True)
+class CapabilityRequirement:
+    """What a kernel needs of the platform. An empty requirement is met everywhere, a CPU included.
+
+    Attributes:
+        min_arch_version, max_arch_version: inclusive bounds. A platform without an architecture version (a CPU) meets none.
+        required_features: names that `PlatformInfo.features` must hold.
+        vendors: vendors whose devices will do; None for any.
+    """
+
+    min_arch_version: ArchVersion | None = None
+    max_arch_version: ArchVersion | None = None
+    required_features: frozenset[str] = frozenset()
+    vendors: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "required_features", frozenset(self.required_features))
+        if self.vendors is not None:
+            object.__setattr__(self, "vendors", frozenset(self.vendors))
+        if self.min_arch_version and self.max_arch_version and self.min_arch_version > self.max_arch_version:
+            raise ValueError(f"min_arch_version {self.min_arch_version} is above max_arch_version {self.max_arch_version}")
+
+    def gap(self, platform: PlatformInfo) -> str | None:
+        """Why the platform does not do, or None where it does."""
+        if self.vendors is not None and platform.vendor not in self.vendors:
+            return f"needs a device by {' or '.join(sorted(self.vendors))}, this is {platform.vendor} ({platform.arch})"
+        low, high = self.min_arch_version, self.max_arch_version
+        if platform.is_cpu and (low is not None or high is not None):
+            wanted = " and ".join([f"{low} or later"] * (low is not None) + [f"{high} or earlier"] * (high is not None))
+            return f"needs architecture {wanted}, a CPU has none"
+        if low is not None and platform.arch_version < low:
+            return f"needs architecture {low} or later, this is {platform.arch_version} ({platform.arch})"
+        if high is not None and platform.arch_version > high:
+            return f"needs architecture {high} or earlier, this is {platform.arch_version} ({platform.arch})"
+        missing = self.missing_features(platform)
+        if missing:
+            return f"needs {', '.join(sorted(missing))}, which this platform lacks"
+        return None
+
+    def satisfied_by(self, platform: PlatformInfo) -> bool:
+        return self.gap(platform) is None
+
+    def missing_features(self, platform: PlatformInfo) -> frozenset[str]:
+        return self.required_features - platform.features
+
+    def overlaps(self, other: CapabilityRequirement) -> bool:
+        """Whether some platform could meet both."""
+        vendors = [r.vendors for r in (self, other) if r.vendors is not None]
+        common = frozenset.intersection(*vendors) if vendors else None
+        if common is not None:
+            bounded = any(r.min_arch_version or r.max_arch_version for r in (self, other))
+            if not (common - {"cpu"} if bounded else common):
+                return False
+        lows = [r.min_arch_version for r in (self, other) if r.min_arch_version is not None]
+        highs = [r.max_arch_version for r in (self, other) if r.max_arch_version is not None]
+        return not (lows and highs and max(lows) > min(highs))
+
+
+@functools.cache
+def _software_features(vendor: str) -> frozenset[str]:
+    """Features that installed software gives a device of this vendor. Looks for packages without importing them."""
+    features = set()
+    interpreted = os.environ.get("TRITON_INTERPRET", "") in ("1", "true", "on")
+    if (vendor != "cpu" or interpreted) and importlib.util.find_spec("triton") is not None:
+        features.add("triton")
+    return frozenset(features)
+
+
+@functools.cache
+def cpu_platform() -> PlatformInfo:
+    """The host's CPU. Portable Triton kernels count as available on it under ``TRITON_INTERPRET=1``."""
+    return PlatformInfo("cpu", ArchVersion(0, 0), _cpu_name(), "cpu", 1, 0, os.cpu_count() or 0, _software_features("cpu"))
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:  # Linux says it nowhere else
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return _host.processor() or _host.machine() or "cpu"
+
+
+@functools.cache
+def _cuda_platform(index: int) -> PlatformInfo:
+    properties = torch.cuda.get_device_properties(index)
+    arch = ArchVersion(properties.major, properties.minor)
+    vendor = "amd" if torch.version.hip else "nvidia"
+    return PlatformInfo(
+        vendor,
+        arch,
+        properties.name,
+        properties.gcnArchName.split(":")[0] if vendor == "amd" else _arch_name(vendor, arch),
+        torch.cuda.device_count(),
+        properties.total_memory,
+        properties.multi_processor_count,
+        _software_features(vendor),
+    )
+
+
+_DRIVER_FILES = {"nvidia": "/sys/module/nvidia/version", "amd": "/sys/module/amdgpu/version"}
+
+
+@functools.cache
+def driver_version(vendor: str) -> str:
+    """The version of a vendor's driver, as Linux tells it; empty where there is none."""
+    try:
+        return Path(_DRIVER_FILES[vendor]).read_text().strip()
+    except (KeyError, OSError):
+        return ""
+
+
+_KNOWN_DEVICES = {"gfx950": "AMD Instinct MI355X", "gfx942": "AMD Instinct MI300X", "sm_90": "NVIDIA H100", "sm_100": "NVIDIA B200"}
+
+
+def named_platform(name: str) -> PlatformInfo:
+    """A pretended platform by its architecture's name: ``"cpu"``, ``"sm_90"`` (``"sm90"``, ``"sm_90a"``), ``"gfx950"``.
+
+    Its features are those that installed software would give such a device; it launches nothing.
+
+    >>> named_platform("gfx950").arch_version
+    ArchVersion(major=9, minor=5)
+    """
+    text = name.strip().lower()
+    if text == "cpu":
+        return replace(cpu_platform(), pretended=True)
+    if match := re.fullmatch(r"sm_?(\d+)(\d)[af]?", text):
+        vendor, arch, label = "nvidia", ArchVersion(int(match[1]), int(match[2])), f"sm_{match[1]}{match[2]}"
+    elif match := re.fullmatch(r"gfx(\d+)([0-9a-f])([0-9a-f])", text):
+        vendor, arch, label = "amd", ArchVersion(int(match[1]), int(match[2], 16)), text
+    else:
+        raise ValueError(f"unknown platform {name!r}; expected cpu, sm_<version> (sm_90) or gfx<version> (gfx950)")
+    device = _KNOWN_DEVICES.get(label, label)
+    return PlatformInfo(vendor, arch, device, label, features=_software_features(vendor), pretended=True)
+
+
+_installed: PlatformInfo | None = None
+
+
+def current_platform() -> PlatformInfo:
+    """The platform that this process's kernels are chosen for.
+
+    In order: the one put in by `use_platform`, the one pretended by ``TOKENSPEED_KERNEL_PLATFORM``, the current GPU, the CPU.
+    """
+    forced = _forced_platform()
+    if forced is not None:
+        return forced
+    if torch.cuda.is_available():
+        return _cuda_platform(torch.cuda.current_device())
+    return cpu_platform()
+
+
+def platform_of(device: torch.device) -> PlatformInfo:
+    """The platform that serves tensors on this device: like `current_platform`, but CPU tensors go to the CPU.
+
+    Raises:
+        ValueError: no kernel of any kind runs on such a device.
+    """
+    forced = _forced_platform()
+    if forced is not None:
+        return forced
+    if device.type == "cuda":
+        return _cuda_platform(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "cpu":
+        return cpu_platform()
+    raise ValueError(f"tensors are on {device}; expected cpu or cuda (ROCm devices are called cuda by PyTorch)")
+
+
+def _forced_platform() -> PlatformInfo | None:
+    if _installed is not None:
+        return _installed
+    pretended = config.settings().platform
+    if not pretended:
+        return None
+    try:
+        return named_platform(pretended)
+    except ValueError as error:
+        raise config.ConfigurationError(f"{config.PREFIX}PLATFORM or platform in the file: {error}") from None
+
+
+def installed_platform() -> PlatformInfo | None:
+    """The platform put in by `use_platform`, or None."""
+    return _installed
+
+
+@contextlib.contextmanager
+def use_platform(platform: PlatformInfo) -> Iterator[PlatformInfo]:
+    """Makes `current_platform` answer ``platform`` inside the block, for the whole process.
+
+    For simulators, which run a device's kernels on CPU tensors (``emulated=True``), and for tests. Selections made outside are
+    not used inside, nor the other way round.
+    """
+    global _installed
+    previous, _installed = _installed, platform
+    memo.invalidate()
+    try:
+        yield platform
+    finally:
+        _installed = previous
+        memo.invalidate()

@@ -1,0 +1,560 @@
+"""What every kernel can do: the declarations, and nothing of how one is chosen.
+
+A kernel is declared with `register_kernel`, once, beside its code. The registry keeps the declaration (`KernelSpec`) and the
+implementation, which may be a function or ``"module:function"``; the latter is imported when the kernel is first selected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import importlib
+import inspect
+import itertools
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base.platform import CapabilityRequirement
+from tokenspeed_kernel_base.signature import FormatSignature
+from tokenspeed_kernel_base.traits import Constraint, as_constraint, trait_gaps, traits_overlap
+
+F = TypeVar("F")
+
+
+class Priority(enum.IntEnum):
+    """How good a kernel claims to be; the higher is preferred. Values between the named ones order kernels of one kind."""
+
+    REFERENCE = 0
+    PORTABLE = 4
+    PERFORMANT = 8
+    SPECIALIZED = 12
+
+
+MAX_PRIORITY = 19
+
+
+class RegistrationError(ValueError):
+    """A kernel's declaration cannot be taken; the message names the kernel, where it was declared, and what is wrong."""
+
+
+class PriorityClashWarning(UserWarning):
+    """Two kernels of equal priority could serve one request. The one whose name sorts first wins."""
+
+
+class KernelLoadWarning(UserWarning):
+    """A kernel was selected whose implementation cannot be imported; it is left out from then on."""
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel's declaration.
+
+    Attributes:
+        name: unique among all kernels.
+        family, mode: the operator it implements.
+        solution: the toolkit or library it is made with: ``"triton"``, ``"torch"``...
+        capability: what it needs of the platform.
+        format_signatures: the operand formats it serves; None for all.
+        traits: constraints by trait; see `tokenspeed_kernel_base.traits` for what silence means.
+        universal: silence means support: it serves every flag, but for what ``traits`` restrict. Only an
+            operator's reference may claim that.
+        priority: 0 to 19, see `Priority`.
+        tags: labels; objectives prefer kernels by them (``"latency"``, ``"determinism"``...), and some are promises that the
+            conformance kit holds a kernel to: ``"determinism"``, ``"batch_invariant"``. ``"waits"`` says that it may wait for
+            the device, so that it is not for CUDA graphs.
+        weight_preprocessor: arranges weights for this kernel once, when a model is loaded.
+        tunables: what of it is measured rather than known, by name: the values to try. See `register_kernel`.
+        tunable_if: says why a configuration will not do for a request, or None where it will.
+        origin: where it was declared: ``file:line`` or the plugin's name.
+    """
+
+    name: str
+    family: str
+    mode: str
+    solution: str = ""
+    capability: CapabilityRequirement = field(default_factory=CapabilityRequirement)
+    format_signatures: frozenset[FormatSignature] | None = frozenset()
+    traits: Mapping[str, Constraint] = field(default_factory=dict)
+    priority: int = Priority.PERFORMANT
+    tags: frozenset[str] = frozenset()
+    weight_preprocessor: Callable[..., Any] | str | None = None
+    universal: bool = False
+    tunables: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        for what in ("name", "family", "mode", "solution"):
+            value = getattr(self, what)
+            if not isinstance(value, str) or not value:
+                raise RegistrationError(f"{what} of a kernel must be a non-empty str, got {value!r} ({self.origin})")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or not 0 <= self.priority <= MAX_PRIORITY:
+            raise RegistrationError(
+                f"{self.name}: priority must be an int from 0 to {MAX_PRIORITY}, got {self.priority!r} ({self.origin})"
+            )
+        object.__setattr__(self, "priority", int(self.priority))
+        if isinstance(self.tags, str) or not all(isinstance(tag, str) for tag in self.tags):
+            raise RegistrationError(f"{self.name}: tags must be a set of str, got {self.tags!r} ({self.origin})")
+        object.__setattr__(self, "tags", frozenset(self.tags))
+        self._check_signatures()
+        self._check_tunables()
+        object.__setattr__(self, "traits", MappingProxyType({name: self._constraint(name) for name in self.traits}))
+
+    def _constraint(self, trait: str) -> Constraint:
+        try:
+            constraint = as_constraint(self.traits[trait])
+        except TypeError as error:
+            raise RegistrationError(f"{self.name}: trait {trait}: {error} ({self.origin})") from None
+        if not constraint.satisfiable():
+            raise RegistrationError(f"{self.name}: trait {trait} is constrained such that no value will do ({self.origin})")
+        return constraint
+
+    def _check_signatures(self) -> None:
+        if self.format_signatures is None:
+            return
+        object.__setattr__(self, "format_signatures", frozenset(self.format_signatures))
+        for signature in self.format_signatures:
+            if not isinstance(signature, FormatSignature):
+                raise RegistrationError(f"{self.name}: signatures must be FormatSignature, got {signature!r} ({self.origin})")
+        if not self.format_signatures:
+            raise RegistrationError(
+                f"{self.name}: signatures is empty, so no request could reach it; None means all ({self.origin})"
+            )
+
+    def _check_tunables(self) -> None:
+        if not isinstance(self.tunables, Mapping):
+            raise RegistrationError(
+                f"{self.name}: tunables must be a dict of names to values, got {self.tunables!r} ({self.origin})"
+            )
+        frozen: dict[str, tuple[Any, ...]] = {}
+        for name, values in self.tunables.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise RegistrationError(f"{self.name}: a tunable must be the name of a keyword, got {name!r} ({self.origin})")
+            if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+                raise RegistrationError(f"{self.name}: tunable {name} must be a list of values, got {values!r} ({self.origin})")
+            listed = frozen[name] = tuple(values)
+            if not listed or any(value is not None and type(value) not in (bool, int, float, str) for value in listed):
+                raise RegistrationError(
+                    f"{self.name}: tunable {name} must have one or more values of bool, int, float, str or None, got {listed!r} "
+                    f"({self.origin})"
+                )
+        if self.tunable_if is not None and not (callable(self.tunable_if) and self.tunables):
+            what = f"a function, got {self.tunable_if!r}" if self.tunables else "left out where there are no tunables"
+            raise RegistrationError(f"{self.name}: tunable_if must be {what} ({self.origin})")
+        object.__setattr__(self, "tunables", MappingProxyType(frozen))
+
+    def configurations(self) -> Iterator[dict[str, Any]]:
+        """Every combination of the tunables' values; nothing where there are none."""
+        if self.tunables:
+            for values in itertools.product(*self.tunables.values()):
+                yield dict(zip(self.tunables, values, strict=True))
+
+    def undeclared(self, config: Mapping[str, Any]) -> str | None:
+        """Why a configuration is none of this kernel's, or None where it is. The empty one, its own choice, always is."""
+        if not config:
+            return None
+        if config.keys() != self.tunables.keys():
+            declared = ", ".join(self.tunables) or "nothing"
+            return f"sets {', '.join(config)}, where {self.name} lets {declared} be set"
+        for name, value in config.items():
+            if not any(type(value) is type(allowed) and value == allowed for allowed in self.tunables[name]):
+                return f"{name}={value!r} is not among {', '.join(map(repr, self.tunables[name]))}"
+        return None
+
+    def configuration_gap(self, config: Mapping[str, Any], request: Any) -> str | None:
+        """Why a configuration will not do for a request: it is not among those declared, or ``tunable_if`` refuses it."""
+        gap = self.undeclared(config)
+        return self.tunable_if(request, config) if gap is None and config and self.tunable_if is not None else gap
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def operator(self) -> str:
+        return f"{self.family}.{self.mode}"
+
+    def overlaps(self, other: KernelSpec) -> bool:
+        """Whether some request could be served by both."""
+        if self.operator != other.operator or not self.capability.overlaps(other.capability):
+            return False
+        mine, theirs = self.format_signatures, other.format_signatures
+        if mine is not None and theirs is not None and not mine & theirs:
+            return False
+        return traits_overlap(self.traits, other.traits, left_universal=self.universal, right_universal=other.universal)
+
+    def trait_gaps(self, requested: Mapping[str, Any], only: Iterable[str] | None = None) -> list[str]:
+        """Why it cannot serve these traits (or only those named), one phrase a trait; empty where it can."""
+        if only is None:
+            return trait_gaps(self.traits, requested, universal=self.universal)
+        names = set(only)
+        declared = {name: constraint for name, constraint in self.traits.items() if name in names}
+        return trait_gaps(declared, {n: v for n, v in requested.items() if n in names}, universal=self.universal)
+
+
+@dataclass(frozen=True)
+class PriorityClash:
+    """Two kernels of equal priority that could serve one request."""
+
+    first: KernelSpec
+    second: KernelSpec
+
+    def __str__(self) -> str:
+        a, b = sorted((self.first, self.second), key=lambda spec: spec.name)
+        return (
+            f"{a.name} ({a.origin}) and {b.name} ({b.origin}) both have priority {a.priority} and could serve the same "
+            f"{a.operator} request; {a.name} wins by name. Give one of them another priority."
+        )
+
+
+class KernelRegistry:
+    """All kernels, by operator and by name. There is one, `KernelRegistry.get`; tests may make others.
+
+    Registering and reading are safe from any thread.
+    """
+
+    _instance: KernelRegistry | None = None
+    _instance_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._specs: dict[str, KernelSpec] = {}
+        self._impls: dict[str, Callable[..., Any] | str] = {}
+        self._modules: dict[str, str] = {}
+        self._interfaces: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._clashes: list[PriorityClash] = []
+        self._load_failures: dict[str, tuple[str, str]] = {}
+
+    @classmethod
+    def get(cls) -> KernelRegistry:
+        with cls._instance_lock:
+            if cls._instance is None:
+                cls._instance = cls()
+            return cls._instance
+
+    @classmethod
+    def reset(cls) -> None:
+        """Drops all kernels of the process-wide registry, the built-in ones included. For tests."""
+        with cls._instance_lock:
+            cls._instance = None
+        memo.invalidate()
+
+    # -- writing ---------------------------------------------------------------------------------------------------------------
+
+    def declare_interface(self, family: str, mode: str, parameters: Iterable[str]) -> None:
+        """Fixes the parameter names, in order, that every implementation of an operator takes."""
+        with self._lock:
+            self._interfaces[family, mode] = tuple(parameters)
+
+    def register(self, spec: KernelSpec, impl: Callable[..., Any] | str) -> None:
+        """Adds a kernel.
+
+        Raises:
+            RegistrationError: the name is taken, or the implementation's parameters are not the operator's.
+        Warns:
+            PriorityClashWarning: another kernel of equal priority could serve one of this one's requests.
+        """
+        if not callable(impl) and not (isinstance(impl, str) and impl.count(":") == 1 and all(impl.split(":"))):
+            raise RegistrationError(
+                f'{spec.name}: an implementation is a function or "module:function", got {impl!r} ({spec.origin})'
+            )
+        with self._lock:
+            taken = self._specs.get(spec.name)
+            if taken is not None:
+                raise RegistrationError(
+                    f"a kernel named {spec.name} exists: registered by {taken.origin}, now again by {spec.origin}"
+                )
+            if callable(impl):
+                self._check_parameters(spec, impl)
+            peers = [s for s in self._specs.values() if s.priority == spec.priority and s.overlaps(spec)]
+            self._specs[spec.name] = spec
+            self._impls[spec.name] = impl
+            self._modules[spec.name] = impl.partition(":")[0] if isinstance(impl, str) else _module_of(impl)
+            clashes = [PriorityClash(peer, spec) for peer in peers]
+            self._clashes.extend(clashes)
+        memo.invalidate()
+        for clash in clashes:
+            warnings.warn(str(clash), PriorityClashWarning, stacklevel=3)
+
+    def unregister(self, name: str) -> None:
+        """Removes a kernel. Raises KeyError if there is none of that name."""
+        with self._lock:
+            self.get_by_name(name)
+            del self._specs[name], self._impls[name]
+            self._load_failures.pop(name, None)
+            self._clashes = [c for c in self._clashes if name not in (c.first.name, c.second.name)]
+        memo.invalidate()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[list[KernelSpec]]:
+        """All registrations inside the block, or none of them if it raises. Yields the list that they are gathered in."""
+        with self._lock:
+            before = dict(self._specs), dict(self._impls), dict(self._interfaces), list(self._clashes)
+            added: list[KernelSpec] = []
+            try:
+                yield added
+            except BaseException:
+                self._specs, self._impls, self._interfaces, self._clashes = before
+                memo.invalidate()
+                raise
+            added.extend(spec for name, spec in self._specs.items() if before[0].get(name) is not spec)
+
+    # -- reading ---------------------------------------------------------------------------------------------------------------
+
+    def get_by_name(self, name: str) -> KernelSpec:
+        """The declaration of a kernel. Raises KeyError, naming the nearest, if there is none."""
+        with self._lock:
+            if name not in self._specs:
+                raise KeyError(_no_such_kernel(name, self._specs))
+            return self._specs[name]
+
+    def get_impl(self, name: str) -> Callable[..., Any]:
+        """The implementation, imported now if it was given by name.
+
+        Raises:
+            KeyError: no kernel of that name.
+            ImportError, AttributeError: the implementation cannot be imported; the message names the kernel.
+            RegistrationError: it can, but its parameters are not the operator's.
+        """
+        with self._lock:
+            spec, impl = self.get_by_name(name), self._impls[name]
+        if callable(impl):
+            return impl
+        loaded: Callable[..., Any] = load_object(impl, f"kernel {name}")
+        if not callable(loaded):
+            raise RegistrationError(f"{name}: {impl} is not callable ({spec.origin})")
+        self._check_parameters(spec, loaded)
+        with self._lock:
+            if self._impls.get(name) is impl:
+                self._impls[name] = loaded
+        return loaded
+
+    def module_of(self, name: str) -> str:
+        """The module that a kernel is implemented in. Imports nothing. Raises KeyError if there is no kernel of that name."""
+        with self._lock:
+            self.get_by_name(name)
+            return self._modules[name]
+
+    def load_or_leave_out(self, name: str) -> Callable[..., Any] | None:
+        """The implementation, or None if it cannot be imported. Then the kernel is left out of every selection to come, and the
+        failure is kept and warned of: one package that is not in order must not take an operator down that others serve.
+
+        Warns:
+            KernelLoadWarning: the implementation cannot be imported.
+        """
+        try:
+            return self.get_impl(name)
+        except KeyError:  # unregistered by another thread meanwhile
+            return None
+        except (ImportError, AttributeError, RegistrationError) as error:
+            line = f"{type(error).__name__}: {error}"
+            with self._lock:
+                if name not in self._specs:
+                    return None
+                origin = self._specs[name].origin
+                self._load_failures[name] = line, "".join(traceback.format_exception(error))
+            memo.invalidate()
+            warnings.warn(f"{name} ({origin}) cannot be loaded and is left out: {line}", KernelLoadWarning, stacklevel=2)
+            return None
+
+    def load_failures(self) -> dict[str, str]:
+        """Kernels that were selected and could not be loaded, with the traceback."""
+        with self._lock:
+            return {name: trace for name, (_, trace) in sorted(self._load_failures.items())}
+
+    def load_error(self, name: str) -> str | None:
+        """Why a kernel could not be loaded, in one line; None where it could, or was never tried."""
+        failure = self._load_failures.get(name)
+        return failure[0] if failure else None
+
+    def get_for_operator(self, family: str, mode: str) -> list[KernelSpec]:
+        """All kernels of an operator, best priority first, equal ones by name."""
+        with self._lock:
+            specs = [s for s in self._specs.values() if s.family == family and s.mode == mode]
+        return sorted(specs, key=lambda spec: (-spec.priority, spec.name))
+
+    def list_operators(self) -> list[tuple[str, str]]:
+        with self._lock:
+            return sorted({(s.family, s.mode) for s in self._specs.values()} | self._interfaces.keys())
+
+    def list_kernels(self) -> list[KernelSpec]:
+        with self._lock:
+            return sorted(self._specs.values(), key=lambda s: (s.family, s.mode, -s.priority, s.name))
+
+    def list_solutions(self) -> list[str]:
+        with self._lock:
+            return sorted({s.solution for s in self._specs.values()})
+
+    def clashes(self) -> list[PriorityClash]:
+        with self._lock:
+            return list(self._clashes)
+
+    def is_lazy(self, name: str) -> bool:
+        """Whether a kernel's implementation was given by name and has not been imported."""
+        with self._lock:
+            self.get_by_name(name)
+            return isinstance(self._impls[name], str)
+
+    def _check_parameters(self, spec: KernelSpec, impl: Callable[..., Any]) -> None:
+        try:
+            parameters = inspect.signature(impl).parameters.values()
+        except (TypeError, ValueError):
+            return  # a builtin without a signature cannot be checked before it is called
+        settable = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+        unsettable = [name for name in spec.tunables if name not in settable]
+        if unsettable and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise RegistrationError(
+                f"{spec.name}: its implementation must take each tunable as a keyword with a default, after a *; "
+                f"it does not take {', '.join(unsettable)} ({spec.origin})"
+            )
+        wanted = self._interfaces.get((spec.family, spec.mode))
+        if wanted is None:
+            return
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            return
+        names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+        extra = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        if names != wanted or extra:
+            raise RegistrationError(
+                f"{spec.name}: an implementation of {spec.operator} takes ({', '.join(wanted)}), this one takes "
+                f"({', '.join(p.name for p in parameters)}) ({spec.origin})"
+            )
+
+
+def load_object(path: str, wanted_by: str) -> Any:
+    """Imports ``"module:attribute"``; the error names who wanted it."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a module may raise anything: OSError for a missing library, SyntaxError...
+        raise ImportError(
+            f"{wanted_by} is implemented by {path}, which cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise AttributeError(f"{wanted_by} is implemented by {path}, but {module_name} has no {attribute}") from None
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    inner = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, the function
+    return str(getattr(inner, "__module__", None) or type(inner).__module__)
+
+
+def _no_such_kernel(name: str, names: Iterable[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"no kernel named {name}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+_origin: contextvars.ContextVar[str | None] = contextvars.ContextVar("registration_origin", default=None)
+
+
+@contextlib.contextmanager
+def registering_as(origin: str) -> Iterator[None]:
+    """Kernels registered inside the block carry this origin."""
+    token = _origin.set(origin)
+    try:
+        yield
+    finally:
+        _origin.reset(token)
+
+
+def register_kernel(
+    family: str,
+    mode: str,
+    *,
+    name: str | None = None,
+    solution: str,
+    capability: CapabilityRequirement | None = None,
+    signatures: Iterable[FormatSignature] | None,
+    traits: Mapping[str, Any] | None = None,
+    priority: Priority | int = Priority.PERFORMANT,
+    tags: Iterable[str] | None = None,
+    weight_preprocessor: Callable[..., Any] | str | None = None,
+    tunables: Mapping[str, Iterable[Any]] | None = None,
+    tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None,
+) -> Callable[[F], F]:
+    """Declares a kernel. Decorates its launcher, or is called with ``"module:function"`` so that nothing is imported yet.
+
+    Args:
+        family, mode: the operator, e.g. ``"attention", "mha_prefill"``.
+        name: unique; ``f"{solution}_{mode}"`` if not given.
+        solution: what it is made with.
+        capability: what it needs of the platform; nothing if not given.
+        signatures: the formats it serves; None for all.
+        traits: constraints by trait; a flag it does not mention it does not have.
+        priority: 0 to 19.
+        tags: labels that objectives go by.
+        weight_preprocessor: arranges weights for it at load time; a function or ``"module:function"``.
+        tunables: values to try, by name: ``{"block_n": [64, 128]}``. The implementation takes each as a keyword-only parameter,
+            whose default is what it does where nothing was measured; a measured configuration is bound to it when the kernel is
+            selected, so that a call looks nothing up.
+        tunable_if: ``tunable_if(request, configuration)`` says why a configuration will not do for a `Request` (its ``traits``
+            and ``sizes``), or None where it will. Configurations that it refuses are neither measured nor used.
+
+    Raises:
+        RegistrationError: see `KernelRegistry.register`.
+
+    ::
+
+        @register_kernel("norm", "rmsnorm", solution="mine", signatures=format_signatures("x", "dense", {torch.bfloat16}))
+        def rmsnorm(x, weight, eps, residual, out, residual_out): ...
+
+        register_kernel("norm", "rmsnorm", solution="mine", signatures=None)("my_package.norm:rmsnorm")
+    """
+    spec = KernelSpec(
+        name=f"{solution}_{mode}" if name is None else name,
+        family=family,
+        mode=mode,
+        solution=solution,
+        capability=capability or CapabilityRequirement(),
+        format_signatures=signatures,  # type: ignore[arg-type]
+        traits=dict(traits or {}),
+        priority=priority,
+        tags=tags or frozenset(),  # type: ignore[arg-type]  # checked and frozen by KernelSpec
+        weight_preprocessor=weight_preprocessor,
+        tunables=tunables or {},  # type: ignore[arg-type]  # likewise
+        tunable_if=tunable_if,
+        origin=_origin.get() or _caller(),
+    )
+
+    def add(impl: F) -> F:
+        KernelRegistry.get().register(spec, impl)  # type: ignore[arg-type]
+        return impl
+
+    return add
+
+
+def _caller() -> str:
+    frame = sys._getframe(2)
+    return f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
+
+
+def describe_kernel(name: str) -> str:
+    """A kernel's declaration as text, one fact a line. Raises KeyError if there is none of that name."""
+    registry = KernelRegistry.get()
+    spec = registry.get_by_name(name)
+    capability = spec.capability
+    facts = {
+        "operator": spec.operator,
+        "solution": spec.solution,
+        "priority": f"{spec.priority}",
+        "vendors": ", ".join(sorted(capability.vendors)) if capability.vendors is not None else "any",
+        "architectures": f"{capability.min_arch_version or 'any'} to {capability.max_arch_version or 'any'}",
+        "platform features": ", ".join(sorted(capability.required_features)) or "none",
+        "formats": "any" if spec.format_signatures is None else " | ".join(sorted(map(str, spec.format_signatures))),
+        "traits": "; ".join(f"{k}: {v}" for k, v in sorted(spec.traits.items())) or ("any" if spec.universal else "none"),
+        "tunables": "; ".join(f"{k}: {', '.join(map(str, v))}" for k, v in spec.tunables.items()) or "none",
+        "tags": ", ".join(sorted(spec.tags)) or "none",
+        "declared by": spec.origin,
+    }
+    return "\n".join([name, *(f"  {label:<18} {value}" for label, value in facts.items())])

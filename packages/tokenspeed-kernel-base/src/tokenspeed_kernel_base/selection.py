@@ -1,0 +1,532 @@
+"""Which kernel serves a request, and why not the others.
+
+A request passes every kernel of its operator through the gates: solution (if the caller asked for one), platform, formats,
+implementation (which fails only where importing it has failed before), traits. What is left is ranked: an override
+first, then measured (tuned) results, the objective, the priority, and at last the name. The gates fail
+closed, and each says why; `explain_selection`, `NoKernelFoundError` and the selection itself come out of the one function
+`consider`, so that they cannot disagree.
+
+Measured results also say with which configuration a kernel is quickest; it is bound to the implementation when the kernel is
+selected. They hold for a bucket of sizes, which a request brings with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenspeed_kernel_base import config, measured, memo
+from tokenspeed_kernel_base.explanation import (
+    Explanation,
+    NoKernelFoundError,
+    Override,
+    Request,
+    SelectedKernel,
+    SelectionObjective,
+    Verdict,
+)
+from tokenspeed_kernel_base.measured import Found, Tuned
+from tokenspeed_kernel_base.platform import PlatformInfo, current_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority, load_object
+from tokenspeed_kernel_base.signature import FormatSignature
+from tokenspeed_kernel_base.traits import format_traits
+
+__all__ = [
+    "Explanation",
+    "NoKernelFoundError",
+    "Override",
+    "Request",
+    "SelectedKernel",
+    "SelectionObjective",
+    "SelectionPolicy",
+    "SelectionStrategy",
+    "Verdict",
+    "consider",
+    "explain_selection",
+    "gate",
+    "kernel_override",
+    "make_request",
+    "override_in_force",
+    "override_of_call",
+    "rank",
+    "select",
+    "select_kernel",
+    "selection_policy",
+    "set_autotuner",
+    "set_selection_policy",
+    "warmup_selection",
+]
+
+logger = logging.getLogger("tokenspeed_kernel")
+
+
+class SelectionStrategy(enum.Enum):
+    """Where the ranking comes from."""
+
+    HEURISTIC = "heuristic"  # tuned results where there are any, else objective, priority
+    AUTOTUNE = "autotune"  # the same; where there are no tuned results the first call measures, and its results are kept
+
+
+@dataclass(frozen=True)
+class SelectionPolicy:
+    """What holds for every selection that does not say otherwise.
+
+    Attributes:
+        default_strategy: for operators that ``op_strategies`` does not name.
+        op_strategies: by ``("family", "mode")``.
+        objective: what requests that give none are ranked by.
+        autotune_budget_s: how long AUTOTUNE may measure for one decision, in seconds, compilation included. The own choice of each
+            kernel is measured in any case.
+    """
+
+    default_strategy: SelectionStrategy = SelectionStrategy.HEURISTIC
+    op_strategies: Mapping[tuple[str, str], SelectionStrategy] = field(default_factory=dict)
+    objective: SelectionObjective = SelectionObjective.DEFAULT
+    autotune_budget_s: float = 5.0
+
+    def get_strategy(self, family: str, mode: str) -> SelectionStrategy:
+        return self.op_strategies.get((family, mode), self.default_strategy)
+
+
+# -- what decisions rest on, besides the registry -----------------------------------------------------------------------------
+
+_policy: SelectionPolicy | None = None
+
+# ``autotuner(request, arguments, budget_s)`` measures the candidates for a request on a call's arguments and records the result; it
+# returns why it could not, or an empty string. As "module:function" it is imported when it is first needed.
+Autotuner = Callable[["Request", Mapping[str, Any], float], str]
+
+_autotuner: Autotuner | str | None = None
+_told: set[tuple[str, str]] = set()
+
+
+@dataclass(eq=False)
+class _OverrideBlock:
+    operator: tuple[str, str]
+    kernel: str
+    config: tuple[tuple[str, Any], ...] | None
+    # Tasks inherit the context that they are made in and may outlive the block, so that leaving the context is not enough.
+    active: bool = True
+
+
+_overrides: contextvars.ContextVar[tuple[_OverrideBlock, ...]] = contextvars.ContextVar("kernel_overrides", default=())
+
+
+def selection_policy() -> SelectionPolicy:
+    """The policy in force: the one that was set, or the defaults with the objective from the settings."""
+    if _policy is not None:
+        return _policy
+    objective = config.settings().objective
+    if objective is None:
+        return SelectionPolicy()
+    try:
+        return SelectionPolicy(objective=SelectionObjective(objective))
+    except ValueError:
+        known = ", ".join(o.value for o in SelectionObjective)
+        raise config.ConfigurationError(
+            f"objective must be one of {known}, got {objective!r} ({config.settings().source})"
+        ) from None
+
+
+def set_selection_policy(policy: SelectionPolicy | None) -> None:
+    """Puts a policy in force for the whole process; None for the default one.
+
+    With `SelectionStrategy.AUTOTUNE` the first call of each bucket of sizes measures every kernel that could serve it, for about
+    ``autotune_budget_s``, on the call's own inputs (copies of what kernels write to). What it finds is kept for other processes.
+    While a CUDA graph is captured nothing is measured: the untuned choice serves, with a warning.
+    """
+    global _policy
+    _policy = policy
+    memo.invalidate()
+
+
+def set_autotuner(autotuner: Autotuner | str | None) -> None:
+    """Puts in what measures for `SelectionStrategy.AUTOTUNE`: a function, or ``"module:function"``, which is imported when it is
+    first needed. The package puts in `tokenspeed_kernel.workbench.tuning.autotune`."""
+    global _autotuner
+    _autotuner = autotuner
+    memo.invalidate()
+
+
+@contextlib.contextmanager
+def kernel_override(family: str, mode: str, kernel_name: str, *, config: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Serves an operator with this kernel inside the block, in this thread or task only, and in tasks made there until it ends.
+
+    The platform and format gates still hold. The traits gate does not: a kernel can be tried on what it does not declare.
+
+    Args:
+        family, mode: the operator.
+        kernel_name: the kernel.
+        config: the configuration that it runs with: a value for each of its tunables, or ``{}`` for its own choice. If not given,
+            the tuned one where there is one. Also holds for calls inside the block that name the kernel themselves.
+
+    Raises:
+        KeyError: no kernel of that name.
+        ValueError: the kernel is another operator's, or does not declare the configuration.
+    """
+    spec = KernelRegistry.get().get_by_name(kernel_name)
+    if (spec.family, spec.mode) != (family, mode):
+        raise ValueError(f"{kernel_name} implements {spec.operator}, not {family}.{mode}")
+    undeclared = spec.undeclared(config or {})
+    if undeclared is not None:
+        raise ValueError(f"a configuration of {kernel_name} {undeclared}")
+    block = _OverrideBlock((family, mode), kernel_name, None if config is None else tuple(config.items()))
+    token = _overrides.set((*_overrides.get(), block))
+    try:
+        with memo.exceptional():
+            try:
+                yield
+            finally:
+                block.active = False  # while nothing is remembered yet: no decision of the block may stay
+    finally:
+        _overrides.reset(token)
+
+
+def override_in_force(family: str, mode: str) -> Override | None:
+    """The kernel wanted by name where a call names none itself: by `kernel_override`, the environment, or the TOML file."""
+    for block in reversed(_overrides.get()):
+        if block.active and block.operator == (family, mode):
+            return Override(block.kernel, "kernel_override", block.config)
+    setting = config.settings().override_for(family, mode)
+    return Override(*setting) if setting else None
+
+
+def override_of_call(family: str, mode: str, kernel: str | None) -> Override | None:
+    """The kernel wanted by name: by the call itself, else as `override_in_force` says. A configuration that is in force for the
+    kernel holds for calls that name it, too."""
+    in_force = override_in_force(family, mode)
+    if not kernel:
+        return in_force
+    return Override(kernel, "override=", in_force.config if in_force is not None and in_force.kernel == kernel else None)
+
+
+# -- deciding -----------------------------------------------------------------------------------------------------------------
+
+
+def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tuple[str, str] | None:
+    """The first gate that a kernel fails, with the reason; None if it passes all. Overridden, it need not have the
+    traits that are asked for, but for the fixed ones."""
+    if request.solution is not None and spec.solution != request.solution:
+        return "solution", f"is made with {spec.solution}, {request.solution} was asked for"
+    gap = spec.capability.gap(request.platform)
+    if gap is not None:
+        return "platform", gap
+    if spec.format_signatures is not None and request.signature not in spec.format_signatures:
+        return "formats", _nearest_difference(spec.format_signatures, request.signature)
+    if (error := KernelRegistry.get().load_error(spec.name)) is not None:
+        return "implementation", f"cannot be loaded: {error}"
+    gaps = spec.trait_gaps(request.traits, request.fixed_traits if overridden else None)
+    return ("traits", "; ".join(gaps)) if gaps else None
+
+
+def _nearest_difference(offered: Iterable[FormatSignature], wanted: FormatSignature) -> str:
+    differences = [signature.difference(wanted) for signature in offered]
+    nearest = min(differences, key=lambda phrases: (len(phrases), phrases))
+    return "; ".join(nearest)
+
+
+def _find_measured(request: Request) -> Found:
+    """What was measured for a request, kernel by kernel."""
+    return measured.find(request.operator, request.signature, request.traits, request.buckets, request.platform)
+
+
+def _tuned_reason(name: str, results: Mapping[str, Tuned]) -> str:
+    """What was measured of a kernel, beside the best of what else there was: other kernels, and its own choice."""
+    mine = results[name]
+    others = [other.us for kernel, other in results.items() if kernel != name]
+    if mine.config and mine.own_us is not None:
+        others.append(mine.own_us)
+    text = f"tuned: {mine.us:.4g} us" + (f" vs {min(others):.4g}" if others else "")
+    return f"{text} ({format_traits(mine.config)})" if mine.config else text
+
+
+def rank(spec: KernelSpec, request: Request, results: Mapping[str, Tuned]) -> tuple[tuple[float, ...], str]:
+    """A kernel's place among those that pass the gates (the greater tuple first; equal ones go by name) and what it rests on.
+    ``results``: what was measured, of all kernels that pass."""
+    parts: list[str] = []
+    mine = results.get(spec.name)
+    if mine is not None:
+        parts.append(_tuned_reason(spec.name, results))
+    preference, why = _preference(spec, request.objective)
+    if why:
+        parts.append(why)
+    parts.append(f"priority {spec.priority}")
+    return (-mine.us if mine is not None else float("-inf"), preference, spec.priority), ", ".join(parts)
+
+
+def _preference(spec: KernelSpec, objective: SelectionObjective) -> tuple[float, str]:
+    if objective is SelectionObjective.DEFAULT:
+        return 0, ""
+    if objective is SelectionObjective.DEBUG:
+        return -spec.priority, "debug prefers the plainest"
+    if objective is SelectionObjective.PORTABILITY:
+        capability = spec.capability
+        demands = sum(
+            (
+                capability.vendors is not None,
+                capability.min_arch_version is not None,
+                capability.max_arch_version is not None,
+                bool(capability.required_features),
+            )
+        )
+        # A reference demands least of all, and is not what one ports to.
+        return (-demands if spec.priority >= Priority.PORTABLE else -5), f"{demands} demands on the platform"
+    tagged = objective.value in spec.tags
+    return float(tagged), f"tagged {objective.value}" if tagged else ""
+
+
+def consider(request: Request, override: Override | None = None, *, found: Found | None = None) -> Explanation:
+    """Passes every kernel of the request's operator through the gates, ranks what is left, and chooses.
+
+    ``found``: what to rank by in place of what tables say; an empty one gives the choice where nothing was measured.
+    """
+    specs = KernelRegistry.get().get_for_operator(request.family, request.mode)
+    wanted = override.kernel if override else None
+    failures = {spec.name: gate(spec, request, overridden=spec.name == wanted) for spec in specs}
+    rejected = [Verdict(spec, *failed) for spec in specs if (failed := failures[spec.name]) is not None]
+    passing = [spec for spec in specs if failures[spec.name] is None]
+    found = _find_measured(request) if found is None else found
+    results = {spec.name: found.results[spec.name] for spec in passing if spec.name in found.results}
+    accepted: list[Verdict] = []
+    for spec in passing:
+        overridden = spec.name == wanted
+        place, why = rank(spec, request, results)
+        if overridden:
+            full = gate(spec, request)
+            why = "override" + (f", although {full[1]}" if full else "") + f", {why}"
+        configured, refused = _configuration(spec, request, override if overridden else None, results.get(spec.name))
+        accepted.append(Verdict(spec, None, why + refused, (float(overridden), *place), configured))
+    accepted.sort(key=lambda verdict: (tuple(-part for part in verdict.rank), verdict.spec.name))
+    if len(accepted) > 1 and accepted[0].rank == accepted[1].rank:
+        first, second = accepted[0], accepted[1]
+        tie = f"{first.reason}; ties with {second.spec.name} ({second.spec.origin}) and precedes it by name"
+        accepted[0] = Verdict(first.spec, None, tie, first.rank, first.config)
+
+    chosen = accepted[0].spec if accepted else None
+    problem = ""
+    if override is not None and (chosen is None or chosen.name != wanted):
+        # An override that cannot be honoured is an error: quietly running something else would hide it.
+        chosen = None
+        problem = _why_no_override(override, request, rejected)
+    return Explanation(request, (*accepted, *rejected), chosen, override, problem, found.notes)
+
+
+def _configuration(
+    spec: KernelSpec, request: Request, override: Override | None, result: Tuned | None
+) -> tuple[Mapping[str, Any], str]:
+    """The configuration that a kernel would run with, and why not the measured one."""
+    if override is not None and override.config is not None:
+        return dict(override.config), ""
+    if result is None or not result.config:
+        return {}, ""
+    gap = spec.configuration_gap(result.config, request)  # another size of the bucket may be refused what was measured
+    return (result.config, "") if gap is None else ({}, f"; runs as untuned: {gap}")
+
+
+def _why_no_override(override: Override, request: Request, rejected: Iterable[Verdict]) -> str:
+    for verdict in rejected:
+        if verdict.spec.name == override.kernel:
+            return f"{override.kernel} is wanted by {override.source}, but fails the {verdict.gate} gate: {verdict.reason}"
+    try:
+        spec = KernelRegistry.get().get_by_name(override.kernel)
+    except KeyError as error:
+        return f"{override.source}: {error.args[0]}"
+    return f"{override.kernel} is wanted by {override.source}, but implements {spec.operator}, not {request.operator}"
+
+
+_decisions: dict[Any, SelectedKernel] = memo.new_memo()
+
+
+def select(request: Request, override: Override | None = None, arguments: Mapping[str, Any] | None = None) -> SelectedKernel:
+    """The kernel for a request; the same object every time until what it rests on changes.
+
+    Args:
+        request: what it is wanted for.
+        override: the kernel wanted by name.
+        arguments: those of the call, by name, to be measured on where the policy says so; None for a request without a call.
+
+    Raises:
+        NoKernelFoundError: no kernel passes, or the override does not.
+    Warns:
+        KernelLoadWarning: the best kernel cannot be imported; the next best serves the request.
+    """
+    # The type belongs to a trait's identity: True and 1 are equal, and not the same request.
+    traits = frozenset((name, type(value), value) for name, value in request.traits.items())
+    key = (
+        request.operator,
+        request.signature,
+        traits,
+        request.platform,
+        request.objective,
+        request.solution,
+        request.fixed_traits,
+        override,
+        _size_key(request),
+    )
+    known = _decisions.get(key)
+    if known is not None:
+        return known
+    provisional = override is None and arguments is not None and not _autotuned(request, arguments)
+    impl: Callable[..., Any] | None = None
+    while impl is None:  # a kernel that cannot be loaded is left out of the next round
+        started = memo.epoch()
+        explanation = consider(request, override)
+        if explanation.chosen is None:
+            raise NoKernelFoundError(explanation)
+        name, pretended = explanation.chosen.name, request.platform.pretended
+        impl = _refuse_to_launch(name, request.platform) if pretended else KernelRegistry.get().load_or_leave_out(name)
+    configured = explanation.verdicts[0].config
+    if config.settings().verbose:
+        logger.info("%s", explanation)
+    selected = SelectedKernel(name, functools.partial(impl, **configured) if configured else impl, configured, provisional)
+    if not provisional:
+        memo.remember(_decisions, key, selected, started, exceptions_in_key=True)
+    return selected
+
+
+def _size_key(request: Request) -> tuple[tuple[str, int], ...]:
+    """The buckets of a request's sizes where decisions depend on them."""
+    strategy = selection_policy().get_strategy(request.family, request.mode)
+    if strategy is SelectionStrategy.HEURISTIC and not measured.has_results(request.operator, request.platform):
+        return ()
+    return tuple(request.buckets.items())
+
+
+def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:
+    """Measures for a request if the policy says so and nothing holds; False if it should have and could not."""
+    policy = selection_policy()
+    if policy.get_strategy(request.family, request.mode) is not SelectionStrategy.AUTOTUNE:
+        return True
+    if request.platform.pretended or request.platform.emulated or _autotuner is None or _find_measured(request).results:
+        return True
+    if isinstance(_autotuner, str):
+        set_autotuner(load_object(_autotuner, "SelectionStrategy.AUTOTUNE"))
+        assert callable(_autotuner)
+    problem = _autotuner(request, arguments, policy.autotune_budget_s)
+    if problem and (request.operator, problem) not in _told:
+        _told.add((request.operator, problem))
+        warnings.warn(f"{request.operator} is not measured: {problem}; its kernel is chosen as without AUTOTUNE", stacklevel=5)
+    return not problem
+
+
+def _refuse_to_launch(name: str, platform: PlatformInfo) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"{name} was selected for {platform}, which is pretended: selections can be explained, nothing launches")
+
+    return refuse
+
+
+def make_request(
+    family: str,
+    mode: str,
+    format_signature: FormatSignature,
+    *,
+    platform: PlatformInfo | None = None,
+    objective: SelectionObjective | str | None = None,
+    traits: Mapping[str, Any] | None = None,
+    solution: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Request:
+    """A request with what is not given filled in: the current platform and the policy's objective."""
+    return Request(
+        family,
+        mode,
+        format_signature,
+        platform or current_platform(),
+        dict(traits or {}),
+        SelectionObjective(objective) if objective is not None else selection_policy().objective,
+        solution,
+        sizes=dict(sizes or {}),
+    )
+
+
+def select_kernel(
+    family: str,
+    mode: str,
+    format_signature: FormatSignature,
+    *,
+    platform: PlatformInfo | None = None,
+    objective: SelectionObjective | str | None = None,
+    traits: Mapping[str, Any] | None = None,
+    solution: str | None = None,
+    override: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> SelectedKernel:
+    """Chooses a kernel.
+
+    Args:
+        family, mode: the operator.
+        format_signature: formats of the operands.
+        platform: where it shall run; the current platform if not given. A pretended one gives a kernel that refuses to run.
+        objective: what to prefer; the policy's if not given.
+        traits: what the request needs; see `tokenspeed_kernel_base.traits`.
+        solution: only kernels made with this.
+        override: only this kernel; the platform and format gates still hold.
+        sizes: how large the call is, by the names of `Request.sizes`; tuned results are found by them.
+
+    Raises:
+        NoKernelFoundError: none will do; the message has every candidate with its reason.
+    """
+    request = make_request(
+        family,
+        mode,
+        format_signature,
+        platform=platform,
+        objective=objective,
+        traits=traits,
+        solution=solution,
+        sizes=sizes,
+    )
+    return select(request, override_of_call(family, mode, override))
+
+
+def explain_selection(
+    family: str,
+    mode: str,
+    format_signature: FormatSignature,
+    *,
+    platform: PlatformInfo | None = None,
+    objective: SelectionObjective | str | None = None,
+    traits: Mapping[str, Any] | None = None,
+    solution: str | None = None,
+    override: str | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> str:
+    """What `select_kernel` would choose and why, as text; never raises for want of a kernel. `consider` gives it as data."""
+    request = make_request(
+        family,
+        mode,
+        format_signature,
+        platform=platform,
+        objective=objective,
+        traits=traits,
+        solution=solution,
+        sizes=sizes,
+    )
+    return str(consider(request, override_of_call(family, mode, override)))
+
+
+def warmup_selection(ops: Iterable[tuple[str, str, FormatSignature, Mapping[str, Any] | None]] | None = None) -> list[str]:
+    """Makes decisions ahead of the first call, so that it need not import anything.
+
+    Args:
+        ops: family, mode, signature and traits of each request to come. None imports every kernel that this platform can run.
+
+    Returns:
+        Names of the kernels that are now loaded.
+
+    Raises:
+        NoKernelFoundError: nothing serves one of ``ops``.
+    """
+    if ops is not None:
+        return [select_kernel(family, mode, signature, traits=traits).name for family, mode, signature, traits in ops]
+    platform, registry = current_platform(), KernelRegistry.get()
+    ready = [spec.name for spec in registry.list_kernels() if spec.capability.satisfied_by(platform)]
+    return [name for name in ready if registry.load_or_leave_out(name) is not None]

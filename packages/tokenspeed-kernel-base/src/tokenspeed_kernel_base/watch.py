@@ -1,0 +1,79 @@
+"""Who watches calls: profilers, captures, whoever wants to see each one.
+
+Watching costs nothing while nobody does it. A watcher makes every call be decided afresh (see `tokenspeed_kernel_base.memo`), and
+deciding is where calls are seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base.signature import FormatSignature
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, as a watcher sees it.
+
+    Attributes:
+        family, mode: the operator.
+        kernel: name of the kernel that serves it.
+        signature: its formats.
+        tensors: its tensors by name.
+        key: equal for calls of the same description.
+        arguments: all of its arguments by name.
+        traits: what it asks of a kernel.
+        read_work: reads the values that decide how much there is to do, or None where the operator has none; may wait for the device.
+    """
+
+    family: str
+    mode: str
+    kernel: str
+    signature: FormatSignature
+    tensors: Mapping[str, torch.Tensor]
+    key: Hashable
+    arguments: Mapping[str, Any]
+    traits: Mapping[str, Any]
+    read_work: Callable[[], Any]
+
+
+# ``watcher(call, run)`` returns what is run in the place of ``run``, or ``run`` itself.
+Watcher = Callable[[Call, Callable[..., Any]], Callable[..., Any]]
+
+_watchers: tuple[Watcher, ...] = ()
+_lock = threading.Lock()
+
+
+def start(watcher: Watcher) -> None:
+    """Shows every call from now on to a watcher; the last one to start is the outermost."""
+    global _watchers
+    with _lock:
+        _watchers = (*_watchers, watcher)
+        memo.enter_exceptional()
+
+
+def stop(watcher: Watcher) -> None:
+    """Ends what `start` began; nothing if it was not begun."""
+    global _watchers
+    with _lock:
+        if watcher in _watchers:
+            _watchers = tuple(w for w in _watchers if w != watcher)
+            memo.leave_exceptional()
+
+
+def watching() -> bool:
+    """Whether anybody watches."""
+    return bool(_watchers)
+
+
+def watched(call: Call, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` as it must be run for one call."""
+    for watcher in _watchers:
+        run = watcher(call, run)
+    return run

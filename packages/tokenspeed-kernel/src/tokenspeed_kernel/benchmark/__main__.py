@@ -1,6 +1,0 @@
-"""``python -m tokenspeed_kernel.benchmark`` is ``tokenspeed-kernel bench``."""
-
-from tokenspeed_kernel.__main__ import main
-
-if __name__ == "__main__":
-    main("bench")

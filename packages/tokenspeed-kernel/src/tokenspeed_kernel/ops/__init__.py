@@ -1,5 +1,0 @@
-"""The operators. Importing this package declares all of them."""
-
-from tokenspeed_kernel.ops import activation, attention, embedding, gemm, kvcache, moe, norm, quantization, sampling
-
-__all__ = ["activation", "attention", "embedding", "gemm", "kvcache", "moe", "norm", "quantization", "sampling"]

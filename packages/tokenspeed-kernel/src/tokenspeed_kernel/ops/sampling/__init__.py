@@ -1,7 +1,0 @@
-"""From logits to the next token."""
-
-from tokenspeed_kernel.ops.sampling import triton  # noqa: F401  (registers its kernels)
-from tokenspeed_kernel.ops.sampling.argmax import argmax
-from tokenspeed_kernel.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
-
-__all__ = ["argmax", "sample_top_k_top_p"]

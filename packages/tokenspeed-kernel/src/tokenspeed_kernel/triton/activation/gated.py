@@ -1,0 +1,146 @@
+"""Gated activations of rows that hold gate and up: one program a tile of rows and of columns of the result.
+
+`silu_and_mul` is `swiglu` of slope 1, without clamp and bias, so that one kernel serves both.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import as_rows, has_rows
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program makes: rows and columns of the result, both powers of two."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# H200, bf16, results of 96 to 2880 columns in 2^26 elements: 97 to 102% of what a copy moves, interleaved or not. Half the elements
+# for as many warps 82 to 95%; half the warps 95% where interleaved, and 2.4 us instead of 1.8 for 64 rows of 2880.
+_ELEMENTS, _WARPS = 1024, 4
+# Rows of pairs that may be taken as one: 99% where tiles that end with each row move 83 to 96%.
+_JOINED = 64
+
+
+@functools.cache
+def tile_for(intermediate: int) -> Tile:
+    """The tile for results of this many columns."""
+    columns = min(triton.next_power_of_2(intermediate), _ELEMENTS)
+    return Tile(_ELEMENTS // columns, columns, _WARPS)
+
+
+@triton.jit
+def clamp_gated(gate, up, limit):
+    """``min(gate, limit)`` and ``min(max(up, -limit), limit)``, where NaN stays NaN."""
+    return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+
+
+@triton.jit
+def gated(gate, up, alpha, beta):
+    """``(up + beta) * gate * sigmoid(alpha * gate)``, all float32."""
+    return (up + beta) * (gate / (1.0 + tl.exp(-alpha * gate)))
+
+
+@triton.jit(do_not_specialize=["rows", "column_tiles"])
+def gated_kernel(
+    x,
+    out,
+    rows,
+    intermediate,
+    column_tiles,
+    alpha,
+    limit,
+    beta,
+    x_stride,
+    out_stride,
+    PLAIN: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = (program // column_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = (program % column_tiles) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)[None, :]
+    row_inside = row < rows
+    row = row.to(tl.int64)
+    inside = row_inside & (column < intermediate)
+    if INTERLEAVED:
+        pairs = 2 * first + tl.arange(0, 2 * COLUMNS)[None, :]
+        loaded = tl.load(x + row * x_stride + pairs, mask=row_inside & (pairs < 2 * intermediate), other=0.0)
+        gate, up = tl.split(tl.reshape(loaded, (ROWS, COLUMNS, 2)))
+    else:
+        gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+        up = tl.load(x + row * x_stride + intermediate + column, mask=inside, other=0.0)
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    if PLAIN:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        if CLAMPED:
+            gate, up = clamp_gated(gate, up, limit)
+        result = gated(gate, up, alpha, beta)
+    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(
+    x: Tensor, out: Tensor | None, alpha: float, limit: float | None, beta: float, interleaved: bool, plain: bool
+) -> Tensor:
+    intermediate = x.shape[-1] // 2
+    result = out if out is not None and has_rows(out) else x.new_empty((*x.shape[:-1], intermediate))
+    if result.numel():
+        source, target = as_rows(x), as_rows(result)
+        rows, x_stride, out_stride = source.shape[0], source.stride(0), target.stride(0)
+        if interleaved and x_stride == 2 * intermediate == 2 * out_stride:
+            # Pair by pair, dense rows are one long row. Joined, they fill tiles better.
+            joined = math.gcd(rows, _JOINED)
+            rows, intermediate = rows // joined, intermediate * joined
+            x_stride, out_stride = x_stride * joined, out_stride * joined
+        tile = tile_for(intermediate)
+        column_tiles = -(-intermediate // tile.columns)
+        gated_kernel[(-(-rows // tile.rows) * column_tiles,)](
+            source,
+            target,
+            rows,
+            intermediate,
+            column_tiles,
+            float(alpha),
+            0.0 if limit is None else float(limit),
+            float(beta),
+            x_stride,
+            out_stride,
+            PLAIN=plain,
+            CLAMPED=limit is not None,
+            INTERLEAVED=interleaved,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            num_warps=tile.warps,
+        )
+    return result if out is None or out is result else out.copy_(result)
+
+
+def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """See `tokenspeed_kernel.silu_and_mul`."""
+    return _launch(x, out, 1.0, None, 0.0, interleaved=False, plain=True)
+
+
+def swiglu(
+    x: Tensor,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    beta: float = 1.0,
+    interleaved: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `tokenspeed_kernel.swiglu`."""
+    return _launch(x, out, alpha, limit, beta, interleaved, plain=False)

@@ -1,0 +1,135 @@
+"""A call of multi-head attention to many queries, and what its kernels take of it.
+
+Rows are *packed*: row r of a sequence is position ``r // GROUP`` and, of the query heads that share a key head, ``r % GROUP``. So
+a key is read once for all of them, and a tile of rows spans few positions.
+
+Lengths are known on the device only. The rows of all sequences share a grid of *slots*, each of so many rows; sequence b owns those
+from ``cu_seqlens[b] * GROUP // rows + b`` on: always enough for its rows, never more than one too many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_kernel.triton.attention import _online_softmax as softmax
+from tokenspeed_kernel.triton.attention._fp8 import fp8_operand, widened
+from tokenspeed_kernel.triton.common import dense, for_architecture
+from tokenspeed_kernel_base.checks import FP8
+
+_TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+_SEQUENCES_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of `mha_prefill` or `mha_extend_with_kvcache`, with defaults and outputs filled in.
+
+    Attributes:
+        k, v: ``[tokens, kv_heads, dim]``, or ``[pages, page_size, kv_heads, dim]`` where there is a page_table.
+        lse: contiguous, or None.
+        cu_seqlens: of the queries.
+        longest: an upper bound of the keys of a sequence.
+        shortest: sequences of fewer queries are passed over.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor | None
+    cu_seqlens: Tensor
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    logit_cap: float
+    sinks: Tensor | None
+    longest: int
+    page_table: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    shortest: int = 1
+
+    @property
+    def batch(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.kv_heads
+
+    @property
+    def page_size(self) -> int:
+        return 0 if self.page_table is None else self.k.shape[1]
+
+    def slots(self, rows: int) -> int:
+        """Slots of so many rows."""
+        return self.q.shape[0] * self.group // rows + self.batch if self.q.shape[0] else 0
+
+    def operands(self) -> list[Any]:
+        """The first arguments of a kernel."""
+        pages = (0,) if self.page_table is None else ()
+        (q, _), (k, _), (v, _) = fp8_operand(self.q), fp8_operand(self.k), fp8_operand(self.v)
+        return [
+            *(q, k, v, self.out, self.lse, dense(self.cu_seqlens), dense(self.cache_seqlens), self.page_table, dense(self.sinks)),
+            *(dense(self.q_scale), dense(self.k_scale), dense(self.v_scale)),
+            *(*q.stride(), *pages, *k.stride(), *pages, *v.stride(), *self.out.stride()),
+            *((0, 0) if self.page_table is None else self.page_table.stride()),
+            self.batch,
+            0 if self.page_table is None else self.page_table.shape[1] * self.page_size,
+            self.window_left,
+            *softmax.score_factors(self.softmax_scale, self.logit_cap),
+        ]
+
+    def constants(self) -> dict[str, Any]:
+        """Constants of a kernel."""
+        # Every fp8 number is a bfloat16.
+        dtype = _TRITON_DTYPES[torch.bfloat16 if self.q.dtype in FP8 else self.q.dtype]
+        scales = {"Q_SCALES": self.q_scale, "K_SCALES": self.k_scale, "V_SCALES": self.v_scale}
+        return {
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "HEAD_DIM": self.q.shape[2],
+            "V_HEAD_DIM": self.v.shape[-1],
+            "PAGE_SIZE": self.page_size,
+            # The distance between the scales of neighbouring heads: 0 where there is one for all.
+            **{name: int(scale is not None and scale.numel() > 1) for name, scale in scales.items()},
+            "HAS_CAP": self.logit_cap > 0,
+            # The interpreter's products of bfloat16 are wrong.
+            "DTYPE": for_architecture({"cpu": tl.float32, "any": dtype}, self.q.device),
+            "Q_FP8": fp8_operand(self.q)[1],
+            "KV_FP8": fp8_operand(self.k)[1],
+            "AT_ONCE": min(_SEQUENCES_AT_ONCE, max(16, triton.next_power_of_2(self.batch))),
+        }
+
+
+@triton.jit
+def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The sequence that owns a slot of ROWS rows."""
+    count = 0
+    for start in range(0, batch, AT_ONCE):
+        at = start + tl.arange(0, AT_ONCE)
+        begins = tl.load(cu_seqlens + at, mask=at < batch, other=0)
+        count += tl.sum(((begins * GROUP // ROWS + at <= slot) & (at < batch)).to(tl.int32))
+    return count - 1
+
+
+@triton.jit
+def columns_of(rows, columns, stride, WIDTH: tl.constexpr, DTYPE: tl.constexpr, FP8: tl.constexpr):
+    """Columns of the rows that begin at pointers ``rows``, in the dtype of the products; those from WIDTH on are 0."""
+    if WIDTH is None:
+        x = tl.load(rows[:, None] + columns[None, :] * stride)
+    else:
+        x = tl.load(rows[:, None] + columns[None, :] * stride, mask=(columns < WIDTH)[None, :], other=0.0)
+    return widened(x, DTYPE, FP8)

@@ -1,0 +1,91 @@
+"""Which tiles serve a call of multi-head attention to many queries, by architecture.
+
+Figures are TFLOP/s on an H200, causal, 8192 tokens in a sequence unless said otherwise, with Triton 3.6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenspeed_kernel.triton.attention import _mha_band, _mha_tiles
+from tokenspeed_kernel.triton.attention._mha_band import Band
+from tokenspeed_kernel.triton.attention._mha_call import Call
+from tokenspeed_kernel.triton.attention._mha_tiles import Tiles
+from tokenspeed_kernel.triton.common import for_architecture
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Tiles by the wider of a head's key and value: up to 64, 128 and 256 columns. An fp8 cache may have others for 128."""
+
+    narrow: Tiles
+    wide: Tiles
+    widest: Tiles
+    wide_fp8: Tiles | None = None
+
+
+_CHOICES = {
+    "sm_90": Choices(
+        # 400 to 418; 312 at 16 x 1024. Four programs to a multiprocessor, which takes the limit of registers: while one
+        # exponentiates, another multiplies. Without it three, 375 and 282. 128 x 64: 379 and 282; 64 x 128: 411 and 271; keys by
+        # pointers: 379.
+        narrow=Tiles(64, 64, 4, 2, "apart", descriptors=True, edge_stages=2, registers=128, edges_first=True),
+        # 500 to 514. With edges_first the compiler serialises the products: 390. 128 x 128 and 8 warps: 475; by pointers 448 at
+        # most.
+        wide=Tiles(64, 64, 4, 3, "apart", descriptors=True, edge_stages=2),
+        # 497 with 256 columns; 64 x 64: 358, 128 x 32: 411.
+        widest=Tiles(128, 64, 8, 2, "apart", descriptors=True, edge_stages=2),
+        # 348, where keys and values are widened on their way; 64 x 64: 290.
+        wide_fp8=Tiles(128, 128, 8, 2),
+    ),
+    # The others were not measured: what compiles without spills.
+    "sm_100": Choices(
+        narrow=Tiles(128, 64, 4, 3, "apart", descriptors=True),
+        wide=Tiles(128, 64, 8, 3, "apart", descriptors=True),
+        widest=Tiles(64, 32, 8, 2),
+    ),
+    "amd": Choices(narrow=Tiles(128, 64, 4, 2), wide=Tiles(128, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
+    "any": Choices(narrow=Tiles(64, 64, 4, 2), wide=Tiles(64, 64, 8, 2), widest=Tiles(64, 32, 8, 2)),
+}
+# A window of 128 over 16 x 8192 tokens: 1.37 ms; by blocks of 32 keys 1.8 ms.
+_BAND = Band(64, 4)
+_BAND_KEYS = (64, 128)
+_FEW_LATER = 16
+
+
+def choose(call: Call, longest_q: int) -> Tiles | Band:
+    """The tiles for a call, of which a sequence has at most ``longest_q`` queries."""
+    widest = max(call.q.shape[2], call.v.shape[-1])
+    rows = longest_q * call.group
+    if call.q.dtype == torch.float32:
+        return Tiles(16, 32, 4, 2) if rows <= 16 else Tiles(32, 32, 8, 2)
+    if _in_a_band(call, rows, widest):
+        return _BAND
+    choices = for_architecture(_CHOICES, call.q.device)
+    if rows <= 32 and choices is not _CHOICES["sm_90"]:  # there a tile of 64 rows costs no more: its products are asynchronous
+        return Tiles(16 if rows <= 16 else 32, 64 if widest <= 128 else 32, 4, 2)
+    if widest > 128:
+        return choices.widest
+    if widest <= 64:
+        return choices.narrow
+    if call.k.dtype != call.q.dtype and choices.wide_fp8 is not None and rows > 64:
+        return choices.wide_fp8
+    return choices.wide
+
+
+def _in_a_band(call: Call, rows: int, widest: int) -> bool:
+    """Whether all keys of a tile go into one block that is not much larger than the window."""
+    if not call.causal or call.window_left < 0 or rows <= _BAND.block_m or widest > 128:
+        return False
+    main, tail = _mha_band.band_widths(_BAND.block_m, call.group, call.window_left)
+    return _BAND_KEYS[0] <= main <= _BAND_KEYS[1] and tail <= _FEW_LATER
+
+
+def attend(choice: Tiles | Band, call: Call) -> None:
+    """Launches what was chosen."""
+    if isinstance(choice, Band):
+        _mha_band.attend(choice, call)
+    else:
+        _mha_tiles.attend(choice, call)

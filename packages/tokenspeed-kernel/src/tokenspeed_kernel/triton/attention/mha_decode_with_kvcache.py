@@ -1,0 +1,573 @@
+"""Attention of the newest tokens to a paged cache.
+
+All query heads of a key head, and all new tokens of a sequence, are the rows of one tile, so that a key is read once. Memory
+decides the speed: a program is a warp or a few, several share a multiprocessor, and each keeps some blocks of keys and values on
+the way. Long sequences are split over programs, see `_split_kv`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_kernel.triton.attention import _online_softmax as softmax
+from tokenspeed_kernel.triton.attention._fp8 import fp8_operand, widened
+from tokenspeed_kernel.triton.attention._fp8_pairs import even_and_odd, pairable, paired
+from tokenspeed_kernel.triton.attention._split_kv import (
+    OVERLAPPING,
+    blocks_a_unit,
+    blocks_of,
+    find_unit,
+    first_block,
+    merge_units,
+    plan_units,
+    served_length,
+    units_of,
+)
+from tokenspeed_kernel.triton.common import dense, for_architecture, multiprocessors
+from tokenspeed_kernel_base.checks import FP8
+from tokenspeed_kernel_base.ops.attention._softmax import output_dtype, softmax_scale_of
+from tokenspeed_kernel_base.platform import platform_of
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a program walks its keys, and how work is cut.
+
+    The figures beside the constants are microseconds on an H200, in a CUDA graph, of 64 query heads and 8 key heads of dimension
+    64, bfloat16, pages of 64, where nothing else is said: "64 x 8K" are 64 sequences of 8192 tokens.
+
+    Attributes:
+        block_n: keys at once.
+        num_warps: of a program.
+        num_stages: of the loop; the compiler halves them between page numbers, which come first, and keys and values.
+        resident: programs that share a multiprocessor.
+        waves: how often the device is filled with programs where there is much work.
+        long: keys of a program that are enough for its start and end not to matter.
+        least: keys that a program has at least, where a sequence has as many.
+        whole: a sequence of at most so many keys is never split.
+    """
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    resident: int
+    waves: int = 3  # 64 x 8K: 261, with 5 or 6: 262; 64 x 1K: 39, with 6: 41
+    long: int = 2048  # 16 x 8K: 73, with 1024: 78. 64 x 8K with 4096: 256 for 261, but with an fp8 cache 169 for 147
+    least: int = 128  # 1 x 1K: 6.6, with 256: 7.7, with 64: 6.7
+    whole: int = 256  # 64 x 8K in a window of 128: 8.8; split and merged: 11.1
+
+
+# Shared memory of a multiprocessor, of which the keys on their way take most.
+_SHARED_BYTES = {"sm_80": 160_000, "sm_90": 225_000, "sm_100": 225_000, "sm_103": 225_000, "amd": 64_000, "any": 98_000}
+_OTHER_BYTES = 4_000  # of a program, besides those keys
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What tuning found for a call in the place of what `_config` knows: see `Config`."""
+
+    block_n: int | None = None
+    num_warps: int | None = None
+
+
+_UNMEASURED = Measured()
+
+
+def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: torch.device, measured: Measured) -> Config:
+    """For keys that take ``key_bytes`` with their values, tiles of ``rows`` query rows, and products of ``dtype``.
+
+    ``lean``: no registers go to masks of a window or of each row, to the pages of each key, nor to operands in two parts.
+    """
+    room = for_architecture(_SHARED_BYTES, device)
+    # 32 keys at once: 16 x 8K 76 for 72; 128: 75, and 64 x 1K 43 for 38.
+    # Two buffers (5 stages): 16 x 8K 86 for 72, four (9 stages): 83, as fewer programs are resident. But where a tile has many rows
+    # of 128 wide keys (64 heads on one, 64 x 4K), four: 47 for 56.
+    block_n, num_stages = 64, 9 if rows > 32 and key_bytes >= 512 else 7
+    if rows > 32 or key_bytes > 512:
+        num_warps = 4  # the tile's registers; with 64 rows two warps: 341 for 297
+    else:
+        # 64 x 1K: one warp 37, two 38, four 40; but what is not lean would spill. 64 x 8K, 4 new tokens: 273, 292, 300.
+        num_warps = 1 if lean and key_bytes <= 256 else 2
+    if dtype == torch.float32:  # no tensor cores: products take registers
+        block_n, num_warps = 32, 4
+    if platform_of(device).is_amd:  # not measured: what compiles without spills
+        num_warps, num_stages = 4, 2
+    while block_n > 16 and block_n * key_bytes > 32_768:  # of dimension 128, 128 x 2K: 64 keys 257, 32 keys 271
+        block_n //= 2
+    block_n, num_warps = measured.block_n or block_n, measured.num_warps or num_warps
+    while num_stages > 3 and num_stages // 2 * block_n * key_bytes > room - 8 * _OTHER_BYTES:
+        num_stages -= 2
+    resident = room // (num_stages // 2 * block_n * key_bytes + _OTHER_BYTES)
+    return Config(block_n, num_warps, num_stages, min(8, max(1, resident)))
+
+
+_LEAST_ROWS = 16  # of a product's tile
+# Key heads are packed until a key takes so many bytes, a line of the cache. With an fp8 cache, 64 x 8K: 146, unpacked 208; with
+# 256 bytes, bfloat16: 261 for 264, but 1 x 1K 7.5 for 6.7.
+_PACKED_BYTES = 128
+_TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@triton.jit(do_not_specialize=["page_table_stride_b", "batch", "capacity", "window_left", "least", "wave", "waves_units", "long"])
+def _decode(
+    q,  # [batch * Q_LEN, HEADS * GROUP, HEAD_DIM]
+    k_cache,  # [pages, PAGE_SIZE, HEADS, HEAD_DIM]
+    v_cache,  # [pages, PAGE_SIZE, HEADS, V_HEAD_DIM]
+    page_table,  # [batch, max_pages]
+    cache_seqlens,
+    cu_seqlens_q,  # None where every sequence has Q_LEN new tokens; else sequences with none, or more, are passed over
+    sinks,
+    q_scale,
+    k_scale,
+    v_scale,
+    out,
+    lse,
+    partial,
+    partial_lse,
+    q_stride_t,
+    q_stride_h,
+    q_stride_d,
+    k_stride_p,
+    k_stride_t,
+    k_stride_h,
+    k_stride_d,
+    v_stride_p,
+    v_stride_t,
+    v_stride_h,
+    v_stride_d,
+    page_table_stride_b,
+    page_table_stride_p,
+    out_stride_t,
+    out_stride_h,
+    out_stride_d,
+    batch,
+    capacity,
+    window_left,
+    multiplier,
+    cap_log2,
+    least,
+    wave,
+    waves_units,
+    long,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    Q_SCALES: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    RESCALED: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    FP8: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PACKED: tl.constexpr,
+    ALIKE: tl.constexpr,
+    FAR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One unit: a tile of the query rows of a key head (or of several), and a share of the keys of their sequence.
+
+    Where heads have few rows, PACKED of them are one head of keys as wide as all: a query is 0 in the columns of other heads, and
+    of its values' sum only the columns of its own head are kept. The tile would have been as large, and memory is read in longer
+    pieces. (So an infinite key of one head also spoils those that share its program.)
+    """
+    ROWS: tl.constexpr = GROUP * Q_LEN
+    EACH: tl.constexpr = 2 if PAIRS else 1  # numbers in an element of the cache as it is read
+    COLUMNS: tl.constexpr = PACKED * HEAD_DIM // EACH
+    V_COLUMNS: tl.constexpr = PACKED * V_HEAD_DIM // EACH
+    PROGRAMS: tl.constexpr = HEADS // PACKED
+    TILES: tl.constexpr = (ROWS + BLOCK_M - 1) // BLOCK_M
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # Programs of all heads of the same keys lie side by side: their keys are neighbours in memory.
+    unit = tl.program_id(0) // (PROGRAMS * TILES)
+    head = tl.program_id(0) // TILES % PROGRAMS * PACKED
+    tile = tl.program_id(0) % TILES
+    sequence = unit
+    first_unit = unit
+    if SPLIT:
+        share = blocks_a_unit(
+            cache_seqlens, cu_seqlens_q, batch, capacity, Q_LEN, window_left, least, wave, waves_units, long, WINDOWED, BLOCK_N,
+            AT_ONCE,
+        )  # fmt: skip
+        sequence, first_unit = find_unit(
+            unit, share, cache_seqlens, cu_seqlens_q, batch, capacity, Q_LEN, window_left, WINDOWED, BLOCK_N, AT_ONCE
+        )
+        if sequence >= batch:
+            return
+    first_token = sequence.to(tl.int64) * Q_LEN
+    q_len = Q_LEN
+    if cu_seqlens_q is not None:
+        first_token = tl.load(cu_seqlens_q + sequence).to(tl.int64)
+        q_len = (tl.load(cu_seqlens_q + sequence + 1) - first_token).to(tl.int32)
+        if q_len > Q_LEN:
+            return
+    length = served_length(cache_seqlens, cu_seqlens_q, sequence, capacity, Q_LEN)
+    first = first_block(length, Q_LEN, window_left, WINDOWED, BLOCK_N)
+    blocks = blocks_of(length, Q_LEN, window_left, WINDOWED, BLOCK_N)
+    units = 1
+    begin, end = first, first + blocks
+    if SPLIT:  # shares of a sequence differ by one block at most
+        units = units_of(blocks, share)
+        each, more, at = blocks // units, blocks % units, unit - first_unit
+        begin = first + at * each + tl.minimum(at, more)
+        end = begin + each + (at < more).to(tl.int32)
+
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = row < PACKED * ROWS
+    own = row // ROWS  # which of the heads
+    row = row % ROWS
+    if cu_seqlens_q is not None:
+        real &= row < q_len * GROUP
+    token = first_token + row // GROUP
+    q_head = (head + own) * GROUP + row % GROUP
+    position = length - q_len + row // GROUP
+    d = tl.arange(0, BLOCK_D)
+    w = tl.arange(0, BLOCK_W)
+    if PACKED > 1:
+        asked = real[:, None] & ((d * EACH // HEAD_DIM)[None, :] == own[:, None])
+    else:
+        asked = real[:, None] & (d < COLUMNS)[None, :]
+    q_at = q + token[:, None] * q_stride_t + q_head[:, None] * q_stride_h + (d * EACH % HEAD_DIM)[None, :] * q_stride_d
+    queries = tl.load(q_at, mask=asked, other=0.0)
+    queries_odd = queries
+    if PAIRS:
+        queries_odd = tl.load(q_at + q_stride_d, mask=asked, other=0.0)
+    if RESCALED:  # to float16's range, by a power of 2 that the scores are given back
+        top = tl.maximum(tl.max(tl.abs(queries.to(tl.float32))), tl.max(tl.abs(queries_odd.to(tl.float32))))
+        exponent = ((top.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127 - 14
+        exponent = tl.minimum(tl.maximum(exponent, -100), 112)
+        down = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+        queries = (queries.to(tl.float32) * down).to(DTYPE)
+        queries_odd = (queries_odd.to(tl.float32) * down).to(DTYPE)
+        multiplier *= ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        queries = widened(queries, DTYPE, Q_FP8)
+        queries_odd = widened(queries_odd, DTYPE, Q_FP8)
+    EACH_SCALED: tl.constexpr = PACKED > 1 and (Q_SCALES > 0 or K_SCALES > 0)
+    row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+    if q_scale is not None:
+        if EACH_SCALED:
+            row_scale *= tl.load(q_scale + (head + own) * Q_SCALES, mask=real, other=1.0)
+        else:
+            multiplier *= tl.load(q_scale + head * Q_SCALES)
+    if k_scale is not None:
+        if EACH_SCALED:
+            row_scale *= tl.load(k_scale + (head + own) * K_SCALES, mask=real, other=1.0)
+        else:
+            multiplier *= tl.load(k_scale + head * K_SCALES)
+
+    pages = page_table + sequence.to(tl.int64) * page_table_stride_b
+    k_head = k_cache + head.to(tl.int64) * k_stride_h
+    v_head = v_cache + head.to(tl.int64) * v_stride_h
+    low = first * 0
+    if WINDOWED:
+        low = tl.maximum(length - Q_LEN - window_left, 0)
+    n = tl.arange(0, BLOCK_N)
+    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
+    acc_odd = acc
+    for block in tl.range(begin, end, num_stages=STAGES):
+        # Keys that no query sees are not read, as they may be NaN: the nearest one that some query sees stands in.
+        key = block * BLOCK_N + n
+        held = tl.maximum(tl.minimum(key, length - 1), low)
+        slot = held % PAGE_SIZE
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(pages + block // (PAGE_SIZE // BLOCK_N) * page_table_stride_p)
+        else:
+            page = tl.load(pages + held // PAGE_SIZE * page_table_stride_p)
+        if FAR:
+            page = page.to(tl.int64)
+        k_row = page * k_stride_p + slot * k_stride_t
+        if ALIKE:
+            v_row = k_row
+        else:
+            v_row = page * v_stride_p + slot * v_stride_t
+        k_at = k_head + (k_row[:, None] + (d * k_stride_d)[None, :])
+        v_at = v_head + (v_row[:, None] + (w * v_stride_d)[None, :])
+        if BLOCK_D == COLUMNS:
+            k = tl.load(k_at)
+        else:
+            k = tl.load(k_at, mask=(d < COLUMNS)[None, :], other=0)
+        if BLOCK_W == V_COLUMNS:
+            v = tl.load(v_at)
+        else:
+            v = tl.load(v_at, mask=(w < V_COLUMNS)[None, :], other=0)
+        if PAIRS:
+            k_even, k_odd = even_and_odd(tl.trans(k), DTYPE, FP8)
+            products = tl.dot(queries, k_even, input_precision="ieee")
+            products = tl.dot(queries_odd, k_odd, products, input_precision="ieee")
+        else:
+            products = tl.dot(queries, widened(tl.trans(k), DTYPE, FP8), input_precision="ieee")
+        if EACH_SCALED:
+            products *= row_scale[:, None]
+        if Q_LEN == 1:
+            visible = key < length
+            if WINDOWED:
+                visible &= key >= low
+            visible = visible[None, :]
+        else:
+            visible = key[None, :] <= position[:, None]
+            if WINDOWED:
+                visible &= key[None, :] >= position[:, None] - window_left
+        weights, decay, largest, total = softmax.step(largest, total, products, multiplier, cap_log2, visible, HAS_CAP, True)
+        weights = weights.to(DTYPE)
+        if PAIRS:
+            v_even, v_odd = even_and_odd(v, DTYPE, FP8)
+            acc = tl.dot(weights, v_even, acc * decay[:, None], input_precision="ieee")
+            acc_odd = tl.dot(weights, v_odd, acc_odd * decay[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(weights, widened(v, DTYPE, FP8), acc * decay[:, None], input_precision="ieee")
+
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
+        w = tl.arange(0, 2 * BLOCK_W)
+    if v_scale is not None:
+        acc *= tl.load(v_scale + (head + own) * V_SCALES, mask=real, other=1.0)[:, None]
+    held_w = real[:, None] & ((w // V_HEAD_DIM)[None, :] == own[:, None])
+    w = w % V_HEAD_DIM
+    if SPLIT and units > 1:
+        at_row = (unit.to(tl.int64) * HEADS + head + own) * ROWS + row
+        shift = tl.where(largest == -float("inf"), 0.0, largest)
+        tl.store(partial_lse + at_row, shift + tl.log2(total), mask=real)
+        acc *= softmax.reciprocal_of(total)[:, None]
+        tl.store(partial + at_row[:, None] * V_HEAD_DIM + w[None, :], acc, mask=held_w)
+        return
+    if sinks is not None:
+        sink = tl.load(sinks + q_head, mask=real, other=0.0)
+        decay, largest, total = softmax.join_sink(largest, total, sink)
+        acc *= decay[:, None]
+    acc *= softmax.reciprocal_of(total)[:, None]
+    out_at = out + token[:, None] * out_stride_t + q_head[:, None] * out_stride_h + w[None, :] * out_stride_d
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=held_w)
+    if lse is not None:
+        tl.store(lse + token * (HEADS * GROUP) + q_head, softmax.log_sum_exp(largest, total), mask=real)
+
+
+def _packed(k_cache: Tensor, v_cache: Tensor, rows: int) -> int:
+    """How many key heads of ``rows`` query rows share a program: all in the least tile, side by side in memory."""
+    packed, heads = 1, k_cache.shape[2]
+    for cache in (k_cache, v_cache):
+        dim = cache.shape[3]
+        if cache.stride(2) != dim * cache.stride(3) or dim & (dim - 1):
+            return 1
+    key_bytes = max(k_cache.shape[3], v_cache.shape[3]) * k_cache.element_size()
+    while heads % (2 * packed) == 0 and 2 * packed * rows <= _LEAST_ROWS and 2 * packed * key_bytes <= _PACKED_BYTES:
+        packed *= 2
+    return packed
+
+
+def _reach(x: Tensor) -> int:
+    """How far the last element is from the first, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _scales(scale: Tensor | None) -> int:
+    """The stride of the scales of key heads: 0 if they share one."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+
+
+def mha_decode_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_k: int,
+    max_seqlen_q: int = 1,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    block_n: int | None = None,
+    num_warps: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See the operator."""
+    if out is None:
+        out = torch.empty((*q.shape[:2], v_cache.shape[3]), dtype=output_dtype(q), device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+    attend_newest(
+        q, None, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, max_seqlen_q, window_left, logit_cap, sinks,
+        softmax_scale, q_scale, k_scale, v_scale, out, lse, Measured(block_n, num_warps),
+    )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def attend_newest(
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_k: int,
+    max_seqlen_q: int,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    softmax_scale: float | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None,
+    measured: Measured = _UNMEASURED,
+) -> None:
+    """Attention of a few new tokens a sequence, into ``out`` and ``lse``.
+
+    Args:
+        cu_seqlens_q: None where every sequence has max_seqlen_q new tokens. Otherwise those with more are passed over: nothing is
+            written for them.
+    """
+    if out.numel() == 0 and (lse is None or lse.numel() == 0):
+        return
+    cache_seqlens, cu_seqlens_q, sinks = cache_seqlens.contiguous(), dense(cu_seqlens_q), dense(sinks)
+    device, batch = q.device, cache_seqlens.shape[0]
+    _, page_size, heads, head_dim = k_cache.shape
+    v_head_dim = v_cache.shape[3]
+
+    pairs = pairable(k_cache) and pairable(v_cache)
+    each = 2 if pairs else 1
+    # Narrow queries and keys meet in the dtype that holds both.
+    if k_cache.dtype not in FP8 or q.dtype == torch.float32:
+        dtype = q.dtype
+    else:
+        dtype = torch.float16
+    dtype = for_architecture({"cpu": torch.float32, "any": dtype}, device)  # the interpreter's products of bfloat16 are wrong
+    rescaled = q.dtype == torch.bfloat16 and dtype == torch.float16
+    group = q.shape[1] // heads
+    rows = group * max_seqlen_q
+    packed = _packed(k_cache, v_cache, rows)
+    block_m = min(64, max(_LEAST_ROWS, triton.next_power_of_2(rows * packed)))
+    tiles = triton.cdiv(rows * packed, block_m)
+    block_d = triton.next_power_of_2(max(16, head_dim * packed // each))
+    block_w = triton.next_power_of_2(max(16, v_head_dim * packed // each))
+    lean = max_seqlen_q == 1 and window_left < 0 and page_size % 64 == 0 and not pairs
+    config = _config((block_d + block_w) * k_cache.element_size() * each, block_m, dtype, lean, device, measured)
+    programs = heads // packed * tiles
+    capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
+    blocks = triton.cdiv(capacity, config.block_n)
+    if window_left >= 0:
+        blocks = min(blocks, triton.cdiv(max_seqlen_q + window_left, config.block_n) + 1)
+    sm_count = multiprocessors(device)
+    plan = plan_units(
+        batch,
+        blocks,
+        programs,
+        sm_count * config.resident,
+        config.waves,
+        triton.cdiv(config.long, config.block_n),
+        triton.cdiv(config.least, config.block_n),
+        triton.cdiv(config.whole, config.block_n),
+    )
+    split = plan.most > 1
+    partial, partial_lse = plan.partials(heads, rows, v_head_dim, device)
+    q, q_fp8 = fp8_operand(q)
+    fp8: str | None
+    if pairs:
+        (k_cache, fp8), (v_cache, _) = paired(k_cache), paired(v_cache)
+    else:
+        (k_cache, fp8), (v_cache, _) = fp8_operand(k_cache), fp8_operand(v_cache)
+    multiplier, cap_log2 = softmax.score_factors(softmax_scale_of(softmax_scale, head_dim), logit_cap)
+    early = for_architecture(OVERLAPPING, device)
+    _decode[(plan.units * programs,)](
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        cache_seqlens,
+        cu_seqlens_q,
+        sinks,
+        q_scale,
+        k_scale,
+        v_scale,
+        out,
+        lse,
+        partial,
+        partial_lse,
+        *q.stride(),
+        *k_cache.stride(),
+        *v_cache.stride(),
+        *page_table.stride(),
+        *out.stride(),
+        batch,
+        capacity,
+        window_left,
+        multiplier,
+        cap_log2,
+        plan.least,
+        plan.wave,
+        plan.waves_units,
+        plan.long,
+        HEADS=heads,
+        GROUP=group,
+        Q_LEN=max_seqlen_q,
+        HEAD_DIM=head_dim,
+        V_HEAD_DIM=v_head_dim,
+        PAGE_SIZE=page_size,
+        Q_SCALES=_scales(q_scale),
+        K_SCALES=_scales(k_scale),
+        V_SCALES=_scales(v_scale),
+        HAS_CAP=logit_cap > 0,
+        WINDOWED=window_left >= 0,
+        SPLIT=split,
+        DTYPE=_TRITON_DTYPES[dtype],
+        RESCALED=rescaled,
+        Q_FP8=q_fp8,
+        FP8=fp8,
+        PAIRS=pairs,
+        PACKED=packed,
+        ALIKE=k_cache.stride()[:2] == v_cache.stride()[:2],
+        FAR=max(_reach(k_cache), _reach(v_cache)) >= 2**31,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=block_d,
+        BLOCK_W=block_w,
+        AT_ONCE=plan.at_once,
+        EARLY=early,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        **({"launch_pdl": True} if early else {}),
+    )
+    if split:
+        merge_units(
+            plan,
+            partial,
+            partial_lse,
+            out,
+            lse,
+            sinks,
+            cache_seqlens,
+            capacity,
+            max_seqlen_q,
+            window_left,
+            config.block_n,
+            sm_count,
+            early,
+            cu_seqlens_q,
+        )

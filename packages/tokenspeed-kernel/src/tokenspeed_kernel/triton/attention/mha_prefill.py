@@ -1,0 +1,52 @@
+"""Causal attention of whole sequences, whose keys lie in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.attention._mha_call import Call
+from tokenspeed_kernel.triton.attention._mha_choice import attend, choose
+from tokenspeed_kernel.triton.attention._mha_tiles import Tiles
+from tokenspeed_kernel_base.ops.attention._softmax import softmax_scale_of
+
+
+def mha_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Sequence[int] | Tensor | None = None,
+    max_seqlen: int | None = None,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    out: Tensor | None = None,
+    *,
+    block_m: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `tokenspeed_kernel.mha_prefill`. Never waits for the device: the hint on the host is not looked at.
+
+    The last three are of `Tiles`, for calls that are not served in a band.
+    """
+    tokens, heads, head_dim = q.shape
+    if out is None:
+        out = q.new_empty(tokens, heads, v.shape[2])
+    lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
+    longest = tokens if max_seqlen is None else min(max_seqlen, tokens)
+    scale = softmax_scale_of(softmax_scale, head_dim)
+    call = Call(q, k, v, out, lse, cu_seqlens, scale, True, window_left, logit_cap, sinks, longest)
+    tiles = choose(call, longest)
+    if isinstance(tiles, Tiles) and block_m is not None:
+        assert num_warps is not None
+        assert num_stages is not None
+        tiles = replace(tiles, block_m=block_m, num_warps=num_warps, num_stages=num_stages)
+    attend(tiles, call)
+    return out if lse is None else (out, lse)

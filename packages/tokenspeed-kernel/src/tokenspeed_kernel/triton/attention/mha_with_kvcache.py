@@ -1,0 +1,58 @@
+"""Attention of a mixed batch to a paged cache.
+
+Sequences of a few new tokens are decoded, with their keys split over programs; those of more are extended, by tiles of queries. On
+the device each of the two passes over the other's sequences. Where a window leaves few keys, all go through the tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.attention.mha_decode_with_kvcache import attend_newest
+from tokenspeed_kernel.triton.attention.mha_extend_with_kvcache import attend_stretches
+from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
+
+_DECODED_ROWS = 16  # query rows of a key head that decoding has in its least tile
+_FEW_KEYS = 256  # in a window
+
+
+def mha_with_kvcache(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `tokenspeed_kernel.mha_with_kvcache`. Lengths are read on the device only."""
+    tokens, heads, _ = q.shape
+    if out is None:
+        out = q.new_empty(tokens, heads, v_cache.shape[3], dtype=output_dtype(q))
+    lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
+    longest_q = min(max_seqlen_q, tokens)
+    decoded = max(1, _DECODED_ROWS * k_cache.shape[2] // heads)
+    if window_left >= 0 and window_left + decoded <= _FEW_KEYS:
+        decoded = 0
+    if longest_q > decoded:
+        attend_stretches(
+            q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, longest_q, max_seqlen_k, True, window_left,
+            logit_cap, sinks, softmax_scale, q_scale, k_scale, v_scale, out, lse, shortest=decoded + 1,
+        )  # fmt: skip
+    if decoded:
+        attend_newest(
+            q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, min(longest_q, decoded), window_left,
+            logit_cap, sinks, softmax_scale, q_scale, k_scale, v_scale, out, lse,
+        )  # fmt: skip
+    return out if lse is None else (out, lse)

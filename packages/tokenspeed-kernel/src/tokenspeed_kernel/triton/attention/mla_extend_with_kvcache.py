@@ -1,0 +1,45 @@
+"""Attention of new tokens to a paged cache of latents, as many of each sequence as it has."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenspeed_kernel.triton.attention._mla_latent import attend_latent
+
+
+def mla_extend_with_kvcache(
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    is_causal: bool = False,
+    logit_cap: float = 0.0,
+    return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See the operator."""
+    return attend_latent(
+        q,
+        kv_cache,
+        page_table,
+        cache_seqlens,
+        cu_seqlens_q,
+        max_seqlen_q,
+        max_seqlen_k,
+        kv_lora_rank,
+        softmax_scale,
+        is_causal,
+        logit_cap,
+        return_lse,
+        q_scale,
+        kv_scale,
+        out,
+    )

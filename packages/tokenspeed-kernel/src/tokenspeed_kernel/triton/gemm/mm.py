@@ -1,0 +1,47 @@
+"""The launchers of `mm` and `bmm`: which of the kernels of this folder computes a product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import dense
+from tokenspeed_kernel.triton.gemm import decoded, direct, once
+from tokenspeed_kernel.triton.gemm._operands import operand
+from tokenspeed_kernel_base.ops.gemm.operands import default_out_dtype
+
+
+def mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Tensor:
+    if out is None:
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or default_out_dtype(a))
+    _multiply(a, b, a_scale, b_scale, bias, out)
+    return out
+
+
+def bmm(
+    a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None
+) -> Tensor:
+    if out is None:
+        out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype or default_out_dtype(a))
+    _multiply(a, b, a_scale, b_scale, None, out)
+    return out
+
+
+def _multiply(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    if not out.numel():
+        return
+    x, w, bias = operand(a, a_scale, -2), operand(b, b_scale, -1), dense(bias)
+    if direct.serves(x, w):
+        direct.multiply(x, w, bias, out)
+    elif once.serves(x, w):
+        once.multiply(x, w, bias, out)
+    else:
+        decoded.multiply(x, w, bias, out)

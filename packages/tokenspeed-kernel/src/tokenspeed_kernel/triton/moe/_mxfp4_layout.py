@@ -1,0 +1,89 @@
+"""The layout ``"triton_mxfp4"`` of mxfp4 expert weights: what `moe_apply_mxfp4` reads, made once when a model is loaded.
+
+A projection ``[rows, k]`` is seen as ``rows / 2`` pairs of rows whose results meet in one program: gate and up of a feature in w13,
+row ``r`` and row ``r + rows / 2`` in w2. ``k`` is cut into chunks of 64, two blocks of 32 elements. A 16-bit word holds, of one
+pair of rows and one place ``j`` of 0...31, the four codes of (first row, block 0), (first row, block 1), (second row, block 0),
+(second row, block 1). So each of the four tiles that come of a tile of words lies along k in order and within one block of scales.
+
+    weight  int16    [experts, chunks, pairs, 32]    a tile of many pairs and one chunk is contiguous
+    scale   int32    [experts, chunks, pairs]        four exponents, byte i for code i; relative to the largest of the row
+    bias    float32  [experts, 4, pairs]             factors of both rows (what their scales are relative to), biases of both
+
+Where in the word the bits of the codes stand is chosen for few instructions: sign and magnitude of a code (s, e, e, m) belong at
+bits 15 and 8...6 of a bfloat16, whose value then is that of the code times 2^-126.
+
+    bit   15  14  13  12   11 10 9    8 7 6      5 4 3      2 1 0
+    code  0s  2s  3s  1s   3 e e m    0 e e m    1 e e m    2 e e m
+
+A scale byte is the exponent field of the bfloat16 by which such a number is to be multiplied, 253 (2^126) for the row's largest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, e8m0_to_float
+
+LAYOUT = "triton_mxfp4"
+CHUNK = 2 * BLOCK_MX
+_LARGEST = 253
+# Where each code's sign and the lowest of its other three bits stand in a word.
+_SIGN_BITS = (15, 12, 14, 13)
+_LOW_BITS = (6, 3, 0, 9)
+
+
+def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
+    """Canonical mxfp4 weights in the layout above."""
+    gate_up = _row_pairs(2 * plan.intermediate_size, plan.w13_interleaved, weights.w13_weight.device)
+    halves = _row_pairs(plan.hidden_size, False, weights.w2_weight.device)
+    w13 = _prepare(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, gate_up)
+    w2 = _prepare(weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias, halves)
+    return MoEWeights(*w13, *w2, layout=LAYOUT)
+
+
+def _row_pairs(rows: int, interleaved: bool, device: torch.device) -> Tensor:
+    """The canonical rows of each pair: ``[2, rows / 2]``."""
+    index = torch.arange(rows, device=device)
+    return index.view(rows // 2, 2).t() if interleaved else index.view(2, rows // 2)
+
+
+def _prepare(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    assert scale is not None
+    experts, _, half_k = codes.shape
+    pairs, chunks = rows.shape[1], -(-half_k * 2 // CHUNK)
+    weight = torch.empty(experts, chunks, pairs, BLOCK_MX, dtype=torch.int16, device=codes.device)
+    exponents = torch.empty(experts, chunks, pairs, dtype=torch.int32, device=codes.device)
+    epilogue = torch.zeros(experts, 4, pairs, dtype=torch.float32, device=codes.device)
+    for expert in range(experts):  # one at a time: intermediates are eight times as large
+        weight[expert] = _words(codes[expert][rows], chunks)
+        exponents[expert], epilogue[expert, :2] = _exponents(scale[expert][rows], chunks)
+        if bias is not None:
+            epilogue[expert, 2:] = bias[expert].float()[rows]
+    return weight, exponents, epilogue
+
+
+def _words(codes: Tensor, chunks: int) -> Tensor:
+    """uint8 ``[2, pairs, k / 2]`` to int16 ``[chunks, pairs, 32]``."""
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).int()
+    nibbles = torch.nn.functional.pad(nibbles, (0, chunks * CHUNK - nibbles.shape[-1]))
+    four = nibbles.view(2, -1, chunks, 2, BLOCK_MX).permute(0, 3, 2, 1, 4).flatten(0, 1)
+    word = torch.zeros_like(four[0])
+    for code, sign, low in zip(four, _SIGN_BITS, _LOW_BITS, strict=True):
+        word |= (code >> 3) << sign | (code & 7) << low
+    return word.short()
+
+
+def _exponents(scale: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+    """uint8 ``[2, pairs, k / 32]`` to int32 ``[chunks, pairs]`` and the rows' factors, float32 ``[2, pairs]``.
+
+    A scale 2^253 times smaller than its row's largest becomes 0. A NaN makes its row's results NaN, which they are in any case.
+    """
+    scale = scale.int()
+    largest = scale.amax(-1)
+    relative = (scale - largest.unsqueeze(-1) + _LARGEST).clamp(min=0)
+    relative = torch.nn.functional.pad(relative, (0, 2 * chunks - relative.shape[-1]))
+    four = relative.view(2, -1, chunks, 2).permute(0, 3, 2, 1).flatten(0, 1)
+    return four[0] | four[1] << 8 | four[2] << 16 | four[3] << 24, e8m0_to_float(largest.to(torch.uint8))

@@ -1,0 +1,68 @@
+"""Activations rounded to narrow formats: stored as codes where the matrix units know the format, elsewhere as the values that the
+codes stand for, for products in a wider format.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.quantization._encode import decode_e2m1, decode_e8m0, decode_fp8, encode_e2m1, encode_fp8
+from tokenspeed_kernel_base.ops.quantization.encodings import SMALLEST_NORMAL
+
+_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
+
+
+@triton.jit
+def round_mxfp4(value):
+    """float32 ``[rows, k]`` to what is left of it in mxfp4, blocks of 32 along k; still float32."""
+    blocks = tl.reshape(value, [value.shape[0], value.shape[1] // 32, 32])
+    # Of finite floats the bits sort as the magnitudes do; infinities and NaN lie above.
+    bits = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    field = tl.max(bits, axis=2) >> 23
+    exponent = tl.maximum(field - 2, 0)
+    reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, :, None]
+    rounded = decode_e2m1(encode_e2m1(blocks * reciprocal, blocks).to(tl.int32)) * decode_e8m0(exponent)[:, :, None]
+    rounded = tl.where((field == 255)[:, :, None], float("nan"), rounded)
+    return tl.reshape(rounded, [value.shape[0], value.shape[1]])
+
+
+@triton.jit
+def round_rows_fp8_kernel(
+    x, x_row_stride, x_column_stride, q, scale, row_count, K, COUNTED: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Rows of x to e4m3 with a scale each. q is contiguous: the codes, or where the target does not know them their values.
+    ``COUNTED``: there are only as many rows as ``row_count`` says."""
+    row = tl.program_id(0).to(tl.int64)
+    count = tl.load(row_count) if COUNTED else row + 1
+    if row >= count:
+        return
+    x += row * x_row_stride
+    q += row * K
+    column = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for k in range(0, K, BLOCK):
+        at = (k + column).to(tl.int64)
+        value = tl.load(x + at * x_column_stride, mask=at < K, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))  # a NaN stays one in q, and makes the row's products NaN
+    step = tl.maximum(tl.div_rn(tl.max(largest, axis=0), 448.0), _SMALLEST_NORMAL)
+    tl.store(scale + row, step)
+    for k in range(0, K, BLOCK):
+        at = (k + column).to(tl.int64)
+        value = tl.load(x + at * x_column_stride, mask=at < K, other=0.0).to(tl.float32)
+        value = tl.div_rn(value, tl.full([BLOCK], 1.0, tl.float32) * step)
+        if NATIVE:
+            rounded = value.to(tl.float8e4nv)
+        else:
+            rounded = decode_fp8(encode_fp8(value, "e4m3fn", False), "e4m3fn", False).to(q.dtype.element_ty)
+        tl.store(q + at, rounded, mask=at < K)
+
+
+@triton.jit
+def round_rows_mxfp4_kernel(x, x_row_stride, x_column_stride, q, num_rows, K, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Values of x to what mxfp4 leaves of them. q is contiguous."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
+    inside = (row < num_rows) & (column < K)
+    value = tl.load(x + row * x_row_stride + column * x_column_stride, mask=inside, other=0.0).to(tl.float32)
+    tl.store(q + row * K + column, round_mxfp4(value).to(q.dtype.element_ty), mask=inside)

@@ -1,0 +1,305 @@
+"""A mixture-of-experts layer with weights as they lie in a checkpoint: dense, fp8 blocks or mxfp4.
+
+Five launches at most besides the schedule, none of which the host waits for: round the tokens (where activations are narrow), first
+projection with the activation, round again (fp8 only: its scale is a whole row's), second projection, combine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tokenspeed_kernel.triton.common import for_architecture
+from tokenspeed_kernel.triton.moe._combine import combine
+from tokenspeed_kernel.triton.moe._grouped_gemm import DENSE, FP8, FP8_BITS, MXFP4, grouped_gemm_kernel
+from tokenspeed_kernel.triton.moe._rounding import round_rows_fp8_kernel, round_rows_mxfp4_kernel
+from tokenspeed_kernel.triton.moe._routing import BlockSchedule, block_schedule
+from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one projection is cut.
+
+    Attributes:
+        features: out-features of a program.
+        k: of a step. A divisor of 128 for fp8 blocks: a step has one scale.
+        warps, stages: of a program, and of its pipeline.
+    """
+
+    features: int
+    k: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How rows are cut into blocks, and the tiles of both projections that go with it.
+
+    Attributes:
+        rows: of a block's main part, a power of two from 16.
+        extra: rows beyond it that a block may have; they cost a second, small product by the same weights. 0 for none.
+        tail: blocks with no more rows than this take a smaller tile; 0 for none.
+        first, second: tiles of the projections. The first sums gate and up at once, so its features count twice.
+        descriptors: dense weights are read by tensor descriptors (TMA) where they lie such that they can be.
+    """
+
+    rows: int
+    extra: int
+    tail: int
+    first: Tile
+    second: Tile
+    descriptors: bool = False
+
+
+# tf32 holds float16 and mxfp4 values exactly.
+_EXACT_FLOAT32 = {"nvidia": "tf32", "any": "ieee"}
+
+# Blocks that take the same features in turn. 4096 tokens as below, blocks of 128: 4 2425 us, 1 2589, 16 2432.
+_GROUP = 4
+
+# By the mean rows of an expert up to which an entry is taken. Measured on an H200 with dense bfloat16 weights of 128 experts,
+# top-4, 2880 features, the whole layer in a graph; reading all weights takes 1464 us, and with few rows there is nothing else to
+# it. Around 128 rows of mean a block of 128 is too small for half of the experts, whose weights are then read and multiplied twice
+# for a few rows: "extra" avoids that. Far above it no longer pays, but an expert's last block should not cost as much as a full
+# one: "tail". Products with rows as their first side were 7% slower (128 rows, features 128 and 256).
+_LARGE_MEMORY = {
+    # 1 token 67 us (features 32: 78; k 64: 75), 16 tokens 545, 64 tokens 1268.
+    11: Blocks(16, 0, 0, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4)),
+    # 512 tokens 1478 us; with k 128 1530, without a tail 1544, blocks of 16 1709.
+    22: Blocks(32, 0, 16, Tile(64, 64, 4, 6), Tile(64, 64, 4, 8)),
+    # 1024 tokens 1535 us; 32 + 16 rows 1551, k 128 1685.
+    45: Blocks(64, 0, 32, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
+    # 2048 tokens 1630 us; 128 rows with a tail of 64 1693, 64 alone 1902.
+    90: Blocks(64, 16, 0, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+    # 4096 tokens 1997 us; without descriptors 2058, without extra 2242, extra 64 2281.
+    190: Blocks(128, 32, 0, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4), descriptors=True),
+    # 8192 tokens 3721 us, as with extra 32 and descriptors; 16384 tokens 6809 (those 7786; extra 64 and 3 stages 6949).
+    math.inf: Blocks(128, 0, 32, Tile(128, 64, 8, 4), Tile(256, 64, 8, 4)),
+}
+# 64 KB of shared memory do for these: there are such devices, and the others are not measured.
+_SMALL_MEMORY = {
+    11: Blocks(16, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    22: Blocks(32, 0, 0, Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    90: Blocks(64, 0, 0, Tile(64, 32, 4, 2), Tile(128, 32, 4, 2)),
+    math.inf: Blocks(128, 0, 0, Tile(64, 32, 8, 2), Tile(128, 32, 8, 2)),
+}
+# For the interpreter, which takes the same time for a small tile as for a large one.
+_INTERPRETED = {
+    22: Blocks(16, 0, 0, Tile(128, 128, 4, 1), Tile(128, 128, 4, 1)),
+    math.inf: Blocks(64, 16, 32, Tile(128, 128, 4, 1), Tile(128, 128, 4, 1)),
+}
+_BLOCKS = {"sm_90": _LARGE_MEMORY, "sm_100": _LARGE_MEMORY, "cpu": _INTERPRETED, "any": _SMALL_MEMORY}
+
+# Both operands fp8. A step's product is summed apart, to be scaled, and takes as many registers as the sum itself: fewer features.
+# DeepSeek-V3, 128 tokens, 32 of 256 experts here (mean 32 as seen from the host, 4 in truth): 346 us as below, with 4 stages 358,
+# blocks of 32 without a tail 355, of 64 376; reading the weights takes 324.
+_LARGE_MEMORY_FP8 = {
+    11: Blocks(16, 0, 0, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
+    45: Blocks(32, 0, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
+    90: Blocks(64, 0, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
+    math.inf: Blocks(128, 0, 32, Tile(64, 128, 8, 4), Tile(128, 128, 8, 4)),
+}
+_SMALL_MEMORY_FP8 = {
+    22: Blocks(16, 0, 0, Tile(64, 128, 4, 2), Tile(64, 128, 4, 2)),
+    math.inf: Blocks(64, 0, 16, Tile(64, 128, 4, 2), Tile(64, 128, 4, 2)),
+}
+_BLOCKS_FP8 = {"sm_90": _LARGE_MEMORY_FP8, "sm_100": _LARGE_MEMORY_FP8, "any": _SMALL_MEMORY_FP8}
+
+
+def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None) -> Tensor:
+    """See the operator."""
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tokens, hidden = x.shape
+    if tokens == 0:
+        return out
+    formats = _Formats.of(plan, x.device)
+    blocks = _blocks_for(plan, tokens, formats, x.device)
+    schedule = block_schedule(topk_ids, plan.num_experts, blocks.rows + blocks.extra)
+
+    pairs = tokens * plan.top_k
+    rows, row_scale = _rounded(x, plan, formats, None)
+    # Rounded to 16 bits first, one in twenty e4m3 codes would come out as its neighbour.
+    between_dtype = {"none": x.dtype, "fp8": torch.float32, "mxfp4": formats.carrier}[plan.activation_dtype]
+    between = x.new_empty(pairs, plan.intermediate_size, dtype=between_dtype)
+    _project(rows, row_scale, weights, "w13", between, schedule, plan, formats, blocks, blocks.first)
+    rows, row_scale = (between, None) if plan.activation_dtype == "mxfp4" else _rounded(between, plan, formats, schedule)
+    slots = x.new_empty(pairs, hidden)
+    _project(rows, row_scale, weights, "w2", slots, schedule, plan, formats, blocks, blocks.second)
+    combine(slots[None], topk_weights, topk_ids, plan.num_experts, out)
+    return out
+
+
+@dataclass(frozen=True)
+class _Formats:
+    """What is multiplied, and how.
+
+    Attributes:
+        weight: the kernel's name for the weights' format.
+        compute: both operands of the products.
+        precision: of float32 products.
+        carrier: what rounded activations are stored as; their values are exact in it.
+    """
+
+    weight: tl.constexpr
+    compute: tl.dtype
+    precision: str
+    carrier: torch.dtype
+
+    @staticmethod
+    def of(plan: MoEPlan, device: torch.device) -> _Formats:
+        # Where the matrix units do not know e4m3, codes are decoded by integer operations and multiplied in the tokens' format.
+        able = abilities(device)
+        weight = {"dense": DENSE, "fp8_block": FP8 if able.native else FP8_BITS, "mxfp4": MXFP4}[plan.weight_format]
+        if plan.dtype == torch.float32:
+            return _Formats(weight, tl.float32, "ieee", torch.float32)
+        if weight is FP8 and plan.activation_dtype == "fp8":
+            return _Formats(weight, tl.float8e4nv, "ieee", torch.float8_e4m3fn)
+        # mxfp4 has bfloat16's range and two bits; e4m3 fits both 16-bit formats.
+        wants_range = plan.activation_dtype == "mxfp4" or plan.weight_format == "mxfp4"
+        half_tokens = plan.dtype == torch.float16 and plan.activation_dtype == "none"
+        half_weights = plan.dtype == torch.float16 and plan.weight_format == "dense"
+        if wants_range and (half_tokens or half_weights):
+            return _Formats(weight, tl.float32, for_architecture(_EXACT_FLOAT32, device), torch.float32)
+        if wants_range or plan.dtype == torch.bfloat16:
+            # The interpreter's products of bfloat16 are wrong.
+            return _Formats(weight, tl.float32 if able.interpreted else tl.bfloat16, "ieee", torch.bfloat16)
+        return _Formats(weight, tl.float16, "ieee", torch.float16)
+
+
+def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.device) -> Blocks:
+    """What suits the mean rows of an expert, were all of a token's experts here."""
+    share = tokens * plan.top_k / plan.num_experts
+    table = for_architecture(_BLOCKS_FP8 if formats.compute is tl.float8e4nv else _BLOCKS, device)
+    blocks = next(blocks for most, blocks in table.items() if share <= most)
+    if abilities(device).interpreted:
+        return blocks
+    return replace(blocks, first=_fitted(blocks.first, formats, 64), second=_fitted(blocks.second, formats, 128))
+
+
+def _fitted(tile: Tile, formats: _Formats, features: int) -> Tile:
+    """A tile for dense 16-bit weights, made to suit others. ``features``: as many as registers hold beside what decoding takes."""
+    if formats.compute is tl.float32:
+        return replace(tile, features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
+    if formats.weight is not DENSE and formats.compute is not tl.float8e4nv:
+        return replace(tile, features=min(tile.features, features), k=min(tile.k, 64), stages=min(tile.stages, 3))
+    return tile
+
+
+def _rounded(x: Tensor, plan: MoEPlan, formats: _Formats, schedule: BlockSchedule | None) -> tuple[Tensor, Tensor | None]:
+    """x as the products take it, with its scales. ``schedule``: x has only as many rows as that says."""
+    if plan.activation_dtype == "none":
+        return x, None
+    rows, columns = x.shape
+    rounded = torch.empty(rows, columns, dtype=formats.carrier, device=x.device)
+    if plan.activation_dtype == "mxfp4":
+        block = min(1024, triton.next_power_of_2(columns))
+        height = max(1, 2048 // block)
+        grid = (triton.cdiv(rows, height), triton.cdiv(columns, block))
+        round_rows_mxfp4_kernel[grid](x, *x.stride(), rounded, rows, columns, ROWS=height, BLOCK=block)
+        return rounded, None
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    round_rows_fp8_kernel[(rows,)](
+        x,
+        *x.stride(),
+        rounded,
+        scale,
+        scale if schedule is None else schedule.expert_start[-1:],
+        columns,
+        COUNTED=schedule is not None,
+        NATIVE=formats.carrier == torch.float8_e4m3fn,
+        BLOCK=min(4096, triton.next_power_of_2(columns)),
+    )
+    return rounded, scale
+
+
+def _project(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weights: MoEWeights,
+    name: str,
+    y: Tensor,
+    schedule: BlockSchedule,
+    plan: MoEPlan,
+    formats: _Formats,
+    blocks: Blocks,
+    tile: Tile,
+) -> None:
+    """One projection of all rows: the first from tokens to rows by expert, with the activation, the second from those to slots."""
+    gated = name == "w13"
+    weight, scale, bias = (getattr(weights, f"{name}_weight{suffix}") for suffix in ("", "_scale", "_bias"))
+    if formats.weight is FP8_BITS:
+        weight = weight.view(torch.uint8)
+    features, k = (plan.intermediate_size, plan.hidden_size) if gated else (plan.hidden_size, plan.intermediate_size)
+    by_rows = _descriptors(weight, gated and plan.w13_interleaved, tile) if blocks.descriptors and scale is None else None
+    grid = (schedule.capacity * triton.cdiv(features, tile.features),)
+    grouped_gemm_kernel[grid](
+        x,
+        *x.stride(),
+        x_scale,
+        *(by_rows or (weight, weight)),
+        features if gated and plan.w13_interleaved else weight.shape[1],
+        features if gated and not plan.w13_interleaved else 0,
+        *weight.stride(),
+        scale,
+        *((0, 0, 0) if scale is None else scale.stride()),
+        bias,
+        *((0, 0) if bias is None else bias.stride()),
+        y,
+        y.stride(0),
+        schedule.order,
+        schedule.expert_start,
+        schedule.block_expert,
+        schedule.block_row,
+        schedule.capacity,
+        features,
+        k,
+        plan.top_k,
+        float(plan.alpha),
+        0.0 if plan.limit is None else float(plan.limit),
+        float(plan.beta),
+        GATED=gated,
+        INTERLEAVED=plan.w13_interleaved,
+        FORMAT=formats.weight.value,
+        BIAS=bias is not None,
+        LIMIT=plan.limit is not None,
+        X_SCALE=x_scale is not None,
+        ROUND_MXFP4=gated and plan.activation_dtype == "mxfp4",
+        INTERPRETED=abilities(x.device).interpreted,
+        COMPUTE=formats.compute,
+        PRECISION=formats.precision,
+        DESCRIPTOR=by_rows is not None,
+        BLOCK_T=blocks.rows,
+        EXTRA_T=blocks.extra,
+        TAIL_T=blocks.tail,
+        BLOCK_N=tile.features,
+        BLOCK_K=tile.k,
+        EVEN_K=k % tile.k == 0,
+        GROUP=_GROUP,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _descriptors(weight: Tensor, interleaved: bool, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """All experts' rows of a dense weight, those of gates and those of ups, for tiles of ``tile``; None where strides forbid it."""
+    experts, rows, columns = weight.shape
+    unaligned = weight.data_ptr() % 16 or weight.stride(1) * weight.element_size() % 16
+    if unaligned or weight.stride(2) != 1 or weight.stride(0) != rows * weight.stride(1):
+        return None
+    flat = weight.as_strided((experts * rows, columns), weight.stride()[1:])
+    block = [tile.features, tile.k]
+    if not interleaved:
+        every = TensorDescriptor.from_tensor(flat, block)
+        return every, every
+    return TensorDescriptor.from_tensor(flat[0::2], block), TensorDescriptor.from_tensor(flat[1::2], block)

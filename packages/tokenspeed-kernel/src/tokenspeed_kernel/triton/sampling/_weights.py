@@ -1,0 +1,78 @@
+"""Device code of what `tokenspeed_kernel_base.ops.sampling` defines: weights, random numbers, and the request of a row.
+
+Kernels that weigh tokens are launched with ``enable_fp_fusion=False``: the definition rounds after every multiplication.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel_base.ops.sampling import weights as definition
+
+_LOG2_E = tl.constexpr(definition.LOG2_E)
+_LEAST_EXPONENT = tl.constexpr(definition.LEAST_EXPONENT)
+_COEFFICIENTS = tl.constexpr(definition.EXP2_COEFFICIENTS)
+_DEGREE = tl.constexpr(len(definition.EXP2_COEFFICIENTS) - 1)
+_POWER_BIAS = tl.constexpr(definition.EXPONENT_BIAS + definition.WEIGHT_BITS)
+_MANTISSA_BITS = tl.constexpr(definition.MANTISSA_BITS)
+# Adding it to a number of less than 2^51 rounds that to an integer, which is then found in the low bits.
+_ROUNDER = tl.constexpr(1.5 * 2.0**52)
+_ROUNDER_BITS = tl.constexpr(0x4338000000000000)
+# The same for numbers that are not negative.
+_POSITIVE_ROUNDER = tl.constexpr(2.0**52)
+_POSITIVE_MASK = tl.constexpr((1 << 52) - 1)
+# A token that is this far, as a power of 2, below the largest weighs nothing.
+WEIGHTLESS = tl.constexpr(definition.WEIGHT_BITS + 1)
+_INFINITE_KEY = tl.constexpr(0x7F800000)
+_KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
+
+
+@triton.jit
+def weigh(x, largest, scale):
+    """int64 weights of float32 logits, bit for bit those of the definition. largest, scale: float64."""
+    y = (x.to(tl.float64) - largest) * scale
+    y = tl.where(y > _LEAST_EXPONENT, y, _LEAST_EXPONENT)
+    shifted = y + _ROUNDER
+    f = y - (shifted - _ROUNDER)
+    p = tl.full(x.shape, _COEFFICIENTS[_DEGREE], tl.float64)
+    for i in tl.static_range(_DEGREE):
+        p = p * f + _COEFFICIENTS[_DEGREE - 1 - i]
+    n = shifted.to(tl.int64, bitcast=True) - _ROUNDER_BITS
+    power = ((n + _POWER_BIAS) << _MANTISSA_BITS).to(tl.float64, bitcast=True)
+    return (p * power + _POSITIVE_ROUNDER).to(tl.int64, bitcast=True) & _POSITIVE_MASK
+
+
+@triton.jit
+def uniform(seed, offset):
+    """`tokenspeed_kernel_base.ops.sampling.philox.uniform` as float64."""
+    zero = (offset * 0).to(tl.uint32)
+    word, _, _, _ = tl.philox(seed, offset.to(tl.uint32), (offset >> 32).to(tl.uint32), zero, zero)
+    return (word >> 8).to(tl.int32).to(tl.float64) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def is_drawn(temperature, largest_key):
+    """Whether a row is drawn from, rather than given its largest logit's token."""
+    warmth = temperature.to(tl.float64)
+    warm = (warmth > 0.0) & (warmth < float("inf"))
+    return warm & (largest_key < _INFINITE_KEY) & (largest_key > _KEY_OF_MINUS_INFINITY)
+
+
+@triton.jit
+def scale_of(temperature):
+    """What differences of logits are multiplied by to be powers of 2."""
+    return _LOG2_E / temperature.to(tl.float64)
+
+
+@triton.jit
+def limit_of(top_p, weight):
+    """The weight that top-p must reach; 0, which the first token reaches, where top_p is no good."""
+    p = top_p.to(tl.float64)
+    return tl.where(p > 0.0, p, 0.0) * weight.to(tl.float64)
+
+
+@triton.jit
+def target_of(number, weight):
+    """The weight that the drawn token is the first to exceed."""
+    return (number * weight.to(tl.float64)).to(tl.int64)

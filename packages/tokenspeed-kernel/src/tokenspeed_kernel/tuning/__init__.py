@@ -1,7 +1,0 @@
-"""Measuring which kernel, with which configuration, serves a kind of call best. What is found goes to `tokenspeed_kernel.tuned`."""
-
-from tokenspeed_kernel.tuning.autotune import autotune
-from tokenspeed_kernel.tuning.search import Candidate, Trial, TrialStatus, search
-from tokenspeed_kernel.tuning.tune import Outcome, tune_case
-
-__all__ = ["Candidate", "Outcome", "Trial", "TrialStatus", "autotune", "search", "tune_case"]

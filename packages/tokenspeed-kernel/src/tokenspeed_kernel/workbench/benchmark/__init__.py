@@ -1,0 +1,43 @@
+"""How fast is a kernel? Timing, comparisons, and reports that say what was measured on what."""
+
+from tokenspeed_kernel.workbench.benchmark.compare import Comparison, Difference, Ratio, Verdict, compare, ratio_of
+from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
+from tokenspeed_kernel.workbench.benchmark.peers import Peer, Unsupported, load_peers, peer
+from tokenspeed_kernel.workbench.benchmark.results import Launch, Metadata, Method, Report, ReportError, Row, appended, load_report
+from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, Share, measure_roofline
+from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
+from tokenspeed_kernel.workbench.benchmark.run import bench, bench_case, bench_kernel
+from tokenspeed_kernel.workbench.benchmark.timing import Round, Timing, measure, measure_graph
+
+__all__ = [
+    "Comparison",
+    "Difference",
+    "Launch",
+    "Metadata",
+    "Method",
+    "Peer",
+    "Ratio",
+    "Report",
+    "ReportError",
+    "Roofline",
+    "Round",
+    "Row",
+    "Share",
+    "Timing",
+    "Unsupported",
+    "Verdict",
+    "appended",
+    "bench",
+    "bench_case",
+    "bench_kernel",
+    "cached_roofline",
+    "collect_metadata",
+    "compare",
+    "load_peers",
+    "load_report",
+    "measure",
+    "measure_graph",
+    "measure_roofline",
+    "peer",
+    "ratio_of",
+]

@@ -1,0 +1,256 @@
+"""Did anything change between two reports? Rows in pairs, with confidence intervals and verdicts.
+
+What is compared are rounds, not single times. Times that follow one another are alike (clocks, heat, neighbours), so a thousand of
+them hold far fewer than a thousand observations, and an interval made as if they were independent calls every drift a
+difference. A round's median is one observation; rounds of one row lie as far apart as the whole run allows, so what drifts
+between them shows up as their spread.
+
+The interval is that of Hodges and Lehmann (1963): of all ratios between a round here and a round there, the median is the
+estimate, and how many are cut off at either end follows exactly from the distribution of Mann and Whitney's U (1947). It asks
+nothing of the noise's shape. With seven rounds a side and 95% it still stands when a neighbour spoils one of them; a t interval
+does not. It needs four rounds a side, or three and five. Bootstrapping the rounds would claim more than seven numbers can say.
+
+What two whole runs do not share, rounds cannot tell: a hotter machine, another neighbour. The threshold is for that. And the
+reference workload is timed before every round: where it changed as well, and by so much that the rest is below the threshold,
+the difference may be the machine's, and the verdict is left open. Best of all is to run both sides in turn, several times over, and
+to put the runs of a side together (`appended`): then rounds are as far apart as what is compared.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tokenspeed_kernel.workbench.benchmark.results import WRONG, Report, Row
+
+THRESHOLD, CONFIDENCE = 0.03, 0.95
+# By this the reference workload may differ between two runs on one machine.
+_MACHINE = 0.02
+
+
+class Verdict(str, enum.Enum):
+    """What became of one row."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    SAME = "no difference"
+    UNCLEAR = "unclear"  # too few rounds to say, or the machine changed as well
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """B's time over A's: an estimate, and the interval that holds the true one; None if there are too few rounds for any."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def verdict(self, threshold: float) -> Verdict:
+        """A difference is one that the interval shows and that is worth the threshold; the same factor counts either way."""
+        if self.low is None or self.high is None:
+            return Verdict.UNCLEAR
+        if self.low > 1 and self.value >= 1 + threshold:
+            return Verdict.SLOWER
+        if self.high < 1 and self.value <= 1 / (1 + threshold):
+            return Verdict.FASTER
+        return Verdict.SAME
+
+    def hidden(self, threshold: float) -> float | None:
+        """How much slower or faster B could be without having shown, where that is beyond the threshold."""
+        if self.low is None or self.high is None:
+            return None
+        most = max(self.high, 1 / self.low) - 1
+        return most if most > threshold else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One row in both reports."""
+
+    operator: str
+    case: str
+    kernel: str
+    a_us: float
+    b_us: float
+    ratio: Ratio
+    verdict: Verdict
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two reports, A and B.
+
+    Attributes:
+        differences: of the rows that were measured in both, in A's order.
+        broken: rows of B that were measured in A and went wrong in B.
+        only_a, only_b: operator, case and kernel of rows that were measured in one alone.
+        mean: the geometric mean of the ratios; None if there are no rows in both.
+        threshold, confidence: by which verdicts were made.
+        notes: what else differs between the two.
+    """
+
+    differences: tuple[Difference, ...]
+    broken: tuple[Row, ...]
+    only_a: tuple[tuple[str, str, str], ...]
+    only_b: tuple[tuple[str, str, str], ...]
+    mean: Ratio | None
+    threshold: float
+    confidence: float
+    notes: tuple[str, ...]
+
+    @property
+    def worse(self) -> bool:
+        """Whether anything is slower or broken."""
+        return bool(self.broken) or any(difference.verdict is Verdict.SLOWER for difference in self.differences)
+
+    def count(self, verdict: Verdict) -> int:
+        return sum(difference.verdict is verdict for difference in self.differences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        return {**asdict(self), "broken": [asdict(row) for row in self.broken], "worse": self.worse}
+
+
+def compare(a: Report, b: Report, *, threshold: float = THRESHOLD, confidence: float = CONFIDENCE) -> Comparison:
+    """Pairs the rows of two reports by operator, case and kernel.
+
+    Args:
+        a, b: before and after.
+        threshold: differences below it are none: 0.03 is 3%.
+        confidence: of the intervals: 0.95 is 95%.
+
+    Raises:
+        ValueError: the threshold is negative, or the confidence is not between 0 and 1.
+    """
+    if threshold < 0 or not 0 < confidence < 1:
+        raise ValueError(f"threshold must be >= 0 and confidence between 0 and 1, got {threshold} and {confidence}")
+    timed_a, timed_b = ({row.key: row for row in report.rows if row.timing is not None} for report in (a, b))
+    rows_b = {row.key: row for row in b.rows}
+    both = [key for key in timed_a if key in timed_b]
+    broken = tuple(rows_b[key] for key in timed_a if key in rows_b and rows_b[key].status in WRONG)
+    gone = {row.key for row in broken}
+    return Comparison(
+        differences=tuple(_difference(timed_a[key], timed_b[key], threshold, confidence) for key in both),
+        broken=broken,
+        only_a=tuple(key for key in timed_a if key not in timed_b and key not in gone),
+        only_b=tuple(key for key in timed_b if key not in timed_a),
+        mean=_mean([(timed_a[key], timed_b[key]) for key in both], confidence),
+        threshold=threshold,
+        confidence=confidence,
+        notes=tuple(_notes(a, b)),
+    )
+
+
+def ratio_of(a: Sequence[float], b: Sequence[float], confidence: float = CONFIDENCE) -> Ratio:
+    """B's times over A's, from one time a round, all positive.
+
+    Example:
+        >>> ratio_of([10.0, 10.1, 9.9, 10.0], [11.0, 11.1, 10.9, 11.0])
+        Ratio(value=1.1, low=1.0792079207920793, high=1.121212121212121)
+    """
+    ratios = sorted(after / before for before in a for after in b)
+    cut = _cut(len(a), len(b), confidence)
+    # The median of logarithms, so that A over B is exactly the inverse.
+    middle = math.exp(statistics.median(map(math.log, ratios)))
+    return Ratio(middle) if cut is None else Ratio(middle, ratios[cut], ratios[-1 - cut])
+
+
+@functools.cache
+def _cut(n: int, m: int, confidence: float) -> int | None:
+    """How many of the n * m ratios lie beyond each end of the interval; None if even all of them do not reach the confidence."""
+    arrangements = _arrangements(n, m)
+    outside, cut = 0, None
+    for beyond, count in enumerate(arrangements):
+        outside += count
+        if 2 * outside > (1 - confidence) * sum(arrangements):
+            break
+        cut = beyond
+    return cut
+
+
+def _arrangements(n: int, m: int) -> list[int]:
+    """In how many orders of n and m things U is 0, 1, ..., n * m: the coefficients of the Gaussian binomial."""
+    counts = [1] + [0] * (n * m)
+    for i in range(1, n + 1):
+        for u in range(n * m, m + i - 1, -1):
+            counts[u] -= counts[u - m - i]
+        for u in range(i, n * m + 1):
+            counts[u] += counts[u - i]
+    return counts
+
+
+def _rounds(row: Row) -> list[float]:
+    assert row.timing is not None
+    return [of_one.median_us for of_one in row.timing.rounds]
+
+
+def _difference(a: Row, b: Row, threshold: float, confidence: float) -> Difference:
+    assert a.timing is not None
+    assert b.timing is not None
+    rounds_a, rounds_b = _rounds(a), _rounds(b)
+    if rounds_a and rounds_b:
+        ratio = ratio_of(rounds_a, rounds_b, confidence)
+    else:
+        ratio = Ratio(b.timing.median_us / a.timing.median_us)
+    notes = []
+    verdict, hidden = ratio.verdict(threshold), ratio.hidden(threshold)
+    if verdict is Verdict.UNCLEAR:
+        notes.append(f"{len(rounds_a)} and {len(rounds_b)} rounds are too few to say")
+    elif verdict is Verdict.SAME and hidden is not None:
+        notes.append(f"up to {hidden:.0%} would not show")
+    elif verdict in (Verdict.FASTER, Verdict.SLOWER) and a.reference_us and b.reference_us:
+        machine = ratio_of(a.reference_us, b.reference_us, confidence)
+        rest = Ratio(ratio.value / machine.value, ratio.low, ratio.high)
+        if machine.verdict(0.0) is verdict and rest.verdict(threshold) is not verdict:
+            notes.append(f"{verdict.value} by {_percent(ratio)}, but so was the machine, by {_percent(machine)}")
+            verdict = Verdict.UNCLEAR
+    notes += [f"{name}: {warning}" for name, row in (("A", a), ("B", b)) for warning in row.warnings]
+    return Difference(*a.key, a.timing.median_us, b.timing.median_us, ratio, verdict, "; ".join(notes))
+
+
+def _percent(ratio: Ratio) -> str:
+    return f"{max(ratio.value, 1 / ratio.value) - 1:.1%}"
+
+
+def _mean(pairs: Sequence[tuple[Row, Row]], confidence: float) -> Ratio | None:
+    """The geometric mean over rows. Its rounds are those of all rows together: what moves all of them alike does not cancel."""
+    if not pairs:
+        return None
+    rounds = [(_rounds(a), _rounds(b)) for a, b in pairs]
+    if not all(of_a and of_b for of_a, of_b in rounds):
+        logs = [math.log(b.timing.median_us / a.timing.median_us) for a, b in pairs if a.timing and b.timing]
+        return Ratio(math.exp(statistics.fmean(logs)))
+    sides = ([of_a for of_a, _ in rounds], [of_b for _, of_b in rounds])
+    means = [[statistics.geometric_mean(times) for times in zip(*side, strict=False)] for side in sides]
+    return ratio_of(means[0], means[1], confidence)
+
+
+def _notes(a: Report, b: Report) -> list[str]:
+    notes = [
+        f"{name}: {before or 'unknown'} in A, {after or 'unknown'} in B"
+        for name in ("device", "driver", "python", "torch", "triton")
+        if (before := getattr(a.metadata, name)) != (after := getattr(b.metadata, name))
+    ]
+    if a.method != b.method:
+        notes.append(f"timed differently: {_words(a)} in A, {_words(b)} in B")
+    times = [[time_us for row in report.rows for time_us in row.reference_us] for report in (a, b)]
+    if all(times) and a.metadata.device == b.metadata.device:
+        change = statistics.median(times[1]) / statistics.median(times[0]) - 1
+        if abs(change) > _MACHINE:
+            notes.append(f"the machine itself was {abs(change):.1%} {'slower' if change > 0 else 'faster'} in B")
+    return notes
+
+
+def _words(report: Report) -> str:
+    method = report.method
+    if method is None:
+        return "an old file, which does not say how"
+    graph = f", {method.graph_calls} calls in a graph" * bool(method.graph_calls)
+    copies = f", {method.copies} copies in turn" * (method.copies > 1)
+    return f"{method.cache} caches{graph}{copies}, {method.rounds} rounds of {method.budget_s / method.rounds:.3g} s"

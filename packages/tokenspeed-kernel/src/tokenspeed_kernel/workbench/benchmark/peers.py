@@ -1,0 +1,199 @@
+"""Other people's kernels beside ours: a small file that says how to call them.
+
+::
+
+    # peers.py:  tokenspeed-kernel bench mha_prefill --peer peers.py
+    from flash_attn_interface import flash_attn_varlen_func
+    from tokenspeed_kernel.workbench.benchmark import Unsupported, peer
+
+    @peer("attention.mha_prefill", name="fa3", package="flash-attn-3")
+    def fa3(q, k, v, cu_seqlens, max_seqlen, window_left, softmax_scale):
+        if q.shape[-1] > 256:
+            raise Unsupported("head_dim above 256")
+        longest = max_seqlen or q.shape[0]
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True, ...)
+
+A peer names the operator's parameters that it wants. A case that gives another parameter something besides its default is not its
+case: what a peer is silent about, it does not have. One that takes ``**rest`` gets all the others, and answers for them itself.
+
+With ``setup=True`` the function is called once, before anything is timed, and returns what is timed: a function without
+parameters. There a plan is made or weights are put in order.
+
+    @peer("gemm.mm", name="mine", setup=True)
+    def mine(a, b):
+        packed = pack(b)
+        return lambda: multiply(a, packed)
+
+What a peer returns is held against the operator's reference before it is timed, like any kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel.workbench.benchmark.metadata import package_version
+from tokenspeed_kernel.workbench.numerics.compare import compare, compare_tensors, same_bits
+from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import Operator, get_operator
+from tokenspeed_kernel_base.parameters import Kind, Parameter, tensor_arguments
+
+
+class Unsupported(Exception):
+    """A peer raises it with the reason why a case is none of its."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One foreign kernel.
+
+    Attributes:
+        name: what it is called in tables.
+        operator: ``"family.mode"``.
+        function: of the operator's parameters that it names.
+        wanted: their names; all with ``takes_rest``.
+        takes_rest: it has ``**rest``.
+        setup: ``function`` returns what is timed.
+        package: whose version is reported; empty for none.
+    """
+
+    name: str
+    operator: str
+    function: Callable[..., Any]
+    wanted: frozenset[str]
+    takes_rest: bool
+    setup: bool
+    package: str
+
+    @property
+    def version(self) -> str:
+        """Of its package; empty if that is not known."""
+        return package_version(self.package) if self.package else ""
+
+    @property
+    def solution(self) -> str:
+        """Tables show a peer as a solution of its own."""
+        return self.name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    def refusal(self, op: Operator[Any, Any], arguments: Mapping[str, Any]) -> str | None:
+        """What a case (its complete arguments) gives that the peer does not take; None if it takes all of it."""
+        if self.takes_rest:
+            return None
+        given = [p.name for p in op.parameters if p.name not in self.wanted and _decides(p) and _given(p, arguments[p.name])]
+        return f"does not take {', '.join(given)}" if given else None
+
+    def bound(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+        """The call to time. Raises whatever the peer's setup raises."""
+        chosen = dict(arguments) if self.takes_rest else {name: arguments[name] for name in arguments if name in self.wanted}
+        call = functools.partial(self.function, **chosen)
+        return call() if self.setup else call
+
+
+def _decides(parameter: Parameter) -> bool:
+    return parameter.kind is not Kind.HINT
+
+
+def _given(parameter: Parameter, value: Any) -> bool:
+    """Whether an argument is something else than its default."""
+    if parameter.required:
+        return True
+    return bool(value is not parameter.default and (isinstance(value, torch.Tensor) or value != parameter.default))
+
+
+def peer(operator: str, *, name: str = "", setup: bool = False, package: str = "") -> Callable[[Callable[..., Any]], Peer]:
+    """Declares a peer; decorates a function. The module's docstring shows how.
+
+    Args:
+        operator: ``"mode"`` or ``"family.mode"``.
+        name: what to call it; the function's if not given.
+        setup: the function is called once and returns what is timed.
+        package: the distribution whose version a report shall carry.
+
+    Raises:
+        KeyError: there is no such operator.
+        TypeError: the function wants parameters that the operator does not have.
+    """
+
+    def declare(function: Callable[..., Any]) -> Peer:
+        op = get_operator(operator)
+        called = name or function.__name__
+        parameters = inspect.signature(function).parameters.values()
+        wanted = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+        unknown = wanted - {*op.names}
+        if unknown:
+            raise TypeError(f"peer {called} wants {', '.join(sorted(unknown))}; {op} has {', '.join(op.names)}")
+        rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return Peer(called, str(op), function, frozenset(wanted), rest, setup, package)
+
+    return declare
+
+
+class PeerFileError(ValueError):
+    """A file of peers cannot be used; the message names it and says why."""
+
+
+def load_peers(file: Path | str) -> list[Peer]:
+    """Runs a file and returns the peers that it declares, in order.
+
+    Raises:
+        PeerFileError: it cannot be run, or declares none.
+    """
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(f"_peers_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise PeerFileError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the file does
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise PeerFileError(f"{path}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})") from error
+    found = list(dict.fromkeys(value for value in vars(module).values() if isinstance(value, Peer)))
+    if not found:
+        raise PeerFileError(f"{path} declares no peer: decorate a function with tokenspeed_kernel.workbench.benchmark.peer")
+    return found
+
+
+def verify_peer(foreign: Peer, case: Case, device: torch.device, *, seed: int = 0) -> CaseResult:
+    """Holds a peer against its operator's reference on one case: outputs, and arguments that the operator does not write to."""
+    op = get_operator(foreign.operator)
+    result = functools.partial(CaseResult, foreign.name, foreign.operator, case.name)
+    try:
+        with torch.no_grad():
+            arguments, twin = (op.complete(case.build(device, seed)) for _ in range(2))
+            refused = foreign.refusal(op, arguments)
+            if refused is not None:
+                return result(Status.SKIPPED, refused)
+            got = foreign.bound(twin)()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            tolerance = functools.partial(tolerance_for, request=op.request(arguments), exact=op.exact)
+            before = dict(tensor_arguments(op.parameters, op.complete(case.build(device, seed))))
+            expected = op.reference(*arguments.values())
+    except Unsupported as reason:
+        return result(Status.SKIPPED, str(reason))
+    except Exception as error:  # a peer may fail in any way; the others must not be lost with it
+        return result(Status.ERROR, f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+    comparisons = compare(got, expected, tolerance)
+    written = dict(tensor_arguments(op.parameters, arguments))
+    faults = []
+    for name, tensor in tensor_arguments(op.parameters, twin):
+        if name.partition(".")[0] in op.mutates:
+            comparisons.append(compare_tensors(name, tensor, written[name], tolerance(tensor.dtype)))
+        elif not same_bits(tensor, before[name]):
+            faults.append(f"changes its input {name}")
+    faults = [*(f"{c.name}: {c.fault}" for c in comparisons if c.fault), *faults]
+    return result(Status.FAILED if faults else Status.PASSED, "; ".join(faults), tuple(comparisons))

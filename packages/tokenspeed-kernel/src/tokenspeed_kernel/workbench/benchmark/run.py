@@ -1,0 +1,228 @@
+"""Benchmarks of kernels over their operators' cases: the inputs of the tests, checked before they are timed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel.workbench.benchmark.machine import GpuState, Monitor, gpu_monitor, reference_time
+from tokenspeed_kernel.workbench.benchmark.noise import warnings_of
+from tokenspeed_kernel.workbench.benchmark.peers import Peer, Unsupported, verify_peer
+from tokenspeed_kernel.workbench.benchmark.results import Launch, Method, Row
+from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, share_of
+from tokenspeed_kernel.workbench.benchmark.timing import Call, Timing, default_cache, host_time, sample, sample_graph
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, verify_case
+from tokenspeed_kernel_base.cases import Case, Cost, nbytes
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.registry import KernelSpec
+
+_COPIED_BYTES = 8 << 30
+# Over all rounds of a row.
+_FEWEST, _MOST = 10, 1000
+# A word on launching needs no more.
+_LAUNCH_BUDGET_S, _LAUNCHES = 0.01, 20
+# A graph that takes this long has made up for its start; more calls would only take time.
+_GRAPH_US = 5000.0
+
+Contestant = KernelSpec | Peer
+
+
+def bench_kernel(
+    spec: Contestant,
+    cases: Iterable[Case] | None = None,
+    device: torch.device | str | None = None,
+    *,
+    large: bool = False,
+    **options: Any,
+) -> list[Row]:
+    """Times a registered kernel on its operator's cases, one row a case.
+
+    Args:
+        spec: the kernel's declaration, from the registry; or a peer.
+        cases: what to run; the operator's if not given.
+        device: where; `default_device` if not given.
+        large: include the cases that are sized for a GPU. Does not touch ``cases``.
+        options: of the `Method`, by name.
+    """
+    if cases is None:
+        cases = [case for case in get_operator(spec.operator).all_cases() if large or not case.large]
+    return bench([(spec, case) for case in cases], device, **options)
+
+
+def bench_case(spec: Contestant, case: Case, device: torch.device | str | None = None, **options: Any) -> Row:
+    """Times a registered kernel or a peer on one case. See `bench`."""
+    return bench([(spec, case)], device, **options)[0]
+
+
+def bench(runs: Sequence[tuple[Contestant, Case]], device: torch.device | str | None = None, **options: Any) -> list[Row]:
+    """Times kernels on cases, if they give the right results there: one row each, in order.
+
+    A kernel itself is timed, as `Operator.bind` gives it: the memory of its outputs included, dispatch left out.
+
+    Args:
+        runs: what to time.
+        device: where; `default_device` if not given.
+        options: of the `Method`, by name.
+    """
+    where = default_device() if device is None else torch.device(device)
+    method = method_for(where, **options)
+    measurements = [Measurement(contestant, case, where, method) for contestant, case in runs]
+    run_rounds(measurements)
+    return rows_of(measurements)
+
+
+def method_for(device: torch.device, **options: Any) -> Method:
+    """A `Method` with what suits the device where nothing is said: cold caches on a GPU, and in a CUDA graph inputs of their own
+    for each call, so that each call meets cold caches."""
+    cache = options.pop("cache", None) or default_cache(device)
+    copies = options.pop("copies", None) or (max(options.get("graph_calls", 0), 1) if cache == "cold" else 1)
+    return Method(cache=cache, copies=copies, **options)
+
+
+def run_rounds(
+    measurements: Sequence[Measurement], begin: Callable[[str], None] = lambda step: None, after: Callable[[], None] = lambda: None
+) -> None:
+    """Measures rows in rounds: every row once, then every row again. So what drifts shows between a row's rounds.
+
+    Args:
+        measurements: the rows; all of one `Method`. `rows_of` makes rows of what is known of them, also between two steps.
+        begin: called before each step with its name; there are as many as rows times rounds.
+        after: called after each step.
+    """
+    monitors = {device: gpu_monitor(device) for device in {measurement.device for measurement in measurements}}
+    for index in range(max((measurement.method.rounds for measurement in measurements), default=0)):
+        for each in measurements:
+            begin(f"{each.contestant.name}: {each.case.name}" + f", round {index + 1}" * bool(index))
+            if index == 0:
+                each.verify()
+            each.add_round(monitors[each.device])
+            after()
+
+
+def rows_of(measurements: Iterable[Measurement], roofline: Roofline | None = None) -> list[Row]:
+    """A row for each that has been begun; ``roofline``: to see the rates against."""
+    measurements = [measurement for measurement in measurements if measurement.status]
+    times = [time_us for measurement in measurements for time_us in measurement.reference_us]
+    usual_us = statistics.median(times) if times else None
+    return [measurement.row(roofline, usual_us) for measurement in measurements]
+
+
+@dataclass
+class Measurement:
+    """A row while it is being measured."""
+
+    contestant: Contestant
+    case: Case
+    device: torch.device
+    method: Method
+    status: str = ""
+    reason: str = ""
+    rounds: list[list[float]] = field(default_factory=list)
+    reference_us: list[float] = field(default_factory=list)
+    states: list[GpuState] = field(default_factory=list)
+    cost: Cost | None = None
+    operands: tuple[torch.dtype, ...] = ()
+    launch: Launch | None = None
+
+    def verify(self) -> None:
+        """Whoever is wrong is not timed."""
+        result: CaseResult
+        if isinstance(self.contestant, Peer):
+            result = verify_peer(self.contestant, self.case, self.device)
+        else:
+            result = verify_case(self.contestant, self.case, self.device)
+        passed = result.status is Status.PASSED
+        self.status, self.reason = ("measured", "") if passed else (result.status.value, result.reason)
+
+    def add_round(self, monitor: Monitor | None) -> None:
+        if self.status != "measured":
+            return
+        try:
+            self.reference_us.append(reference_time(self.device))
+            with torch.no_grad():
+                self._time(self._calls(), monitor)
+        except Unsupported as reason:
+            self.status, self.reason = Status.SKIPPED.value, str(reason)
+        except Exception as error:  # memory may run out; the other rows must not be lost with it
+            self.status, self.reason = Status.ERROR.value, f"while timing: {type(error).__name__}: {error}"
+
+    def _calls(self) -> list[Call]:
+        """The call on the case's arguments, and on as many copies of them as are wanted and fit."""
+        op = get_operator(self.contestant.operator)
+        arguments = op.complete(self.case.build(self.device))
+        if isinstance(self.contestant, KernelSpec):
+            arguments = op.prepared(arguments, self.contestant)
+        if not self.rounds:
+            self.cost = op.cost_of(arguments) if op.has_hook("cost") else None
+            self.operands = tuple(fmt.storage_dtype for _, fmt in op.request(arguments).signature.roles)
+        of_one = sum(nbytes(tensor) for _, tensor in tensor_arguments(op.parameters, arguments))
+        count = max(1, min(self.method.copies, _COPIED_BYTES // max(of_one, 1)))
+        copies = [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))]
+        if isinstance(self.contestant, Peer):
+            return [self.contestant.bound(each) for each in copies]
+        kernel = op.bind(*arguments.values(), override=self.contestant.name)
+        return [functools.partial(kernel, *each.values()) for each in copies]
+
+    def _time(self, calls: list[Call], monitor: Monitor | None) -> None:
+        method, rounds = self.method, self.method.rounds
+
+        def look() -> None:
+            if monitor is not None and (monitor.quick or not self.states):
+                state = monitor.read()
+                self.states += [state] if state is not None else []
+
+        options: dict[str, Any] = {
+            "budget_s": method.budget_s / rounds,
+            "cache": method.cache,
+            "fewest": max(3, -(-_FEWEST // rounds)),
+            "most": -(-_MOST // rounds),
+            "expected_us": statistics.median(self.rounds[0]) if self.rounds else None,
+            "meanwhile": look,
+        }
+        if self.launch is None and (self.device.type == "cuda" or method.graph_calls):
+            alone = sample(calls, self.device, budget_s=_LAUNCH_BUDGET_S, cache=method.cache, most=_LAUNCHES)
+            self.launch = Launch(host_time(calls[0], self.device, _LAUNCHES), statistics.median(alone))
+        if method.graph_calls:
+            assert self.launch is not None
+            count = min(method.graph_calls, math.ceil(_GRAPH_US / self.launch.event_us))
+            in_graph = [calls[index % len(calls)] for index in range(count)]
+            self.rounds.append(sample_graph(in_graph, self.device, **options))
+        else:
+            self.rounds.append(sample(calls, self.device, **options))
+
+    def row(self, roofline: Roofline | None, usual_us: float | None) -> Row:
+        known = Row(
+            self.contestant.name,
+            self.contestant.operator,
+            self.case.name,
+            self.status,
+            self.reason,
+            solution=self.contestant.solution,
+            version=self.contestant.version if isinstance(self.contestant, Peer) else "",
+        )
+        if self.status != "measured" or not self.rounds:
+            return known
+        timing, cost = Timing.of(self.rounds), self.cost
+        return dataclasses.replace(
+            known,
+            timing=timing,
+            tflops=cost.flops / timing.median_us / 1e6 if cost else None,
+            gb_per_s=cost.bytes / timing.median_us / 1e3 if cost else None,
+            share=share_of(cost, timing.median_us, self.operands, roofline) if cost and roofline else None,
+            launch=self.launch and self._launch(self.launch, timing),
+            warnings=warnings_of(timing, self.states, self.reference_us, usual_us),
+            reference_us=tuple(float(f"{time_us:.5g}") for time_us in self.reference_us),
+            state=min(self.states, key=lambda state: state.sm_clock_mhz, default=None),
+        )
+
+    def _launch(self, launch: Launch, timing: Timing) -> Launch:
+        return dataclasses.replace(launch, graph_us=timing.median_us) if self.method.graph_calls else launch

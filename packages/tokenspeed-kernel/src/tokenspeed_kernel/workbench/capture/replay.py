@@ -1,0 +1,201 @@
+"""Calls like those that were captured: the same shapes, strides, dtypes, options, lengths and skew; values drawn anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.capture.store import load
+from tokenspeed_kernel.workbench.recording import CapturedCall, Record
+from tokenspeed_kernel_base.cases import Case, Draw, recipe
+from tokenspeed_kernel_base.operator import Operator, get_operator
+from tokenspeed_kernel_base.parameters import Kind, Parameter
+
+# Cases that take more are for a GPU.
+_LARGE_BYTES = 64 << 20
+TAG = "captured"
+
+Make = Callable[[Draw], dict[str, Any]]
+
+
+class ReplayError(ValueError):
+    """A captured call cannot be made again; the message says why."""
+
+
+@dataclass(frozen=True)
+class CapturedCase:
+    """A case that stands for captured calls.
+
+    Attributes:
+        operator: ``"family.mode"``.
+        case: tagged ``"captured"``, and named after what it stands for.
+        count: how many calls.
+        kernel: that served them.
+    """
+
+    operator: str
+    case: Case
+    count: int
+    kernel: str
+
+
+def load_cases(path: str | Path, operator: str | None = None) -> list[CapturedCase]:
+    """Cases for the calls in a capture, the most frequent first. Calls that kernels of different names served are one case.
+
+    Args:
+        path: of the capture.
+        operator: only this one's, ``"mode"`` or ``"family.mode"``.
+
+    Raises:
+        FileNotFoundError, UnreadableCaptureError: see `tokenspeed_kernel.workbench.capture.load`.
+        ReplayError: a call cannot be made again: its operator does not exist here, or is another now.
+    """
+    wanted = None if operator is None else str(get_operator(operator))
+    cases: dict[tuple[str, str], CapturedCase] = {}
+    for record in load(path).records:
+        if wanted not in (None, record["operator"]):
+            continue
+        case = replay(record)
+        known = cases.get((record["operator"], case.name))
+        count = record["count"] + (known.count if known else 0)
+        kernel = known.kernel if known else record["kernel"]
+        cases[record["operator"], case.name] = CapturedCase(record["operator"], known.case if known else case, count, kernel)
+    return sorted(cases.values(), key=lambda captured: -captured.count)
+
+
+def replay(record: Record) -> Case:
+    """A case for one record of a capture, with the lengths and skew of the sample that was the most work.
+
+    Raises:
+        ReplayError: see `load_cases`.
+    """
+    try:
+        op = get_operator(record["operator"])
+    except KeyError as error:
+        raise ReplayError(f"a call of {record['operator']} was captured: {error.args[0]}") from None
+    arguments = record["arguments"]
+    if arguments.keys() != set(op.names):
+        differing = ", ".join(sorted(arguments.keys() ^ set(op.names)))
+        raise ReplayError(f"{op} was captured with other parameters than it has here: {differing}")
+    samples = record["work"]["samples"]
+    call = CapturedCall(arguments, max(samples, key=_amount, default={}))
+    base: Make = op.run_hook("replay", {}, call) or _nothing
+    make = captured(op.mode, arguments, base)
+    size = sum(_nbytes(told) for told in arguments.values() if _is_tensor(told))
+    return Case(_name(op, call), make, large=size > _LARGE_BYTES, tags=frozenset({TAG}))
+
+
+def _amount(sample: Mapping[str, Sequence[int]]) -> int:
+    return sum(sum(values) for values in sample.values())
+
+
+def _nothing(draw: Draw) -> dict[str, Any]:
+    return {}
+
+
+@recipe
+def captured(operator: str, arguments: Mapping[str, Any], base: Make) -> Make:
+    """The arguments of a captured call: what ``base`` draws, and everything else by its description.
+
+    Args:
+        operator: whose call it was.
+        arguments: their descriptions.
+        base: draws those whose values matter.
+    """
+    op = get_operator(operator)
+
+    def make(draw: Draw) -> dict[str, Any]:
+        made = base(draw)
+        for parameter in op.parameters:
+            name, told = parameter.name, arguments[parameter.name]
+            if told is None or name in op.outs:
+                made[name] = None
+            elif _is_tensor(told):
+                tensor = made[name] if name in made else _drawn(op, draw, name, told)
+                made[name] = _strided(tensor, told.get("stride"))
+            elif parameter.kind is Kind.VALUE and parameter.cls is None:
+                made[name] = _value(parameter, told)
+            elif name not in made:
+                if parameter.kind is not Kind.HINT:
+                    raise ReplayError(f"{op}: {name} of a captured call cannot be made again: it is no tensor and no plain value")
+                made[name] = None
+        return made
+
+    return make
+
+
+def _is_tensor(told: Any) -> bool:
+    return isinstance(told, dict) and told.keys() >= {"dtype", "shape", "device"}
+
+
+def _nbytes(told: Mapping[str, Any]) -> int:
+    count: int = math.prod(told["shape"])
+    return count * _dtype(told["dtype"]).itemsize
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ReplayError(f"this PyTorch has no dtype {name}")
+    return found
+
+
+def _drawn(op: Operator[Any, Any], draw: Draw, name: str, told: Mapping[str, Any]) -> Tensor:
+    """A tensor of which no value matters more than another."""
+    shape, dtype = told["shape"], _dtype(told["dtype"])
+    scales = "scale" in name
+    if dtype == torch.uint8:  # codes of two numbers, or powers of two
+        return draw.integers(*((120, 128) if scales else (0, 256)), *shape, dtype=dtype)
+    if not dtype.is_floating_point:
+        raise ReplayError(f"{op}: {name} of a captured call cannot be made again: its values mean something")
+    return draw.uniform(*shape, low=0.5, high=1.5, dtype=dtype) if scales else draw.normal(*shape, dtype=dtype)
+
+
+def _strided(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
+    """The same values, lying as they did; the first axis may have been another (a cache of more pages)."""
+    if stride is None or tuple(stride) == tensor.stride() or not tensor.numel():
+        return tensor
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
+    room = torch.zeros(reach, dtype=tensor.dtype, device=tensor.device)
+    if 0 in stride:  # expanded: one of the values stands for all
+        index = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
+        room.as_strided(tensor[index].shape, stride).copy_(tensor[index])
+    else:
+        room.as_strided(tensor.shape, stride).copy_(tensor)
+    return room.as_strided(tensor.shape, stride)
+
+
+def _value(parameter: Parameter, told: Any) -> Any:
+    if torch.dtype in parameter.types:
+        return _dtype(told)
+    return tuple(told) if isinstance(told, list) else told
+
+
+def _name(op: Operator[Any, Any], call: CapturedCall) -> str:
+    """What the call looks like, in a line: shapes of the operands, options that are not the default, and lengths."""
+    words = []
+    for parameter in op.parameters:
+        told = call.arguments[parameter.name]
+        if _is_tensor(told):
+            words.append(f"{parameter.name} {told['dtype']}{told['shape']}" + (f" by {told['stride']}" if "stride" in told else ""))
+        elif told is not None and parameter.kind is Kind.VALUE and told != parameter.default:
+            words.append(f"{parameter.name} {_plain(told)}")
+    words += [f"{name} {_summary(values)}" for name, values in sorted(call.work.items())]
+    return ", ".join(words).replace("'", "")
+
+
+def _plain(told: Any) -> str:
+    return "/".join(_plain(value) for value in told.values()) if isinstance(told, dict) else str(told)
+
+
+def _summary(values: Sequence[int]) -> str:
+    if not values:
+        return "none"
+    low, high = min(values), max(values)
+    return f"{len(values)} x {low}" if low == high else f"{len(values)} of {low} to {high}, {sum(values)} in all"

@@ -1,0 +1,267 @@
+"""``bench``: how fast are kernels, and did they change?"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Optional
+
+import torch
+import typer
+
+from tokenspeed_kernel.workbench.benchmark.compare import CONFIDENCE, THRESHOLD, compare
+from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
+from tokenspeed_kernel.workbench.benchmark.peers import Peer, PeerFileError, load_peers
+from tokenspeed_kernel.workbench.benchmark.results import Method, Report, ReportError, appended, load_report
+from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, measure_roofline
+from tokenspeed_kernel.workbench.benchmark.roofline_cache import cached_roofline
+from tokenspeed_kernel.workbench.benchmark.run import Contestant, Measurement, method_for, rows_of, run_rounds
+from tokenspeed_kernel.workbench.cli import bench_tables
+from tokenspeed_kernel.workbench.cli.find import find_device, find_kernels, find_runs, made_with
+from tokenspeed_kernel.workbench.cli.options import Captured, CaseNames, Device, Large, Solution, Target
+from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, progress, unknown
+from tokenspeed_kernel.workbench.numerics.verify import Status, default_device
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.registry import KernelSpec
+
+# Optional rather than `| None`: typer evaluates these.
+Solutions = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--solutions", metavar="A,B,...", help="Only these, side by side, and how they compare with the first."),
+]
+Peers = Annotated[
+    Optional[list[Path]],  # noqa: UP045
+    typer.Option("--peer", metavar="FILE.py", help="Also what this file declares with tokenspeed_kernel.workbench.benchmark.peer."),
+]
+Output = Annotated[Optional[Path], typer.Option("--output", help="Write the report to this JSON file, too.")]  # noqa: UP045
+Append = Annotated[bool, typer.Option("--append", help="Add to what --output holds: another run of the same command.")]
+Graph = Annotated[
+    int, typer.Option("--graph", min=0, help="Calls in one CUDA graph, on inputs of their own, to time without launches.")
+]
+Budget = Annotated[float, typer.Option("--budget", min=0.001, help="Seconds of measuring a case.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Over how many rounds these are spread; --compare wants 4 or more.")]
+CacheState = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        "--cache", metavar="cold|warm", help="The GPU's caches before each call: flushed, or as the call before left them."
+    ),
+]
+Rotate = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--rotate", min=1, help="Copies of the inputs, used in turn. 1 if left out; with --graph as many as its calls."),
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep the device's measured roofline.")]
+Remeasure = Annotated[bool, typer.Option("--remeasure", help="Measure the device's roofline again, and keep it.")]
+Compare = Annotated[
+    Optional[tuple[Path, Path]],  # noqa: UP045
+    typer.Option("--compare", metavar="A.json B.json", help="Measure nothing: compare two reports. Exit code 1 if B is worse."),
+]
+Threshold = Annotated[float, typer.Option("--threshold", min=0.0, help="With --compare: smaller differences are none. 0.03 is 3%.")]
+Confidence = Annotated[float, typer.Option("--confidence", min=0.5, max=0.9999, help="With --compare: of the intervals.")]
+
+# What a run has measured is written this often; whoever kills it loses no more.
+_SAVED_EVERY_S = 10.0
+
+
+def bench(
+    target: Target = None,
+    case: CaseNames = None,
+    large: Large = False,
+    captured: Captured = None,
+    solution: Solution = None,
+    solutions: Solutions = None,
+    peer: Peers = None,
+    output: Output = None,
+    append: Append = False,
+    device: Device = None,
+    budget: Budget = 0.5,
+    rounds: Rounds = 7,
+    graph: Graph = 0,
+    cache: CacheState = None,
+    rotate: Rotate = None,
+    no_cache: NoCache = False,
+    remeasure: Remeasure = False,
+    compare_: Compare = None,
+    threshold: Threshold = THRESHOLD,
+    confidence: Confidence = CONFIDENCE,
+    as_json: AsJson = False,
+) -> None:
+    """Time kernels, after checking their results. Exit code 1 if any is wrong.
+
+    With --compare, say instead what changed between two reports. Exit code 1 if anything is slower, or wrong that was right.
+    """
+    chosen: dict[str, Any] = {
+        "--case": case,
+        "--large": large,
+        "--from": captured,
+        "--solution": solution,
+        "--solutions": solutions,
+        "--peer": peer,
+        "--device": device,
+        "--cache": cache,
+        "--rotate": rotate,
+        "--graph": graph,
+    }
+    if compare_ is not None:
+        for name, value in {"KERNEL or OP": target, "--output": output, "--append": append, **chosen}.items():
+            if value:
+                fail(f"--compare measures nothing, so {name} says nothing here")
+        _compare(compare_, threshold, confidence, as_json)
+    where = find_device(device) or default_device()
+    if output is not None and not output.parent.is_dir():
+        fail(f"--output {output}: there is no folder {output.parent}")
+    if solution and solutions:
+        fail("--solution says which to measure, --solutions which to show side by side: give one of the two")
+    method = _method(where, cache, rotate, graph, budget, rounds)
+    kernels = find_kernels(target)
+    peers = _peers(peer or (), kernels)
+    wanted = [name for name in (solutions or solution or "").split(",") if name]
+    runs = _runs(kernels, peers, wanted, case or (), large, captured)
+    if not runs:
+        fail(
+            "there is nothing to measure: these kernels have no such case"
+            + "; --large takes those that are sized for a GPU" * (not large)
+        )
+    command = _command(target, {**chosen, "--rounds": rounds, "--budget": f"{budget:g}"})
+    empty = Report(collect_metadata(command, where), (), _roofline(where, no_cache, remeasure), method)
+    report = _measured(runs, where, empty, _earlier(output, append, empty), output)
+    if as_json:
+        print(report.to_json())
+    else:
+        if solutions:
+            print_table(*bench_tables.side_by_side(report.rows, [*dict.fromkeys([*wanted, *(each.solution for each in peers)])]))
+        else:
+            shown = [row for row in report.rows if row.status != "skipped"]
+            print_table(bench_tables.ROW_COLUMNS, map(bench_tables.row_cells, shown))
+        for line in bench_tables.machine_lines(report):
+            typer.echo(f"\n{line}")
+    raise typer.Exit(any(row.status in (Status.FAILED.value, Status.ERROR.value) for row in report.rows))
+
+
+def _command(target: str | None, options: Mapping[str, Any]) -> str:
+    """The command line that measures the same again."""
+    words = ["tokenspeed-kernel", "bench", *([target] if target else [])]
+    for name, value in options.items():
+        for each in value if isinstance(value, list) else [value]:
+            if each:
+                words += [name] if each is True else [name, str(each)]
+    return shlex.join(words)
+
+
+def _method(where: torch.device, cache: str | None, rotate: int | None, graph: int, budget: float, rounds: int) -> Method:
+    if cache not in (None, "cold", "warm"):
+        unknown("state of caches", str(cache), ["cold", "warm"])
+    if graph and where.type != "cuda":
+        fail(f"--graph {graph}: there are CUDA graphs on GPUs only, and this would run on {where}")
+    if cache == "cold" and where.type != "cuda":
+        fail(f"--cache cold: caches are flushed on GPUs only, and this would run on {where}")
+    return method_for(where, cache=cache, copies=rotate, graph_calls=graph, budget_s=budget, rounds=rounds)
+
+
+def _peers(files: Sequence[Path], kernels: Sequence[KernelSpec]) -> list[Peer]:
+    """Those that the files declare for the kernels' operators."""
+    operators = {spec.operator for spec in kernels}
+    try:
+        return [each for file in files for each in load_peers(file) if each.operator in operators]
+    except PeerFileError as error:
+        fail(error)
+
+
+def _runs(
+    kernels: list[KernelSpec],
+    peers: Sequence[Peer],
+    solutions: Sequence[str],
+    cases: Sequence[str],
+    large: bool,
+    captured: Path | None,
+) -> list[tuple[Contestant, Case]]:
+    """Kernels of these solutions (all, if none is named) and peers, each with its cases. With peers or several solutions case by
+    case, for what stands side by side is measured one right after the other."""
+    if solutions:
+        foreign = {each.solution for each in peers}
+        kernels = [spec for name in solutions if name not in foreign for spec in made_with(name, kernels)]
+    runs: list[tuple[Contestant, Case]] = [*(find_runs(kernels, cases, large, captured) if kernels else ())]
+    for each in peers:
+        named = {case.name: case for _, case in find_runs(find_kernels(each.operator), cases, large, captured)}
+        runs += [(each, case) for case in named.values()]
+    if len(solutions) < 2 and not peers:
+        return runs
+    place = {key: index for index, key in enumerate(dict.fromkeys((each.operator, case.name) for each, case in runs))}
+    return sorted(runs, key=lambda run: place[run[0].operator, run[1].name])
+
+
+def _roofline(where: torch.device, no_cache: bool, remeasure: bool) -> Roofline | None:
+    if where.type != "cuda":
+        return None
+    try:
+        return measure_roofline(where) if no_cache else cached_roofline(where, remeasure=remeasure)
+    except torch.OutOfMemoryError as error:  # on a device that something else has filled; kernels may well fit
+        typer.echo(f"without a roofline: {error}", err=True)
+        return None
+
+
+def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
+    """What is added to: the report in ``output`` if that is wanted and there is one."""
+    if not append:
+        return empty
+    if output is None:
+        fail("--append says nothing without --output")
+    if not output.exists():
+        return empty
+    try:
+        return appended(load_report(output), empty)
+    except (ReportError, OSError) as error:
+        fail(error)
+    except ValueError as error:
+        fail(f"--append: {output} cannot be added to: {error}")
+
+
+def _measured(
+    runs: Sequence[tuple[Contestant, Case]], where: torch.device, empty: Report, earlier: Report, output: Path | None
+) -> Report:
+    """Measures, and writes to ``output`` now and then: what was measured must not be lost with what comes after."""
+    method = empty.method
+    assert method is not None
+    measurements = [Measurement(contestant, case, where, method) for contestant, case in runs]
+    saved = time.monotonic()
+
+    def save() -> Report:
+        now = dataclasses.replace(empty, rows=tuple(rows_of(measurements, empty.roofline)))
+        report = appended(earlier, now)
+        if output is not None:
+            report.write(output)
+        return report
+
+    def save_now_and_then() -> None:
+        nonlocal saved
+        if time.monotonic() - saved > _SAVED_EVERY_S:
+            save()
+            saved = time.monotonic()
+
+    try:
+        with progress(len(runs) * method.rounds, "measuring") as begin:
+            run_rounds(measurements, begin, save_now_and_then)
+    finally:  # also when somebody has had enough
+        report = save()
+    return report
+
+
+def _compare(files: tuple[Path, Path], threshold: float, confidence: float, as_json: bool) -> NoReturn:
+    try:
+        a, b = map(load_report, files)
+    except (ReportError, OSError) as error:
+        fail(error)
+    comparison = compare(a, b, threshold=threshold, confidence=confidence)
+    if not comparison.differences and not comparison.broken:
+        fail(f"no row of {files[0]} was measured in {files[1]}, too: there is nothing to compare")
+    if as_json:
+        print_json({"a": str(files[0]), "b": str(files[1]), **comparison.to_dict()})
+    else:
+        print_table(bench_tables.DIFFERENCE_COLUMNS, bench_tables.difference_cells(comparison))
+        typer.echo()
+        for line in bench_tables.comparison_lines(comparison):
+            typer.echo(line)
+    raise typer.Exit(comparison.worse)

@@ -1,0 +1,61 @@
+"""``capture``: what was really called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from tokenspeed_kernel.workbench.capture import Contents, ReplayError, UnreadableCaptureError, load, merge, replay
+from tokenspeed_kernel.workbench.cli.find import find_operator
+from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table
+
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that shapes were captured to.")]
+Operator = Annotated[Optional[str], typer.Option("--op", help="Only calls of this operator.")]  # noqa: UP045
+Into = Annotated[Path, typer.Option("-o", "--output", help="The file that receives the sum.")]
+
+
+def show_calls(files: Files, op: Operator = None, as_json: AsJson = False) -> None:
+    """Show captured calls, the most frequent first: operator, kernel, count, and what they looked like."""
+    wanted = None if op is None else str(find_operator(op))
+    total = Contents()
+    for file in files:
+        total.add(_load(file))
+    records = [record for record in total.records if wanted in (None, record["operator"])]
+    records.sort(key=lambda record: (-record["count"], record["operator"]))
+    if as_json:
+        print_json({"records": records, "dropped": total.dropped})
+        return
+    rows = []
+    for record in records:
+        try:
+            looks = replay(record).name
+        except ReplayError as error:
+            looks = str(error)
+        rows.append([str(record["count"]), record["operator"], record["kernel"], looks])
+    print_table(["calls", "operator", "kernel", "call"], rows)
+    calls = sum(record["count"] for record in records)
+    typer.echo(f"\n{calls} calls of {len(records)} kinds")
+    for operator, count in sorted(total.dropped.items()):
+        typer.echo(f"{count} more of {operator} were not recorded: there were too many kinds")
+
+
+def merge_files(files: Files, output: Into, as_json: AsJson = False) -> None:
+    """Add up captures in one file. What that file held is replaced."""
+    try:
+        total = merge(files, output)
+    except (FileNotFoundError, UnreadableCaptureError) as error:
+        fail(error)
+    calls = sum(record["count"] for record in total.records)
+    if as_json:
+        print_json({"file": str(output), "records": len(total.records), "calls": calls, "dropped": total.dropped})
+    else:
+        typer.echo(f"{calls} calls of {len(total.records)} kinds in {output}")
+
+
+def _load(file: Path) -> Contents:
+    try:
+        return load(file)
+    except (FileNotFoundError, UnreadableCaptureError) as error:
+        fail(error)

@@ -1,0 +1,103 @@
+"""From the names on a command line to what they stand for. Names that nothing has end the command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel.plugins import list_plugins, plugin_failures
+from tokenspeed_kernel.workbench.capture import ReplayError, UnreadableCaptureError, load_cases
+from tokenspeed_kernel.workbench.cli.output import fail, unknown
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import Operator, get_operator, operators
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+
+
+def find_operator(name: str) -> Operator[Any, Any]:
+    try:
+        return get_operator(name)
+    except KeyError as error:
+        fail(error.args[0])
+
+
+def find_kernels(target: str | None, plugin: str | None = None) -> list[KernelSpec]:
+    """The kernel of this name, or those of the operator of this name, or all; of one plugin, if one is named."""
+    registry = KernelRegistry.get()
+    specs = {spec.name: spec for spec in registry.list_kernels()}
+    modes = [name for op in operators() for name in (op.mode, str(op))]
+    if target is None:
+        found = [*specs.values()]
+    elif target in specs:
+        found = [specs[target]]
+    elif target in modes:
+        op = get_operator(target)
+        found = registry.get_for_operator(op.family, op.mode)
+    else:
+        unknown("kernel or operator", target, [*specs, *modes])
+    if plugin is None:
+        return found
+    loaded = {info.name: info for info in list_plugins()}
+    broken = next((failure for failure in plugin_failures() if failure.name == plugin), None)
+    if broken is not None:
+        fail(f"plugin {plugin} failed to load: {broken.error}")
+    if plugin not in loaded:
+        unknown("loaded plugin", plugin, loaded)
+    return [spec for spec in found if spec.name in loaded[plugin].kernel_names]
+
+
+def find_runs(
+    specs: list[KernelSpec], wanted: Sequence[str], large: bool, captured: Path | None = None
+) -> list[tuple[KernelSpec, Case]]:
+    """Kernels with their cases: the small ones, also the large ones, or those whose name is one of ``wanted`` or contains it.
+
+    Args:
+        captured: a file of captured calls, whose cases are taken in place of the operators' own.
+    """
+    cases = {str(op): op.all_cases() for op in operators()} if captured is None else find_captured(captured)
+    pairs = [(spec, case) for spec in specs for case in cases.get(spec.operator, ())]
+    if not wanted:
+        return [(spec, case) for spec, case in pairs if large or not case.large]
+    names = list(dict.fromkeys(case.name for _, case in pairs))
+    found: set[str] = set()
+    for name in wanted:
+        matching = {name} & {*names} or {known for known in names if name.lower() in known.lower()}
+        if not matching:
+            unknown("case", name, names)
+        found |= matching
+    return [(spec, case) for spec, case in pairs if case.name in found]
+
+
+def find_captured(file: Path) -> dict[str, list[Case]]:
+    """Cases for the calls that were captured to a file, by operator."""
+    cases: dict[str, list[Case]] = {}
+    try:
+        for found in load_cases(file):
+            cases.setdefault(found.operator, []).append(found.case)
+    except (FileNotFoundError, ReplayError, UnreadableCaptureError) as error:
+        fail(error)
+    return cases
+
+
+def find_device(name: str | None) -> torch.device | None:
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        fail(str(error).splitlines()[0])
+    if device.type not in ("cpu", "cuda"):
+        fail(f"device must be cpu or cuda (ROCm devices are called cuda by PyTorch), got {name}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        fail(f"device {name}: PyTorch finds no GPU here; tokenspeed-kernel doctor says more")
+    return device
+
+
+def made_with(solution: str | None, kernels: list[KernelSpec]) -> list[KernelSpec]:
+    """Those of some kernels that are made with a solution; all if it is None."""
+    chosen = [spec for spec in kernels if solution in (None, spec.solution)]
+    if not chosen:
+        unknown("solution", str(solution), sorted({spec.solution for spec in kernels}))
+    return chosen

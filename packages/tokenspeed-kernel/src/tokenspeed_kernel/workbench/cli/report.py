@@ -1,0 +1,45 @@
+"""``report``: benchmark reports as one page."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from tokenspeed_kernel.workbench.benchmark.results import ReportError, load_report
+from tokenspeed_kernel.workbench.cli.output import fail
+
+Files = Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What `bench --output` wrote.")]
+Output = Annotated[Path, typer.Option("-o", "--output", help="The HTML file.")]
+Plots = Annotated[Optional[Path], typer.Option("--plots", metavar="FOLDER", help="Write the plots there as well, as PNG and SVG.")]  # noqa: UP045
+Title = Annotated[str, typer.Option("--title", help="What stands at its top.")]
+
+
+def report(files: Files, output: Output = Path("report.html"), plots: Plots = None, title: Title = "Kernels, measured") -> None:
+    """Make one HTML file of benchmark reports: rooflines, solutions case by case, history over commits, and all numbers.
+
+    Reports of one device make its history; of each kernel and case the newest row is shown.
+    """
+    try:
+        # Here, because no other command shall wait for them.
+        from tokenspeed_kernel.workbench.report import devices_of, render_page, write_plots
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("jinja2", "matplotlib"):
+            raise
+        fail(f"this needs {error.name}: pip install 'tokenspeed-kernel[tools]'")
+    if not output.parent.is_dir():
+        fail(f"--output {output}: there is no folder {output.parent}")
+    try:
+        devices = devices_of((file.name, load_report(file)) for file in files)
+    except (ReportError, OSError) as error:
+        fail(error)
+    if not any(device.rows() for device in devices):
+        fail("there is nothing to show: no row was measured")
+    beside = output.with_name(f".{output.name}.{os.getpid()}")
+    beside.write_text(render_page(devices, title), encoding="utf-8")
+    beside.replace(output)
+    typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
+    if plots is not None:
+        typer.echo(f"{plots}: {len(write_plots(devices, plots))} plots")

@@ -1,0 +1,313 @@
+"""Commands that look and run nothing: ``doctor``, ``ops``, ``explain`` and ``plugins``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from typing import Annotated, Any, Optional
+
+import torch
+import typer
+
+from tokenspeed_kernel.plugins import disabled_plugins, list_plugins, plugin_failures
+from tokenspeed_kernel.workbench.cli.find import find_operator
+from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, unknown
+from tokenspeed_kernel.workbench.doctor import Diagnosis, diagnose
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import Operator, operators
+from tokenspeed_kernel_base.platform import named_platform
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.selection import Explanation, Override, Request, SelectionObjective, consider, override_in_force
+from tokenspeed_kernel_base.signature import FormatSignature
+from tokenspeed_kernel_base.traits import format_traits
+
+# -- doctor -------------------------------------------------------------------------------------------------------------------
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Show platform, versions, settings and plugins, and what to do about what is wrong. Exit code 1 if something is."""
+    diagnosis = diagnose()
+    if as_json:
+        print_json(diagnosis.to_dict())
+    else:
+        _print_diagnosis(diagnosis)
+    raise typer.Exit(not diagnosis.healthy)
+
+
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    def section(title: str, facts: dict[str, Any]) -> None:
+        typer.echo(title)
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            shown = ", ".join(value) or "none" if isinstance(value, list) else value
+            typer.echo(f"  {name:<{width}}  {shown}")
+        typer.echo()
+
+    platform = dict(diagnosis.platform)
+    if platform:
+        platform["memory"] = f"{platform['memory'] / 2**30:.1f} GiB" if platform["memory"] else "unknown"
+    section("platform", platform)
+    section("versions", diagnosis.versions)
+    section("kernels", diagnosis.kernels)
+    section("settings", {s.name: f"{s.value}  ({s.source})" for s in diagnosis.settings})
+    plugins = {p.name: f"{p.package} {p.version}, {p.num_kernels} kernels" for p in diagnosis.plugins}
+    plugins.update(dict.fromkeys(diagnosis.disabled, "disabled"))
+    plugins.update({f.name: f"{f.package} {f.version}, failed: {f.error}" for f in diagnosis.failures})
+    section("plugins", plugins or {"none": "installed"})
+    for name, trace in [*((f"plugin {f.name}", f.traceback) for f in diagnosis.failures), *diagnosis.load_failures.items()]:
+        typer.echo(f"{name} failed:")
+        typer.echo("\n".join(f"  {line}" for line in trace.rstrip().splitlines()) + "\n")
+    for finding in diagnosis.findings:
+        typer.echo(f"{'problem' if finding.problem else 'advice'}: {finding.what}\n  -> {finding.remedy}")
+    typer.echo("all well" if diagnosis.healthy else "not well: see the problems above")
+
+
+# -- ops ----------------------------------------------------------------------------------------------------------------------
+
+OptionalName = Annotated[Optional[str], typer.Argument(metavar="[NAME]", help="Show this operator in full.")]  # noqa: UP045
+
+
+def ops(name: OptionalName = None, as_json: AsJson = False) -> None:
+    """List the operators, or show one: signature, contract, kernels and cases."""
+    if name is not None:
+        _show_operator(find_operator(name), as_json)
+        return
+    listed = [_summary(op) for op in operators()]
+    if as_json:
+        print_json(listed)
+        return
+    print_table(
+        ["operator", "parameters", "kernels", "solutions"],
+        [[o["operator"], ", ".join(o["parameters"]), str(len(o["kernels"])), ", ".join(o["solutions"])] for o in listed],
+    )
+
+
+def _summary(op: Operator[Any, Any]) -> dict[str, Any]:
+    specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
+    return {
+        "operator": str(op),
+        "parameters": [*op.names],
+        "kernels": [spec.name for spec in specs],
+        "solutions": sorted({spec.solution for spec in specs}),
+    }
+
+
+def _show_operator(op: Operator[Any, Any], as_json: bool) -> None:
+    signature = f"{op.mode}{inspect.signature(op.body, eval_str=True)}"
+    contract = inspect.cleandoc(op.body.__doc__ or "")
+    cases = [{"name": case.name, "large": case.large} for case in op.all_cases()]
+    if as_json:
+        print_json({**_summary(op), "signature": signature, "docstring": contract, "cases": cases})
+        return
+    typer.echo(f"{op.family}.{signature}\n\n{contract}\n\nkernels")
+    for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
+        typer.echo(f"  {spec.name}  ({spec.solution}, priority {spec.priority}, {spec.origin})")
+    typer.echo("\ncases")
+    for case in cases:
+        typer.echo(f"  {case['name']}" + "  (large)" * bool(case["large"]))
+
+
+# -- explain ------------------------------------------------------------------------------------------------------------------
+
+OperatorName = Annotated[str, typer.Argument(metavar="OP")]
+Changes = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(metavar="[TRAIT=VALUE|ROLE=DTYPE]...", help="What to change in the case's request: sinks=true q=float16."),
+]
+PlatformName = Annotated[Optional[str], typer.Option("--platform", help="As if on cpu, sm_90, gfx950...")]  # noqa: UP045
+Objective = Annotated[Optional[SelectionObjective], typer.Option("--objective")]  # noqa: UP045
+Solution = Annotated[Optional[str], typer.Option("--solution", help="Only kernels made with this.")]  # noqa: UP045
+KernelName = Annotated[Optional[str], typer.Option("--override", help="Ask for this kernel by name.")]  # noqa: UP045
+CaseName = Annotated[Optional[str], typer.Option("--case", help="The call to start from; the first small one if left out.")]  # noqa: UP045
+
+
+def explain(
+    op: OperatorName,
+    changes: Changes = None,
+    platform: PlatformName = None,
+    objective: Objective = None,
+    solution: Solution = None,
+    override: KernelName = None,
+    case: CaseName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say which kernel would serve a call, and why not the others. Exit code 1 if none would."""
+    found = find_operator(op)
+    chosen = _case(found, case)
+    request = _request(found, chosen)
+    for change in changes or ():
+        request = _changed(request, change)
+    registry = KernelRegistry.get()
+    if solution is not None and solution not in registry.list_solutions():
+        unknown("solution", solution, registry.list_solutions())
+    wanted = override_in_force(found.family, found.mode)
+    if override is not None:
+        try:
+            wanted = Override(registry.get_by_name(override).name, "--override")
+        except KeyError as error:
+            fail(error.args[0])
+    try:
+        where = request.platform if platform is None else named_platform(platform)
+    except ValueError as error:
+        fail(error)
+    request = dataclasses.replace(request, platform=where, objective=objective or request.objective, solution=solution)
+    explanation = consider(request, wanted)
+    if as_json:
+        print_json({"case": chosen.name, **explanation.to_dict()})
+    else:
+        _print_explanation(explanation, chosen.name)
+    raise typer.Exit(explanation.chosen is None)
+
+
+def _case(op: Operator[Any, Any], name: str | None) -> Case:
+    cases = op.all_cases()
+    if name is None:
+        small = [case for case in cases if not case.large]
+        if not small:
+            fail(f"{op} has no small case: name one with --case")
+        return small[0]
+    found = [case for case in cases if case.name == name] or [case for case in cases if name.lower() in case.name.lower()]
+    if not found:
+        unknown(f"case of {op}", name, [case.name for case in cases])
+    return found[0]
+
+
+def _request(op: Operator[Any, Any], case: Case) -> Request:
+    """What the case asks of a kernel. Its tensors lie on the CPU; those of a large case are not filled, if that can be had."""
+    if case.large:
+        from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+        # Some inputs follow from the values of others; those have to be drawn.
+        with contextlib.suppress(DataDependentOutputException), FakeTensorMode():
+            return op.request(op.complete(case.build("cpu")))
+    return op.request(op.complete(case.build("cpu")))
+
+
+def _changed(request: Request, change: str) -> Request:
+    name, equals, text = change.partition("=")
+    roles = dict(request.signature.roles)
+    if not equals or not text:
+        fail(f"a change is written trait=value or role=dtype, got {change!r}")
+    if name in roles and (name not in request.traits or _dtype(text) is not None):
+        dtype = _dtype(text)
+        if dtype is None:
+            unknown("dtype", text, _DTYPES)
+        roles[name] = dataclasses.replace(roles[name], storage_dtype=dtype)
+        return dataclasses.replace(request, signature=FormatSignature(tuple(roles.items())))
+    if name not in request.traits:
+        unknown(f"trait or operand of {request.operator}", name, [*request.traits, *roles])
+    value = _value(text)
+    if isinstance(request.traits[name], bool) != isinstance(value, bool) and None not in (request.traits[name], value):
+        fail(f"{name} is {'a flag, true or false' if isinstance(request.traits[name], bool) else 'not a flag'}; got {text!r}")
+    return dataclasses.replace(request, traits={**request.traits, name: value})
+
+
+_DTYPES = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+
+
+def _dtype(text: str) -> torch.dtype | None:
+    return getattr(torch, text) if text in _DTYPES else None
+
+
+def _value(text: str) -> bool | int | float | str | None:
+    words: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _print_explanation(explanation: Explanation, case: str) -> None:
+    request = explanation.request
+    typer.echo(f"{request.operator} on {request.platform}, objective {request.objective.value}")
+    typer.echo(f"  case      {case}")
+    typer.echo(f"  formats   {request.signature}")
+    typer.echo(f"  traits    {', '.join(f'{name}={value}' for name, value in sorted(request.traits.items())) or 'none'}")
+    if request.sizes:
+        typer.echo(f"  sizes     {format_traits(request.sizes)}")
+    if request.solution:
+        typer.echo(f"  solution  {request.solution}")
+    if explanation.override:
+        typer.echo(f"  override  {explanation.override.kernel} ({explanation.override.source})")
+    for note in explanation.notes:
+        typer.echo(f"  tuned     {note}")
+    typer.echo()
+    print_table(
+        ["kernel", "verdict", "gate", "solution", "priority", "reason"],
+        [
+            [
+                v.spec.name,
+                "chosen" if v.spec is explanation.chosen else "accepted" if v.accepted else "rejected",
+                v.gate or "",
+                v.spec.solution,
+                str(v.spec.priority),
+                v.reason,
+            ]
+            for v in explanation.verdicts
+        ],
+    )
+    if explanation.chosen is None:
+        typer.echo(f"\nno kernel serves this{': ' if explanation.problem else ''}{explanation.problem}")
+
+
+# -- plugins ------------------------------------------------------------------------------------------------------------------
+
+
+def plugin_list(as_json: AsJson = False) -> None:
+    """List the plugins: loaded, disabled and failed."""
+    loaded, disabled, failed = list_plugins(), disabled_plugins(), plugin_failures()
+    if as_json:
+        print_json(
+            {
+                "loaded": [dataclasses.asdict(info) for info in loaded],
+                "disabled": disabled,
+                "failed": [dataclasses.asdict(failure) for failure in failed],
+            }
+        )
+        return
+    rows = [[p.name, "loaded", p.package, p.version, str(p.num_kernels), ""] for p in loaded]
+    rows += [[name, "disabled", "", "", "", ""] for name in disabled]
+    rows += [[f.name, "failed", f.package, f.version, "", f.error] for f in failed]
+    if rows:
+        print_table(["plugin", "status", "package", "version", "kernels", "error"], rows)
+    else:
+        typer.echo("no plugins are installed")
+
+
+def plugin_info(name: Annotated[str, typer.Argument(metavar="NAME")], as_json: AsJson = False) -> None:
+    """Show one plugin: its kernels, or why it failed. Exit code 1 if it did."""
+    loaded = {info.name: info for info in list_plugins()}
+    failed = {failure.name: failure for failure in plugin_failures()}
+    if name in loaded:
+        info, registry = loaded[name], KernelRegistry.get()
+        registered = {spec.name for spec in registry.list_kernels()}
+        specs = [registry.get_by_name(kernel) for kernel in info.kernel_names if kernel in registered]
+        if as_json:
+            kernels = [{"name": s.name, "operator": s.operator, "solution": s.solution, "priority": s.priority} for s in specs]
+            print_json({"status": "loaded", **dataclasses.asdict(info), "kernels": kernels})
+            return
+        typer.echo(f"{info.name} of {info.package} {info.version}: {info.num_kernels} kernels\n")
+        if specs:
+            print_table(
+                ["kernel", "operator", "solution", "priority"],
+                [[s.name, s.operator, s.solution, str(s.priority)] for s in specs],
+            )
+    elif name in failed:
+        failure = failed[name]
+        if as_json:
+            print_json({"status": "failed", **dataclasses.asdict(failure)})
+        else:
+            typer.echo(f"{failure.name} of {failure.package} {failure.version} failed to load:\n\n{failure.traceback.rstrip()}")
+        raise typer.Exit(1)
+    elif name in disabled_plugins():
+        if as_json:
+            print_json({"status": "disabled", "name": name})
+        else:
+            typer.echo(f"{name} is disabled")
+    else:
+        unknown("plugin", name, [*loaded, *failed, *disabled_plugins()])

@@ -1,0 +1,248 @@
+"""``verify``: are kernels right, and are they what they declare to be?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import torch
+import typer
+
+from tokenspeed_kernel.workbench.cli.find import find_device, find_kernels, find_runs, made_with
+from tokenspeed_kernel.workbench.cli.options import Captured, CaseNames, Device, Large, Plugin, Solution, Target
+from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, progress
+from tokenspeed_kernel.workbench.numerics.compare import Comparison
+from tokenspeed_kernel.workbench.numerics.conformance import CHECKS, Finding, Options, conform, junit
+from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, verify_case
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.registry import KernelSpec
+
+# Optional rather than `| None`: typer evaluates these.
+Repeat = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option("--repeat", min=2, help="So many runs must give the same bits; if left out, two of kernels tagged determinism."),
+]
+Conformance = Annotated[
+    Optional[bool],  # noqa: UP045
+    typer.Option(
+        "--conformance/--no-conformance", help="All checks, one row each; with --plugin they are run if this is left out."
+    ),
+]
+Shrink = Annotated[float, typer.Option("--shrink", min=0.0, help="Seconds to look for a smaller call that fails; 0 does not.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of the inputs.")]
+Junit = Annotated[Optional[Path], typer.Option("--junit", metavar="FILE.xml", help="Also write the outcome as JUnit XML.")]  # noqa: UP045
+Output = Annotated[Optional[Path], typer.Option("--output", metavar="FILE.json", help="Also write the outcome as JSON.")]  # noqa: UP045
+
+# The kernels whose failures are shrunk: of many that fail for one reason, a few are enough to see it.
+_MOST_SHRUNK = 3
+
+
+def verify(
+    target: Target = None,
+    case: CaseNames = None,
+    large: Large = False,
+    captured: Captured = None,
+    solution: Solution = None,
+    plugin: Plugin = None,
+    device: Device = None,
+    repeat: Repeat = None,
+    conformance: Conformance = None,
+    shrink_: Shrink = 10.0,
+    seed: Seed = 0,
+    junit_: Junit = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run kernels against their operators' references. Exit code 1 if any is wrong.
+
+    With --plugin or --conformance also the honesty of what they declare: edges of traits, out=, inputs, waiting, bounds and more.
+    """
+    where = find_device(device)
+    specs = made_with(solution, find_kernels(target, plugin))
+    runs = find_runs(specs, case or (), large, captured)
+    checks = plugin is not None if conformance is None else conformance
+    if checks:
+        options = Options(large, repeat, seed, shrink_)
+        findings = _conform(specs, runs, where, options)
+        report = {"platform": str(current_platform()), "summary": _summary(findings), "results": [f.to_dict() for f in findings]}
+    else:
+        results, smallest = _compare(runs, where, repeat, seed, shrink_)
+        findings = [
+            Finding(r.kernel, r.operator, r.case, r.status, r.reason, (r,), s) for r, s in zip(results, smallest, strict=True)
+        ]
+        listed = [{**r.to_dict(), "smallest": f.to_dict()["smallest"]} for r, f in zip(results, findings, strict=True)]
+        report = {"platform": str(current_platform()), "summary": _summary(findings), "results": listed}
+    if output is not None:
+        _write(output, json.dumps(report, indent=2, allow_nan=False, default=str) + "\n")
+    if junit_ is not None:
+        _write(junit_, junit(findings))
+    if as_json:
+        print_json(report)
+    else:
+        if checks:
+            _show_findings(findings)
+        else:
+            _show_results(findings, fold=len({spec.name for spec, _ in runs}) > 1)
+    raise typer.Exit(any(finding.wrong for finding in findings))
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes a file whole, or not at all."""
+    aside = file.with_name(f"{file.name}.{os.getpid()}.new")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(file)
+    except OSError as error:
+        fail(f"{file} cannot be written: {error}")
+
+
+def _summary(findings: Sequence[Finding]) -> dict[str, int]:
+    counts = Counter(finding.status for finding in findings)
+    return {status.value: counts[status] for status in Status}
+
+
+def _last_line(findings: Sequence[Finding]) -> None:
+    parts = [f"{count} {status}" for status, count in _summary(findings).items() if count]
+    typer.echo(f"\n{', '.join(parts) or 'nothing to run'} on {current_platform()}")
+
+
+# -- against the reference ----------------------------------------------------------------------------------------------------
+
+
+def _compare(
+    runs: Sequence[tuple[KernelSpec, Case]], device: torch.device | None, repeat: int | None, seed: int, seconds: float
+) -> tuple[list[CaseResult], list[Shrunk | None]]:
+    """What became of each run, and the smallest call with the fault for a few of those that failed."""
+    results: list[CaseResult] = []
+    smallest: list[Shrunk | None] = []
+    shrunk: set[str] = set()
+    with progress(len(runs), "verifying") as begin:
+        for spec, chosen in runs:
+            begin(f"{spec.name}: {chosen.name}")
+            results.append(result := verify_case(spec, chosen, device, seed=seed, repeat=repeat))
+            smallest.append(None)
+            if result.wrong and seconds and spec.name not in shrunk and len(shrunk) < _MOST_SHRUNK:
+                shrunk.add(spec.name)
+                smallest[-1] = shrink(spec, chosen, result, device, seed=seed, repeat=repeat, seconds=seconds)
+    return results, smallest
+
+
+def _show_results(findings: Sequence[Finding], *, fold: bool) -> None:
+    results = [result for finding in findings for result in finding.results]
+    print_table(["kernel", "case", "status", "max abs", "relative", "detail"], _verify_rows(results, fold=fold))
+    for finding in findings:
+        if finding.wrong:
+            typer.echo("\n" + "\n".join(_explained(finding)))
+    _last_line(findings)
+
+
+def _explained(finding: Finding) -> Iterator[str]:
+    """All that is known of a failure, line by line."""
+    (result,) = finding.results
+    yield f"{result.kernel}, {result.case}:"
+    for comparison in result.comparisons:
+        if comparison.fault:
+            yield from (f"  {line}" for line in describe_comparison(comparison))
+    if result.traceback:
+        yield result.traceback.rstrip()
+    if finding.shrunk is not None:
+        yield from _smallest(finding.shrunk)
+
+
+def _smallest(shrunk: Shrunk) -> Iterator[str]:
+    found = f"of {shrunk.tried} calls that were tried" + ("" if shrunk.exhausted else ", and time was up")
+    yield f"  the smallest that fails alike, {found}:"
+    yield from (f"    {line}" if line else "" for line in shrunk.reproducer.splitlines())
+
+
+def describe_comparison(comparison: Comparison) -> Iterator[str]:
+    """What was measured of a tensor that is wrong, line by line."""
+    yield f"{comparison.name}: {comparison.fault}"
+    yield (
+        f"  max abs {comparison.max_abs_error:.3g}, relative Frobenius {comparison.relative_error:.3g}, "
+        f"cosine {comparison.cosine:.6f}"
+    )
+    if comparison.places:
+        yield f"  where: {comparison.places}"
+    if comparison.relation:
+        yield f"  {comparison.relation}"
+    for element in comparison.several:
+        yield f"  {element}"
+    if comparison.ulps:
+        yield "  units in the last place: " + ", ".join(f"{bucket}: {count}" for bucket, count in comparison.ulps)
+    tolerance = comparison.tolerance
+    numbers = f"relative {tolerance.relative:.3g}, absolute {tolerance.absolute:.3g} of the rms, norm {tolerance.norm:.3g}"
+    yield f"  tolerance: {'every bit' if tolerance.exact else numbers} ({tolerance.reason})"
+
+
+def _verify_rows(results: list[CaseResult], *, fold: bool) -> list[list[str]]:
+    """One row a result; with ``fold``, all that a kernel skipped at one gate are one row."""
+    rows: list[list[str]] = []
+    skipped: dict[tuple[str, str], tuple[int, list[CaseResult]]] = {}
+    for result in results:
+        worst = result.worst
+        errors = ["", ""] if worst is None else [f"{worst.max_abs_error:.3g}", f"{worst.relative_error:.3g}"]
+        detail = result.reason
+        if result.status is Status.PASSED and worst is not None and worst.worst is not None:
+            tolerance = "" if worst.tolerance.exact else f", tolerance {worst.tolerance.relative:.2g} of it"
+            detail = f"worst {worst.name} {worst.worst}{tolerance}"
+        if fold and result.status is Status.SKIPPED:
+            index, same = skipped.setdefault((result.kernel, result.reason.partition(":")[0]), (len(rows), []))
+            same.append(result)
+            if len(same) > 1:
+                others = any(other.reason != same[0].reason for other in same)
+                rows[index][1] = f"{len(same)} cases"
+                rows[index][-1] = same[0].reason + (" (and the like)" if others else "")
+                continue
+        rows.append([result.kernel, result.case, result.status.value, *errors, detail])
+    return rows
+
+
+# -- conformance --------------------------------------------------------------------------------------------------------------
+
+
+def _conform(
+    specs: Sequence[KernelSpec], runs: Sequence[tuple[KernelSpec, Case]], device: torch.device | None, options: Options
+) -> list[Finding]:
+    steps = len(runs) + len(specs) * len(CHECKS)
+    findings: list[Finding] = []
+    with progress(steps, "verifying") as options.begin:
+        for spec in specs:
+            cases = [chosen for of, chosen in runs if of is spec]
+            findings += conform(spec, default_device() if device is None else device, options, cases)
+    return findings
+
+
+def _show_findings(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        if finding.wrong:
+            typer.echo(f"{finding.kernel}: {finding.check}")
+            wrong = [result for result in finding.results if result.wrong]
+            for result in wrong[:1]:
+                for comparison in result.comparisons:
+                    if comparison.fault:
+                        typer.echo("\n".join(f"  {line}" for line in describe_comparison(comparison)))
+                if result.traceback:
+                    typer.echo(result.traceback.rstrip())
+            if finding.shrunk is not None:
+                typer.echo("\n".join(_smallest(finding.shrunk)))
+            typer.echo("")
+    rows: list[list[Any]] = [[f.kernel, f.check, f.status.value, f.detail] for f in findings]
+    print_table(["kernel", "check", "status", "detail"], _folded(rows))
+    _last_line(findings)
+
+
+def _folded(rows: list[list[str]]) -> Iterator[list[str]]:
+    """Checks that a kernel skips for one reason are one row where they are all of them, as for a kernel of another platform."""
+    for kernel in dict.fromkeys(row[0] for row in rows):
+        mine = [row for row in rows if row[0] == kernel]
+        if len(mine) > 1 and len({(row[2], row[3]) for row in mine}) == 1 and mine[0][2] == Status.SKIPPED.value:
+            yield [kernel, "all", mine[0][2], mine[0][3]]
+        else:
+            yield from mine

@@ -1,0 +1,46 @@
+"""``warmup``: what plugins would compile at a first call, compiled now."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib import metadata
+from typing import Annotated, Optional
+
+import typer
+
+from tokenspeed_kernel.workbench.cli.output import unknown
+from tokenspeed_kernel_base.config import settings
+
+# A function of the words of a command line, to an exit code.
+GROUP = "tokenspeed_kernel.warmup"
+
+Plugin = Annotated[Optional[str], typer.Option("--plugin", metavar="PLUGIN", help="Only this one.")]  # noqa: UP045
+Words = Annotated[Optional[list[str]], typer.Argument(metavar="[-- WORD...]", help="What to tell them.", show_default=False)]  # noqa: UP045
+
+
+def warmup(words: Words = None, plugin: Plugin = None) -> None:
+    """Let plugins compile ahead of time what they would compile when it is first called.
+
+    Words after -- are theirs: `tokenspeed-kernel warmup --plugin NAME -- --help` shows what one takes. A plugin warms up by an
+    entry point of its name in the group "tokenspeed_kernel.warmup"; portable kernels need none. Exit code 1 if one fails.
+    """
+    entries = sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name)
+    entries = [entry for entry in entries if not settings().plugin_disabled(entry.name)]
+    if plugin is not None and plugin not in (names := [entry.name for entry in entries]):
+        unknown("plugin that warms up", plugin, names)
+    if not entries:
+        typer.echo("no plugin that is installed has anything to compile")
+    failed = False
+    for entry in entries:
+        if plugin not in (None, entry.name):
+            continue
+        typer.echo(f"{entry.name} ({entry.value})")
+        try:
+            failed |= bool(entry.load()(words or []))
+        except SystemExit as error:  # how a parser of words ends
+            failed |= bool(error.code)
+        except Exception:  # one plugin's failure is kept from the others
+            traceback.print_exc(file=sys.stderr)
+            failed = True
+    raise typer.Exit(failed)

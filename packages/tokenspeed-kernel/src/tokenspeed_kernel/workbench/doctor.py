@@ -1,0 +1,239 @@
+"""What state is this installation in: platform, versions, settings, plugins, and what to do about what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import platform as _host
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel.plugins import PluginFailure, PluginInfo, disabled_plugins, list_plugins, plugin_failures
+from tokenspeed_kernel.version import __version__
+from tokenspeed_kernel.workbench.tuned import tuned_directory
+from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.selection import selection_policy
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting in force and where it comes from."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to know or to do.
+
+    Attributes:
+        problem: it is wrong and makes the examination fail; otherwise it is advice.
+        what: what was found.
+        remedy: what to do about it.
+    """
+
+    problem: bool
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The whole examination. ``load_failures``: kernels whose code could not be imported, with the traceback."""
+
+    platform: dict[str, Any]
+    versions: dict[str, str]
+    settings: tuple[Setting, ...]
+    plugins: tuple[PluginInfo, ...]
+    disabled: tuple[str, ...]
+    failures: tuple[PluginFailure, ...]
+    load_failures: dict[str, str]
+    kernels: dict[str, int]
+    findings: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return not any(finding.problem for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        return {"healthy": self.healthy, **dataclasses.asdict(self)}
+
+
+def diagnose() -> Diagnosis:
+    """Examines this process and its installation. Raises nothing for what is wrong with them."""
+    findings: list[Finding] = []
+    try:
+        config.settings()
+    except config.ConfigurationError as error:
+        return Diagnosis({}, _versions(), (), (), (), (), {}, {}, (Finding(True, str(error), "correct the setting"),))
+    platform = _platform(findings)
+    _check_settings(findings)
+    _check_plugins(findings)
+    _check_software(platform, findings)
+    return Diagnosis(
+        platform,
+        _versions(),
+        tuple(_settings()),
+        tuple(list_plugins()),
+        tuple(disabled_plugins()),
+        tuple(plugin_failures()),
+        KernelRegistry.get().load_failures(),
+        _kernels() if platform else {},
+        tuple(sorted(findings, key=lambda finding: not finding.problem)),
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"tokenspeed-kernel": __version__, "python": _host.python_version(), "torch": torch.__version__}
+    for package in ("triton", "typer", "rich"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _platform(findings: list[Finding]) -> dict[str, Any]:
+    try:
+        platform = current_platform()
+    except ValueError as error:
+        findings.append(Finding(True, str(error), f"correct {config.PREFIX}PLATFORM"))
+        return {}
+    if platform.pretended:
+        findings.append(
+            Finding(False, f"{platform.arch} is pretended: nothing launches", f"unset {config.PREFIX}PLATFORM to run kernels")
+        )
+    return {
+        "device": platform.device_name,
+        "vendor": platform.vendor,
+        "arch": platform.arch,
+        "devices": platform.device_count,
+        "memory": platform.total_memory,
+        "multiprocessors": platform.sm_count,
+        "features": sorted(platform.features),
+        "emulated": platform.emulated,
+        "pretended": platform.pretended,
+    }
+
+
+def _kernels() -> dict[str, int]:
+    specs = KernelRegistry.get().list_kernels()
+    platform = current_platform()
+    return {
+        "operators": len(KernelRegistry.get().list_operators()),
+        "registered": len(specs),
+        "for this platform": sum(spec.capability.satisfied_by(platform) for spec in specs),
+    }
+
+
+def _settings() -> list[Setting]:
+    settings = config.settings()
+    in_file = f"{settings.source}" if settings.source else ""
+
+    def source(variable: str | None, is_set: bool) -> str:
+        if variable is not None and config.PREFIX + variable in os.environ:
+            return f"environment: {config.PREFIX}{variable}"
+        return in_file if is_set and in_file else "default"
+
+    rows = [
+        Setting("objective", settings.objective or "default", source(None, settings.objective is not None)),
+        Setting("platform", settings.platform or "as found", source("PLATFORM", settings.platform is not None)),
+        Setting(
+            "disabled_plugins",
+            ", ".join(sorted(settings.disabled_plugins)) or "none",
+            source("DISABLE_PLUGINS", bool(settings.disabled_plugins)),
+        ),
+        Setting("verbose", str(settings.verbose).lower(), source("VERBOSE", settings.verbose)),
+        Setting("tuned", str(settings.tuned or tuned_directory() or "off"), source("TUNED", settings.tuned is not None)),
+        Setting("capture_shapes", str(settings.capture_path or "off"), source("CAPTURE_SHAPES", settings.capture_path is not None)),
+        Setting("profile", str(settings.profile_folder or str(settings.profile).lower()), source("PROFILE", settings.profile)),
+    ]
+    rows += [
+        Setting(f"override {name}", kernel, f"environment: {config.OVERRIDE_PREFIX}{name}")
+        for name, kernel in sorted(settings.env_overrides.items())
+    ]
+    rows += [Setting(f"override {family}.{mode}", kernel, in_file) for (family, mode), kernel in sorted(settings.overrides.items())]
+    return rows
+
+
+def _check_settings(findings: list[Finding]) -> None:
+    settings, registry = config.settings(), KernelRegistry.get()
+    try:
+        selection_policy()
+    except config.ConfigurationError as error:
+        findings.append(Finding(True, str(error), "correct the objective"))
+    modes = {f"{family}_{mode}".upper(): f"{family}.{mode}" for family, mode in registry.list_operators()}
+    wanted = [(config.OVERRIDE_PREFIX + joined, modes.get(joined), k) for joined, k in settings.env_overrides.items()]
+    wanted += [(f"{settings.source}: {f}.{m}", f"{f}.{m}", k) for (f, m), k in settings.overrides.items()]
+    for source, name, kernel in wanted:
+        try:
+            if name is None:
+                raise KeyError("no such operator")
+            get_operator(name)
+            spec = registry.get_by_name(kernel)
+            if spec.operator != name:
+                raise KeyError(f"{kernel} implements {spec.operator}, not {name}")
+        except KeyError as error:
+            findings.append(Finding(True, f"{source} = {kernel}: {error.args[0]}", "correct or remove the override"))
+
+
+def _check_plugins(findings: list[Finding]) -> None:
+    findings += [
+        Finding(
+            True,
+            f"plugin {failure.name} of {failure.package} {failure.version} failed to load: {failure.error}",
+            f"update or remove it, or disable it with {config.PREFIX}DISABLE_PLUGINS={failure.name}",
+        )
+        for failure in plugin_failures()
+    ]
+    findings += [
+        Finding(True, f"kernel {name} cannot be loaded: {trace.strip().splitlines()[-1]}", "update or remove what it needs")
+        for name, trace in KernelRegistry.get().load_failures().items()
+    ]
+    findings += [
+        Finding(True, str(clash), "give one another priority, or disable its plugin") for clash in KernelRegistry.get().clashes()
+    ]
+
+
+# Where Linux shows that there is a GPU, whether or not PyTorch can use it.
+_GPU_FILES = {"CUDA": "/proc/driver/nvidia/version", "ROCm": "/sys/module/amdgpu/version"}
+
+
+def _check_software(platform: dict[str, Any], findings: list[Finding]) -> None:
+    if platform.get("vendor") == "cpu" and not platform["pretended"] and not platform["emulated"]:
+        for toolkit, file in _GPU_FILES.items():
+            if Path(file).exists():
+                findings.append(
+                    Finding(
+                        False,
+                        f"there is a GPU driver, but PyTorch {torch.__version__} finds no GPU",
+                        f"install a {toolkit} build of PyTorch (https://pytorch.org/get-started), or make the device visible",
+                    )
+                )
+    if platform and "triton" not in platform["features"]:
+        on_cpu = platform["vendor"] == "cpu"
+        missing = importlib.util.find_spec("triton") is None
+        steps = ["pip install triton"] * missing + ["set TRITON_INTERPRET=1 (slow: an interpreter runs them)"] * on_cpu
+        findings.append(Finding(False, "portable Triton kernels cannot run here", ", then ".join(steps)))
+    if sys.version_info < (3, 11) and importlib.util.find_spec("tomli") is None:
+        findings.append(
+            Finding(False, f"{config.PREFIX}CONFIG needs tomli on Python 3.10", "pip install 'tokenspeed-kernel[tools]'")
+        )
+    if not list_plugins() and platform.get("vendor") in ("nvidia", "amd"):
+        findings.append(
+            Finding(
+                False, "no plugin is loaded: only portable kernels are there", "install the kernel package of the device's vendor"
+            )
+        )

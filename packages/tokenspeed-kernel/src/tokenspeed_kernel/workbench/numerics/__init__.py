@@ -1,0 +1,30 @@
+"""Is a kernel right? Comparing results, how far they may differ and why, running kernels against the reference, the smallest call
+that fails, and the conformance kit, which holds a kernel to what it declares."""
+
+from tokenspeed_kernel.workbench.numerics.compare import Comparison, Element, compare, compare_tensors
+from tokenspeed_kernel.workbench.numerics.conformance import CHECKS, Finding, Options, conformance
+from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
+from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, Tolerance, tolerance_for
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Fault, Status, default_device, verify_case, verify_kernel
+
+__all__ = [
+    "CHECKS",
+    "EXACT",
+    "CaseResult",
+    "Comparison",
+    "Element",
+    "Fault",
+    "Finding",
+    "Options",
+    "Shrunk",
+    "Status",
+    "Tolerance",
+    "compare",
+    "compare_tensors",
+    "conformance",
+    "default_device",
+    "shrink",
+    "tolerance_for",
+    "verify_case",
+    "verify_kernel",
+]

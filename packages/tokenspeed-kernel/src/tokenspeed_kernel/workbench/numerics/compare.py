@@ -1,0 +1,349 @@
+"""Comparing what a kernel gave with what the reference gave."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.numerics.places import describe_places, relation
+from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, Tolerance, tolerance_for
+from tokenspeed_kernel_base.checks import describe
+
+# Elements compared at a time: the comparison is made in float64, and a cache may have 10^9 elements.
+_CHUNK = 1 << 24
+# A norm says something of many elements; of a few it says what the elements say.
+_FEWEST_FOR_NORM = 64
+# The worst elements that are shown.
+_SHOWN = 5
+# Upper ends of the buckets of the histogram: 0, 1, 2, 3-4, 5-8 and so on, in units in the last place.
+_BUCKETS = (0, *(2**n for n in range(21)))
+
+
+@dataclass(frozen=True)
+class Element:
+    """One element of a tensor, in both results."""
+
+    index: tuple[int, ...]
+    got: float
+    expected: float
+
+    def __str__(self) -> str:
+        return f"{list(self.index)}: got {self.got:.9g}, expected {self.expected:.9g}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"index": list(self.index), "got": _json_number(self.got), "expected": _json_number(self.expected)}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output of a kernel beside the reference's.
+
+    Attributes:
+        name: of the output or of the argument that was written to.
+        fault: what is wrong with it; empty if nothing is.
+        max_abs_error: largest difference; inf if a NaN or an infinity is where none should be.
+        relative_error: Frobenius norm of the difference over that of the expected tensor; inf likewise.
+        beyond: fraction of elements beyond the tolerance.
+        worst: the element that is farthest out, measured by its own tolerance; None if nothing differs.
+        tolerance: what was applied.
+        cosine: of the angle between the two, over elements that are finite in both; 1 where there is nothing to compare.
+        ulps: how many elements are how many units in the last place apart, by bucket (``"0"``, ``"1"``, ``"2"``, ``"3-4"``...);
+            only buckets that hold any, and for floats only. ``"not finite"``: NaN or infinite in one of the two only.
+        several: the elements that are farthest out, the worst first; at most 5, of those beyond the tolerance if there are any.
+        places: where the elements beyond the tolerance lie; empty if there are none.
+        relation: what the result as a whole is to the one that is expected, if it is wrong in a plain way: a factor, say.
+    """
+
+    name: str
+    fault: str
+    max_abs_error: float
+    relative_error: float
+    beyond: float
+    worst: Element | None
+    tolerance: Tolerance
+    cosine: float = 1.0
+    ulps: tuple[tuple[str, int], ...] = ()
+    several: tuple[Element, ...] = ()
+    places: str = ""
+    relation: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.fault
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values. Numbers that JSON does not have become text."""
+        return {
+            "name": self.name,
+            "passed": self.passed,
+            "fault": self.fault,
+            "max_abs_error": _json_number(self.max_abs_error),
+            "relative_error": _json_number(self.relative_error),
+            "beyond": self.beyond,
+            "cosine": self.cosine,
+            "ulps": dict(self.ulps),
+            "worst": self.worst and self.worst.to_dict(),
+            "several": [element.to_dict() for element in self.several],
+            "places": self.places,
+            "relation": self.relation,
+            "tolerance": {
+                "relative": self.tolerance.relative,
+                "absolute": self.tolerance.absolute,
+                "norm": self.tolerance.norm,
+                "reason": self.tolerance.reason,
+            },
+        }
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def compare(got: Any, expected: Any, tolerance: Tolerance | Callable[[torch.dtype], Tolerance] = tolerance_for) -> list[Comparison]:
+    """Compares two results of an operator, each None, a tensor or a tuple of tensors.
+
+    Args:
+        got: what is in question; anything at all.
+        expected: what it should be.
+        tolerance: for all outputs, or a function from an output's dtype.
+
+    Returns:
+        One comparison an output; a single one, which failed, if the results are not alike in kind and number.
+
+    Example:
+        >>> import torch
+        >>> print(compare(torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]))[0].fault)
+        1 of 2 elements beyond tolerance, worst at [1]: got 5, expected 2
+    """
+    given, wanted = _outputs(got), _outputs(expected)
+    assert wanted is not None, f"a reference gives None, a tensor or a tuple of tensors, not {describe(expected)}"
+    if given is None or len(given) != len(wanted):
+        kind = f"a {type(got).__name__}" if given is None else _count(len(given))
+        fault = f"the result is {kind}, expected {_count(len(wanted))}"
+        return [Comparison("result", fault, math.inf, math.inf, 1.0, None, EXACT)]
+    names = ["output"] if len(wanted) == 1 else [f"output {i}" for i in range(len(wanted))]
+    return [
+        compare_tensors(name, g, w, tolerance if isinstance(tolerance, Tolerance) else tolerance(w.dtype))
+        for name, g, w in zip(names, given, wanted, strict=True)
+    ]
+
+
+def _outputs(result: Any) -> tuple[Any, ...] | None:
+    if result is None:
+        return ()
+    if isinstance(result, Tensor):
+        return (result,)
+    return result if isinstance(result, tuple) else None
+
+
+def _count(outputs: int) -> str:
+    return {0: "None", 1: "one tensor"}.get(outputs, f"{outputs} tensors")
+
+
+def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance) -> Comparison:
+    """Compares one tensor with what it should be.
+
+    A NaN must be where the reference has one and nowhere else, an infinity where it has the same; under an exact tolerance the
+    bits must agree, whatever a NaN's payload.
+
+    Args:
+        name: how the outcome shall call it.
+        got: what is in question; anything at all.
+        expected: what it should be.
+        tolerance: how far apart they may be.
+    """
+    if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype or got.device != expected.device:
+        fault = f"is {describe(got)}, expected {describe(expected)}"
+        return Comparison(name, fault, math.inf, math.inf, 1.0, None, tolerance)
+    if expected.numel() == 0:
+        return Comparison(name, "", 0.0, 0.0, 0.0, None, tolerance)
+    if same_bits(got, expected):
+        ulps = (("0", expected.numel()),) if expected.is_floating_point() else ()
+        return Comparison(name, "", 0.0, 0.0, 0.0, None, tolerance, 1.0, ulps)
+    measured = _measure(got, expected, tolerance)
+    relative = _relative_error(measured)
+    several = []
+    for _, place in measured.worst:
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), expected.shape))
+        several.append(Element(index, got[index].item(), expected[index].item()))
+    worst = several[0] if several else None
+    fault = _fault(measured, relative, worst, expected.numel(), tolerance)
+    return Comparison(
+        name,
+        fault,
+        measured.max_error,
+        relative,
+        measured.beyond / expected.numel(),
+        worst,
+        tolerance,
+        measured.cosine(),
+        measured.histogram(),
+        tuple(several[: max(measured.beyond, 1)]),
+        describe_places(measured.mask(expected.numel()).view(expected.shape)) if measured.beyond else "",
+        relation(got, expected) if fault else "",
+    )
+
+
+@dataclass
+class _Measured:
+    """Sums over the chunks."""
+
+    beyond: int = 0
+    strange: int = 0  # NaN or infinity on one side only
+    nan: int = 0  # of these, NaN in what is in question
+    max_error: float = 0.0
+    error_squares: float = 0.0
+    expected_squares: float = 0.0
+    got_squares: float = 0.0  # of elements that are finite in both, as the two below
+    paired_squares: float = 0.0
+    products: float = 0.0
+    worst: list[tuple[float, int]] = field(default_factory=list)  # by score, with places, the worst first
+    masks: list[tuple[int, Tensor]] = field(default_factory=list)  # what is beyond the tolerance, of chunks where anything is
+    buckets: list[int] = field(default_factory=list)
+
+    def cosine(self) -> float:
+        if not self.got_squares or not self.paired_squares:
+            return 1.0 if self.got_squares == self.paired_squares else 0.0
+        return self.products / math.sqrt(self.got_squares) / math.sqrt(self.paired_squares)
+
+    def mask(self, count: int) -> Tensor:
+        made = torch.zeros(count, dtype=torch.bool)
+        for start, chunk in self.masks:
+            made[start : start + len(chunk)] = chunk
+        return made
+
+    def histogram(self) -> tuple[tuple[str, int], ...]:
+        names = ["0", "1", "2", *(f"{low + 1}-{high}" for low, high in itertools.pairwise(_BUCKETS[2:]))]
+        return tuple((n, c) for n, c in zip([*names, f">{_BUCKETS[-1]}", "not finite"], self.buckets, strict=False) if c)
+
+
+def _measure(got: Tensor, expected: Tensor, tolerance: Tolerance) -> _Measured:
+    total = _Measured()
+    finite = 0
+    for _, _, e in _chunks(got, expected):
+        wide = e.double()
+        usable = wide.isfinite()
+        finite += int(usable.sum())
+        total.expected_squares += float(wide.where(usable, 0.0).square().sum())
+    rms = math.sqrt(total.expected_squares / finite) if finite else 0.0
+
+    for start, g, e in _chunks(got, expected):
+        got_wide, wide = g.double(), e.double()
+        both_nan = got_wide.isnan() & wide.isnan()
+        comparable = got_wide.isfinite() & wide.isfinite()
+        error = (got_wide - wide).abs()
+        if tolerance.exact:
+            differs = _bits(g).ne(_bits(e)) & ~both_nan
+            beyond = differs
+            score = torch.where(comparable, error + 1.0, math.inf).where(differs, 0.0)
+        else:
+            differs = got_wide.ne(wide) & ~both_nan
+            bound = tolerance.relative * wide.abs() + tolerance.absolute * _size(wide, rms, expected.shape[-1:].numel())
+            beyond = differs & (~comparable | (error > bound))
+            score = torch.where(comparable, error / bound, math.inf).where(differs, 0.0)
+        strange = differs & ~comparable
+        total.beyond += int(beyond.sum())
+        total.strange += int(strange.sum())
+        total.nan += int((strange & got_wide.isnan()).sum())
+        usable_error = error.where(comparable, 0.0)
+        total.max_error = max(total.max_error, float(usable_error.max()))
+        total.error_squares += float(usable_error.square().sum())
+        if bool(beyond.any()):
+            total.masks.append((start, beyond.cpu()))
+        total.got_squares += float(got_wide.where(comparable, 0.0).square().sum())
+        total.paired_squares += float(wide.where(comparable, 0.0).square().sum())
+        total.products += float((got_wide * wide).where(comparable, 0.0).sum())
+        counted = _count_ulps(g, e, differs & comparable, strange)
+        total.buckets = [a + b for a, b in zip(total.buckets, counted, strict=True)] if total.buckets else counted
+        scores, places = score.topk(min(_SHOWN, len(score)))
+        found = [(s, start + p) for s, p in zip(scores.tolist(), places.tolist(), strict=True) if s > 0]
+        total.worst = sorted(total.worst + found, key=lambda one: (-one[0], one[1]))[:_SHOWN]
+    if total.strange:
+        total.max_error = math.inf
+    return total
+
+
+def _size(wide: Tensor, rms: float, row: int) -> Tensor | float:
+    """How large elements are in general: as in the tensor as a whole, or in their own row, if that is more. Rows may differ a lot,
+    as where the first tokens of a sequence attend to few others, and roundings are as large as what is rounded."""
+    if wide.numel() % row:  # a chunk of a row that is too long for one: it decides the tensor's size anyway
+        return rms
+    of_rows = wide.where(wide.isfinite(), 0.0).view(-1, row).square().mean(-1, keepdim=True).sqrt()
+    return of_rows.clamp(min=rms).expand(-1, row).reshape(-1)
+
+
+def _chunks(got: Tensor, expected: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    flat_got, flat_expected = got.detach().reshape(-1), expected.detach().reshape(-1)
+    row = expected.shape[-1:].numel()
+    size = max(_CHUNK // row, 1) * row if row <= _CHUNK else _CHUNK  # whole rows
+    for start in range(0, flat_expected.numel(), size):
+        yield start, flat_got[start : start + size], flat_expected[start : start + size]
+
+
+def _count_ulps(got: Tensor, expected: Tensor, differing: Tensor, strange: Tensor) -> list[int]:
+    """Elements by how many units in the last place they are apart; the last two: farther than all buckets, and ``strange``, not
+    finite in one of the two. ``differing``: those that are finite and not alike."""
+    if not got.is_floating_point():
+        return [0] * (len(_BUCKETS) + 2)
+    left, right = _ordered(got[differing]), _ordered(expected[differing])
+    # Of different signs they are far apart, and in 64 bits farther than an integer can say.
+    apart = torch.where((left < 0) == (right < 0), (left - right).abs(), left.abs().clamp(max=2**61) + right.abs().clamp(max=2**61))
+    bounds = torch.tensor(_BUCKETS, device=apart.device, dtype=apart.dtype)
+    counts = torch.bincount(torch.bucketize(apart, bounds), minlength=len(_BUCKETS) + 1).tolist()
+    apart_or_strange = len(left) + (odd := int(strange.sum()))
+    counts[0] += got.numel() - apart_or_strange
+    return [*counts, odd]
+
+
+def _ordered(tensor: Tensor) -> Tensor:
+    """Finite floats as int64 in the same order, neighbours one apart and both zeros 0."""
+    bits = _bits(tensor).long()
+    if tensor.element_size() == 1:
+        bits = torch.where(bits >= 128, bits - 256, bits)
+    lowest = -(1 << (8 * tensor.element_size() - 1))
+    return torch.where(bits < 0, lowest - bits, bits)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one device are alike in shape, dtype and every bit."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(_bits(left.detach().reshape(-1)), _bits(right.detach().reshape(-1)))
+
+
+def _relative_error(measured: _Measured) -> float:
+    if measured.strange:
+        return math.inf
+    if measured.error_squares == 0:
+        return 0.0
+    return math.sqrt(measured.error_squares / measured.expected_squares) if measured.expected_squares else math.inf
+
+
+def _fault(measured: _Measured, relative: float, worst: Element | None, count: int, tolerance: Tolerance) -> str:
+    if measured.beyond:
+        what = "differ" if tolerance.exact else "beyond tolerance"
+        notes = ""
+        if measured.nan:
+            notes = f" ({measured.nan} NaN where the reference has none)"
+        elif measured.strange:
+            notes = f" ({measured.strange} NaN or infinite in one of the two only)"
+        return f"{measured.beyond} of {count} elements {what}{notes}, worst at {worst}"
+    if count >= _FEWEST_FOR_NORM and relative > tolerance.norm:
+        return (
+            f"each element is within tolerance, but together they are not: relative Frobenius error {relative:.3g} is above "
+            f"{tolerance.norm:.3g}"
+        )
+    return ""

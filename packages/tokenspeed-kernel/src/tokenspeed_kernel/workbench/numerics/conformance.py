@@ -1,0 +1,340 @@
+"""The conformance kit: everything that a kernel is held to, and a table that says what it met.
+
+::
+
+    tokenspeed-kernel verify --plugin my-kernels --junit report.xml --output report.json
+
+or, in a test of the package that brings the kernels::
+
+    @pytest.mark.parametrize("finding", conformance(plugin="my-kernels"), ids=str)
+    def test_conformance(finding):
+        assert not finding.wrong, finding.detail
+"""
+
+from __future__ import annotations
+
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel.plugins import list_plugins, plugin_failures
+from tokenspeed_kernel.workbench.numerics import honesty
+from tokenspeed_kernel.workbench.numerics.edges import Ground
+from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, verify_case
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.platform import platform_of
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check says of one kernel: a row of the table.
+
+    Attributes:
+        kernel, operator: names.
+        check: see `CHECKS`.
+        status: FAILED if any case failed, PASSED if any was run, else SKIPPED.
+        detail: what is wrong, or how much was looked at, or why nothing was.
+        results: one a case.
+        shrunk: the smallest call with the fault, where it was looked for.
+        seconds: how long the check took; what is read off the results of another check took none.
+    """
+
+    kernel: str
+    operator: str
+    check: str
+    status: Status
+    detail: str
+    results: tuple[CaseResult, ...] = ()
+    shrunk: Shrunk | None = None
+    seconds: float = 0.0
+
+    @property
+    def wrong(self) -> bool:
+        return self.status in (Status.FAILED, Status.ERROR)
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.check}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        smallest = None
+        if self.shrunk is not None:
+            smallest = {
+                "case": str(self.shrunk.case.make),
+                "reason": self.shrunk.result.reason,
+                "tried": self.shrunk.tried,
+                "exhausted": self.shrunk.exhausted,
+                "reproducer": self.shrunk.reproducer,
+            }
+        return {
+            "kernel": self.kernel,
+            "operator": self.operator,
+            "check": self.check,
+            "status": self.status.value,
+            "detail": self.detail,
+            "seconds": self.seconds,
+            "smallest": smallest,
+            "results": [result.to_dict() for result in self.results],
+        }
+
+
+# What is read off the comparison with the reference, by the first word of a fault's kind; and what is run for itself.
+_COMPARED = {
+    "values": ("values", "error"),
+    "out=": ("out=",),
+    "inputs unchanged": ("inputs",),
+    "outputs of their own": ("memory",),
+    "determinism": ("determinism",),
+}
+_RUN: dict[str, Callable[[Ground], Iterator[CaseResult]]] = {
+    "trait edges": honesty.trait_edges,
+    "nothing to do": honesty.empties,
+    "unused values": honesty.unused_values,
+    "bounds": honesty.bounds,
+    "strides": honesty.layouts,
+    "no waiting": honesty.waits,
+    "graph replay": honesty.graphs,
+    "batch invariance": honesty.batch_invariance,
+}
+CHECKS = (*_COMPARED, *_RUN)
+
+
+@dataclass
+class Options:
+    """How thorough to be.
+
+    Attributes:
+        large: also the cases that are sized for a GPU.
+        repeat: how many runs must give the same bits, of every kernel; None asks it of those tagged ``determinism``, twice.
+        seed: of the inputs.
+        shrink_seconds: for each kernel and check that fails, how long to look for a smaller call; 0 is not at all.
+    """
+
+    large: bool = False
+    repeat: int | None = None
+    seed: int = 0
+    shrink_seconds: float = 10.0
+    begin: Callable[[str], None] = field(default=lambda step: None)
+
+
+def conformance(
+    specs: Iterable[KernelSpec] | None = None,
+    device: torch.device | str | None = None,
+    *,
+    plugin: str | None = None,
+    options: Options | None = None,
+) -> list[Finding]:
+    """Runs every check on some kernels.
+
+    Args:
+        specs: the kernels; those of the plugin if not given.
+        device: where; `tokenspeed_kernel.workbench.numerics.default_device` if not given.
+        plugin: the name of a loaded plugin.
+        options: how thorough to be.
+
+    Returns:
+        One finding a kernel and check, in order; nothing is raised for a kernel that is wrong.
+
+    Raises:
+        LookupError: no plugin of that name is loaded.
+    """
+    where = default_device() if device is None else torch.device(device)
+    if specs is None:
+        specs = plugin_kernels(plugin)
+    return [finding for spec in specs for finding in conform(spec, where, options or Options())]
+
+
+def plugin_kernels(plugin: str | None) -> list[KernelSpec]:
+    """The kernels of a loaded plugin. Raises LookupError, saying why, if it is not loaded."""
+    for info in list_plugins():
+        if info.name == plugin:
+            return [KernelRegistry.get().get_by_name(name) for name in info.kernel_names]
+    for failure in plugin_failures():
+        if failure.name == plugin:
+            raise LookupError(f"plugin {plugin} failed to load: {failure.error}")
+    raise LookupError(f"no plugin {plugin!r} is loaded; loaded are: {', '.join(i.name for i in list_plugins()) or 'none'}")
+
+
+def conform(spec: KernelSpec, device: torch.device, options: Options, cases: Sequence[Case] | None = None) -> list[Finding]:
+    """Every check of one kernel. ``cases``: what to run and to vary; the operator's if not given."""
+    try:
+        op = get_operator(spec.operator)
+    except KeyError:
+        return [Finding(spec.name, spec.operator, "values", Status.ERROR, f"{spec.operator} is not an operator ({spec.origin})")]
+    platform = platform_of(device)
+    gap = f"{platform.arch} is pretended, nothing launches" if platform.pretended else spec.capability.gap(platform)
+    if gap is not None:
+        return [Finding(spec.name, spec.operator, check, Status.SKIPPED, f"platform: {gap}") for check in CHECKS]
+    if cases is None:
+        cases = [case for case in op.all_cases() if options.large or not case.large]
+    began = time.monotonic()
+    results = []
+    for case in cases:
+        options.begin(f"{spec.name}: {case.name}")
+        results.append(verify_case(spec, case, device, seed=options.seed, repeat=options.repeat))
+    findings = [_compared(spec, check, kinds, results, options) for check, kinds in _COMPARED.items()]
+    findings = [_with_smallest(f, spec, cases, device, options) for f in findings]
+    findings[0] = _took(findings[0], time.monotonic() - began)
+    loading = next((r for r in results if r.reason.startswith("loading the kernel")), None)
+    if loading is not None:
+        return [*findings, *(Finding(spec.name, spec.operator, c, Status.SKIPPED, "the kernel cannot be loaded") for c in _RUN)]
+    ground = Ground.of(op, spec, device, [case for case in cases if not case.large], options.seed)
+    ground.wrong = {result.case for result in results if any(fault.check in honesty.RESULTS for fault in result.faults)}
+    ground.said = {fault.check for result in results for fault in result.faults} - honesty.RESULTS
+    for check, run in _RUN.items():
+        options.begin(f"{spec.name}: {check}")
+        began = time.monotonic()
+        findings.append(_took(_found(spec, check, [*run(ground)], _why_nothing(check, ground)), time.monotonic() - began))
+    return findings
+
+
+def _took(finding: Finding, seconds: float) -> Finding:
+    return replace(finding, seconds=round(seconds, 3))
+
+
+def _compared(spec: KernelSpec, check: str, kinds: tuple[str, ...], results: list[CaseResult], options: Options) -> Finding:
+    """One check out of the comparison with the reference: a case fails it for its own faults only."""
+    judged = []
+    for result in results:
+        mine = tuple(fault for fault in result.faults if fault.check in kinds)
+        if result.wrong and mine:
+            judged.append(replace(result, faults=mine, reason="; ".join(fault.text for fault in mine)))
+        elif result.wrong:
+            ran = result.status is Status.FAILED or check == "values"
+            judged.append(replace(result, status=Status.PASSED if ran else Status.SKIPPED, faults=(), reason=""))
+        else:
+            judged.append(result)
+    op = get_operator(spec.operator)
+    unasked = {
+        "out=": "" if op.outs else "the operator takes no outputs",
+        "determinism": "" if options.repeat or "determinism" in spec.tags else "not tagged determinism; --repeat N asks for it",
+    }.get(check, "")
+    if unasked:
+        return Finding(spec.name, spec.operator, check, Status.SKIPPED, unasked)
+    return _found(spec, check, judged, "takes none of the cases")
+
+
+def _found(spec: KernelSpec, check: str, results: list[CaseResult], why_nothing: str) -> Finding:
+    """A check's results as one row."""
+    wrong = [result for result in results if result.wrong]
+    ran = [result for result in results if result.status is not Status.SKIPPED]
+    if wrong:
+        status, first = Status.FAILED, wrong[0]
+        only = only_where(wrong, [result for result in ran if not result.wrong])
+        some = f"{len(wrong)} of {len(ran)} calls" + (f", {only}" if only else "")
+        detail = f"{some}; {first.case}: {first.reason}"
+    elif ran:
+        status, detail = Status.PASSED, f"{len(ran)} calls"
+        missed = [result.case for result in results if result.status is Status.SKIPPED]
+        if missed and check in _RUN:
+            detail += f"; not reached: {', '.join(missed)}"
+    else:
+        reasons = list(dict.fromkeys(result.reason for result in results))
+        status, detail = Status.SKIPPED, reasons[0] + (" (and the like)" if len(reasons) > 1 else "") if reasons else why_nothing
+    return Finding(spec.name, spec.operator, check, status, detail, tuple(results))
+
+
+def _why_nothing(check: str, ground: Ground) -> str:
+    if not ground.taken:
+        return "takes none of the small cases"
+    if check in ("no waiting", "graph replay") and honesty.host_kernel(ground):
+        return honesty.host_kernel(ground)
+    return {
+        "trait edges": "constrains no trait",
+        "nothing to do": "no case can be emptied",
+        "unused values": "every value of the operator's arguments matters",
+        "graph replay": "needs a GPU",
+        "batch invariance": f"not tagged {honesty.BATCH_INVARIANT}",
+    }.get(check, "no case passes the comparison with the reference")
+
+
+def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
+    """What the calls that fail have in common, as far as traits say it: ``only where sinks=True`` if those that pass have it not,
+    ``all with sinks=True`` if few of them have."""
+    if not right:
+        return ""
+    said = []
+    shared = []
+    for trait, value in wrong[0].traits.items():
+        passing = sum(result.traits.get(trait) is True for result in right)
+        if (
+            value is True
+            and all(result.traits.get(trait) is True for result in wrong)
+            and 0 < passing < min(len(wrong), len(right) / 3)
+        ):
+            shared.append(f"{trait}=True")
+    for trait in wrong[0].traits:
+        bad = {result.traits[trait] for result in wrong if trait in result.traits}
+        good = {result.traits[trait] for result in right if trait in result.traits}
+        if not bad or not good or bad & good:
+            continue
+        if len(bad) == 1:
+            value = next(iter(bad))
+            said.append((not isinstance(value, bool), f"{trait}={value}"))
+        elif all(isinstance(v, int) and not isinstance(v, bool) for v in bad | good):
+            if min(bad) > max(good):
+                said.append((True, f"{trait} is above {max(good)}"))
+            elif max(bad) < min(good):
+                said.append((True, f"{trait} is below {min(good)}"))
+    flags = [text for valued, text in said if not valued]
+    if said:
+        return "only where " + " and ".join(flags or [text for _, text in said])
+    return "all with " + " and ".join(shared) if shared else ""
+
+
+def _with_smallest(finding: Finding, spec: KernelSpec, cases: Sequence[Case], device: torch.device, options: Options) -> Finding:
+    """With the smallest call that has the fault: that of the first case, which is usually the smallest already."""
+    wrong = [result for result in finding.results if result.wrong and result.faults]
+    if not wrong or not options.shrink_seconds:
+        return finding
+    result = wrong[0]
+    case = next(case for case in cases if case.name == result.case)
+    options.begin(f"{spec.name}: the smallest call for {finding.check}")
+    shrunk = shrink(spec, case, result, device, seed=options.seed, repeat=options.repeat, seconds=options.shrink_seconds)
+    return replace(finding, shrunk=shrunk, detail=f"{finding.detail}; smallest: {shrunk.case.make}")
+
+
+def junit(findings: Sequence[Finding], name: str = "tokenspeed-kernel verify") -> str:
+    """The findings as JUnit XML, as CI systems read it: a suite a kernel, a test a check."""
+    suites = ElementTree.Element("testsuites", name=name)
+    for kernel in dict.fromkeys(finding.kernel for finding in findings):
+        mine = [finding for finding in findings if finding.kernel == kernel]
+        counts = {
+            "tests": len(mine),
+            "failures": sum(f.wrong for f in mine),
+            "errors": 0,
+            "skipped": sum(f.status is Status.SKIPPED for f in mine),
+        }
+        suite = ElementTree.SubElement(suites, "testsuite", name=kernel, time=f"{sum(f.seconds for f in mine):.3f}")
+        suite.attrib.update({what: str(count) for what, count in counts.items()})
+        for finding in mine:
+            test = ElementTree.SubElement(
+                suite, "testcase", classname=f"{finding.operator}.{kernel}", name=finding.check, time=f"{finding.seconds:.3f}"
+            )
+            if finding.wrong:
+                failure = ElementTree.SubElement(test, "failure", message=_printable(finding.detail))
+                failure.text = _printable("\n\n".join(_long_texts(finding)))
+            elif finding.status is Status.SKIPPED:
+                ElementTree.SubElement(test, "skipped", message=_printable(finding.detail))
+    ElementTree.indent(suites)
+    return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _long_texts(finding: Finding) -> Iterator[str]:
+    for result in finding.results:
+        if result.wrong:
+            yield f"{result.case}: {result.reason}" + (f"\n{result.traceback}" if result.traceback else "")
+    if finding.shrunk is not None:
+        yield f"the smallest call with this fault:\n{finding.shrunk.reproducer}"
+
+
+def _printable(text: str) -> str:
+    """Without the control characters that XML does not have."""
+    return "".join(c for c in text if c in "\t\n" or c >= " ")

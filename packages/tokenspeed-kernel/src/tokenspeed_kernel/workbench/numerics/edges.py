@@ -1,0 +1,296 @@
+"""Cases at the edges of what a kernel declares, and at the edge of there being anything to do.
+
+They are made by changing the operator's own small cases, through the values that a `Recipe` was made from. Which value leads to a
+trait is found by trying: a trait is a function of the arguments, and the operator says what it becomes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel.workbench.numerics.narrow import narrowed
+from tokenspeed_kernel.workbench.numerics.verify import refusal
+from tokenspeed_kernel_base.cases import DEFAULT, Case, Recipe
+from tokenspeed_kernel_base.operator import Operator
+from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.registry import KernelSpec
+from tokenspeed_kernel_base.selection import gate
+from tokenspeed_kernel_base.traits import Constraint
+
+# Elements of all arguments together: what is larger is for a benchmark.
+_MOST_ELEMENTS = 1 << 22
+_MOST_TRIES = 400
+
+
+def edge_values(constraint: Constraint) -> tuple[list[Any], list[Any]]:
+    """Values at the edges of a constraint: those that it accepts, and their neighbours that it does not.
+
+    Example:
+        >>> from tokenspeed_kernel_base.traits import at_most, multiple_of
+        >>> edge_values(at_most(256) & multiple_of(16))
+        ([16, 48, 240, 256], [8, 15, 17, 255, 257, 272])
+    """
+    if constraint.values is not None:
+        members = sorted(constraint.values, key=lambda v: (str(type(v)), v if isinstance(v, (int, float)) else str(v)))
+        near: list[Any] = []
+        for member in members:
+            if isinstance(member, bool):
+                near.append(not member)
+            elif isinstance(member, int):
+                near += [member - 1, member + 1]
+        return members, [v for v in dict.fromkeys(near) if _positive(v) and not constraint.accepts(v)]
+    if constraint.low is None and constraint.high is None and constraint.divisor is None:
+        return [False, True], []
+    step = constraint.divisor or 1
+    bottom, top = _finite(constraint.low), _finite(constraint.high)
+    low = max(math.ceil((1 if bottom is None else bottom) / step) * step, step)
+    values = [low, low + 2 * step]
+    near = [low - 1, low // 2, low + 1]
+    if top is not None:
+        high = math.floor(top / step) * step
+        values += [high - step, high]
+        near += [high - 1, high + 1, high + step]
+    accepted = [v for v in dict.fromkeys(values) if v > 0 and constraint.accepts(v)]
+    return accepted, sorted({v for v in near if v > 0 and not constraint.accepts(v)})
+
+
+def _finite(bound: float | None) -> float | None:
+    return bound if bound is not None and math.isfinite(bound) else None
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, bool) or value > 0
+
+
+@dataclass
+class Known:
+    """A case of an operator, and what it asks of a kernel."""
+
+    case: Case
+    traits: dict[str, Any]
+    elements: int
+
+
+@dataclass
+class Ground:
+    """The small cases of an operator on one device: where edges are looked for.
+
+    Attributes:
+        taken: the cases that the kernel takes, the smallest first.
+        wrong: names of those whose results it is known to get wrong.
+        said: what is known to be wrong with it besides results, by `Fault.check`.
+    """
+
+    op: Operator[Any, Any]
+    spec: KernelSpec
+    device: torch.device
+    seed: int = 0
+    taken: list[Known] = field(default_factory=list)
+    wrong: set[str] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, op: Operator[Any, Any], spec: KernelSpec, device: torch.device, cases: Iterable[Case], seed: int = 0) -> Ground:
+        """The ground that these cases make."""
+        ground = cls(op, spec, device, seed)
+        known = (ground.look(case) for case in cases)
+        ground.taken = sorted((k for k in known if k is not None and ground.takes(k.case)), key=lambda k: k.elements)
+        return ground
+
+    def look(self, case: Case) -> Known | None:
+        """A case with its traits; None for what the operator refuses or is too large."""
+        try:
+            arguments = self.op.complete(case.build(self.device, self.seed))
+            self.op.check_call(arguments)
+            request = self.op.request(arguments)
+        except Exception:  # whatever a maker of inputs raises for values that do not go together
+            return None
+        elements = sum(t.numel() for _, t in tensor_arguments(self.op.parameters, arguments))
+        return Known(case, dict(request.traits), elements) if elements <= _MOST_ELEMENTS else None
+
+    def gap(self, case: Case) -> tuple[str, str] | None:
+        """The gate at which selection would leave the kernel out for this case, and why."""
+        arguments = self.op.complete(case.build(self.device, self.seed))
+        rejected = refusal(self.op, self.spec, arguments)
+        return rejected or gate(self.spec, self.op.request(self.op.prepared(arguments, self.spec)))
+
+    def takes(self, case: Case) -> bool:
+        return self.gap(case) is None
+
+    def reach(self, trait: str, value: Any, *, taken: bool, most: int = 2) -> list[Case]:
+        """Cases whose trait has this value, and which the kernel takes, or else refuses for its traits.
+
+        Those known to be wrong are left out: what is wrong with them is said elsewhere. At most one is made of each case.
+        """
+
+        def fits(known: Known | None) -> bool:
+            if known is None or trait not in known.traits or not _same(known.traits[trait], value):
+                return False
+            gap = self.gap(known.case)
+            return gap is None if taken else gap is not None and gap[0] == "traits"
+
+        usable = [known for known in self.taken if known.elements and known.case.name not in self.wrong]
+        found = [known.case for known in _spread([known for known in usable if fits(known)], most)]
+        # The smallest cases hide faults (one token attends to itself alone, whatever its scores are), so larger ones come too.
+        for known in _spread([known for known in usable if isinstance(known.case.make, Recipe)], 4):
+            if len(found) >= most:
+                break
+            tries = itertools.islice(self._changed(known, trait, value), _MOST_TRIES)
+            found += itertools.islice((case for case in tries if fits(self.look(case))), 1)
+        return found
+
+    def _changed(self, known: Known, trait: str, value: Any) -> Iterator[Case]:
+        """A case with one value changed, then with two."""
+        recipe = known.case.make
+        assert isinstance(recipe, Recipe)
+        # A case is drawn before it is known how large it is, so what would make it enormous is not tried.
+        changes = [(change, _growth(recipe, change)) for change in self._changes(known, trait, value)]
+        room = _MOST_ELEMENTS / known.elements
+        for change, by in changes:
+            if by <= room:
+                yield replace(known.case, make=recipe.vary(**change), large=False)
+        for (one, by), (other, by_too) in itertools.combinations(changes, 2):
+            if not one.keys() & other.keys() and by * by_too <= room:
+                yield replace(known.case, make=recipe.vary(**one, **other), large=False)
+
+    def _changes(self, known: Known, trait: str, value: Any) -> Iterator[dict[str, Any]]:
+        """Values of a recipe that may lead to a trait: sizes set or scaled to it, and whatever other cases say."""
+        recipe = known.case.make
+        assert isinstance(recipe, Recipe)
+        parameters = inspect.signature(recipe.maker).parameters
+        spread = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        values = {**{n: p.default for n, p in parameters.items() if p.default is not p.empty}, **recipe.values}
+        for name, given in recipe.values.items():
+            if name not in parameters or parameters[name].default is not inspect.Parameter.empty:
+                yield {name: DEFAULT}
+            if isinstance(given, torch.dtype):  # what goes with the operands has their dtype
+                yield from ({option: given} for option in self._dtyped(parameters, spread) if option != name)
+        if trait in parameters or (spread and trait in self.op.names):
+            yield {trait: value}
+        if type(value) is int:
+            current = known.traits.get(trait)
+            for name, number in values.items():
+                wanted = {value}
+                if type(current) is int and current:
+                    sizes = number if isinstance(number, (tuple, list)) else [number]
+                    wanted |= {size * value // current for size in sizes if type(size) is int and size * value % current == 0}
+                if type(number) is int or (number is None and name in parameters):
+                    yield from ({name: n} for n in sorted(wanted))
+                elif isinstance(number, (tuple, list)) and number and all(type(n) is int for n in number):
+                    for i, n in itertools.product(reversed(range(len(number))), sorted(wanted)):
+                        yield {name: type(number)([*number[:i], n, *number[i + 1 :]])}
+        for name, flag in values.items():
+            if isinstance(flag, bool):
+                yield {name: not flag}
+        yield from self._seen(recipe, set(parameters), spread)
+
+    def _dtyped(self, parameters: Mapping[str, Any], spread: bool) -> set[str]:
+        """Options that other cases give as a dtype."""
+        options: set[str] = set()
+        for case in self.op.all_cases():
+            if isinstance(case.make, Recipe):
+                options |= {n for n, v in case.make.values.items() if isinstance(v, torch.dtype) and n in self.op.names}
+        return {name for name in options if spread or name in parameters}
+
+    def _seen(self, recipe: Recipe, parameters: set[str], spread: bool) -> Iterator[dict[str, Any]]:
+        """Options that the operator's other cases give, each value once."""
+        seen: dict[str, list[Any]] = {}
+        for case in self.op.all_cases():
+            other = case.make
+            if isinstance(other, Recipe):
+                for name, value in other.values.items():
+                    option = name in parameters or (spread and name in self.op.names)
+                    if (
+                        option
+                        and type(value) is not int
+                        and not isinstance(value, (list, Recipe))
+                        and value != recipe.values.get(name)
+                    ):
+                        values = seen.setdefault(name, [])
+                        if all(type(value) is not type(v) or value != v for v in values):
+                            values.append(value)
+                    elif name in self.op.names and type(value) is int and value not in seen.setdefault(name, []):
+                        seen[name].append(value)
+        for name, values in seen.items():
+            yield from ({name: value} for value in values)
+
+
+def _growth(recipe: Recipe, change: dict[str, Any]) -> float:
+    """By how much a change may multiply the elements of a case."""
+    defaults = {name: p.default for name, p in inspect.signature(recipe.maker).parameters.items()}
+    grown = 1.0
+    for name, value in change.items():
+        before = recipe.values.get(name, defaults.get(name))
+        for now, then in _paired(value, before):
+            grown *= max(now / max(then, 1), 1.0)
+    return grown
+
+
+def _paired(value: Any, before: Any) -> Iterator[tuple[int, int]]:
+    """Sizes with what they were, 1 where they were nothing."""
+    if isinstance(value, (list, tuple)):
+        then = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [1] * len(value)
+        for one, other in zip(value, then, strict=True):
+            yield from _paired(one, other)
+    elif type(value) is int:
+        yield value, before if type(before) is int else 1
+
+
+def _spread(sorted_by_size: list[Known], most: int) -> list[Known]:
+    """A few of many, from the middle down to the smallest: neither trivial nor slow ones first."""
+    middle = len(sorted_by_size) // 2
+    steps = max((middle + 1) // most, 1)
+    return sorted_by_size[middle::-steps][:most] if sorted_by_size else []
+
+
+def _same(left: Any, right: Any) -> bool:
+    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
+
+
+def empty_cases(ground: Ground, most: int = 12) -> Iterator[Case]:
+    """Calls with nothing to do, or nothing for some of their items: sizes of 0, lengths of 0, no items at all."""
+    seen: set[str] = set()
+    makers: dict[Any, int] = {}
+    count = 0
+    for known in ground.taken:
+        make = known.case.make
+        maker = make.maker if isinstance(make, Recipe) else make
+        if not known.elements or known.case.name in ground.wrong or makers.setdefault(maker, 0) >= 2:
+            continue
+        makers[maker] += 1
+        variations = _emptied(make) if isinstance(make, Recipe) else [narrowed(ground.op, known.case, items=0).make]
+        for variation in variations:
+            if str(variation) in seen:
+                continue
+            seen.add(str(variation))
+            text = str(variation) if isinstance(variation, Recipe) else f"no items: {known.case.name}"
+            case = replace(known.case, name=text, make=variation)
+            if ground.look(case) is not None and ground.takes(case):
+                yield case
+                count += 1
+                if count >= most:
+                    return
+
+
+def _emptied(recipe: Recipe) -> Iterator[Recipe]:
+    lists = {n: list(v) for n, v in recipe.values.items() if isinstance(v, list) and all(type(x) is int for x in v)}
+    if lists:
+        yield recipe.vary(**{name: [0 for _ in v] or [0] for name, v in lists.items()})
+        yield recipe.vary(**{name: [*v[:1], 0, *v[1:]] for name, v in lists.items()})
+        yield recipe.vary(**{name: [] for name in lists})
+        names = list(lists)
+        for name in names[1:]:
+            yield recipe.vary(**{name: [0 for _ in lists[name]]})
+    for name, value in recipe.values.items():
+        if type(value) is int and value > 0:
+            yield recipe.vary(**{name: 0})
+        elif isinstance(value, tuple) and value and all(type(n) is int for n in value):
+            for i in range(len(value)):
+                yield recipe.vary(**{name: (*value[:i], 0, *value[i + 1 :])})

@@ -1,0 +1,210 @@
+"""Does a kernel replay from a captured graph? Needs a GPU.
+
+A graph replays launches: a kernel that reads a length on the host, sizes a grid by it or keeps a workspace in memory that is given
+back replays wrongly. So each graph is replayed on the inputs it was captured with and on others written over them: other values,
+shorter sequences, other pages.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.numerics.compare import compare, compare_tensors
+from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, tolerance_for
+from tokenspeed_kernel_base import lowering
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import Operator, get_operator
+from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.registry import KernelSpec
+from tokenspeed_kernel_base.selection import gate
+
+CACHES = ("k_cache", "v_cache", "kv_cache")
+
+
+@dataclass
+class Inputs:
+    """One set of arguments twice: for the reference, and as a kernel wants them."""
+
+    op: Operator[Any, Any]
+    plain: dict[str, Any]
+    prepared: dict[str, Any]
+
+    @classmethod
+    def build(cls, spec: KernelSpec, case: Case, device: torch.device, seed: int) -> Inputs:
+        op = get_operator(spec.operator)
+        one, other = (op.complete(case.build(device, seed)) for _ in range(2))
+        op.check_call(one)
+        return cls(op, one, op.prepared(other, spec))
+
+    def written(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
+        """What the operator declares as written to."""
+        tensors = tensor_arguments(self.op.parameters, arguments)
+        return {name: tensor for name, tensor in tensors if name.partition(".")[0] in self.op.mutates}
+
+    def plain_tensors(self) -> dict[str, Tensor]:
+        """Arguments that are tensors themselves and that the kernel takes as they are. What objects hold is a model's: it stays."""
+        tensors = {name: value for name, value in self.plain.items() if isinstance(value, Tensor)}
+        taken = {name: self.prepared[name] for name in tensors}
+        return {
+            name: value
+            for name, value in tensors.items()
+            if isinstance(taken[name], Tensor) and taken[name].shape == value.shape and taken[name].dtype == value.dtype
+        }
+
+    def overwrite(self, values: dict[str, Tensor]) -> None:
+        for name, value in values.items():
+            self.plain[name].copy_(value)
+            self.prepared[name].copy_(value)
+
+
+def _other_values(inputs: Inputs, drawn: Inputs) -> dict[str, Tensor]:
+    """Legal inputs of the same shapes and the same values on the host: those that another seed drew, then changed further."""
+    mine, theirs = inputs.plain_tensors(), drawn.plain_tensors()
+    on_host = {name: value for name, value in inputs.plain.items() if not isinstance(value, Tensor) and _is_plain(value)}
+    alike = all(drawn.plain[name] == value for name, value in on_host.items())
+    alike = alike and all(theirs[name].shape == mine[name].shape for name in mine)
+    values = {name: (theirs[name] if alike else mine[name]).clone() for name in mine}
+    _shorten(values, inputs.plain)
+    _move_pages(values)
+    if "topk_ids" in values and values["topk_ids"].numel():
+        ids = values["topk_ids"]  # what went to the last expert goes to the first
+        values["topk_ids"] = torch.where(ids >= 0, ids.max() - ids, ids)
+    return values
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, tuple, list, torch.dtype))
+
+
+def _shorten(values: dict[str, Tensor], arguments: dict[str, Any]) -> None:
+    """Takes a third off cached sequences, but not their new tokens."""
+    if "cache_seqlens" not in values:
+        return
+    lengths = values["cache_seqlens"]
+    if values.get("cu_seqlens_q") is not None:
+        new = values["cu_seqlens_q"].diff().to(lengths.dtype)
+    else:
+        new = torch.full_like(lengths, arguments.get("max_seqlen_q") or 1)
+    shorter = torch.minimum(lengths, torch.maximum(new, lengths * 2 // 3))
+    values["cache_seqlens"] = shorter
+    if values.get("cu_seqlens_kv") is not None:
+        sums = values["cu_seqlens_kv"]
+        sums[1:] = shorter.cumsum(0).to(sums.dtype)
+
+
+def _move_pages(values: dict[str, Tensor]) -> None:
+    """Puts every page elsewhere."""
+    caches = [name for name in CACHES if name in values]
+    if "page_table" not in values or not caches:
+        return
+    pages = values[caches[0]].shape[0]
+    if any(values[name].shape[0] != pages for name in caches):
+        return
+    table = values["page_table"]
+    values["page_table"] = torch.where(table >= 0, (table + 1) % max(pages, 1), table)
+    for name in caches:
+        cache = values[name]
+        values[name] = _bytes(cache).roll(1, 0).view(cache.dtype) if cache.element_size() == 1 else cache.roll(1, 0)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [tensor for tensor in lowering.as_list(result) if isinstance(tensor, Tensor)]
+
+
+def _reference(inputs: Inputs) -> tuple[Any, dict[str, Tensor]]:
+    """What comes out, and what is written to. The inputs are as before then."""
+    before = {name: tensor.clone() for name, tensor in inputs.written(inputs.plain).items()}
+    expected = inputs.op.reference(*(inputs.plain[name] for name in inputs.op.names))
+    after = {name: tensor.clone() for name, tensor in inputs.written(inputs.plain).items()}
+    for name, tensor in inputs.written(inputs.plain).items():
+        tensor.copy_(before[name])
+    return expected, after
+
+
+def replay_faults(spec: KernelSpec, case: Case, device: torch.device, seed: int = 0) -> list[str]:
+    """Captures a kernel's call and replays it: what is wrong, nothing if all is well.
+
+    Raises:
+        RuntimeError: the call cannot be captured: it waits for the device, say.
+        LookupError: the kernel does not take the case; the message says why.
+    """
+    with torch.no_grad():
+        return _replay(spec, case, device, seed)
+
+
+def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> list[str]:
+    inputs = Inputs.build(spec, case, device, seed)
+    op, deterministic = inputs.op, "determinism" in spec.tags
+    request = op.request(inputs.prepared)
+    rejected = gate(spec, request)
+    if rejected is not None:
+        raise LookupError(": ".join(rejected))
+    tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)
+    arguments = [inputs.prepared[name] for name in op.names]
+    call: Callable[..., Any] = op.bind(*arguments, override=spec.name)
+    untouched = {name: tensor.clone() for name, tensor in inputs.written(inputs.prepared).items()}
+
+    def run() -> tuple[Any, dict[str, Tensor]]:
+        """An eager run; what is written to is put back."""
+        result = call(*arguments)
+        written = {name: tensor.clone() for name, tensor in inputs.written(inputs.prepared).items()}
+        put_back()
+        return result, written
+
+    def put_back() -> None:
+        for name, tensor in inputs.written(inputs.prepared).items():
+            tensor.copy_(untouched[name])
+
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        eager, eagerly_written = run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    faults: list[str] = []
+    if deterministic:
+        again, again_written = run()
+        faults += _differing(again, again_written, eager, eagerly_written, EXACT, "the second eager run")
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(*arguments)
+
+    def replay() -> tuple[Any, dict[str, Tensor]]:
+        put_back()
+        for tensor in _tensors(captured):  # so that what is not written again is seen
+            if tensor.is_contiguous() and tensor.dim():
+                _bytes(tensor).fill_(0x7F)
+        graph.replay()
+        torch.cuda.synchronize(device)
+        return captured, inputs.written(inputs.prepared)
+
+    faults += _differing(*replay(), eager, eagerly_written, EXACT if deterministic else tolerance, "the replay of the graph")
+
+    values = _other_values(inputs, Inputs.build(spec, case, device, seed + 1))
+    put_back()
+    inputs.overwrite(values)
+    op.check_call(inputs.plain)
+    untouched = {name: tensor.clone() for name, tensor in inputs.written(inputs.prepared).items()}
+    expected, expected_written = _reference(inputs)
+    return faults + _differing(*replay(), expected, expected_written, tolerance, "the replay of the graph on other inputs")
+
+
+def _differing(
+    got: Any, written: dict[str, Tensor], expected: Any, expected_written: dict[str, Tensor], tolerance: Any, what: str
+) -> list[str]:
+    """Compares results and what was written to; bit for bit if the tolerance is exact."""
+    comparisons = compare(got, expected, tolerance)
+    for name, tensor in written.items():
+        wanted = expected_written[name]
+        comparisons.append(compare_tensors(name, tensor, wanted, tolerance if tolerance is EXACT else tolerance(wanted.dtype)))
+    return [f"{what}: {comparison.name}: {comparison.fault}" for comparison in comparisons if comparison.fault]

@@ -1,0 +1,179 @@
+"""Smaller calls out of a given one: its first items, or less of a size that its tensors share.
+
+Which axes share a size is read off the operator's ``check``: a tensor that it checks against ``"tokens heads head_dim"`` has those
+axes. Nothing here knows an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.operator import Operator
+from tokenspeed_kernel_base.parameters import Kind, tensor_arguments
+
+_ROWS = "..."  # what stands for the leading axes of tensors that may have any number of them
+
+
+class _Reader(Checker):
+    """Notes which sizes the axes of an argument are checked against."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__(operator)
+        self.axes: dict[str, tuple[str, ...]] = {}
+
+    def tensor(
+        self, argument: str, value: Tensor | None, shape: str, dtype: torch.dtype | Collection[torch.dtype] | None = None
+    ) -> None:
+        super().tensor(argument, value, shape, dtype)
+        if value is not None:
+            names = shape.split()
+            if names[0] == _ROWS:
+                leading = value.dim() - len(names) + 1
+                names = [_ROWS, *("" for _ in range(leading - 1)), *names[1:]] if leading else names[1:]
+            self.axes[argument] = tuple(names)
+
+    def same_shape(self, argument: str, value: Tensor | None, like: str, model: Tensor) -> None:
+        super().same_shape(argument, value, like, model)
+        if value is not None and like in self.axes:
+            self.axes[argument] = self.axes[like]
+
+
+def axes_of(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The names of the axes of a (complete) call's tensors, as far as the operator's check says them."""
+    reader = _Reader(op.mode)
+    op.run_hook("check", arguments, reader)
+    tensors = dict(tensor_arguments(op.parameters, arguments))
+    return {name: axes for name, axes in reader.axes.items() if name in tensors and len(axes) == tensors[name].dim()}
+
+
+def narrow(op: Operator[Any, Any], arguments: dict[str, Any], size: str, count: int) -> dict[str, Any]:
+    """The call with only the first ``count`` of a named size, in every tensor that has it.
+
+    Raises:
+        ValueError, TypeError: what is left is not a call that the operator takes, or no tensor has the size.
+    """
+    cut = _cut(op, arguments, {size: count})
+    op.check_call(cut)
+    return cut
+
+
+def first_items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tuple[dict[str, Any], int]:
+    """The call for the first ``count`` items of its batch, and how many rows of the outputs are theirs.
+
+    Items are sequences where the call has several, else what the first axis of its first tensor counts: tokens, rows.
+
+    Raises:
+        ValueError, TypeError: what is left is not a call that the operator takes, or it has no such items.
+    """
+    sizes, rows = _items(op, arguments, count)
+    try:
+        cut = _cut(op, arguments, sizes)
+        op.check_call(cut)
+    except (ValueError, TypeError):
+        # Scales that go with the rows are checked apart from the tensors that they scale.
+        cut = _cut(op, arguments, sizes, others=True)
+        op.check_call(cut)
+    return cut, rows
+
+
+def count_items(op: Operator[Any, Any], arguments: dict[str, Any]) -> int:
+    """How many items the call has, as `first_items` counts them; 0 if it has none."""
+    axes = axes_of(op, arguments)
+    tensors = dict(tensor_arguments(op.parameters, arguments))
+    for wanted, less in (("batch+1", 1), ("batch", 0)):
+        for name, names in axes.items():
+            if names[:1] == (wanted,):
+                return len(tensors[name]) - less
+    name, names = next(iter(axes.items()), ("", ()))
+    return len(tensors[name]) if names else 0
+
+
+def _items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tuple[dict[str, int], int]:
+    """The sizes that the first items leave, and the rows that they have in the outputs."""
+    axes = axes_of(op, arguments)
+    tensors = dict(tensor_arguments(op.parameters, arguments))
+    if not axes:
+        raise ValueError(f"{op} says no sizes of its tensors")
+    leader, names = next(iter(axes.items()))
+    rows = len(tensors[leader]) if names else 0
+    # Only running sums that end with the number of rows say where an item's rows end.
+    sums = [
+        tensors[name] for name, n in axes.items() if n == ("batch+1",) and len(tensors[name]) and int(tensors[name][-1]) == rows
+    ]
+    if sums:
+        end = int(sums[0][count])
+        return {names[0]: end, "batch": count, "batch+1": count + 1}, end
+    batch = next((len(tensors[name]) for name, n in axes.items() if n[:1] == ("batch",)), 0)
+    if batch and names[0] != "batch" and rows % batch == 0:
+        end = rows // batch * count
+        return {names[0]: end, "batch": count, "batch+1": count + 1}, end
+    return {names[0]: count}, count
+
+
+def _cut(op: Operator[Any, Any], arguments: dict[str, Any], sizes: dict[str, int], *, others: bool = False) -> dict[str, Any]:
+    axes = axes_of(op, arguments)
+    if not any(name in sizes for names in axes.values() for name in names):
+        raise ValueError(f"no tensor of {op} has {', '.join(sizes)}")
+    before: dict[str, int] = {}
+
+    def cut(name: str, tensor: Tensor) -> Tensor:
+        for axis, size in enumerate(axes.get(name, ())):
+            if size in sizes:
+                before.setdefault(size, tensor.shape[axis])
+                tensor = tensor.narrow(axis, 0, sizes[size])
+        return tensor
+
+    changed = dict(arguments)
+    for parameter in op.parameters:
+        value = arguments[parameter.name]
+        if isinstance(value, Tensor) and parameter.kind is Kind.TENSOR:
+            changed[parameter.name] = cut(parameter.name, value)
+        elif parameter.kind is Kind.OBJECT and value is not None:
+            inner = {f.attribute: cut(f.name, getattr(value, f.attribute)) for f in parameter.tensors() if f.name in axes}
+            changed[parameter.name] = replace(value, **inner) if inner else value
+    leading = {before[size]: count for size, count in sizes.items() if size in before}
+    for parameter in op.parameters:
+        value = changed[parameter.name]
+        if parameter.kind is Kind.HINT and isinstance(value, (Tensor, Sequence)) and "batch+1" in sizes:
+            changed[parameter.name] = value[: sizes["batch+1"]]
+        elif others and isinstance(value, Tensor) and parameter.name not in axes and value.dim() and len(value) in leading:
+            changed[parameter.name] = value[: leading[len(value)]]
+    return changed
+
+
+class Narrowed:
+    """What draws a case's arguments, narrowed one size after another; ``items`` is not a size but the items of the batch."""
+
+    def __init__(self, op: Operator[Any, Any], base: Any, steps: Sequence[tuple[str, int]]) -> None:
+        self.op, self.base, self.steps = op, base, tuple(steps)
+
+    def __call__(self, draw: Draw) -> dict[str, Any]:
+        arguments = self.op.complete(self.base(draw))
+        for size, count in self.steps:
+            if size == "items":
+                arguments = first_items(self.op, arguments, count)[0]
+            else:
+                arguments = narrow(self.op, arguments, size, count)
+        return arguments
+
+
+def narrowed(op: Operator[Any, Any], case: Case, **sizes: int) -> Case:
+    """A case with less of some sizes, in this order: ``narrowed(op, case, items=3, head_dim=8)``. ``items`` are those of the batch.
+
+    Example:
+        >>> from tokenspeed_kernel_base.operator import get_operator
+        >>> op = get_operator("rmsnorm")
+        >>> narrowed(op, op.all_cases()[1], items=3, hidden=8).build()["x"].shape
+        torch.Size([3, 8])
+    """
+    base, steps = (case.make.base, case.make.steps) if isinstance(case.make, Narrowed) else (case.make, ())
+    merged = dict(steps[-1:])
+    merged.update(sizes)  # less of the same is one step
+    return replace(case, make=Narrowed(op, base, (*steps[:-1], *merged.items())))

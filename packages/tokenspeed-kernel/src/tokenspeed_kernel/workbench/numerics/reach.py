@@ -1,0 +1,110 @@
+"""Does a kernel look up what no length reaches? On a GPU that is an illegal access, after which a process can do no more there.
+
+So it is tried in a process of its own. The operator's ``disturb`` hook runs on the host, where unused entries of a page table
+become ones that name no page; then everything goes to the device and the kernel runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Fault, Status, run_kernel
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+
+# Importing, compiling and running a few small calls takes seconds.
+_TIMEOUT_S = 300
+
+
+def reach(spec: KernelSpec, cases: Sequence[Case], device: torch.device, seed: int) -> Iterator[CaseResult]:
+    """Runs a kernel on disturbed cases in another process.
+
+    Args:
+        spec: the kernel. The other process finds it if importing tokenspeed_kernel registers it there, as it does those of
+            installed plugins; else the check is skipped.
+        cases: of the operator. Those that it does not list, captured ones for instance, are left out.
+        device: where the kernel runs.
+        seed: of the inputs.
+
+    Yields:
+        One result a case, up to the first that ends the process.
+    """
+    known = {case.name for case in get_operator(spec.operator).all_cases()}
+    names = [case.name for case in cases if case.name in known and _looks_up(spec.operator, case, seed)]
+    if not names:
+        return
+    command = [sys.executable, "-m", __name__, spec.name, "--device", str(device), "--seed", str(seed), *names]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        yield CaseResult(spec.name, spec.operator, names[0], Status.ERROR, f"did not end within {_TIMEOUT_S} s")
+        return
+    told = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    if not told:
+        why = ran.stderr.strip().splitlines()[-1:] or [f"exit code {ran.returncode}"]
+        yield CaseResult(spec.name, spec.operator, names[0], Status.SKIPPED, f"not looked at in a process of its own: {why[0]}")
+        return
+    ended = {line["case"]: line["error"] for line in told if "error" in line}
+    for case in dict.fromkeys(line["case"] for line in told):
+        error = ended.get(case, f"the process ended with exit code {ran.returncode}")
+        yield CaseResult(spec.name, spec.operator, case, Status.PASSED if not error else Status.FAILED, error, faults=_fault(error))
+
+
+def _fault(error: str) -> tuple[Fault, ...]:
+    return (Fault("reach", error),) if error else ()
+
+
+def _looks_up(operator: str, case: Case, seed: int) -> bool:
+    """Whether there are places, integers, that must not matter; other values are checked by what comes of them."""
+    op = get_operator(operator)
+    changed = op.run_hook("disturb", op.complete(case.build("cpu", seed)))
+    return any(isinstance(value, Tensor) and not value.is_floating_point() for value in changed.values())
+
+
+def _disturbed(case: Case, spec: KernelSpec, device: torch.device, seed: int) -> dict[str, Any]:
+    """A case's arguments for a kernel, disturbed on the host."""
+    op = get_operator(spec.operator)
+    arguments = op.complete(case.build("cpu", seed))
+    arguments.update(op.run_hook("disturb", arguments))
+    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+    return op.prepared(moved, spec)
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kernel")
+    parser.add_argument("cases", nargs="+")
+    parser.add_argument("--device", type=torch.device, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args()
+    try:
+        spec = KernelRegistry.get().get_by_name(options.kernel)
+    except KeyError:
+        raise SystemExit(f"importing tokenspeed_kernel does not register {options.kernel}; a plugin's entry point would") from None
+    op = get_operator(spec.operator)
+    cases = {case.name: case for case in op.all_cases()}
+    for name in options.cases:
+        print(json.dumps({"case": name}), flush=True)
+        try:
+            run_kernel(op, spec, _disturbed(cases[name], spec, options.device, options.seed))
+        except Exception as error:  # whatever it is, the caller reports it
+            line = (str(error).strip() or "no message").splitlines()[0]
+            print(json.dumps({"case": name, "error": f"{type(error).__name__}: {line}"}), flush=True)
+            # Nothing can be freed after an illegal access: leave at once.
+            os._exit(1)
+        print(json.dumps({"case": name, "error": ""}), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

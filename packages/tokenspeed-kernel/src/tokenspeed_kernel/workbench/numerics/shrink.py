@@ -1,0 +1,283 @@
+"""The smallest call with the same fault.
+
+A case that a `Recipe` makes is varied through the plain values that it was made from: shorter lists of lengths, smaller sizes,
+options left out. Any other is narrowed (`tokenspeed_kernel.workbench.numerics.narrow`). Whatever the operator refuses is passed over, so
+nothing here need know which values go together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel.workbench.numerics.narrow import Narrowed, axes_of, count_items, narrowed
+from tokenspeed_kernel.workbench.numerics.verify import CaseResult, default_device, verify_case
+from tokenspeed_kernel_base.cases import DEFAULT, Case, Recipe
+from tokenspeed_kernel_base.operator import Operator, get_operator
+from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.registry import KernelSpec
+
+# Of a list this many elements are tried one by one; the halves of longer ones come first.
+_MOST_ELEMENTS = 12
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A smaller case with the same fault.
+
+    Attributes:
+        case: the smallest that was found; the given one if there is no smaller.
+        result: what became of it.
+        tried: how many calls were run in search of it.
+        exhausted: nothing smaller is left to try; False where time ran out first.
+        reproducer: Python text of a program that makes the call beside the reference's.
+    """
+
+    case: Case
+    result: CaseResult
+    tried: int
+    exhausted: bool
+    reproducer: str
+
+
+def shrink(
+    spec: KernelSpec,
+    case: Case,
+    result: CaseResult,
+    device: torch.device | str | None = None,
+    *,
+    seed: int = 0,
+    repeat: int | None = None,
+    seconds: float = 20.0,
+) -> Shrunk:
+    """Looks for the smallest case with the fault that another has: the same status and, among its faults, one of the same kind.
+
+    Deterministic, but for where it stops if time runs out.
+
+    Args:
+        spec: the kernel.
+        case: the one that fails.
+        result: what `verify_case` said of it.
+        device, seed, repeat: as they were given to `verify_case`.
+        seconds: begin no further call after so long.
+    """
+    op, where = get_operator(spec.operator), default_device() if device is None else torch.device(device)
+    search = _Search(op, spec, where, seed, repeat, result, time.monotonic() + seconds)
+    smallest, found = search.descend(case)
+    text = reproducer(op, spec, smallest, where, seed)
+    return Shrunk(smallest, found, search.tried, not search.late(), text)
+
+
+@dataclass
+class _Search:
+    op: Operator[Any, Any]
+    spec: KernelSpec
+    device: torch.device
+    seed: int
+    repeat: int | None
+    wanted: CaseResult
+    deadline: float
+    tried: int = 0
+
+    def late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def descend(self, case: Case) -> tuple[Case, CaseResult]:
+        """From a case to ever smaller ones, until no variation of the last one fails in the same way."""
+        result, size = self.wanted, self._size(case)
+        seen: set[str] = set()
+        progress = size is not None
+        while progress and not self.late():
+            progress = False
+            for smaller in variations(self.op, case, self.device, self.seed):
+                text = str(smaller.make) if isinstance(smaller.make, Recipe) else str(getattr(smaller.make, "steps", ""))
+                if text in seen:
+                    continue
+                seen.add(text)
+                measured = self._size(smaller)
+                if measured is None or size is None or measured >= size:
+                    continue
+                if self.late():
+                    break
+                self.tried += 1
+                outcome = verify_case(self.spec, smaller, self.device, seed=self.seed, repeat=self.repeat)
+                if self._same(outcome):
+                    case, result, size, progress = smaller, outcome, measured, True
+                    break
+        return case, result
+
+    def _same(self, outcome: CaseResult) -> bool:
+        kinds = {fault.kind for fault in self.wanted.faults[:1]}
+        return outcome.status is self.wanted.status and any(fault.kind in kinds for fault in outcome.faults)
+
+    def _size(self, case: Case) -> tuple[int, int, int] | None:
+        """Elements, values that are given, and how large they are; None for what the operator refuses."""
+        try:
+            arguments = self.op.complete(case.build(self.device, self.seed))
+            self.op.check_call(arguments)
+        except Exception:  # whatever a maker of inputs raises for values that do not go together
+            return None
+        elements = sum(t.numel() for _, t in tensor_arguments(self.op.parameters, arguments))
+        values = [*_leaves(case.make)] if isinstance(case.make, Recipe) else []
+        return elements, len(values), sum(abs(int(v)) for v in values if type(v) is int)
+
+
+def _leaves(recipe: Recipe) -> Iterator[Any]:
+    for value in recipe.values.values():
+        if isinstance(value, Recipe):
+            yield from _leaves(value)
+        elif isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+def variations(op: Operator[Any, Any], case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[Case]:
+    """Simpler cases, the boldest steps first. Not all of them are calls that the operator takes."""
+    if isinstance(case.make, Recipe):
+        for recipe in _simpler(case.make, frozenset(op.names)):
+            yield replace(case, make=recipe)
+        return
+    arguments = op.complete(case.build(device, seed))
+    items = count_items(op, arguments)
+    for count in _smaller(items):
+        yield narrowed(op, case, items=count)
+    tensors = dict(tensor_arguments(op.parameters, arguments))
+    sizes = {n: tensors[name].shape[i] for name, names in axes_of(op, arguments).items() for i, n in enumerate(names) if n}
+    for name, size in sizes.items():
+        for count in _smaller(size):
+            yield narrowed(op, case, **{name: count})
+
+
+def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
+    """Variations of a recipe: everything halved, fewer lengths, values left out, smaller numbers, two numbers smaller at once.
+
+    ``options``: parameters of the operator. A number of such a name is a setting and may be 0; others are sizes, and at least 1.
+    """
+    values = {**_defaults(recipe), **recipe.values}
+    lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and all(type(x) is int for x in v)}
+    numbers = {name: v for name, v in values.items() if type(v) is int}
+
+    def vary(changes: dict[str, Any]) -> Recipe:
+        return recipe.vary(**{n: type(values[n])(v) if n in lists else v for n, v in changes.items()})
+
+    def least(name: str) -> int:
+        return 0 if name in options else 1
+
+    halved = {name: [n // 2 for n in v] for name, v in lists.items()}
+    less = {name: max(v // 2, least(name)) for name, v in numbers.items() if v > 0}
+    yield vary({**halved, **less})
+    yield vary({**halved, **{name: v for name, v in less.items() if name in options}})
+    yield vary({name: v for name, v in less.items() if name not in options})
+
+    # Lists of one length belong together: the new tokens of each sequence, and those that it has in all.
+    for size in sorted({len(v) for v in lists.values()}, reverse=True):
+        group = {name: v for name, v in lists.items() if len(v) == size}
+        kept: list[list[int]] = [[*range(size // 2)], [*range(size // 2, size)]] if size > 3 else []
+        kept += [[i for i in range(size) if i != j] for j in range(min(size, _MOST_ELEMENTS))]
+        for indices in kept:
+            yield vary({name: [v[i] for i in indices] for name, v in group.items()})
+    for name, value in recipe.values.items():
+        if isinstance(value, Recipe):
+            for inner in _simpler(value, options):
+                yield vary({name: inner})
+        elif not isinstance(value, torch.dtype) and name not in lists:
+            yield vary({name: DEFAULT})
+    for name, number in numbers.items():
+        for smaller in _smaller(number, least(name)):
+            yield vary({name: smaller})
+    for name, lengths in lists.items():
+        for i in range(min(len(lengths), _MOST_ELEMENTS)):
+            for smaller in _smaller(lengths[i]):
+                yield vary({name: [*lengths[:i], smaller, *lengths[i + 1 :]]})
+    for changes in _two_at_once(numbers, lists):
+        if all(value >= least(name) for name, value in changes.items() if name in numbers):
+            yield vary(changes)
+
+
+def _defaults(recipe: Recipe) -> dict[str, Any]:
+    """The sizes that a recipe leaves at their defaults."""
+    parameters = inspect.signature(recipe.maker).parameters
+    return {name: p.default for name, p in parameters.items() if type(p.default) is int}
+
+
+def _two_at_once(numbers: dict[str, int], lists: dict[str, list[int]]) -> Iterator[dict[str, Any]]:
+    """Numbers that have to divide each other, or to be alike, shrink together, as do a length and what is counted off it."""
+    for (one, a), (other, b) in itertools.combinations(numbers.items(), 2):
+        for pair in ((1, 1), (a // 2, b // 2), (a - 1, b - 1)):
+            if pair[0] < a and pair[1] < b:
+                yield {one: pair[0], other: pair[1]}
+    places = [(name, i) for name, v in lists.items() for i in range(min(len(v), _MOST_ELEMENTS)) if v[i]]
+    for (one, i), (other, j) in itertools.combinations(places, 2):
+        if one != other and i == j:
+            a, b = lists[one][i], lists[other][j]
+            yield {one: _put(lists[one], i, a // 2), other: _put(lists[other], j, b // 2)}
+            yield {one: _put(lists[one], i, a - 1), other: _put(lists[other], j, b - 1)}
+    for (name, i), (other, number) in itertools.product(places, numbers.items()):
+        length = lists[name][i]
+        if number > 0:
+            yield {name: _put(lists[name], i, length // 2), other: number // 2}
+            yield {name: _put(lists[name], i, length - 1), other: number - 1}
+
+
+def _put(values: list[int], at: int, value: int) -> list[int]:
+    return [*values[:at], value, *values[at + 1 :]]
+
+
+def _smaller(number: int, least: int = 0) -> list[int]:
+    """Numbers below one, the boldest first."""
+    return list(dict.fromkeys(n for n in (0, 1, 2, number // 4, number // 2, number - 2, number - 1) if least <= n < number))
+
+
+def reproducer(op: Operator[Any, Any], spec: KernelSpec, case: Case, device: torch.device | str, seed: int = 0) -> str:
+    """Python text of a program that makes a case's call with a kernel, beside the reference's; what differs is printed."""
+    imports = {
+        "import torch",
+        "from tokenspeed_kernel_base.cases import Case",
+        "from tokenspeed_kernel.workbench.numerics import verify_case",
+        "from tokenspeed_kernel_base.operator import get_operator",
+        "from tokenspeed_kernel_base.registry import KernelRegistry",
+    }
+    lines = [f'op = get_operator("{op}")']
+    base = case.make.base if isinstance(case.make, Narrowed) else case.make
+    if isinstance(base, Recipe) and "<" not in base.maker.__qualname__:
+        imports |= _imports(base)
+        lines.append(f"case = Case({case.name!r}, {base})")
+    else:
+        lines.append(f"case = next(case for case in op.all_cases() if case.name == {case.name!r})")
+        imports.discard("from tokenspeed_kernel_base.cases import Case")
+    if isinstance(case.make, Narrowed):
+        imports.add("from tokenspeed_kernel.workbench.numerics.narrow import narrowed")
+        lines += [f"case = narrowed(op, case, {_keyword(size, count)})" for size, count in case.make.steps]
+    if "torch." not in " ".join(lines):
+        imports.discard("import torch")
+    lines += [
+        f"kernel = KernelRegistry.get().get_by_name({spec.name!r})",
+        f'print(verify_case(kernel, case, "{device}", seed={seed}).reason)',
+        "",
+        "# the call itself:",
+        f"arguments = op.prepared(op.complete(case.build({str(device)!r}, {seed})), kernel)"
+        if op.has_hook("prepare")
+        else f"arguments = case.build({str(device)!r}, {seed})",
+        f"got = op.function(**arguments, override={spec.name!r})",
+    ]
+    ordered = sorted(imports, key=lambda line: (not line.startswith("import"), line))
+    return "\n".join([*ordered, "", *lines]) + "\n"
+
+
+def _keyword(name: str, value: int) -> str:
+    return f"{name}={value}" if name.isidentifier() else f"**{{{name!r}: {value}}}"
+
+
+def _imports(recipe: Recipe) -> set[str]:
+    found = {f"from {recipe.maker.__module__} import {recipe.maker.__name__}"}
+    for value in recipe.values.values():
+        if isinstance(value, Recipe):
+            found |= _imports(value)
+    return found

@@ -1,0 +1,108 @@
+"""How far a kernel's result may be from the reference's, and why that far.
+
+A tolerance has three numbers. An element may differ by ``relative`` times its own magnitude plus ``absolute`` times the root
+mean square of the whole tensor: where large terms cancel, the error is of the terms' size, not of the sum's. Errors that are
+each small may still all lean one way; ``norm`` bounds the whole difference, as a relative Frobenius norm.
+
+The reference rounds once, at the end. Kernels are granted the roundings that their hardware's matrix units force on them, and
+no more: sums in another order, intermediates in the operands' format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tokenspeed_kernel_base.selection import Request
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Bounds on an error: per element ``relative * |expected| + absolute * rms``, overall ``norm``; all 0 is exact. The rms is that
+    of what is expected, of the whole or of the element's row (its last axis), whichever is more."""
+
+    relative: float
+    absolute: float
+    norm: float
+    reason: str
+
+    @property
+    def exact(self) -> bool:
+        return self.relative == self.absolute == self.norm == 0
+
+    def widened(self, other: Tolerance) -> Tolerance:
+        """The looser of the two, number by number."""
+        if other.relative <= self.relative and other.absolute <= self.absolute and other.norm <= self.norm:
+            return self
+        return Tolerance(
+            max(self.relative, other.relative), max(self.absolute, other.absolute), max(self.norm, other.norm), other.reason
+        )
+
+
+EXACT = Tolerance(0, 0, 0, "every bit is specified")
+
+_INTEGERS = Tolerance(0, 0, 0, "integers are not rounded")
+
+_BY_DTYPE = {
+    # A sum of n terms in another order is off by about sqrt(n) units of 2^-52; 1e-12 leaves room for n = 10^6 and a few such sums.
+    torch.float64: Tolerance(1e-12, 1e-12, 1e-13, "sums in another order, in float64"),
+    # sqrt(4096) units of 2^-23 are 8e-6, and the hardware's exp2 and rsqrt are good to 2 units; twice that.
+    torch.float32: Tolerance(2e-5, 2e-5, 1e-5, "sums of some thousand terms in another order, approximate exp2"),
+    # Two units in the last place: one when an intermediate becomes an operand of a matrix unit, one when the result is rounded.
+    # Both together are noise of about 0.3 units rms; the norm may be three times that.
+    torch.float16: Tolerance(2**-9, 2**-9, 2**-10, "an intermediate and the result are each rounded to float16"),
+    torch.bfloat16: Tolerance(2**-6, 2**-6, 2**-7, "an intermediate and the result are each rounded to bfloat16"),
+    # One step of the format (a quarter to an eighth of the value): a value near the middle falls to either side. Few values are
+    # near it, so the norm may be a small part of a step.
+    torch.float8_e4m3fn: Tolerance(2**-3, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
+    torch.float8_e4m3fnuz: Tolerance(2**-3, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
+    torch.float8_e5m2: Tolerance(2**-2, 2**-9, 2**-5, "a value between two steps of e5m2 falls to either side"),
+}
+
+# Operands in fp4 decode exactly, but kernels may scale partial sums in half precision: two more roundings to bfloat16.
+_FP4_OPERANDS = Tolerance(2**-5, 2**-4, 2**-6, "partial sums of fp4 products are scaled in half precision")
+# With fp8 operands the other side of a product (attention's probabilities, an activation) may be rounded to e4m3 as well: off by
+# 2^-4 at most and 2.5% rms a term, 2.5% rms of the sum, and 5 sigma for the worst of a million elements.
+_FP8_PRODUCTS = Tolerance(2**-4, 2**-3, 0.04, "an intermediate is rounded to fp8 to meet an fp8 operand")
+# An activation that is quantised to fp4 in between: a difference in the last bit of it flips some elements by one step of e2m1,
+# which is up to half of the value, and now and then a whole block's scale.
+_FP4_ACTIVATIONS = Tolerance(2**-3, 2**-2, 0.1, "activations near a rounding boundary of fp4 fall to the other side")
+
+
+def tolerance_for(dtype: torch.dtype, request: Request | None = None, *, exact: bool = False) -> Tolerance:
+    """The tolerance for one output.
+
+    Args:
+        dtype: of the output.
+        request: the call's request; its formats and traits say whether anything narrow is involved.
+        exact: the operator specifies every bit.
+
+    Example:
+        >>> import torch
+        >>> tolerance_for(torch.bfloat16).relative
+        0.015625
+        >>> tolerance_for(torch.int32).exact
+        True
+    """
+    if exact:
+        return EXACT
+    if not dtype.is_floating_point:
+        return _INTEGERS
+    tolerance = _BY_DTYPE.get(dtype, EXACT)
+    if request is None:
+        return tolerance
+    operands = [f"{fmt.format} {fmt.storage_dtype}" for _, fmt in request.signature.roles]
+    options = [value for value in request.traits.values() if isinstance(value, str)]
+    if _mentions(operands, "fp4"):
+        tolerance = tolerance.widened(_FP4_OPERANDS)
+    if _mentions([*operands, *options], "fp8", "float8"):
+        tolerance = tolerance.widened(_FP8_PRODUCTS)
+    if _mentions(options, "fp4"):
+        tolerance = tolerance.widened(_FP4_ACTIVATIONS)
+    return tolerance
+
+
+def _mentions(texts: Iterable[str], *words: str) -> bool:
+    return any(word in text for text in texts for word in words)

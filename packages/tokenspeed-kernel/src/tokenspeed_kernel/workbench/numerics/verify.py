@@ -1,0 +1,362 @@
+"""Running a kernel against the reference, over its operator's cases.
+
+A kernel is run the way a caller runs it: through the operator, by name. Beyond the values of its outputs it is held to what
+every caller may rely on: ``out=`` is written to and returned, arguments that the operator does not declare as written to are
+left alone, outputs are memory of their own, and a kernel tagged ``determinism`` gives the same bits again. What it declares
+beyond that, and what goes on around its arguments, is for `tokenspeed_kernel.workbench.numerics.honesty`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.numerics.compare import Comparison, compare, compare_tensors, same_bits
+from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, Tolerance, tolerance_for
+from tokenspeed_kernel_base import lowering
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import Operator, get_operator
+from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.platform import current_platform, platform_of
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.selection import gate
+
+
+class Status(str, enum.Enum):
+    """What became of one case."""
+
+    PASSED = "passed"
+    FAILED = "failed"  # ran, and something about the result is wrong
+    ERROR = "error"  # did not run to the end
+    SKIPPED = "skipped"  # the kernel does not claim to serve this case here
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong: ``kind`` says of which sort it is, the same for the same fault on other inputs."""
+
+    kind: str
+    text: str
+
+    @property
+    def check(self) -> str:
+        """The first word of the kind: ``values``, ``out=``, ``inputs``, ``memory``, ``determinism`` or ``error``."""
+        return self.kind.partition(" ")[0]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What became of one kernel on one case.
+
+    Attributes:
+        kernel, operator, case: names.
+        status: see `Status`.
+        reason: why it was skipped, what is wrong, or what exactly was checked.
+        comparisons: one a checked tensor; those made with ``out=`` are named after the parameter.
+        traceback: of an error.
+        faults: what is wrong, one by one; ``reason`` is all of it.
+        traits: what the case asks of a kernel, where it came so far.
+    """
+
+    kernel: str
+    operator: str
+    case: str
+    status: Status
+    reason: str = ""
+    comparisons: tuple[Comparison, ...] = ()
+    traceback: str = ""
+    faults: tuple[Fault, ...] = ()
+    traits: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> bool:
+        return self.status in (Status.FAILED, Status.ERROR)
+
+    @property
+    def worst(self) -> Comparison | None:
+        """The comparison to look at first: one that failed, else the one with the largest relative error."""
+        return max(self.comparisons, key=lambda c: (not c.passed, c.relative_error), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        return {
+            "kernel": self.kernel,
+            "operator": self.operator,
+            "case": self.case,
+            "status": self.status.value,
+            "reason": self.reason,
+            "faults": [{"kind": fault.kind, "text": fault.text} for fault in self.faults],
+            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+            "traits": dict(self.traits),
+            "traceback": self.traceback,
+        }
+
+
+def default_device() -> torch.device:
+    """Where kernels run in this process: the current GPU, or the CPU (also under a simulator, whose tensors lie there)."""
+    platform = current_platform()
+    if platform.is_cpu or platform.emulated or platform.pretended:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def verify_kernel(
+    spec: KernelSpec,
+    cases: Iterable[Case] | None = None,
+    device: torch.device | str | None = None,
+    *,
+    large: bool = False,
+    seed: int = 0,
+    repeat: int | None = None,
+) -> list[CaseResult]:
+    """Runs a registered kernel against its operator's reference.
+
+    Args:
+        spec: the kernel's declaration, from the registry.
+        cases: what to run; the operator's if not given.
+        device: where; `default_device` if not given.
+        large: include the cases that are sized for a GPU. Does not touch ``cases``.
+        seed: of the inputs.
+        repeat: how many runs must give the same bits, of any kernel; None asks it of those tagged ``determinism``, twice.
+
+    Returns:
+        One result a case, in order; nothing is raised for a kernel that is wrong.
+
+    Example:
+        >>> from tokenspeed_kernel_base.registry import KernelRegistry
+        >>> spec = KernelRegistry.get().get_by_name("reference_rmsnorm")
+        >>> {result.status.value for result in verify_kernel(spec)}
+        {'passed'}
+    """
+    if cases is None:
+        try:
+            declared = get_operator(spec.operator).all_cases()
+        except KeyError:
+            return [CaseResult(spec.name, spec.operator, "", Status.ERROR, f"{spec.operator} is not an operator ({spec.origin})")]
+        cases = [case for case in declared if large or not case.large]
+    return [verify_case(spec, case, device, seed=seed, repeat=repeat) for case in cases]
+
+
+def verify_case(
+    spec: KernelSpec, case: Case, device: torch.device | str | None = None, *, seed: int = 0, repeat: int | None = None
+) -> CaseResult:
+    """Runs a registered kernel on one case of its operator. See `verify_kernel`."""
+    op = get_operator(spec.operator)
+    where = default_device() if device is None else torch.device(device)
+    result = functools.partial(CaseResult, spec.name, spec.operator, case.name)
+    platform = platform_of(where)
+    # Before any input is built: a large case takes gigabytes.
+    gap = f"{platform.arch} is pretended, nothing launches" if platform.pretended else spec.capability.gap(platform)
+    if gap is not None:
+        return result(Status.SKIPPED, f"platform: {gap}")
+
+    doing = "building the case"
+    try:
+        with torch.no_grad():
+            build = functools.partial(_build, op, case, where, seed)
+            arguments, twin = build(), build()
+            changed = _differing(op, arguments, twin)
+            if changed:
+                said = f"the case does not draw the same {', '.join(changed)} twice"
+                return result(Status.ERROR, said, faults=(Fault("error case", said),))
+            op.check_call(arguments)
+            rejected = refusal(op, spec, arguments)
+            if rejected is not None and rejected[0] != "implementation":
+                return result(Status.SKIPPED, f"{rejected[0]}: {rejected[1]}")
+            doing = "loading the kernel"
+            KernelRegistry.get().get_impl(spec.name)
+
+            doing = "preparing the arguments for the kernel"
+            twin = op.prepared(twin, spec)
+            request = op.request(twin)
+            result = functools.partial(result, traits=request.traits)
+            rejected = gate(spec, request)
+            if rejected is not None:
+                return result(Status.SKIPPED, f"{rejected[0]}: {rejected[1]}")
+
+            doing = "running the reference"
+            expected = op.reference(*arguments.values())
+            written = _written(op, arguments)
+            del arguments  # they may be large
+
+            doing = "running the kernel"
+            is_reference = spec.universal
+            tolerance = functools.partial(tolerance_for, request=request, exact=op.exact or is_reference)
+            trial = _Trial(op, spec, twin, lambda: op.prepared(build(), spec), expected, written, tolerance, repeat)
+            trial.run()
+    except Exception as error:  # a kernel may fail in any way; every one of them is reported
+        said = f"{doing}: {type(error).__name__}: {error}"
+        blamed = Fault(f"error {doing} {type(error).__name__}", said)
+        return result(Status.ERROR, said, traceback=traceback.format_exc(), faults=(blamed,))
+    faults = (*_faults_of(trial.comparisons), *trial.faults)
+    if faults:
+        return result(Status.FAILED, "; ".join(fault.text for fault in faults), tuple(trial.comparisons), faults=faults)
+    remark = "is the reference: the same bits again, out= respected, inputs left alone" if is_reference else ""
+    return result(Status.PASSED, remark, tuple(trial.comparisons))
+
+
+def _faults_of(comparisons: Iterable[Comparison]) -> Iterator[Fault]:
+    """What is wrong with values; what is wrong with ``out=`` in the same way as without is said once."""
+    said = set()
+    for comparison in comparisons:
+        if comparison.fault and comparison.fault not in said:
+            said.add(comparison.fault)
+            check = "out=" if comparison.name.endswith("=") else "values"
+            notes = "".join(f"; {note}" for note in (comparison.relation, comparison.places) if note)
+            yield Fault(f"{check} {comparison.name}", f"{comparison.name}: {comparison.fault}{notes}")
+
+
+def run_kernel(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any]) -> Any:
+    """Runs a kernel by name on (complete, prepared) arguments, as a caller would, and waits for it."""
+    result = op.function(**arguments, override=spec.name)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()  # so that a failed launch is blamed on this call
+    return result
+
+
+def refusal(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any]) -> tuple[str, str] | None:
+    """The gate at which a kernel refuses a case's (complete) arguments, and why; None if it takes them.
+
+    What the arguments are once they are prepared for the kernel is not looked at: preparing those that it refuses may fail.
+    """
+    request = op.request(arguments)
+    plain = replace(request, fixed_traits=frozenset(request.traits) - op.fixed_traits)
+    return gate(spec, plain, overridden=True)
+
+
+def _build(op: Operator[Any, Any], case: Case, device: torch.device, seed: int) -> dict[str, Any]:
+    return op.complete(case.build(device, seed))
+
+
+def _written(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """The arguments that the operator declares as written to."""
+    return {name: t for name, t in tensor_arguments(op.parameters, arguments) if name.partition(".")[0] in op.mutates}
+
+
+def _differing(op: Operator[Any, Any], left: dict[str, Any], right: dict[str, Any], leave_out: Iterable[str] = ()) -> list[str]:
+    """Names of the tensors that are not bit for bit the same in two sets of arguments."""
+    others = dict(tensor_arguments(op.parameters, right))
+    skipped = set(leave_out)
+    return [
+        name
+        for name, tensor in tensor_arguments(op.parameters, left)
+        if name.partition(".")[0] not in skipped and not same_bits(tensor, others[name])
+    ]
+
+
+@dataclass
+class _Trial:
+    """One kernel's run on one case, and what was found wrong."""
+
+    op: Operator[Any, Any]
+    spec: KernelSpec
+    arguments: dict[str, Any]
+    build: Callable[[], dict[str, Any]]
+    expected: Any
+    written: dict[str, Tensor]
+    tolerance: Callable[[torch.dtype], Tolerance]
+    repeat: int | None
+
+    def __post_init__(self) -> None:
+        self.faults: list[Fault] = []
+        self.comparisons: list[Comparison] = []
+
+    def run(self) -> None:
+        got = self._call(self.arguments)
+        self.comparisons = compare(got, self.expected, self.tolerance)
+        self._compare_written(self.arguments)
+        outputs = [t for t in lowering.as_list(got) if isinstance(t, Tensor)] if isinstance(got, (Tensor, tuple)) else []
+        self._check_memory(outputs)
+
+        fresh = self.build()
+        changed = _differing(self.op, self.arguments, fresh, (*self.op.mutates, *self.op.outs))
+        if changed:
+            self.faults.append(Fault(f"inputs {changed[0]}", f"changes its input {', '.join(changed)}"))
+        tagged = "determinism" in self.spec.tags
+        runs = self.repeat or (2 if tagged and not self.op.outs else 1)  # with out= there is a second run anyway
+        self._check_bits(runs, outputs, tagged)
+        comparable = all(c.passed for c in self.comparisons)
+        if self.op.outs:
+            self._check_out(fresh, outputs if comparable else None)
+
+    def _check_bits(self, runs: int, outputs: list[Tensor], tagged: bool) -> None:
+        """Runs again, on the same values. The outcome of the first run lies in ``outputs`` and in the first arguments."""
+        first = _written(self.op, self.arguments)
+        for run in range(2, runs + 1):
+            arguments = self.build()
+            got = self._call(arguments)
+            again = [t for t in lowering.as_list(got) if isinstance(t, Tensor)] if isinstance(got, (Tensor, tuple)) else []
+            compared = compare(tuple(again), tuple(outputs), EXACT)
+            compared += [compare_tensors(n, t, first[n], EXACT) for n, t in _written(self.op, arguments).items()]
+            differing = next((c for c in compared if c.fault), None)
+            if differing is not None:
+                said = "is tagged determinism, but gives" if tagged else "gives"
+                self.faults.append(
+                    Fault("determinism", f"{said} other bits in run {run} of {runs}: {differing.name}: {differing.fault}")
+                )
+                return
+
+    def _call(self, arguments: dict[str, Any]) -> Any:
+        return run_kernel(self.op, self.spec, arguments)
+
+    def _compare_written(self, arguments: dict[str, Any]) -> None:
+        for name, tensor in _written(self.op, arguments).items():
+            wanted = self.written[name]
+            self.comparisons.append(compare_tensors(name, tensor, wanted, self.tolerance(wanted.dtype)))
+
+    def _check_memory(self, outputs: list[Tensor]) -> None:
+        """Outputs must be memory of their own: a custom operator of PyTorch may not return a view of what it was given."""
+        provided = {self.arguments[name].data_ptr() for name in self.op.outs if self.arguments[name] is not None}
+        owners = {_storage(t): name for name, t in tensor_arguments(self.op.parameters, self.arguments) if t.numel()}
+        for index, output in enumerate(outputs):
+            if not output.numel() or output.data_ptr() in provided:
+                continue
+            owner = owners.setdefault(_storage(output), f"output {index}")
+            if owner != f"output {index}":
+                self.faults.append(Fault(f"memory {index}", f"output {index} shares memory with {owner}"))
+
+    def _check_out(self, arguments: dict[str, Any], before: list[Tensor] | None) -> None:
+        """Runs again with every output provided."""
+        wanted = lowering.as_list(self.expected)
+        provided = {name: _garbage(t) for name, t in zip(self.op.outs, wanted, strict=False)}
+        if not provided:
+            return
+        result = self._call({**arguments, **provided})
+        returned = list(result) if isinstance(result, (tuple, list)) else [result]
+        for index, (name, out) in enumerate(provided.items()):
+            value = returned[index] if index < len(returned) else None
+            if not isinstance(value, Tensor) or not _same_memory(value, out):
+                said = f"ignores {name}=: what it returns is not the tensor it was given"
+                self.faults.append(Fault(f"out= {name}", said))
+                continue
+            compared = compare_tensors(f"{name}=", out, wanted[index], self.tolerance(wanted[index].dtype))
+            self.comparisons.append(compared)
+            if before is not None and "determinism" in self.spec.tags and compared.passed:
+                again = compare_tensors(f"{name}=", out, before[index], EXACT)
+                if again.fault:
+                    said = f"is tagged determinism, but gives other bits the second time: {again.fault}"
+                    self.faults.append(Fault("determinism", said))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _same_memory(left: Tensor, right: Tensor) -> bool:
+    return left.data_ptr() == right.data_ptr() and left.shape == right.shape and left.stride() == right.stride()
+
+
+def _garbage(like: Tensor) -> Tensor:
+    """A tensor to be written to, full of values that no kernel would give: NaN or beyond 10^38, 2^30 and more."""
+    made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    if like.dtype == torch.bool:
+        return made.fill_(True)
+    made.untyped_storage().fill_(0x7F)  # type: ignore[attr-defined]
+    return made

@@ -1,0 +1,236 @@
+"""Which results hold for a request, and why others do not.
+
+Three sources, in order: what this process measured, the user's table for this device, the tables that wheels ship for its
+architecture. The first that has a result that holds is used. A result is stale where what was measured is not what would run:
+the kernel's source, the driver or the toolchain changed, or the kernel no longer declares the configuration. A shipped table was
+measured elsewhere, so that its driver and the patch level of its Triton may differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_kernel.workbench.tuned.entries import Device, Entry, Result, entry_key
+from tokenspeed_kernel.workbench.tuned.fingerprint import source_fingerprint, toolchain
+from tokenspeed_kernel.workbench.tuned.store import read_table, save_entry
+from tokenspeed_kernel_base import config, memo
+from tokenspeed_kernel_base.measured import Found, Tuned
+from tokenspeed_kernel_base.platform import PlatformInfo, driver_version
+from tokenspeed_kernel_base.registry import KernelRegistry
+
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An entry, where it lies, and why it is stale; empty where it holds."""
+
+    entry: Entry
+    source: str
+    stale: str
+
+
+# -- where tables lie ----------------------------------------------------------------------------------------------------------
+
+_shipped: list[Path] = [Path(__file__).parent]
+_measured: dict[tuple[Device, str], Entry] = {}
+_lock = threading.Lock()
+
+
+def register_tuned_tables(directory: str | Path) -> None:
+    """Adds a directory of tables that a wheel ships: ``<architecture>.json``, as ``tokenspeed-kernel tune --export`` writes them.
+    A plugin calls this beside its `register_kernel`; nothing is read before a kernel is selected."""
+    path = Path(directory)
+    with _lock:
+        if path not in _shipped:
+            _shipped.append(path)
+    memo.invalidate()
+
+
+def tuned_directory() -> Path | None:
+    """Where results of this machine lie: ``TOKENSPEED_KERNEL_TUNED``, or ``tokenspeed_kernel/tuned`` in the user's cache directory
+    (``XDG_CACHE_HOME``, ``~/.cache``). None where tables are switched off, or there is no home."""
+    chosen = config.settings().tuned
+    if chosen is not None:
+        return None if chosen == OFF else Path(chosen)
+    cache = config.cache_directory()
+    return None if cache is None else cache / "tuned"
+
+
+def user_table(device: Device) -> Path | None:
+    """The file of a device's results on this machine; None where `tuned_directory` is."""
+    directory = tuned_directory()
+    return None if directory is None else directory / device.file_name
+
+
+@dataclass
+class _Loaded:
+    """A file as it was read: what told it from others, and its entries."""
+
+    state: tuple[int, ...]
+    entries: dict[tuple[Device, str], Entry]
+    operators: frozenset[tuple[Device, str]]
+
+
+_files: dict[Path, _Loaded] = {}
+_ABSENT = _Loaded((), {}, frozenset())
+
+
+def _load(path: Path, *, keep_corrupt: bool) -> _Loaded:
+    """A file's entries; it is read again where it has changed."""
+    try:
+        status = path.stat()
+    except OSError:
+        return _ABSENT
+    state = (status.st_mtime_ns, status.st_size, status.st_ino)
+    known = _files.get(path)
+    if known is None or known.state != state:
+        entries = {(entry.device, entry.key): entry for entry in read_table(path, keep_corrupt=keep_corrupt)}
+        known = _Loaded(state, entries, frozenset((device, entry.operator) for (device, _), entry in entries.items()))
+        _files[path] = known
+    return known
+
+
+def _places(device: Device, pretended: bool) -> tuple[tuple[Path, bool], ...]:
+    """The files that may have results for a device, the user's first, each with whether it was shipped."""
+    return _find_places(config.settings().tuned, tuple(_shipped), device, pretended)
+
+
+@functools.lru_cache(maxsize=256)
+def _find_places(chosen: str | None, shipped: tuple[Path, ...], device: Device, pretended: bool) -> tuple[tuple[Path, bool], ...]:
+    path = user_table(device)
+    own = [] if path is None or pretended else [(path, False)]
+    return (*own, *((directory / f"{device.arch}.json", True) for directory in shipped if chosen != OFF))
+
+
+_known_operators: dict[Any, Any] = memo.new_memo()
+
+
+def _sources(device: Device, pretended: bool) -> Iterator[tuple[str, bool, Mapping[tuple[Device, str], Entry]]]:
+    """Name, whether it was shipped, and entries, of each source for a device, in the order in which they are asked."""
+    if not pretended:
+        yield "this process", False, _measured
+    for path, shipped in _places(device, pretended):
+        yield str(path), shipped, _load(path, keep_corrupt=not shipped).entries
+
+
+def has_results(operator: str, platform: PlatformInfo) -> bool:
+    """Whether some table has results of an operator on a device, so that it matters how large a call is. Tables that other
+    processes write meanwhile are seen when decisions are forgotten."""
+    key = operator, platform
+    known: bool | None = _known_operators.get(key)
+    if known is None:
+        started, device = memo.epoch(), Device.of(platform)
+        measured = any(where == device and entry.operator == operator for (where, _), entry in [*_measured.items()])
+        files = (_load(path, keep_corrupt=not shipped) for path, shipped in _places(device, platform.pretended))
+        known = not platform.emulated and (measured or any((device, operator) in file.operators for file in files))
+        memo.remember(_known_operators, key, known, started, exceptions_in_key=True)
+    return known
+
+
+# -- what holds ----------------------------------------------------------------------------------------------------------------
+
+
+def find(operator: str, formats: object, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo) -> Found:
+    """The results that hold for a request.
+
+    Args:
+        operator: ``"family.mode"``.
+        formats: the format signature, or its text.
+        traits, buckets: of the request.
+        platform: where it shall run. An emulated device has none: its times say nothing.
+    """
+    if platform.emulated:
+        return Found()
+    device = Device.of(platform)
+    key = functools.cache(lambda: entry_key(operator, str(formats), traits, buckets))
+    notes: list[str] = []
+    for source, shipped, entries in _sources(device, platform.pretended):
+        entry = entries.get((device, key())) if entries else None
+        if entry is None:
+            continue
+        reason = staleness(entry, platform, shipped=shipped)
+        if reason:
+            notes.append(f"stale: a result of {entry.date or 'some day'} in {source} is not used: {reason}")
+            continue
+        return Found({r.kernel: Tuned(r.us, r.config, r.own_us) for r in entry.results}, tuple(notes))
+    return Found({}, tuple(notes))
+
+
+def staleness(entry: Entry, platform: PlatformInfo, *, shipped: bool) -> str:
+    """Why an entry does not hold; empty where it does. Kernels that are not registered here do not matter."""
+    driver = driver_version(platform.vendor)
+    if not shipped and entry.driver != driver:
+        return f"the driver was {entry.driver or 'unknown'} and is {driver or 'unknown'}"
+    for name in sorted(entry.toolchain.keys() | toolchain().keys()) if not shipped else ("triton",):
+        was, now = entry.toolchain.get(name, ""), toolchain().get(name, "")
+        if (_minor(was) if shipped else was) != (_minor(now) if shipped else now):
+            return f"{name} was {was or 'absent'} and is {now or 'absent'}"
+    for result in entry.results:
+        reason = _result_staleness(result)
+        if reason:
+            return reason
+    return ""
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _result_staleness(result: Result) -> str:
+    registry = KernelRegistry.get()
+    try:
+        spec, module = registry.get_by_name(result.kernel), registry.module_of(result.kernel)
+    except KeyError:
+        return ""
+    if source_fingerprint(module) != result.source:
+        return f"the source of {result.kernel} changed"
+    undeclared = spec.undeclared(result.config)
+    return f"{result.kernel}: {undeclared}" if undeclared else ""
+
+
+def all_entries(platform: PlatformInfo) -> list[Listed]:
+    """Every entry for a device, of all sources, with what is wrong with it."""
+    device = Device.of(platform)
+    return [
+        Listed(entry, source, staleness(entry, platform, shipped=shipped))
+        for source, shipped, entries in _sources(device, platform.pretended)
+        for entry in sorted(entries.values(), key=lambda entry: entry.key)
+        if entry.device == device
+    ]
+
+
+def record(entry: Entry) -> Path | None:
+    """Puts a result in force in this process, and writes it to the user's table.
+
+    Returns:
+        The file; None where it was not written: tables are switched off, there is no place for them, or a kernel's source is
+        not to be found, so that nobody could tell whether it changed.
+
+    Warns:
+        TunedTableWarning: the file cannot be written; once in a process.
+    """
+    path = user_table(entry.device)
+    traceable = all(result.source for result in entry.results)
+    saved = path is not None and traceable and save_entry(path, entry)
+    with _lock:
+        if saved:
+            _measured.pop((entry.device, entry.key), None)  # the file has it, merged with what others wrote
+        else:
+            _measured[entry.device, entry.key] = entry
+    memo.invalidate()
+    return path if saved else None
+
+
+def forget(keep: Callable[[Entry], bool] = lambda entry: False) -> None:
+    """Drops what this process measured and did not write, but for what is to be kept."""
+    with _lock:
+        for key, entry in [*_measured.items()]:
+            if not keep(entry):
+                del _measured[key]
+    memo.invalidate()
