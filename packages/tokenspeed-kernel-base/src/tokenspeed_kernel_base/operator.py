@@ -201,7 +201,8 @@ class Operator(Generic[P, R]):
             universal=True,
             priority=Priority.REFERENCE,
             tags=frozenset({"determinism"}),
-            origin=self.body.__module__,
+            package=self.body.__module__.partition(".")[0],
+            origin=f"{self.body.__code__.co_filename}:{self.body.__code__.co_firstlineno}",
         )
         registry.register(spec, self.reference)
 

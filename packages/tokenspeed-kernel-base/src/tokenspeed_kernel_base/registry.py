@@ -7,7 +7,6 @@ implementation, which may be a function or ``"module:function"``; the latter is 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import enum
 import importlib
 import inspect
@@ -22,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base.discovery import import_modules
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.traits import Constraint, as_constraint, trait_gaps, traits_overlap
@@ -73,7 +73,8 @@ class KernelSpec:
         weight_preprocessor: arranges weights for this kernel once, when a model is loaded.
         tunables: what of it is measured rather than known, by name: the values to try. See `register_kernel`.
         tunable_if: says why a configuration will not do for a request, or None where it will.
-        origin: where it was declared: ``file:line`` or the plugin's name.
+        package: the top-level package that declares it.
+        origin: where it was declared: ``file:line``.
     """
 
     name: str
@@ -89,6 +90,7 @@ class KernelSpec:
     universal: bool = False
     tunables: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None
+    package: str = ""
     origin: str = ""
 
     def __post_init__(self) -> None:
@@ -308,6 +310,11 @@ class KernelRegistry:
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
+    def has(self, spec: KernelSpec) -> bool:
+        """Whether this very declaration is registered."""
+        with self._lock:
+            return self._specs.get(spec.name) is spec
+
     def get_by_name(self, name: str) -> KernelSpec:
         """The declaration of a kernel. Raises KeyError, naming the nearest, if there is none."""
         with self._lock:
@@ -455,17 +462,32 @@ def _no_such_kernel(name: str, names: Iterable[str]) -> str:
     return f"no kernel named {name}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-_origin: contextvars.ContextVar[str | None] = contextvars.ContextVar("registration_origin", default=None)
+# What each module has declared, in the order of its text. A module is run once; what it declared can be registered again.
+_declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
 
 
-@contextlib.contextmanager
-def registering_as(origin: str) -> Iterator[None]:
-    """Kernels registered inside the block carry this origin."""
-    token = _origin.set(origin)
-    try:
-        yield
-    finally:
-        _origin.reset(token)
+def register_package(package: str) -> list[KernelSpec]:
+    """Imports the modules of a package but device code (see `discovery.import_modules`), and registers every kernel that they
+    declare: all of them or, if anything raises, none.
+
+    Returns:
+        The declarations, by name; those that were registered before are among them.
+    """
+    registry = KernelRegistry.get()
+    with registry.transaction():
+        try:
+            import_modules(package)
+        finally:
+            for module in [name for name in _declared if name not in sys.modules]:
+                del _declared[module]  # it raised on the way, and runs again when it is imported again
+        specs = []
+        for module, declarations in sorted(_declared.items()):
+            if module == package or module.startswith(package + "."):
+                for spec, impl in declarations:
+                    if not registry.has(spec):
+                        registry.register(spec, impl)
+                    specs.append(spec)
+    return sorted(specs, key=lambda spec: spec.name)
 
 
 def register_kernel(
@@ -511,6 +533,8 @@ def register_kernel(
 
         register_kernel("norm", "rmsnorm", solution="mine", signatures=None)("my_package.norm:rmsnorm")
     """
+    frame = sys._getframe(1)
+    module = str(frame.f_globals.get("__name__", "?"))
     spec = KernelSpec(
         name=f"{solution}_{mode}" if name is None else name,
         family=family,
@@ -524,19 +548,16 @@ def register_kernel(
         weight_preprocessor=weight_preprocessor,
         tunables=tunables or {},  # type: ignore[arg-type]  # likewise
         tunable_if=tunable_if,
-        origin=_origin.get() or _caller(),
+        package=module.partition(".")[0],
+        origin=f"{frame.f_code.co_filename}:{frame.f_lineno}",
     )
 
     def add(impl: F) -> F:
         KernelRegistry.get().register(spec, impl)  # type: ignore[arg-type]
+        _declared.setdefault(module, []).append((spec, impl))  # type: ignore[arg-type]
         return impl
 
     return add
-
-
-def _caller() -> str:
-    frame = sys._getframe(2)
-    return f"{frame.f_globals.get('__name__', '?')}:{frame.f_lineno}"
 
 
 def describe_kernel(name: str) -> str:

@@ -2,21 +2,14 @@
 
 Importing this declares the operators, registers their kernels, and lets installed plugins register theirs. It imports no
 compiler and touches no GPU.
+
+Every operator is an attribute of this package, `mha_prefill` say: each is found where it is declared, in ``tokenspeed_kernel_base.ops``.
 """
 
 import logging
+from typing import TYPE_CHECKING
 
-from tokenspeed_kernel import torch as _torch_kernels
-from tokenspeed_kernel import triton as _triton_kernels
-from tokenspeed_kernel.plugins import (
-    PluginFailure,
-    PluginInfo,
-    PluginWarning,
-    disable_plugin,
-    discover_plugins,
-    list_plugins,
-    plugin_failures,
-)
+from tokenspeed_kernel.plugins import disable_plugin, discover_plugins, list_plugins, plugin_failures
 from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.profiling import (
     capture_to_file,
@@ -28,62 +21,33 @@ from tokenspeed_kernel.workbench.profiling import (
     stop_shape_capture,
     time_calls,
 )
-from tokenspeed_kernel.workbench.recording import ShapeCapture
 from tokenspeed_kernel.workbench.tuned import register_tuned_tables, tables
 from tokenspeed_kernel_base import measured
-from tokenspeed_kernel_base.config import ConfigurationError, Settings, reload_settings, settings
+from tokenspeed_kernel_base.config import ConfigurationError, reload_settings, settings
+from tokenspeed_kernel_base.discovery import import_modules
 from tokenspeed_kernel_base.operator import get_operator, operators
-from tokenspeed_kernel_base.ops.activation import silu_and_mul, swiglu
-from tokenspeed_kernel_base.ops.attention import (
-    attn_merge_state,
-    mha_decode_with_kvcache,
-    mha_extend_with_kvcache,
-    mha_prefill,
-    mha_with_kvcache,
-    mla_decode_with_kvcache,
-    mla_extend_with_kvcache,
-    mla_prefill,
-)
-from tokenspeed_kernel_base.ops.embedding import apply_rope
-from tokenspeed_kernel_base.ops.gemm import bmm, mm
-from tokenspeed_kernel_base.ops.kvcache import store_kv_cache
-from tokenspeed_kernel_base.ops.moe import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_process_weights, moe_topk
-from tokenspeed_kernel_base.ops.norm import qk_rmsnorm, rmsnorm
-from tokenspeed_kernel_base.ops.quantization import (
-    dequantize_fp8,
-    dequantize_mxfp4,
-    dequantize_mxfp8,
-    dequantize_nvfp4,
-    quantize_fp8,
-    quantize_fp8_with_scale,
-    quantize_mxfp4,
-    quantize_mxfp8,
-    quantize_nvfp4,
-)
-from tokenspeed_kernel_base.ops.sampling import argmax, sample_top_k_top_p
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, moe_plan
+from tokenspeed_kernel_base.ops.moe.process import moe_process_weights
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import (
     ArchVersion,
     CapabilityRequirement,
     PlatformInfo,
     current_platform,
     named_platform,
-    platform_of,
     use_platform,
 )
 from tokenspeed_kernel_base.registry import (
-    KernelLoadWarning,
     KernelRegistry,
-    KernelSpec,
     Priority,
-    PriorityClashWarning,
     RegistrationError,
     describe_kernel,
     register_kernel,
+    register_package,
 )
 from tokenspeed_kernel_base.selection import (
     Explanation,
     NoKernelFoundError,
-    SelectedKernel,
     SelectionObjective,
     SelectionPolicy,
     SelectionStrategy,
@@ -95,9 +59,7 @@ from tokenspeed_kernel_base.selection import (
     warmup_selection,
 )
 from tokenspeed_kernel_base.signature import (
-    FormatSignature,
     ScaleFormat,
-    TensorFormat,
     dense_tensor_format,
     format_signature,
     format_signatures,
@@ -105,47 +67,53 @@ from tokenspeed_kernel_base.signature import (
 )
 from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
 
-__all__ = [
+if TYPE_CHECKING:  # so that editors and type checkers know them; an operator that is not listed here works all the same
+    from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
+    from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
+    from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
+    from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
+    from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
+    from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
+    from tokenspeed_kernel_base.ops.attention.mha_with_kvcache import mha_with_kvcache
+    from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
+    from tokenspeed_kernel_base.ops.attention.mla_extend_with_kvcache import mla_extend_with_kvcache
+    from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill
+    from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
+    from tokenspeed_kernel_base.ops.gemm.bmm import bmm
+    from tokenspeed_kernel_base.ops.gemm.mm import mm
+    from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
+    from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+    from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
+    from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
+    from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+    from tokenspeed_kernel_base.ops.quantization.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_with_scale
+    from tokenspeed_kernel_base.ops.quantization.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
+    from tokenspeed_kernel_base.ops.quantization.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+    from tokenspeed_kernel_base.ops.sampling.argmax import argmax
+    from tokenspeed_kernel_base.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
+
+__all__ = [  # noqa: PLE0604, RUF022  (the operators follow below)
     "ArchVersion",
     "CapabilityRequirement",
     "ConfigurationError",
     "Explanation",
-    "FormatSignature",
-    "KernelLoadWarning",
     "KernelRegistry",
-    "KernelSpec",
     "MoEPlan",
     "MoEWeights",
     "NoKernelFoundError",
     "PlatformInfo",
-    "PluginFailure",
-    "PluginInfo",
-    "PluginWarning",
     "Priority",
-    "PriorityClashWarning",
     "RegistrationError",
     "ScaleFormat",
-    "SelectedKernel",
     "SelectionObjective",
     "SelectionPolicy",
     "SelectionStrategy",
-    "Settings",
-    "ShapeCapture",
-    "TensorFormat",
     "__version__",
-    "apply_rope",
-    "argmax",
     "at_least",
     "at_most",
-    "attn_merge_state",
     "between",
-    "bmm",
     "current_platform",
     "dense_tensor_format",
-    "dequantize_fp8",
-    "dequantize_mxfp4",
-    "dequantize_mxfp8",
-    "dequantize_nvfp4",
     "describe_kernel",
     "disable_plugin",
     "discover_plugins",
@@ -156,46 +124,24 @@ __all__ = [
     "kernel_override",
     "kernel_scope",
     "list_plugins",
-    "mha_decode_with_kvcache",
-    "mha_extend_with_kvcache",
-    "mha_prefill",
-    "mha_with_kvcache",
-    "mla_decode_with_kvcache",
-    "mla_extend_with_kvcache",
-    "mla_prefill",
-    "mm",
-    "moe_apply",
     "moe_plan",
     "moe_process_weights",
-    "moe_topk",
     "multiple_of",
     "named_platform",
     "one_of",
     "operators",
-    "platform_of",
     "plugin_failures",
-    "qk_rmsnorm",
-    "quantize_fp8",
-    "quantize_fp8_with_scale",
-    "quantize_mxfp4",
-    "quantize_mxfp8",
-    "quantize_nvfp4",
     "register_kernel",
     "register_tuned_tables",
     "reload_settings",
-    "rmsnorm",
-    "sample_top_k_top_p",
     "select_kernel",
     "set_selection_policy",
     "settings",
     "shape_capture",
-    "silu_and_mul",
     "start_profiling",
     "start_shape_capture",
     "stop_profiling",
     "stop_shape_capture",
-    "store_kv_cache",
-    "swiglu",
     "tensor_format",
     "use_platform",
     "warmup_selection",
@@ -204,6 +150,11 @@ __all__ = [
 if settings().verbose:
     logging.getLogger(__name__).setLevel(logging.INFO)
     logging.getLogger(__name__).addHandler(logging.StreamHandler())
+import_modules("tokenspeed_kernel_base.ops")
+globals().update({operator.mode: operator.function for operator in operators()})
+__all__ += [operator.mode for operator in operators()]  # noqa: PLE0605
+register_package("tokenspeed_kernel.torch")
+register_package("tokenspeed_kernel.triton")
 measured.use(tables)
 set_autotuner("tokenspeed_kernel.workbench.tuning.autotune:autotune")
 discover_plugins()

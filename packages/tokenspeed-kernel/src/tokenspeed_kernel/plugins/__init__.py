@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from tokenspeed_kernel_base import config
-from tokenspeed_kernel_base.registry import KernelRegistry, registering_as
+from tokenspeed_kernel_base.registry import KernelRegistry
 
 GROUP = "tokenspeed_kernel.plugins"
 
@@ -105,7 +105,7 @@ def _warn_of_namesake(entry: metadata.EntryPoint) -> None:
 def _load(entry: metadata.EntryPoint) -> None:
     package, version = _package_of(entry)
     try:
-        with KernelRegistry.get().transaction() as added, registering_as(f"plugin {entry.name} ({package} {version})"):
+        with KernelRegistry.get().transaction() as added:
             register = entry.load()
             if not callable(register):
                 raise TypeError(f"{entry.value} must be a function without parameters, got {register!r}")

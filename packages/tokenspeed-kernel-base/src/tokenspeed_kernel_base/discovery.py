@@ -1,0 +1,62 @@
+"""Finding declarations by importing the modules that make them.
+
+A package's kernels and operators are declared in its modules, one beside each launcher, and nowhere else: there is no table to add
+them to. `import_modules` imports every module of a package but device code, whose name ends in ``_device``: a launcher's module
+imports no compiler, and gets at its device code through `DeviceModule`, which imports it at the first launch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
+
+DEVICE_SUFFIX = "_device"
+
+
+def import_modules(package: str) -> list[str]:
+    """Imports a package and every module in it, in order of their names, but device code.
+
+    Returns:
+        Their names.
+
+    Raises:
+        Whatever a module raises; its traceback names file and line.
+    """
+    module = importlib.import_module(package)
+    names = [package]
+    for info in sorted(pkgutil.iter_modules(getattr(module, "__path__", ())), key=lambda info: info.name):
+        name = f"{package}.{info.name}"
+        if info.name.endswith(DEVICE_SUFFIX) or info.name == "__main__":
+            continue
+        if info.ispkg:
+            names += import_modules(name)
+        else:
+            importlib.import_module(name)
+            names.append(name)
+    return names
+
+
+class DeviceModule:
+    """A module of device code, imported when the first of its attributes is used.
+
+    ::
+
+        device = DeviceModule(__name__ + "_device")  # mha_prefill_device.py, beside mha_prefill.py
+
+        def mha_prefill(q, k, v, ...):
+            device.attend[grid](q, k, v, ...)
+
+    Attributes that were used once are found without a further call, so that a launch pays nothing for it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(importlib.import_module(self.__name), attribute)
+        self.__dict__[attribute] = value
+        return value
+
+    def __repr__(self) -> str:
+        return f"DeviceModule({self.__name!r})"
