@@ -322,6 +322,9 @@ def fine(x: Tensor, n: int = 0) -> Tensor: ...
         (fine, {"formats": ("y",)}, "y of the declaration are not parameters of fine"),
         (fine, {"mutates": ("cache",)}, "cache of the declaration are not parameters of fine"),
         (fine, {"hints": ("lengths",)}, "lengths of the declaration are not parameters of fine"),
+        (fine, {"bounds": ("max_rows",)}, "bounds must be integer parameters of fine, got max_rows"),
+        (fine, {"bounds": ("x",)}, "bounds must be integer parameters of fine, got x"),
+        (fine, {"varying": ("rows",), "capacity": ("rows",)}, "rows must be declared as one of varying, capacity and bounds"),
     ],
 )
 def test_wrong_declarations(declare: Callable[..., Any], registry: KernelRegistry, body: Any, options: Any, message: str) -> None:
@@ -335,6 +338,28 @@ def test_a_hook_asks_for_parameters_only(toy: Any) -> None:
 
         @toy.check
         def _(check: Any, y: int) -> None: ...
+
+
+def test_sizes_have_kinds(declare: Callable[..., Any]) -> None:
+    """Only sizes that the operator declares to vary are rounded: two models' state sizes must not share a measured result."""
+
+    def scan(x: Tensor, state: Tensor, cache: Tensor, max_rows: int | None = None) -> Tensor:
+        return x
+
+    function = declare(scan, formats=("x",), varying=("rows",), capacity=("slots",), bounds=("max_rows",))
+
+    @function.check
+    def _(check: Any, x: Tensor, state: Tensor, cache: Tensor) -> None:
+        check.tensor("x", x, "rows width")
+        check.tensor("state", state, "state_dim")
+        check.tensor("cache", cache, "slots width")
+
+    def request(**options: Any) -> Any:
+        return function.explain(torch.ones(5, 3), torch.ones(96), torch.ones(7, 3), **options).request
+
+    assert request().sizes == {"rows": 5, "width": 3, "state_dim": 96}
+    assert request().buckets == {"rows": 8, "width": 3, "state_dim": 96}
+    assert request(max_rows=9).buckets == {"rows": 8, "width": 3, "state_dim": 96, "max_rows": 16}
 
 
 def test_a_mode_is_declared_once() -> None:

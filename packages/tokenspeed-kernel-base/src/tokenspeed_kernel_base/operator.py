@@ -2,7 +2,7 @@
 
 ::
 
-    @operator("norm", "rmsnorm", formats=("x",))
+    @operator("norm", "rmsnorm", formats=("x",), varying=("rows",))
     def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-5, out: Tensor | None = None) -> Tensor:
         \"\"\"What it computes: shapes, dtypes, rounding, errors, source.\"\"\"
         ...plain PyTorch, without a thought for ``out``: the meaning, and the reference...
@@ -70,9 +70,6 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 REFERENCE = "reference"
 
-# Sizes of what memory holds rather than of what a call does.
-_ROOM = frozenset({"pages", "max_pages", "max_positions"})
-
 
 class OperatorFunction(Protocol[P, R_co]):
     """An operator as its users see it: a function, and what can be asked of it."""
@@ -113,6 +110,9 @@ class Operator(Generic[P, R]):
         outs: parameters that receive output 0, 1, ... when given.
         mutates: further parameters that it writes to.
         exact: every kernel must give the reference's values bit for bit.
+        varying: sizes that change from call to call; all other sizes are fixed by the model.
+        capacity: sizes that say how much memory there is; no part of a request's sizes.
+        bounds: integer options that bound a varying size, and vary like one.
         function: what users call.
     """
 
@@ -128,6 +128,9 @@ class Operator(Generic[P, R]):
         exact: bool,
         reference_traits: Mapping[str, Any],
         fixed_traits: Iterable[str],
+        varying: Iterable[str] = (),
+        capacity: Iterable[str] = (),
+        bounds: Sequence[str] = (),
     ) -> None:
         self.family, self.mode, self.body = family, mode, body
         self.parameters = parse_parameters(body, hints)
@@ -140,6 +143,8 @@ class Operator(Generic[P, R]):
             raise TypeError(f"{self} ({body.__name__}): an operator takes at least one tensor that may not be absent")
         self._formats, self._reference_traits = tuple(formats), dict(reference_traits)
         self.fixed_traits = frozenset(fixed_traits)
+        self.varying, self.capacity, self.bounds = frozenset(varying), frozenset(capacity), tuple(bounds)
+        self._check_size_kinds()
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._wanted: dict[str, tuple[str, ...]] = {}
         self._host_values: tuple[str, ...] = ()
@@ -154,6 +159,17 @@ class Operator(Generic[P, R]):
 
     def __str__(self) -> str:
         return f"{self.family}.{self.mode}"
+
+    def _check_size_kinds(self) -> None:
+        """Raises TypeError for a bound that is no integer option, and for a size that is declared to be of two kinds. Whether the
+        check names the sizes is known only when it runs on a case."""
+        options = {p.name for p in self.parameters if p.kind is Kind.VALUE and int in p.types}
+        wrong = [name for name in self.bounds if name not in options]
+        if wrong:
+            raise TypeError(f"{self}: bounds must be integer parameters of {self.body.__name__}, got {', '.join(wrong)}")
+        twice = (self.varying & self.capacity) | ((self.varying | self.capacity) & frozenset(self.bounds))
+        if twice:
+            raise TypeError(f"{self}: {', '.join(sorted(twice))} must be declared as one of varying, capacity and bounds")
 
     # -- declaration -----------------------------------------------------------------------------------------------------------
 
@@ -262,17 +278,16 @@ class Operator(Generic[P, R]):
             solution,
             self.fixed_traits,
             self._sizes(arguments) if sizes is None else sizes,
+            self.varying.union(self.bounds),
         )
 
     def _sizes(self, arguments: dict[str, Any], check: Checker | None = None) -> dict[str, int]:
-        """How large a call is: the sizes that its ``check`` hook names, and what options whose name begins with ``max_`` bound.
-        What only says how much room there is (pages, positions) is left out."""
+        """How large a call is: the sizes that its ``check`` hook names, without capacities, and the bounds that are given."""
         if check is None:
             check = Checker(self.mode)
             self.run_hook("check", arguments, check)
-        bounds = {p.name: arguments[p.name] for p in self.parameters if p.kind is Kind.VALUE and p.name.startswith("max_")}
-        sizes = {**check.sizes(), **{name: value for name, value in bounds.items() if isinstance(value, int)}}
-        return {name: size for name, size in sizes.items() if name not in _ROOM}
+        sizes = {name: size for name, size in check.sizes().items() if name not in self.capacity}
+        return {**sizes, **{name: arguments[name] for name in self.bounds if arguments[name] is not None}}
 
     def _signature(self, arguments: dict[str, Any]) -> FormatSignature:
         if "formats" in self._hooks:
@@ -506,6 +521,9 @@ def operator(
     exact: bool = False,
     reference_traits: Mapping[str, Any] | None = None,
     fixed_traits: Iterable[str] = (),
+    varying: Iterable[str] = (),
+    capacity: Iterable[str] = (),
+    bounds: Sequence[str] = (),
 ) -> Callable[[Callable[P, R]], OperatorFunction[P, R]]:
     """Declares an operator; decorates its body. The module's docstring shows a whole declaration.
 
@@ -518,6 +536,10 @@ def operator(
         exact: kernels must match the body bit for bit.
         reference_traits: constraints of the body itself, where it does not serve everything the signature can say.
         fixed_traits: traits that say what the operands are; an override does not get past them.
+        varying: sizes, as the ``check`` hook names them, that change from call to call: tokens, batch, rows. Measured results are
+            found by the power of two above them, and by the exact value of every size that is not named here.
+        capacity: sizes that only say how much memory there is: the pages of a cache. Nothing is found by them.
+        bounds: integer parameters that bound a varying size. They vary, too.
     """
 
     def declare(body: Callable[P, R]) -> OperatorFunction[P, R]:
@@ -525,7 +547,9 @@ def operator(
         if taken is not None:
             raise TypeError(f"operator {mode} is declared twice: in {taken.body.__module__} and in {body.__module__}")
         given = [o for o in outs if o in inspect.signature(body).parameters]
-        declared = Operator(family, mode, body, formats, given, mutates, hints, exact, reference_traits or {}, fixed_traits)
+        traits = reference_traits or {}
+        sizes = (varying, capacity, bounds)
+        declared = Operator(family, mode, body, formats, given, mutates, hints, exact, traits, fixed_traits, *sizes)
         _operators[family, mode] = declared
         return declared.function
 

@@ -220,8 +220,6 @@ def test_sizes_come_from_the_operators_own_names() -> None:
     assert decode["max_seqlen_k"] == 20
     assert decode["heads"] == 4
     assert not {"pages", "max_pages"} & decode.keys(), "room in memory is not work"
-    assert tuned.buckets(decode)["max_seqlen_k"] == 32
-    assert tuned.buckets({"heads": 24}) == {"heads": 24}, "what a model fixes is kept as it is"
 
 
 # -- fingerprints --------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 
 
-@operator("activation", "swiglu", formats=("x",))
+@operator("activation", "swiglu", formats=("x",), varying=("rows",))
 def swiglu(
     x: Tensor,
     alpha: float = 1.702,

@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 
 
-@operator("attention", "attn_merge_state", formats=("out_a", "out_b"), outs=("out", "lse"))
+@operator("attention", "attn_merge_state", formats=("out_a", "out_b"), outs=("out", "lse"), varying=("tokens",))
 def attn_merge_state(
     out_a: Tensor,
     lse_a: Tensor,

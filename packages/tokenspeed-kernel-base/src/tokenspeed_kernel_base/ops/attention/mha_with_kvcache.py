@@ -16,7 +16,14 @@ from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_paged,
 from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits, window_traits
 
 
-@operator("attention", "mha_with_kvcache", formats=("q", "k_cache", "v_cache"))
+@operator(
+    "attention",
+    "mha_with_kvcache",
+    formats=("q", "k_cache", "v_cache"),
+    varying=("tokens", "batch"),
+    capacity=("pages", "max_pages"),
+    bounds=("max_seqlen_q", "max_seqlen_k"),
+)
 def mha_with_kvcache(
     q: Tensor,
     cu_seqlens_q: Tensor,

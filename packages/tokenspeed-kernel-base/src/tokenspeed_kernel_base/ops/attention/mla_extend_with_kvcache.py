@@ -16,7 +16,14 @@ from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_latent
 from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits
 
 
-@operator("attention", "mla_extend_with_kvcache", formats=("q", "kv_cache"))
+@operator(
+    "attention",
+    "mla_extend_with_kvcache",
+    formats=("q", "kv_cache"),
+    varying=("tokens", "batch"),
+    capacity=("pages", "max_pages"),
+    bounds=("max_seqlen_q", "max_seqlen_k"),
+)
 def mla_extend_with_kvcache(
     q: Tensor,
     cu_seqlens_q: Tensor,

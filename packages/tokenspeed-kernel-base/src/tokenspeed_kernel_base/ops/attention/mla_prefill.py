@@ -17,7 +17,14 @@ from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_ragged
 from tokenspeed_kernel_base.ops.attention._traits import softmax_traits
 
 
-@operator("attention", "mla_prefill", formats=("q", "k", "v"), hints=("cu_seqlens_cpu",))
+@operator(
+    "attention",
+    "mla_prefill",
+    formats=("q", "k", "v"),
+    hints=("cu_seqlens_cpu",),
+    varying=("tokens", "batch"),
+    bounds=("max_seqlen",),
+)
 def mla_prefill(
     q: Tensor,
     k: Tensor,

@@ -15,7 +15,15 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.kvcache.slots import check_slots, check_write, padding_of, slots_like, store_slots
 
 
-@operator("embedding", "apply_rope", formats=("q", "k", "k_cache"), outs=("q_out", "k_out"), mutates=("k_cache", "v_cache"))
+@operator(
+    "embedding",
+    "apply_rope",
+    formats=("q", "k", "k_cache"),
+    outs=("q_out", "k_out"),
+    mutates=("k_cache", "v_cache"),
+    varying=("tokens",),
+    capacity=("max_positions", "pages"),
+)
 def apply_rope(
     q: Tensor,
     k: Tensor,

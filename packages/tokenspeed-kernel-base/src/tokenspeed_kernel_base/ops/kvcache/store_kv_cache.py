@@ -16,7 +16,9 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.kvcache.slots import check_slots, check_write, padding_of, slots_like, store_slots
 
 
-@operator("kvcache", "store_kv_cache", formats=("k", "k_cache"), mutates=("k_cache", "v_cache"))
+@operator(
+    "kvcache", "store_kv_cache", formats=("k", "k_cache"), mutates=("k_cache", "v_cache"), varying=("tokens",), capacity=("pages",)
+)
 def store_kv_cache(
     k: Tensor,
     v: Tensor,

@@ -29,6 +29,7 @@ from tokenspeed_kernel_base.signature import FormatSignature
     "moe_apply",
     reference_traits={"weight_layout": CANONICAL},
     fixed_traits=("weight_layout", "processed_weights"),
+    varying=("tokens",),
 )
 def moe_apply(
     x: Tensor,

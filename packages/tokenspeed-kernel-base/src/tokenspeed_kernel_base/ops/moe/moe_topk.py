@@ -18,7 +18,7 @@ SCORINGS = ("softmax", "sigmoid")
 _SMALLEST_SUM = 1e-20
 
 
-@operator("moe", "moe_topk", formats=("logits",), outs=("weights_out", "ids_out"))
+@operator("moe", "moe_topk", formats=("logits",), outs=("weights_out", "ids_out"), varying=("tokens",))
 def moe_topk(
     logits: Tensor,
     top_k: int,

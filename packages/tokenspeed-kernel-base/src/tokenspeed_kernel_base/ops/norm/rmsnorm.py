@@ -20,7 +20,7 @@ def rms_normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype).contiguous()
 
 
-@operator("norm", "rmsnorm", formats=("x",), outs=("out", "residual_out"))
+@operator("norm", "rmsnorm", formats=("x",), outs=("out", "residual_out"), varying=("rows",))
 def rmsnorm(
     x: Tensor,
     weight: Tensor,

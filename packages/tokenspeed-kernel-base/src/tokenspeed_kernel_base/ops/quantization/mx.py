@@ -29,7 +29,7 @@ from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format
 MXFP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
-@operator("quantization", "quantize_mxfp8", formats=("x",), outs=("out", "scale_out"), exact=True)
+@operator("quantization", "quantize_mxfp8", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows",))
 def quantize_mxfp8(x: Tensor, out: Tensor | None = None, scale_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """mxfp8: e4m3 elements, 32 of which share a power of two, such that ``x ~= q * 2^(scale - 127)``.
 
@@ -65,7 +65,7 @@ def quantize_mxfp8(x: Tensor, out: Tensor | None = None, scale_out: Tensor | Non
     return encode_mxfp8(x)
 
 
-@operator("quantization", "quantize_mxfp4", formats=("x",), outs=("out", "scale_out"), exact=True)
+@operator("quantization", "quantize_mxfp4", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows",))
 def quantize_mxfp4(x: Tensor, out: Tensor | None = None, scale_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """mxfp4: e2m1 elements, 32 of which share a power of two, such that ``x ~= q * 2^(scale - 127)``.
 
@@ -185,7 +185,7 @@ def _(x: Tensor) -> Cost:
     return Cost(flops=2.0 * x.numel(), bytes=nbytes(x) + x.numel() // 2 + x.numel() // BLOCK_MX)
 
 
-@operator("quantization", "dequantize_mxfp8", outs=("out",), exact=True)
+@operator("quantization", "dequantize_mxfp8", outs=("out",), exact=True, varying=("rows",))
 def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """``q * 2^(scale - 127)`` rounded to ``out_dtype`` once: the reverse of `quantize_mxfp8`.
 
@@ -215,7 +215,7 @@ def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bf
     return decode_mxfp8(q, scale, out_dtype)
 
 
-@operator("quantization", "dequantize_mxfp4", outs=("out",), exact=True)
+@operator("quantization", "dequantize_mxfp4", outs=("out",), exact=True, varying=("rows",))
 def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """``q * 2^(scale - 127)`` rounded to ``out_dtype`` once: the reverse of `quantize_mxfp4`.
 

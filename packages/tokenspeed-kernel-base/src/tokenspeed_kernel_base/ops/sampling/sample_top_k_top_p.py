@@ -19,7 +19,7 @@ from tokenspeed_kernel_base.ops.sampling.weights import LOG2_E, WEIGHT_BITS, wei
 MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
 
 
-@operator("sampling", "sample_top_k_top_p", formats=("logits",), exact=True)
+@operator("sampling", "sample_top_k_top_p", formats=("logits",), exact=True, varying=("rows",))
 def sample_top_k_top_p(
     logits: Tensor,
     temperature: Tensor,
