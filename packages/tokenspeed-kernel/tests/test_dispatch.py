@@ -89,9 +89,10 @@ def _observed(function: Any, log: Log) -> Any:
     op = function.operator
     check = function.operator.check_call
 
-    def check_call(arguments: dict[str, Any], **options: Any) -> None:
+    def check_call(arguments: dict[str, Any], **options: Any) -> Checker:
         log.decided.append(op.mode)
-        check(arguments, **options)
+        found: Checker = check(arguments, **options)
+        return found
 
     op.check_call = check_call
 
@@ -174,7 +175,7 @@ def test_descriptions_are_bounded(gather: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memo, "MAX_ENTRIES", 5)
     for n in range(1, 20):
         gather(torch.ones(n))
-        assert len(gather.operator._memo) <= 5
+        assert len(gather.caller._memo) <= 5
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------------------

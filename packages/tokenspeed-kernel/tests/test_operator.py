@@ -322,8 +322,8 @@ def fine(x: Tensor, n: int = 0) -> Tensor: ...
         (fine, {"formats": ("y",)}, "y of the declaration are not parameters of fine"),
         (fine, {"mutates": ("cache",)}, "cache of the declaration are not parameters of fine"),
         (fine, {"hints": ("lengths",)}, "lengths of the declaration are not parameters of fine"),
-        (fine, {"bounds": ("max_rows",)}, "bounds must be integer parameters of fine, got max_rows"),
-        (fine, {"bounds": ("x",)}, "bounds must be integer parameters of fine, got x"),
+        (fine, {"bounds": ("max_rows",)}, "max_rows of the declaration are not parameters of fine"),
+        (fine, {"bounds": ("x",)}, r"fine\(x\): a bound must be annotated as int or int \| None"),
         (fine, {"varying": ("rows",), "capacity": ("rows",)}, "rows must be declared as one of varying, capacity and bounds"),
     ],
 )
@@ -334,10 +334,10 @@ def test_wrong_declarations(declare: Callable[..., Any], registry: KernelRegistr
 
 
 def test_a_hook_asks_for_parameters_only(toy: Any) -> None:
-    with pytest.raises(TypeError, match=r"its check hook asks for y, which are not parameters"):
+    with pytest.raises(TypeError, match=r"its work hook asks for y, which are not parameters"):
 
-        @toy.check
-        def _(check: Any, y: int) -> None: ...
+        @toy.work
+        def _(y: int) -> None: ...
 
 
 def test_sizes_have_kinds(declare: Callable[..., Any]) -> None:

@@ -15,13 +15,14 @@ from tokenspeed_kernel_base import dispatch, memo
 from tokenspeed_kernel_base.operator import get_operator
 
 RMSNORM = get_operator("rmsnorm")
+CALLER = tk.rmsnorm.caller
 
 
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The arguments of every call of rmsnorm that takes the slow path."""
     seen: list[tuple[Any, ...]] = []
-    decide = RMSNORM.decide
+    decide = CALLER.decide
 
     def counted(args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
         seen.append(args)
@@ -101,12 +102,12 @@ def test_inference_mode_is_served(decisions: list[tuple[Any, ...]]) -> None:
 
 def test_invalidation_forgets_it() -> None:
     tk.rmsnorm(*_arguments())
-    assert RMSNORM._recent
+    assert CALLER._recent
     memo.invalidate()
-    assert not RMSNORM._recent
+    assert not CALLER._recent
     with memo.exceptional():
         tk.rmsnorm(*_arguments())
-        assert not RMSNORM._recent
+        assert not CALLER._recent
 
 
 def test_optional_tensors_are_guarded_too() -> None:
@@ -124,11 +125,13 @@ def test_without_guards_everything_works() -> None:
 
     def decide(args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
         calls.append((args, override, solution))
-        remembered[RMSNORM._key(args, override, solution)] = RMSNORM.reference
+        key, entry = CALLER._entries[0](args, override, solution, [], RMSNORM.reference)
+        remembered[key] = entry
         return RMSNORM.reference
 
-    remembered: dict[Any, Callable[..., Any]] = {}
-    plain = dispatch.build_public_function("rmsnorm", RMSNORM.parameters, remembered, None, decide, RMSNORM.reference)
+    remembered: dict[Any, Any] = {}
+    written = (*RMSNORM.outs, *RMSNORM.mutates)
+    plain = dispatch.build_public_function("rmsnorm", RMSNORM.parameters, written, remembered, None, decide, RMSNORM.reference)
     x, weight = _arguments()
     assert torch.equal(plain(x, weight), tk.rmsnorm(x, weight))
     assert torch.equal(plain(x, weight), tk.rmsnorm(x, weight))

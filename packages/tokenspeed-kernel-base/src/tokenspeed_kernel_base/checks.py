@@ -13,7 +13,8 @@ Wrong shapes and values raise ValueError, wrong types and dtypes TypeError, alwa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -29,11 +30,35 @@ INTS = frozenset({torch.int32, torch.int64})
 def describe(value: Any) -> str:
     """A value as an error message shows it: tensors by dtype, shape and device."""
     if isinstance(value, torch.Tensor):
+        unusual = unusual_storage(value)
+        if unusual:
+            return f"a {unusual} {dtype_name(value.dtype)} tensor on {value.device}"
         return f"a {dtype_name(value.dtype)} tensor of shape {list(value.shape)} on {value.device}"
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def unusual_storage(tensor: torch.Tensor) -> str:
+    """What keeps a tensor's elements from being found by shape and strides: ``"sparse_csr"``, ``"nested"``...; empty for others."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.").strip("_")
+    return "quantized" if tensor.is_quantized else ""
+
+
+def refuse_gradients(mode: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises RuntimeError where a gradient would be lost: kernels are for inference and have none."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors:
+        if tensor.requires_grad:
+            raise RuntimeError(
+                f"{mode}: {name} requires a gradient, and operators are for inference only: call it under torch.no_grad() or "
+                f"torch.inference_mode(), or pass {name}.detach()"
+            )
 
 
 class Checker:
@@ -43,6 +68,7 @@ class Checker:
         self.operator = operator
         self._sizes: dict[str, tuple[int, str]] = {}
         self._rows: int | None = None
+        self.ranges: dict[str, tuple[int, int]] = {}
 
     def __getitem__(self, size: str) -> int:
         return self._sizes[size][0]
@@ -66,6 +92,24 @@ class Checker:
         """Raises ValueError unless ``holds``."""
         if not holds:
             self.fail(argument, expected, got)
+
+    def bound(self, argument: str, value: int | None, least: int = 0, most: int = sys.maxsize, why: str = "") -> None:
+        """Checks an integer that the operator declares as a bound; None passes. Calls that differ in nothing else are not checked
+        again while it stays within these limits, so a check must look at it in no other way.
+
+        Args:
+            argument: its name.
+            value: what was given.
+            least, most: the limits, both included.
+            why: what sets the upper limit, for the message.
+        """
+        self.ranges[argument] = (least, most)
+        if value is None:
+            return
+        if value < least:
+            self.fail(argument, f"at least {least}", value)
+        if value > most:
+            self.fail(argument, f"at most {most}{', ' * bool(why)}{why}", value)
 
     def tensor(
         self, argument: str, value: torch.Tensor | None, shape: str, dtype: torch.dtype | Collection[torch.dtype] | None = None

@@ -10,19 +10,24 @@ description is remembered under it, in two places:
   (`tensor_guards`). It errs on the safe side: other strides, or one tensor passed twice, and it says no.
 * ``memo``: every decision, under dtypes, shapes, devices and options as one tuple.
 
-Only a description that is in neither takes the slow path, `Operator.decide`. The source is generated because attribute reads are
-most of the cost: a loop over the parameters would double it.
+Options are looked up with their types, because 1, 1.0 and True are one key to a dictionary and not one option. Bounds (the longest
+sequence, say) are no part of a description: a decision holds for a range of them, which is compared.
+
+Only a description that is in neither place takes the slow path, `Operator.decide`. The source is generated because attribute reads
+are most of the cost: a loop over the parameters would double it.
 """
 
 from __future__ import annotations
 
 import functools
 import linecache
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from tokenspeed_kernel_base.memory import lies_like, span
 from tokenspeed_kernel_base.parameters import Kind, Parameter
 
 Guard = Callable[..., bool]
@@ -31,7 +36,7 @@ Guard = Callable[..., bool]
 @functools.cache
 def tensor_guards() -> Callable[..., Guard] | None:
     """``make(*tensors)`` gives ``guard(*tensors)``, which tells whether other tensors have the classes, dtypes, devices, shapes
-    and strides of those. None where PyTorch's guards are missing or do otherwise."""
+    and strides of those, and need a gradient as those do. None where PyTorch's guards are missing or do otherwise."""
     try:
         from torch._C._dynamo.guards import TensorGuards
     except ImportError:
@@ -49,12 +54,14 @@ def tensor_guards() -> Callable[..., Guard] | None:
         torch.empty(2, 3, device="meta"),
         torch.nn.Parameter(alike, requires_grad=False),
     ]
-    try:
-        guard = make(plain, torch.empty(1, device="cpu"))
-        second = torch.empty(1, device="cpu")
-        works = guard(alike, second) and not any(guard(other, second) or guard(plain, other) for other in unlike)
-    except (TypeError, ValueError, RuntimeError):
-        return None
+    with torch.enable_grad():
+        unlike.append(torch.empty(2, 3, device="cpu", requires_grad=True))
+        try:
+            guard = make(plain, torch.empty(1, device="cpu"))
+            second = torch.empty(1, device="cpu")
+            works = guard(alike, second) and not any(guard(other, second) or guard(plain, other) for other in unlike)
+        except (TypeError, ValueError, RuntimeError):
+            return None
     return make if works else None
 
 
@@ -65,10 +72,7 @@ def _compile(name: str, source: str, namespace: dict[str, Any]) -> Any:
     return namespace[name]
 
 
-def _tensor_terms(expression: str, optional: bool) -> str:
-    # The class keeps fake, distributed and quantised tensors apart from plain ones.
-    terms = f"type({expression}), {expression}.dtype, {expression}.shape, {expression}.device"
-    return f"None if {expression} is None else ({terms})" if optional else terms
+# -- what is read of the arguments ---------------------------------------------------------------------------------------------
 
 
 def _attribute(holder: Parameter, field: Parameter) -> str:
@@ -84,56 +88,85 @@ def _absent_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
     return {f"_absent_{f.identifier}": f.default for p in holders for f in p.fields if not f.required}
 
 
-def _key_terms(parameters: Sequence[Parameter]) -> str:
-    terms = []
-    for parameter in parameters:
-        if parameter.kind is Kind.TENSOR:
-            terms.append(_tensor_terms(parameter.name, parameter.optional))
-        elif parameter.kind is Kind.OBJECT:
-            reads = [(f, _attribute(parameter, f)) for f in parameter.fields]
-            inner = [_tensor_terms(read, f.optional) if f.is_tensor else read for f, read in reads]
-            group = f"({', '.join(inner)},)"
-            terms.append(f"None if {parameter.name} is None else {group}" if parameter.optional else group)
-        elif parameter.kind is Kind.HINT:
-            terms.append(f"{parameter.name} is None")
-        else:
-            terms.append(parameter.name)
-    return ", ".join(terms)
-
-
-def _guarded_tensors(parameters: Sequence[Parameter]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Source that reads the tensors that are always there; and that of the others, each with what holds where it is absent."""
-    always: list[str] = []
-    sometimes: list[tuple[str, str]] = []
+def _tensors(parameters: Sequence[Parameter]) -> list[tuple[str, str]]:
+    """Source that reads each tensor, and that of a test whether it is absent; empty where it never is."""
+    found = []
     for parameter in parameters:
         for tensor in parameter.tensors():
             read = tensor.name if tensor is parameter else _attribute(parameter, tensor)
             absences = [f"{p} is None" for p, may in ((parameter.name, parameter.optional), (read, tensor.optional)) if may]
-            if absences:
-                sometimes.append((read, " or ".join(dict.fromkeys(absences))))
-            else:
-                always.append(read)
-    return always, sometimes
+            found.append((read, " or ".join(dict.fromkeys(absences))))
+    return found
+
+
+def _guarded(parameters: Sequence[Parameter]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The tensors that are always there; and the others, each with what holds where it is absent."""
+    tensors = _tensors(parameters)
+    return [read for read, absent in tensors if not absent], [(read, absent) for read, absent in tensors if absent]
+
+
+def _value_terms(parameter: Parameter, read: str) -> str:
+    """An option and its type; of a tuple, those of what it holds. A dtype, and an object of ours, is like no other."""
+    if tuple in parameter.types:
+        return f"{read}, {read} and tuple(map(type, {read}))"
+    return read if parameter.fields or parameter.types == (torch.dtype,) else f"type({read}), {read}"
 
 
 def _option_terms(parameters: Sequence[Parameter]) -> str:
-    """All of a description but the tensors: options by value, and which of the optional tensors are absent."""
-    terms = [f"({absent})" for _, absent in _guarded_tensors(parameters)[1]]
+    """All of a description but the tensors: options by type and value, and which of the optional tensors are absent."""
+    terms = [f"({absent})" for _, absent in _guarded(parameters)[1]]
     for parameter in parameters:
-        if parameter.kind is Kind.VALUE:
-            terms.append(parameter.name)
-        elif parameter.kind is Kind.HINT:
+        if parameter.kind is Kind.HINT:
             terms.append(f"{parameter.name} is None")
+        elif parameter.bound:
+            terms += [f"{parameter.name} is None"] * parameter.optional
+        elif parameter.kind is Kind.VALUE:
+            terms.append(_value_terms(parameter, parameter.name))
         elif parameter.kind is Kind.OBJECT:
-            reads = [_attribute(parameter, field) for field in parameter.fields if not field.is_tensor]
-            terms += [f"None if {parameter.name} is None else {read}" if parameter.optional else read for read in reads]
+            reads = [_value_terms(field, _attribute(parameter, field)) for field in parameter.fields if not field.is_tensor]
+            terms += [f"None if {parameter.name} is None else ({read})" if parameter.optional else read for read in reads]
     return ", ".join([*terms, "override", "solution"])
+
+
+def _key_terms(parameters: Sequence[Parameter], written: Sequence[str]) -> str:
+    """A whole description. Strides belong to it where the caller provides memory to write to, because whether tensors overlap
+    depends on them. The class keeps fake, distributed and quantised tensors apart from plain ones."""
+    tensors = _tensors(parameters)
+    terms = []
+    for read, absent in tensors:
+        told = f"type({read}), {read}.dtype, {read}.shape, {read}.device, {read}.layout"
+        terms.append(f"None if {absent} else ({told})" if absent else told)
+    strides = ", ".join(f"None if {absent} else {read}.stride()" if absent else f"{read}.stride()" for read, absent in tensors)
+    given = " and ".join(f"{name} is None" for name in written)
+    if given:
+        terms.append(f"None if {given} else ({strides},)")
+    return ", ".join([*terms, _option_terms(parameters)])
+
+
+def _bounds(parameters: Sequence[Parameter]) -> list[Parameter]:
+    return [parameter for parameter in parameters if parameter.bound]
+
+
+def _within_terms(parameters: Sequence[Parameter]) -> list[str]:
+    """Tests that the bounds of a call are within what a decision holds for."""
+    return [
+        (f"({p.name} is None or " if p.optional else "(") + f"type({p.name}) is int and _least_{i} <= {p.name} <= _most_{i})"
+        for i, p in enumerate(_bounds(parameters))
+    ]
+
+
+def _limit_names(parameters: Sequence[Parameter]) -> str:
+    return "".join(f"_least_{i}, _most_{i}, " for i in range(len(_bounds(parameters))))
+
+
+# -- the functions -------------------------------------------------------------------------------------------------------------
 
 
 def build_public_function(
     name: str,
     parameters: Sequence[Parameter],
-    memo: Mapping[Any, Callable[..., Any]],
+    written: Sequence[str],
+    memo: Mapping[Any, Any],
     recent: Mapping[Any, tuple[Any, ...]] | None,
     decide: Callable[..., Callable[..., Any]],
     lowered: Callable[..., Any],
@@ -143,20 +176,27 @@ def build_public_function(
     Args:
         name: its name.
         parameters: those of the operator.
-        memo: description to resolved callable.
-        recent: options to what `build_entry_function` makes; None to do without.
+        written: parameters whose memory it writes to.
+        memo: description to the limits of the bounds, and the resolved callable.
+        recent: options to what `build_entry_functions` makes; None to do without.
         decide: ``decide(arguments, override, solution)`` resolves a call that neither knows.
         lowered: what the call becomes while torch.compile traces it; takes all parameters, then override and solution.
     """
     names = ", ".join(p.name for p in parameters)
     declared = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in parameters)
-    always, sometimes = _guarded_tensors(parameters)
+    always, sometimes = _guarded(parameters)
+    tensors, within, limits = _tensors(parameters), _within_terms(parameters), _limit_names(parameters)
     guards = "".join(f"_guard_{i}, " for i in range(len(sometimes)))
-    agree = [f"_guard({', '.join(always)})", *(f"({absent} or _guard_{i}({read}))" for i, (read, absent) in enumerate(sometimes))]
+    # The guard reads strides, which a nested tensor has none of: the process would end there, without an exception.
+    agree = [f"not ({' or '.join(f'{read}.is_nested' for read in always)})", f"_guard({', '.join(always)})"]
+    agree += [f"({absent} or not {read}.is_nested and _guard_{i}({read}))" for i, (read, absent) in enumerate(sometimes)]
+    graded = " or ".join(
+        f"not ({absent}) and {read}.requires_grad" if absent else f"{read}.requires_grad" for read, absent in tensors
+    )
     look_at_recent = f"""
     try:
-        _guard, {guards}_call = _recent[{_option_terms(parameters)}]
-        if not ({" and ".join(agree)}):
+        _guard, {guards}{limits}_call = _recent[{_option_terms(parameters)}]
+        if not ({" and ".join([*within, *agree])}):
             _call = None
     except (KeyError, TypeError, AttributeError):
         _call = None
@@ -167,15 +207,20 @@ def {name}({declared}, *, override=None, solution=None):
     if _is_dynamo_compiling():
         return _lowered({names}, override, solution){"" if recent is None else look_at_recent}
     try:
-        _call = _memo[{_key_terms(parameters)}, override, solution]
-    except (KeyError, TypeError, AttributeError):
+        {limits}_call = _memo[{_key_terms(parameters, written)}]
+        if not ({" and ".join(within) or "True"}) or (_is_grad_enabled() and ({graded})):
+            _call = None
+    except (KeyError, TypeError, AttributeError, RuntimeError):
         _call = None
     if _call is None:
         _call = _decide(({names},), override, solution)
     return _call({names})
 """
+    if not limits:  # the callable alone, not a tuple of one
+        source = source.replace("        _call = _memo[", "        (_call,) = _memo[")
     namespace: dict[str, Any] = {
         "_is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
+        "_is_grad_enabled": torch.is_grad_enabled,
         "_lowered": lowered,
         "_memo": memo,
         "_recent": recent,
@@ -186,28 +231,29 @@ def {name}({declared}, *, override=None, solution=None):
     return _compile(name, source, namespace)  # type: ignore[no-any-return]
 
 
-def build_entry_function(name: str, parameters: Sequence[Parameter], make_guard: Callable[..., Guard]) -> Callable[..., Any]:
-    """``entry(arguments, override, solution, call)``: key and value under which a decision goes into ``recent``."""
+def build_entry_functions(
+    name: str, parameters: Sequence[Parameter], written: Sequence[str], make_guard: Callable[..., Guard] | None
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """``memo_entry(arguments, override, solution, limits, call)`` and the like for ``recent``: key and value under which a decision
+    is remembered. ``limits``: least and most of each bound, one after another."""
     names = ", ".join(p.name for p in parameters)
-    always, sometimes = _guarded_tensors(parameters)
+    always, sometimes = _guarded(parameters)
     guards = "".join(f"None if {absent} else _make({read}), " for read, absent in sometimes)
     source = f"""\
-def {name}_entry(_arguments, override, solution, _call):
+def {name}_memo_entry(_arguments, override, solution, _limits, _call):
     ({names},) = _arguments
-    return ({_option_terms(parameters)}), (_make({", ".join(always)}), {guards}_call)
-"""
-    return _compile(f"{name}_entry", source, {"_make": make_guard, **_absent_values(parameters)})  # type: ignore[no-any-return]
+    return ({_key_terms(parameters, written)}), (*_limits, _call)
 
 
-def build_key_function(name: str, parameters: Sequence[Parameter]) -> Callable[..., Any]:
-    """``key(arguments, override, solution)``: the description under which `build_public_function` looks a call up."""
-    names = ", ".join(p.name for p in parameters)
-    source = f"""\
-def {name}_key(_arguments, override, solution):
+def {name}_recent_entry(_arguments, override, solution, _limits, _call):
     ({names},) = _arguments
-    return {_key_terms(parameters)}, override, solution
+    return ({_option_terms(parameters)}), (_make({", ".join(always)}), {guards}*_limits, _call)
+
+
+{name}_entries = {name}_memo_entry, {name}_recent_entry
 """
-    return _compile(f"{name}_key", source, _absent_values(parameters))  # type: ignore[no-any-return]
+    memo_entry, recent_entry = _compile(f"{name}_entries", source, {"_make": make_guard, **_absent_values(parameters)})
+    return memo_entry, recent_entry if make_guard is not None else None
 
 
 def build_value_guard(
@@ -216,14 +262,17 @@ def build_value_guard(
     """A function ``guard(check, call)`` that gives ``call`` preceded by ``check``, a check of values that lie in host memory.
 
     A model's layers pass the same lengths and page table many times a step, so the check runs only when a watched tensor is
-    another one than last time or was written to since (its version counter tells). With a hint given, it always runs.
+    another one than last time or was written to since (its version counter tells; it does not count writes through NumPy or
+    ``.data``), or a bound is another. With a hint given, it always runs. The tensors are not kept alive.
     """
     names = ", ".join(p.name for p in parameters)
-    same = [f"{w} is _seen[{i}] and {w}._version == _seen[{len(watched) + i}]" for i, w in enumerate(watched)]
+    same = [f"{w} is _seen[{i}]() and {w}._version == _seen[{len(watched) + i}]" for i, w in enumerate(watched)]
+    bounds = [parameter.name for parameter in parameters if parameter.bound]
+    same += [f"{bound} == _seen[{2 * len(watched) + i}]" for i, bound in enumerate(bounds)]
     same += [f"{hint} is None" for hint in hints]
     source = f"""\
 def {name}_guard(_check, _call):
-    _remembered = (None,) * {2 * len(watched)}
+    _remembered = _nothing
 
     def {name}({names}):
         nonlocal _remembered
@@ -234,15 +283,60 @@ def {name}_guard(_check, _call):
             _same = False
         if not _same:
             _check({names})
-            _remembered = _remember({", ".join(watched)})
+            _remembered = (*_remember({", ".join(watched)}), {"".join(f"{bound}, " for bound in bounds)})
         return _call({names})
 
     return {name}
 """
+    nothing = (lambda: _NOTHING,) * len(watched) + (None,) * (len(watched) + len(bounds))
 
     def remember(*tensors: torch.Tensor) -> tuple[Any, ...]:
         if any(t.is_inference() for t in tensors):
-            return (None,) * (2 * len(tensors))
-        return (*tensors, *(t._version for t in tensors))
+            return nothing[: 2 * len(watched)]
+        return (*map(weakref.ref, tensors), *(t._version for t in tensors))
 
-    return _compile(f"{name}_guard", source, {"_remember": remember})  # type: ignore[no-any-return]
+    return _compile(f"{name}_guard", source, {"_remember": remember, "_nothing": nothing})  # type: ignore[no-any-return]
+
+
+_NOTHING = object()
+
+
+def build_overlap_guard(
+    name: str, parameters: Sequence[Parameter], pairs: Sequence[tuple[str, str, bool]], tensors: Mapping[str, torch.Tensor]
+) -> Callable[..., Any]:
+    """A function ``guard(check, call)`` that gives ``call`` preceded by ``check`` where tensors may overlap that must not.
+
+    Where they lie is compared at every call, in terms of their addresses: a distance between two that was found to be right is
+    right again, because shapes and strides are those of the description.
+
+    Args:
+        name: of the operator.
+        parameters: those of the operator.
+        pairs: names of a tensor that is written to, and of another; then whether they may be one tensor.
+        tensors: those of a call of this description, by name.
+    """
+    names = ", ".join(p.name for p in parameters)
+    reads = {tensor.name: tensor.name if tensor is p else _attribute(p, tensor) for p in parameters for tensor in p.tensors()}
+    used = dict.fromkeys(tensor for pair in pairs for tensor in pair[:2])
+    addresses = {tensor: f"_at_{i}" for i, tensor in enumerate(used)}
+    lines = [f"        {address} = {reads[tensor]}.data_ptr()" for tensor, address in addresses.items()]
+    known: dict[str, set[int]] = {}
+    for index, (written, other, may_be_one) in enumerate(pairs):
+        low, high = -span(tensors[other]), span(tensors[written])
+        known[f"_right_{index}"] = {0} if may_be_one and lies_like(tensors[written], tensors[other]) else set()
+        lines += [
+            f"        _apart = {addresses[other]} - {addresses[written]}",
+            f"        if {low} < _apart < {high} and _apart not in _right_{index}:",
+            f"            _check({names})",
+            f"            _right_{index}.add(_apart)",
+        ]
+    body = "\n".join(lines)
+    source = f"""\
+def {name}_apart(_check, _call):
+    def {name}({names}):
+{body}
+        return _call({names})
+
+    return {name}
+"""
+    return _compile(f"{name}_apart", source, {**known, **_absent_values(parameters)})  # type: ignore[no-any-return]

@@ -30,8 +30,8 @@ class Request:
 
     ``traits`` holds every trait the caller knows, flags that are clear included. ``fixed_traits`` names those that say what the
     operands are rather than what is asked of the kernel (the layout of weights, say): an override does not get past them.
-    ``sizes`` says how large the call is: tokens, heads, rows... No gate looks at it. ``varying`` names those that change from call to
-    call; the others are fixed by the model.
+    ``sizes`` says how large the call is: tokens, heads, rows... No gate looks at it. ``varying`` names those that change from call
+    to call; the others are fixed by the model. ``package`` asks for the kernels of one package only.
     """
 
     family: str
@@ -44,6 +44,7 @@ class Request:
     fixed_traits: frozenset[str] = frozenset()
     sizes: Mapping[str, int] = field(default_factory=dict)
     varying: frozenset[str] = frozenset()
+    package: str | None = None
 
     @property
     def operator(self) -> str:
@@ -166,6 +167,9 @@ class Explanation:
 
 class NoKernelFoundError(RuntimeError):
     """No kernel can serve a request. The message lists every candidate with its reason; ``explanation`` has them as data."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NoKernelFoundError, (self.explanation or self.args[0],)
 
     def __init__(self, explanation: Explanation | str) -> None:
         self.explanation = explanation if isinstance(explanation, Explanation) else None

@@ -4,10 +4,13 @@ Each operator becomes ``torch.ops.tokenspeed_kernel.<mode>``, whose schema is de
 over their attributes, hints are dropped (they repeat what a tensor says). A custom operator that writes to arguments must
 return a fixed number of tensors, none of which it was given. So an output that the caller provides is declared as mutated, and
 a stand-in is returned in its place, as in the place of an output that the call does not have; `lowered` puts things right.
+
+Operators have no gradients: with gradients enabled, an argument that requires one is an error here as in an ordinary call.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -15,18 +18,15 @@ from typing import Any
 
 import torch
 
-from tokenspeed_kernel_base.parameters import Kind, Parameter
+from tokenspeed_kernel_base.checks import refuse_gradients
+from tokenspeed_kernel_base.parameters import Kind, Parameter, resolved_annotations
 
 NAMESPACE = "tokenspeed_kernel"
 
-_library: torch.library.Library | None = None
 
-
-def library() -> torch.library.Library:
-    global _library
-    if _library is None:
-        _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-    return _library
+@functools.cache
+def library(namespace: str) -> torch.library.Library:
+    return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 _SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType", tuple: "SymInt[]"}
@@ -48,12 +48,12 @@ def count_outputs(body: Callable[..., Any]) -> int:
     Raises:
         TypeError: the annotation is missing or says something else.
     """
-    annotation = typing.get_type_hints(body).get("return", Any)
+    annotation = resolved_annotations(body).get("return", Any)
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     counts = []
     for member in typing.get_args(annotation) if union else (annotation,):
         inner = typing.get_args(member) if typing.get_origin(member) is tuple else (member,)
-        if member is type(None):
+        if member in (None, type(None)):
             counts.append(0)
         elif inner and all(t is torch.Tensor for t in inner):
             counts.append(len(inner))
@@ -113,18 +113,19 @@ def from_list(results: Sequence[torch.Tensor]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-# No operator has boolean outputs, so the dtype tells a stand-in.
-_STAND_IN = torch.bool
+# No operator has outputs of so many axes, so that they tell a stand-in.
+_STAND_IN_SHAPE = (0,) * 12
 
 
 def merge_outputs(provided: Sequence[torch.Tensor | None], made: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The outputs that a call has, in order: those the caller provided in their places, and those made; stand-ins left out."""
     padded = [*provided, *[None] * (len(made) - len(provided))]
     merged = [given if given is not None else new for given, new in zip(padded, made, strict=False)]
-    return [t for t in merged if t.dtype is not _STAND_IN]
+    return [t for t in merged if t.dim() != len(_STAND_IN_SHAPE)]
 
 
 def define(
+    namespace: str,
     name: str,
     parameters: Sequence[Parameter],
     outs: Sequence[str],
@@ -136,6 +137,7 @@ def define(
     """Registers the custom operator.
 
     Args:
+        namespace: where it is found: ``torch.ops.<namespace>.<name>``.
         name: ``mode`` of the operator.
         parameters: those of the operator.
         outs: parameters that receive outputs 0, 1, ...
@@ -147,7 +149,7 @@ def define(
     Returns:
         A function of all parameters, override and solution, that torch.compile can trace.
     """
-    lib = library()
+    lib = library(namespace)
     lib.define(schema(name, parameters, [*outs, *mutates], outputs))  # type: ignore[no-untyped-call]
     out_positions = [[p.name for p in parameters].index(out) for out in outs]
 
@@ -155,7 +157,9 @@ def define(
         device = next(a.device for a in arguments if isinstance(a, torch.Tensor))
         given = [arguments[i] is not None for i in out_positions]
         values = [
-            torch.empty(0, dtype=_STAND_IN, device=device) if i >= len(results) or (i < len(given) and given[i]) else results[i]
+            torch.empty(_STAND_IN_SHAPE, dtype=torch.bool, device=device)
+            if i >= len(results) or (i < len(given) and given[i])
+            else results[i]
             for i in range(outputs)
         ]
         return from_list(values)
@@ -169,9 +173,16 @@ def define(
         arguments = gather(parameters, values[:-2])
         return returned(arguments, as_list(fake(dict(zip((p.name for p in parameters), arguments, strict=True)))))
 
+    def without_gradients(*values: Any) -> Any:
+        names = [leaf.name for leaf in leaves(parameters)]
+        refuse_gradients(name, ((n, v) for n, v in zip(names, values, strict=False) if isinstance(v, torch.Tensor)))
+        with torch._C._AutoDispatchBelowAutograd():
+            return custom_op(*values)
+
     lib.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{NAMESPACE}::{name}", run_fake, lib=lib)
-    custom_op = getattr(torch.ops.tokenspeed_kernel, name).default
+    lib.impl(name, without_gradients, "Autograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{namespace}::{name}", run_fake, lib=lib)
+    custom_op = getattr(getattr(torch.ops, namespace), name).default
 
     def lowered(*values: Any) -> Any:
         *arguments, override, solution = values

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import inspect
+import math
+import sys
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tokenspeed_kernel_base.checks import describe
+from tokenspeed_kernel_base.checks import describe, unusual_storage
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class Kind(enum.Enum):
@@ -38,6 +43,7 @@ class Parameter:
         default: as in the signature, or of the dataclass's attribute; `inspect.Parameter.empty` if there is none.
         fields: attributes, of an OBJECT or of a VALUE that is a dataclass.
         cls: the dataclass that ``fields`` are of.
+        bound: whether it is an integer that bounds a size: decisions hold for a range of it.
     """
 
     name: str
@@ -47,6 +53,7 @@ class Parameter:
     default: Any = inspect.Parameter.empty
     fields: tuple[Parameter, ...] = ()
     cls: type | None = None
+    bound: bool = False
 
     @property
     def is_tensor(self) -> bool:
@@ -82,7 +89,12 @@ class Parameter:
         if value is None:
             return None if self.optional else self._expected()
         if self.kind is Kind.HINT:
-            return None
+            if isinstance(value, torch.Tensor):
+                return None if torch.Tensor in self.types else self._expected()
+            return None if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else self._expected()
+        if self.kind is Kind.TENSOR and isinstance(value, torch.Tensor):
+            unusual = unusual_storage(value)
+            return f"{self._expected()} of dense storage (torch.strided, not quantized)" if unusual else None
         if self.kind is Kind.OBJECT:
             missing = [f.attribute for f in self.fields if f.required and not hasattr(value, f.attribute)]
             return f"an object with {', '.join(missing)}" if missing else None
@@ -91,7 +103,11 @@ class Parameter:
         if tuple in self.types and isinstance(value, tuple):
             ints = all(isinstance(v, (int, torch.SymInt)) and not isinstance(v, bool) for v in value)
             return None if ints else self._expected()
-        if isinstance(value, self.types) or (float in self.types and isinstance(value, int)):
+        if float in self.types and isinstance(value, (int, float)):
+            # Kernels take options as float32; what exceeds it would become infinite on the way, or raise somewhere within.
+            finite = isinstance(value, float) and not math.isfinite(value)
+            return None if finite or -_FLOAT32_MAX <= value <= _FLOAT32_MAX else f"a float within ±{_FLOAT32_MAX:.3g}"
+        if isinstance(value, self.types):
             return None
         if int in self.types and isinstance(value, torch.SymInt):
             return None
@@ -99,17 +115,20 @@ class Parameter:
 
     def _expected(self) -> str:
         spelled = {torch.Tensor: "a tensor", tuple: "tuple of int"}
-        return " or ".join([spelled.get(t, t.__name__) for t in self.types] + ["None"] * self.optional)
+        if self.kind is Kind.HINT:
+            spelled[Sequence] = "a sequence of int"  # type: ignore[index]
+        *others, last = [*(spelled.get(t, t.__name__) for t in self.types), *["None"] * self.optional]
+        return f"{', '.join(others)} or {last}" if others else last
 
 
-def parse_parameters(function: Callable[..., Any], hints: Iterable[str] = ()) -> tuple[Parameter, ...]:
-    """The parameters of an operator's body.
+def parse_parameters(function: Callable[..., Any], hints: Iterable[str] = (), bounds: Iterable[str] = ()) -> tuple[Parameter, ...]:
+    """The parameters of an operator's body, of which some are hints and some are bounds.
 
     Raises:
         TypeError: a parameter lacks an annotation, or has one that cannot be handled.
     """
-    annotations = typing.get_type_hints(function)
-    hinted = set(hints)
+    annotations = resolved_annotations(function)
+    hinted, bounding = set(hints), set(bounds)
     parsed = []
     for parameter in inspect.signature(function).parameters.values():
         where = f"{function.__qualname__}({parameter.name})"
@@ -117,15 +136,37 @@ def parse_parameters(function: Callable[..., Any], hints: Iterable[str] = ()) ->
             raise TypeError(f"{where}: an operator's parameters are positional-or-keyword")
         if parameter.name not in annotations:
             raise TypeError(f"{where} needs an annotation")
-        parsed.append(_parse(parameter.name, annotations[parameter.name], parameter.default, parameter.name in hinted, where))
+        made = _parse(parameter.name, annotations[parameter.name], parameter.default, parameter.name in hinted, where)
+        if made.name in bounding:
+            if made.kind is not Kind.VALUE or made.types != (int,):
+                raise TypeError(f"{where}: a bound must be annotated as int or int | None")
+            made = dataclasses.replace(made, bound=True)
+        parsed.append(made)
     return tuple(parsed)
+
+
+@functools.cache
+def _compiled(annotation: str) -> types.CodeType:
+    return compile(annotation, "<annotation>", "eval")
+
+
+def resolved_annotations(owner: Any) -> dict[str, Any]:
+    """The annotations of a function or class of a module that postpones their evaluation.
+
+    As `typing.get_type_hints`, which compiles each of them again: that would be most of what importing the operators costs.
+    """
+    names = vars(sys.modules[owner.__module__]) if isinstance(owner, type) else owner.__globals__
+    return {
+        name: eval(_compiled(told), names) if isinstance(told, str) else told  # our own source's annotations
+        for name, told in owner.__annotations__.items()
+    }
 
 
 def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> Parameter:
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = typing.get_args(annotation) if union else (annotation,)
     optional = type(None) in members
-    classes = tuple(typing.get_origin(m) or m for m in members if m is not type(None))
+    classes = tuple(typing.get_origin(m) or m for m in members if m is not type(None) and m is not None)
     if hint:
         return Parameter(name, Kind.HINT, classes, optional, default)
     if not all(isinstance(c, type) for c in classes):
@@ -134,7 +175,7 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
         return Parameter(name, Kind.TENSOR, classes, optional, default)
     if len(classes) == 1 and dataclasses.is_dataclass(classes[0]):
         cls: Any = classes[0]
-        annotations = typing.get_type_hints(cls)
+        annotations = resolved_annotations(cls)
         fields = tuple(
             _parse(f"{name}.{f.name}", annotations[f.name], _default_of(f), False, where) for f in dataclasses.fields(cls) if f.init
         )
@@ -155,13 +196,19 @@ def check_types(operator: str, parameters: Iterable[Parameter], arguments: dict[
         value = arguments[parameter.name]
         expected = parameter.type_error(value)
         if expected is not None:
-            raise TypeError(f"{operator}: {parameter.name} must be {expected}, got {kind_of(value)}")
+            raise _wrong(operator, parameter, expected, value)
         if parameter.kind is Kind.OBJECT and value is not None:
             for field in parameter.fields:
                 inner = field.read(value)
                 expected = field.type_error(inner)
                 if expected is not None:
-                    raise TypeError(f"{operator}: {field.name} must be {expected}, got {kind_of(inner)}")
+                    raise _wrong(operator, field, expected, inner)
+
+
+def _wrong(operator: str, parameter: Parameter, expected: str, value: Any) -> Exception:
+    """TypeError, or ValueError for a number that has the right type and is too large."""
+    too_large = float in parameter.types and isinstance(value, (int, float)) and not isinstance(value, bool)
+    return (ValueError if too_large else TypeError)(f"{operator}: {parameter.name} must be {expected}, got {kind_of(value)}")
 
 
 def kind_of(value: Any) -> str:

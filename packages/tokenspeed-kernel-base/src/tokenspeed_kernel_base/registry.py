@@ -7,7 +7,9 @@ implementation, which may be a function or ``"module:function"``; the latter is 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
+import functools
 import importlib
 import inspect
 import itertools
@@ -179,6 +181,14 @@ class KernelSpec:
     def __hash__(self) -> int:
         return hash(self.name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process is for reading: its functions stay behind."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields.update(traits=dict(self.traits), tunables=dict(self.tunables), tunable_if=None)
+        if not isinstance(self.weight_preprocessor, str):
+            fields["weight_preprocessor"] = None
+        return functools.partial(KernelSpec, **fields), ()
+
     @property
     def operator(self) -> str:
         return f"{self.family}.{self.mode}"
@@ -233,6 +243,7 @@ class KernelRegistry:
         self._interfaces: dict[tuple[str, str], tuple[str, ...]] = {}
         self._clashes: list[PriorityClash] = []
         self._load_failures: dict[str, tuple[str, str]] = {}
+        self._private: set[str] = set()
 
     @classmethod
     def get(cls) -> KernelRegistry:
@@ -285,6 +296,15 @@ class KernelRegistry:
         for clash in clashes:
             warnings.warn(str(clash), PriorityClashWarning, stacklevel=3)
 
+    def publish(self, package: str, public: bool) -> None:
+        """Says whether a package's kernels serve everyone, or only requests that name the package."""
+        with self._lock:
+            if public:
+                self._private.discard(package)
+            else:
+                self._private.add(package)
+        memo.invalidate()
+
     def unregister(self, name: str) -> None:
         """Removes a kernel. Raises KeyError if there is none of that name."""
         with self._lock:
@@ -298,12 +318,12 @@ class KernelRegistry:
     def transaction(self) -> Iterator[list[KernelSpec]]:
         """All registrations inside the block, or none of them if it raises. Yields the list that they are gathered in."""
         with self._lock:
-            before = dict(self._specs), dict(self._impls), dict(self._interfaces), list(self._clashes)
+            before = dict(self._specs), dict(self._impls), dict(self._interfaces), list(self._clashes), set(self._private)
             added: list[KernelSpec] = []
             try:
                 yield added
             except BaseException:
-                self._specs, self._impls, self._interfaces, self._clashes = before
+                self._specs, self._impls, self._interfaces, self._clashes, self._private = before
                 memo.invalidate()
                 raise
             added.extend(spec for name, spec in self._specs.items() if before[0].get(name) is not spec)
@@ -314,6 +334,10 @@ class KernelRegistry:
         """Whether this very declaration is registered."""
         with self._lock:
             return self._specs.get(spec.name) is spec
+
+    def has_kernels_of(self, package: str) -> bool:
+        with self._lock:
+            return any(spec.package == package for spec in self._specs.values())
 
     def get_by_name(self, name: str) -> KernelSpec:
         """The declaration of a kernel. Raises KeyError, naming the nearest, if there is none."""
@@ -381,10 +405,11 @@ class KernelRegistry:
         failure = self._load_failures.get(name)
         return failure[0] if failure else None
 
-    def get_for_operator(self, family: str, mode: str) -> list[KernelSpec]:
-        """All kernels of an operator, best priority first, equal ones by name."""
+    def get_for_operator(self, family: str, mode: str, package: str | None = None) -> list[KernelSpec]:
+        """All kernels of an operator, or those of one package; best priority first, equal ones by name."""
         with self._lock:
             specs = [s for s in self._specs.values() if s.family == family and s.mode == mode]
+            specs = [s for s in specs if (s.package not in self._private if package is None else s.package == package)]
         return sorted(specs, key=lambda spec: (-spec.priority, spec.name))
 
     def list_operators(self) -> list[tuple[str, str]]:
@@ -393,11 +418,12 @@ class KernelRegistry:
 
     def list_kernels(self) -> list[KernelSpec]:
         with self._lock:
-            return sorted(self._specs.values(), key=lambda s: (s.family, s.mode, -s.priority, s.name))
+            specs = [s for s in self._specs.values() if s.package not in self._private]
+        return sorted(specs, key=lambda s: (s.family, s.mode, -s.priority, s.name))
 
     def list_solutions(self) -> list[str]:
         with self._lock:
-            return sorted({s.solution for s in self._specs.values()})
+            return sorted({s.solution for s in self._specs.values() if s.package not in self._private})
 
     def clashes(self) -> list[PriorityClash]:
         with self._lock:
@@ -466,28 +492,35 @@ def _no_such_kernel(name: str, names: Iterable[str]) -> str:
 _declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
 
 
-def register_package(package: str) -> list[KernelSpec]:
+def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
     """Imports the modules of a package but device code (see `discovery.import_modules`), and registers every kernel that they
     declare: all of them or, if anything raises, none.
+
+    Args:
+        package: its name.
+        public: whether its kernels serve everyone from now on. Otherwise they serve requests that name the package, and everyone if
+            they did before.
 
     Returns:
         The declarations, by name; those that were registered before are among them.
     """
-    registry = KernelRegistry.get()
+    registry, owner = KernelRegistry.get(), package.partition(".")[0]
     with registry.transaction():
+        known = registry.has_kernels_of(owner)
         try:
             import_modules(package)
         finally:
             for module in [name for name in _declared if name not in sys.modules]:
                 del _declared[module]  # it raised on the way, and runs again when it is imported again
-        specs = []
-        for module, declarations in sorted(_declared.items()):
-            if module == package or module.startswith(package + "."):
-                for spec, impl in declarations:
-                    if not registry.has(spec):
-                        registry.register(spec, impl)
-                    specs.append(spec)
-    return sorted(specs, key=lambda spec: spec.name)
+        declared = [
+            pair for module, pairs in sorted(_declared.items()) if (module + ".").startswith(package + ".") for pair in pairs
+        ]
+        for spec, impl in declared:
+            if not registry.has(spec):
+                registry.register(spec, impl)
+        if public or not known:
+            registry.publish(owner, public)
+    return sorted((spec for spec, _ in declared), key=lambda spec: spec.name)
 
 
 def register_kernel(

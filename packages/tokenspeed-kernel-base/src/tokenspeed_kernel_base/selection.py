@@ -1,8 +1,8 @@
 """Which kernel serves a request, and why not the others.
 
-A request passes every kernel of its operator through the gates: solution (if the caller asked for one), platform, formats,
-implementation (which fails only where importing it has failed before), traits. What is left is ranked: an override
-first, then measured (tuned) results, the objective, the priority, and at last the name. The gates fail
+A request passes every kernel of its operator through the gates: package and solution (if the caller asked for one), platform,
+formats, implementation (which fails only where importing it has failed before), traits. What is left is ranked: an override first,
+then measured (tuned) results, the objective, the priority, and at last the name. The gates fail
 closed, and each says why; `explain_selection`, `NoKernelFoundError` and the selection itself come out of the one function
 `consider`, so that they cannot disagree.
 
@@ -213,6 +213,8 @@ def override_of_call(family: str, mode: str, kernel: str | None) -> Override | N
 def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tuple[str, str] | None:
     """The first gate that a kernel fails, with the reason; None if it passes all. Overridden, it need not have the
     traits that are asked for, but for the fixed ones."""
+    if request.package is not None and spec.package != request.package:
+        return "package", f"belongs to {spec.package}; only kernels of {request.package} were asked for"
     if request.solution is not None and spec.solution != request.solution:
         return "solution", f"is made with {spec.solution}, {request.solution} was asked for"
     gap = spec.capability.gap(request.platform)
@@ -287,7 +289,7 @@ def consider(request: Request, override: Override | None = None, *, found: Found
 
     ``found``: what to rank by in place of what tables say; an empty one gives the choice where nothing was measured.
     """
-    specs = KernelRegistry.get().get_for_operator(request.family, request.mode)
+    specs = KernelRegistry.get().get_for_operator(request.family, request.mode, request.package)
     wanted = override.kernel if override else None
     failures = {spec.name: gate(spec, request, overridden=spec.name == wanted) for spec in specs}
     rejected = [Verdict(spec, *failed) for spec in specs if (failed := failures[spec.name]) is not None]
@@ -368,7 +370,8 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
         request.solution,
         request.fixed_traits,
         override,
-        _size_key(request),
+        tuple(request.buckets.items()) if sizes_matter(request) else (),
+        request.package,
     )
     known = _decisions.get(key)
     if known is not None:
@@ -391,12 +394,10 @@ def select(request: Request, override: Override | None = None, arguments: Mappin
     return selected
 
 
-def _size_key(request: Request) -> tuple[tuple[str, int], ...]:
-    """The buckets of a request's sizes where decisions depend on them."""
+def sizes_matter(request: Request) -> bool:
+    """Whether the decision for a request depends on how large it is: something was measured, or will be."""
     strategy = selection_policy().get_strategy(request.family, request.mode)
-    if strategy is SelectionStrategy.HEURISTIC and not measured.has_results(request.operator, request.platform):
-        return ()
-    return tuple(request.buckets.items())
+    return strategy is not SelectionStrategy.HEURISTIC or measured.has_results(request.operator, request.platform)
 
 
 def _autotuned(request: Request, arguments: Mapping[str, Any]) -> bool:

@@ -29,7 +29,7 @@ class Call:
         key: equal for calls of the same description.
         arguments: all of its arguments by name.
         traits: what it asks of a kernel.
-        read_work: reads the values that decide how much there is to do, or None where the operator has none; may wait for the device.
+        read_work: reads the values that decide how much there is to do; None where there are none. May wait for the device.
     """
 
     family: str

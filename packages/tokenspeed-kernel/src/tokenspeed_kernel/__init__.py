@@ -92,7 +92,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.sampling.argmax import argmax
     from tokenspeed_kernel_base.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
 
-__all__ = [  # noqa: PLE0604, RUF022  (the operators follow below)
+__all__ = [
     "ArchVersion",
     "CapabilityRequirement",
     "ConfigurationError",
@@ -152,7 +152,7 @@ if settings().verbose:
     logging.getLogger(__name__).addHandler(logging.StreamHandler())
 import_modules("tokenspeed_kernel_base.ops")
 globals().update({operator.mode: operator.function for operator in operators()})
-__all__ += [operator.mode for operator in operators()]  # noqa: PLE0605
+__all__ += [operator.mode for operator in operators()]
 register_package("tokenspeed_kernel.torch")
 register_package("tokenspeed_kernel.triton")
 measured.use(tables)

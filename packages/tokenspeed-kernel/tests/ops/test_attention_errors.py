@@ -157,7 +157,7 @@ WRONG: list[tuple[list[Any], Any, Any, str]] = [
     (PREFILLS, {"cu_seqlens_cpu": [0, 5]}, ValueError, r"cu_seqlens_cpu must be what cu_seqlens says, .*got \[0, 5\]"),
     (PREFILLS, {"cu_seqlens_cpu": []}, ValueError, r"cu_seqlens_cpu must be of shape \[batch \+ 1\], got \[0\]"),
     (PREFILLS, {"cu_seqlens_cpu": [0, 2.0, 5]}, TypeError, "cu_seqlens_cpu must be a sequence of int, a tensor or None"),
-    (PREFILLS, {"cu_seqlens_cpu": 5}, TypeError, "cu_seqlens_cpu must be a sequence of int, a tensor or None, got 5"),
+    (PREFILLS, {"cu_seqlens_cpu": 5}, TypeError, "cu_seqlens_cpu must be a sequence of int, a tensor or None, got int 5"),
     (PREFILLS, {"cu_seqlens_cpu": torch.zeros(3)}, TypeError, "cu_seqlens_cpu must be a tensor of int32 or int64, got float32"),
     (PREFILLS, {"cu_seqlens_cpu": ints(0, 2, 5).to("meta")}, ValueError, "cu_seqlens_cpu must be on the host, got on meta"),
     # caches

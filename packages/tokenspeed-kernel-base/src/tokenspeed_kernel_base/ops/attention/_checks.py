@@ -30,11 +30,6 @@ def check_offsets(check: Checker, name: str, offsets: Tensor | None, batch: int 
     check.require(offsets is None or offsets.shape[0] > 0, name, "of shape [batch + 1]", [0])
 
 
-def check_bound(check: Checker, name: str, value: int | None, least: int = 0) -> None:
-    """A ``max_seqlen``."""
-    check.require(value is None or value >= least, name, f"at least {least}", value)
-
-
 def _cache_dtypes(q: Tensor) -> Collection[torch.dtype]:
     """The dtypes that a cache may have: q's or fp8, and fp8 only where q is fp8."""
     return FP8 if q.dtype in FP8 else FP8 | {q.dtype}
@@ -45,11 +40,12 @@ def _check_paging(check: Checker, page_table: Tensor, cache_seqlens: Tensor, max
     check.require(check["page_size"] > 0, "page_size of the cache", "positive", 0)
     check.tensor("cache_seqlens", cache_seqlens, "batch", torch.int32)
     check.tensor("page_table", page_table, "batch max_pages", torch.int32)
-    check_bound(check, "max_seqlen_k", max_seqlen_k)
-    room = check["max_pages"] * check["page_size"]
-    if check["batch"] and max_seqlen_k > room:
-        expected = f"at most {room}, what {check['max_pages']} pages of {check['page_size']} tokens a sequence hold"
-        check.fail("max_seqlen_k", expected, max_seqlen_k)
+    if not check["batch"]:
+        check.bound("max_seqlen_k", max_seqlen_k)
+        return
+    pages, page_size = check["max_pages"], check["page_size"]
+    hold = f"what {pages} pages of {page_size} tokens a sequence hold"
+    check.bound("max_seqlen_k", max_seqlen_k, 0, pages * page_size, hold)
 
 
 def check_caches(
@@ -103,12 +99,13 @@ def check_extension(
     """The lengths of new tokens that extend sequences. Call it when the cache is checked."""
     check_offsets(check, "cu_seqlens_q", cu_seqlens_q, cache_seqlens.shape[0])
     check_offsets(check, "cu_seqlens_kv", cu_seqlens_kv, cache_seqlens.shape[0])
-    check_bound(check, "max_seqlen_q", max_seqlen_q)
+    check.bound("max_seqlen_q", max_seqlen_q)
 
 
 def check_new_tokens(check: Checker, q: Tensor, cache_seqlens: Tensor, max_seqlen_q: int) -> None:
     """That q holds ``max_seqlen_q`` tokens of every sequence."""
-    check_bound(check, "max_seqlen_q", max_seqlen_q, 1)
+    check.require(max_seqlen_q >= 1, "max_seqlen_q", "at least 1", max_seqlen_q)
+    check.bind("new_tokens", max_seqlen_q, "max_seqlen_q")
     batch, tokens = cache_seqlens.shape[0], q.shape[0]
     if tokens != batch * max_seqlen_q:
         expected = f"of {batch * max_seqlen_q} tokens, max_seqlen_q = {max_seqlen_q} for each length in cache_seqlens [{batch}]"

@@ -13,7 +13,14 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 
 
-@operator("attention", "attn_merge_state", formats=("out_a", "out_b"), outs=("out", "lse"), varying=("tokens",))
+@operator(
+    "attention",
+    "attn_merge_state",
+    formats=("out_a", "out_b"),
+    outs=("out", "lse"),
+    in_place={"out": ("out_a", "out_b"), "lse": ("lse_a", "lse_b")},
+    varying=("tokens",),
+)
 def attn_merge_state(
     out_a: Tensor,
     lse_a: Tensor,

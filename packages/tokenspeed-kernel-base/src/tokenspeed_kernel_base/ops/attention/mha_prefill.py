@@ -117,7 +117,7 @@ def _(
     check.tensor("v", v, "tokens kv_heads v_head_dim", q.dtype)
     check.divides("kv_heads", "heads")
     _checks.check_offsets(check, "cu_seqlens", cu_seqlens)
-    _checks.check_bound(check, "max_seqlen", max_seqlen)
+    check.bound("max_seqlen", max_seqlen)
     _checks.check_options(check, softmax_scale, logit_cap, window_left, sinks)
 
 

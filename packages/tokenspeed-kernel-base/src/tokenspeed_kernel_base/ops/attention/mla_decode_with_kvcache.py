@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_t
     formats=("q", "kv_cache"),
     varying=("tokens", "batch"),
     capacity=("pages", "max_pages"),
-    bounds=("max_seqlen_q", "max_seqlen_k"),
+    bounds=("max_seqlen_k",),
 )
 def mla_decode_with_kvcache(
     q: Tensor,

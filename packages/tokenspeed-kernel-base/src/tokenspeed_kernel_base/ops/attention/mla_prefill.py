@@ -102,7 +102,7 @@ def _(
     check.tensor("k", k, "tokens heads head_dim", q.dtype)
     check.tensor("v", v, "tokens heads v_head_dim", q.dtype)
     _checks.check_offsets(check, "cu_seqlens", cu_seqlens)
-    _checks.check_bound(check, "max_seqlen", max_seqlen)
+    check.bound("max_seqlen", max_seqlen)
     _checks.check_options(check, softmax_scale, logit_cap)
 
 

@@ -21,6 +21,7 @@ from tokenspeed_kernel_base.ops.kvcache.slots import check_slots, check_write, p
     formats=("q", "k", "k_cache"),
     outs=("q_out", "k_out"),
     mutates=("k_cache", "v_cache"),
+    in_place={"q_out": ("q",), "k_out": ("k",)},
     varying=("tokens",),
     capacity=("max_positions", "pages"),
 )

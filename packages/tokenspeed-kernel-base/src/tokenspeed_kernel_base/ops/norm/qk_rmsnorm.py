@@ -14,7 +14,14 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rms_normalise
 
 
-@operator("norm", "qk_rmsnorm", formats=("q", "k"), outs=("q_out", "k_out"), varying=("tokens",))
+@operator(
+    "norm",
+    "qk_rmsnorm",
+    formats=("q", "k"),
+    outs=("q_out", "k_out"),
+    in_place={"q_out": ("q",), "k_out": ("k",)},
+    varying=("tokens",),
+)
 def qk_rmsnorm(
     q: Tensor,
     k: Tensor,

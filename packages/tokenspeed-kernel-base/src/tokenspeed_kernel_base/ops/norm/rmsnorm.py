@@ -20,7 +20,14 @@ def rms_normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype).contiguous()
 
 
-@operator("norm", "rmsnorm", formats=("x",), outs=("out", "residual_out"), varying=("rows",))
+@operator(
+    "norm",
+    "rmsnorm",
+    formats=("x",),
+    outs=("out", "residual_out"),
+    in_place={"out": ("x", "residual"), "residual_out": ("x", "residual")},
+    varying=("rows",),
+)
 def rmsnorm(
     x: Tensor,
     weight: Tensor,

@@ -1,0 +1,200 @@
+"""How an operator is called: check, choose a kernel, remember, launch.
+
+An operator may be called through several functions, each made by a `Caller`: the core's, which chooses among all kernels, and one
+for each wheel that works alone, which chooses among that wheel's own. Signature, docstring and checks are the operator's in each.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from tokenspeed_kernel_base import dispatch, lowering, memo, watch
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.declaration import Operator, is_traced, readable
+from tokenspeed_kernel_base.explanation import Explanation, Override, Request, SelectedKernel
+from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotations, tensor_arguments
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
+
+
+class Caller:
+    """One function that calls an operator.
+
+    Attributes:
+        op: the operator.
+        package: the package whose kernels serve it; None for all kernels.
+        function: what users call: the operator's signature and docstring, and the keywords ``override`` and ``solution``.
+    """
+
+    def __init__(self, op: Operator[Any, Any], package: str | None = None) -> None:
+        self.op, self.package = op, package
+        make_guard = dispatch.tensor_guards()
+        self._memo = memo.new_memo()
+        self._recent = memo.new_memo() if make_guard is not None else None
+        self._written = (*op.outs, *op.mutates)
+        self._value_guards: dict[tuple[str, ...], Callable[..., Any]] = {}
+        outputs = lowering.count_outputs(op.body)
+        self._lowered = lowering.define(
+            package or lowering.NAMESPACE, op.mode, op.parameters, op.outs, op.mutates, outputs, self._call, op.fake_outputs
+        )
+        self.function = self._make_function()
+
+    def _make_function(self) -> Any:
+        op = self.op
+        function: Any = dispatch.build_public_function(
+            op.mode, op.parameters, self._written, self._memo, self._recent, self.decide, self._lowered
+        )
+        signature = inspect.signature(op.body)
+        keywords = [
+            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
+            for n in ("override", "solution")
+        ]
+        function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *keywords])
+        function.__doc__, function.__module__ = op.body.__doc__, op.body.__module__ if self.package is None else self.package
+        function.__qualname__ = op.body.__qualname__
+        # Resolved, because the generated function's globals are not the module's.
+        function.__annotations__ = {**resolved_annotations(op.body), "override": str | None, "solution": str | None}
+        function.bind, function.explain, function.operator, function.caller = self.bind, self.explain, op, self
+        return function
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+    @functools.cached_property
+    def _entries(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        return dispatch.build_entry_functions(self.op.mode, self.op.parameters, self._written, dispatch.tensor_guards())
+
+    # -- deciding --------------------------------------------------------------------------------------------------------------
+
+    def decide(self, args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
+        """Checks a call, chooses its kernel, and remembers the outcome for calls of the same description."""
+        started = memo.epoch()
+        op = self.op
+        arguments = dict(zip(op.names, args, strict=True))
+        if is_traced(op.parameters, arguments):
+            return lambda *values: self._lowered(*values, override, solution)
+        check = op.check_call(arguments, values=False)  # the guard looks at values, now and whenever they change
+        request, selected = self._select(arguments, check, override, solution)
+        call = self._guarded(selected, arguments)
+        memo_entry, recent_entry = self._entries
+        limits = [limit for name in op.bounds for limit in _limits(name, arguments[name], check, request)]
+        key, entry = memo_entry(args, override, solution, limits, call)
+        if watch.watching():
+            tensors = dict(tensor_arguments(op.parameters, arguments))
+            described = key, tuple(tensor.stride() for tensor in tensors.values())
+            read_work = functools.partial(op.run_hook, "work", arguments)
+            seen = watch.Call(
+                op.family, op.mode, selected.name, request.signature, tensors, described, arguments, request.traits, read_work
+            )
+            return watch.watched(seen, call)
+        if selected.provisional:
+            return call
+        memo.remember(self._memo, key, entry, started)
+        if recent_entry is not None and self._recent is not None:
+            memo.remember(self._recent, *recent_entry(args, override, solution, limits, call), started)
+        return call
+
+    def _select(
+        self, arguments: dict[str, Any], check: Checker, override: str | None, solution: str | None
+    ) -> tuple[Request, SelectedKernel]:
+        request = self.op.request(arguments, solution, self.op.sizes(arguments, check), self.package)
+        return request, select(request, self._wanted_kernel(override, solution), arguments)
+
+    def _wanted_kernel(self, override: str | None, solution: str | None) -> Override | None:
+        for name, value in (("override", override), ("solution", solution)):
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{self.op.mode}: {name} must be str or None, got {kind_of(value)}")
+        wanted = override_of_call(self.op.family, self.op.mode, override)
+        if wanted is None or self.package is None or override:
+            return wanted
+        # What the environment or a block wants of all callers is no reason for a wheel's own function to fail.
+        own = {spec.name for spec in KernelRegistry.get().get_for_operator(self.op.family, self.op.mode, self.package)}
+        return wanted if wanted.kernel in own else None
+
+    # -- what precedes the kernel ----------------------------------------------------------------------------------------------
+
+    def _guarded(self, selected: SelectedKernel, arguments: dict[str, Any]) -> Callable[..., Any]:
+        """The kernel, preceded by what must be looked at in every call, if there is anything."""
+        call = self._skip_if_empty(arguments) or selected.impl
+        return self._with_value_guard(self._with_overlap_guard(call, arguments), arguments)
+
+    def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
+        """A callable that launches nothing, for a call whose every output is empty; None for any other."""
+        op = self.op
+        if any(arguments[name] is not None for name in op.mutates):
+            return None
+        if all(t.numel() for _, t in tensor_arguments(op.parameters, arguments)):
+            return None
+        outputs = op.outputs_on_meta(arguments)
+        if not outputs or any(t.numel() for t in outputs):
+            return None
+        positions = [op.names.index(out) for out in op.outs]
+
+        def empty(*args: Any) -> Any:
+            made = lowering.as_list(op.fake_outputs(dict(zip(op.names, args, strict=True))))
+            for index, position in enumerate(positions):
+                if args[position] is not None:
+                    made[index] = args[position]
+            return lowering.from_list(made)
+
+        return empty
+
+    def _with_overlap_guard(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
+        """``call``, preceded by the check that what it writes to overlaps no other argument, if it is given memory to write to."""
+        pairs = self.op.overlap_pairs(arguments)
+        if not pairs:
+            return call
+        tensors = dict(tensor_arguments(self.op.parameters, arguments))
+        build = functools.partial(dispatch.build_overlap_guard, self.op.mode, self.op.parameters, pairs, tensors)
+        return build()(self._checked_by(self.op.check_overlaps), call)  # type: ignore[no-any-return]
+
+    def _with_value_guard(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
+        """``call``, preceded by the check of those values that lie in host memory, if there are any."""
+        op = self.op
+        hints = tuple(p.name for p in op.parameters if p.kind is Kind.HINT)
+        watched = tuple(n for n in op.host_values if n not in hints and arguments[n] is not None and readable(arguments[n]))
+        if not op.has_hook("check_values") or not (watched or any(arguments[hint] is not None for hint in hints)):
+            return call
+        if watched not in self._value_guards:
+            self._value_guards[watched] = dispatch.build_value_guard(op.mode, op.parameters, watched, hints)
+        return self._value_guards[watched](self._checked_by(op.check_values), call)  # type: ignore[no-any-return]
+
+    def _checked_by(self, check: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
+        names = self.op.names
+        return lambda *args: check(dict(zip(names, args, strict=True)))
+
+    # -- for users -------------------------------------------------------------------------------------------------------------
+
+    def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., Any]:
+        """The kernel that a call with these arguments would run, to be called directly.
+
+        Takes what a call takes, checks it, and returns the implementation itself: a function of all parameters in order, for
+        calls of the same description. Calling it costs nothing beyond the kernel, and checks nothing; only values that lie in
+        host memory are still checked when they change, because there a wrong length costs the process, not an error.
+        """
+        arguments = self.op.bound_arguments(args, kwargs)
+        check = self.op.check_call(arguments)
+        _, selected = self._select(arguments, check, override, solution)
+        return self._with_value_guard(self._skip_if_empty(arguments) or selected.impl, arguments)
+
+    def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation:
+        """Which kernel a call with these arguments would run, and why not the others. Launches nothing."""
+        arguments = self.op.bound_arguments(args, kwargs)
+        check = self.op.check_call(arguments)
+        wanted = self._wanted_kernel(override, solution)
+        return consider(self.op.request(arguments, solution, self.op.sizes(arguments, check), self.package), wanted)
+
+
+def _limits(name: str, value: int | None, check: Checker, request: Request) -> tuple[int, int]:
+    """The values of a bound for which a decision holds: all that the check allows or, where it matters how large a call is, those
+    that share its bucket."""
+    if value is None:
+        return 0, 0
+    least, most = check.ranges.get(name, (value, value))
+    if not sizes_matter(request):
+        return least, most
+    high = request.buckets[name]
+    return max(least, high // 2 + 1 if high > 1 else high), min(most, high)

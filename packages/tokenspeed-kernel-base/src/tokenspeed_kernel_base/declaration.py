@@ -1,0 +1,382 @@
+"""An operator as it is declared: its body, its hooks, and what follows from them for one call.
+
+`tokenspeed_kernel_base.operator` has the decorator that makes one, and shows a whole declaration.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from tokenspeed_kernel_base import lowering, memory
+from tokenspeed_kernel_base.cases import Case, Cost
+from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients, unusual_storage
+from tokenspeed_kernel_base.explanation import Request
+from tokenspeed_kernel_base.parameters import Kind, Parameter, check_types, parse_parameters, tensor_arguments
+from tokenspeed_kernel_base.platform import platform_of
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
+from tokenspeed_kernel_base.selection import selection_policy
+from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+REFERENCE = "reference"
+
+HOOKS = ("traits", "check", "check_values", "formats", "fake", "cases", "cost", "work", "replay", "disturb", "prepare")
+
+# What these say must hold for a whole range of a bound, so they cannot ask for one.
+_UNBOUNDED_HOOKS = frozenset({"traits", "formats", "fake"})
+
+
+class Operator(Generic[P, R]):
+    """A declaration and its hooks. Reached through the function's ``operator`` attribute, or by name from `get_operator`.
+
+    Attributes:
+        family, mode: its name.
+        body: the PyTorch function that says what it computes; ignores provided outputs.
+        parameters: parsed from the body's signature.
+        outs: parameters that receive output 0, 1, ... when given.
+        mutates: further parameters that it writes to.
+        in_place: outputs that may be an input, by name: the inputs that each may be.
+        exact: every kernel must give the reference's values bit for bit.
+        varying: sizes that change from call to call; all other sizes are fixed by the model.
+        capacity: sizes that say how much memory there is; no part of a request's sizes.
+        bounds: integer options that bound a varying size, and vary like one.
+        function: what users call.
+    """
+
+    function: Any
+
+    def __init__(
+        self,
+        family: str,
+        mode: str,
+        body: Callable[P, R],
+        *,
+        formats: Sequence[str],
+        outs: Sequence[str],
+        mutates: Sequence[str],
+        in_place: Mapping[str, Sequence[str]],
+        hints: Sequence[str],
+        exact: bool,
+        reference_traits: Mapping[str, Any],
+        fixed_traits: Iterable[str],
+        varying: Iterable[str],
+        capacity: Iterable[str],
+        bounds: Sequence[str],
+    ) -> None:
+        self.family, self.mode, self.body = family, mode, body
+        self.parameters = parse_parameters(body, hints, bounds)
+        self.names = tuple(p.name for p in self.parameters)
+        self.outs, self.mutates, self.exact = tuple(outs), tuple(mutates), exact
+        self.in_place = {out: frozenset(inputs) for out, inputs in in_place.items()}
+        self.varying, self.capacity, self.bounds = frozenset(varying), frozenset(capacity), tuple(bounds)
+        self._formats, self._reference_traits = tuple(formats), dict(reference_traits)
+        self.fixed_traits = frozenset(fixed_traits)
+        unknown = {*formats, *outs, *mutates, *hints, *bounds}.union(in_place, *in_place.values()) - set(self.names)
+        if unknown:
+            raise TypeError(f"{self}: {', '.join(sorted(unknown))} of the declaration are not parameters of {body.__name__}")
+        if not any(t.required and not t.optional for p in self.parameters if not p.optional for t in p.tensors()):
+            raise TypeError(f"{self} ({body.__name__}): an operator takes at least one tensor that may not be absent")
+        twice = (self.varying & self.capacity) | ((self.varying | self.capacity) & frozenset(self.bounds))
+        if twice:
+            raise TypeError(f"{self}: {', '.join(sorted(twice))} must be declared as one of varying, capacity and bounds")
+        self.host_values: tuple[str, ...] = ()
+        self._hooks: dict[str, Callable[..., Any]] = {}
+        self._wanted: dict[str, tuple[str, ...]] = {}
+
+    def __str__(self) -> str:
+        return f"{self.family}.{self.mode}"
+
+    # -- declaration -----------------------------------------------------------------------------------------------------------
+
+    def hook_adder(self, name: str) -> Callable[[Hook], Hook]:
+        """The decorator that adds a hook, as an attribute of the operator's function. Adding is for the module that declares the
+        operator: a hook changes what every call of it means."""
+
+        def add(hook: Hook) -> Hook:
+            self._refuse_strangers(name)
+            self._add_hook(name, hook)
+            return hook
+
+        return add
+
+    def add_check_values(self, *, host: Iterable[str]) -> Callable[[Hook], Hook]:
+        """The decorator of the hook that looks at values; ``host`` names the tensors whose values it reads."""
+        self._refuse_strangers("check_values")
+
+        def add(hook: Hook) -> Hook:
+            self._add_hook("check_values", hook)
+            self.host_values = tuple(host)
+            return hook
+
+        return add
+
+    def _refuse_strangers(self, name: str) -> None:
+        module = sys._getframe(2).f_globals.get("__name__")
+        if module != self.body.__module__:
+            raise TypeError(f"{self}: its {name} hook is declared in {self.body.__module__}, and {module} cannot add one")
+
+    def _add_hook(self, name: str, hook: Callable[..., Any]) -> None:
+        if name in self._hooks:
+            raise TypeError(f"{self}: its {name} hook is declared twice")
+        leading = 1 if name in ("check", "check_values", "replay", "prepare") else 0
+        wanted = tuple(inspect.signature(hook).parameters)[leading:]
+        unknown = set(wanted) - set(self.names)
+        if unknown:
+            raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(unknown))}, which are not parameters")
+        bounds = set(wanted) & set(self.bounds)
+        if bounds and name in _UNBOUNDED_HOOKS:
+            raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(bounds))}, which only bound a size")
+        self._hooks[name], self._wanted[name] = hook, wanted
+
+    def register_reference(self) -> None:
+        """Registers the body as a kernel."""
+        registry = KernelRegistry.get()
+        registry.declare_interface(self.family, self.mode, self.names)
+        code = inspect.unwrap(self.body).__code__
+        spec = KernelSpec(
+            f"{REFERENCE}_{self.mode}",
+            self.family,
+            self.mode,
+            solution=REFERENCE,
+            format_signatures=None,
+            traits=self._reference_traits,
+            universal=True,
+            priority=Priority.REFERENCE,
+            tags=frozenset({"determinism"}),
+            package=self.body.__module__.partition(".")[0],
+            origin=f"{code.co_filename}:{code.co_firstlineno}",
+        )
+        registry.register(spec, self.reference)
+
+    def run_hook(self, name: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
+        hook = self._hooks.get(name)
+        return None if hook is None else hook(*leading, **{n: arguments[n] for n in self._wanted[name]})
+
+    def has_hook(self, name: str) -> bool:
+        return name in self._hooks
+
+    # -- what is derived -------------------------------------------------------------------------------------------------------
+
+    def reference(self, *args: Any) -> Any:
+        """The body, with provided outputs written to. This is what solution ``reference`` runs."""
+        arguments = dict(zip(self.names, args, strict=True))
+        provided = [arguments[out] for out in self.outs]
+        # Contiguous, as ``fake`` promises: torch.compile relies on it, and a body's result may follow a strided input's order.
+        results = [result.contiguous() for result in lowering.as_list(self.body(*args))]  # type: ignore[call-arg]
+        for index, output in enumerate(provided):
+            if output is not None and index < len(results):
+                output.copy_(results[index])
+                results[index] = output
+        return lowering.from_list(results)
+
+    def all_cases(self) -> list[Case]:
+        """The declared cases."""
+        return list(self._hooks["cases"]()) if "cases" in self._hooks else []
+
+    def cost_of(self, arguments: dict[str, Any]) -> Cost:
+        """The work of a call. ``arguments`` are named; those left out take their defaults."""
+        cost = self.run_hook("cost", self.complete(arguments))
+        assert isinstance(cost, Cost), f"{self} declares no cost"
+        return cost
+
+    def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
+        """The (complete) arguments of a case as this kernel wants them: weights in its own layout, say. A copy where it differs."""
+        return {**arguments, **(self.run_hook("prepare", arguments, spec) or {})}
+
+    def complete(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name with the defaults filled in. Raises TypeError as a call would."""
+        return self.bound_arguments((), arguments)
+
+    def bound_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, with the defaults filled in. Raises TypeError as a call would."""
+        try:
+            bound = inspect.signature(self.body).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.mode}: {error}") from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def fake_outputs(self, arguments: dict[str, Any]) -> Any:
+        """Empty outputs of the right shapes and dtypes, for arguments that may be fake."""
+        return self.run_hook("fake", arguments)
+
+    def outputs_on_meta(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
+        """The outputs of a call, described without being allocated."""
+        return lowering.as_list(self.fake_outputs(_on_meta(self.parameters, arguments)))
+
+    def request(
+        self,
+        arguments: dict[str, Any],
+        solution: str | None = None,
+        sizes: Mapping[str, int] | None = None,
+        package: str | None = None,
+    ) -> Request:
+        """What a call with these (complete, checked) arguments asks of a kernel.
+
+        Args:
+            arguments: of the call, by name.
+            solution: only kernels that are made with this.
+            sizes: what `check_call` found, if it ran.
+            package: only this package's kernels.
+        """
+        tensors = tensor_arguments(self.parameters, arguments)
+        return Request(
+            self.family,
+            self.mode,
+            self._signature(arguments),
+            platform_of(tensors[0][1].device),
+            self.run_hook("traits", arguments) or {},
+            selection_policy().objective,
+            solution,
+            self.fixed_traits,
+            self.sizes(arguments) if sizes is None else sizes,
+            self.varying.union(self.bounds),
+            package,
+        )
+
+    def sizes(self, arguments: dict[str, Any], check: Checker | None = None) -> dict[str, int]:
+        """How large a call is: the sizes that its ``check`` hook names, without capacities, and the bounds that are given."""
+        if check is None:
+            check = Checker(self.mode)
+            self.run_hook("check", arguments, check)
+        sizes = {name: size for name, size in check.sizes().items() if name not in self.capacity}
+        return {**sizes, **{name: arguments[name] for name in self.bounds if arguments[name] is not None}}
+
+    def _signature(self, arguments: dict[str, Any]) -> FormatSignature:
+        if "formats" in self._hooks:
+            signature = self.run_hook("formats", arguments)
+            assert isinstance(signature, FormatSignature)
+            return signature
+        roles = ((name, arguments[name]) for name in self._formats)
+        return FormatSignature(tuple((name, dense_tensor_format(t.dtype)) for name, t in roles if t is not None))
+
+    # -- checking --------------------------------------------------------------------------------------------------------------
+
+    def check_call(self, arguments: dict[str, Any], *, values: bool = True) -> Checker:
+        """Raises TypeError or ValueError for a call that no kernel must see; ``values``: look at those in host memory too.
+
+        Returns:
+            What the checks found: sizes, and the ranges of bounds.
+        """
+        check_types(self.mode, self.parameters, arguments)
+        tensors = tensor_arguments(self.parameters, arguments)
+        if tensors:
+            first, device = tensors[0][0], tensors[0][1].device
+            for name, tensor in tensors[1:]:
+                if tensor.device != device:
+                    raise ValueError(f"{self.mode}: {name} must be on {device} like {first}, got {describe(tensor)}")
+        refuse_gradients(self.mode, tensors)
+        check = Checker(self.mode)
+        self.run_hook("check", arguments, check)
+        if any(arguments[out] is not None for out in self.outs):
+            self._check_outputs(arguments)
+        self.check_overlaps(arguments)
+        if values and self.host_values:
+            self.check_values(arguments)
+        return check
+
+    def _check_outputs(self, arguments: dict[str, Any]) -> None:
+        expected = self.outputs_on_meta(arguments)
+        for index, name in enumerate(self.outs):
+            given = arguments[name]
+            if given is None:
+                continue
+            if index >= len(expected):
+                raise ValueError(f"{self.mode}: {name} must be None, because this call has no such output, got {describe(given)}")
+            wanted = expected[index]
+            if given.dtype != wanted.dtype:
+                raise TypeError(f"{self.mode}: {name} must be {describe(wanted.dtype)}, got {describe(given)}")
+            if given.shape != wanted.shape:
+                raise ValueError(f"{self.mode}: {name} must have shape {list(wanted.shape)}, got {describe(given)}")
+
+    def written(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Parameters whose memory a call writes to."""
+        return [name for name in (*self.outs, *self.mutates) if arguments[name] is not None]
+
+    def overlap_pairs(self, arguments: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+        """What a call writes to, and each other tensor, which must not overlap it; then whether the two may be one."""
+        written = self.written(arguments)
+        others = [name for name, _ in tensor_arguments(self.parameters, arguments)]
+        return [
+            (name, other, other in self.in_place.get(name, ()))
+            for index, name in enumerate(written)
+            for other in others
+            if other != name and other not in written[:index]
+        ]
+
+    def check_overlaps(self, arguments: dict[str, Any]) -> None:
+        """Raises ValueError where the memory that a call writes to holds another argument, or one element twice."""
+        tensors = dict(tensor_arguments(self.parameters, arguments))
+        for name in self.written(arguments):
+            if name in tensors and memory.repeats_itself(tensors[name]):
+                strides = f"strides {list(tensors[name].stride())}"
+                raise ValueError(f"{self.mode}: {name} must have an element of its own in every place, got {strides}")
+        for name, other, may_be_one in self.overlap_pairs(arguments):
+            one, two = tensors.get(name), tensors[other]
+            if one is None or one.is_meta or not memory.overlap(one, two):
+                continue
+            if may_be_one and one.data_ptr() == two.data_ptr() and memory.lies_like(one, two):
+                continue
+            allowed = f"; it may only be {other} itself" if may_be_one else ""
+            raise ValueError(f"{self.mode}: {name} must not overlap {other}, got tensors that share memory{allowed}")
+
+    def check_values(self, arguments: dict[str, Any]) -> None:
+        """Raises ValueError for wrong values of tensors that lie in host memory, and of hints."""
+        seen = dict(arguments)
+        for name in self.host_values:
+            value = seen[name]
+            if isinstance(value, torch.Tensor) and not readable(value):
+                seen[name] = None
+        self.run_hook("check_values", seen, Checker(self.mode))
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be read without a device."""
+    return tensor.device.type == "cpu" and not stands_in(tensor)
+
+
+def stands_in(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class takes operations over (fake, functional, distributed, quantised tensors), so that kernels must not
+    see it. A subclass that does not, as of weights with a loader attached, is as good as a plain tensor."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def is_traced(parameters: Sequence[Parameter], arguments: Mapping[str, Any]) -> bool:
+    """Whether the call is being traced rather than run: its tensors are stand-ins."""
+    found = []
+    for parameter in parameters:
+        value = arguments[parameter.name]
+        for tensor in parameter.tensors():
+            inner = value if tensor is parameter else getattr(value, tensor.attribute, None)
+            if isinstance(inner, torch.Tensor) and not unusual_storage(inner):
+                found.append(inner)
+    return any(map(stands_in, found)) or (bool(found) and all(t.is_meta for t in found))
+
+
+def _on_meta(parameters: Sequence[Parameter], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with tensors replaced by meta tensors, so that outputs can be described without being allocated."""
+
+    def convert(value: Any) -> Any:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    converted = dict(arguments)
+    for parameter in parameters:
+        value = arguments[parameter.name]
+        if value is None:
+            continue
+        if parameter.is_tensor:
+            converted[parameter.name] = convert(value)
+        elif parameter.kind is Kind.OBJECT:
+            assert parameter.cls is not None
+            inner = {f.attribute: f.read(value) for f in parameter.fields}
+            inner = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in inner.items()}
+            converted[parameter.name] = parameter.cls(**inner)
+    return converted

@@ -1,0 +1,75 @@
+"""Whether two tensors share memory.
+
+A kernel reads its inputs while it writes its outputs, so an output that lies in an input gives wrong numbers, silently. Tensors
+that only lie in one allocation are fine: the query and key parts of one projection, keys and values of one cache.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+# Tensors whose axes cannot be merged into rows are compared element by element, up to this many.
+_MOST_ELEMENTS = 1 << 20
+
+
+def span(tensor: Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last one."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def repeats_itself(tensor: Tensor) -> bool:
+    """Whether some elements of a tensor are one: it was expanded."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def lies_like(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have each element in the same place, if they begin in the same place."""
+    return tensor.dtype == other.dtype and tensor.shape == other.shape and tensor.stride() == other.stride()
+
+
+def overlap(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share a byte. Of tensors that are interleaved in an unusual way and large, only the ends are compared."""
+    distance = other.data_ptr() - tensor.data_ptr()
+    if not -span(other) < distance < span(tensor):
+        return False
+    rows, others = _as_rows(tensor), _as_rows(other)
+    if rows is None or others is None or rows[0] != others[0]:
+        return _share_elements(tensor, other, distance)
+    pitch, width, other_width = rows[0], rows[1], others[1]
+    # Rows of both repeat with one pitch, so that the distance within a pitch says whether they ever meet.
+    within = distance % pitch
+    return within < width or within + other_width > pitch
+
+
+def _as_rows(tensor: Tensor) -> tuple[int, int] | None:
+    """Pitch and width in bytes, of a tensor that is rows of contiguous bytes at equal distances; None for any other."""
+    size = tensor.element_size()
+    axes = sorted((stride, count) for stride, count in zip(tensor.stride(), tensor.shape, strict=True) if count > 1)
+    width, pitch, rows = 1, 0, 1
+    for stride, count in axes:
+        if pitch == 0 and stride == width:
+            width *= count
+        elif pitch == 0:
+            pitch, rows = stride, count
+        elif stride == pitch * rows:
+            rows *= count
+        else:
+            return None
+    return (pitch or width) * size, width * size
+
+
+def _share_elements(tensor: Tensor, other: Tensor, distance: int) -> bool:
+    if max(tensor.numel(), other.numel()) > _MOST_ELEMENTS:
+        return False
+    return not _bytes_of(tensor).isdisjoint(place + distance for place in _bytes_of(other))
+
+
+def _bytes_of(tensor: Tensor) -> set[int]:
+    places = {0}
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = {place + index * stride for place in places for index in range(size)}
+    width = tensor.element_size()
+    return {place * width + byte for place in places for byte in range(width)}
