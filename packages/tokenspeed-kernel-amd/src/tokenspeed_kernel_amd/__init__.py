@@ -1,41 +1,30 @@
-"""Attention kernels for AMD MI355X (gfx950, CDNA4) as plain functions.
+"""Kernels for AMD MI355X (gfx950, CDNA4), as plain functions and as a plugin of tokenspeed-kernel.
 
-Importing the package imports neither PyTorch nor Triton and works on any machine. Calling a function on a machine that cannot
-run it raises RuntimeError, which names the machine.
+Every operator that a kernel of this package implements is a function here: ``from tokenspeed_kernel_amd import mha_prefill``. It has
+the operator's signature, docstring and checks, and is served by the kernels of this package alone; NoKernelFoundError says why each
+of them does not serve a call, another machine's among the reasons.
+
+Importing the package imports neither PyTorch nor Triton and works on any machine.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from tokenspeed_kernel_base.standalone import functions_of
 from tokenspeed_kernel_amd.version import __version__
 
-if TYPE_CHECKING:
-    from tokenspeed_kernel_amd.attention import (
-        mha_decode_with_kvcache,
-        mha_extend_with_kvcache,
-        mha_prefill,
-        mha_with_kvcache,
-    )
+if TYPE_CHECKING:  # so that editors and type checkers know them; others work all the same
+    from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
+    from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
+    from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
+    from tokenspeed_kernel_base.ops.attention.mha_with_kvcache import mha_with_kvcache
 
-# Public function -> the module that defines it.
-_FUNCTIONS = {
-    "mha_prefill": "tokenspeed_kernel_amd.attention",
-    "mha_extend_with_kvcache": "tokenspeed_kernel_amd.attention",
-    "mha_decode_with_kvcache": "tokenspeed_kernel_amd.attention",
-    "mha_with_kvcache": "tokenspeed_kernel_amd.attention",
-}
+__all__ = ["__version__"]
 
-__all__ = ["__version__", "mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill", "mha_with_kvcache"]
+__getattr__, __dir__ = functions_of(__name__)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _FUNCTIONS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+def register() -> None:
+    """Registers the kernels of this package with tokenspeed-kernel: the entry point ``amd`` of ``tokenspeed_kernel.plugins``."""
+    from tokenspeed_kernel_base.registry import register_package
 
-    function = getattr(importlib.import_module(_FUNCTIONS[name]), name)
-    globals()[name] = function
-    return function
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    register_package(__name__)

@@ -91,6 +91,11 @@ class Settings:
             return self.overrides[family, mode], f"{self.source}: overrides.{family}.{mode}"
         return None
 
+    @property
+    def watches_calls(self) -> bool:
+        """Whether calls are to be watched from the beginning: captured, put into ranges, or timed."""
+        return self.capture_path is not None or self.profile or self.profile_folder is not None
+
     def plugin_disabled(self, name: str) -> bool:
         return name in self.disabled_plugins or "*" in self.disabled_plugins
 

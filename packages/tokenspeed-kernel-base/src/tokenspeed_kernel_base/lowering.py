@@ -181,7 +181,7 @@ def define(
 
     lib.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     lib.impl(name, without_gradients, "Autograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"{namespace}::{name}", run_fake, lib=lib)
+    lib.impl(name, run_fake, "Meta")  # type: ignore[no-untyped-call]
     custom_op = getattr(getattr(torch.ops, namespace), name).default
 
     def lowered(*values: Any) -> Any:

@@ -6,9 +6,10 @@ Without one nothing was measured, and kernels are ranked by what they declare.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.platform import PlatformInfo
@@ -44,21 +45,31 @@ class Source(Protocol):
         """The results that hold for a request. ``buckets``: its sizes, those that vary rounded up to powers of two."""
 
 
-_source: Source | None = None
+_source: Source | str | None = None
 
 
-def use(source: Source | None) -> None:
-    """Puts in the source of measured results, in place of the one before; None for none."""
+def use(source: Source | str | None) -> None:
+    """Puts in the source of measured results, in place of the one before: an object with those functions, or the name of a module
+    that has them, which is imported when it is first asked. None for none."""
     global _source
     _source = source
     memo.invalidate()
 
 
+def _asked() -> Source | None:
+    global _source
+    if isinstance(_source, str):
+        _source = cast(Source, importlib.import_module(_source))
+    return _source
+
+
 def has_results(operator: str, platform: PlatformInfo) -> bool:
-    return _source is not None and _source.has_results(operator, platform)
+    source = _asked()
+    return source is not None and source.has_results(operator, platform)
 
 
 def find(
     operator: str, formats: FormatSignature, traits: Mapping[str, Any], buckets: Mapping[str, int], platform: PlatformInfo
 ) -> Found:
-    return Found() if _source is None else _source.find(operator, formats, traits, buckets, platform)
+    source = _asked()
+    return Found() if source is None else source.find(operator, formats, traits, buckets, platform)

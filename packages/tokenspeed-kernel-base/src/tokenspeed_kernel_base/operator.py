@@ -195,5 +195,5 @@ def plain_function(function: Any, package: str) -> Any:
         A function that raises TypeError and ValueError for wrong arguments, as the operator does, and NoKernelFoundError where none
         of the package's kernels serves a call, with the reason of each. It has ``bind``, ``explain`` and ``operator``, too.
     """
-    register_package(package, public=False)
+    register_package(package, public=False)  # those that were registered before stay as they are
     return Caller(function.operator, package).function

@@ -262,9 +262,17 @@ class KernelRegistry:
     # -- writing ---------------------------------------------------------------------------------------------------------------
 
     def declare_interface(self, family: str, mode: str, parameters: Iterable[str]) -> None:
-        """Fixes the parameter names, in order, that every implementation of an operator takes."""
+        """Fixes the parameter names, in order, that every implementation of an operator takes.
+
+        Raises:
+            RegistrationError: a kernel that is registered already takes others.
+        """
         with self._lock:
             self._interfaces[family, mode] = tuple(parameters)
+            for spec in self._specs.values():
+                impl = self._impls[spec.name]
+                if (spec.family, spec.mode) == (family, mode) and callable(impl):
+                    self._check_parameters(spec, impl)
 
     def register(self, spec: KernelSpec, impl: Callable[..., Any] | str) -> None:
         """Adds a kernel.

@@ -7,21 +7,11 @@ Every operator is an attribute of this package, `mha_prefill` say: each is found
 """
 
 import logging
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from tokenspeed_kernel.plugins import disable_plugin, discover_plugins, list_plugins, plugin_failures
 from tokenspeed_kernel.version import __version__
-from tokenspeed_kernel.workbench.profiling import (
-    capture_to_file,
-    kernel_scope,
-    shape_capture,
-    start_profiling,
-    start_shape_capture,
-    stop_profiling,
-    stop_shape_capture,
-    time_calls,
-)
-from tokenspeed_kernel.workbench.tuned import register_tuned_tables, tables
 from tokenspeed_kernel_base import measured
 from tokenspeed_kernel_base.config import ConfigurationError, reload_settings, settings
 from tokenspeed_kernel_base.discovery import import_modules
@@ -68,6 +58,15 @@ from tokenspeed_kernel_base.signature import (
 from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
 
 if TYPE_CHECKING:  # so that editors and type checkers know them; an operator that is not listed here works all the same
+    from tokenspeed_kernel.workbench.profiling import (
+        kernel_scope,
+        shape_capture,
+        start_profiling,
+        start_shape_capture,
+        stop_profiling,
+        stop_shape_capture,
+    )
+    from tokenspeed_kernel.workbench.tuned import register_tuned_tables
     from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
     from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
     from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
@@ -147,20 +146,35 @@ __all__ = [
     "warmup_selection",
 ]
 
+# What is imported when it is first used: the workbench is large, and most programs never enter it.
+_WORKBENCH = {
+    "kernel_scope": "profiling",
+    "register_tuned_tables": "tuned",
+    "shape_capture": "profiling",
+    "start_profiling": "profiling",
+    "start_shape_capture": "profiling",
+    "stop_profiling": "profiling",
+    "stop_shape_capture": "profiling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WORKBENCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.workbench.{_WORKBENCH[name]}"), name)
+    return value
+
+
 if settings().verbose:
     logging.getLogger(__name__).setLevel(logging.INFO)
     logging.getLogger(__name__).addHandler(logging.StreamHandler())
 import_modules("tokenspeed_kernel_base.ops")
 globals().update({operator.mode: operator.function for operator in operators()})
-__all__ += [operator.mode for operator in operators()]
+__all__ += [operator.mode for operator in operators()]  # noqa: PLE0605
 register_package("tokenspeed_kernel.torch")
 register_package("tokenspeed_kernel.triton")
-measured.use(tables)
+measured.use("tokenspeed_kernel.workbench.tuned.tables")
 set_autotuner("tokenspeed_kernel.workbench.tuning.autotune:autotune")
 discover_plugins()
-if (_capture_path := settings().capture_path) is not None:
-    capture_to_file(_capture_path)
-if settings().profile:
-    start_profiling()
-if (_profile_folder := settings().profile_folder) is not None:
-    time_calls(_profile_folder)
+if settings().watches_calls:
+    import_module("tokenspeed_kernel.workbench.profiling").begin(settings())

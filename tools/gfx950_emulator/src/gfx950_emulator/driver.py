@@ -364,7 +364,7 @@ def emulated_gfx950(
 ) -> Iterator[Emulator]:
     """Inside the block, Triton and Gluon kernels are compiled for gfx950 and executed on CPU tensors.
 
-    With tokenspeed-kernel installed, its platform is an emulated MI355X, so that operators select and run what they would there.
+    With tokenspeed-kernel-base installed, its platform is an emulated MI355X, so that operators select and run what they would there.
 
     Args:
         sanitize: check for races, missing waits, uninitialised data and more (`gfx950_emulator.sanitizer`). Accesses beyond the
@@ -385,7 +385,7 @@ def emulated_gfx950(
     previous = config._active  # reading `active` would ask for a GPU
     token = _active.set(emulator)
     with contextlib.ExitStack() as stack:
-        if importlib.util.find_spec("tokenspeed_kernel") is not None:
+        if importlib.util.find_spec("tokenspeed_kernel_base") is not None:
             stack.enter_context(_platform())
         config.set_active(EmulatorDriver())
         try:

@@ -19,7 +19,7 @@ import torch
 from tokenspeed_kernel.workbench.call_times import CallKind, CallTimes
 from tokenspeed_kernel.workbench.recording import Record, ShapeCapture
 from tokenspeed_kernel_base import watch
-from tokenspeed_kernel_base.config import ConfigurationError
+from tokenspeed_kernel_base.config import ConfigurationError, Settings
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name
 
 # Without a GPU in mind PyTorch is built without ranges. On ROCm, those that it calls NVTX are ROCTX.
@@ -199,3 +199,13 @@ def _shape_of(signature: FormatSignature, tensors: Mapping[str, torch.Tensor]) -
     operands = found.values() or [*tensors.values()][:1]
     shapes = ["x".join(map(str, tensor.shape)) for tensor in operands]
     return ",".join(dict.fromkeys(shapes))
+
+
+def begin(settings: Settings) -> None:
+    """Watches calls as the settings say, from the import of the package on."""
+    if settings.capture_path is not None:
+        capture_to_file(settings.capture_path)
+    if settings.profile:
+        start_profiling()
+    if settings.profile_folder is not None:
+        time_calls(settings.profile_folder)

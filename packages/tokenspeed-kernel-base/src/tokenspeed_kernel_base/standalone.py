@@ -1,0 +1,49 @@
+"""A package of kernels that works alone: each operator that its kernels implement is a function of the package.
+
+In the package's ``__init__.py``::
+
+    from tokenspeed_kernel_base.standalone import functions_of
+
+    __getattr__, __dir__ = functions_of(__name__)
+
+Then ``from my_kernels import mha_prefill`` gives the operator's function, with its signature, docstring and checks, served by the
+kernels that ``my_kernels`` declares. Kernels are looked for, and PyTorch is imported, when the first function is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+OPERATORS = "tokenspeed_kernel_base.ops"
+
+
+def functions_of(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's ``__getattr__`` and ``__dir__``, through which it offers the operators that its kernels implement."""
+
+    @functools.cache
+    def operators() -> Mapping[str, Any]:
+        from tokenspeed_kernel_base.discovery import import_modules
+        from tokenspeed_kernel_base.operator import get_operator
+        from tokenspeed_kernel_base.registry import register_package
+
+        specs = register_package(package, public=False)
+        for family in sorted({spec.family for spec in specs}):
+            import_modules(f"{OPERATORS}.{family}")
+        return {spec.mode: get_operator(spec.operator) for spec in specs}
+
+    def get_attribute(name: str) -> Any:
+        if name.startswith("_") or name not in operators():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        from tokenspeed_kernel_base.operator import plain_function
+
+        function = plain_function(operators()[name].function, package)
+        setattr(sys.modules[package], name, function)
+        return function
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *operators()})
+
+    return get_attribute, names
