@@ -13,11 +13,10 @@ from torch import Tensor
 
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.verify import refusal
-from tokenspeed_kernel_amd import plugin
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, register_package
 
 ERROR = 5e-3  # relative, of the whole output
 LSE_ERROR = 1e-3
@@ -99,15 +98,13 @@ def cases(mode: str) -> list[Any]:
 
 
 def kernel_of(mode: str) -> KernelSpec:
-    """The kernel of an operator as the plugin declares it."""
-    registry, name = KernelRegistry.get(), f"gluon_{mode}"
-    if name not in {spec.name for spec in registry.list_kernels()}:
-        plugin.register()
-    return registry.get_by_name(name)
+    """The kernel of an operator as its launcher declares it."""
+    register_package("tokenspeed_kernel_amd")
+    return KernelRegistry.get().get_by_name(f"gluon_{mode}")
 
 
 def check_case(device: torch.device, mode: str, case: Case) -> None:
-    """Runs a case through the operator, on the kernel as the plugin declares it, by the core's own checks."""
+    """Runs a case through the operator, on the kernel as its launcher declares it, by the core's own checks."""
     if case.large and device.type == "cpu":
         pytest.skip("is sized for a GPU")
     kernel, op = kernel_of(mode), get_operator(f"attention.{mode}")

@@ -11,8 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,13 +27,12 @@ import tokenspeed_kernel
 import tokenspeed_kernel_amd
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.verify import refusal
-from tokenspeed_kernel_amd import plugin
-from tokenspeed_kernel_amd.aiter import _package
+from tokenspeed_kernel_amd.aiter import package as aiter_package
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 from tokenspeed_kernel_base.platform import named_platform, use_platform
-from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, KernelSpec, Priority
+from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, KernelSpec, Priority, register_package
 
 # Read from ROCm/aiter at commit e4048607a535ace3a2b51ded31b1c8c2d45c0879 (22 August 2026, 46 commits after v0.1.20), where they
 # are those of v0.1.20, commit fc2e5d57fb5b8ad8e7e23f7103071dde798ea618. Annotations are left out.
@@ -188,10 +185,10 @@ def aiter_missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             raise metadata.PackageNotFoundError(name)
         return real(name)
 
-    monkeypatch.setattr(_package.metadata, "version", version)
-    _package.gap.cache_clear()
+    monkeypatch.setattr(aiter_package.metadata, "version", version)
+    aiter_package.find_gap.cache_clear()
     yield
-    _package.gap.cache_clear()
+    aiter_package.find_gap.cache_clear()
 
 
 @pytest.fixture
@@ -209,7 +206,7 @@ def aiter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys.modules["aiter"], "flash_attn_varlen_func", _flash_attn_varlen_func, raising=False)
     unified = sys.modules["aiter.ops.triton.attention.unified_attention"]
     monkeypatch.setattr(unified, "unified_attention", _unified_attention, raising=False)
-    monkeypatch.setattr(_package, "gap", lambda: None)
+    monkeypatch.setattr(aiter_package, "find_gap", lambda: None)
     _CALLS.clear()
     _forget_adapters()
     with use_platform(replace(named_platform("gfx950"), pretended=False, emulated=True)):
@@ -219,28 +216,27 @@ def aiter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _forget_adapters() -> None:
     """They hold the module that they found when they were imported."""
-    for name in [name for name in sys.modules if name.startswith("tokenspeed_kernel_amd.aiter.")]:
+    for name in [name for name in sys.modules if name.startswith("tokenspeed_kernel_amd.aiter.") and name.endswith("_device")]:
         parent, _, last = name.rpartition(".")
-        if last != "_package":
-            del sys.modules[name]
-            delattr(sys.modules[parent], last)
+        del sys.modules[name]
+        delattr(sys.modules[parent], last)
 
 
 @functools.cache
 def _names() -> tuple[str, ...]:
-    return tuple(plugin._AITER_KERNELS)
+    return tuple(spec.name for spec in register_package("tokenspeed_kernel_amd") if spec.solution == "aiter")
 
 
 @pytest.fixture
 def specs() -> Iterator[dict[str, KernelSpec]]:
-    """The kernels as the plugin declares them, none of them loaded or found wanting before or afterwards."""
+    """The kernels as they are declared, none of them loaded or left out before or afterwards."""
     registry = KernelRegistry.get()
     installed = _unregister_all(registry)
-    plugin.register()
+    register_package("tokenspeed_kernel_amd")
     yield {name: registry.get_by_name(name) for name in _names()}
     _unregister_all(registry)
     if installed:
-        plugin.register()
+        register_package("tokenspeed_kernel_amd")
 
 
 def _unregister_all(registry: KernelRegistry) -> bool:
@@ -284,32 +280,22 @@ def test_other_machines_are_refused_first(specs: dict[str, KernelSpec]) -> None:
     ],
 )
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, gap: str | None) -> None:
-    monkeypatch.setattr(_package.metadata, "version", lambda name: version)
-    monkeypatch.setattr(_package.importlib.util, "find_spec", lambda name: name)
-    assert _package.gap.__wrapped__() == gap
+    monkeypatch.setattr(aiter_package.metadata, "version", lambda name: version)
+    monkeypatch.setattr(aiter_package.importlib.util, "find_spec", lambda name: name)
+    assert aiter_package.find_gap.__wrapped__() == gap
 
 
 def test_a_package_without_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_package.metadata, "version", lambda name: "0.1.20")
-    monkeypatch.setattr(_package.importlib.util, "find_spec", lambda name: None)
-    assert "is not found" in str(_package.gap.__wrapped__())
-
-
-def test_declaring_imports_none_of_it() -> None:
-    code = "import sys; from tokenspeed_kernel_amd import plugin; plugin.register(); print(*sys.modules)"
-    paths = (Path(package.__path__[0]).parent for package in (tokenspeed_kernel, tokenspeed_kernel_amd))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    ours = {name for name in done.stdout.split() if name.startswith("tokenspeed_kernel_amd.aiter.")}
-    assert ours == {"tokenspeed_kernel_amd.aiter._package"}
-    assert "aiter" not in done.stdout.split()
+    monkeypatch.setattr(aiter_package.metadata, "version", lambda name: "0.1.20")
+    monkeypatch.setattr(aiter_package.importlib.util, "find_spec", lambda name: None)
+    assert "is not found" in str(aiter_package.find_gap.__wrapped__())
 
 
 def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, specs: dict[str, KernelSpec]) -> None:
     """Its kernels are left out with a warning, and the next ones serve the call."""
     (tmp_path / "aiter.py").write_text("raise ValueError('an argument that this Triton does not know')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(_package, "gap", lambda: None)
+    monkeypatch.setattr(aiter_package, "find_gap", lambda: None)
     _forget_adapters()
     q = torch.zeros(4, 4, 64, dtype=torch.bfloat16)
     offsets = torch.tensor([0, 4], dtype=torch.int32)
@@ -320,13 +306,15 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_
     assert torch.equal(out, q)
 
 
-@pytest.mark.parametrize("kernel", plugin._AITER_KERNELS.values(), ids=plugin._AITER_KERNELS)
-def test_an_implementation_exists(kernel: Any) -> None:
-    module, _, function = kernel.implementation.partition(":")
+@pytest.mark.parametrize("name", _names())
+def test_an_adapter_exists(specs: dict[str, KernelSpec], name: str) -> None:
+    """With the operator's parameters. Read from its text: AITER, which it imports, need not be there."""
+    module = KernelRegistry.get().module_of(name)
     path = Path(tokenspeed_kernel_amd.__path__[0]).parent / (module.replace(".", "/") + ".py")
     defined = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-    parameters = [argument.arg for argument in defined[function].args.args]
-    assert parameters == list(inspect.signature(getattr(tokenspeed_kernel, kernel.mode)).parameters)[: len(parameters)]
+    mode = specs[name].mode
+    parameters = [argument.arg for argument in defined[mode].args.args]
+    assert parameters == list(inspect.signature(getattr(tokenspeed_kernel, mode)).parameters)[: len(parameters)]
 
 
 # -- where there is one --------------------------------------------------------------------------------------------------------
@@ -431,7 +419,7 @@ def test_paged_attention(specs: dict[str, KernelSpec], mode: str) -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_the_stand_in_shows_why_small_pages_are_not_declared() -> None:
-    from tokenspeed_kernel_amd.aiter.decode import mha_decode_with_kvcache
+    from tokenspeed_kernel_amd.aiter.decode_device import mha_decode_with_kvcache
 
     arguments = paged([20], None, 8, 2, page_size=16, stale=True)(Draw(torch.device("cpu"), 0))
     assert mha_decode_with_kvcache(**arguments).isnan().any()
@@ -440,7 +428,7 @@ def test_the_stand_in_shows_why_small_pages_are_not_declared() -> None:
 @pytest.mark.usefixtures("aiter")
 def test_other_strides(specs: dict[str, KernelSpec]) -> None:
     """q is a slice, caches are views of one tensor, the page table lies by columns, out is a slice of something wider."""
-    from tokenspeed_kernel_amd.aiter.decode import mha_decode_with_kvcache
+    from tokenspeed_kernel_amd.aiter.decode_device import mha_decode_with_kvcache
 
     arguments = _decode()
     wanted = tokenspeed_kernel.mha_decode_with_kvcache(**arguments, solution="reference")
@@ -459,7 +447,7 @@ def test_other_strides(specs: dict[str, KernelSpec]) -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_a_prefill_into_columns() -> None:
-    from tokenspeed_kernel_amd.aiter.prefill import mha_prefill
+    from tokenspeed_kernel_amd.aiter.prefill_device import mha_prefill
 
     arguments = _prefill(return_lse=True)
     turned = torch.full((75, 64, 8), 7.0, dtype=torch.bfloat16).mT
@@ -474,13 +462,13 @@ def test_a_prefill_into_columns() -> None:
 @pytest.mark.usefixtures("aiter")
 def test_bounds_of_a_prefill_come_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller's bound, else the lengths that it has on the host, else all tokens; never the device's offsets."""
-    from tokenspeed_kernel_amd.aiter import prefill
+    from tokenspeed_kernel_amd.aiter import prefill_device
 
     seen: list[int] = []
-    monkeypatch.setattr(prefill, "_attend", lambda *args, **kwargs: seen.append(args[5]))
+    monkeypatch.setattr(prefill_device, "_attend", lambda *args, **kwargs: seen.append(args[5]))
     arguments = _prefill()
     for hints in ({"max_seqlen": 71}, {"cu_seqlens_cpu": [0, 5, 75]}, {"cu_seqlens_cpu": torch.tensor([0, 5, 75])}, {}):
-        prefill.mha_prefill(**arguments, **hints)
+        prefill_device.mha_prefill(**arguments, **hints)
     assert seen == [71, 70, 70, 75]
 
 
@@ -492,7 +480,7 @@ def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], name:
     """For a machine that has both, which none has had yet."""
     if gfx950.type == "cpu":
         pytest.skip("needs a gfx950")
-    gap = _package.gap()
+    gap = aiter_package.aiter_gap()
     if gap is not None:
         pytest.skip(gap)
     _forget_adapters()

@@ -15,6 +15,7 @@ import torch
 
 import tokenspeed_kernel
 import tokenspeed_kernel_amd
+import tokenspeed_kernel_base
 from tokenspeed_kernel import Priority
 from tokenspeed_kernel_amd import _machine, plugin
 from tokenspeed_kernel_base.platform import named_platform, use_platform
@@ -25,8 +26,9 @@ FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill"
 
 
 def _python(code: str) -> str:
-    """What a new interpreter prints that finds the package and nothing of ours beside it."""
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    """What a new interpreter prints that finds the package and what it requires."""
+    base = Path(tokenspeed_kernel_base.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PACKAGE.parent, base)))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -55,15 +57,45 @@ def test_public_names() -> None:
         _ = tokenspeed_kernel_amd.mha
 
 
-def test_only_the_plugin_imports_the_core() -> None:
-    importers = set()
+def _imports(path: Path) -> set[str]:
+    """Top-level names of the packages that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        found |= {name.split(".")[0] for name in names}
+    return found
+
+
+def test_nothing_imports_the_core() -> None:
+    assert [path.name for path in PACKAGE.rglob("*.py") if "tokenspeed_kernel" in _imports(path)] == []
+
+
+def test_every_module_is_scanned_or_device_code() -> None:
+    """So no kernel can be overlooked."""
+    modules = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            if any(name.split(".")[0] == "tokenspeed_kernel" for name in names):
-                importers.add(path.name)
-    assert importers == {"plugin.py"}
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules.add(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    scanned = _python(
+        "from tokenspeed_kernel_base.discovery import import_modules as f; print(*f('tokenspeed_kernel_amd'))"
+    ).split()
+    assert set(scanned) <= modules
+    assert {name for name in modules - set(scanned) if not name.endswith("_device")} == set()
+    assert modules - set(scanned), "there is no device code any more"
+
+
+def test_scanning_imports_no_compiler_and_no_library() -> None:
+    code = """
+import sys
+from tokenspeed_kernel_base.registry import register_package
+names = [spec.name for spec in register_package("tokenspeed_kernel_amd")]
+assert "gluon_mha_prefill" in names and "aiter_mha_prefill_64" in names, names
+print(*sys.modules)
+"""
+    loaded = _python(code).split()
+    assert not {"triton", "aiter", "tokenspeed_kernel"} & set(loaded)
+    assert not [name for name in loaded if name.startswith("tokenspeed_kernel_amd") and name.endswith("_device")]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -251,10 +283,8 @@ def test_another_machine_is_named_by_all(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def registered() -> Iterator[KernelRegistry]:
     registry = KernelRegistry.get()
-    names = {spec.name for spec in registry.list_kernels()}
     with registry.transaction() as added:
-        if "gluon_mha_prefill" not in names:
-            plugin.register()
+        plugin.register()
     yield registry
     for spec in added:
         registry.unregister(spec.name)
@@ -291,23 +321,15 @@ def test_with_an_older_triton_it_says_why(registered: KernelRegistry, triton_of:
     assert "needs triton >= 3.9, this is 3.6.0" in str(explained)
 
 
-def test_declaring_imports_no_kernel(registered: KernelRegistry) -> None:
-    code = "import sys; from tokenspeed_kernel_amd import plugin; plugin.register(); print(*sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(p) for p in (PACKAGE.parent, *_core_path()))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    loaded = done.stdout.split()
-    assert "triton" not in loaded
-    assert not any(name.startswith("tokenspeed_kernel_amd.gfx950") for name in loaded)
+def test_a_declaration_says_where_it_stands(registered: KernelRegistry) -> None:
+    spec = registered.get_by_name("gluon_mha_prefill")
+    path, _, line = spec.origin.rpartition(":")
+    assert Path(path) == PACKAGE / "gfx950" / "attention" / "prefill.py"
+    assert Path(path).read_text().splitlines()[int(line) - 1].startswith("@register_kernel(")
 
 
-def _core_path() -> list[Path]:
-    return [Path(tokenspeed_kernel.__file__).parent.parent]
-
-
-@pytest.mark.parametrize("kernel", plugin._KERNELS, ids=lambda kernel: kernel.mode)
-def test_an_implementation_exists(kernel: Any) -> None:
-    module, _, function = kernel.implementation.partition(":")
-    path = PACKAGE.parent / (module.replace(".", "/") + ".py")
-    functions = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-    assert function in functions
+def test_every_kernel_in_gluon_is_declared(registered: KernelRegistry) -> None:
+    names = {spec.name for spec in registered.list_kernels() if spec.solution == "gluon"}
+    assert names == {f"gluon_{function}" for function in FUNCTIONS}
+    for name in names:
+        assert registered.get_impl(name).__module__.startswith("tokenspeed_kernel_amd.gfx950.attention.")

@@ -1,68 +1,51 @@
-"""mha_prefill by ``aiter.flash_attn_varlen_func``. Not run on hardware."""
+"""mha_prefill by AITER: what is declared. The adapter is in ``prefill_device``.
+
+No logit cap: AITER computes tanh as a quotient of exponentials, which is NaN where a score is many times the cap, and its prefill
+ignores the cap where its compiled kernels are missing. No log-sum-exp with sinks: AITER does not document whether it includes the
+sink. At head_dim 128 AITER has assembly kernels, which it also calls for sinks and for windows of one token, and these they do not
+support.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
-from tokenspeed_kernel_amd._rows import deliver, rows_to_write
-from tokenspeed_kernel_amd.aiter._package import load
+from tokenspeed_kernel_amd.capability import AITER
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
 
-_attend = load("aiter").flash_attn_varlen_func
+_ADAPTER = f"{__name__}_device:mha_prefill"
+_SIGNATURES = format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16})
 
+register_kernel(
+    "attention",
+    "mha_prefill",
+    name="aiter_mha_prefill_64",
+    solution="aiter",
+    capability=AITER,
+    signatures=_SIGNATURES,
+    traits={"head_dim": 64, "v_head_dim": 64, "sliding_window": any, "return_lse": any},
+    priority=Priority.PERFORMANT,
+)(_ADAPTER)
 
-def mha_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    cu_seqlens_cpu: Sequence[int] | Tensor | None = None,
-    max_seqlen: int | None = None,
-    window_left: int = -1,
-    logit_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    softmax_scale: float | None = None,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_prefill`; ``v_head_dim`` is ``head_dim``, and ``logit_cap`` is 0.
+register_kernel(
+    "attention",
+    "mha_prefill",
+    name="aiter_mha_prefill_64_sinks",
+    solution="aiter",
+    capability=AITER,
+    signatures=_SIGNATURES,
+    traits={"head_dim": 64, "v_head_dim": 64, "sliding_window": any, "sinks": {True}},
+    priority=Priority.PERFORMANT,
+)(_ADAPTER)
 
-    AITER compiles what a call needs when it is first made, which takes minutes. Nothing waits for the device after that.
-    """
-    written = rows_to_write(out, q, *q.shape[:2], v.shape[2])
-    if not q.numel():  # it takes no empty batch
-        out = deliver(written, out)
-        return (out, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else out
-    longest = _longest(q, cu_seqlens_cpu, max_seqlen)
-    offsets = cu_seqlens.contiguous()
-    with torch.no_grad():  # it wants a log-sum-exp wherever it might have to differentiate
-        result = _attend(
-            q,
-            k,
-            v,
-            offsets,
-            offsets,
-            longest,
-            longest,
-            softmax_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
-            causal=True,
-            # Tokens visible to the left and to the right besides the token itself, and how many first tokens stay visible. An
-            # AITER without its compiled kernels raises at this 0 to the right; it would take a window of 0 for none otherwise.
-            window_size=(window_left, 0 if window_left >= 0 else -1, 0),
-            return_lse=return_lse,
-            out=written,
-            sink_ptr=None if sinks is None else sinks.float().contiguous(),
-        )
-    out = deliver(written, out)
-    return (out, result[1].T.contiguous()) if return_lse else out  # it gives [heads, tokens]
-
-
-def _longest(q: Tensor, offsets: Sequence[int] | Tensor | None, bound: int | None) -> int:
-    """An upper bound of the longest sequence, at least 1, without a look at the device."""
-    if bound is None and offsets is not None and not (isinstance(offsets, Tensor) and offsets.device.type != "cpu"):
-        values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
-        bound = max(end - begin for begin, end in itertools.pairwise(values))
-    return max(1, q.shape[0] if bound is None else bound)
+register_kernel(
+    "attention",
+    "mha_prefill",
+    name="aiter_mha_prefill_128",
+    solution="aiter",
+    capability=AITER,
+    signatures=_SIGNATURES,
+    traits={"head_dim": 128, "v_head_dim": 128, "return_lse": any},
+    priority=Priority.PERFORMANT,
+)(_ADAPTER)

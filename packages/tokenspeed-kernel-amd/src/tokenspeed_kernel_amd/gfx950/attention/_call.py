@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,24 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import aligned_rows, deliver, rows, rows_to_write
-from tokenspeed_kernel_amd.gfx950.attention._paged import LOG2_E
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+
+# What the three operators with a paged cache have in common. Caches may be fp8 where queries are not.
+PAGED_SIGNATURES = frozenset(
+    format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
+    for q in (torch.bfloat16, torch.float16)
+    for cache in (q, torch.float8_e4m3fn)
+)
+PAGED_TRAITS = {
+    "head_dim": {64, 128},
+    "v_head_dim": {64, 128},
+    "page_size": {16, 32, 64, 128, 256},
+    "scaled": any,
+    "logit_cap": any,
+    "return_lse": any,
+    "sliding_window": any,
+    "sinks": any,
+}
 
 
 @dataclass(frozen=True)
@@ -171,7 +189,7 @@ def called(
         window_left=window_left,
         logit_cap=float(logit_cap),
         sinks=None if sinks is None else sinks.contiguous(),
-        softmax_scale=scale if logit_cap > 0 else scale * LOG2_E.value,
+        softmax_scale=scale if logit_cap > 0 else scale * math.log2(math.e),
         k_scale=k_scale,
         v_scale=v_scale,
         out=rows_to_write(out, q, tokens, heads, v_cache.shape[3]),

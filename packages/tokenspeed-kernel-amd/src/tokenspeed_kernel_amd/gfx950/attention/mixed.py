@@ -15,11 +15,23 @@ import dataclasses
 from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
-from tokenspeed_kernel_amd.gfx950.attention._call import Call, Tile, called
+from tokenspeed_kernel_amd.capability import GLUON_CDNA4
+from tokenspeed_kernel_amd.gfx950.attention._call import PAGED_SIGNATURES, PAGED_TRAITS, Call, Tile, called
 from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_in_units, tile_of_rows
 from tokenspeed_kernel_amd.gfx950.attention.extend import attend_in_tiles, pays_in_units, slots_of, tile_of_stretches
+from tokenspeed_kernel_base.registry import Priority, register_kernel
 
 
+@register_kernel(
+    "attention",
+    "mha_with_kvcache",
+    solution="gluon",
+    capability=GLUON_CDNA4,
+    signatures=PAGED_SIGNATURES,
+    traits=PAGED_TRAITS,
+    priority=Priority.SPECIALIZED,
+    tags={"determinism"},
+)
 def mha_with_kvcache(
     q: Tensor,
     cu_seqlens_q: Tensor,

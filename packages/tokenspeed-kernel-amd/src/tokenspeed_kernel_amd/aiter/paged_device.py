@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
-from tokenspeed_kernel_amd.aiter._package import load
+from tokenspeed_kernel_amd.aiter.package import load
 
 _attend = load("aiter.ops.triton.attention.unified_attention").unified_attention
 

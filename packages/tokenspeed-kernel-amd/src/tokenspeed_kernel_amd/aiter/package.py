@@ -14,12 +14,15 @@ DISTRIBUTION = "amd-aiter"
 NEEDED = (0, 1, 20)
 
 
-@functools.cache
-def gap() -> str | None:
-    """Why AITER cannot be used, or None where it can.
+def aiter_gap() -> str | None:
+    """Why AITER cannot be used, or None where it can. Metadata is read once a process."""
+    return find_gap()
 
-    The distribution is asked as well as the module: another one on PyPI, of iterators, is named aiter too.
-    """
+
+@functools.cache
+def find_gap() -> str | None:
+    """What `aiter_gap` says. The distribution is looked for as well as the module: PyPI has another package named aiter, of
+    iterators."""
     try:
         version = metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -36,8 +39,8 @@ def load(module: str) -> ModuleType:
     """A module of AITER.
 
     Raises:
-        ImportError: whatever went wrong in there. The kernel is then left out of selection, with a warning; another Triton than
-            AITER was written for raises ValueError, for one.
+        ImportError: importing it failed, with whatever error; the message says which. Under a Triton that it was not written for,
+            AITER raises ValueError.
     """
     try:
         return importlib.import_module(module)
