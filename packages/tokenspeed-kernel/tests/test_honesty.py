@@ -14,9 +14,11 @@ from tokenspeed_kernel.workbench.numerics import EXACT, CaseResult, Status, comp
 from tokenspeed_kernel.workbench.numerics.edges import Ground, edge_values
 from tokenspeed_kernel_base.cases import Case, Draw, recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
+from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 from tokenspeed_kernel_base.traits import ANY, as_constraint, at_least, at_most, between, multiple_of, one_of
+from tokenspeed_kernel_base.variation import Variation, Want
 
 CPU = torch.device("cpu")
 Impl = Callable[..., Any]
@@ -55,7 +57,11 @@ def op(declare: Declare) -> Operator[Any, Any]:
 
     function.traits(lambda x, shift, negate: {"width": x.shape[1], "shift": shift is not None, "negate": negate})
     function.fake(lambda x: torch.empty_like(x, memory_format=torch.contiguous_format))
-    function.disturb(lambda x, padding: {"x": x.masked_fill(padding.unsqueeze(1), torch.nan)})
+
+    @function.vary
+    def _(variation: Variation, x: Tensor, padding: Tensor) -> dict[str, Tensor]:
+        return {"x": x.masked_fill(padding.unsqueeze(1), torch.nan)} if variation.want is Want.UNUSED else {}
+
     function.cases(
         lambda: [
             Case("small", _rows(4, 6)),
@@ -179,19 +185,47 @@ def test_values_that_must_not_matter(op: Operator[Any, Any]) -> None:
     assert all(text.startswith("looks at values that must not matter") and "NaN" in text for text in said)
 
 
-@pytest.mark.parametrize("op", [op for op in operators() if op.has_hook("disturb")], ids=str)
-def test_disturbing_changes_no_result(op: Operator[Any, Any]) -> None:
+VARIED = [op for op in operators() if op.has_hook("vary")]
+WITH_UNUSED = {"apply_rope", "moe_apply", "store_kv_cache"} | {op.mode for op in VARIED if "with_kvcache" in op.mode}
+
+
+@pytest.mark.parametrize("op", VARIED, ids=str)
+def test_unused_values_change_no_result(op: Operator[Any, Any]) -> None:
     changed = 0
     for case in op.all_cases():
         if case.large:
             continue
-        plain, disturbed = op.complete(case.build()), op.complete(case.build())
-        disturbed.update(op.run_hook("disturb", disturbed))
-        op.check_call(disturbed)
-        changed += any(not torch.equal(_bytes(plain[n]), _bytes(t)) for n, t in disturbed.items() if isinstance(t, Tensor))
-        compared = compare(op.reference(*disturbed.values()), op.reference(*plain.values()), EXACT)
+        plain, varied = op.complete(case.build()), op.complete(case.build())
+        varied.update(op.varied(varied, Variation(Want.UNUSED, Draw())))
+        op.check_call(varied)
+        changed += any(not torch.equal(_bytes(plain[n]), _bytes(t)) for n, t in varied.items() if isinstance(t, Tensor))
+        compared = compare(op.reference(*varied.values()), op.reference(*plain.values()), EXACT)
         assert [c.fault for c in compared if c.fault] == [], case.name
-    assert changed, "some case has something that does not matter"
+    assert (changed > 0) == (op.mode in WITH_UNUSED)
+
+
+@pytest.mark.parametrize("op", VARIED, ids=str)
+def test_other_values_are_legal_in_the_same_tensors(op: Operator[Any, Any]) -> None:
+    """A captured graph is replayed on them, so neither shapes nor what lies on the host may change."""
+    for case in op.all_cases():
+        if case.large:
+            continue
+        arguments = op.complete(case.build())
+        changed = op.varied(arguments, Variation(Want.OTHER, Draw()))
+        assert all((t.shape, t.dtype) == (arguments[n].shape, arguments[n].dtype) for n, t in changed.items()), case.name
+        op.check_call({**arguments, **changed})
+
+
+def test_other_values_of_a_paged_call_are_shorter_sequences_in_other_pages() -> None:
+    op = get_operator("mha_extend_with_kvcache")
+    arguments = op.complete(paged([30, 5], [4, 5], is_causal=True)(Draw()))
+    changed = op.varied(arguments, Variation(Want.OTHER, Draw()))
+    assert changed["cache_seqlens"].tolist() == [20, 5], "a third shorter, but not without its new tokens"
+    assert changed["cu_seqlens_kv"].tolist() == [0, 20, 25]
+    table, moved = arguments["page_table"], changed["page_table"]
+    assert not torch.equal(table, moved)
+    for page, place in zip(table[table >= 0].tolist(), moved[moved >= 0].tolist(), strict=True):
+        assert torch.equal(arguments["k_cache"][page], changed["k_cache"][place])
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -28,17 +28,18 @@
     @rmsnorm.work                    # the values that decide how much there is to do, for a capture; may wait for the device
     def _(lengths): return {"lengths": lengths.tolist()}
 
-    @rmsnorm.replay                  # the arguments whose values matter, for a call like one that was captured
-    def _(call): return {"lengths": ...}
+    @rmsnorm.vary                    # arguments with other values, see `tokenspeed_kernel_base.variation`
+    def _(variation, x, lengths): return {"x": ...}
 
-    @rmsnorm.disturb                 # the arguments with other values wherever none may matter: padding, slots that hold nothing
-    def _(x, lengths): return {"x": ...}
+    @rmsnorm.intermediates           # rarely: formats that values are rounded to on the way, which a tolerance has to allow for
+    def _(): return (fp8_format(...),)
 
     @rmsnorm.prepare                 # rarely: the arguments that a kernel wants arranged before it is called, arranged for it
     def _(spec, weight): return {"weight": ...}
 
-Each hook names the parameters it wants. The result is an ordinary function with the body's signature plus the keywords
-``override`` (a kernel's name) and ``solution``; it also carries the hooks, ``bind``, ``explain`` and ``operator``.
+Each hook names the parameters that it wants, or takes all of them as ``**arguments``. The result is an ordinary function with
+the body's signature plus the keywords ``override`` (a kernel's name) and ``solution``; it also carries the hooks, ``bind``,
+``explain`` and ``operator``.
 
 The body runs as solution ``reference``. It takes ``out`` in its signature only; writing into it is done here, for every
 operator alike.
@@ -62,6 +63,7 @@ from tokenspeed_kernel_base.platform import platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, consider, override_of_call, select, selection_policy
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format
+from tokenspeed_kernel_base.variation import Variation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -93,8 +95,8 @@ class OperatorFunction(Protocol[P, R_co]):
     def cases(self, hook: Hook) -> Hook: ...
     def cost(self, hook: Hook) -> Hook: ...
     def work(self, hook: Hook) -> Hook: ...
-    def replay(self, hook: Hook) -> Hook: ...
-    def disturb(self, hook: Hook) -> Hook: ...
+    def vary(self, hook: Hook) -> Hook: ...
+    def intermediates(self, hook: Hook) -> Hook: ...
     def prepare(self, hook: Hook) -> Hook: ...
     def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., R_co]: ...
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation: ...
@@ -110,9 +112,10 @@ class Operator(Generic[P, R]):
         outs: parameters that receive output 0, 1, ... when given.
         mutates: further parameters that it writes to.
         exact: every kernel must give the reference's values bit for bit.
-        varying: sizes that change from call to call; all other sizes are fixed by the model.
+        varying: sizes that change from call to call, the one that counts a batch's items first; all others are fixed by the model.
         capacity: sizes that say how much memory there is; no part of a request's sizes.
         bounds: integer options that bound a varying size, and vary like one.
+        scales: parameters that multiply the values of another one: positive, and near 1 where they are drawn at random.
         function: what users call.
     """
 
@@ -128,22 +131,24 @@ class Operator(Generic[P, R]):
         exact: bool,
         reference_traits: Mapping[str, Any],
         fixed_traits: Iterable[str],
-        varying: Iterable[str] = (),
+        varying: Sequence[str] = (),
         capacity: Iterable[str] = (),
         bounds: Sequence[str] = (),
+        scales: Iterable[str] = (),
     ) -> None:
         self.family, self.mode, self.body = family, mode, body
         self.parameters = parse_parameters(body, hints)
         self.names = tuple(p.name for p in self.parameters)
         self.outs, self.mutates, self.exact = tuple(outs), tuple(mutates), exact
-        unknown = {*formats, *outs, *mutates, *hints} - set(self.names)
+        self.scales = frozenset(scales)
+        unknown = {*formats, *outs, *mutates, *hints, *self.scales} - set(self.names)
         if unknown:
             raise TypeError(f"{self}: {', '.join(sorted(unknown))} of the declaration are not parameters of {body.__name__}")
         if not any(t.required and not t.optional for p in self.parameters if not p.optional for t in p.tensors()):
             raise TypeError(f"{self} ({body.__name__}): an operator takes at least one tensor that may not be absent")
         self._formats, self._reference_traits = tuple(formats), dict(reference_traits)
         self.fixed_traits = frozenset(fixed_traits)
-        self.varying, self.capacity, self.bounds = frozenset(varying), frozenset(capacity), tuple(bounds)
+        self.varying, self.capacity, self.bounds = tuple(varying), frozenset(capacity), tuple(bounds)
         self._check_size_kinds()
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._wanted: dict[str, tuple[str, ...]] = {}
@@ -167,7 +172,7 @@ class Operator(Generic[P, R]):
         wrong = [name for name in self.bounds if name not in options]
         if wrong:
             raise TypeError(f"{self}: bounds must be integer parameters of {self.body.__name__}, got {', '.join(wrong)}")
-        twice = (self.varying & self.capacity) | ((self.varying | self.capacity) & frozenset(self.bounds))
+        twice = (self.capacity & set(self.varying)) | (self.capacity.union(self.varying) & set(self.bounds))
         if twice:
             raise TypeError(f"{self}: {', '.join(sorted(twice))} must be declared as one of varying, capacity and bounds")
 
@@ -185,15 +190,17 @@ class Operator(Generic[P, R]):
         function.__qualname__ = self.body.__qualname__
         # Resolved, because the generated function's globals are not the module's.
         function.__annotations__ = {**typing.get_type_hints(self.body), "override": str | None, "solution": str | None}
-        for hook in ("traits", "check", "formats", "fake", "cases", "cost", "work", "replay", "disturb", "prepare"):
+        for hook in ("traits", "check", "formats", "fake", "cases", "cost", "work", "vary", "intermediates", "prepare"):
             setattr(function, hook, functools.partial(self._add_hook, hook))
         function.check_values = self._add_check_values
         function.bind, function.explain, function.operator = self.bind, self.explain, self
         return function  # type: ignore[no-any-return]
 
     def _add_hook(self, name: str, hook: Hook) -> Hook:
-        leading = 1 if name in ("check", "check_values", "replay", "prepare") else 0
-        wanted = tuple(inspect.signature(hook).parameters)[leading:]
+        leading = 1 if name in ("check", "check_values", "vary", "prepare") else 0
+        parameters = list(inspect.signature(hook).parameters.values())[leading:]
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        wanted = self.names if takes_all else tuple(p.name for p in parameters)
         unknown = set(wanted) - set(self.names)
         if unknown:
             raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(unknown))}, which are not parameters")
@@ -253,6 +260,10 @@ class Operator(Generic[P, R]):
         assert isinstance(cost, Cost), f"{self} declares no cost"
         return cost
 
+    def varied(self, arguments: dict[str, Any], variation: Variation) -> dict[str, Any]:
+        """What changes in (complete) arguments for a variation, by name; nothing where the operator has no ``vary`` hook."""
+        return dict(self.run_hook("vary", arguments, variation) or {})
+
     def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
         """The (complete) arguments of a case as this kernel wants them: weights in its own layout, say. A copy where it differs."""
         return {**arguments, **(self.run_hook("prepare", arguments, spec) or {})}
@@ -278,7 +289,8 @@ class Operator(Generic[P, R]):
             solution,
             self.fixed_traits,
             self._sizes(arguments) if sizes is None else sizes,
-            self.varying.union(self.bounds),
+            frozenset((*self.varying, *self.bounds)),
+            tuple(self.run_hook("intermediates", arguments) or ()),
         )
 
     def _sizes(self, arguments: dict[str, Any], check: Checker | None = None) -> dict[str, int]:
@@ -521,9 +533,10 @@ def operator(
     exact: bool = False,
     reference_traits: Mapping[str, Any] | None = None,
     fixed_traits: Iterable[str] = (),
-    varying: Iterable[str] = (),
+    varying: Sequence[str] = (),
     capacity: Iterable[str] = (),
     bounds: Sequence[str] = (),
+    scales: Iterable[str] = (),
 ) -> Callable[[Callable[P, R]], OperatorFunction[P, R]]:
     """Declares an operator; decorates its body. The module's docstring shows a whole declaration.
 
@@ -537,9 +550,11 @@ def operator(
         reference_traits: constraints of the body itself, where it does not serve everything the signature can say.
         fixed_traits: traits that say what the operands are; an override does not get past them.
         varying: sizes, as the ``check`` hook names them, that change from call to call: tokens, batch, rows. Measured results are
-            found by the power of two above them, and by the exact value of every size that is not named here.
+            found by the power of two above them, and by the exact value of every size that is not named here. The first one counts
+            the items that a batch consists of: sequences, rows.
         capacity: sizes that only say how much memory there is: the pages of a cache. Nothing is found by them.
         bounds: integer parameters that bound a varying size. They vary, too.
+        scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
     """
 
     def declare(body: Callable[P, R]) -> OperatorFunction[P, R]:
@@ -548,8 +563,8 @@ def operator(
             raise TypeError(f"operator {mode} is declared twice: in {taken.body.__module__} and in {body.__module__}")
         given = [o for o in outs if o in inspect.signature(body).parameters]
         traits = reference_traits or {}
-        sizes = (varying, capacity, bounds)
-        declared = Operator(family, mode, body, formats, given, mutates, hints, exact, traits, fixed_traits, *sizes)
+        kinds = (varying, capacity, bounds, scales)
+        declared = Operator(family, mode, body, formats, given, mutates, hints, exact, traits, fixed_traits, *kinds)
         _operators[family, mode] = declared
         return declared.function
 

@@ -29,6 +29,7 @@ from tokenspeed_kernel_base.cases import Case, Draw, Recipe
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.parameters import Kind
 from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.variation import Variation, Want
 
 # A kernel that is tagged so says that it waits for the device; it is not fit for graphs, and not held to be.
 WAITS = "waits"
@@ -106,18 +107,20 @@ def empties(ground: Ground) -> Iterator[CaseResult]:
 
 
 def unused_values(ground: Ground) -> Iterator[CaseResult]:
-    """The same calls with other values where none may matter, as the operator's ``disturb`` hook says."""
-    op = ground.op
-    if not op.has_hook("disturb"):
-        return
+    """The same calls with other values where none may matter, as the operator's ``vary`` hook says."""
+    op, device, seed = ground.op, ground.device, ground.seed
     said = "looks at values that must not matter (page table entries that no length reaches, slots that hold no token, padding)"
-    cases = sample(ground)
+
+    def changed(arguments: dict[str, Any]) -> dict[str, Any]:
+        return op.varied(arguments, Variation(Want.UNUSED, Draw(device, seed)))
+
+    cases = [case for case in sample(ground) if changed(op.complete(case.build(device, seed)))]
     for case in cases:
-        make = Changed(op, case.make, lambda arguments: {**arguments, **op.run_hook("disturb", arguments)})
-        outcome = verify_case(ground.spec, replace(case, make=make), ground.device, seed=ground.seed)
+        make = Changed(op, case.make, lambda arguments: {**arguments, **changed(arguments)})
+        outcome = verify_case(ground.spec, replace(case, make=make), device, seed=seed)
         yield _blamed(ground, outcome, case.name, said, "unused")
-    if ground.device.type == "cuda":  # a CPU raises for what it looks up in vain, and goes on
-        for outcome in reach(ground.spec, cases, ground.device, ground.seed):
+    if device.type == "cuda":  # a CPU raises for what it looks up in vain, and goes on
+        for outcome in reach(ground.spec, cases, device, seed):
             yield _blamed(ground, outcome, f"{outcome.case}, in a process of its own", said, "unused")
 
 
