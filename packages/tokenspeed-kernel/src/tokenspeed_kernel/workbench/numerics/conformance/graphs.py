@@ -1,8 +1,8 @@
-"""Does a kernel replay from a captured graph? Needs a GPU.
+"""Does a kernel give correct results when a CUDA graph of it is replayed? Needs a GPU.
 
-A graph replays launches: a kernel that reads a length on the host, sizes a grid by it or keeps a workspace in memory that is given
-back replays wrongly. So each graph is replayed on the inputs it was captured with and on others written over them: other values,
-shorter sequences, other pages.
+A graph repeats launches as they were captured. A kernel that reads a length on the host, sizes its grid by one, or frees its
+workspace gives wrong results in a replay. So each graph is replayed on the inputs that it was captured with, and on others that are
+copied over them, which the operator's ``vary`` hook makes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Inputs:
         return {name: tensor for name, tensor in tensors if name.partition(".")[0] in self.op.mutates}
 
     def plain_tensors(self) -> dict[str, Tensor]:
-        """Arguments that are tensors themselves and that the kernel takes as they are. What objects hold is a model's: it stays."""
+        """Arguments that are tensors and that the kernel takes unchanged. Tensors in objects are a model's weights: they stay."""
         tensors = {name: value for name, value in self.plain.items() if isinstance(value, Tensor)}
         taken = {name: self.prepared[name] for name in tensors}
         return {
@@ -96,7 +96,7 @@ def _reference(inputs: Inputs) -> tuple[Any, dict[str, Tensor]]:
 
 
 def replay_faults(spec: KernelSpec, case: Case, device: torch.device, seed: int = 0) -> list[str]:
-    """Captures a kernel's call and replays it: what is wrong, nothing if all is well.
+    """Captures a kernel's call and replays it. Returns what is wrong; nothing if all is well.
 
     Raises:
         RuntimeError: the call cannot be captured: it waits for the device, say.
@@ -145,7 +145,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
 
     def replay() -> tuple[Any, dict[str, Tensor]]:
         put_back()
-        for tensor in _tensors(captured):  # so that what is not written again is seen
+        for tensor in _tensors(captured):  # so that elements that the replay does not write are found
             if tensor.is_contiguous() and tensor.dim():
                 _bytes(tensor).fill_(0x7F)
         graph.replay()
