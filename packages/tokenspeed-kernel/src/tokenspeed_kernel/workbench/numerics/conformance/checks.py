@@ -9,6 +9,7 @@ tensor, with strides, without waiting for the device, in a CUDA graph, and alone
 from __future__ import annotations
 
 import functools
+import itertools
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -111,12 +112,13 @@ def empties(space: CaseSpace) -> Iterator[CaseResult]:
 def unused_values(space: CaseSpace) -> Iterator[CaseResult]:
     """The same calls with other values where none may matter, as the operator's ``vary`` hook says."""
     op, device, seed = space.op, space.device, space.seed
-    said = "looks at values that must not matter (page table entries that no length reaches, slots that hold no token, padding)"
 
     def changed(arguments: dict[str, Any]) -> dict[str, Any]:
         return op.varied(arguments, Variation(Want.UNUSED, Draw(device, seed)))
 
-    cases = [case for case in sample(space) if changed(op.complete(case.build(device, seed)))]
+    names = {case: [*changed(op.complete(case.build(device, seed)))] for case in sample(space)}
+    cases = [case for case, found in names.items() if found]
+    said = f"uses values that must not matter, of {', '.join(dict.fromkeys(itertools.chain(*names.values())))}"
     for case in cases:
         make = Changed(op, case.make, lambda arguments: {**arguments, **changed(arguments)})
         outcome = verify_case(space.spec, replace(case, make=make), device, seed=seed)
