@@ -11,10 +11,11 @@ from torch import Tensor
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.workbench.capture import ReplayError, load, load_cases, merge, replay
-from tokenspeed_kernel.workbench.recording import CapturedCall, Record, ShapeCapture, described
+from tokenspeed_kernel.workbench.recording import Record, ShapeCapture, described
 from tokenspeed_kernel.workbench.recording.recorder import Work
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.ops.attention._inputs import paged
+from tokenspeed_kernel_base.variation import Variation, Want
 
 SMALL = [(op, case) for op in tk.operators() for case in op.all_cases() if not case.large]
 
@@ -97,8 +98,7 @@ def test_a_call_in_a_graph_is_made_at_full_length() -> None:
     ],
 )
 def test_lengths_that_add_up(samples: list[int], total: int, wanted: list[int]) -> None:
-    call = CapturedCall({}, {"lengths": samples})
-    assert call.parts("lengths", 2, total) == wanted
+    assert Variation(Want.CAPTURED, Draw(), {"lengths": samples}).parts("lengths", 2, total) == wanted
 
 
 def test_long_lists_are_thinned() -> None:

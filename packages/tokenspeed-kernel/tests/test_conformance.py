@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[str, str, set[str]]] = {
     "wrong_sink": ("values", r"only where .*sinks=True.*smallest: ragged\(\[1\], .*sinks=True", {"trait edges"}),
     "reads_past_page_table": (
         "unused values",
-        r"looks at values that must not matter \(page table entries that no length reaches.*IndexError: index 2147483647",
+        r"uses values that must not matter, of page_table, k_cache, v_cache: .*IndexError: index 2147483647",
         set(),
     ),
 }

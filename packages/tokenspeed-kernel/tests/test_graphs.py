@@ -1,6 +1,6 @@
 """Every Triton kernel in a captured graph, on every small case of its operator. Nothing here names a kernel or an operator.
 
-Runs on a machine with a GPU only; `tokenspeed_kernel.workbench.numerics.graphs` says what is replayed.
+Runs on a machine with a GPU only; `tokenspeed_kernel.workbench.numerics.conformance.graphs` says what is replayed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tokenspeed_kernel.workbench.numerics.graphs import replay_faults
+from tokenspeed_kernel.workbench.numerics.conformance.graphs import replay_faults
 from tokenspeed_kernel.workbench.numerics.verify import default_device, refusal
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import operators

@@ -8,6 +8,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tokenspeed_kernel.workbench.numerics import (
 from tokenspeed_kernel.workbench.numerics.compare import same_bits
 from tokenspeed_kernel.workbench.numerics.places import describe_places
 from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import CapabilityRequirement, named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 from tokenspeed_kernel_base.selection import Request
@@ -349,9 +351,22 @@ def test_narrow_formats_loosen_it() -> None:
     assert dense == tolerance_for(torch.bfloat16)
     fp4 = tolerance_for(torch.bfloat16, request_with(a=dense_tensor_format(torch.bfloat16), b=MXFP4))
     fp8 = tolerance_for(torch.bfloat16, request_with(a=dense_tensor_format(torch.float8_e4m3fn)))
-    inside = tolerance_for(torch.bfloat16, request_with({"activations": "mxfp4"}, b=MXFP4))
+    inside = tolerance_for(torch.bfloat16, replace(request_with(b=MXFP4), intermediates=(MXFP4,)))
     assert dense.norm < fp4.norm < fp8.norm < inside.norm
     assert len({dense.reason, fp4.reason, fp8.reason, inside.reason}) == 4
+    assert tolerance_for(torch.bfloat16, request_with({"layout": "fp8 and mxfp4"}, a=dense_tensor_format(torch.bfloat16))) == dense
+
+
+def test_rounded_activations_loosen_it() -> None:
+    """The operator says what it rounds values to on the way; neither the operands nor the traits' names do."""
+    op = get_operator("moe_apply")
+    cases = {case.name: op.request(op.complete(case.build())) for case in op.all_cases() if not case.large}
+    plain, fp8, fp4 = (
+        tolerance_for(torch.float16, cases[name])
+        for name in ("dense float16, bias, concatenated", "dense, fp8 activations", "dense float16, mxfp4 activations")
+    )
+    assert plain == tolerance_for(torch.float16)
+    assert plain.norm < fp8.norm < fp4.norm
 
 
 def test_rounding_that_is_granted_passes_and_a_wrong_scale_does_not() -> None:

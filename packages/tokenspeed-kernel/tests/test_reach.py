@@ -1,4 +1,4 @@
-"""Lookups that no length reaches, in a process of its own: `tokenspeed_kernel.workbench.numerics.reach`."""
+"""Lookups that no length reaches, in a process of its own: `tokenspeed_kernel.workbench.numerics.conformance.reach`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenspeed_kernel.workbench.numerics.reach import reach
+from tokenspeed_kernel.workbench.numerics.conformance.reach import reach
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.registry import KernelSpec

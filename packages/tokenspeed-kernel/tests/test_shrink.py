@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import tokenspeed_kernel as tk
+from tokenspeed_kernel.workbench.capture import replay
 from tokenspeed_kernel.workbench.numerics import CaseResult, Status, verify_case
 from tokenspeed_kernel.workbench.numerics.narrow import axes_of, count_items, first_items, narrow, narrowed
 from tokenspeed_kernel.workbench.numerics.shrink import shrink, variations
@@ -157,6 +159,10 @@ def _case(mode: str, name: str) -> Case:
     return next(case for case in get_operator(mode).all_cases() if case.name == name)
 
 
+def _doubled(op: Operator[Any, Any], arguments: dict[str, Any]) -> Any:
+    return op.reference(*arguments.values()) * 2
+
+
 def _window_off_by_one(op: Operator[Any, Any], arguments: dict[str, Any]) -> Any:
     if arguments["window_left"] >= 0:
         arguments = {**arguments, "window_left": arguments["window_left"] + 1}
@@ -271,6 +277,20 @@ def test_cases_of_every_operator_shrink_to_little(op: Operator[Any, Any], monkey
     assert elements(shrunk.case) < elements(case)
     assert elements(shrunk.case) <= 256, (str(case.make), str(shrunk.case.make))
     assert [*variations(op, case)], "and there is something to try"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_captured_call_is_narrowed() -> None:
+    """Its recipe holds descriptions, not numbers to vary."""
+    op, spec = get_operator("silu_and_mul"), _register("silu_and_mul", _doubled)
+    with tk.shape_capture() as found:
+        op.function(torch.ones(9, 8))
+    case = replay(found.get()[0])
+    shrunk = shrink(spec, case, verify_case(spec, case))
+    assert shrunk.case.build()["x"].shape == (1, 2)
+    room: dict[str, Any] = {}
+    exec(compile(shrunk.reproducer.replace("print(", "found = ("), "reproducer", "exec"), room)
+    assert room["found"] == shrunk.result.reason
 
 
 def test_narrowing_twice_is_one_step() -> None:

@@ -21,6 +21,7 @@ from tokenspeed_kernel_base.platform import platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
 from tokenspeed_kernel_base.selection import selection_policy
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format
+from tokenspeed_kernel_base.variation import Variation
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,7 +29,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 REFERENCE = "reference"
 
-HOOKS = ("traits", "check", "check_values", "formats", "fake", "cases", "cost", "work", "replay", "disturb", "prepare")
+HOOKS = ("traits", "check", "check_values", "formats", "fake", "cases", "cost", "work", "vary", "intermediates", "prepare")
 
 # What these say must hold for a whole range of a bound, so they cannot ask for one.
 _UNBOUNDED_HOOKS = frozenset({"traits", "formats", "fake"})
@@ -45,9 +46,10 @@ class Operator(Generic[P, R]):
         mutates: further parameters that it writes to.
         in_place: outputs that may be an input, by name: the inputs that each may be.
         exact: every kernel must give the reference's values bit for bit.
-        varying: sizes that change from call to call; all other sizes are fixed by the model.
+        varying: sizes that change from call to call, the one that counts a batch's items first; all others are fixed by the model.
         capacity: sizes that say how much memory there is; no part of a request's sizes.
         bounds: integer options that bound a varying size, and vary like one.
+        scales: parameters that multiply the values of another one: positive, and near 1 where they are drawn at random.
         function: what users call.
     """
 
@@ -67,24 +69,26 @@ class Operator(Generic[P, R]):
         exact: bool,
         reference_traits: Mapping[str, Any],
         fixed_traits: Iterable[str],
-        varying: Iterable[str],
+        varying: Sequence[str],
         capacity: Iterable[str],
         bounds: Sequence[str],
+        scales: Iterable[str],
     ) -> None:
         self.family, self.mode, self.body = family, mode, body
         self.parameters = parse_parameters(body, hints, bounds)
         self.names = tuple(p.name for p in self.parameters)
         self.outs, self.mutates, self.exact = tuple(outs), tuple(mutates), exact
         self.in_place = {out: frozenset(inputs) for out, inputs in in_place.items()}
-        self.varying, self.capacity, self.bounds = frozenset(varying), frozenset(capacity), tuple(bounds)
+        self.varying, self.capacity, self.bounds = tuple(varying), frozenset(capacity), tuple(bounds)
+        self.scales = frozenset(scales)
         self._formats, self._reference_traits = tuple(formats), dict(reference_traits)
         self.fixed_traits = frozenset(fixed_traits)
-        unknown = {*formats, *outs, *mutates, *hints, *bounds}.union(in_place, *in_place.values()) - set(self.names)
+        unknown = {*formats, *outs, *mutates, *hints, *bounds, *self.scales}.union(in_place, *in_place.values()) - set(self.names)
         if unknown:
             raise TypeError(f"{self}: {', '.join(sorted(unknown))} of the declaration are not parameters of {body.__name__}")
         if not any(t.required and not t.optional for p in self.parameters if not p.optional for t in p.tensors()):
             raise TypeError(f"{self} ({body.__name__}): an operator takes at least one tensor that may not be absent")
-        twice = (self.varying & self.capacity) | ((self.varying | self.capacity) & frozenset(self.bounds))
+        twice = self.capacity.intersection(self.varying) | self.capacity.union(self.varying).intersection(self.bounds)
         if twice:
             raise TypeError(f"{self}: {', '.join(sorted(twice))} must be declared as one of varying, capacity and bounds")
         self.host_values: tuple[str, ...] = ()
@@ -126,8 +130,10 @@ class Operator(Generic[P, R]):
     def _add_hook(self, name: str, hook: Callable[..., Any]) -> None:
         if name in self._hooks:
             raise TypeError(f"{self}: its {name} hook is declared twice")
-        leading = 1 if name in ("check", "check_values", "replay", "prepare") else 0
-        wanted = tuple(inspect.signature(hook).parameters)[leading:]
+        leading = 1 if name in ("check", "check_values", "vary", "prepare") else 0
+        parameters = list(inspect.signature(hook).parameters.values())[leading:]
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        wanted = self.names if takes_all else tuple(p.name for p in parameters)
         unknown = set(wanted) - set(self.names)
         if unknown:
             raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(unknown))}, which are not parameters")
@@ -187,6 +193,10 @@ class Operator(Generic[P, R]):
         assert isinstance(cost, Cost), f"{self} declares no cost"
         return cost
 
+    def varied(self, arguments: dict[str, Any], variation: Variation) -> dict[str, Any]:
+        """What changes in (complete) arguments for a variation, by name; nothing where the operator has no ``vary`` hook."""
+        return dict(self.run_hook("vary", arguments, variation) or {})
+
     def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
         """The (complete) arguments of a case as this kernel wants them: weights in its own layout, say. A copy where it differs."""
         return {**arguments, **(self.run_hook("prepare", arguments, spec) or {})}
@@ -238,7 +248,8 @@ class Operator(Generic[P, R]):
             solution,
             self.fixed_traits,
             self.sizes(arguments) if sizes is None else sizes,
-            self.varying.union(self.bounds),
+            frozenset((*self.varying, *self.bounds)),
+            tuple(self.run_hook("intermediates", arguments) or ()),
             package,
         )
 

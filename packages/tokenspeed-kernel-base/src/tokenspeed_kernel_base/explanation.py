@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenspeed_kernel_base.platform import PlatformInfo
 from tokenspeed_kernel_base.registry import KernelSpec
-from tokenspeed_kernel_base.signature import FormatSignature
+from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat
 from tokenspeed_kernel_base.traits import format_traits
 
 
@@ -30,8 +30,9 @@ class Request:
 
     ``traits`` holds every trait the caller knows, flags that are clear included. ``fixed_traits`` names those that say what the
     operands are rather than what is asked of the kernel (the layout of weights, say): an override does not get past them.
-    ``sizes`` says how large the call is: tokens, heads, rows... No gate looks at it. ``varying`` names those that change from call
-    to call; the others are fixed by the model. ``package`` asks for the kernels of one package only.
+    ``sizes`` says how large the call is: tokens, heads, rows... No gate looks at it. ``varying`` names those that change from
+    call to call; the others are fixed by the model. ``intermediates`` are formats that the operator rounds values to between its
+    inputs and its outputs; only tolerances look at them. ``package`` asks for the kernels of one package only.
     """
 
     family: str
@@ -44,6 +45,7 @@ class Request:
     fixed_traits: frozenset[str] = frozenset()
     sizes: Mapping[str, int] = field(default_factory=dict)
     varying: frozenset[str] = frozenset()
+    intermediates: tuple[TensorFormat, ...] = ()
     package: str | None = None
 
     @property

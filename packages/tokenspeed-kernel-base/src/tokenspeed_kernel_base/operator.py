@@ -28,16 +28,16 @@
     @rmsnorm.work                    # the values that decide how much there is to do, for a capture; may wait for the device
     def _(lengths): return {"lengths": lengths.tolist()}
 
-    @rmsnorm.replay                  # the arguments whose values matter, for a call like one that was captured
-    def _(call): return {"lengths": ...}
+    @rmsnorm.vary                    # arguments with other values, see `tokenspeed_kernel_base.variation`
+    def _(variation, x, lengths): return {"x": ...}
 
-    @rmsnorm.disturb                 # the arguments with other values wherever none may matter: padding, slots that hold nothing
-    def _(x, lengths): return {"x": ...}
+    @rmsnorm.intermediates           # rarely: formats that values are rounded to on the way, which a tolerance has to allow for
+    def _(): return (fp8_format(...),)
 
     @rmsnorm.prepare                 # rarely: the arguments that a kernel wants arranged before it is called, arranged for it
     def _(spec, weight): return {"weight": ...}
 
-Each hook names the parameters it wants, and is added in the module of the body. The result is an ordinary function with the body's
+Each hook names the parameters that it wants, or takes all of them as ``**arguments``, and is added in the module of the body. The result is an ordinary function with the body's
 signature plus the keywords ``override`` (a kernel's name) and ``solution``; it also carries the hooks, ``bind``, ``explain`` and
 ``operator``. Operators are for inference: a call whose arguments require gradients raises RuntimeError.
 
@@ -87,8 +87,8 @@ class OperatorFunction(Protocol[P, R_co]):
     def cases(self, hook: Hook) -> Hook: ...
     def cost(self, hook: Hook) -> Hook: ...
     def work(self, hook: Hook) -> Hook: ...
-    def replay(self, hook: Hook) -> Hook: ...
-    def disturb(self, hook: Hook) -> Hook: ...
+    def vary(self, hook: Hook) -> Hook: ...
+    def intermediates(self, hook: Hook) -> Hook: ...
     def prepare(self, hook: Hook) -> Hook: ...
     def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., R_co]: ...
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation: ...
@@ -125,9 +125,10 @@ def operator(
     exact: bool = False,
     reference_traits: Mapping[str, Any] | None = None,
     fixed_traits: Iterable[str] = (),
-    varying: Iterable[str] = (),
+    varying: Sequence[str] = (),
     capacity: Iterable[str] = (),
     bounds: Sequence[str] = (),
+    scales: Iterable[str] = (),
 ) -> Callable[[Callable[P, R]], OperatorFunction[P, R]]:
     """Declares an operator; decorates its body. The module's docstring shows a whole declaration.
 
@@ -143,11 +144,13 @@ def operator(
         reference_traits: constraints of the body itself, where it does not serve everything the signature can say.
         fixed_traits: traits that say what the operands are; an override does not get past them.
         varying: sizes, as the ``check`` hook names them, that change from call to call: tokens, batch, rows. Measured results are
-            found by the power of two above them, and by the exact value of every size that is not named here.
+            found by the power of two above them, and by the exact value of every size that is not named here. The first one counts
+            the items that a batch consists of: sequences, rows.
         capacity: sizes that only say how much memory there is: the pages of a cache. Nothing is found by them.
         bounds: integer parameters that bound a varying size. They vary, too, and a decision holds for all values that the ``check``
             hook allows with `Checker.bound`; it looks at them in no other way, and the hooks ``traits``, ``formats`` and ``fake``
             in none.
+        scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
     """
 
     def declare(body: Callable[P, R]) -> OperatorFunction[P, R]:
@@ -169,6 +172,7 @@ def operator(
             varying=varying,
             capacity=capacity,
             bounds=bounds,
+            scales=scales,
         )
         function = op.function = Caller(op).function
         for hook in HOOKS:

@@ -11,18 +11,20 @@ from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
-from tokenspeed_kernel_base.ops.attention._inputs import disturbed_pages, lengths_read, paged, paged_like
+from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_paged, paged_outputs, softmax_scale_of
 from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits, window_traits
+from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_paged
 
 
 @operator(
     "attention",
     "mha_decode_with_kvcache",
     formats=("q", "k_cache", "v_cache"),
-    varying=("tokens", "batch"),
+    varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_k",),
+    scales=("q_scale", "k_scale", "v_scale"),
 )
 def mha_decode_with_kvcache(
     q: Tensor,
@@ -200,15 +202,12 @@ def _() -> list[Case]:
     ]
 
 
-mha_decode_with_kvcache.disturb(disturbed_pages)
-
-
 @mha_decode_with_kvcache.work
 def _(cache_seqlens: Tensor) -> dict[str, list[int]]:
     return lengths_read(None, cache_seqlens)
 
 
-mha_decode_with_kvcache.replay(paged_like)
+mha_decode_with_kvcache.vary(vary_paged)
 
 
 @mha_decode_with_kvcache.cost

@@ -11,18 +11,20 @@ from tokenspeed_kernel_base.cases import Case, Cost, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
-from tokenspeed_kernel_base.ops.attention._inputs import Make, disturbed_pages, lengths_read, paged, paged_like
+from tokenspeed_kernel_base.ops.attention._inputs import Make, paged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_paged, paged_outputs, softmax_scale_of
 from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits, window_traits
+from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_paged
 
 
 @operator(
     "attention",
     "mha_with_kvcache",
     formats=("q", "k_cache", "v_cache"),
-    varying=("tokens", "batch"),
+    varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_q", "max_seqlen_k"),
+    scales=("q_scale", "k_scale", "v_scale"),
 )
 def mha_with_kvcache(
     q: Tensor,
@@ -226,13 +228,10 @@ def _() -> list[Case]:
     ]
 
 
-mha_with_kvcache.disturb(disturbed_pages)
-
-
 mha_with_kvcache.work(lengths_read)
 
 
-mha_with_kvcache.replay(paged_like)
+mha_with_kvcache.vary(vary_paged)
 
 
 @mha_with_kvcache.cost

@@ -11,18 +11,20 @@ from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
-from tokenspeed_kernel_base.ops.attention._inputs import disturbed_latent_pages, lengths_read, paged, paged_like
+from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_latent, latent_outputs
 from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits
+from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_paged
 
 
 @operator(
     "attention",
     "mla_extend_with_kvcache",
     formats=("q", "kv_cache"),
-    varying=("tokens", "batch"),
+    varying=("batch", "tokens"),
     capacity=("pages", "max_pages"),
     bounds=("max_seqlen_q", "max_seqlen_k"),
+    scales=("q_scale", "kv_scale"),
 )
 def mla_extend_with_kvcache(
     q: Tensor,
@@ -199,13 +201,10 @@ def _() -> list[Case]:
     ]
 
 
-mla_extend_with_kvcache.disturb(disturbed_latent_pages)
-
-
 mla_extend_with_kvcache.work(lengths_read)
 
 
-mla_extend_with_kvcache.replay(paged_like)
+mla_extend_with_kvcache.vary(vary_paged)
 
 
 @mla_extend_with_kvcache.cost

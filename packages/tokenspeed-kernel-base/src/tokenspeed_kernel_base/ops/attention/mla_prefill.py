@@ -12,9 +12,10 @@ from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
-from tokenspeed_kernel_base.ops.attention._inputs import ragged, ragged_like
+from tokenspeed_kernel_base.ops.attention._inputs import ragged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_ragged, empty_outputs, softmax_scale_of
 from tokenspeed_kernel_base.ops.attention._traits import softmax_traits
+from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
 
 
 @operator(
@@ -22,7 +23,7 @@ from tokenspeed_kernel_base.ops.attention._traits import softmax_traits
     "mla_prefill",
     formats=("q", "k", "v"),
     hints=("cu_seqlens_cpu",),
-    varying=("tokens", "batch"),
+    varying=("batch", "tokens"),
     bounds=("max_seqlen",),
 )
 def mla_prefill(
@@ -139,7 +140,7 @@ def _(cu_seqlens: Tensor) -> dict[str, list[int]]:
     return {"lengths": cu_seqlens.diff().tolist()}
 
 
-mla_prefill.replay(ragged_like)
+mla_prefill.vary(vary_ragged)
 
 
 @mla_prefill.cost

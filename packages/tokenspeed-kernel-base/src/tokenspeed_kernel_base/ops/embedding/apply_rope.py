@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.recording import CapturedCall
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.kvcache.slots import check_slots, check_write, padding_of, slots_like, store_slots
+from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, check_write, padding_of, store_slots
+from tokenspeed_kernel_base.variation import Variation, Want
 
 
 @operator(
@@ -241,28 +241,30 @@ def _() -> list[Case]:
     ]
 
 
-@apply_rope.disturb
-def _(v: Tensor | None, slot_mapping: Tensor | None) -> dict[str, Tensor]:
-    return {} if v is None or slot_mapping is None else {"v": poisoned(v, slot_mapping < 0)}
+@apply_rope.vary
+def _(
+    variation: Variation,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    v: Tensor | None,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+) -> dict[str, Tensor]:
+    written = v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None
+    if variation.want is Want.UNUSED:
+        return {"v": poisoned(v, slot_mapping < 0)} if written else {}
+    if variation.want is not Want.CAPTURED:
+        return {}
+    table = _table(variation.draw, *cos_sin_cache.shape)
+    drawn = variation.draw.integers(0, len(table), *positions.shape, dtype=positions.dtype)
+    slots = captured_slots(variation, k_cache, v_cache, slot_mapping) if written else {}
+    return {"positions": drawn, "cos_sin_cache": table, **slots}
 
 
 @apply_rope.work
 def _(slot_mapping: Tensor | None) -> dict[str, list[int]] | None:
     return None if slot_mapping is None else padding_of(slot_mapping)
-
-
-@apply_rope.replay
-def _(call: CapturedCall) -> Callable[[Draw], dict[str, Any]]:
-    (tokens,), (positions, rotary_dim) = call.shape("positions"), call.shape("cos_sin_cache")
-
-    def make(draw: Draw) -> dict[str, Any]:
-        return {
-            "positions": draw.integers(0, positions, tokens, dtype=call.dtype("positions")),
-            "cos_sin_cache": _table(draw, positions, rotary_dim),
-            **(slots_like(call, draw) if call.given("slot_mapping") else {}),
-        }
-
-    return make
 
 
 @apply_rope.cost

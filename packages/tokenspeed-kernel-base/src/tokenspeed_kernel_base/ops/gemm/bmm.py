@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.ops.gemm.operands import check_out_dtype, decode_ope
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name
 
 
-@operator("gemm", "bmm", outs=("out",), varying=("batch", "m"))
+@operator("gemm", "bmm", outs=("out",), varying=("batch", "m"), scales=("a_scale", "b_scale"))
 def bmm(
     a: Tensor,
     b: Tensor,

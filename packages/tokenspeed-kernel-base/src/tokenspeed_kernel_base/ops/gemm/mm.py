@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.ops.gemm.operands import check_out_dtype, decode_ope
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name
 
 
-@operator("gemm", "mm", outs=("out",), varying=("m",))
+@operator("gemm", "mm", outs=("out",), varying=("m",), scales=("a_scale", "b_scale"))
 def mm(
     a: Tensor,
     b: Tensor,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.recording import CapturedCall
-from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.cases import nbytes
 from tokenspeed_kernel_base.checks import FP8, INTS, Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import encode_fp8
+from tokenspeed_kernel_base.variation import Variation
 
 # A cache that stands for a captured one has as many pages, or as fit in this.
 _REPLAYED_BYTES = 1 << 30
@@ -47,17 +47,17 @@ def padding_of(slot_mapping: Tensor) -> dict[str, list[int]]:
     return {"padding": [int((slot_mapping < 0).sum())]}
 
 
-def slots_like(call: CapturedCall, draw: Draw) -> dict[str, Tensor]:
-    """Caches like those of a captured call, of fewer pages where those would take too much, and a slot for each token, or none."""
-    tokens = call.shape("slot_mapping")[0]
-    pages, page_size, kv_heads, head_dim = call.shape("k_cache")
-    dtype = call.dtype("k_cache")
-    needed, fitting = -(-tokens // page_size), _REPLAYED_BYTES // (page_size * kv_heads * head_dim * dtype.itemsize)
+def captured_slots(variation: Variation, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
+    """A slot or padding for each token of a captured call, and caches like its own, of fewer pages where those would take too
+    much memory."""
+    draw, tokens = variation.draw, len(slot_mapping)
+    pages, page_size, *token = k_cache.shape
+    needed, fitting = -(-tokens // page_size), _REPLAYED_BYTES // (nbytes(k_cache) // max(pages, 1) or 1)
     pages = min(pages, max(needed, fitting))
-    slots = draw.permutation(pages * page_size, call.dtype("slot_mapping"))[:tokens].clone()
-    slots[draw.permutation(tokens)[: call.values("padding", 1, 0)[0]]] = -1
-    caches = {name: draw.normal(pages, page_size, kv_heads, head_dim, dtype=dtype) for name in ("k_cache", "v_cache")}
-    return {"slot_mapping": slots, **caches}
+    slots = draw.permutation(pages * page_size, slot_mapping.dtype)[:tokens].clone()
+    slots[draw.permutation(tokens)[: variation.values("padding", 1, 0)[0]]] = -1
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    return {"slot_mapping": slots, **{n: draw.normal(pages, page_size, *token, dtype=c.dtype) for n, c in caches.items()}}
 
 
 def check_write(check: Checker, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

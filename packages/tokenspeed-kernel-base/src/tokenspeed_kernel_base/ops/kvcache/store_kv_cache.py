@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.recording import CapturedCall
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.kvcache.slots import check_slots, check_write, padding_of, slots_like, store_slots
+from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, check_write, padding_of, store_slots
+from tokenspeed_kernel_base.variation import Variation, Want
 
 
 @operator(
-    "kvcache", "store_kv_cache", formats=("k", "k_cache"), mutates=("k_cache", "v_cache"), varying=("tokens",), capacity=("pages",)
+    "kvcache",
+    "store_kv_cache",
+    formats=("k", "k_cache"),
+    mutates=("k_cache", "v_cache"),
+    varying=("tokens",),
+    capacity=("pages",),
+    scales=("k_scale", "v_scale"),
 )
 def store_kv_cache(
     k: Tensor,
@@ -181,19 +186,18 @@ def _() -> list[Case]:
     ]
 
 
-@store_kv_cache.disturb
-def _(k: Tensor, v: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
-    return {"k": poisoned(k, slot_mapping < 0), "v": poisoned(v, slot_mapping < 0)}
+@store_kv_cache.vary
+def _(variation: Variation, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
+    if variation.want is Want.CAPTURED:
+        return captured_slots(variation, k_cache, v_cache, slot_mapping)
+    if variation.want is Want.UNUSED:
+        return {"k": poisoned(k, slot_mapping < 0), "v": poisoned(v, slot_mapping < 0)}
+    return {}
 
 
 @store_kv_cache.work
 def _(slot_mapping: Tensor) -> dict[str, list[int]]:
     return padding_of(slot_mapping)
-
-
-@store_kv_cache.replay
-def _(call: CapturedCall) -> Callable[[Draw], dict[str, Any]]:
-    return functools.partial(slots_like, call)
 
 
 @store_kv_cache.cost

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.recording import CapturedCall
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, Recipe, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, moe_plan, plan_for, signature_of, traits_of
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, intermediates_of, moe_plan, plan_for, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.process import moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import BLOCK_FP8, CANONICAL, MoEWeights, check_canonical, layout_of
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, decode_fp8, decode_mxfp4, encode_mxfp4
@@ -21,7 +21,8 @@ from tokenspeed_kernel_base.ops.quantization.formats import blocks
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_base.registry import KernelSpec
-from tokenspeed_kernel_base.signature import FormatSignature
+from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat
+from tokenspeed_kernel_base.variation import Variation, Want
 
 
 @operator(
@@ -127,6 +128,11 @@ def _rounded(values: Tensor, activation_dtype: str) -> Tensor:
 @moe_apply.formats
 def _(plan: MoEPlan) -> FormatSignature:
     return signature_of(plan)
+
+
+@moe_apply.intermediates
+def _(plan: MoEPlan) -> tuple[TensorFormat, ...]:
+    return intermediates_of(plan)
 
 
 @moe_apply.traits
@@ -280,26 +286,23 @@ def _() -> list[Case]:
     ]
 
 
-@moe_apply.disturb
-def _(topk_weights: Tensor, topk_ids: Tensor) -> dict[str, Tensor]:
-    return {"topk_weights": poisoned(topk_weights, topk_ids < 0)}
-
-
 @moe_apply.work
 def _(topk_ids: Tensor, plan: MoEPlan) -> dict[str, list[int]]:
     return {"rows": topk_ids.flatten().long().add(1).bincount(minlength=plan.num_experts + 1)[1:].tolist()}
 
 
-@moe_apply.replay
-def _(call: CapturedCall) -> Recipe:
-    plan = dict(call.arguments["plan"])
-    sizes = [plan.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
+@moe_apply.vary
+def _(variation: Variation, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan) -> dict[str, Any]:
+    if variation.want is Want.UNUSED:
+        return {"topk_weights": poisoned(topk_weights, topk_ids < 0)}
+    if variation.want is Want.OTHER:  # what went to the last expert goes to the first
+        return {"topk_ids": torch.where(topk_ids >= 0, topk_ids.max() - topk_ids, topk_ids)} if topk_ids.numel() else {}
+    rows = list(variation.work.get("rows", ()))
+    options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    sizes = [options.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
     for name in ("kernel", "weight_layout"):  # each kernel is given its own
-        del plan[name]
-    plan["dtype"] = call.dtype("x")
-    tokens = call.shape("x")[0]
-    rows = list(call.work["rows"]) if "rows" in call.work and len(call.work["rows"]) == sizes[0] else None
-    return _inputs(tokens, *sizes, rows=rows, **plan)
+        del options[name]
+    return _inputs(len(x), *sizes, rows=rows if len(rows) == plan.num_experts else None, **options)(variation.draw)
 
 
 @moe_apply.cost

@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.selection import (
     make_request,
     override_in_force,
 )
-from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, format_signature
+from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format, format_signature
 
 WEIGHT_FORMATS = ("dense", "fp8_block", "mxfp4")
 ACTIVATION_DTYPES = ("none", "fp8", "mxfp4")
@@ -207,6 +207,12 @@ def signature_of(plan: MoEPlan) -> FormatSignature:
     dense = dense_tensor_format(plan.dtype)
     weight = _SCALED_FORMATS.get(plan.weight_format, dense)
     return format_signature(x=dense, w13=weight, w2=weight)
+
+
+def intermediates_of(plan: MoEPlan) -> tuple[TensorFormat, ...]:
+    """The format that the inputs of both projections are rounded to, if to any."""
+    formats = {"fp8": fp8_format(torch.float8_e4m3fn, "token"), "mxfp4": mxfp4_format()}
+    return (formats[plan.activation_dtype],) if plan.activation_dtype in formats else ()
 
 
 def traits_of(plan: MoEPlan, layout: str) -> dict[str, Any]:

@@ -197,7 +197,9 @@ def _(x: Tensor, granularity: str, block_size: int) -> Cost:
     return Cost(flops=2.0 * x.numel(), bytes=nbytes(x) + x.numel() + 4 * scales)
 
 
-@operator("quantization", "quantize_fp8_with_scale", formats=("x",), outs=("out",), exact=True, varying=("rows",))
+@operator(
+    "quantization", "quantize_fp8_with_scale", formats=("x",), outs=("out",), exact=True, varying=("rows",), scales=("scale",)
+)
 def quantize_fp8_with_scale(
     x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, out: Tensor | None = None
 ) -> Tensor:
@@ -295,7 +297,7 @@ def _(x: Tensor, scale: Tensor) -> Cost:
     return Cost(flops=1.0 * x.numel(), bytes=nbytes(x, scale) + x.numel())
 
 
-@operator("quantization", "dequantize_fp8", outs=("out",), exact=True, varying=("rows",))
+@operator("quantization", "dequantize_fp8", outs=("out",), exact=True, varying=("rows",), scales=("scale",))
 def dequantize_fp8(
     q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, block_size: int = 128, out: Tensor | None = None
 ) -> Tensor:

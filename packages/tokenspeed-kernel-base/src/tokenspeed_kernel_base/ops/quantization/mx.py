@@ -185,7 +185,7 @@ def _(x: Tensor) -> Cost:
     return Cost(flops=2.0 * x.numel(), bytes=nbytes(x) + x.numel() // 2 + x.numel() // BLOCK_MX)
 
 
-@operator("quantization", "dequantize_mxfp8", outs=("out",), exact=True, varying=("rows",))
+@operator("quantization", "dequantize_mxfp8", outs=("out",), exact=True, varying=("rows",), scales=("scale",))
 def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """``q * 2^(scale - 127)`` rounded to ``out_dtype`` once: the reverse of `quantize_mxfp8`.
 
@@ -215,7 +215,7 @@ def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bf
     return decode_mxfp8(q, scale, out_dtype)
 
 
-@operator("quantization", "dequantize_mxfp4", outs=("out",), exact=True, varying=("rows",))
+@operator("quantization", "dequantize_mxfp4", outs=("out",), exact=True, varying=("rows",), scales=("scale",))
 def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None) -> Tensor:
     """``q * 2^(scale - 127)`` rounded to ``out_dtype`` once: the reverse of `quantize_mxfp4`.
 

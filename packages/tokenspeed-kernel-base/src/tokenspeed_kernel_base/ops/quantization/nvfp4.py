@@ -16,7 +16,15 @@ from tokenspeed_kernel_base.ops.quantization.formats import nvfp4_format
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
 
 
-@operator("quantization", "quantize_nvfp4", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows",))
+@operator(
+    "quantization",
+    "quantize_nvfp4",
+    formats=("x",),
+    outs=("out", "scale_out"),
+    exact=True,
+    varying=("rows",),
+    scales=("global_scale",),
+)
 def quantize_nvfp4(
     x: Tensor, global_scale: Tensor, out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -126,7 +134,7 @@ def _(x: Tensor) -> Cost:
     return Cost(flops=2.0 * x.numel(), bytes=nbytes(x) + x.numel() // 2 + x.numel() // BLOCK_NVFP4)
 
 
-@operator("quantization", "dequantize_nvfp4", outs=("out",), exact=True, varying=("rows",))
+@operator("quantization", "dequantize_nvfp4", outs=("out",), exact=True, varying=("rows",), scales=("scale", "global_scale"))
 def dequantize_nvfp4(
     q: Tensor, scale: Tensor, global_scale: Tensor, out_dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None
 ) -> Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.recording import CapturedCall
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.sampling.philox import uniform
 from tokenspeed_kernel_base.ops.sampling.weights import LOG2_E, WEIGHT_BITS, weights
+from tokenspeed_kernel_base.variation import Variation, Want
 
 # The largest weight is 2^WEIGHT_BITS, and a sum of MAX_VOCAB of them fits into int64.
 MAX_VOCAB = 1 << (62 - WEIGHT_BITS)
@@ -230,19 +230,17 @@ def _(temperature: Tensor, top_k: Tensor, top_p: Tensor) -> dict[str, list[int]]
     return {"top_k": top_k.tolist(), **{name: (x * 1000).round().int().tolist() for name, x in thousandths.items()}}
 
 
-@sample_top_k_top_p.replay
-def _(call: CapturedCall) -> Callable[[Draw], dict[str, Any]]:
-    rows = call.shape("logits")[0]
-
-    def make(draw: Draw) -> dict[str, Any]:
-        return {
-            **_inputs(rows, call.shape("logits")[1], dtype=call.dtype("logits"))(draw),
-            "temperature": draw.tensor(call.values("temperature", rows, 800), torch.float32) / 1000,
-            "top_k": draw.tensor(call.values("top_k", rows, 0), torch.int32),
-            "top_p": draw.tensor([max(1, value) for value in call.values("top_p", rows, 1000)], torch.float32) / 1000,
-        }
-
-    return make
+@sample_top_k_top_p.vary
+def _(variation: Variation, logits: Tensor) -> dict[str, Tensor]:
+    if variation.want is not Want.CAPTURED:
+        return {}
+    draw, (rows, vocab) = variation.draw, logits.shape
+    return {
+        **_inputs(rows, vocab, dtype=logits.dtype)(draw),
+        "temperature": draw.tensor(variation.values("temperature", rows, 800), torch.float32) / 1000,
+        "top_k": draw.tensor(variation.values("top_k", rows, 0), torch.int32),
+        "top_p": draw.tensor([max(1, value) for value in variation.values("top_p", rows, 1000)], torch.float32) / 1000,
+    }
 
 
 @sample_top_k_top_p.cost

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.capture.store import load
-from tokenspeed_kernel.workbench.recording import CapturedCall, Record
+from tokenspeed_kernel.workbench.recording import Record
 from tokenspeed_kernel_base.cases import Case, Draw, recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import Kind, Parameter
+from tokenspeed_kernel_base.variation import Variation, Want
 
 # Cases that take more are for a GPU.
 _LARGE_BYTES = 64 << 20
@@ -83,44 +84,39 @@ def replay(record: Record) -> Case:
     if arguments.keys() != set(op.names):
         differing = ", ".join(sorted(arguments.keys() ^ set(op.names)))
         raise ReplayError(f"{op} was captured with other parameters than it has here: {differing}")
-    samples = record["work"]["samples"]
-    call = CapturedCall(arguments, max(samples, key=_amount, default={}))
-    base: Make = op.run_hook("replay", {}, call) or _nothing
-    make = captured(op.mode, arguments, base)
+    work = max(record["work"]["samples"], key=_amount, default={})
     size = sum(_nbytes(told) for told in arguments.values() if _is_tensor(told))
-    return Case(_name(op, call), make, large=size > _LARGE_BYTES, tags=frozenset({TAG}))
+    make = captured(op.mode, arguments, work)
+    return Case(_name(op, arguments, work), make, large=size > _LARGE_BYTES, tags=frozenset({TAG}))
 
 
 def _amount(sample: Mapping[str, Sequence[int]]) -> int:
     return sum(sum(values) for values in sample.values())
 
 
-def _nothing(draw: Draw) -> dict[str, Any]:
-    return {}
-
-
 @recipe
-def captured(operator: str, arguments: Mapping[str, Any], base: Make) -> Make:
-    """The arguments of a captured call: what ``base`` draws, and everything else by its description.
+def captured(operator: str, arguments: Mapping[str, Any], work: Mapping[str, Sequence[int]]) -> Make:
+    """The arguments of a captured call: what the operator's ``vary`` hook gives, and everything else by its description.
 
     Args:
         operator: whose call it was.
-        arguments: their descriptions.
-        base: draws those whose values matter.
+        arguments: descriptions of its arguments.
+        work: the values that decided how much work it was.
     """
     op = get_operator(operator)
 
     def make(draw: Draw) -> dict[str, Any]:
-        made = base(draw)
+        known = {p.name: _described(p, arguments[p.name]) for p in op.parameters}
+        made = op.varied(known, Variation(Want.CAPTURED, draw, work))
         for parameter in op.parameters:
             name, told = parameter.name, arguments[parameter.name]
             if told is None or name in op.outs:
                 made[name] = None
             elif _is_tensor(told):
-                tensor = made[name] if name in made else _drawn(op, draw, name, told)
+                tensor = made[name] if name in made else _drawn(op, draw, name, known[name])
                 made[name] = _strided(tensor, told.get("stride"))
             elif parameter.kind is Kind.VALUE and parameter.cls is None:
-                made[name] = _value(parameter, told)
+                made[name] = known[name]
             elif name not in made:
                 if parameter.kind is not Kind.HINT:
                     raise ReplayError(f"{op}: {name} of a captured call cannot be made again: it is no tensor and no plain value")
@@ -128,6 +124,21 @@ def captured(operator: str, arguments: Mapping[str, Any], base: Make) -> Make:
         return made
 
     return make
+
+
+def _described(parameter: Parameter, told: Any) -> Any:
+    """An argument as far as its description goes: tensors lie on the meta device, and objects that are not described are None."""
+    if _is_tensor(told):
+        return torch.empty(told["shape"], dtype=_dtype(told["dtype"]), device="meta")
+    if told is None or parameter.kind is Kind.HINT:
+        return told
+    if parameter.cls is not None:
+        if not isinstance(told, dict) or told.keys() != {field.attribute for field in parameter.fields}:
+            return None
+        return parameter.cls(**{field.attribute: _described(field, told[field.attribute]) for field in parameter.fields})
+    if torch.dtype in parameter.types:
+        return _dtype(told)
+    return tuple(told) if isinstance(told, list) else told
 
 
 def _is_tensor(told: Any) -> bool:
@@ -146,15 +157,14 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _drawn(op: Operator[Any, Any], draw: Draw, name: str, told: Mapping[str, Any]) -> Tensor:
+def _drawn(op: Operator[Any, Any], draw: Draw, name: str, like: Tensor) -> Tensor:
     """A tensor of which no value matters more than another."""
-    shape, dtype = told["shape"], _dtype(told["dtype"])
-    scales = "scale" in name
-    if dtype == torch.uint8:  # codes of two numbers, or powers of two
-        return draw.integers(*((120, 128) if scales else (0, 256)), *shape, dtype=dtype)
-    if not dtype.is_floating_point:
+    scales = name in op.scales
+    if like.dtype == torch.uint8:  # codes of two numbers, or powers of two
+        return draw.integers(*((120, 128) if scales else (0, 256)), *like.shape, dtype=like.dtype)
+    if not like.is_floating_point():
         raise ReplayError(f"{op}: {name} of a captured call cannot be made again: its values mean something")
-    return draw.uniform(*shape, low=0.5, high=1.5, dtype=dtype) if scales else draw.normal(*shape, dtype=dtype)
+    return draw.uniform(*like.shape, low=0.5, high=1.5, dtype=like.dtype) if scales else draw.normal(*like.shape, dtype=like.dtype)
 
 
 def _strided(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
@@ -171,22 +181,16 @@ def _strided(tensor: Tensor, stride: Sequence[int] | None) -> Tensor:
     return room.as_strided(tensor.shape, stride)
 
 
-def _value(parameter: Parameter, told: Any) -> Any:
-    if torch.dtype in parameter.types:
-        return _dtype(told)
-    return tuple(told) if isinstance(told, list) else told
-
-
-def _name(op: Operator[Any, Any], call: CapturedCall) -> str:
+def _name(op: Operator[Any, Any], arguments: Mapping[str, Any], work: Mapping[str, Sequence[int]]) -> str:
     """What the call looks like, in a line: shapes of the operands, options that are not the default, and lengths."""
     words = []
     for parameter in op.parameters:
-        told = call.arguments[parameter.name]
+        told = arguments[parameter.name]
         if _is_tensor(told):
             words.append(f"{parameter.name} {told['dtype']}{told['shape']}" + (f" by {told['stride']}" if "stride" in told else ""))
         elif told is not None and parameter.kind is Kind.VALUE and told != parameter.default:
             words.append(f"{parameter.name} {_plain(told)}")
-    words += [f"{name} {_summary(values)}" for name, values in sorted(call.work.items())]
+    words += [f"{name} {_summary(values)}" for name, values in sorted(work.items())]
     return ", ".join(words).replace("'", "")
 
 

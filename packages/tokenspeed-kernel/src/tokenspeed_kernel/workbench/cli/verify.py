@@ -61,7 +61,7 @@ def verify(
 ) -> None:
     """Run kernels against their operators' references. Exit code 1 if any is wrong.
 
-    With --plugin or --conformance also the honesty of what they declare: edges of traits, out=, inputs, waiting, bounds and more.
+    With --plugin or --conformance also the checks of what they declare: edges of traits, out=, inputs, waiting, bounds and more.
     """
     where = find_device(device)
     specs = made_with(solution, find_kernels(target, plugin))

@@ -67,7 +67,8 @@ def narrow(op: Operator[Any, Any], arguments: dict[str, Any], size: str, count: 
 def first_items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tuple[dict[str, Any], int]:
     """The call for the first ``count`` items of its batch, and how many rows of the outputs are theirs.
 
-    Items are sequences where the call has several, else what the first axis of its first tensor counts: tokens, rows.
+    Items are what the first size that the operator declares to vary counts (sequences, tokens); where no tensor has that size, what
+    the first axis of the first tensor counts.
 
     Raises:
         ValueError, TypeError: what is left is not a call that the operator takes, or it has no such items.
@@ -87,12 +88,18 @@ def count_items(op: Operator[Any, Any], arguments: dict[str, Any]) -> int:
     """How many items the call has, as `first_items` counts them; 0 if it has none."""
     axes = axes_of(op, arguments)
     tensors = dict(tensor_arguments(op.parameters, arguments))
-    for wanted, less in (("batch+1", 1), ("batch", 0)):
+    items = _item_size(op)
+    for wanted, less in ((f"{items}+1", 1), (items, 0)):
         for name, names in axes.items():
             if names[:1] == (wanted,):
                 return len(tensors[name]) - less
     name, names = next(iter(axes.items()), ("", ()))
     return len(tensors[name]) if names else 0
+
+
+def _item_size(op: Operator[Any, Any]) -> str:
+    """The size that counts items: the first one that the operator declares to vary."""
+    return op.varying[0] if op.varying else _ROWS
 
 
 def _items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tuple[dict[str, int], int]:
@@ -101,19 +108,19 @@ def _items(op: Operator[Any, Any], arguments: dict[str, Any], count: int) -> tup
     tensors = dict(tensor_arguments(op.parameters, arguments))
     if not axes:
         raise ValueError(f"{op} says no sizes of its tensors")
+    items = _item_size(op)
+    offsets = f"{items}+1"
     leader, names = next(iter(axes.items()))
     rows = len(tensors[leader]) if names else 0
     # Only running sums that end with the number of rows say where an item's rows end.
-    sums = [
-        tensors[name] for name, n in axes.items() if n == ("batch+1",) and len(tensors[name]) and int(tensors[name][-1]) == rows
-    ]
+    sums = [tensors[name] for name, n in axes.items() if n == (offsets,) and len(tensors[name]) and int(tensors[name][-1]) == rows]
     if sums:
         end = int(sums[0][count])
-        return {names[0]: end, "batch": count, "batch+1": count + 1}, end
-    batch = next((len(tensors[name]) for name, n in axes.items() if n[:1] == ("batch",)), 0)
-    if batch and names[0] != "batch" and rows % batch == 0:
-        end = rows // batch * count
-        return {names[0]: end, "batch": count, "batch+1": count + 1}, end
+        return {names[0]: end, items: count, offsets: count + 1}, end
+    whole = next((len(tensors[name]) for name, n in axes.items() if n[:1] == (items,)), 0)
+    if whole and names[0] != items and rows % whole == 0:
+        end = rows // whole * count
+        return {names[0]: end, items: count, offsets: count + 1}, end
     return {names[0]: count}, count
 
 
@@ -141,8 +148,8 @@ def _cut(op: Operator[Any, Any], arguments: dict[str, Any], sizes: dict[str, int
     leading = {before[size]: count for size, count in sizes.items() if size in before}
     for parameter in op.parameters:
         value = changed[parameter.name]
-        if parameter.kind is Kind.HINT and isinstance(value, (Tensor, Sequence)) and "batch+1" in sizes:
-            changed[parameter.name] = value[: sizes["batch+1"]]
+        if parameter.kind is Kind.HINT and isinstance(value, (Tensor, Sequence)) and f"{_item_size(op)}+1" in sizes:
+            changed[parameter.name] = value[: sizes[f"{_item_size(op)}+1"]]
         elif others and isinstance(value, Tensor) and parameter.name not in axes and value.dim() and len(value) in leading:
             changed[parameter.name] = value[: leading[len(value)]]
     return changed

@@ -1,7 +1,7 @@
 """The smallest call with the same fault.
 
-A case that a `Recipe` makes is varied through the plain values that it was made from: shorter lists of lengths, smaller sizes,
-options left out. Any other is narrowed (`tokenspeed_kernel.workbench.numerics.narrow`). Whatever the operator refuses is passed over, so
+A case that a `Recipe` makes of numbers is varied through them: shorter lists of lengths, smaller sizes, options left out. Any
+other is narrowed (`tokenspeed_kernel.workbench.numerics.narrow`). Whatever the operator refuses is passed over, so
 nothing here need know which values go together.
 """
 
@@ -140,7 +140,7 @@ def _leaves(recipe: Recipe) -> Iterator[Any]:
 
 def variations(op: Operator[Any, Any], case: Case, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[Case]:
     """Simpler cases, the boldest steps first. Not all of them are calls that the operator takes."""
-    if isinstance(case.make, Recipe):
+    if isinstance(case.make, Recipe) and any(type(value) is int for value in _leaves(case.make)):
         for recipe in _simpler(case.make, frozenset(op.names)):
             yield replace(case, make=recipe)
         return

@@ -10,12 +10,12 @@ no more: sums in another order, intermediates in the operands' format.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from tokenspeed_kernel_base.selection import Request
+from tokenspeed_kernel_base.signature import TensorFormat
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ _FP4_OPERANDS = Tolerance(2**-5, 2**-4, 2**-6, "partial sums of fp4 products are
 # With fp8 operands the other side of a product (attention's probabilities, an activation) may be rounded to e4m3 as well: off by
 # 2^-4 at most and 2.5% rms a term, 2.5% rms of the sum, and 5 sigma for the worst of a million elements.
 _FP8_PRODUCTS = Tolerance(2**-4, 2**-3, 0.04, "an intermediate is rounded to fp8 to meet an fp8 operand")
-# An activation that is quantised to fp4 in between: a difference in the last bit of it flips some elements by one step of e2m1,
+# An intermediate that is quantised to fp4: a difference in the last bit of it flips some elements by one step of e2m1,
 # which is up to half of the value, and now and then a whole block's scale.
-_FP4_ACTIVATIONS = Tolerance(2**-3, 2**-2, 0.1, "activations near a rounding boundary of fp4 fall to the other side")
+_FP4_INTERMEDIATES = Tolerance(2**-3, 2**-2, 0.1, "intermediates near a rounding boundary of fp4 fall to the other side")
 
 
 def tolerance_for(dtype: torch.dtype, request: Request | None = None, *, exact: bool = False) -> Tolerance:
@@ -76,7 +76,7 @@ def tolerance_for(dtype: torch.dtype, request: Request | None = None, *, exact: 
 
     Args:
         dtype: of the output.
-        request: the call's request; its formats and traits say whether anything narrow is involved.
+        request: the call's request; its formats say how narrow operands and intermediate values are.
         exact: the operator specifies every bit.
 
     Example:
@@ -93,16 +93,20 @@ def tolerance_for(dtype: torch.dtype, request: Request | None = None, *, exact: 
     tolerance = _BY_DTYPE.get(dtype, EXACT)
     if request is None:
         return tolerance
-    operands = [f"{fmt.format} {fmt.storage_dtype}" for _, fmt in request.signature.roles]
-    options = [value for value in request.traits.values() if isinstance(value, str)]
-    if _mentions(operands, "fp4"):
+    operands = [fmt for _, fmt in request.signature.roles]
+    if any(map(_is_fp4, operands)):
         tolerance = tolerance.widened(_FP4_OPERANDS)
-    if _mentions([*operands, *options], "fp8", "float8"):
+    if any(map(_is_fp8, (*operands, *request.intermediates))):
         tolerance = tolerance.widened(_FP8_PRODUCTS)
-    if _mentions(options, "fp4"):
-        tolerance = tolerance.widened(_FP4_ACTIVATIONS)
+    if any(map(_is_fp4, request.intermediates)):
+        tolerance = tolerance.widened(_FP4_INTERMEDIATES)
     return tolerance
 
 
-def _mentions(texts: Iterable[str], *words: str) -> bool:
-    return any(word in text for text in texts for word in words)
+def _is_fp8(fmt: TensorFormat) -> bool:
+    return fmt.storage_dtype.is_floating_point and fmt.storage_dtype.itemsize == 1
+
+
+def _is_fp4(fmt: TensorFormat) -> bool:
+    """Scaled elements in bytes are two 4-bit codes each."""
+    return fmt.scale is not None and fmt.storage_dtype == torch.uint8

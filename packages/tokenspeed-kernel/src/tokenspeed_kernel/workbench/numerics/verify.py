@@ -2,8 +2,8 @@
 
 A kernel is run the way a caller runs it: through the operator, by name. Beyond the values of its outputs it is held to what
 every caller may rely on: ``out=`` is written to and returned, arguments that the operator does not declare as written to are
-left alone, outputs are memory of their own, and a kernel tagged ``determinism`` gives the same bits again. What it declares
-beyond that, and what goes on around its arguments, is for `tokenspeed_kernel.workbench.numerics.honesty`.
+left alone, outputs are memory of their own, and a kernel tagged ``determinism`` gives the same bits again. All further checks are
+in `tokenspeed_kernel.workbench.numerics.conformance.checks`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """What was really called: counted in memory, kept in a file that many processes share. `tokenspeed_kernel.workbench.capture` reads it."""
 
-from tokenspeed_kernel.workbench.recording.call import CapturedCall
 from tokenspeed_kernel.workbench.recording.journal import Contents, Journal, Record, UnreadableCaptureError, read, write
 from tokenspeed_kernel.workbench.recording.recorder import MAX_RECORDS, ShapeCapture, Work, described
 
 __all__ = [
     "MAX_RECORDS",
-    "CapturedCall",
     "Contents",
     "Journal",
     "Record",

@@ -1,7 +1,7 @@
-"""Cases at the edges of what a kernel declares, and at the edge of there being anything to do.
+"""Cases at the edges of what a kernel declares, and empty ones.
 
-They are made by changing the operator's own small cases, through the values that a `Recipe` was made from. Which value leads to a
-trait is found by trying: a trait is a function of the arguments, and the operator says what it becomes.
+They are made by changing the operator's own small cases, through the values that a `Recipe` was made from. Which value gives a
+trait the value that is wanted is found by trial: traits are a function of the arguments, which the operator evaluates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tokenspeed_kernel_base.registry import KernelSpec
 from tokenspeed_kernel_base.selection import gate
 from tokenspeed_kernel_base.traits import Constraint
 
-# Elements of all arguments together: what is larger is for a benchmark.
+# Elements of all arguments together; larger cases take too long for a check.
 _MOST_ELEMENTS = 1 << 22
 _MOST_TRIES = 400
 
@@ -79,13 +79,13 @@ class Known:
 
 
 @dataclass
-class Ground:
-    """The small cases of an operator on one device: where edges are looked for.
+class CaseSpace:
+    """The small cases of an operator on one device, from which cases at the edges are made.
 
     Attributes:
         taken: the cases that the kernel takes, the smallest first.
-        wrong: names of those whose results it is known to get wrong.
-        said: what is known to be wrong with it besides results, by `Fault.check`.
+        wrong: names of the cases for which the kernel gives wrong results.
+        said: the kernel's known faults besides wrong results, by `Fault.check`.
     """
 
     op: Operator[Any, Any]
@@ -97,15 +97,15 @@ class Ground:
     said: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, op: Operator[Any, Any], spec: KernelSpec, device: torch.device, cases: Iterable[Case], seed: int = 0) -> Ground:
-        """The ground that these cases make."""
-        ground = cls(op, spec, device, seed)
-        known = (ground.look(case) for case in cases)
-        ground.taken = sorted((k for k in known if k is not None and ground.takes(k.case)), key=lambda k: k.elements)
-        return ground
+    def of(cls, op: Operator[Any, Any], spec: KernelSpec, device: torch.device, cases: Iterable[Case], seed: int = 0) -> CaseSpace:
+        """The space around these cases."""
+        space = cls(op, spec, device, seed)
+        known = (space.look(case) for case in cases)
+        space.taken = sorted((k for k in known if k is not None and space.takes(k.case)), key=lambda k: k.elements)
+        return space
 
     def look(self, case: Case) -> Known | None:
-        """A case with its traits; None for what the operator refuses or is too large."""
+        """A case with its traits; None if the operator refuses it or it is too large."""
         try:
             arguments = self.op.complete(case.build(self.device, self.seed))
             self.op.check_call(arguments)
@@ -116,7 +116,7 @@ class Ground:
         return Known(case, dict(request.traits), elements) if elements <= _MOST_ELEMENTS else None
 
     def gap(self, case: Case) -> tuple[str, str] | None:
-        """The gate at which selection would leave the kernel out for this case, and why."""
+        """The gate at which selection rejects the kernel for this case, and why; None if it takes the case."""
         arguments = self.op.complete(case.build(self.device, self.seed))
         rejected = refusal(self.op, self.spec, arguments)
         return rejected or gate(self.spec, self.op.request(self.op.prepared(arguments, self.spec)))
@@ -125,9 +125,14 @@ class Ground:
         return self.gap(case) is None
 
     def reach(self, trait: str, value: Any, *, taken: bool, most: int = 2) -> list[Case]:
-        """Cases whose trait has this value, and which the kernel takes, or else refuses for its traits.
+        """Cases in which a trait has this value.
 
-        Those known to be wrong are left out: what is wrong with them is said elsewhere. At most one is made of each case.
+        Args:
+            trait, value: what is wanted.
+            taken: cases that the kernel takes; False: cases that it refuses because of its traits.
+            most: no more than so many, and at most one made from each case.
+
+        Cases with known wrong results are left out; they are reported by the comparison with the reference.
         """
 
         def fits(known: Known | None) -> bool:
@@ -138,7 +143,8 @@ class Ground:
 
         usable = [known for known in self.taken if known.elements and known.case.name not in self.wrong]
         found = [known.case for known in _spread([known for known in usable if fits(known)], most)]
-        # The smallest cases hide faults (one token attends to itself alone, whatever its scores are), so larger ones come too.
+        # The smallest cases hide faults (a single token attends to itself alone, whatever its scores are), so larger ones are
+        # tried as well.
         for known in _spread([known for known in usable if isinstance(known.case.make, Recipe)], 4):
             if len(found) >= most:
                 break
@@ -150,7 +156,7 @@ class Ground:
         """A case with one value changed, then with two."""
         recipe = known.case.make
         assert isinstance(recipe, Recipe)
-        # A case is drawn before it is known how large it is, so what would make it enormous is not tried.
+        # A case has to be drawn to know its size, so changes that may make it enormous are left out beforehand.
         changes = [(change, _growth(recipe, change)) for change in self._changes(known, trait, value)]
         room = _MOST_ELEMENTS / known.elements
         for change, by in changes:
@@ -161,7 +167,7 @@ class Ground:
                 yield replace(known.case, make=recipe.vary(**one, **other), large=False)
 
     def _changes(self, known: Known, trait: str, value: Any) -> Iterator[dict[str, Any]]:
-        """Values of a recipe that may lead to a trait: sizes set or scaled to it, and whatever other cases say."""
+        """Changes of a recipe that may give the trait its value: sizes set or scaled to it, and options that other cases give."""
         recipe = known.case.make
         assert isinstance(recipe, Recipe)
         parameters = inspect.signature(recipe.maker).parameters
@@ -170,7 +176,7 @@ class Ground:
         for name, given in recipe.values.items():
             if name not in parameters or parameters[name].default is not inspect.Parameter.empty:
                 yield {name: DEFAULT}
-            if isinstance(given, torch.dtype):  # what goes with the operands has their dtype
+            if isinstance(given, torch.dtype):  # options that are dtypes often have to be the operands'
                 yield from ({option: given} for option in self._dtyped(parameters, spread) if option != name)
         if trait in parameters or (spread and trait in self.op.names):
             yield {trait: value}
@@ -223,7 +229,7 @@ class Ground:
 
 
 def _growth(recipe: Recipe, change: dict[str, Any]) -> float:
-    """By how much a change may multiply the elements of a case."""
+    """An upper bound of the factor by which a change multiplies the elements of a case."""
     defaults = {name: p.default for name, p in inspect.signature(recipe.maker).parameters.items()}
     grown = 1.0
     for name, value in change.items():
@@ -234,7 +240,7 @@ def _growth(recipe: Recipe, change: dict[str, Any]) -> float:
 
 
 def _paired(value: Any, before: Any) -> Iterator[tuple[int, int]]:
-    """Sizes with what they were, 1 where they were nothing."""
+    """Sizes with their former values, 1 where there were none."""
     if isinstance(value, (list, tuple)):
         then = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [1] * len(value)
         for one, other in zip(value, then, strict=True):
@@ -254,25 +260,25 @@ def _same(left: Any, right: Any) -> bool:
     return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
 
 
-def empty_cases(ground: Ground, most: int = 12) -> Iterator[Case]:
-    """Calls with nothing to do, or nothing for some of their items: sizes of 0, lengths of 0, no items at all."""
+def empty_cases(space: CaseSpace, most: int = 12) -> Iterator[Case]:
+    """Empty calls, and calls some of whose items are empty: sizes of 0, lengths of 0, no items at all."""
     seen: set[str] = set()
     makers: dict[Any, int] = {}
     count = 0
-    for known in ground.taken:
+    for known in space.taken:
         make = known.case.make
         maker = make.maker if isinstance(make, Recipe) else make
-        if not known.elements or known.case.name in ground.wrong or makers.setdefault(maker, 0) >= 2:
+        if not known.elements or known.case.name in space.wrong or makers.setdefault(maker, 0) >= 2:
             continue
         makers[maker] += 1
-        variations = _emptied(make) if isinstance(make, Recipe) else [narrowed(ground.op, known.case, items=0).make]
+        variations = _emptied(make) if isinstance(make, Recipe) else [narrowed(space.op, known.case, items=0).make]
         for variation in variations:
             if str(variation) in seen:
                 continue
             seen.add(str(variation))
             text = str(variation) if isinstance(variation, Recipe) else f"no items: {known.case.name}"
             case = replace(known.case, name=text, make=variation)
-            if ground.look(case) is not None and ground.takes(case):
+            if space.look(case) is not None and space.takes(case):
                 yield case
                 count += 1
                 if count >= most:

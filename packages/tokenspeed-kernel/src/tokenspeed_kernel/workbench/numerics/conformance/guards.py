@@ -1,4 +1,4 @@
-"""Tensors with something around them: guards that show writes beyond a tensor's end, and gaps between its rows."""
+"""Tensors inside larger buffers: guards that show writes outside of a tensor, and gaps between its elements."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _GAP = 16
 
 @dataclass
 class Guarded:
-    """A tensor amid a larger buffer.
+    """A tensor inside a larger buffer.
 
     Attributes:
         name: of the argument.
         tensor: the view to pass to a kernel.
         buffer: all of it.
-        outside: of the buffer's elements, those that are not the tensor's.
+        outside: a mask of the buffer's elements that are not the tensor's.
         before: what the buffer held before.
     """
 
@@ -65,8 +65,8 @@ def guard(name: str, tensor: Tensor) -> Guarded:
 
 
 def filled(count: int, like: Tensor) -> Tensor:
-    """Elements that no kernel may use: NaN, or integers beyond every size. On a device these are 0: a place far out of reach would
-    be an illegal access, after which nothing more can be checked."""
+    """Elements that no kernel may use: NaN, or integers larger than every size. Integers on a GPU are 0: a kernel that used a huge
+    one as an index would make an illegal access, after which nothing more can be checked."""
     made = torch.empty(count, dtype=like.dtype, device=like.device)
     if like.dtype == torch.bool:
         return made.fill_(True)
@@ -83,12 +83,12 @@ def _codes(tensor: Tensor) -> Tensor:
 
 
 def _gaps(count: int, like: Tensor) -> Tensor:
-    """What lies between elements: NaN, or 0 for integers, which a kernel that takes strides to be 1 reads as lengths and places."""
+    """Elements for gaps: NaN, or 0 for integers, because a kernel that ignores strides reads them as lengths and indices."""
     return filled(count, like) if like.is_floating_point() else torch.zeros(count, dtype=like.dtype, device=like.device)
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """The same values, rows apart, as in a slice of a fused projection; what lies between is not to be used."""
+    """The same values with gaps between rows, as in a slice of a fused projection."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor
     rows, row = tensor.shape[:-1], tensor.shape[-1]
@@ -97,7 +97,7 @@ def apart(tensor: Tensor) -> Tensor:
 
 
 def spread(tensor: Tensor) -> Tensor:
-    """The same values, at every second place of a wider last axis; what lies between is not to be used."""
+    """The same values in every second element of a wider last axis."""
     if not tensor.dim() or not tensor.numel():
         return tensor
     wide = _gaps(2 * tensor.numel(), tensor).view(*tensor.shape, 2)
@@ -105,7 +105,7 @@ def spread(tensor: Tensor) -> Tensor:
 
 
 def swapped(tensor: Tensor) -> Tensor:
-    """The same values, with the memory order of the first two axes exchanged: heads before tokens, say."""
+    """The same values with the first two axes exchanged in memory: heads before tokens, say."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)

@@ -1,8 +1,8 @@
-"""Does a kernel replay from a captured graph? Needs a GPU.
+"""Does a kernel give correct results when a CUDA graph of it is replayed? Needs a GPU.
 
-A graph replays launches: a kernel that reads a length on the host, sizes a grid by it or keeps a workspace in memory that is given
-back replays wrongly. So each graph is replayed on the inputs it was captured with and on others written over them: other values,
-shorter sequences, other pages.
+A graph repeats launches as they were captured. A kernel that reads a length on the host, sizes its grid by one, or frees its
+workspace gives wrong results in a replay. So each graph is replayed on the inputs that it was captured with, and on others that are
+copied over them, which the operator's ``vary`` hook makes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from torch import Tensor
 from tokenspeed_kernel.workbench.numerics.compare import compare, compare_tensors
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, tolerance_for
 from tokenspeed_kernel_base import lowering
-from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import Operator, get_operator
-from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.parameters import Kind, tensor_arguments
 from tokenspeed_kernel_base.registry import KernelSpec
 from tokenspeed_kernel_base.selection import gate
-
-CACHES = ("k_cache", "v_cache", "kv_cache")
+from tokenspeed_kernel_base.variation import Variation, Want
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Inputs:
         return {name: tensor for name, tensor in tensors if name.partition(".")[0] in self.op.mutates}
 
     def plain_tensors(self) -> dict[str, Tensor]:
-        """Arguments that are tensors themselves and that the kernel takes as they are. What objects hold is a model's: it stays."""
+        """Arguments that are tensors and that the kernel takes unchanged. Tensors in objects are a model's weights: they stay."""
         tensors = {name: value for name, value in self.plain.items() if isinstance(value, Tensor)}
         taken = {name: self.prepared[name] for name in tensors}
         return {
@@ -63,54 +62,19 @@ class Inputs:
             self.prepared[name].copy_(value)
 
 
-def _other_values(inputs: Inputs, drawn: Inputs) -> dict[str, Tensor]:
-    """Legal inputs of the same shapes and the same values on the host: those that another seed drew, then changed further."""
-    mine, theirs = inputs.plain_tensors(), drawn.plain_tensors()
-    on_host = {name: value for name, value in inputs.plain.items() if not isinstance(value, Tensor) and _is_plain(value)}
-    alike = all(drawn.plain[name] == value for name, value in on_host.items())
-    alike = alike and all(theirs[name].shape == mine[name].shape for name in mine)
-    values = {name: (theirs[name] if alike else mine[name]).clone() for name in mine}
-    _shorten(values, inputs.plain)
-    _move_pages(values)
-    if "topk_ids" in values and values["topk_ids"].numel():
-        ids = values["topk_ids"]  # what went to the last expert goes to the first
-        values["topk_ids"] = torch.where(ids >= 0, ids.max() - ids, ids)
+def _other_values(inputs: Inputs, drawn: Inputs, seed: int) -> dict[str, Tensor]:
+    """Legal inputs of the same shapes, with the same values on the host: those that another seed drew, if they are such, changed
+    further by the operator's ``vary`` hook."""
+    op, mine, theirs = inputs.op, inputs.plain_tensors(), drawn.plain_tensors()
+    on_host = [p.name for p in op.parameters if p.kind in (Kind.VALUE, Kind.HINT) and not isinstance(inputs.plain[p.name], Tensor)]
+    alike = all(drawn.plain[name] == inputs.plain[name] for name in on_host)
+    alike = alike and all(theirs[name].shape == tensor.shape for name, tensor in mine.items())
+    values = {name: (theirs[name] if alike else tensor).clone() for name, tensor in mine.items()}
+    device = next(iter(mine.values())).device
+    changed = op.varied({**inputs.plain, **values}, Variation(Want.OTHER, Draw(device, seed)))
+    if changed.keys() <= values.keys():  # else some of it is in a layout of the kernel's own
+        values.update(changed)
     return values
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, tuple, list, torch.dtype))
-
-
-def _shorten(values: dict[str, Tensor], arguments: dict[str, Any]) -> None:
-    """Takes a third off cached sequences, but not their new tokens."""
-    if "cache_seqlens" not in values:
-        return
-    lengths = values["cache_seqlens"]
-    if values.get("cu_seqlens_q") is not None:
-        new = values["cu_seqlens_q"].diff().to(lengths.dtype)
-    else:
-        new = torch.full_like(lengths, arguments.get("max_seqlen_q") or 1)
-    shorter = torch.minimum(lengths, torch.maximum(new, lengths * 2 // 3))
-    values["cache_seqlens"] = shorter
-    if values.get("cu_seqlens_kv") is not None:
-        sums = values["cu_seqlens_kv"]
-        sums[1:] = shorter.cumsum(0).to(sums.dtype)
-
-
-def _move_pages(values: dict[str, Tensor]) -> None:
-    """Puts every page elsewhere."""
-    caches = [name for name in CACHES if name in values]
-    if "page_table" not in values or not caches:
-        return
-    pages = values[caches[0]].shape[0]
-    if any(values[name].shape[0] != pages for name in caches):
-        return
-    table = values["page_table"]
-    values["page_table"] = torch.where(table >= 0, (table + 1) % max(pages, 1), table)
-    for name in caches:
-        cache = values[name]
-        values[name] = _bytes(cache).roll(1, 0).view(cache.dtype) if cache.element_size() == 1 else cache.roll(1, 0)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -132,7 +96,7 @@ def _reference(inputs: Inputs) -> tuple[Any, dict[str, Tensor]]:
 
 
 def replay_faults(spec: KernelSpec, case: Case, device: torch.device, seed: int = 0) -> list[str]:
-    """Captures a kernel's call and replays it: what is wrong, nothing if all is well.
+    """Captures a kernel's call and replays it. Returns what is wrong; nothing if all is well.
 
     Raises:
         RuntimeError: the call cannot be captured: it waits for the device, say.
@@ -181,7 +145,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
 
     def replay() -> tuple[Any, dict[str, Tensor]]:
         put_back()
-        for tensor in _tensors(captured):  # so that what is not written again is seen
+        for tensor in _tensors(captured):  # so that elements that the replay does not write are found
             if tensor.is_contiguous() and tensor.dim():
                 _bytes(tensor).fill_(0x7F)
         graph.replay()
@@ -190,7 +154,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
 
     faults += _differing(*replay(), eager, eagerly_written, EXACT if deterministic else tolerance, "the replay of the graph")
 
-    values = _other_values(inputs, Inputs.build(spec, case, device, seed + 1))
+    values = _other_values(inputs, Inputs.build(spec, case, device, seed + 1), seed)
     put_back()
     inputs.overwrite(values)
     op.check_call(inputs.plain)

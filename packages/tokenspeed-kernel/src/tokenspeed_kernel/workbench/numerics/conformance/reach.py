@@ -1,7 +1,7 @@
-"""Does a kernel look up what no length reaches? On a GPU that is an illegal access, after which a process can do no more there.
+"""Does a kernel look up indices that no length reaches? On a GPU that is an illegal access, after which a process can do no more.
 
-So it is tried in a process of its own. The operator's ``disturb`` hook runs on the host, where unused entries of a page table
-become ones that name no page; then everything goes to the device and the kernel runs.
+So the kernel runs in a process of its own. The operator's ``vary`` hook runs on the host, where unused entries of a page table
+become ones that name no page; then everything is copied to the device and the kernel runs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Fault, Status, run_kernel
-from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.variation import Variation, Want
 
 # Importing, compiling and running a few small calls takes seconds.
 _TIMEOUT_S = 300
 
 
 def reach(spec: KernelSpec, cases: Sequence[Case], device: torch.device, seed: int) -> Iterator[CaseResult]:
-    """Runs a kernel on disturbed cases in another process.
+    """Runs a kernel in another process, on cases with other values where none may matter.
 
     Args:
         spec: the kernel. The other process finds it if importing tokenspeed_kernel registers it there, as it does those of
@@ -66,19 +67,23 @@ def _fault(error: str) -> tuple[Fault, ...]:
 
 
 def _looks_up(operator: str, case: Case, seed: int) -> bool:
-    """Whether there are places, integers, that must not matter; other values are checked by what comes of them."""
-    op = get_operator(operator)
-    changed = op.run_hook("disturb", op.complete(case.build("cpu", seed)))
+    """Whether there are indices, integers, that must not matter; other values are checked by what comes of them."""
+    changed = _changed_on_host(operator, case, seed)[1]
     return any(isinstance(value, Tensor) and not value.is_floating_point() for value in changed.values())
 
 
-def _disturbed(case: Case, spec: KernelSpec, device: torch.device, seed: int) -> dict[str, Any]:
-    """A case's arguments for a kernel, disturbed on the host."""
-    op = get_operator(spec.operator)
+def _changed_on_host(operator: str, case: Case, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A case's arguments on the CPU, and those of them that change where values must not matter."""
+    op = get_operator(operator)
     arguments = op.complete(case.build("cpu", seed))
-    arguments.update(op.run_hook("disturb", arguments))
-    moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    return op.prepared(moved, spec)
+    return arguments, op.varied(arguments, Variation(Want.UNUSED, Draw("cpu", seed)))
+
+
+def _arguments(case: Case, spec: KernelSpec, device: torch.device, seed: int) -> dict[str, Any]:
+    """A case's arguments for a kernel on its device, with other values where none may matter."""
+    arguments, changed = _changed_on_host(spec.operator, case, seed)
+    moved = {n: value.to(device) if isinstance(value, Tensor) else value for n, value in {**arguments, **changed}.items()}
+    return get_operator(spec.operator).prepared(moved, spec)
 
 
 def _main() -> None:
@@ -97,7 +102,7 @@ def _main() -> None:
     for name in options.cases:
         print(json.dumps({"case": name}), flush=True)
         try:
-            run_kernel(op, spec, _disturbed(cases[name], spec, options.device, options.seed))
+            run_kernel(op, spec, _arguments(cases[name], spec, options.device, options.seed))
         except Exception as error:  # whatever it is, the caller reports it
             line = (str(error).strip() or "no message").splitlines()[0]
             print(json.dumps({"case": name, "error": f"{type(error).__name__}: {line}"}), flush=True)

@@ -1,4 +1,4 @@
-"""The checks of what a kernel declares, one by one: each on a kernel that is honest, and on one that is not."""
+"""The checks of conformance, one by one: each on a kernel that keeps its declaration, and on one that does not."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.numerics import EXACT, CaseResult, Status, compare, edges, guards, honesty, verify_case, waiting
-from tokenspeed_kernel.workbench.numerics.edges import Ground, edge_values
+from tokenspeed_kernel.workbench.numerics import EXACT, CaseResult, Status, compare, verify_case
+from tokenspeed_kernel.workbench.numerics.conformance import checks, guards, waiting
+from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpace, edge_values, empty_cases
 from tokenspeed_kernel_base.cases import Case, Draw, recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
+from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 from tokenspeed_kernel_base.traits import ANY, as_constraint, at_least, at_most, between, multiple_of, one_of
+from tokenspeed_kernel_base.variation import Variation, Want
 
 CPU = torch.device("cpu")
 Impl = Callable[..., Any]
@@ -55,7 +58,11 @@ def op(declare: Declare) -> Operator[Any, Any]:
 
     function.traits(lambda x, shift, negate: {"width": x.shape[1], "shift": shift is not None, "negate": negate})
     function.fake(lambda x: torch.empty_like(x, memory_format=torch.contiguous_format))
-    function.disturb(lambda x, padding: {"x": x.masked_fill(padding.unsqueeze(1), torch.nan)})
+
+    @function.vary
+    def _(variation: Variation, x: Tensor, padding: Tensor) -> dict[str, Tensor]:
+        return {"x": x.masked_fill(padding.unsqueeze(1), torch.nan)} if variation.want is Want.UNUSED else {}
+
     function.cases(
         lambda: [
             Case("small", _rows(4, 6)),
@@ -71,11 +78,11 @@ def right(x: Tensor, padding: Tensor, shift: Tensor | None, negate: bool, out: T
     return made if out is None else out.copy_(made)
 
 
-def ground(op: Operator[Any, Any], impl: Impl = right, **declared: Any) -> Ground:
+def space(op: Operator[Any, Any], impl: Impl = right, **declared: Any) -> CaseSpace:
     declared = {"traits": {"shift": any, "negate": any}, **declared}
     spec = KernelSpec(f"kernel_{op.mode}", op.family, op.mode, solution="tried", format_signatures=None, **declared)
     KernelRegistry.get().register(spec, impl)
-    return Ground.of(op, spec, CPU, op.all_cases())
+    return CaseSpace.of(op, spec, CPU, op.all_cases())
 
 
 def failures(results: Iterator[CaseResult]) -> list[str]:
@@ -109,7 +116,7 @@ def test_the_edges_of_a_constraint(constraint: Any, accepted: list[Any], refused
 
 
 def test_cases_at_the_edges_are_found_and_run(op: Operator[Any, Any]) -> None:
-    results = list(honesty.trait_edges(ground(op, traits={"width": between(2, 40), "shift": any, "negate": any})))
+    results = list(checks.trait_edges(space(op, traits={"width": between(2, 40), "shift": any, "negate": any})))
     assert {r.status for r in results} == {Status.PASSED}
     names = [r.case for r in results]
     for wanted in ("width=2, ", "width=40, ", "width=41, ", "shift=True, ", "negate=True, _rows", "negate=False"):
@@ -123,14 +130,14 @@ def test_a_kernel_that_is_wrong_at_an_edge(op: Operator[Any, Any]) -> None:
         made[:, 32:] = 0
         return made
 
-    said = failures(honesty.trait_edges(ground(op, narrow, traits={"width": at_most(40)})))
+    said = failures(checks.trait_edges(space(op, narrow, traits={"width": at_most(40)})))
     assert said
     assert all("declares width: at most 40, but is wrong at width=" in text for text in said)
     assert not any("width=1:" in text or "width=3:" in text for text in said)
 
 
 def test_a_trait_that_no_case_reaches_is_said(op: Operator[Any, Any]) -> None:
-    results = list(honesty.trait_edges(ground(op, traits={"width": at_most(10**9)})))
+    results = list(checks.trait_edges(space(op, traits={"width": at_most(10**9)})))
     skipped = [r for r in results if r.status is Status.SKIPPED]
     assert skipped
     assert all("could be made to have width=" in r.reason for r in skipped)
@@ -141,23 +148,23 @@ def test_nothing_to_do(op: Operator[Any, Any]) -> None:
         assert len(x), "no rows"
         return right(x, padding, shift, negate, out)
 
-    results = list(honesty.empties(ground(op)))
+    results = list(checks.empties(space(op)))
     assert "_rows(0, 6)" in [r.case for r in results]
     assert {r.status for r in results} == {Status.PASSED}
     # The operator launches nothing where every output is empty, so a kernel may rely on that.
-    assert failures(honesty.empties(ground_again(op, none))) == []
+    assert failures(checks.empties(space_again(op, none))) == []
 
 
-def ground_again(op: Operator[Any, Any], impl: Impl, **declared: Any) -> Ground:
+def space_again(op: Operator[Any, Any], impl: Impl, **declared: Any) -> CaseSpace:
     KernelRegistry.get().unregister(f"kernel_{op.mode}")
-    return ground(op, impl, **declared)
+    return space(op, impl, **declared)
 
 
 @pytest.mark.parametrize("op", operators(), ids=str)
 def test_every_operator_can_be_given_nothing(op: Operator[Any, Any]) -> None:
     reference = KernelRegistry.get().get_by_name(f"reference_{op.mode}")
     cases = [case for case in op.all_cases() if not case.large][:2]
-    found = list(edges.empty_cases(Ground.of(op, reference, CPU, cases), 4))
+    found = list(empty_cases(CaseSpace.of(op, reference, CPU, cases), 4))
     assert found
     for case in found:
         assert verify_case(reference, case, CPU).status is Status.PASSED
@@ -173,25 +180,53 @@ def test_values_that_must_not_matter(op: Operator[Any, Any]) -> None:
         made = -made if negate else made
         return made if out is None else out.copy_(made)
 
-    assert failures(honesty.unused_values(ground(op))) == []
-    said = failures(honesty.unused_values(ground_again(op, multiplies)))
+    assert failures(checks.unused_values(space(op))) == []
+    said = failures(checks.unused_values(space_again(op, multiplies)))
     assert said
-    assert all(text.startswith("looks at values that must not matter") and "NaN" in text for text in said)
+    assert all(text.startswith("uses values that must not matter, of x: ") and "NaN" in text for text in said)
 
 
-@pytest.mark.parametrize("op", [op for op in operators() if op.has_hook("disturb")], ids=str)
-def test_disturbing_changes_no_result(op: Operator[Any, Any]) -> None:
+VARIED = [op for op in operators() if op.has_hook("vary")]
+WITH_UNUSED = {"apply_rope", "moe_apply", "store_kv_cache"} | {op.mode for op in VARIED if "with_kvcache" in op.mode}
+
+
+@pytest.mark.parametrize("op", VARIED, ids=str)
+def test_unused_values_change_no_result(op: Operator[Any, Any]) -> None:
     changed = 0
     for case in op.all_cases():
         if case.large:
             continue
-        plain, disturbed = op.complete(case.build()), op.complete(case.build())
-        disturbed.update(op.run_hook("disturb", disturbed))
-        op.check_call(disturbed)
-        changed += any(not torch.equal(_bytes(plain[n]), _bytes(t)) for n, t in disturbed.items() if isinstance(t, Tensor))
-        compared = compare(op.reference(*disturbed.values()), op.reference(*plain.values()), EXACT)
+        plain, varied = op.complete(case.build()), op.complete(case.build())
+        varied.update(op.varied(varied, Variation(Want.UNUSED, Draw())))
+        op.check_call(varied)
+        changed += any(not torch.equal(_bytes(plain[n]), _bytes(t)) for n, t in varied.items() if isinstance(t, Tensor))
+        compared = compare(op.reference(*varied.values()), op.reference(*plain.values()), EXACT)
         assert [c.fault for c in compared if c.fault] == [], case.name
-    assert changed, "some case has something that does not matter"
+    assert (changed > 0) == (op.mode in WITH_UNUSED)
+
+
+@pytest.mark.parametrize("op", VARIED, ids=str)
+def test_other_values_are_legal_in_the_same_tensors(op: Operator[Any, Any]) -> None:
+    """A captured graph is replayed on them, so neither shapes nor what lies on the host may change."""
+    for case in op.all_cases():
+        if case.large:
+            continue
+        arguments = op.complete(case.build())
+        changed = op.varied(arguments, Variation(Want.OTHER, Draw()))
+        assert all((t.shape, t.dtype) == (arguments[n].shape, arguments[n].dtype) for n, t in changed.items()), case.name
+        op.check_call({**arguments, **changed})
+
+
+def test_other_values_of_a_paged_call_are_shorter_sequences_in_other_pages() -> None:
+    op = get_operator("mha_extend_with_kvcache")
+    arguments = op.complete(paged([30, 5], [4, 5], is_causal=True)(Draw()))
+    changed = op.varied(arguments, Variation(Want.OTHER, Draw()))
+    assert changed["cache_seqlens"].tolist() == [20, 5], "a third shorter, but not without its new tokens"
+    assert changed["cu_seqlens_kv"].tolist() == [0, 20, 25]
+    table, moved = arguments["page_table"], changed["page_table"]
+    assert not torch.equal(table, moved)
+    for page, place in zip(table[table >= 0].tolist(), moved[moved >= 0].tolist(), strict=True):
+        assert torch.equal(arguments["k_cache"][page], changed["k_cache"][place])
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -247,11 +282,11 @@ def test_a_kernel_that_writes_or_reads_out_of_bounds(op: Operator[Any, Any]) -> 
         room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset() - x.numel()
         return made.add_(0 * x.as_strided((1,), (1,), x.storage_offset() + x.numel())) if room > 0 else made
 
-    assert failures(honesty.bounds(ground(op))) == []
-    said = failures(honesty.bounds(ground_again(op, writes)))
+    assert failures(checks.bounds(space(op))) == []
+    said = failures(checks.bounds(space_again(op, writes)))
     assert said
     assert all("writes 1 elements outside of out, up to 1 behind its last" in text for text in said)
-    said = failures(honesty.bounds(ground_again(op, reads)))
+    said = failures(checks.bounds(space_again(op, reads)))
     assert said
     assert all("uses what lies outside of its tensors" in text and "NaN" in text for text in said)
 
@@ -261,8 +296,8 @@ def test_a_kernel_that_takes_tensors_to_be_contiguous(op: Operator[Any, Any]) ->
         dense = x.as_strided(x.shape, (x.shape[1], 1))
         return right(dense, padding, shift, negate, out)
 
-    assert failures(honesty.layouts(ground(op))) == []
-    said = failures(honesty.layouts(ground_again(op, flat)))
+    assert failures(checks.layouts(space(op))) == []
+    said = failures(checks.layouts(space_again(op, flat)))
     assert any("is wrong for tensors that are not contiguous (rows apart)" in text for text in said)
 
 
@@ -295,7 +330,7 @@ def test_what_waits_is_seen(reads: Callable[[], Any], what: str) -> None:
     with waiting.watching() as seen:
         reads()
     assert [wait.what for wait in seen.found] == [what]
-    assert "test_honesty.py:" in seen.found[0].where
+    assert "test_conformance_checks.py:" in seen.found[0].where
 
 
 @pytest.mark.parametrize(
@@ -322,20 +357,22 @@ def test_a_kernel_that_waits(op: Operator[Any, Any]) -> None:
             return right(x, padding, shift, negate, out)
         return right(x, padding, shift, negate, out)
 
-    assert failures(honesty.waits(ground(op))) == []
-    said = failures(honesty.waits(ground_again(op, asks)))
+    assert failures(checks.waits(space(op))) == []
+    said = failures(checks.waits(space_again(op, asks)))
     assert said
-    assert all("waits for the device: Tensor.item at test_honesty.py:" in text and "if padding.any()" in text for text in said)
+    assert all(
+        "waits for the device: Tensor.item at test_conformance_checks.py:" in text and "if padding.any()" in text for text in said
+    )
 
 
 def test_who_may_wait(op: Operator[Any, Any]) -> None:
-    assert honesty.host_kernel(ground(op)) == ""
-    on_host = ground_again(op, right, capability=CapabilityRequirement(vendors=frozenset({"cpu"})))
-    assert honesty.host_kernel(on_host) == "runs on a CPU only"
-    assert list(honesty.waits(on_host)) == []
-    declared = ground_again(op, right, tags=frozenset({honesty.WAITS}))
-    assert "declares that it waits" in honesty.host_kernel(declared)
-    assert list(honesty.graphs(ground_again(op, right))) == [], "graphs are for a GPU"
+    assert checks.host_kernel(space(op)) == ""
+    on_host = space_again(op, right, capability=CapabilityRequirement(vendors=frozenset({"cpu"})))
+    assert checks.host_kernel(on_host) == "runs on a CPU only"
+    assert list(checks.waits(on_host)) == []
+    declared = space_again(op, right, tags=frozenset({checks.WAITS}))
+    assert "declares that it waits" in checks.host_kernel(declared)
+    assert list(checks.graphs(space_again(op, right))) == [], "graphs are for a GPU"
 
 
 def test_on_a_gpu_pytorch_is_asked(op: Operator[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,19 +395,19 @@ def test_batch_invariance(op: Operator[Any, Any]) -> None:
         made = right(x * (1 + 1e-7 * len(x)), padding, shift, negate, None)
         return made if out is None else out.copy_(made)
 
-    assert list(honesty.batch_invariance(ground(op))) == [], "not tagged"
-    tags = frozenset({honesty.BATCH_INVARIANT})
-    assert failures(honesty.batch_invariance(ground_again(op, right, tags=tags))) == []
-    said = failures(honesty.batch_invariance(ground_again(op, by_batch, tags=tags)))
+    assert list(checks.batch_invariance(space(op))) == [], "not tagged"
+    tags = frozenset({checks.BATCH_INVARIANT})
+    assert failures(checks.batch_invariance(space_again(op, right, tags=tags))) == []
+    said = failures(checks.batch_invariance(space_again(op, by_batch, tags=tags)))
     assert said
     assert all("is tagged batch_invariant, but the first 1 of " in text for text in said)
 
 
 def test_a_sample_has_each_combination_of_flags(op: Operator[Any, Any]) -> None:
-    assert [case.name for case in honesty.sample(ground(op))] == ["small", "shifted"]
-    found = ground_again(op, right)
+    assert [case.name for case in checks.sample(space(op))] == ["small", "shifted"]
+    found = space_again(op, right)
     found.wrong = {"small"}
-    assert [case.name for case in honesty.sample(found)] == ["shifted", "float64"]
+    assert [case.name for case in checks.sample(found)] == ["shifted", "float64"]
 
 
 def test_sequences_are_items_too() -> None:
@@ -385,10 +422,10 @@ def test_sequences_are_items_too() -> None:
         return result
 
     flags = {"sliding_window": any, "sinks": any, "logit_cap": any, "return_lse": any}
-    tags = frozenset({honesty.BATCH_INVARIANT})
+    tags = frozenset({checks.BATCH_INVARIANT})
     spec = KernelSpec("leaks", op.family, op.mode, solution="x", format_signatures=None, traits=flags, tags=tags, priority=1)
     KernelRegistry.get().register(spec, leaks)
     cases = [case for case in op.all_cases() if case.name == "one key head, lengths 0 to 33, float32, lse"]
-    said = failures(honesty.batch_invariance(Ground.of(op, spec, CPU, cases)))
+    said = failures(checks.batch_invariance(CaseSpace.of(op, spec, CPU, cases)))
     assert said
     assert "the first 1 of 4 items have other bits without the rest: output 0" in said[0]

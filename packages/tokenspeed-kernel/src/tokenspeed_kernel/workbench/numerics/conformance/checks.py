@@ -1,13 +1,15 @@
-"""Is a kernel what it declares to be, and does it leave alone what is not its own?
+"""The checks of conformance beyond correct results: does a kernel keep its declaration, and does it touch only its own memory?
 
-`tokenspeed_kernel.workbench.numerics.verify` compares results. Here the same cases are run in ways that a caller may: at the edges of the
-declared traits, with nothing to do, with other values where none may matter, with guards around every tensor, with strides, without
-waiting for the device, in a CUDA graph, alone and in a batch. Each check gives one `CaseResult` a call, and touches no file.
+`tokenspeed_kernel.workbench.numerics.verify` compares results. The checks here run the same cases in every way that a caller may:
+at the edges of the declared traits, with empty inputs, with other values where a value must not matter, with guards around every
+tensor, with strides, without waiting for the device, in a CUDA graph, and alone instead of in a batch. Each check yields one
+`CaseResult` a call and writes no file.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.numerics import edges, guards, waiting
 from tokenspeed_kernel.workbench.numerics.compare import compare, compare_tensors
-from tokenspeed_kernel.workbench.numerics.edges import Ground
-from tokenspeed_kernel.workbench.numerics.graphs import replay_faults
+from tokenspeed_kernel.workbench.numerics.conformance import guards, waiting
+from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpace, edge_values, empty_cases
+from tokenspeed_kernel.workbench.numerics.conformance.graphs import replay_faults
+from tokenspeed_kernel.workbench.numerics.conformance.reach import reach
 from tokenspeed_kernel.workbench.numerics.narrow import count_items, first_items
-from tokenspeed_kernel.workbench.numerics.reach import reach
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, tolerance_for
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Fault, Status, run_kernel, verify_case
 from tokenspeed_kernel_base import lowering
@@ -29,16 +31,17 @@ from tokenspeed_kernel_base.cases import Case, Draw, Recipe
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.parameters import Kind
 from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.variation import Variation, Want
 
-# A kernel that is tagged so says that it waits for the device; it is not fit for graphs, and not held to be.
+# The tag of a kernel that waits for the device. It cannot be captured in a graph, and is not asked to be.
 WAITS = "waits"
 BATCH_INVARIANT = "batch_invariant"
-# What says that results are wrong, by `Fault.check`.
+# The values of `Fault.check` that mean wrong results.
 RESULTS = frozenset({"values", "error"})
 
 
 class Changed:
-    """What draws a case's arguments, changed: ``change`` takes the complete arguments and gives them back."""
+    """Draws a case's arguments and then changes them: ``change`` maps complete arguments to complete arguments."""
 
     def __init__(self, op: Operator[Any, Any], base: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.op, self.base, self.change = op, base, change
@@ -47,14 +50,14 @@ class Changed:
         return self.change(self.op.complete(self.base(draw)))
 
 
-def sample(ground: Ground, most: int = 6, *, right: bool = True) -> list[Case]:
-    """A few cases that the kernel takes: the smallest that is not empty for each combination of flags.
+def sample(space: CaseSpace, most: int = 6, *, right: bool = True) -> list[Case]:
+    """A few cases that the kernel takes: for each combination of flags the smallest one that is not empty.
 
-    ``right``: only those that it gives the reference's results for, where a change of the results is to be seen.
+    ``right``: only cases with correct results. A check that looks for changed results needs them.
     """
     found: dict[tuple[Any, ...], Case] = {}
-    for known in ground.taken:
-        if known.elements and not (right and known.case.name in ground.wrong):
+    for known in space.taken:
+        if known.elements and not (right and known.case.name in space.wrong):
             key = tuple(sorted(item for item in known.traits.items() if isinstance(item[1], bool)))
             found.setdefault(key, known.case)
     return [*found.values()][:most]
@@ -63,72 +66,76 @@ def sample(ground: Ground, most: int = 6, *, right: bool = True) -> list[Case]:
 # -- traits -------------------------------------------------------------------------------------------------------------------
 
 
-def trait_edges(ground: Ground) -> Iterator[CaseResult]:
+def trait_edges(space: CaseSpace) -> Iterator[CaseResult]:
     """Cases at the edges of every trait that the kernel constrains: served rightly within, refused beyond."""
-    spec = ground.spec
+    spec = space.spec
     result = functools.partial(CaseResult, spec.name, spec.operator)
     for trait, constraint in sorted(spec.traits.items()):
-        accepted, refused = edges.edge_values(constraint)
+        accepted, refused = edge_values(constraint)
         for value in accepted:
-            cases = ground.reach(trait, value, taken=True)
+            cases = space.reach(trait, value, taken=True)
             if not cases:
-                yield result(f"{trait}={value}", Status.SKIPPED, f"no case of {ground.op} could be made to have {trait}={value}")
+                yield result(f"{trait}={value}", Status.SKIPPED, f"no case of {space.op} could be made to have {trait}={value}")
             for case in cases:
-                outcome = verify_case(spec, case, ground.device, seed=ground.seed)
+                outcome = verify_case(spec, case, space.device, seed=space.seed)
                 name = f"{trait}={value}, {case.make if isinstance(case.make, Recipe) else case.name}"
                 said = f"declares {trait}: {constraint}, but is wrong at {trait}={value}"
-                yield _blamed(ground, outcome, name, said, f"traits {trait}")
+                yield _blamed(space, outcome, name, said, f"traits {trait}")
         for value in refused:
-            # Selection leaves the kernel out there; what it would do is not its declaration's matter.
-            for case in ground.reach(trait, value, taken=False, most=1):
+            # The kernel is never selected there, so what it would compute does not matter.
+            for case in space.reach(trait, value, taken=False, most=1):
                 yield result(f"{trait}={value}, {case.name}", Status.PASSED, "refused, as declared")
 
 
-def _blamed(ground: Ground, outcome: CaseResult, case: str, said: str, kind: str) -> CaseResult:
-    """The same outcome, said of what the case is for. What is wrong with other cases too, besides results, is no matter of it."""
+def _blamed(space: CaseSpace, outcome: CaseResult, case: str, said: str, kind: str) -> CaseResult:
+    """The outcome in words of the check that made the case. Faults that the unchanged cases have too, other than wrong results,
+    are left out: they are reported there."""
     if not outcome.wrong:
         return replace(outcome, case=case)
-    faults = tuple(fault for fault in outcome.faults if fault.check not in ground.said)
+    faults = tuple(fault for fault in outcome.faults if fault.check not in space.said)
     if not faults:
         return replace(outcome, case=case, status=Status.PASSED, reason="", faults=())
     blamed = tuple(Fault(kind, f"{said}: {fault.text}") for fault in faults)
     return replace(outcome, case=case, reason=f"{said}: {'; '.join(fault.text for fault in faults)}", faults=blamed)
 
 
-def empties(ground: Ground) -> Iterator[CaseResult]:
-    """Calls with nothing to do, for all or for some of their items."""
-    for case in edges.empty_cases(ground):
-        outcome = verify_case(ground.spec, case, ground.device, seed=ground.seed)
-        yield _blamed(ground, outcome, case.name, "is wrong where there is nothing to do", "empty")
+def empties(space: CaseSpace) -> Iterator[CaseResult]:
+    """Empty calls, and calls some of whose items are empty."""
+    for case in empty_cases(space):
+        outcome = verify_case(space.spec, case, space.device, seed=space.seed)
+        yield _blamed(space, outcome, case.name, "is wrong where there is nothing to do", "empty")
 
 
 # -- what surrounds the values ------------------------------------------------------------------------------------------------
 
 
-def unused_values(ground: Ground) -> Iterator[CaseResult]:
-    """The same calls with other values where none may matter, as the operator's ``disturb`` hook says."""
-    op = ground.op
-    if not op.has_hook("disturb"):
-        return
-    said = "looks at values that must not matter (page table entries that no length reaches, slots that hold no token, padding)"
-    cases = sample(ground)
+def unused_values(space: CaseSpace) -> Iterator[CaseResult]:
+    """The same calls with other values where none may matter, as the operator's ``vary`` hook says."""
+    op, device, seed = space.op, space.device, space.seed
+
+    def changed(arguments: dict[str, Any]) -> dict[str, Any]:
+        return op.varied(arguments, Variation(Want.UNUSED, Draw(device, seed)))
+
+    names = {case: [*changed(op.complete(case.build(device, seed)))] for case in sample(space)}
+    cases = [case for case, found in names.items() if found]
+    said = f"uses values that must not matter, of {', '.join(dict.fromkeys(itertools.chain(*names.values())))}"
     for case in cases:
-        make = Changed(op, case.make, lambda arguments: {**arguments, **op.run_hook("disturb", arguments)})
-        outcome = verify_case(ground.spec, replace(case, make=make), ground.device, seed=ground.seed)
-        yield _blamed(ground, outcome, case.name, said, "unused")
-    if ground.device.type == "cuda":  # a CPU raises for what it looks up in vain, and goes on
-        for outcome in reach(ground.spec, cases, ground.device, ground.seed):
-            yield _blamed(ground, outcome, f"{outcome.case}, in a process of its own", said, "unused")
+        make = Changed(op, case.make, lambda arguments: {**arguments, **changed(arguments)})
+        outcome = verify_case(space.spec, replace(case, make=make), device, seed=seed)
+        yield _blamed(space, outcome, case.name, said, "unused")
+    if device.type == "cuda":  # on a CPU an index out of range raises above, and the process goes on
+        for outcome in reach(space.spec, cases, device, seed):
+            yield _blamed(space, outcome, f"{outcome.case}, in a process of its own", said, "unused")
 
 
-def layouts(ground: Ground) -> Iterator[CaseResult]:
+def layouts(space: CaseSpace) -> Iterator[CaseResult]:
     """The same calls with tensors that are not contiguous."""
-    for case in sample(ground):
+    for case in sample(space):
         for name, layout in guards.LAYOUTS.items():
-            make = Changed(ground.op, case.make, functools.partial(_laid_out, ground.op, layout))
-            outcome = verify_case(ground.spec, replace(case, make=make), ground.device, seed=ground.seed)
+            make = Changed(space.op, case.make, functools.partial(_laid_out, space.op, layout))
+            outcome = verify_case(space.spec, replace(case, make=make), space.device, seed=space.seed)
             yield _blamed(
-                ground, outcome, f"{case.name}, {name}", f"is wrong for tensors that are not contiguous ({name})", "strides"
+                space, outcome, f"{case.name}, {name}", f"is wrong for tensors that are not contiguous ({name})", "strides"
             )
 
 
@@ -137,15 +144,15 @@ def _laid_out(op: Operator[Any, Any], layout: Callable[[Tensor], Tensor], argume
     return {**arguments, **{name: layout(arguments[name]) for name in tensors}}
 
 
-def bounds(ground: Ground) -> Iterator[CaseResult]:
-    """The same calls with guards before and behind every tensor, outputs too: none may be written to, none may be used."""
-    for case in sample(ground):
-        yield _attempt(ground, case, "bounds", functools.partial(_bounds_faults, ground, case))
+def bounds(space: CaseSpace) -> Iterator[CaseResult]:
+    """The same calls with guards before and behind every tensor, outputs included: a kernel must neither write nor use them."""
+    for case in sample(space):
+        yield _attempt(space, case, "bounds", functools.partial(_bounds_faults, space, case))
 
 
-def _attempt(ground: Ground, case: Case, kind: str, check: Callable[[], list[str]]) -> CaseResult:
-    """The outcome of a check that gives what is wrong, or raises."""
-    result = functools.partial(CaseResult, ground.spec.name, ground.spec.operator, case.name)
+def _attempt(space: CaseSpace, case: Case, kind: str, check: Callable[[], list[str]]) -> CaseResult:
+    """The outcome of a check that returns faults as text, raises LookupError to be skipped, or raises anything else."""
+    result = functools.partial(CaseResult, space.spec.name, space.spec.operator, case.name)
     try:
         with torch.no_grad():
             faults = tuple(Fault(kind, text) for text in check())
@@ -159,11 +166,11 @@ def _attempt(ground: Ground, case: Case, kind: str, check: Callable[[], list[str
     return result(Status.PASSED)
 
 
-def _bounds_faults(ground: Ground, case: Case) -> list[str]:
-    op, spec = ground.op, ground.spec
-    plain = op.complete(case.build(ground.device, ground.seed))
+def _bounds_faults(space: CaseSpace, case: Case) -> list[str]:
+    op, spec = space.op, space.spec
+    plain = op.complete(case.build(space.device, space.seed))
     expected = op.reference(*plain.values())
-    complete = op.complete(case.build(ground.device, ground.seed))
+    complete = op.complete(case.build(space.device, space.seed))
     arguments = op.prepared(complete, spec)
     request = op.request(arguments)
     placed = []
@@ -191,33 +198,33 @@ def _bounds_faults(ground: Ground, case: Case) -> list[str]:
 # -- waiting, graphs ----------------------------------------------------------------------------------------------------------
 
 
-def host_kernel(ground: Ground) -> str:
+def host_kernel(space: CaseSpace) -> str:
     """Why a kernel may wait for the device; empty if it may not."""
-    if ground.spec.universal:
+    if space.spec.universal:
         return "the reference reads lengths on the host, by contract"
-    if ground.spec.capability.vendors == frozenset({"cpu"}):
+    if space.spec.capability.vendors == frozenset({"cpu"}):
         return "runs on a CPU only"
-    return f"declares that it waits, by its tag {WAITS!r}" if WAITS in ground.spec.tags else ""
+    return f"declares that it waits, by its tag {WAITS!r}" if WAITS in space.spec.tags else ""
 
 
-def waits(ground: Ground) -> Iterator[CaseResult]:
+def waits(space: CaseSpace) -> Iterator[CaseResult]:
     """The same calls, watched for whatever waits for the device."""
-    if not host_kernel(ground):
-        for case in sample(ground, right=False):
-            yield _attempt(ground, case, "waits", functools.partial(_wait_faults, ground, case))
+    if not host_kernel(space):
+        for case in sample(space, right=False):
+            yield _attempt(space, case, "waits", functools.partial(_wait_faults, space, case))
 
 
-def _wait_faults(ground: Ground, case: Case) -> list[str]:
-    op, spec = ground.op, ground.spec
-    arguments = op.complete(case.build(ground.device, ground.seed))
+def _wait_faults(space: CaseSpace, case: Case) -> list[str]:
+    op, spec = space.op, space.spec
+    arguments = op.complete(case.build(space.device, space.seed))
     for parameter in op.parameters:
         if parameter.kind is Kind.HINT:
-            arguments[parameter.name] = None  # on the host for the very purpose of being read
+            arguments[parameter.name] = None  # a hint lies on the host so that kernels can read it
     arguments = op.prepared(arguments, spec)
     implementation = KernelRegistry.get().get_impl(spec.name)
     call = functools.partial(implementation, *arguments.values())
-    call()  # what is compiled or measured once may wait
-    if ground.device.type == "cuda":
+    call()  # the first call may compile or measure, and wait for that
+    if space.device.type == "cuda":
         try:
             with waiting.refusing():
                 call()
@@ -231,26 +238,26 @@ def _wait_faults(ground: Ground, case: Case) -> list[str]:
     return [f"waits for the device: {wait}" for wait in seen.found]
 
 
-def graphs(ground: Ground) -> Iterator[CaseResult]:
+def graphs(space: CaseSpace) -> Iterator[CaseResult]:
     """The same calls captured in a CUDA graph and replayed, on other values too. On a GPU only."""
-    if ground.device.type == "cuda" and not host_kernel(ground):
-        for case in sample(ground):
-            yield _attempt(ground, case, "graph", functools.partial(replay_faults, ground.spec, case, ground.device, ground.seed))
+    if space.device.type == "cuda" and not host_kernel(space):
+        for case in sample(space):
+            yield _attempt(space, case, "graph", functools.partial(replay_faults, space.spec, case, space.device, space.seed))
 
 
 # -- batches ------------------------------------------------------------------------------------------------------------------
 
 
-def batch_invariance(ground: Ground) -> Iterator[CaseResult]:
-    """Of a kernel tagged for it: the first items of a batch, computed without the others, have the same bits."""
-    if BATCH_INVARIANT in ground.spec.tags:
-        for case in sample(ground, right=False):
-            yield _attempt(ground, case, "batch", functools.partial(_batch_faults, ground, case))
+def batch_invariance(space: CaseSpace) -> Iterator[CaseResult]:
+    """For kernels tagged `BATCH_INVARIANT`: the first items of a batch have the same bits when computed without the others."""
+    if BATCH_INVARIANT in space.spec.tags:
+        for case in sample(space, right=False):
+            yield _attempt(space, case, "batch", functools.partial(_batch_faults, space, case))
 
 
-def _batch_faults(ground: Ground, case: Case) -> list[str]:
-    op, spec = ground.op, ground.spec
-    build = functools.partial(case.build, ground.device, ground.seed)
+def _batch_faults(space: CaseSpace, case: Case) -> list[str]:
+    op, spec = space.op, space.spec
+    build = functools.partial(case.build, space.device, space.seed)
     items = count_items(op, op.complete(build()))
     if items < 2:
         raise LookupError("a batch of fewer than 2 items")

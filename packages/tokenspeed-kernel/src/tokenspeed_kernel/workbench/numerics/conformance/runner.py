@@ -1,15 +1,4 @@
-"""The conformance kit: everything that a kernel is held to, and a table that says what it met.
-
-::
-
-    tokenspeed-kernel verify --plugin my-kernels --junit report.xml --output report.json
-
-or, in a test of the package that brings the kernels::
-
-    @pytest.mark.parametrize("finding", conformance(plugin="my-kernels"), ids=str)
-    def test_conformance(finding):
-        assert not finding.wrong, finding.detail
-"""
+"""Runs every check of conformance on kernels, and makes one finding of each kernel and check."""
 
 from __future__ import annotations
 
@@ -22,8 +11,8 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel.plugins import list_plugins, plugin_failures
-from tokenspeed_kernel.workbench.numerics import honesty
-from tokenspeed_kernel.workbench.numerics.edges import Ground
+from tokenspeed_kernel.workbench.numerics.conformance import checks
+from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpace
 from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, verify_case
 from tokenspeed_kernel_base.cases import Case
@@ -43,7 +32,7 @@ class Finding:
         detail: what is wrong, or how much was looked at, or why nothing was.
         results: one a case.
         shrunk: the smallest call with the fault, where it was looked for.
-        seconds: how long the check took; what is read off the results of another check took none.
+        seconds: how long the check took; 0 for a check that reads the results of another one.
     """
 
     kernel: str
@@ -85,7 +74,8 @@ class Finding:
         }
 
 
-# What is read off the comparison with the reference, by the first word of a fault's kind; and what is run for itself.
+# Checks that read the results of the comparison with the reference, with the faults (by `Fault.check`) that each looks for; and
+# checks that run the kernel themselves.
 _COMPARED = {
     "values": ("values", "error"),
     "out=": ("out=",),
@@ -93,15 +83,15 @@ _COMPARED = {
     "outputs of their own": ("memory",),
     "determinism": ("determinism",),
 }
-_RUN: dict[str, Callable[[Ground], Iterator[CaseResult]]] = {
-    "trait edges": honesty.trait_edges,
-    "nothing to do": honesty.empties,
-    "unused values": honesty.unused_values,
-    "bounds": honesty.bounds,
-    "strides": honesty.layouts,
-    "no waiting": honesty.waits,
-    "graph replay": honesty.graphs,
-    "batch invariance": honesty.batch_invariance,
+_RUN: dict[str, Callable[[CaseSpace], Iterator[CaseResult]]] = {
+    "trait edges": checks.trait_edges,
+    "nothing to do": checks.empties,
+    "unused values": checks.unused_values,
+    "bounds": checks.bounds,
+    "strides": checks.layouts,
+    "no waiting": checks.waits,
+    "graph replay": checks.graphs,
+    "batch invariance": checks.batch_invariance,
 }
 CHECKS = (*_COMPARED, *_RUN)
 
@@ -114,7 +104,8 @@ class Options:
         large: also the cases that are sized for a GPU.
         repeat: how many runs must give the same bits, of every kernel; None asks it of those tagged ``determinism``, twice.
         seed: of the inputs.
-        shrink_seconds: for each kernel and check that fails, how long to look for a smaller call; 0 is not at all.
+        shrink_seconds: for each kernel and check that fails, how long to look for a smaller call; 0 for not at all.
+        begin: called before each step, with its name.
     """
 
     large: bool = False
@@ -185,13 +176,13 @@ def conform(spec: KernelSpec, device: torch.device, options: Options, cases: Seq
     loading = next((r for r in results if r.reason.startswith("loading the kernel")), None)
     if loading is not None:
         return [*findings, *(Finding(spec.name, spec.operator, c, Status.SKIPPED, "the kernel cannot be loaded") for c in _RUN)]
-    ground = Ground.of(op, spec, device, [case for case in cases if not case.large], options.seed)
-    ground.wrong = {result.case for result in results if any(fault.check in honesty.RESULTS for fault in result.faults)}
-    ground.said = {fault.check for result in results for fault in result.faults} - honesty.RESULTS
+    space = CaseSpace.of(op, spec, device, [case for case in cases if not case.large], options.seed)
+    space.wrong = {result.case for result in results if any(fault.check in checks.RESULTS for fault in result.faults)}
+    space.said = {fault.check for result in results for fault in result.faults} - checks.RESULTS
     for check, run in _RUN.items():
         options.begin(f"{spec.name}: {check}")
         began = time.monotonic()
-        findings.append(_took(_found(spec, check, [*run(ground)], _why_nothing(check, ground)), time.monotonic() - began))
+        findings.append(_took(_found(spec, check, [*run(space)], _why_nothing(check, space)), time.monotonic() - began))
     return findings
 
 
@@ -200,7 +191,7 @@ def _took(finding: Finding, seconds: float) -> Finding:
 
 
 def _compared(spec: KernelSpec, check: str, kinds: tuple[str, ...], results: list[CaseResult], options: Options) -> Finding:
-    """One check out of the comparison with the reference: a case fails it for its own faults only."""
+    """One check that reads the comparison with the reference: a case fails it only for faults of these kinds."""
     judged = []
     for result in results:
         mine = tuple(fault for fault in result.faults if fault.check in kinds)
@@ -241,17 +232,17 @@ def _found(spec: KernelSpec, check: str, results: list[CaseResult], why_nothing:
     return Finding(spec.name, spec.operator, check, status, detail, tuple(results))
 
 
-def _why_nothing(check: str, ground: Ground) -> str:
-    if not ground.taken:
+def _why_nothing(check: str, space: CaseSpace) -> str:
+    if not space.taken:
         return "takes none of the small cases"
-    if check in ("no waiting", "graph replay") and honesty.host_kernel(ground):
-        return honesty.host_kernel(ground)
+    if check in ("no waiting", "graph replay") and checks.host_kernel(space):
+        return checks.host_kernel(space)
     return {
         "trait edges": "constrains no trait",
         "nothing to do": "no case can be emptied",
         "unused values": "every value of the operator's arguments matters",
         "graph replay": "needs a GPU",
-        "batch invariance": f"not tagged {honesty.BATCH_INVARIANT}",
+        "batch invariance": f"not tagged {checks.BATCH_INVARIANT}",
     }.get(check, "no case passes the comparison with the reference")
 
 
@@ -290,7 +281,7 @@ def only_where(wrong: Sequence[CaseResult], right: Sequence[CaseResult]) -> str:
 
 
 def _with_smallest(finding: Finding, spec: KernelSpec, cases: Sequence[Case], device: torch.device, options: Options) -> Finding:
-    """With the smallest call that has the fault: that of the first case, which is usually the smallest already."""
+    """The finding with the smallest call that has the fault of the first wrong case, which is often the smallest case already."""
     wrong = [result for result in finding.results if result.wrong and result.faults]
     if not wrong or not options.shrink_seconds:
         return finding

@@ -1,0 +1,99 @@
+"""Other arguments for calls of attention: the ``vary`` hooks that its operators share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import poisoned
+from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
+from tokenspeed_kernel_base.variation import Variation, Want
+
+_CACHES = ("k_cache", "v_cache", "kv_cache")
+
+
+def lengths_read(cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> dict[str, list[int]]:
+    """The values that decide the work of paged attention, for a ``work`` hook."""
+    kv_lens: list[int] = cache_seqlens.tolist()
+    return {"kv_lens": kv_lens} if cu_seqlens_q is None else {"kv_lens": kv_lens, "q_lens": cu_seqlens_q.diff().tolist()}
+
+
+def vary_ragged(variation: Variation, **arguments: Any) -> dict[str, Any]:
+    """The ``vary`` hook of attention of whole sequences, whose ``work`` hook reads ``lengths``."""
+    if variation.want is not Want.CAPTURED:
+        return {}
+    lengths = variation.parts("lengths", len(arguments["cu_seqlens"]) - 1, len(arguments["q"]))
+    cu_seqlens = variation.draw.cumulative(lengths)
+    hint = None if arguments["cu_seqlens_cpu"] is None else cu_seqlens.tolist()
+    return {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": hint}
+
+
+def vary_paged(variation: Variation, **arguments: Any) -> dict[str, Any]:
+    """The ``vary`` hook of attention to a paged cache, whose ``work`` hook is `lengths_read`."""
+    caches = {name: arguments[name] for name in _CACHES if name in arguments}
+    if variation.want is Want.CAPTURED:
+        return _captured(variation, caches, arguments)
+    if variation.want is Want.UNUSED:
+        return _without_unused(arguments["page_table"], arguments["cache_seqlens"], caches)
+    return {**_shortened(arguments), **_moved(arguments["page_table"], caches)}
+
+
+def _captured(variation: Variation, caches: dict[str, Tensor], arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Lengths as they were, and as many pages as they need. Captured sequences may have shared pages; these do not."""
+    draw, table, offsets = variation.draw, arguments["page_table"], arguments.get("cu_seqlens_q")
+    batch, width = table.shape
+    room = arguments["max_seqlen_k"]
+    kv_lens = variation.values("kv_lens", batch, room)
+    made = {}
+    if offsets is not None:
+        q_lens = variation.parts("q_lens", batch, len(arguments["q"]))
+        made["cu_seqlens_q"] = draw.cumulative(q_lens)
+        if arguments.get("is_causal", True):  # a sequence has at least as many tokens as are new
+            kv_lens = [max(kv_len, min(q_len, room)) for kv_len, q_len in zip(kv_lens, q_lens, strict=True)]
+    if arguments.get("cu_seqlens_kv") is not None:
+        made["cu_seqlens_kv"] = draw.cumulative(kv_lens)
+    page_size = next(iter(caches.values())).shape[1]
+    made["page_table"], made["cache_seqlens"], held = draw_paging(draw, kv_lens, page_size, width)
+    for name, cache in caches.items():
+        made[name] = draw_cache(draw, held, *cache.shape[2:], dtype=cache.dtype)
+    return made
+
+
+def _shortened(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Cached sequences without their last third; new tokens stay."""
+    lengths, offsets = arguments["cache_seqlens"], arguments.get("cu_seqlens_q")
+    new = torch.full_like(lengths, arguments["max_seqlen_q"]) if offsets is None else offsets.diff().to(lengths.dtype)
+    shorter = torch.minimum(lengths, torch.maximum(new, lengths * 2 // 3))
+    made = {"cache_seqlens": shorter}
+    sums = arguments.get("cu_seqlens_kv")
+    if sums is not None:
+        made["cu_seqlens_kv"] = torch.cat((sums[:1], shorter.cumsum(0).to(sums.dtype)))
+    return made
+
+
+def _moved(page_table: Tensor, caches: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every page in the place of the next one, and a page table that says so."""
+    pages = len(next(iter(caches.values())))
+    made = {"page_table": torch.where(page_table >= 0, (page_table + 1) % max(pages, 1), page_table)}
+    for name, cache in caches.items():
+        narrow = cache.element_size() == 1  # not every backend can roll these but as bytes
+        made[name] = cache.contiguous().view(torch.uint8).roll(1, 0).view(cache.dtype) if narrow else cache.roll(1, 0)
+    return made
+
+
+def _without_unused(page_table: Tensor, cache_seqlens: Tensor, caches: dict[str, Tensor]) -> dict[str, Tensor]:
+    """NaN in slots that hold no token, and page table entries that name no page where no length reaches. To look such an entry up
+    fails on a host. On a device it would be an illegal access: there they name a page of no sequence, if there is one."""
+    pages, page_size = next(iter(caches.values())).shape[:2]
+    positions = torch.arange(page_table.shape[1] * page_size, device=page_table.device).view(-1, page_size)
+    reached = positions < cache_seqlens.view(-1, 1, 1)  # [batch, max_pages, page_size]
+    named = page_table.long().clamp(min=0).unsqueeze(2).expand_as(reached) * page_size + positions % page_size
+    held = torch.zeros(pages * page_size, dtype=torch.bool, device=page_table.device)
+    held[named[reached]] = True
+    held = held.view(pages, page_size)
+    free = (~held.any(1)).nonzero().flatten()
+    elsewhere = torch.iinfo(page_table.dtype).max if not page_table.is_cuda else int(free[0]) if len(free) else 0
+    changed = {"page_table": page_table if elsewhere == 0 else torch.where(reached.any(2), page_table, elsewhere)}
+    return {**changed, **{name: poisoned(cache, ~held) for name, cache in caches.items()}}

@@ -1,0 +1,25 @@
+"""The conformance kit: everything that a kernel must do, and a table of what it did.
+
+::
+
+    tokenspeed-kernel verify --plugin my-kernels --junit report.xml --output report.json
+
+or, in a test of the package that brings the kernels::
+
+    @pytest.mark.parametrize("finding", conformance(plugin="my-kernels"), ids=str)
+    def test_conformance(finding):
+        assert not finding.wrong, finding.detail
+"""
+
+from tokenspeed_kernel.workbench.numerics.conformance.runner import (
+    CHECKS,
+    Finding,
+    Options,
+    conform,
+    conformance,
+    junit,
+    only_where,
+    plugin_kernels,
+)
+
+__all__ = ["CHECKS", "Finding", "Options", "conform", "conformance", "junit", "only_where", "plugin_kernels"]
