@@ -5,10 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Below every key of a number: padding, and experts that were taken already.
+# Below every key of a number, that of minus infinity too: padding, closed groups, and experts that were taken already.
 _TAKEN = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(2**31 - 1)
-_NEGATIVE_INFINITY_KEY = tl.constexpr(-(2**31) + 0x7FFFFF)
 _SMALLEST_SUM = tl.constexpr(1e-20)
 _UNROLLED = tl.constexpr(8)
 
@@ -99,7 +98,7 @@ def _close_groups(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    """Keys ``[rows, groups * group]`` in which all but the best groups count as minus infinity. ``TWO``: a group is worth its two
+    """Keys ``[rows, groups * group]`` in which those outside of the best groups count as taken. ``TWO``: a group is worth its two
     best together."""
     rows: tl.constexpr = keys.shape[0]
     grouped = tl.reshape(keys, [rows, GROUPS_PADDED, GROUP_PADDED])
@@ -118,7 +117,7 @@ def _close_groups(
         open_groups = open_groups | taken
         worth = tl.where(taken, _TAKEN, worth)
     closed = (open_groups == 0)[:, :, None] & (group < GROUPS)[:, :, None] & (member < GROUP)
-    return tl.reshape(tl.where(closed, _NEGATIVE_INFINITY_KEY, grouped), [rows, GROUPS_PADDED * GROUP_PADDED])
+    return tl.reshape(tl.where(closed, _TAKEN, grouped), [rows, GROUPS_PADDED * GROUP_PADDED])
 
 
 @triton.jit
