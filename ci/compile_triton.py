@@ -139,6 +139,7 @@ def _compile(work: tuple[str, str, bool, Path | None, str]) -> tuple[list[Compil
     arch, kernel, small, dump, pattern = work
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default to date; Triton 3.9 warns that 3.10 will change it
+    import tokenspeed_kernel  # noqa: F401  (declares the kernels)
     from tokenspeed_kernel_base.operator import get_operator
     from tokenspeed_kernel_base.platform import named_platform, use_platform
     from tokenspeed_kernel_base.registry import KernelRegistry

@@ -159,6 +159,12 @@ def test_closed_groups_are_closed_even_to_great_experts() -> None:
     assert moe_topk(logits, 2, "sigmoid", True, torch.zeros(4), num_groups=2, top_groups=1)[1].tolist() == [[2, 3]]
 
 
+def test_closed_groups_are_closed_even_beside_experts_at_minus_infinity() -> None:
+    weights, ids = moe_topk(torch.tensor([[0.0, 0.0, 5.0, -torch.inf]]), 2, num_groups=2, top_groups=1)
+    assert ids.tolist() == [[2, 3]]
+    assert weights.tolist() == [[1.0, 0.0]]
+
+
 def test_writes_into_outputs() -> None:
     logits = torch.randn(3, 8)
     expected_weights, expected_ids = moe_topk(logits, 2)

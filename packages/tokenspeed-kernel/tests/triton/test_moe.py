@@ -50,6 +50,15 @@ def test_odd_values_with_a_correction_bias() -> None:
         )
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_closed_groups_are_closed_even_beside_experts_at_minus_infinity(biased: bool) -> None:
+    logits = torch.tensor([[0.0, 0.0, 0.0, 5.0, 4.0, 4.0 if biased else -torch.inf]], device=DEVICE)
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, -torch.inf], device=DEVICE) if biased else None
+    options: dict[str, Any] = {"num_groups": 2, "top_groups": 1, "correction_bias": bias}
+    assert moe_topk(logits, 3, override="triton_moe_topk", **options)[1].tolist() == [[3, 4, 5]]
+    _topk_agrees(logits, top_k=3, **options)
+
+
 @pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (2, 2), (97, 33), (513, 9), (2048, 4)])
 def test_any_count_of_experts(experts: int, top_k: int) -> None:
     generator = torch.Generator().manual_seed(experts)

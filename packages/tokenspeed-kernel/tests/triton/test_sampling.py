@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel import argmax, sample_top_k_top_p
-from tokenspeed_kernel.triton.sampling._rows import from_sort_key, sort_key
-from tokenspeed_kernel.triton.sampling._weights import uniform, weigh
+from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
+from tokenspeed_kernel.triton.sampling._weights_device import uniform, weigh
 from tokenspeed_kernel.triton.sampling.sample_top_k_top_p import sample_top_k_top_p as launcher
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel_base.ops.sampling import philox

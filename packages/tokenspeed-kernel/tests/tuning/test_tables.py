@@ -225,6 +225,16 @@ def test_sizes_come_from_the_operators_own_names() -> None:
 # -- fingerprints --------------------------------------------------------------------------------------------------------------
 
 
+KERNEL = """
+from .inner import helper
+import os
+device_code = DeviceModule(__name__ + "_device")
+shared_device = DeviceModule("some_kernels.shared_device")
+def f():
+    from some_kernels import late
+"""
+
+
 def test_a_fingerprint_covers_what_a_module_imports_of_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_sources: Any
 ) -> None:
@@ -232,10 +242,13 @@ def test_a_fingerprint_covers_what_a_module_imports_of_its_package(
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (package / "inner" / "__init__.py").write_text("")
-    (package / "kernel.py").write_text("from .inner import helper\nimport os\ndef f():\n    from some_kernels import late\n")
+    (package / "kernel.py").write_text(KERNEL)
     (package / "inner" / "helper.py").write_text("from . import constant\n")
     (package / "inner" / "constant.py").write_text("X = 1\n")
     (package / "late.py").write_text("")
+    (package / "kernel_device.py").write_text("from some_kernels import more_device\n")
+    (package / "shared_device.py").write_text("")
+    (package / "more_device.py").write_text("")
     (package / "other.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -249,7 +262,7 @@ def test_a_fingerprint_covers_what_a_module_imports_of_its_package(
     assert "some_kernels" not in sys.modules
     (package / "other.py").write_text("# not imported\n")
     assert now() == first
-    for name in ("inner/constant.py", "late.py", "kernel.py"):
+    for name in ("inner/constant.py", "late.py", "kernel.py", "kernel_device.py", "shared_device.py", "more_device.py"):
         path = package / name
         path.write_text(path.read_text() + "# changed\n")
         assert now() != first, name

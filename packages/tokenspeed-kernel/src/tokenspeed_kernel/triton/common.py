@@ -8,12 +8,22 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.platform import CapabilityRequirement, platform_of
 
 T = TypeVar("T")
 
 TRITON = CapabilityRequirement(required_features=frozenset({"triton"}))
 """What a portable Triton kernel needs of a platform: that Triton compiles for it, or interprets on it."""
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of dense operands that the portable kernels take."""
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
+"""Dtypes of 8-bit operands."""
+
+common_device = DeviceModule(__name__ + "_device")
+tensor_descriptor = DeviceModule("triton.tools.tensor_descriptor")
 
 # Where a platform does not say: between the small and the large devices of today.
 _TYPICAL_MULTIPROCESSORS = 128
@@ -37,8 +47,18 @@ def multiprocessors(device: torch.device) -> int:
     return platform_of(device).sm_count or _TYPICAL_MULTIPROCESSORS
 
 
+def cdiv(a: int, b: int) -> int:
+    """``a / b`` rounded up, for positive b."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least n; 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def dense(x: Tensor | None) -> Tensor | None:
-    """The tensor, or a copy of which the elements lie one after another: for vectors of which a kernel looks at no stride."""
+    """The tensor, or a contiguous copy: for vectors that a kernel reads without regard to their strides."""
     return None if x is None else x.contiguous()
 
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
+
+DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
+"""Triton's name of a dtype, for launchers that pass one to a kernel."""
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 

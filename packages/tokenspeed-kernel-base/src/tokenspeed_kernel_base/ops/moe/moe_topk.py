@@ -75,15 +75,19 @@ def moe_topk(
     wide = logits.double() if logits.dtype == torch.float64 else logits.float()
     scores = torch.softmax(wide, -1) if scoring == "softmax" else torch.sigmoid(wide)
     ranked = wide if correction_bias is None else scores.float() + correction_bias.float()
-    if num_groups > 1:
-        grouped = ranked.reshape(ranked.shape[0], num_groups, ranked.shape[1] // num_groups)
+    if num_groups == 1:
+        ids = _best(ranked, top_k)
+    else:
+        size = ranked.shape[1] // num_groups
+        grouped = ranked.reshape(ranked.shape[0], num_groups, size)
         if correction_bias is None:
             worth = grouped.amax(-1)
         else:
-            worth = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
-        closed = torch.ones_like(worth, dtype=torch.bool).scatter(-1, _best(worth, top_groups), False)
-        ranked = grouped.masked_fill(closed.unsqueeze(-1), -math.inf).flatten(-2)
-    ids = _best(ranked, top_k)
+            worth = grouped.topk(min(2, size), dim=-1).values.sum(-1)
+        # Only experts of the best groups are ranked: a value of -inf in the place of others would tie with experts at -inf.
+        eligible = _best(worth, top_groups).sort(-1).values  # groups; ascending, so that of equal experts the lower comes first
+        place = _best(grouped.gather(1, eligible.unsqueeze(-1).expand(-1, -1, size)).flatten(-2), top_k)
+        ids = eligible.gather(-1, place // size) * size + place % size
     if not renormalize:
         weights = scores.gather(-1, ids)
     elif scoring == "softmax":

@@ -9,11 +9,14 @@ import functools
 import math
 from dataclasses import dataclass
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import as_rows, has_rows
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, has_rows, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+
+device_code = DeviceModule(__name__ + "_device")
 
 
 @dataclass(frozen=True)
@@ -35,62 +38,8 @@ _JOINED = 64
 @functools.cache
 def tile_for(intermediate: int) -> Tile:
     """The tile for results of this many columns."""
-    columns = min(triton.next_power_of_2(intermediate), _ELEMENTS)
+    columns = min(next_power_of_2(intermediate), _ELEMENTS)
     return Tile(_ELEMENTS // columns, columns, _WARPS)
-
-
-@triton.jit
-def clamp_gated(gate, up, limit):
-    """``min(gate, limit)`` and ``min(max(up, -limit), limit)``, where NaN stays NaN."""
-    return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-
-
-@triton.jit
-def gated(gate, up, alpha, beta):
-    """``(up + beta) * gate * sigmoid(alpha * gate)``, all float32."""
-    return (up + beta) * (gate / (1.0 + tl.exp(-alpha * gate)))
-
-
-@triton.jit(do_not_specialize=["rows", "column_tiles"])
-def gated_kernel(
-    x,
-    out,
-    rows,
-    intermediate,
-    column_tiles,
-    alpha,
-    limit,
-    beta,
-    x_stride,
-    out_stride,
-    PLAIN: tl.constexpr,
-    CLAMPED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    program = tl.program_id(0)
-    row = (program // column_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
-    first = (program % column_tiles) * COLUMNS
-    column = first + tl.arange(0, COLUMNS)[None, :]
-    row_inside = row < rows
-    row = row.to(tl.int64)
-    inside = row_inside & (column < intermediate)
-    if INTERLEAVED:
-        pairs = 2 * first + tl.arange(0, 2 * COLUMNS)[None, :]
-        loaded = tl.load(x + row * x_stride + pairs, mask=row_inside & (pairs < 2 * intermediate), other=0.0)
-        gate, up = tl.split(tl.reshape(loaded, (ROWS, COLUMNS, 2)))
-    else:
-        gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-        up = tl.load(x + row * x_stride + intermediate + column, mask=inside, other=0.0)
-    gate, up = gate.to(tl.float32), up.to(tl.float32)
-    if PLAIN:
-        result = gate / (1.0 + tl.exp(-gate)) * up
-    else:
-        if CLAMPED:
-            gate, up = clamp_gated(gate, up, limit)
-        result = gated(gate, up, alpha, beta)
-    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 def _launch(
@@ -108,7 +57,7 @@ def _launch(
             x_stride, out_stride = x_stride * joined, out_stride * joined
         tile = tile_for(intermediate)
         column_tiles = -(-intermediate // tile.columns)
-        gated_kernel[(-(-rows // tile.rows) * column_tiles,)](
+        device_code.gated_kernel[(-(-rows // tile.rows) * column_tiles,)](
             source,
             target,
             rows,
@@ -129,11 +78,30 @@ def _launch(
     return result if out is None or out is result else out.copy_(result)
 
 
+@register_kernel(
+    "activation",
+    "silu_and_mul",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures("x", "dense", FLOATS),
+    priority=Priority.PORTABLE,
+    tags={"portability", "determinism"},
+)
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """See `tokenspeed_kernel.silu_and_mul`."""
     return _launch(x, out, 1.0, None, 0.0, interleaved=False, plain=True)
 
 
+@register_kernel(
+    "activation",
+    "swiglu",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures("x", "dense", FLOATS),
+    traits={"interleaved": any, "limit": any},
+    priority=Priority.PORTABLE,
+    tags={"portability", "determinism"},
+)
 def swiglu(
     x: Tensor,
     alpha: float = 1.702,

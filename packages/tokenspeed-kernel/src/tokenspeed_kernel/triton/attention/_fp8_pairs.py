@@ -8,8 +8,6 @@ odd columns become two operands, whose products are added (keys) or lie side by 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import for_architecture
@@ -37,53 +35,3 @@ def paired(cache: Tensor) -> tuple[Tensor, str]:
     """The cache as int16 ``[..., width / 2]``, and the ``FP8`` of `even_and_odd` for it."""
     name = "e4m3" if cache.dtype == torch.float8_e4m3fn else "e5m2"
     return cache.view(torch.int16), name if for_architecture(_PTX, cache.device) else f"{name} in bits"
-
-
-@triton.jit
-def _from_bits(bits, E4M3: tl.constexpr):
-    """fp8 numbers, given as the bits of uint16 [...], in float16."""
-    if E4M3:  # exponent and mantissa, moved, are a float16 that is 2^-8 times too small
-        moved = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
-        value = moved.to(tl.float16, bitcast=True) * 256.0
-        value = tl.where((bits & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
-    else:  # the upper half of a float16
-        value = (bits << 8).to(tl.float16, bitcast=True)
-    return value
-
-
-@triton.jit
-def even_and_odd(x, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """int16 [M, N], two fp8 numbers each, as the even and the odd columns of [M, 2 N], in the dtype of the products."""
-    if FP8 == "e4m3":
-        even, odd = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 both;
-            .reg .b16 low, high;
-            prmt.b32 both, $2, $2, 0x3120;
-            mov.b32 {low, high}, both;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }""",
-            "=r,=r,r",
-            [x],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    elif FP8 == "e5m2":
-        even, odd = tl.inline_asm_elementwise(
-            """
-            prmt.b32 $0, $2, 0, 0x2404;
-            prmt.b32 $1, $2, 0, 0x3414;
-            """,
-            "=&r,=r,r",
-            [x],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        bits = x.to(tl.uint16, bitcast=True)
-        even = _from_bits(bits & 0xFF, FP8 == "e4m3 in bits")
-        odd = _from_bits(bits >> 8, FP8 == "e4m3 in bits")
-    return even.to(DTYPE), odd.to(DTYPE)

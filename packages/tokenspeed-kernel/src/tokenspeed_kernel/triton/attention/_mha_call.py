@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.attention import _online_softmax as softmax
-from tokenspeed_kernel.triton.attention._fp8 import fp8_operand, widened
-from tokenspeed_kernel.triton.common import dense, for_architecture
+from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
+from tokenspeed_kernel.triton.attention._online_softmax import score_factors
+from tokenspeed_kernel.triton.common import common_device, dense, for_architecture, next_power_of_2
 from tokenspeed_kernel_base.checks import FP8
 
-_TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _SEQUENCES_AT_ONCE = 256
 
 
@@ -89,13 +86,13 @@ class Call:
             self.batch,
             0 if self.page_table is None else self.page_table.shape[1] * self.page_size,
             self.window_left,
-            *softmax.score_factors(self.softmax_scale, self.logit_cap),
+            *score_factors(self.softmax_scale, self.logit_cap),
         ]
 
     def constants(self) -> dict[str, Any]:
         """Constants of a kernel."""
         # Every fp8 number is a bfloat16.
-        dtype = _TRITON_DTYPES[torch.bfloat16 if self.q.dtype in FP8 else self.q.dtype]
+        dtype = torch.bfloat16 if self.q.dtype in FP8 else self.q.dtype
         scales = {"Q_SCALES": self.q_scale, "K_SCALES": self.k_scale, "V_SCALES": self.v_scale}
         return {
             "KV_HEADS": self.kv_heads,
@@ -107,29 +104,8 @@ class Call:
             **{name: int(scale is not None and scale.numel() > 1) for name, scale in scales.items()},
             "HAS_CAP": self.logit_cap > 0,
             # The interpreter's products of bfloat16 are wrong.
-            "DTYPE": for_architecture({"cpu": tl.float32, "any": dtype}, self.q.device),
+            "DTYPE": common_device.DTYPES[for_architecture({"cpu": torch.float32, "any": dtype}, self.q.device)],
             "Q_FP8": fp8_operand(self.q)[1],
             "KV_FP8": fp8_operand(self.k)[1],
-            "AT_ONCE": min(_SEQUENCES_AT_ONCE, max(16, triton.next_power_of_2(self.batch))),
+            "AT_ONCE": min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(self.batch))),
         }
-
-
-@triton.jit
-def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The sequence that owns a slot of ROWS rows."""
-    count = 0
-    for start in range(0, batch, AT_ONCE):
-        at = start + tl.arange(0, AT_ONCE)
-        begins = tl.load(cu_seqlens + at, mask=at < batch, other=0)
-        count += tl.sum(((begins * GROUP // ROWS + at <= slot) & (at < batch)).to(tl.int32))
-    return count - 1
-
-
-@triton.jit
-def columns_of(rows, columns, stride, WIDTH: tl.constexpr, DTYPE: tl.constexpr, FP8: tl.constexpr):
-    """Columns of the rows that begin at pointers ``rows``, in the dtype of the products; those from WIDTH on are 0."""
-    if WIDTH is None:
-        x = tl.load(rows[:, None] + columns[None, :] * stride)
-    else:
-        x = tl.load(rows[:, None] + columns[None, :] * stride, mask=(columns < WIDTH)[None, :], other=0.0)
-    return widened(x, DTYPE, FP8)

@@ -10,21 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.attention._split_kv import SplitPlan, lengths_from, units_of
+from tokenspeed_kernel.triton.attention._split_kv import SplitPlan
+from tokenspeed_kernel.triton.common import cdiv, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+
+device_code = DeviceModule(__name__ + "_device")
+
 
 _SHARES = 16
 _WAVES = 3  # units that work is cut into at most: so many waves
 _LEAST = 2  # blocks of a unit, at least
 _LENGTHS_AT_ONCE = 256
-# In blocks: what a unit costs besides its own; what merging costs, and how much more for each wave of partial results, which are
-# written and read. Measured on an H200, where a block of 64 rows and 64 keys takes 2.7 us.
-_STARTING = tl.constexpr(3)
-_MERGING = tl.constexpr(2)
-_PARTIAL = tl.constexpr(2)
 
 
 @dataclass(frozen=True)
@@ -43,82 +41,6 @@ class Schedule:
     plan: SplitPlan
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "wave", "finest_units", "count"])
-def _schedule(
-    cache_seqlens,
-    units,
-    parts,
-    batch,
-    capacity,
-    wave,
-    finest_units,
-    count,
-    LEAST: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SHARES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Program b writes the units of sequence b; the last one also those that there are not."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    sequence = tl.program_id(0)
-    total = 0
-    most = 0
-    for start in range(0, batch, AT_ONCE):
-        lengths, _ = lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE)
-        blocks = (lengths + BLOCK_N - 1) // BLOCK_N
-        total += tl.sum(blocks)
-        most = tl.maximum(most, tl.max(blocks))
-    finest = tl.maximum((total + finest_units - 1) // finest_units, LEAST)
-    even = (total + wave - 1) // wave
-    k = tl.arange(0, SHARES)  # a quarter of the even share to twice it, and one for which nothing is split
-    shares = tl.where(k == SHARES - 1, most, (even * (k + SHARES // 8) * 2 + SHARES - 1) // SHARES)
-    shares = tl.maximum(shares, finest)
-    all_units = tl.zeros([SHARES], tl.int32)
-    longest = tl.zeros([SHARES], tl.int32)
-    partial = tl.zeros([SHARES], tl.int32)
-    for start in range(0, batch, AT_ONCE):
-        lengths, real = lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE)
-        blocks = ((lengths + BLOCK_N - 1) // BLOCK_N)[:, None]
-        each = units_of(blocks, shares[None, :])
-        all_units += tl.sum(tl.where(real[:, None], each, 0), 0)
-        longest = tl.maximum(longest, tl.max((blocks + each - 1) // each, 0))
-        partial += tl.sum(tl.where(real[:, None] & (each > 1), each, 0), 0)
-    cost = (all_units + wave - 1) // wave * (longest + _STARTING)
-    cost += tl.where(partial > 0, _MERGING + partial * _PARTIAL // wave, 0)
-    share = tl.max(tl.where(cost == tl.min(cost), shares, 0))
-
-    first = 0
-    part = 0
-    used = 0
-    for start in range(0, batch, AT_ONCE):
-        lengths, real = lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE)
-        each = tl.where(real, units_of((lengths + BLOCK_N - 1) // BLOCK_N, share), 0)
-        earlier = start + tl.arange(0, AT_ONCE) < sequence
-        first += tl.sum(tl.where(earlier, each, 0))
-        part += tl.sum(tl.where(earlier & (each > 1), each, 0))
-        used += tl.sum(each)
-    length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
-    blocks = (length + BLOCK_N - 1) // BLOCK_N
-    mine = units_of(blocks, share)
-    tl.store(parts + sequence * 2, part)
-    tl.store(parts + sequence * 2 + 1, mine)
-    lane = tl.arange(0, AT_ONCE)
-    for start in range(0, mine, AT_ONCE):  # units of a sequence differ by one block at most
-        at = start + lane
-        begin = at * (blocks // mine) + tl.minimum(at, blocks % mine)
-        end = begin + blocks // mine + (at < blocks % mine).to(tl.int32)
-        to = units + (first + at) * 4
-        tl.store(to, tl.zeros([AT_ONCE], tl.int32) + sequence, mask=at < mine)
-        tl.store(to + 1, begin, mask=at < mine)
-        tl.store(to + 2, end, mask=at < mine)
-        tl.store(to + 3, tl.where(mine > 1, part + at, -1), mask=at < mine)
-    if sequence == batch - 1:
-        for start in range(used, count, AT_ONCE):
-            tl.store(units + (start + lane) * 4, tl.full([AT_ONCE], -1, tl.int32), mask=start + lane < count)
-
-
 def schedule_units(
     cache_seqlens: Tensor, capacity: int, tiles: int, multiprocessors: int, block_n: int, early: bool
 ) -> Schedule | None:
@@ -128,12 +50,12 @@ def schedule_units(
         return None
     wave = max(1, multiprocessors // tiles)
     finest_units = wave * _WAVES
-    most = min(triton.cdiv(capacity, _LEAST * block_n), finest_units)
+    most = min(cdiv(capacity, _LEAST * block_n), finest_units)
     count = min(batch + finest_units, batch * most)
     units = torch.empty((count, 4), dtype=torch.int32, device=cache_seqlens.device)
     parts = torch.empty((batch, 2), dtype=torch.int32, device=cache_seqlens.device)
-    at_once = min(_LENGTHS_AT_ONCE, max(16, triton.next_power_of_2(batch)))
-    _schedule[(batch,)](
+    at_once = min(_LENGTHS_AT_ONCE, max(16, next_power_of_2(batch)))
+    device_code.schedule_kernel[(batch,)](
         cache_seqlens,
         units,
         parts,

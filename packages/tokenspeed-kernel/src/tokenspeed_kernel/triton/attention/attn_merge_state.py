@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.attention._online_softmax import LN_2, LOG2_E
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
+
 
 # Of one program: 16 bytes a thread and tensor, twice, where outputs are 16 bits wide. Fewer where rows do not divide into such
 # pieces, as each element then has an address of its own.
@@ -15,62 +20,16 @@ _ELEMENTS = 2048
 _ELEMENTS_ODD = 512
 
 
-@triton.jit
-def _merge(
-    out_a,
-    lse_a,
-    out_b,
-    lse_b,
-    out,
-    lse,
-    a_stride_t,
-    a_stride_h,
-    a_stride_d,
-    lse_a_stride_t,
-    lse_a_stride_h,
-    b_stride_t,
-    b_stride_h,
-    b_stride_d,
-    lse_b_stride_t,
-    lse_b_stride_h,
-    out_stride_t,
-    out_stride_h,
-    out_stride_d,
-    lse_stride_t,
-    lse_stride_h,
-    rows,
-    heads,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
-    """Some rows, each of a token and a head. A program reads all that it needs before it writes: results may replace a part."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    real = row < rows
-    token, head = row // heads, row % heads
-    column = tl.arange(0, BLOCK_W)
-    held = real[:, None] & (column < WIDTH)[None, :]
-    to_a = out_a + (token * a_stride_t + head * a_stride_h)[:, None] + column[None, :] * a_stride_d
-    to_b = out_b + (token * b_stride_t + head * b_stride_h)[:, None] + column[None, :] * b_stride_d
-    a = tl.load(lse_a + token * lse_a_stride_t + head * lse_a_stride_h, mask=real, other=0.0)
-    b = tl.load(lse_b + token * lse_b_stride_t + head * lse_b_stride_h, mask=real, other=0.0)
-    part_a = tl.load(to_a, mask=held, other=0.0).to(tl.float32)
-    part_b = tl.load(to_b, mask=held, other=0.0).to(tl.float32)
-    largest = tl.maximum(a, b)
-    shift = tl.where(largest == -float("inf"), 0.0, largest)
-    weight_a = tl.exp2((a - shift) * LOG2_E)
-    weight_b = tl.exp2((b - shift) * LOG2_E)
-    total = weight_a + weight_b
-    # An empty part may hold anything, NaN included.
-    part_a = tl.where(weight_a[:, None] == 0.0, 0.0, part_a * weight_a[:, None])
-    part_b = tl.where(weight_b[:, None] == 0.0, 0.0, part_b * weight_b[:, None])
-    merged = (part_a + part_b) * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    tl.debug_barrier()  # the threads of a row may belong to several warps
-    to = out + (token * out_stride_t + head * out_stride_h)[:, None] + column[None, :] * out_stride_d
-    tl.store(to, merged.to(out.dtype.element_ty), mask=held)
-    tl.store(lse + token * lse_stride_t + head * lse_stride_h, shift + tl.log2(total) * LN_2, mask=real)
-
-
+@register_kernel(
+    "attention",
+    "attn_merge_state",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures(("out_a", "out_b"), "dense", FLOATS),
+    traits={"v_head_dim": at_most(4096)},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
 def attn_merge_state(
     out_a: Tensor,
     lse_a: Tensor,
@@ -87,9 +46,9 @@ def attn_merge_state(
     tokens, heads, width = out_a.shape
     rows = tokens * heads
     if rows:
-        block_w = triton.next_power_of_2(max(1, width))
+        block_w = next_power_of_2(max(1, width))
         at_once = max(1, (_ELEMENTS_ODD if width % 8 else _ELEMENTS) // block_w)
-        _merge[(triton.cdiv(rows, at_once),)](
+        device_code.merge_kernel[(cdiv(rows, at_once),)](
             out_a,
             lse_a,
             out_b,

@@ -5,11 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel.triton.attention._formats import CACHED, MHA
 from tokenspeed_kernel.triton.attention._mha_call import Call
 from tokenspeed_kernel.triton.attention._mha_choice import attend, choose
+from tokenspeed_kernel.triton.common import TRITON
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype, softmax_scale_of
+from tokenspeed_kernel_base.registry import Priority, register_kernel
 
 
+@register_kernel(
+    "attention",
+    "mha_extend_with_kvcache",
+    solution="triton",
+    capability=TRITON,
+    signatures=CACHED,
+    traits={**MHA, "scaled": any, "is_causal": any},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
 def mha_extend_with_kvcache(
     q: Tensor,
     cu_seqlens_q: Tensor,

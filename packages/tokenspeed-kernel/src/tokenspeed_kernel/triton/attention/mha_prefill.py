@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel.triton.attention._formats import MHA
 from tokenspeed_kernel.triton.attention._mha_call import Call
 from tokenspeed_kernel.triton.attention._mha_choice import attend, choose
 from tokenspeed_kernel.triton.attention._mha_tiles import Tiles
+from tokenspeed_kernel.triton.common import FLOATS, TRITON
 from tokenspeed_kernel_base.ops.attention._softmax import softmax_scale_of
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
 
 
+def _tiles_of_rows(request: Any, config: Mapping[str, Any]) -> str | None:
+    """Twice as many warps are for twice as many rows. In a narrow window tiles are bands, which have no choice."""
+    if config["num_warps"] * 16 > config["block_m"]:
+        return f"{config['num_warps']} warps have less than 16 rows each in a tile of {config['block_m']}"
+    if request.traits["head_dim"] > 128 and config["num_stages"] > 2:
+        return "three blocks of keys of more than 128 columns do not fit into shared memory"
+    return None
+
+
+@register_kernel(
+    "attention",
+    "mha_prefill",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures(("q", "k", "v"), "dense", FLOATS),
+    traits=MHA,
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+    tunables={"block_m": [64, 128], "num_warps": [4, 8], "num_stages": [2, 3]},
+    tunable_if=_tiles_of_rows,
+)
 def mha_prefill(
     q: Tensor,
     k: Tensor,

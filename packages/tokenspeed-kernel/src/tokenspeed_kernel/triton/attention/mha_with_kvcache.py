@@ -9,14 +9,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel.triton.attention._formats import CACHED, MHA
 from tokenspeed_kernel.triton.attention.mha_decode_with_kvcache import attend_newest
 from tokenspeed_kernel.triton.attention.mha_extend_with_kvcache import attend_stretches
+from tokenspeed_kernel.triton.common import TRITON
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
+from tokenspeed_kernel_base.registry import Priority, register_kernel
 
 _DECODED_ROWS = 16  # query rows of a key head that decoding has in its least tile
 _FEW_KEYS = 256  # in a window
 
 
+@register_kernel(
+    "attention",
+    "mha_with_kvcache",
+    solution="triton",
+    capability=TRITON,
+    signatures=CACHED,
+    traits={**MHA, "scaled": any},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
 def mha_with_kvcache(
     q: Tensor,
     cu_seqlens_q: Tensor,

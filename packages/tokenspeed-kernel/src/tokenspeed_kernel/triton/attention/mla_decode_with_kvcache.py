@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tokenspeed_kernel.triton.attention._formats import LATENT, MLA
 from tokenspeed_kernel.triton.attention._mla_latent import attend_latent
+from tokenspeed_kernel.triton.common import TRITON
+from tokenspeed_kernel_base.registry import Priority, register_kernel
 
 
+@register_kernel(
+    "attention",
+    "mla_decode_with_kvcache",
+    solution="triton",
+    capability=TRITON,
+    signatures=LATENT,
+    traits={**MLA, "multi_query": any},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
 def mla_decode_with_kvcache(
     q: Tensor,
     kv_cache: Tensor,

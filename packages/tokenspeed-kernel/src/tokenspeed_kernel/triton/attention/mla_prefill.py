@@ -11,14 +11,27 @@ from tokenspeed_kernel.triton.attention import _mha_tiles
 from tokenspeed_kernel.triton.attention._mha_call import Call
 from tokenspeed_kernel.triton.attention._mha_choice import attend, choose
 from tokenspeed_kernel.triton.attention._mha_tiles import Tiles
-from tokenspeed_kernel.triton.common import for_architecture
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, for_architecture
 from tokenspeed_kernel_base.ops.attention._softmax import softmax_scale_of
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.traits import at_most
 
 # Keys of 192 columns, values of 128. On an H200 4 x 4096 tokens, 128 heads: 434 TFLOP/s. With tensor maps 420, 4 stages 430, edges
 # in the same loop 423, 128 keys at once 411, 64 rows 403 and less.
 _TILES: dict[str, Tiles | None] = {"sm_90": Tiles(128, 64, 8, 3, "apart"), "cpu": Tiles(128, 128, 1, 1), "any": None}
 
 
+@register_kernel(
+    "attention",
+    "mla_prefill",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures(("q", "k", "v"), "dense", FLOATS),
+    traits={"head_dim": at_most(256), "v_head_dim": at_most(256), "logit_cap": any, "return_lse": any},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
 def mla_prefill(
     q: Tensor,
     k: Tensor,

@@ -12,15 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common_device import wait_for_products
+from tokenspeed_kernel.triton.common import cdiv, common_device
 from tokenspeed_kernel.triton.gemm._operands import BLOCK, MX, Operand
 from tokenspeed_kernel.triton.gemm._split_k import choose_splits, split_target, sum_splits
-from tokenspeed_kernel.triton.gemm._tiles import scale_of_lines, store_tile, tile_of
-from tokenspeed_kernel.triton.quantization._encode import abilities, decode_e2m1, decode_e8m0, decode_fp8, unpack_e2m1
+from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel_base.discovery import DeviceModule
+
+device_code = DeviceModule(__name__ + "_device")
 
 
 @dataclass(frozen=True)
@@ -55,168 +55,6 @@ def tile_for(x: Operand, w: Operand) -> Tile:
     return next(tile for tile in tiles if x.lines <= tile.m or tile is tiles[-1])
 
 
-@triton.jit
-def _decoded_lines(
-    data_ptr,
-    scale_ptr,
-    line,
-    inside,
-    k0,
-    K,
-    stride,
-    stride_k,
-    scale_stride,
-    scale_stride_k,
-    LINES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MX: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    NATIVE: tl.constexpr,
-):
-    """``[LINES, BLOCK_K]`` of COMPUTE, from element k0 on; zeros beyond K."""
-    if FORMAT == "e2m1":
-        at = k0 // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
-        mask = inside if EVEN_K else inside & (at < K // 2)
-        value = decode_e2m1(unpack_e2m1(tl.load(data_ptr + line.to(tl.int64) * stride + at * stride_k, mask=mask, other=0)))
-    else:
-        at = k0 + tl.arange(0, BLOCK_K)[None, :]
-        mask = inside if EVEN_K else inside & (at < K)
-        loaded = tl.load(data_ptr + line.to(tl.int64) * stride + at * stride_k, mask=mask, other=0)
-        if FORMAT == "dense":
-            value = loaded
-        else:
-            value = decode_fp8(loaded, FORMAT, NATIVE)
-    if MX:
-        block = k0 // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
-        mask = inside if EVEN_K else inside & (block < K // 32)
-        scale = decode_e8m0(tl.load(scale_ptr + line.to(tl.int64) * scale_stride + block * scale_stride_k, mask=mask, other=0))
-        value = tl.reshape(value, [LINES, BLOCK_K // 32, 32]) * scale[:, :, None]
-        value = tl.reshape(value, [LINES, BLOCK_K])
-    return value.to(COMPUTE)
-
-
-@triton.jit
-def _decoded_mm(
-    a_ptr,
-    b_ptr,
-    a_scale_ptr,
-    b_scale_ptr,
-    bias_ptr,
-    out_ptr,
-    M,
-    N,
-    K,
-    stride_a_batch,
-    stride_am,
-    stride_ak,
-    stride_b_batch,
-    stride_bn,
-    stride_bk,
-    stride_as_batch,
-    stride_asm,
-    stride_ask,
-    stride_bs_batch,
-    stride_bsn,
-    stride_bsk,
-    stride_out_batch,
-    stride_out_m,
-    stride_out_n,
-    stride_split: tl.int64,
-    k_per_split,
-    A_FORMAT: tl.constexpr,
-    B_FORMAT: tl.constexpr,
-    A_SCALING: tl.constexpr,
-    B_SCALING: tl.constexpr,
-    SPLIT_A: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    """One tile of one matrix of the batch (grid axis 0), from one range of k (axis 1)."""
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    batch, split = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64), tl.program_id(1)
-    tile_m, tile_n = tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
-    a_ptr += batch * stride_a_batch
-    b_ptr += batch * stride_b_batch
-    out_ptr += batch * stride_out_batch + split * stride_split
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    if A_SCALING != "none":
-        a_scale_ptr += batch * stride_as_batch
-    if B_SCALING != "none":
-        b_scale_ptr += batch * stride_bs_batch
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    first = split * k_per_split
-    for k0 in range(first, tl.minimum(first + k_per_split, K), BLOCK_K):
-        wait_for_products()
-        b = _decoded_lines(
-            b_ptr,
-            b_scale_ptr,
-            n[:, None],
-            (n < N)[:, None],
-            k0,
-            K,
-            stride_bn,
-            stride_bk,
-            stride_bsn,
-            stride_bsk,
-            BLOCK_N,
-            BLOCK_K,
-            B_FORMAT,
-            B_SCALING == "mx",
-            EVEN_K,
-            COMPUTE,
-            NATIVE,
-        )
-        a = _decoded_lines(
-            a_ptr,
-            a_scale_ptr,
-            m[:, None],
-            (m < M)[:, None],
-            k0,
-            K,
-            stride_am,
-            stride_ak,
-            stride_asm,
-            stride_ask,
-            BLOCK_M,
-            BLOCK_K,
-            A_FORMAT,
-            A_SCALING == "mx",
-            EVEN_K,
-            tl.float16 if SPLIT_A else COMPUTE,
-            NATIVE,
-        )
-        if A_SCALING == "block" or B_SCALING == "block":
-            block = k0 // 128
-            products = tl.dot(b, tl.trans(a), input_precision=PRECISION)
-            if A_SCALING == "block":
-                products *= tl.load(a_scale_ptr + m.to(tl.int64) * stride_asm + block * stride_ask, mask=m < M, other=0.0)[None, :]
-            products *= tl.load(b_scale_ptr + n // 128 * stride_bsn + block * stride_bsk, mask=n < N, other=0.0)[:, None]
-            acc += products
-        elif SPLIT_A:
-            high = a.to(COMPUTE)
-            low = (a.to(tl.float32) - high.to(tl.float32)).to(COMPUTE)
-            acc = tl.dot(b, tl.trans(low), acc, input_precision=PRECISION)
-            acc = tl.dot(b, tl.trans(high), acc, input_precision=PRECISION)
-        else:
-            acc = tl.dot(b, tl.trans(a), acc, input_precision=PRECISION)
-    if A_SCALING == "line" or A_SCALING == "whole":
-        a_scale = scale_of_lines(a_scale_ptr, m[None, :], (m < M)[None, :], stride_asm, A_SCALING)
-        acc *= a_scale
-    if B_SCALING == "line" or B_SCALING == "whole":
-        acc *= scale_of_lines(b_scale_ptr, n[:, None], (n < N)[:, None], stride_bsn, B_SCALING)
-    store_tile(acc, out_ptr, bias_ptr, m[None, :], n[:, None], M, N, stride_out_m, stride_out_n, INTERPRETED)
-
-
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Tile | None = None) -> None:
     """``out[...] = a @ b + bias`` for two axes, or three with the batch in front; out has elements."""
     m, n, k = x.lines, w.lines, x.k
@@ -224,12 +62,14 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Til
     able = abilities(device)
     wide = dtype == torch.float32
     tile = tile or tile_for(x, w)
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) * x.batch
+    tiles = cdiv(m, tile.m) * cdiv(n, tile.n) * x.batch
     splits, k_per_split = choose_splits(tiles, k, tile.k, device, _PROGRAMS if tile.m <= 64 else 1)
     target, strides = split_target(out, splits)
     split_a = dtype == torch.float16 and w.scaling == MX
-    compute = tl.float32 if wide or able.interpreted else tl.float16 if dtype == torch.float16 and not split_a else tl.bfloat16
-    _decoded_mm[(tiles, splits)](
+    compute = (
+        torch.float32 if wide or able.interpreted else torch.float16 if dtype == torch.float16 and not split_a else torch.bfloat16
+    )
+    device_code.decoded_mm_kernel[(tiles, splits)](
         x.codes,
         w.codes,
         x.scale,
@@ -251,7 +91,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Til
         A_SCALING=x.scaling,
         B_SCALING=w.scaling,
         SPLIT_A=split_a,
-        COMPUTE=compute,
+        COMPUTE=common_device.DTYPES[compute],
         PRECISION="ieee" if wide else None,
         BLOCK_M=tile.m,
         BLOCK_N=tile.n,

@@ -5,12 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import dense
+from tokenspeed_kernel.triton.common import TRITON, dense
 from tokenspeed_kernel.triton.gemm import decoded, direct, once
+from tokenspeed_kernel.triton.gemm._formats import DENSE, SCALED
 from tokenspeed_kernel.triton.gemm._operands import operand
 from tokenspeed_kernel_base.ops.gemm.operands import default_out_dtype
+from tokenspeed_kernel_base.registry import Priority, register_kernel
 
 
+@register_kernel(
+    "gemm",
+    "mm",
+    solution="triton",
+    capability=TRITON,
+    signatures=SCALED,
+    traits={"bias": any, "wide_bias": any},
+    priority=Priority.PORTABLE,
+    tags={"portability", "determinism"},
+)
+@register_kernel(
+    "gemm",
+    "mm",
+    name="triton_mm_dense",
+    solution="triton",
+    capability=TRITON,
+    signatures=DENSE,
+    traits={"bias": any, "wide_bias": any},
+    priority=Priority.PORTABLE - 1,
+    tags={"portability", "determinism"},
+)
 def mm(
     a: Tensor,
     b: Tensor,
@@ -26,6 +49,25 @@ def mm(
     return out
 
 
+@register_kernel(
+    "gemm",
+    "bmm",
+    solution="triton",
+    capability=TRITON,
+    signatures=SCALED,
+    priority=Priority.PORTABLE,
+    tags={"portability", "determinism"},
+)
+@register_kernel(
+    "gemm",
+    "bmm",
+    name="triton_bmm_dense",
+    solution="triton",
+    capability=TRITON,
+    signatures=DENSE,
+    priority=Priority.PORTABLE - 1,
+    tags={"portability", "determinism"},
+)
 def bmm(
     a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None
 ) -> Tensor:

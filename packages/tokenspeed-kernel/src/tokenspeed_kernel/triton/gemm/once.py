@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
+from tokenspeed_kernel.triton.common import cdiv
 from tokenspeed_kernel.triton.gemm import direct
 from tokenspeed_kernel.triton.gemm._operands import BLOCK, LINE, MX, Operand, operand
 from tokenspeed_kernel.triton.quantization.dequantize import dequantize_fp8, dequantize_mxfp4, dequantize_mxfp8
@@ -59,7 +59,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor) -> None:
 def _scales_of(scales: Tensor, scaling: str, first: int, last: int) -> Tensor:
     if scaling == LINE:
         return scales[:, first:last]
-    return scales[:, first // 128 : triton.cdiv(last, 128)] if scaling == BLOCK else scales
+    return scales[:, first // 128 : cdiv(last, 128)] if scaling == BLOCK else scales
 
 
 def _values(q: Tensor, scale: Tensor) -> Tensor:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.kvcache._write import COPIED, as_storable, as_stored, cache_format, locate_slots
-from tokenspeed_kernel.triton.quantization._encode import abilities, divide, division_steps, prepare_divisor
+from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, next_power_of_2
+from tokenspeed_kernel.triton.kvcache._write import COPIED, as_storable, cache_format
+from tokenspeed_kernel.triton.quantization._encode import abilities, division_steps
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
 
 
 @dataclass(frozen=True)
@@ -32,77 +37,28 @@ _UNALIGNED_WARPS = 4
 @functools.cache
 def tile_for(head_dim: int) -> Tile:
     """The tile for heads of this size."""
-    block = triton.next_power_of_2(head_dim)
+    block = next_power_of_2(head_dim)
     # Of a very long head no more than 32 elements a thread.
     warps = max(_UNALIGNED_WARPS if head_dim % 8 else _WARPS, block // 1024)
     return Tile(max(1, _ELEMENTS // block), block, warps)
 
 
-@triton.jit
-def _divided(values, scale, head, SCALES: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """Values over their head's scale, float32. SCALES: how many there are, 0 for none."""
-    if SCALES == 0:
-        quotient = values
-    else:
-        loaded = tl.load(scale + (head if SCALES > 1 else tl.zeros_like(head)))
-        factor, divisor, reciprocal = prepare_divisor(loaded, INTERPRETED)
-        values = values.to(tl.float32)
-        quotient = divide(values, factor, divisor, reciprocal, INTERPRETED, STEPS)
-        # Quotients that overflow come out as NaN, as do infinite values; they are to saturate.
-        quotient = tl.where(quotient != quotient, values * float("inf"), quotient)
-    return quotient
+_COPIED_FORMATS = format_signatures(("k", "k_cache"), "dense", (*FLOATS, *FP8))
+_ENCODED_FORMATS = {
+    format_signature(k=dense_tensor_format(values), k_cache=dense_tensor_format(cache)) for values in FLOATS for cache in FP8
+}
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def store_kv_cache_kernel(
-    k,
-    v,
-    k_cache,
-    v_cache,
-    slot_mapping,
-    k_scale,
-    v_scale,
-    tokens,
-    k_token_stride,
-    k_head_stride,
-    v_token_stride,
-    v_head_stride,
-    k_page_stride,
-    k_slot_stride,
-    k_cache_head_stride,
-    k_cache_dim_stride,
-    v_page_stride,
-    v_slot_stride,
-    v_cache_head_stride,
-    v_cache_dim_stride,
-    slot_mapping_stride,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    STEPS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
-    slot = tl.load(slot_mapping + token * slot_mapping_stride, mask=token < tokens, other=-1)
-    written = (slot >= 0) & (column < HEAD_DIM)
-    keys = tl.load(k + token * k_token_stride + head * k_head_stride + column, mask=written)
-    values = tl.load(v + token * v_token_stride + head * v_head_stride + column, mask=written)
-    keys = as_stored(_divided(keys, k_scale, head, K_SCALES, INTERPRETED, STEPS), FORMAT, NATIVE)
-    values = as_stored(_divided(values, v_scale, head, V_SCALES, INTERPRETED, STEPS), FORMAT, NATIVE)
-    k_place = locate_slots(slot, PAGE_SIZE, k_page_stride, k_slot_stride) + head * k_cache_head_stride
-    v_place = locate_slots(slot, PAGE_SIZE, v_page_stride, v_slot_stride) + head * v_cache_head_stride
-    tl.store(k_cache + k_place + column * k_cache_dim_stride, keys, mask=written)
-    tl.store(v_cache + v_place + column * v_cache_dim_stride, values, mask=written)
-
-
+@register_kernel(
+    "kvcache",
+    "store_kv_cache",
+    solution="triton",
+    capability=TRITON,
+    signatures=_COPIED_FORMATS | _ENCODED_FORMATS,
+    traits={"scaled": any, "per_head_scale": any, "head_dim": at_most(16384)},
+    priority=Priority.PORTABLE,
+    tags={"portability", "determinism"},
+)
 def store_kv_cache(
     k: Tensor,
     v: Tensor,
@@ -125,7 +81,7 @@ def store_kv_cache(
     if k_cache.element_size() == 1:
         k, v, k_cache, v_cache = as_storable(k), as_storable(v), as_storable(k_cache), as_storable(v_cache)
     tile = tile_for(head_dim)
-    store_kv_cache_kernel[(-(-tokens * kv_heads // tile.heads),)](
+    device_code.store_kv_cache_kernel[(-(-tokens * kv_heads // tile.heads),)](
         k,
         v,
         k_cache,

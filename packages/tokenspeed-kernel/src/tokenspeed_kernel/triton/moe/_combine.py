@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.quantization._encode import abilities, round_to
+from tokenspeed_kernel.triton.common import cdiv, next_power_of_2
+from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel_base.discovery import DeviceModule
+
+device_code = DeviceModule(__name__ + "_device")
 
 
 def combine(slots: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: int, out: Tensor) -> None:
@@ -16,8 +18,8 @@ def combine(slots: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: 
     """
     parts, _, hidden = slots.shape
     tokens, top_k = topk_ids.shape
-    block = min(512, triton.next_power_of_2(hidden))
-    _combine_kernel[(tokens, triton.cdiv(hidden, block))](
+    block = min(512, next_power_of_2(hidden))
+    device_code.combine_kernel[(tokens, cdiv(hidden, block))](
         slots,
         slots.stride(0),
         topk_weights,
@@ -34,42 +36,3 @@ def combine(slots: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: 
         BLOCK=block,
         num_warps=4,
     )
-
-
-@triton.jit
-def _combine_kernel(
-    slots_ptr,
-    slots_stride_part,
-    weights_ptr,
-    weights_stride_token,
-    weights_stride_slot,
-    ids_ptr,
-    ids_stride_token,
-    ids_stride_slot,
-    out_ptr,
-    out_stride_token,
-    out_stride_feature,
-    hidden,
-    num_experts,
-    TOP_K: tl.constexpr,  # known, so that the loads of all slots are on their way together
-    PARTS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = feature < hidden
-    total = tl.zeros([BLOCK], tl.float32)
-    for slot in tl.static_range(TOP_K):
-        expert = tl.load(ids_ptr + token * ids_stride_token + slot * ids_stride_slot)
-        # A slot without an expert has no row: what lies there may be NaN, and so may its weight.
-        here = (expert >= 0) & (expert < num_experts)
-        present = tl.where(here, hidden, 0)
-        weight = tl.load(weights_ptr + token * weights_stride_token + slot * weights_stride_slot)
-        source = slots_ptr + (token * TOP_K + slot) * hidden + feature
-        value = tl.zeros([BLOCK], tl.float32)
-        for part in tl.static_range(PARTS):
-            value += tl.load(source + part * slots_stride_part, mask=feature < present, other=0.0).to(tl.float32)
-        total += tl.where(here, weight * value, 0.0)
-    target = out_ptr + token * out_stride_token + feature * out_stride_feature
-    tl.store(target, round_to(total, out_ptr.dtype.element_ty, INTERPRETED), mask=inside)

@@ -10,9 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from tokenspeed_kernel.triton.common import cdiv, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+
+device_code = DeviceModule(__name__ + "_device")
+
 
 # Pairs that a program looks at in one step.
 _CHUNK = 1024
@@ -79,22 +83,22 @@ def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> Block
     capacity = block_capacity(pairs, num_experts, block_rows)
     # One allocation: the parts are small. Each begins at a multiple of 16 bytes, or kernels would be compiled for every alignment.
     lengths = (pairs, num_experts + 1, capacity, capacity)
-    padded = [triton.cdiv(length, 4) * 4 for length in lengths]
+    padded = [cdiv(length, 4) * 4 for length in lengths]
     memory = torch.empty(sum(padded), dtype=torch.int32, device=topk_ids.device)
     views = zip(memory.split(padded), lengths, strict=True)
     order, expert_start, block_expert, block_row = (part[:length] for part, length in views)
-    chunk = min(_CHUNK, max(32, triton.next_power_of_2(pairs)))
-    chunks = triton.cdiv(pairs, chunk)
-    bins = triton.next_power_of_2(num_experts + 1)
+    chunk = min(_CHUNK, max(32, next_power_of_2(pairs)))
+    chunks = cdiv(pairs, chunk)
+    bins = next_power_of_2(num_experts + 1)
     counts = totals = order  # not read where there is one chunk
     if chunks > 1:
         counts = torch.empty(chunks, bins, dtype=torch.int32, device=topk_ids.device)
         totals = torch.zeros(bins, dtype=torch.int32, device=topk_ids.device)
-        _count_kernel[(chunks,)](
+        device_code.count_kernel[(chunks,)](
             topk_ids, *topk_ids.stride(), pairs, top_k, counts, totals, num_experts, BINS=bins, CHUNK=chunk, num_warps=4
         )
     parts = min(chunks, _PARTS)
-    _schedule_kernel[(num_experts, parts)](
+    device_code.schedule_kernel[(num_experts, parts)](
         topk_ids,
         *topk_ids.stride(),
         pairs,
@@ -116,97 +120,3 @@ def block_schedule(topk_ids: Tensor, num_experts: int, block_rows: int) -> Block
         num_warps=4 if chunk >= 256 else 1,
     )
     return BlockSchedule(order, expert_start, block_expert, block_row, block_rows)
-
-
-@triton.jit
-def _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_experts):
-    """The experts of some pairs; ``num_experts`` stands for none."""
-    token = pair // top_k
-    address = ids_ptr + token.to(tl.int64) * stride_token + (pair - token * top_k) * stride_slot
-    ids = tl.load(address, mask=pair < pairs, other=-1)
-    return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(
-    ids_ptr,
-    stride_token,
-    stride_slot,
-    pairs,
-    top_k,
-    counts_ptr,
-    totals_ptr,
-    num_experts,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """How many pairs each expert has, of a chunk and added to those of all; the bin after the last counts those of none."""
-    chunk = tl.program_id(0)
-    ids = _load_ids(ids_ptr, stride_token, stride_slot, chunk * CHUNK + tl.arange(0, CHUNK), pairs, top_k, num_experts)
-    bins = tl.arange(0, BINS)
-    counts = tl.histogram(ids, BINS)
-    tl.store(counts_ptr + chunk * BINS + bins, counts)
-    tl.atomic_add(totals_ptr + bins, counts, mask=counts > 0, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["pairs", "capacity", "chunks", "parts"])
-def _schedule_kernel(
-    ids_ptr,
-    stride_token,
-    stride_slot,
-    pairs,
-    top_k,
-    counts_ptr,
-    totals_ptr,
-    order_ptr,
-    expert_start_ptr,
-    block_expert_ptr,
-    block_row_ptr,
-    num_experts,
-    capacity,
-    chunks,
-    parts,
-    BLOCK_ROWS: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COUNTED: tl.constexpr,
-):
-    """A program for an expert and a range of chunks. Each looks at the counts of all experts, so that none waits for another."""
-    expert = tl.program_id(0)
-    part = tl.program_id(1)
-    first_chunk = chunks * part // parts
-    last_chunk = chunks * (part + 1) // parts
-    lane = tl.arange(0, CHUNK)
-    bins = tl.arange(0, BINS)
-    if COUNTED:
-        counts = tl.load(totals_ptr + bins)
-    else:
-        counts = tl.histogram(_load_ids(ids_ptr, stride_token, stride_slot, lane, pairs, top_k, num_experts), BINS)
-    counts = tl.where(bins < num_experts, counts, 0)
-    blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
-    row = tl.sum(tl.where(bins < expert, counts, 0), 0)
-    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
-    block = tl.sum(tl.where(bins < expert, blocks, 0), 0)
-    if part == 0:
-        tl.store(expert_start_ptr + expert, row)
-        if expert == num_experts - 1:
-            tl.store(expert_start_ptr + num_experts, row + count)
-            for first in range(block + (count + BLOCK_ROWS - 1) // BLOCK_ROWS, capacity, CHUNK):
-                tl.store(block_expert_ptr + first + lane, tl.full([CHUNK], -1, tl.int32), mask=first + lane < capacity)
-        for first in range(0, count, CHUNK * BLOCK_ROWS):
-            start = first + lane * BLOCK_ROWS
-            place = block + start // BLOCK_ROWS
-            tl.store(block_expert_ptr + place, expert + tl.zeros([CHUNK], tl.int32), mask=start < count)
-            tl.store(block_row_ptr + place, row + start, mask=start < count)
-    if count > 0:
-        if COUNTED:
-            for first in range(0, first_chunk, CHUNK):
-                earlier = tl.load(counts_ptr + (first + lane) * BINS + expert, mask=first + lane < first_chunk, other=0)
-                row += tl.sum(earlier, 0)
-        for chunk in range(first_chunk, last_chunk):
-            pair = chunk * CHUNK + lane
-            ids = _load_ids(ids_ptr, stride_token, stride_slot, pair, pairs, top_k, num_experts)
-            mine = (ids == expert).to(tl.int32)
-            place = row + tl.cumsum(mine, 0) - 1
-            tl.store(order_ptr + place, pair, mask=mine != 0)
-            row += tl.sum(mine, 0)

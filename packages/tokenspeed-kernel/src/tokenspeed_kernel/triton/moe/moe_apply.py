@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenspeed_kernel.triton.common import for_architecture
+from tokenspeed_kernel.triton.common import (
+    FLOATS,
+    TRITON,
+    cdiv,
+    common_device,
+    for_architecture,
+    next_power_of_2,
+    tensor_descriptor,
+)
 from tokenspeed_kernel.triton.moe._combine import combine
-from tokenspeed_kernel.triton.moe._grouped_gemm import DENSE, FP8, FP8_BITS, MXFP4, grouped_gemm_kernel
-from tokenspeed_kernel.triton.moe._rounding import round_rows_fp8_kernel, round_rows_mxfp4_kernel
 from tokenspeed_kernel.triton.moe._routing import BlockSchedule, block_schedule
 from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+
+grouped_gemm_device = DeviceModule("tokenspeed_kernel.triton.moe._grouped_gemm_device")
+rounding_device = DeviceModule("tokenspeed_kernel.triton.moe._rounding_device")
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,29 @@ _SMALL_MEMORY_FP8 = {
 _BLOCKS_FP8 = {"sm_90": _LARGE_MEMORY_FP8, "sm_100": _LARGE_MEMORY_FP8, "any": _SMALL_MEMORY_FP8}
 
 
+@register_kernel(
+    "moe",
+    "moe_apply",
+    solution="triton",
+    capability=TRITON,
+    signatures=[
+        format_signature(x=dense_tensor_format(dtype), w13=weight, w2=weight)
+        for dtype in FLOATS
+        for weight in (dense_tensor_format(dtype), fp8_format(torch.float8_e4m3fn, "block", (128, 128)), mxfp4_format())
+    ],
+    traits={
+        "activation": "swiglu",
+        "bias": any,
+        "w13_interleaved": any,
+        "swiglu_limit": any,
+        "swiglu_alpha_beta": any,
+        "fp8_activations": any,
+        "mxfp4_activations": any,
+        "weight_layout": "canonical",
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism", "portability"},
+)
 def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None) -> Tensor:
     """See the operator."""
     if out is None:
@@ -145,14 +179,14 @@ class _Formats:
     """What is multiplied, and how.
 
     Attributes:
-        weight: the kernel's name for the weights' format.
+        weight: FORMAT of the kernel.
         compute: both operands of the products.
         precision: of float32 products.
         carrier: what rounded activations are stored as; their values are exact in it.
     """
 
-    weight: tl.constexpr
-    compute: tl.dtype
+    weight: str
+    compute: torch.dtype
     precision: str
     carrier: torch.dtype
 
@@ -160,27 +194,31 @@ class _Formats:
     def of(plan: MoEPlan, device: torch.device) -> _Formats:
         # Where the matrix units do not know e4m3, codes are decoded by integer operations and multiplied in the tokens' format.
         able = abilities(device)
-        weight = {"dense": DENSE, "fp8_block": FP8 if able.native else FP8_BITS, "mxfp4": MXFP4}[plan.weight_format]
+        weight = {
+            "dense": "dense",
+            "fp8_block": "fp8" if able.native else "fp8 in bits",
+            "mxfp4": "mxfp4",
+        }[plan.weight_format]
         if plan.dtype == torch.float32:
-            return _Formats(weight, tl.float32, "ieee", torch.float32)
-        if weight is FP8 and plan.activation_dtype == "fp8":
-            return _Formats(weight, tl.float8e4nv, "ieee", torch.float8_e4m3fn)
+            return _Formats(weight, torch.float32, "ieee", torch.float32)
+        if weight == "fp8" and plan.activation_dtype == "fp8":
+            return _Formats(weight, torch.float8_e4m3fn, "ieee", torch.float8_e4m3fn)
         # mxfp4 has bfloat16's range and two bits; e4m3 fits both 16-bit formats.
         wants_range = plan.activation_dtype == "mxfp4" or plan.weight_format == "mxfp4"
         half_tokens = plan.dtype == torch.float16 and plan.activation_dtype == "none"
         half_weights = plan.dtype == torch.float16 and plan.weight_format == "dense"
         if wants_range and (half_tokens or half_weights):
-            return _Formats(weight, tl.float32, for_architecture(_EXACT_FLOAT32, device), torch.float32)
+            return _Formats(weight, torch.float32, for_architecture(_EXACT_FLOAT32, device), torch.float32)
         if wants_range or plan.dtype == torch.bfloat16:
             # The interpreter's products of bfloat16 are wrong.
-            return _Formats(weight, tl.float32 if able.interpreted else tl.bfloat16, "ieee", torch.bfloat16)
-        return _Formats(weight, tl.float16, "ieee", torch.float16)
+            return _Formats(weight, torch.float32 if able.interpreted else torch.bfloat16, "ieee", torch.bfloat16)
+        return _Formats(weight, torch.float16, "ieee", torch.float16)
 
 
 def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.device) -> Blocks:
     """What suits the mean rows of an expert, were all of a token's experts here."""
     share = tokens * plan.top_k / plan.num_experts
-    table = for_architecture(_BLOCKS_FP8 if formats.compute is tl.float8e4nv else _BLOCKS, device)
+    table = for_architecture(_BLOCKS_FP8 if formats.compute == torch.float8_e4m3fn else _BLOCKS, device)
     blocks = next(blocks for most, blocks in table.items() if share <= most)
     if abilities(device).interpreted:
         return blocks
@@ -189,9 +227,9 @@ def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.dev
 
 def _fitted(tile: Tile, formats: _Formats, features: int) -> Tile:
     """A tile for dense 16-bit weights, made to suit others. ``features``: as many as registers hold beside what decoding takes."""
-    if formats.compute is tl.float32:
+    if formats.compute == torch.float32:
         return replace(tile, features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
-    if formats.weight is not DENSE and formats.compute is not tl.float8e4nv:
+    if formats.weight != "dense" and formats.compute != torch.float8_e4m3fn:
         return replace(tile, features=min(tile.features, features), k=min(tile.k, 64), stages=min(tile.stages, 3))
     return tile
 
@@ -203,13 +241,13 @@ def _rounded(x: Tensor, plan: MoEPlan, formats: _Formats, schedule: BlockSchedul
     rows, columns = x.shape
     rounded = torch.empty(rows, columns, dtype=formats.carrier, device=x.device)
     if plan.activation_dtype == "mxfp4":
-        block = min(1024, triton.next_power_of_2(columns))
+        block = min(1024, next_power_of_2(columns))
         height = max(1, 2048 // block)
-        grid = (triton.cdiv(rows, height), triton.cdiv(columns, block))
-        round_rows_mxfp4_kernel[grid](x, *x.stride(), rounded, rows, columns, ROWS=height, BLOCK=block)
+        grid = (cdiv(rows, height), cdiv(columns, block))
+        rounding_device.round_rows_mxfp4_kernel[grid](x, *x.stride(), rounded, rows, columns, ROWS=height, BLOCK=block)
         return rounded, None
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    round_rows_fp8_kernel[(rows,)](
+    rounding_device.round_rows_fp8_kernel[(rows,)](
         x,
         *x.stride(),
         rounded,
@@ -218,7 +256,7 @@ def _rounded(x: Tensor, plan: MoEPlan, formats: _Formats, schedule: BlockSchedul
         columns,
         COUNTED=schedule is not None,
         NATIVE=formats.carrier == torch.float8_e4m3fn,
-        BLOCK=min(4096, triton.next_power_of_2(columns)),
+        BLOCK=min(4096, next_power_of_2(columns)),
     )
     return rounded, scale
 
@@ -238,12 +276,12 @@ def _project(
     """One projection of all rows: the first from tokens to rows by expert, with the activation, the second from those to slots."""
     gated = name == "w13"
     weight, scale, bias = (getattr(weights, f"{name}_weight{suffix}") for suffix in ("", "_scale", "_bias"))
-    if formats.weight is FP8_BITS:
+    if formats.weight == "fp8 in bits":
         weight = weight.view(torch.uint8)
     features, k = (plan.intermediate_size, plan.hidden_size) if gated else (plan.hidden_size, plan.intermediate_size)
     by_rows = _descriptors(weight, gated and plan.w13_interleaved, tile) if blocks.descriptors and scale is None else None
-    grid = (schedule.capacity * triton.cdiv(features, tile.features),)
-    grouped_gemm_kernel[grid](
+    grid = (schedule.capacity * cdiv(features, tile.features),)
+    grouped_gemm_device.grouped_gemm_kernel[grid](
         x,
         *x.stride(),
         x_scale,
@@ -270,13 +308,13 @@ def _project(
         float(plan.beta),
         GATED=gated,
         INTERLEAVED=plan.w13_interleaved,
-        FORMAT=formats.weight.value,
+        FORMAT=formats.weight,
         BIAS=bias is not None,
         LIMIT=plan.limit is not None,
         X_SCALE=x_scale is not None,
         ROUND_MXFP4=gated and plan.activation_dtype == "mxfp4",
         INTERPRETED=abilities(x.device).interpreted,
-        COMPUTE=formats.compute,
+        COMPUTE=common_device.DTYPES[formats.compute],
         PRECISION=formats.precision,
         DESCRIPTOR=by_rows is not None,
         BLOCK_T=blocks.rows,
@@ -291,7 +329,7 @@ def _project(
     )
 
 
-def _descriptors(weight: Tensor, interleaved: bool, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+def _descriptors(weight: Tensor, interleaved: bool, tile: Tile) -> tuple[Any, Any] | None:
     """All experts' rows of a dense weight, those of gates and those of ups, for tiles of ``tile``; None where strides forbid it."""
     experts, rows, columns = weight.shape
     unaligned = weight.data_ptr() % 16 or weight.stride(1) * weight.element_size() % 16
@@ -300,6 +338,8 @@ def _descriptors(weight: Tensor, interleaved: bool, tile: Tile) -> tuple[TensorD
     flat = weight.as_strided((experts * rows, columns), weight.stride()[1:])
     block = [tile.features, tile.k]
     if not interleaved:
-        every = TensorDescriptor.from_tensor(flat, block)
+        every = tensor_descriptor.TensorDescriptor.from_tensor(flat, block)
         return every, every
-    return TensorDescriptor.from_tensor(flat[0::2], block), TensorDescriptor.from_tensor(flat[1::2], block)
+    return tensor_descriptor.TensorDescriptor.from_tensor(flat[0::2], block), tensor_descriptor.TensorDescriptor.from_tensor(
+        flat[1::2], block
+    )

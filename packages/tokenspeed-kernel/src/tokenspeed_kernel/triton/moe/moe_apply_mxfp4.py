@@ -12,21 +12,26 @@ A few tokens find the pairs of their expert among all ids by themselves; many ge
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import for_architecture
+from tokenspeed_kernel.triton.common import TRITON, cdiv, common_device, for_architecture, next_power_of_2
 from tokenspeed_kernel.triton.moe._combine import combine
-from tokenspeed_kernel.triton.moe._mxfp4_decode import decode
-from tokenspeed_kernel.triton.moe._mxfp4_layout import CHUNK
-from tokenspeed_kernel.triton.moe._rounding import round_rows_fp8_kernel, round_rows_mxfp4_kernel
+from tokenspeed_kernel.triton.moe._mxfp4_layout import CHUNK, LAYOUT, prepare_weights
 from tokenspeed_kernel.triton.moe._routing import BlockSchedule, block_schedule
+from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+
+device_code = DeviceModule(__name__ + "_device")
+rounding_device = DeviceModule("tokenspeed_kernel.triton.moe._rounding_device")
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,6 @@ class Regime:
     first: Tile
     second: Tile
 
-
-_FORMATS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 # Where pairs are this few, programs look for theirs among all ids: cheaper than a launch before.
 _DIRECT_PAIRS = 64
@@ -100,6 +103,43 @@ _REGIMES = {
 }
 
 
+def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
+    """Sums in parts are for few pairs: their memory grows with the pairs. Tiles of many columns are mostly empty for few pairs."""
+    pairs = request.sizes["tokens"] * request.traits["top_k"]
+    if config["regime_index"] < 2 and pairs > 256:
+        return f"sums in parts of {pairs} pairs"
+    if config["regime_index"] > 3 and pairs < 64:
+        return f"tiles for many pairs, and there are {pairs}"
+    return None
+
+
+@register_kernel(
+    "moe",
+    "moe_apply",
+    name="triton_moe_apply_mxfp4",
+    solution="triton",
+    capability=TRITON,
+    signatures={
+        format_signature(x=dense_tensor_format(dtype), w13=mxfp4_format(), w2=mxfp4_format())
+        for dtype in (torch.float16, torch.bfloat16)
+    },
+    traits={
+        "weight_layout": LAYOUT,
+        "processed_weights": True,
+        "activation": "swiglu",
+        "bias": any,
+        "w13_interleaved": any,
+        "swiglu_limit": any,
+        "swiglu_alpha_beta": any,
+        "fp8_activations": any,
+        "mxfp4_activations": any,
+    },
+    priority=Priority.PORTABLE + 1,  # above the kernel that takes weights as they are
+    tags={"determinism", "portability"},
+    weight_preprocessor=prepare_weights,
+    tunables={"regime_index": [0, 1, 2, 3, 4, 5]},
+    tunable_if=_suits_number_of_pairs,
+)
 def moe_apply(
     x: Tensor,
     weights: MoEWeights,
@@ -171,22 +211,24 @@ def _rounded(x: Tensor, plan: MoEPlan) -> tuple[Tensor, Tensor | None]:
     rows, columns = x.shape
     rounded = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if plan.activation_dtype == "mxfp4":
-        block = min(1024, triton.next_power_of_2(columns))
+        block = min(1024, next_power_of_2(columns))
         height = max(1, 2048 // block)
-        grid = (triton.cdiv(rows, height), triton.cdiv(columns, block))
-        round_rows_mxfp4_kernel[grid](x, *x.stride(), rounded, rows, columns, ROWS=height, BLOCK=block)
+        grid = (cdiv(rows, height), cdiv(columns, block))
+        rounding_device.round_rows_mxfp4_kernel[grid](x, *x.stride(), rounded, rows, columns, ROWS=height, BLOCK=block)
         return rounded, None
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-    block = min(4096, triton.next_power_of_2(columns))
-    round_rows_fp8_kernel[(rows,)](x, *x.stride(), rounded, scale, scale, columns, COUNTED=False, NATIVE=False, BLOCK=block)
+    block = min(4096, next_power_of_2(columns))
+    rounding_device.round_rows_fp8_kernel[(rows,)](
+        x, *x.stride(), rounded, scale, scale, columns, COUNTED=False, NATIVE=False, BLOCK=block
+    )
     return rounded, scale
 
 
 def _activate(gate_up: Tensor, activated: Tensor, plan: MoEPlan) -> None:
     parts, pairs, _ = gate_up.shape
     features = plan.intermediate_size
-    block = min(512, triton.next_power_of_2(features))
-    _activate_kernel[(pairs, triton.cdiv(features, block))](
+    block = min(512, next_power_of_2(features))
+    device_code.activate_kernel[(pairs, cdiv(features, block))](
         gate_up,
         activated,
         pairs,
@@ -217,14 +259,14 @@ def _product(
     weight, scale, epilogue = projection
     pairs, k = topk_ids.numel(), x.shape[1]
     _, chunks, rows, _ = weight.shape
-    row_tiles = triton.cdiv(rows, tile.rows)
+    row_tiles = cdiv(rows, tile.rows)
     blocks = pairs if schedule is None else schedule.capacity
     # The interpreter's products of bfloat16 are wrong.
-    dtype = for_architecture({"cpu": tl.float32, "any": _FORMATS[x.dtype]}, x.device)
+    dtype = for_architecture({"cpu": torch.float32, "any": x.dtype}, x.device)
     native = for_architecture({"nvidia": True, "any": False}, x.device)
     asynchronous = for_architecture({"sm_90": True, "any": False}, x.device)
     lists = (topk_ids,) * 4 if schedule is None else _lists(schedule)
-    _product_kernel[(row_tiles * blocks, tile.split_k)](
+    device_code.product_kernel[(row_tiles * blocks, tile.split_k)](
         x,
         x.stride(0),
         x.stride(1),
@@ -258,7 +300,7 @@ def _product(
         TAIL=tile.tail or tile.columns,
         SPLIT_K=tile.split_k,
         WHOLE_K=k % CHUNK == 0,
-        DTYPE=dtype,
+        DTYPE=common_device.DTYPES[dtype],
         PTX=native,
         DRAIN=asynchronous and tile.warps % 4 == 0,
         SEPARATE=tile.separate,
@@ -271,245 +313,3 @@ def _product(
 
 def _lists(schedule: BlockSchedule) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return schedule.order, schedule.expert_start, schedule.block_expert, schedule.block_row
-
-
-@triton.jit
-def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The expert of pair ``me``, and a block of the pairs that have it too, which ``me`` is the first of; else expert -1."""
-    other = tl.arange(0, PAIRS)
-    token = other // top_k
-    ids = tl.load(ids_ptr + token * stride_token + (other - token * top_k) * stride_slot, mask=other < pairs, other=-1)
-    expert = tl.sum(tl.where(other == me, ids, 0), 0)
-    same = (ids == expert).to(tl.int32)
-    before = tl.sum(tl.where(other < me, same, 0), 0)
-    column = tl.arange(0, COLUMNS)
-    place = tl.where(same != 0, tl.cumsum(same, 0) - 1 - before, -1)
-    pair = tl.sum(tl.where(place[:, None] == column[None, :], other[:, None], 0), 0)
-    valid = column < tl.sum(same, 0) - before
-    return tl.where(before % COLUMNS == 0, expert, -1), pair, valid
-
-
-@triton.jit
-def _activated(gate, up, alpha, limit, beta, LIMITED: tl.constexpr):
-    if LIMITED:  # comparisons that leave NaN as it is
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return (up + beta) * gate / (1.0 + tl.exp(-alpha * gate))
-
-
-@triton.jit
-def _tile(
-    x_ptr,
-    x_stride_row,
-    x_stride_k,
-    x_scale_ptr,
-    weight_ptr,
-    scale_ptr,
-    epilogue_ptr,
-    out_ptr,
-    out_stride_pair,
-    pair,
-    valid,
-    row_tile,
-    part,
-    first_chunk,
-    last_chunk,
-    rows,
-    k,
-    top_k,
-    alpha,
-    limit,
-    beta,
-    SCALED: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-    DRAIN: tl.constexpr,
-    SEPARATE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """A tile of one expert's product; pointers are the expert's. ``pair``, ``valid``: a column's pair, and whether there is one."""
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    # Rows beyond the last compute it again, and are not stored.
-    own = tl.minimum(row, rows - 1)
-    lane = tl.arange(0, 32)
-    wide = tl.arange(0, 64)
-    words = weight_ptr + (first_chunk.to(tl.int64) * rows * 32) + own[:, None] * 32 + lane[None, :]
-    exponents = scale_ptr + first_chunk.to(tl.int64) * rows + own
-    source_row = pair // top_k if GATED else pair
-    source = source_row.to(tl.int64) * x_stride_row
-    values = x_ptr + source[None, :] + (first_chunk * 64 + lane[:, None]).to(tl.int64) * x_stride_k
-    inputs = x_ptr + source[None, :] + (first_chunk * 64 + wide[:, None]).to(tl.int64) * x_stride_k
-    acc0 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    acc1 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if SEPARATE:
-        acc2 = tl.zeros([ROWS, COLUMNS], tl.float32)
-        acc3 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for chunk in tl.range(first_chunk, last_chunk, UNROLL, num_stages=STAGES):
-        for ahead in tl.static_range(UNROLL):
-            word = tl.load(words + ahead * rows * 32)
-            a0, a1, b0, b1 = decode(word, tl.load(exponents + ahead * rows)[:, None], DTYPE, PTX, DRAIN)
-            if SEPARATE:
-                x0 = tl.load(values + ahead * 64 * x_stride_k, mask=valid[None, :], other=0.0).to(DTYPE)
-                present = valid[None, :] if WHOLE_K else valid[None, :] & ((chunk + ahead) * 64 + 32 + lane[:, None] < k)
-                x1 = tl.load(values + (ahead * 64 + 32) * x_stride_k, mask=present, other=0.0).to(DTYPE)
-                acc0 = tl.dot(a0, x0, acc0)
-                acc1 = tl.dot(b0, x0, acc1)
-                acc2 = tl.dot(a1, x1, acc2)
-                acc3 = tl.dot(b1, x1, acc3)
-            else:
-                present = valid[None, :] if WHOLE_K else valid[None, :] & ((chunk + ahead) * 64 + wide[:, None] < k)
-                x = tl.load(inputs + ahead * 64 * x_stride_k, mask=present, other=0.0).to(DTYPE)
-                acc0 = tl.dot(tl.reshape(tl.permute(tl.join(a0, a1), 0, 2, 1), (ROWS, 64)), x, acc0)
-                acc1 = tl.dot(tl.reshape(tl.permute(tl.join(b0, b1), 0, 2, 1), (ROWS, 64)), x, acc1)
-        words += UNROLL * rows * 32
-        exponents += UNROLL * rows
-        values += UNROLL * 64 * x_stride_k
-        inputs += UNROLL * 64 * x_stride_k
-    if SEPARATE:
-        acc0 += acc2
-        acc1 += acc3
-    factors = epilogue_ptr + own
-    acc0 *= tl.load(factors)[:, None]
-    acc1 *= tl.load(factors + rows)[:, None]
-    if SCALED:
-        step = tl.load(x_scale_ptr + source_row)[None, :]
-        acc0 *= step
-        acc1 *= step
-    if part == 0:
-        acc0 += tl.load(factors + 2 * rows)[:, None]
-        acc1 += tl.load(factors + 3 * rows)[:, None]
-    mask = (row < rows)[:, None] & valid[None, :]
-    target = out_ptr + pair.to(tl.int64)[None, :] * out_stride_pair + row[:, None]
-    if ACTIVATED:
-        result = _activated(acc0, acc1, alpha, limit, beta, LIMITED)
-        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(target, acc0.to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(target + rows, acc1.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["pairs", "row_tiles", "chunks"])
-def _product_kernel(
-    x_ptr,
-    x_stride_row,
-    x_stride_k,
-    x_scale_ptr,
-    weight_ptr,
-    scale_ptr,
-    epilogue_ptr,
-    out_ptr,
-    out_stride_part,
-    out_stride_pair,
-    ids_ptr,
-    ids_stride_token,
-    ids_stride_slot,
-    order_ptr,
-    expert_start_ptr,
-    block_expert_ptr,
-    block_row_ptr,
-    pairs,
-    top_k,
-    num_experts,
-    rows,
-    k,
-    chunks,
-    row_tiles,
-    alpha,
-    limit,
-    beta,
-    SCALED: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TAIL: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-    DRAIN: tl.constexpr,
-    SEPARATE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """A tile of one product. GATED: the first, whose tokens are gathered and whose result is activated. PAIRS: if there is no
-    schedule, how many pairs there are at most. TAIL: columns of blocks that have no more."""
-    block = tl.program_id(0) // row_tiles
-    row_tile = tl.program_id(0) % row_tiles
-    part = tl.program_id(1)
-    steps = chunks // UNROLL
-    first_chunk = steps * part // SPLIT_K * UNROLL
-    last_chunk = steps * (part + 1) // SPLIT_K * UNROLL
-    out_ptr += part.to(tl.int64) * out_stride_part
-    if PAIRS > 0:
-        expert, pair, valid = _own_pairs(ids_ptr, ids_stride_token, ids_stride_slot, block, pairs, top_k, PAIRS, COLUMNS)
-        if expert >= num_experts:
-            return
-    else:
-        expert = tl.load(block_expert_ptr + block)
-    if expert < 0:
-        return
-    weight_ptr += expert.to(tl.int64) * chunks * rows * 32
-    scale_ptr += expert.to(tl.int64) * chunks * rows
-    epilogue_ptr += expert.to(tl.int64) * 4 * rows
-    if PAIRS > 0:
-        _tile(
-            x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
-            pair, valid, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
-            SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
-        )  # fmt: skip
-    else:
-        first_row = tl.load(block_row_ptr + block)
-        count = tl.load(expert_start_ptr + expert + 1) - first_row
-        order_ptr += first_row
-        if TAIL >= 32 and TAIL < COLUMNS and count <= TAIL // 2:
-            fewest = tl.arange(0, TAIL // 2) < count
-            fewest_pairs = tl.load(order_ptr + tl.arange(0, TAIL // 2), mask=fewest, other=0)
-            _tile(
-                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
-                fewest_pairs, fewest, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
-                SCALED, GATED, ACTIVATED, LIMITED, ROWS, TAIL // 2, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
-            )  # fmt: skip
-        elif TAIL < COLUMNS and count <= TAIL:
-            few = tl.arange(0, TAIL) < count
-            few_pairs = tl.load(order_ptr + tl.arange(0, TAIL), mask=few, other=0)
-            _tile(
-                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
-                few_pairs, few, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
-                SCALED, GATED, ACTIVATED, LIMITED, ROWS, TAIL, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
-            )  # fmt: skip
-        else:
-            all_valid = tl.arange(0, COLUMNS) < count
-            all_pairs = tl.load(order_ptr + tl.arange(0, COLUMNS), mask=all_valid, other=0)
-            _tile(
-                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
-                all_pairs, all_valid, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
-                SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
-            )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["pairs"])
-def _activate_kernel(
-    gate_up_ptr, out_ptr, pairs, features, alpha, limit, beta, LIMITED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The activation where the first product is in parts ``[parts, pairs, 2, features]``."""
-    pair = tl.program_id(0).to(tl.int64)
-    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = feature < features
-    gate = tl.zeros([BLOCK], tl.float32)
-    up = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(PARTS):
-        source = gate_up_ptr + (part * pairs.to(tl.int64) + pair) * 2 * features + feature
-        gate += tl.load(source, mask=mask, other=0.0)
-        up += tl.load(source + features, mask=mask, other=0.0)
-    result = _activated(gate, up, alpha, limit, beta, LIMITED)
-    tl.store(out_ptr + pair * features + feature, result.to(out_ptr.dtype.element_ty), mask=mask)

@@ -11,18 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import multiprocessors
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, multiprocessors, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.traits import at_most
 
-# Below every key of a number: padding, and experts that were taken already.
-_TAKEN = tl.constexpr(-(2**31))
-_NAN_KEY = tl.constexpr(2**31 - 1)
-_NEGATIVE_INFINITY_KEY = tl.constexpr(-(2**31) + 0x7FFFFF)
-_SMALLEST_SUM = tl.constexpr(1e-20)
-_UNROLLED = tl.constexpr(8)
+device_code = DeviceModule(__name__ + "_device")
 
 
 @dataclass(frozen=True)
@@ -40,190 +37,24 @@ class TopkConfig:
     warps: int = 1
 
 
-@triton.jit
-def _key(value):
-    """Integers that sort as float32 numbers do, NaN last."""
-    bits = value.to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = tl.where(key == -1, 0, key)  # -0
-    return tl.where(value != value, _NAN_KEY, key)
-
-
-@triton.jit
-def _value(key):
-    """The number of a key."""
-    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _key_with_id(logits, ids):
-    """As `_key`, of 16-bit floats, with the expert in the lower half: the largest is the best expert, no second look needed."""
-    infinity: tl.constexpr = 0x7C00 if logits.dtype == tl.float16 else 0x7F80
-    bits = logits.to(tl.int16, bitcast=True).to(tl.int32)
-    key = bits ^ ((bits >> 31) & 0x7FFF)
-    key = tl.where(key == -1, 0, key)
-    key = tl.where((bits & 0x7FFF) > infinity, 0x7FFF, key)
-    return key * 65536 + (0xFFFF - ids)
-
-
-@triton.jit
-def _exp(x):
-    """exp to within an ulp of the rounded result. ``tl.exp`` may be tens of ulps off, and which expert is best hangs on them."""
-    whole = tl.minimum(tl.maximum(tl.floor(x * 1.4426950216293335), -126.0), 126.0)
-    rest = tl.fma(x, 1.4426950216293335, -whole)
-    rest = tl.fma(x, 1.9259629911266175e-08, rest)
-    power = ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.exp2(rest) * power
-
-
-@triton.jit
-def _sigmoid(x):
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + _exp(-x))
-
-
-@triton.jit
-def _softmax(x):
-    """Of each row; of one that holds a NaN all is NaN."""
-    raised = _exp(x - tl.max(x, axis=1)[:, None])
-    return tl.div_rn(raised, tl.broadcast_to(tl.sum(raised, axis=1)[:, None], raised.shape))
-
-
-@triton.jit
-def _take(keys, ids, chosen, slot, slots, PACKED: tl.constexpr):
-    """The best of each row into ``chosen[:, slot]``; struck out in the keys that are returned. Of equal keys the lowest id."""
-    best = tl.max(keys, axis=1)[:, None]
-    if PACKED:
-        struck = keys == best
-        best_id = 0xFFFF - (best & 0xFFFF)
-    else:
-        best_id = tl.min(tl.where(keys == best, ids, 0x7FFFFFFF), axis=1)[:, None]
-        struck = ids == best_id
-    return tl.where(struck, _TAKEN, keys), tl.where(slots == slot, best_id, chosen)
-
-
-@triton.jit
-def _best(keys, ids, COUNT: tl.constexpr, COUNT_PADDED: tl.constexpr, PACKED: tl.constexpr):
-    """The ids of the ``COUNT`` best of each row, best first."""
-    slots = tl.arange(0, COUNT_PADDED)[None, :]
-    chosen = tl.zeros([keys.shape[0], COUNT_PADDED], tl.int32)
-    if COUNT <= _UNROLLED:
-        for slot in tl.static_range(COUNT):
-            keys, chosen = _take(keys, ids, chosen, slot, slots, PACKED)
-    else:
-        for slot in range(COUNT):
-            keys, chosen = _take(keys, ids, chosen, slot, slots, PACKED)
-    return chosen
-
-
-@triton.jit
-def _close_groups(
-    keys,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TWO: tl.constexpr,
-):
-    """Keys ``[rows, groups * group]`` in which all but the best groups count as minus infinity. ``TWO``: a group is worth its two
-    best together."""
-    rows: tl.constexpr = keys.shape[0]
-    grouped = tl.reshape(keys, [rows, GROUPS_PADDED, GROUP_PADDED])
-    group = tl.arange(0, GROUPS_PADDED)[None, :]
-    member = tl.arange(0, GROUP_PADDED)[None, None, :]
-    worth = tl.max(grouped, axis=2)
-    if TWO and GROUP > 1:
-        first = tl.min(tl.where(grouped == worth[:, :, None], member, GROUP_PADDED), axis=2)
-        second = tl.max(tl.where(member == first[:, :, None], _TAKEN, grouped), axis=2)
-        worth = _key(_value(worth) + _value(second))
-    worth = tl.where(group < GROUPS, worth, _TAKEN)
-    open_groups = tl.zeros([rows, GROUPS_PADDED], tl.int1)
-    for _ in range(TOP_GROUPS):
-        best = tl.max(worth, axis=1)[:, None]
-        taken = group == tl.min(tl.where(worth == best, group, GROUPS_PADDED), axis=1)[:, None]
-        open_groups = open_groups | taken
-        worth = tl.where(taken, _TAKEN, worth)
-    closed = (open_groups == 0)[:, :, None] & (group < GROUPS)[:, :, None] & (member < GROUP)
-    return tl.reshape(tl.where(closed, _NEGATIVE_INFINITY_KEY, grouped), [rows, GROUPS_PADDED * GROUP_PADDED])
-
-
-@triton.jit
-def _topk_kernel(
-    logits,
-    correction_bias,
-    weights,
-    ids_out,
-    num_tokens,
-    logits_row,
-    logits_column,
-    bias_stride,
-    weights_row,
-    weights_column,
-    ids_row,
-    ids_column,
-    scaling_factor,
-    EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_K_PADDED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
-    BIAS: tl.constexpr,
-    PACKED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    group_size: tl.constexpr = EXPERTS // GROUPS
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = (token < num_tokens)[:, None]
-    # Groups are padded one by one, so that they can be seen as an axis. Positions grow with expert ids.
-    position = tl.arange(0, GROUPS_PADDED * GROUP_PADDED)
-    group = position // GROUP_PADDED
-    member = position % GROUP_PADDED
-    expert = (group * group_size + member)[None, :]
-    exists = ((group < GROUPS) & (member < group_size))[None, :]
-    row = logits + token[:, None] * logits_row
-    loaded = tl.load(row + expert * logits_column, mask=here & exists, other=0.0)
-    wide = loaded.to(tl.float32)
-
-    if PACKED:
-        keys = tl.where(exists, _key_with_id(loaded, expert), _TAKEN)
-    else:
-        ranked = wide
-        if BIAS:
-            if SIGMOID:
-                scores = _sigmoid(wide)
-            else:
-                scores = _softmax(tl.where(exists, wide, float("-inf")))
-            bias = tl.load(correction_bias + expert * bias_stride, mask=exists, other=0.0)
-            ranked = scores + bias.to(tl.float32)
-        keys = tl.where(exists, _key(ranked), _TAKEN)
-    if GROUPS > 1:
-        keys = _close_groups(keys, GROUPS, group_size, GROUPS_PADDED, GROUP_PADDED, TOP_GROUPS, BIAS)
-    chosen = _best(keys, expert, TOP_K, TOP_K_PADDED, PACKED)
-
-    slot = tl.arange(0, TOP_K_PADDED)[None, :]
-    wanted = here & (slot < TOP_K)
-    logit = tl.load(row + chosen * logits_column, mask=wanted, other=0.0).to(tl.float32)
-    if SIGMOID:
-        weight = tl.where(slot < TOP_K, _sigmoid(logit), 0.0)
-        if RENORMALIZE:
-            total = tl.sum(weight, axis=1)[:, None] + _SMALLEST_SUM
-            weight = tl.div_rn(weight, tl.broadcast_to(total, weight.shape))
-    elif RENORMALIZE:
-        weight = _softmax(tl.where(slot < TOP_K, logit, float("-inf")))
-    else:
-        masked = tl.where(exists, wide, float("-inf"))
-        highest = tl.max(masked, axis=1)[:, None]
-        total = tl.sum(_exp(masked - highest), axis=1)[:, None]
-        weight = tl.div_rn(_exp(logit - highest), tl.broadcast_to(total, logit.shape))
-    tl.store(weights + token[:, None] * weights_row + slot * weights_column, weight * scaling_factor, mask=wanted)
-    tl.store(ids_out + token[:, None] * ids_row + slot * ids_column, chosen, mask=wanted)
-
-
+@register_kernel(
+    "moe",
+    "moe_topk",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures("logits", "dense", FLOATS),
+    traits={
+        # A token's experts lie in the registers of one program, and top_k rounds go over them.
+        "num_experts": at_most(8192),
+        "sigmoid": any,
+        "renormalize": any,
+        "correction_bias": any,
+        "grouped": any,
+        "scaled": any,
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism", "portability"},
+)
 def moe_topk(
     logits: Tensor,
     top_k: int,
@@ -242,10 +73,10 @@ def moe_topk(
     ids = logits.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out
     if tokens == 0:
         return weights, ids
-    groups_padded = triton.next_power_of_2(num_groups)
-    group_padded = triton.next_power_of_2(experts // num_groups)
+    groups_padded = next_power_of_2(num_groups)
+    group_padded = next_power_of_2(experts // num_groups)
     rows, warps = _tile(tokens, groups_padded * group_padded, multiprocessors(logits.device))
-    _topk_kernel[(triton.cdiv(tokens, rows),)](
+    device_code.topk_kernel[(cdiv(tokens, rows),)](
         logits,
         correction_bias,
         weights,
@@ -261,7 +92,7 @@ def moe_topk(
         float(scaling_factor),
         EXPERTS=experts,
         TOP_K=top_k,
-        TOP_K_PADDED=triton.next_power_of_2(top_k),
+        TOP_K_PADDED=next_power_of_2(top_k),
         GROUPS=num_groups,
         GROUPS_PADDED=groups_padded,
         GROUP_PADDED=group_padded,

@@ -6,11 +6,15 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.norm.rmsnorm import inverse_rms
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
 
 
 @dataclass(frozen=True)
@@ -33,68 +37,22 @@ _UNALIGNED_ELEMENTS_A_WARP = 256
 @functools.cache
 def tile_for(head_dim: int) -> Tile:
     """The tile for heads of this size."""
-    block = triton.next_power_of_2(head_dim)
+    block = next_power_of_2(head_dim)
     heads = max(1, _ELEMENTS // block)
     elements = _UNALIGNED_ELEMENTS_A_WARP if head_dim % 8 else _ELEMENTS_A_WARP
     return Tile(heads, block, warps=min(heads * block // elements, 16))
 
 
-@triton.jit
-def _normalise_heads(
-    x, weight, out, first, tokens, eps, token_stride, head_stride, weight_stride, out_token_stride, out_head_stride,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Normalises heads ``first`` to ``first + TILE - 1`` of the tokens' heads in a row."""
-    head = first + tl.arange(0, TILE)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    token, head = (head // HEADS).to(tl.int64), (head % HEADS).to(tl.int64)
-    inside = (token < tokens) & (column < HEAD_DIM)
-    loaded = tl.load(x + token * token_stride + head * head_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + column * weight_stride, mask=column < HEAD_DIM, other=0.0).to(tl.float32)
-    normed = loaded * inverse_rms(loaded, HEAD_DIM, eps) * scale
-    tl.store(out + token * out_token_stride + head * out_head_stride + column, normed.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["tokens", "q_programs"])
-def qk_rmsnorm_kernel(
-    q,
-    k,
-    q_weight,
-    k_weight,
-    q_out,
-    k_out,
-    tokens,
-    q_programs,
-    eps,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
-    q_weight_stride,
-    k_weight_stride,
-    q_out_token_stride,
-    q_out_head_stride,
-    k_out_token_stride,
-    k_out_head_stride,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    program = tl.program_id(0)
-    if program < q_programs:
-        _normalise_heads(
-            q, q_weight, q_out, program * TILE, tokens, eps, q_token_stride, q_head_stride, q_weight_stride,
-            q_out_token_stride, q_out_head_stride, Q_HEADS, HEAD_DIM, TILE, BLOCK,
-        )  # fmt: skip
-    else:
-        _normalise_heads(
-            k, k_weight, k_out, (program - q_programs) * TILE, tokens, eps, k_token_stride, k_head_stride, k_weight_stride,
-            k_out_token_stride, k_out_head_stride, K_HEADS, HEAD_DIM, TILE, BLOCK,
-        )  # fmt: skip
-
-
+@register_kernel(
+    "norm",
+    "qk_rmsnorm",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures(("q", "k"), "dense", FLOATS),
+    traits={"head_dim": at_most(16384)},
+    priority=Priority.PORTABLE,
+    tags={"portability", "determinism"},
+)
 def qk_rmsnorm(
     q: Tensor,
     k: Tensor,
@@ -112,7 +70,7 @@ def qk_rmsnorm(
     tile = tile_for(head_dim)
     q_programs, k_programs = -(-tokens * q_heads // tile.heads), -(-tokens * k_heads // tile.heads)
     if head_dim and q_programs + k_programs:
-        qk_rmsnorm_kernel[(q_programs + k_programs,)](
+        device_code.qk_rmsnorm_kernel[(q_programs + k_programs,)](
             q,
             k,
             q_weight,

@@ -10,11 +10,14 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import as_rows, has_rows
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, has_rows, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+
+device_code = DeviceModule(__name__ + "_device")
 
 
 @dataclass(frozen=True)
@@ -48,84 +51,22 @@ def tile_for(hidden: int) -> Tile:
     """The tile for rows of this length."""
     if hidden > _LONGEST_ROW:
         return Tile(1, _STEP, _WARPS)
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     rows = max(1, _ELEMENTS_A_WARP // block)
     warps = min(rows * block // _ELEMENTS_A_WARP, _WARPS)
     return Tile(rows, block, max(warps, block // _MOST_ELEMENTS_A_WARP))
 
 
-@triton.jit
-def inverse_rms(x, hidden, eps):
-    """1 / sqrt(mean(x^2) + eps) of every row of a float32 tile ``[ROWS, BLOCK]``, 0 beyond ``hidden``: ``[ROWS, 1]``."""
-    return tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / hidden + eps)
-
-
-@triton.jit
-def _load_sum(x, residual, offsets, residual_offsets, inside, HAS_RESIDUAL: tl.constexpr):
-    """x, or x plus the residual rounded to x's dtype; 0 outside."""
-    loaded = tl.load(x + offsets, mask=inside, other=0.0)
-    if HAS_RESIDUAL:
-        added = tl.load(residual + residual_offsets, mask=inside, other=0.0)
-        loaded = (loaded.to(tl.float32) + added.to(tl.float32)).to(loaded.dtype)
-    return loaded
-
-
-@triton.jit(do_not_specialize=["rows"])
-def rmsnorm_kernel(
-    x,
-    residual,
-    weight,
-    out,
-    residual_out,
-    rows,
-    hidden,
-    eps,
-    x_stride,
-    residual_stride,
-    weight_stride,
-    out_stride,
-    residual_out_stride,
-    HAS_RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ONE_PASS: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    row_inside = row < rows
-    row = row.to(tl.int64)
-    if ONE_PASS:
-        inside = row_inside & (column < hidden)
-        total = _load_sum(x, residual, row * x_stride + column, row * residual_stride + column, inside, HAS_RESIDUAL)
-        scale = tl.load(weight + column * weight_stride, mask=column < hidden, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            tl.store(residual_out + row * residual_out_stride + column, total, mask=inside)
-        wide = total.to(tl.float32)
-        normed = wide * inverse_rms(wide, hidden, eps) * scale
-        tl.store(out + row * out_stride + column, normed.to(out.dtype.element_ty), mask=inside)
-    else:
-        squares = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(0, hidden, BLOCK):
-            at = start + column
-            inside = row_inside & (at < hidden)
-            total = _load_sum(x, residual, row * x_stride + at, row * residual_stride + at, inside, HAS_RESIDUAL)
-            if HAS_RESIDUAL:
-                tl.store(residual_out + row * residual_out_stride + at, total, mask=inside)
-            wide = total.to(tl.float32)
-            squares += wide * wide
-        inverse = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / hidden + eps)
-        # The sum is read back from where it was written: x and the residual may be overwritten by then.
-        tl.debug_barrier()
-        source = residual_out if HAS_RESIDUAL else x
-        source_stride = residual_out_stride if HAS_RESIDUAL else x_stride
-        for start in range(0, hidden, BLOCK):
-            at = start + column
-            inside = row_inside & (at < hidden)
-            wide = tl.load(source + row * source_stride + at, mask=inside, other=0.0).to(tl.float32)
-            scale = tl.load(weight + at * weight_stride, mask=at < hidden, other=0.0).to(tl.float32)
-            tl.store(out + row * out_stride + at, (wide * inverse * scale).to(out.dtype.element_ty), mask=inside)
-
-
+@register_kernel(
+    "norm",
+    "rmsnorm",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures("x", "dense", FLOATS),
+    traits={"residual": any},
+    priority=Priority.PORTABLE,
+    tags={"portability", "determinism"},
+)
 def rmsnorm(
     x: Tensor,
     weight: Tensor,
@@ -145,7 +86,7 @@ def rmsnorm(
         source, target = as_rows(x), as_rows(normed)
         added, sums = (source, target) if residual is None or total is None else (as_rows(residual), as_rows(total))
         rows = source.shape[0]
-        rmsnorm_kernel[(-(-rows // tile.rows),)](
+        device_code.rmsnorm_kernel[(-(-rows // tile.rows),)](
             source,
             added,
             weight,

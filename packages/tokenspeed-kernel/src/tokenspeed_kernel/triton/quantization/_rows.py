@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import as_rows
+from tokenspeed_kernel.triton.common import as_rows, cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,11 @@ def groups_of(x: Tensor, length: int) -> Groups:
         return Groups(1, rows, k, rows * k, x.stride(0), 0)
     if k % length == 0 and x.is_contiguous():
         return Groups(1, rows * (k // length), length, rows * k, length, 0)
-    return Groups(rows, triton.cdiv(k, length), length, k, length, x.stride(0))
+    return Groups(rows, cdiv(k, length), length, k, length, x.stride(0))
 
 
 def grid(groups: Groups, per_program: int) -> tuple[int]:
-    return (groups.outer * triton.cdiv(groups.count, per_program),)
+    return (groups.outer * cdiv(groups.count, per_program),)
 
 
 def made_or(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -103,7 +102,7 @@ def as_matrix(x: Tensor, whole: bool = False) -> Tensor:
 def matrix_tile(matrix: Tensor, most_columns: int | None = None) -> MatrixTile:
     """A tile for what is done element by element. A power of two as ``most_columns`` is heeded, but for small ones."""
     config = config_for(matrix.numel())
-    columns = min(triton.next_power_of_2(matrix.shape[1]), config.tile)
+    columns = min(next_power_of_2(matrix.shape[1]), config.tile)
     if most_columns is not None and most_columns >= 32 and most_columns & (most_columns - 1) == 0:
         columns = min(columns, most_columns)
     return MatrixTile(config.tile // columns, columns, config.warps)

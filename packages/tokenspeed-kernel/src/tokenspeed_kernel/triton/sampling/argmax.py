@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tokenspeed_kernel.triton.sampling._rows import best_of_row, row_extremes, spans_of, token_of
+from tokenspeed_kernel.triton.common import FLOATS, TRITON
+from tokenspeed_kernel.triton.sampling._rows import spans_of
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
+rows_device = DeviceModule("tokenspeed_kernel.triton.sampling._rows_device")
 
 # 64 rows of 201088 float32 on an H200: 23.8 us; 28.0 with 1024, 29.3 with 2048, 29.9 with 4096, 38.4 with 8192.
 _BLOCK = 512
 
 
-@triton.jit
-def _best_of_rows(best, out, out_stride, spans, SPANS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    tl.store(out + row * out_stride, token_of(best_of_row(best, row, spans, SPANS)))
-
-
+@register_kernel(
+    "sampling",
+    "argmax",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures("logits", "dense", FLOATS),
+    traits={"vocab": at_most(2**31 - 2**15)},
+    priority=Priority.PORTABLE,
+    tags={"portability", "determinism"},
+)
 def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """`tokenspeed_kernel.argmax`: one launch for short rows, two for long ones."""
     rows, vocab = logits.shape
@@ -28,7 +38,7 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
         return out
     spans = spans_of(logits)
     best = torch.empty(rows, spans.count, dtype=torch.int64, device=logits.device) if spans.count > 1 else out
-    row_extremes[(rows * spans.count,)](
+    rows_device.row_extremes_kernel[(rows * spans.count,)](
         logits,
         *logits.stride(),
         vocab,
@@ -43,5 +53,5 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
         FINAL=spans.count == 1,
     )
     if spans.count > 1:
-        _best_of_rows[(rows,)](best, out, out.stride(0), spans.count, SPANS=spans.block, num_warps=1)
+        device_code.best_of_rows_kernel[(rows,)](best, out, out.stride(0), spans.count, SPANS=spans.block, num_warps=1)
     return out

@@ -15,17 +15,18 @@ from pathlib import Path
 
 import torch
 
-# Kernels of the core share helpers there. What lies outside (the registry, the selector) does not change what a kernel runs.
-_CORE_KERNELS = "tokenspeed_kernel_base.ops"
+# Kernels of every package use the helpers of the operators. The rest of the framework (the registry, the selector) does not change
+# what a kernel runs.
+_OPERATORS = "tokenspeed_kernel_base.ops"
 
 
 @functools.cache
 def source_fingerprint(module: str) -> str:
     """A hash of a module and of every module of its package that it imports, directly or through others.
 
-    A package's ``__init__`` counts where something is imported from it that is not a module. For the core's kernels the package is
-    `tokenspeed_kernel_base.ops`; for a module in no package, the modules beside it count. Read once in a process: what was imported
-    before a file changed is what runs.
+    Device code that a launcher gets at through `DeviceModule` counts, and so does what is imported from the operators' declarations.
+    A package's ``__init__`` counts where something is imported from it that is not a module. For a module in no package, the
+    modules beside it count. Read once in a process: what was imported before a file changed is what runs.
 
     Returns:
         16 hexadecimal digits; empty where the module's source is not to be found.
@@ -33,14 +34,14 @@ def source_fingerprint(module: str) -> str:
     own = _locate(module)
     if own is None:
         return ""
-    package = _CORE_KERNELS if module.startswith(_CORE_KERNELS + ".") else module.partition(".")[0]
+    package = module.partition(".")[0]
     alone = own.parent if module == package and own.name != "__init__.py" else None
     found: dict[str, Path] = {}
     waiting = [module]
     while waiting:
         name = waiting.pop()
         path = _locate(name)
-        related = name == package or name.startswith(package + ".") or (path is not None and path.parent == alone)
+        related = name == package or name.startswith((package + ".", _OPERATORS + ".")) or (path is not None and path.parent == alone)
         if path is None or not related or name in found:
             continue
         found[name] = path
@@ -88,7 +89,7 @@ def _locate(module: str) -> Path | None:
 
 
 def _imports(module: str, path: Path) -> list[str]:
-    """Names of the modules that a module imports, wherever in its source."""
+    """Names of the modules that a module imports, wherever in its source, with ``import`` or as a `DeviceModule`."""
     if path.suffix != ".py":
         return []
     try:
@@ -100,6 +101,8 @@ def _imports(module: str, path: Path) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "DeviceModule" and len(node.args) == 1:
+            found.append(_device_module(module, node.args[0]))
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -111,3 +114,11 @@ def _imports(module: str, path: Path) -> list[str]:
                 inner = f"{base}.{alias.name}"
                 found.append(inner if _locate(inner) is not None else base)
     return found
+
+
+def _device_module(module: str, argument: ast.expr) -> str:
+    """The name in ``DeviceModule(__name__ + "_device")`` or ``DeviceModule("package.module_device")``; empty for other expressions."""
+    prefix = ""
+    if isinstance(argument, ast.BinOp) and isinstance(argument.op, ast.Add) and ast.unparse(argument.left) == "__name__":
+        prefix, argument = module, argument.right
+    return prefix + argument.value if isinstance(argument, ast.Constant) and isinstance(argument.value, str) else ""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.sampling._levels import at, first, level_end
-from tokenspeed_kernel.triton.sampling._rows import from_sort_key, sort_key
-from tokenspeed_kernel.triton.sampling._state import (
+from tokenspeed_kernel.triton.sampling._levels_device import at, first, level_end
+from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
+from tokenspeed_kernel.triton.sampling._state_device import (
     CANDIDATES,
     COUNT_SHIFT,
     FIRST,
@@ -27,7 +27,7 @@ from tokenspeed_kernel.triton.sampling._state import (
     TOTAL,
     WEIGHT_MASK,
 )
-from tokenspeed_kernel.triton.sampling._weights import is_drawn, limit_of, scale_of, target_of, uniform, weigh
+from tokenspeed_kernel.triton.sampling._weights_device import is_drawn, limit_of, scale_of, target_of, uniform, weigh
 
 # What a list would hold for -inf and token 0.
 _NO_TOKEN = tl.constexpr(-0x7F80000100000000)
@@ -124,7 +124,7 @@ def _ties_needed(stage, base, weight, ties, limit, target):
 
 
 @triton.jit
-def find_places(
+def find_places_kernel(
     logits,
     vocab,
     temperature,

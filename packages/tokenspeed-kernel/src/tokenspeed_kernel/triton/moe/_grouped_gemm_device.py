@@ -13,15 +13,14 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import wait_for_products
-from tokenspeed_kernel.triton.moe._rounding import round_mxfp4
-from tokenspeed_kernel.triton.quantization._encode import decode_e2m1, decode_e8m0, decode_fp8, round_to, unpack_e2m1
+from tokenspeed_kernel.triton.moe._rounding_device import round_mxfp4
+from tokenspeed_kernel.triton.quantization._encode_device import decode_e2m1, decode_e8m0, decode_fp8, round_to, unpack_e2m1
 
-# What a weight is made of.
-DENSE = tl.constexpr(0)
-MXFP4 = tl.constexpr(1)  # packed e2m1 with an e8m0 scale for each 32 of a row
-FP8 = tl.constexpr(2)  # e4m3 with a float32 scale for each 128 x 128
-FP8_BITS = tl.constexpr(3)  # the same, decoded by integer operations: the target has no e4m3
-
+# FORMAT is what a weight is made of:
+#   "dense"        numbers that the products take
+#   "mxfp4"        packed e2m1 with an e8m0 scale for each 32 of a row
+#   "fp8"          e4m3 with a float32 scale for each 128 x 128
+#   "fp8 in bits"  the same, decoded by integer operations: the target has no e4m3
 _BLOCK_FP8 = tl.constexpr(128)
 
 
@@ -53,11 +52,11 @@ def _weight_tile(
 ):
     """Columns ``k`` to ``k + BLOCK_K`` of a weight's rows, decoded. fp8 blocks' scales are left to the sums. ``row``: where each
     row begins, or the first row's number if w is a descriptor."""
-    if FORMAT != DENSE:
+    if FORMAT != "dense":
         wait_for_products()
     if DESCRIPTOR:
         tile = w.load([row, k])
-    elif FORMAT == MXFP4:
+    elif FORMAT == "mxfp4":
         column = tl.arange(0, BLOCK_K // 2)
         block = tl.arange(0, BLOCK_K // 32)
         packed_at = (k // 2 + column).to(tl.int64) * w_column_stride
@@ -70,7 +69,7 @@ def _weight_tile(
         column = tl.arange(0, BLOCK_K)
         at = (k + column).to(tl.int64) * w_column_stride
         tile = _load((w + row)[:, None] + at[None, :], column, k_left, EVEN_K)
-        if FORMAT == FP8_BITS:
+        if FORMAT == "fp8 in bits":
             tile = decode_fp8(tile, "e4m3fn", False)
     return tile.to(COMPUTE)
 
@@ -215,12 +214,12 @@ def _block(
     at_up = first_up if DESCRIPTOR else up_row * w_row_stride
     s_gate = w_scale
     s_up = w_scale
-    if FORMAT != DENSE:
-        scaled_rows: tl.constexpr = 1 if FORMAT == MXFP4 else _BLOCK_FP8
+    if FORMAT != "dense":
+        scaled_rows: tl.constexpr = 1 if FORMAT == "mxfp4" else _BLOCK_FP8
         s_gate = w_scale + gate_row // scaled_rows * scale_row_stride
         s_up = w_scale + up_row // scaled_rows * scale_row_stride
     # The scales of fp8 blocks multiply the product of one step, and are fetched one step ahead: nothing else hides their way.
-    scaled: tl.constexpr = FORMAT >= FP8
+    scaled: tl.constexpr = FORMAT == "fp8" or FORMAT == "fp8 in bits"
     if scaled:
         by_gate = tl.load(s_gate)
         by_up = tl.load(s_up) if GATED else by_gate
@@ -339,7 +338,7 @@ def grouped_gemm_kernel(
     if not DESCRIPTOR:
         w += expert * w_expert_stride
         w_up += expert * w_expert_stride
-    if FORMAT != DENSE:
+    if FORMAT != "dense":
         w_scale += expert * scale_expert_stride
     if BIAS:
         bias += expert * bias_expert_stride
@@ -364,4 +363,3 @@ def grouped_gemm_kernel(
             *operands, GATED, INTERLEAVED, FORMAT, BIAS, LIMIT, X_SCALE, ROUND_MXFP4, INTERPRETED, COMPUTE, PRECISION,
             DESCRIPTOR, BLOCK_T, 0, BLOCK_N, BLOCK_K, EVEN_K,
         )
-    # fmt: on

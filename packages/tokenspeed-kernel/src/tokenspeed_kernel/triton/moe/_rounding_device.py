@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.quantization._encode import decode_e2m1, decode_e8m0, decode_fp8, encode_e2m1, encode_fp8
+from tokenspeed_kernel.triton.quantization._encode_device import decode_e2m1, decode_e8m0, decode_fp8, encode_e2m1, encode_fp8
 from tokenspeed_kernel_base.ops.quantization.encodings import SMALLEST_NORMAL
 
 _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.sampling._rows import from_sort_key, sort_key
-from tokenspeed_kernel.triton.sampling._state import (
+from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
+from tokenspeed_kernel.triton.sampling._state_device import (
     COUNT_SHIFT,
     LARGEST,
     LEAST,
@@ -22,7 +22,7 @@ from tokenspeed_kernel.triton.sampling._state import (
     SUMS,
     WEIGHT_MASK,
 )
-from tokenspeed_kernel.triton.sampling._weights import WEIGHTLESS, limit_of, scale_of, target_of, uniform, weigh
+from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS, limit_of, scale_of, target_of, uniform, weigh
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def level_end(step, state, scale, logits):
 
 
 @triton.jit
-def sum_levels(
+def sum_levels_kernel(
     logits,
     row_stride,
     vocab_stride,
@@ -85,7 +85,7 @@ def first(crossed):
 
 
 @triton.jit
-def collect(
+def collect_kernel(
     logits,
     row_stride,
     vocab_stride,

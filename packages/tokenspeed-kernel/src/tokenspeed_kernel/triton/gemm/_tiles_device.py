@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.quantization._encode import round_to
+from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 
 @triton.jit

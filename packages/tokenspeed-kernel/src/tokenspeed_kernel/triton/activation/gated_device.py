@@ -1,0 +1,60 @@
+"""Device code of `gated`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def clamp_gated(gate, up, limit):
+    """``min(gate, limit)`` and ``min(max(up, -limit), limit)``, where NaN stays NaN."""
+    return tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+
+
+@triton.jit
+def gated(gate, up, alpha, beta):
+    """``(up + beta) * gate * sigmoid(alpha * gate)``, all float32."""
+    return (up + beta) * (gate / (1.0 + tl.exp(-alpha * gate)))
+
+
+@triton.jit(do_not_specialize=["rows", "column_tiles"])
+def gated_kernel(
+    x,
+    out,
+    rows,
+    intermediate,
+    column_tiles,
+    alpha,
+    limit,
+    beta,
+    x_stride,
+    out_stride,
+    PLAIN: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = (program // column_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = (program % column_tiles) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)[None, :]
+    row_inside = row < rows
+    row = row.to(tl.int64)
+    inside = row_inside & (column < intermediate)
+    if INTERLEAVED:
+        pairs = 2 * first + tl.arange(0, 2 * COLUMNS)[None, :]
+        loaded = tl.load(x + row * x_stride + pairs, mask=row_inside & (pairs < 2 * intermediate), other=0.0)
+        gate, up = tl.split(tl.reshape(loaded, (ROWS, COLUMNS, 2)))
+    else:
+        gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+        up = tl.load(x + row * x_stride + intermediate + column, mask=inside, other=0.0)
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    if PLAIN:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        if CLAMPED:
+            gate, up = clamp_gated(gate, up, limit)
+        result = gated(gate, up, alpha, beta)
+    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,38 @@
+"""Operand formats and traits that several of the portable attention kernels declare."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenspeed_kernel.triton.common import FLOATS
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+from tokenspeed_kernel_base.traits import at_most
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Dtypes of the queries and of the cache, which may be narrower.
+_PAIRS = (
+    *((dtype, dtype) for dtype in FLOATS),
+    *((dtype, cache) for dtype in (*FLOATS, *_FP8) for cache in _FP8),
+)
+
+CACHED = frozenset(
+    format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
+    for q, cache in _PAIRS
+)
+"""Formats of multi-head attention to a cache."""
+
+LATENT = frozenset(format_signature(q=dense_tensor_format(q), kv_cache=dense_tensor_format(cache)) for q, cache in _PAIRS)
+"""Formats of latent attention to a cache."""
+
+MHA = {
+    "head_dim": at_most(256),
+    "v_head_dim": at_most(256),
+    "logit_cap": any,
+    "return_lse": any,
+    "sliding_window": any,
+    "sinks": any,
+}
+"""Traits of multi-head attention."""
+
+MLA = {"head_dim": at_most(576), "v_head_dim": at_most(512), "logit_cap": any, "return_lse": any, "scaled": any}
+"""Traits of latent attention to a cache."""

@@ -1,0 +1,250 @@
+"""Device code of `moe_apply_mxfp4`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.moe._mxfp4_decode_device import decode
+
+
+@triton.jit
+def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The expert of pair ``me``, and a block of the pairs that have it too, which ``me`` is the first of; else expert -1."""
+    other = tl.arange(0, PAIRS)
+    token = other // top_k
+    ids = tl.load(ids_ptr + token * stride_token + (other - token * top_k) * stride_slot, mask=other < pairs, other=-1)
+    expert = tl.sum(tl.where(other == me, ids, 0), 0)
+    same = (ids == expert).to(tl.int32)
+    before = tl.sum(tl.where(other < me, same, 0), 0)
+    column = tl.arange(0, COLUMNS)
+    place = tl.where(same != 0, tl.cumsum(same, 0) - 1 - before, -1)
+    pair = tl.sum(tl.where(place[:, None] == column[None, :], other[:, None], 0), 0)
+    valid = column < tl.sum(same, 0) - before
+    return tl.where(before % COLUMNS == 0, expert, -1), pair, valid
+
+
+@triton.jit
+def _activated(gate, up, alpha, limit, beta, LIMITED: tl.constexpr):
+    if LIMITED:  # comparisons that leave NaN as it is
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return (up + beta) * gate / (1.0 + tl.exp(-alpha * gate))
+
+
+@triton.jit
+def _tile(
+    x_ptr,
+    x_stride_row,
+    x_stride_k,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    epilogue_ptr,
+    out_ptr,
+    out_stride_pair,
+    pair,
+    valid,
+    row_tile,
+    part,
+    first_chunk,
+    last_chunk,
+    rows,
+    k,
+    top_k,
+    alpha,
+    limit,
+    beta,
+    SCALED: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+    DRAIN: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile of one expert's product; pointers are the expert's. ``pair``, ``valid``: a column's pair, and whether there is one."""
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    # Rows beyond the last compute it again, and are not stored.
+    own = tl.minimum(row, rows - 1)
+    lane = tl.arange(0, 32)
+    wide = tl.arange(0, 64)
+    words = weight_ptr + (first_chunk.to(tl.int64) * rows * 32) + own[:, None] * 32 + lane[None, :]
+    exponents = scale_ptr + first_chunk.to(tl.int64) * rows + own
+    source_row = pair // top_k if GATED else pair
+    source = source_row.to(tl.int64) * x_stride_row
+    values = x_ptr + source[None, :] + (first_chunk * 64 + lane[:, None]).to(tl.int64) * x_stride_k
+    inputs = x_ptr + source[None, :] + (first_chunk * 64 + wide[:, None]).to(tl.int64) * x_stride_k
+    acc0 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    acc1 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if SEPARATE:
+        acc2 = tl.zeros([ROWS, COLUMNS], tl.float32)
+        acc3 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for chunk in tl.range(first_chunk, last_chunk, UNROLL, num_stages=STAGES):
+        for ahead in tl.static_range(UNROLL):
+            word = tl.load(words + ahead * rows * 32)
+            a0, a1, b0, b1 = decode(word, tl.load(exponents + ahead * rows)[:, None], DTYPE, PTX, DRAIN)
+            if SEPARATE:
+                x0 = tl.load(values + ahead * 64 * x_stride_k, mask=valid[None, :], other=0.0).to(DTYPE)
+                present = valid[None, :] if WHOLE_K else valid[None, :] & ((chunk + ahead) * 64 + 32 + lane[:, None] < k)
+                x1 = tl.load(values + (ahead * 64 + 32) * x_stride_k, mask=present, other=0.0).to(DTYPE)
+                acc0 = tl.dot(a0, x0, acc0)
+                acc1 = tl.dot(b0, x0, acc1)
+                acc2 = tl.dot(a1, x1, acc2)
+                acc3 = tl.dot(b1, x1, acc3)
+            else:
+                present = valid[None, :] if WHOLE_K else valid[None, :] & ((chunk + ahead) * 64 + wide[:, None] < k)
+                x = tl.load(inputs + ahead * 64 * x_stride_k, mask=present, other=0.0).to(DTYPE)
+                acc0 = tl.dot(tl.reshape(tl.permute(tl.join(a0, a1), 0, 2, 1), (ROWS, 64)), x, acc0)
+                acc1 = tl.dot(tl.reshape(tl.permute(tl.join(b0, b1), 0, 2, 1), (ROWS, 64)), x, acc1)
+        words += UNROLL * rows * 32
+        exponents += UNROLL * rows
+        values += UNROLL * 64 * x_stride_k
+        inputs += UNROLL * 64 * x_stride_k
+    if SEPARATE:
+        acc0 += acc2
+        acc1 += acc3
+    factors = epilogue_ptr + own
+    acc0 *= tl.load(factors)[:, None]
+    acc1 *= tl.load(factors + rows)[:, None]
+    if SCALED:
+        step = tl.load(x_scale_ptr + source_row)[None, :]
+        acc0 *= step
+        acc1 *= step
+    if part == 0:
+        acc0 += tl.load(factors + 2 * rows)[:, None]
+        acc1 += tl.load(factors + 3 * rows)[:, None]
+    mask = (row < rows)[:, None] & valid[None, :]
+    target = out_ptr + pair.to(tl.int64)[None, :] * out_stride_pair + row[:, None]
+    if ACTIVATED:
+        result = _activated(acc0, acc1, alpha, limit, beta, LIMITED)
+        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(target, acc0.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + rows, acc1.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["pairs", "row_tiles", "chunks"])
+def product_kernel(
+    x_ptr,
+    x_stride_row,
+    x_stride_k,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    epilogue_ptr,
+    out_ptr,
+    out_stride_part,
+    out_stride_pair,
+    ids_ptr,
+    ids_stride_token,
+    ids_stride_slot,
+    order_ptr,
+    expert_start_ptr,
+    block_expert_ptr,
+    block_row_ptr,
+    pairs,
+    top_k,
+    num_experts,
+    rows,
+    k,
+    chunks,
+    row_tiles,
+    alpha,
+    limit,
+    beta,
+    SCALED: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TAIL: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PTX: tl.constexpr,
+    DRAIN: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A tile of one product. GATED: the first, whose tokens are gathered and whose result is activated. PAIRS: if there is no
+    schedule, how many pairs there are at most. TAIL: columns of blocks that have no more."""
+    block = tl.program_id(0) // row_tiles
+    row_tile = tl.program_id(0) % row_tiles
+    part = tl.program_id(1)
+    steps = chunks // UNROLL
+    first_chunk = steps * part // SPLIT_K * UNROLL
+    last_chunk = steps * (part + 1) // SPLIT_K * UNROLL
+    out_ptr += part.to(tl.int64) * out_stride_part
+    if PAIRS > 0:
+        expert, pair, valid = _own_pairs(ids_ptr, ids_stride_token, ids_stride_slot, block, pairs, top_k, PAIRS, COLUMNS)
+        if expert >= num_experts:
+            return
+    else:
+        expert = tl.load(block_expert_ptr + block)
+    if expert < 0:
+        return
+    weight_ptr += expert.to(tl.int64) * chunks * rows * 32
+    scale_ptr += expert.to(tl.int64) * chunks * rows
+    epilogue_ptr += expert.to(tl.int64) * 4 * rows
+    if PAIRS > 0:
+        _tile(
+            x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
+            pair, valid, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+            SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
+        )  # fmt: skip
+    else:
+        first_row = tl.load(block_row_ptr + block)
+        count = tl.load(expert_start_ptr + expert + 1) - first_row
+        order_ptr += first_row
+        if TAIL >= 32 and TAIL < COLUMNS and count <= TAIL // 2:
+            fewest = tl.arange(0, TAIL // 2) < count
+            fewest_pairs = tl.load(order_ptr + tl.arange(0, TAIL // 2), mask=fewest, other=0)
+            _tile(
+                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
+                fewest_pairs, fewest, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                SCALED, GATED, ACTIVATED, LIMITED, ROWS, TAIL // 2, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
+            )  # fmt: skip
+        elif TAIL < COLUMNS and count <= TAIL:
+            few = tl.arange(0, TAIL) < count
+            few_pairs = tl.load(order_ptr + tl.arange(0, TAIL), mask=few, other=0)
+            _tile(
+                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
+                few_pairs, few, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                SCALED, GATED, ACTIVATED, LIMITED, ROWS, TAIL, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
+            )  # fmt: skip
+        else:
+            all_valid = tl.arange(0, COLUMNS) < count
+            all_pairs = tl.load(order_ptr + tl.arange(0, COLUMNS), mask=all_valid, other=0)
+            _tile(
+                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
+                all_pairs, all_valid, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
+                SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def activate_kernel(
+    gate_up_ptr, out_ptr, pairs, features, alpha, limit, beta, LIMITED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The activation where the first product is in parts ``[parts, pairs, 2, features]``."""
+    pair = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = feature < features
+    gate = tl.zeros([BLOCK], tl.float32)
+    up = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        source = gate_up_ptr + (part * pairs.to(tl.int64) + pair) * 2 * features + feature
+        gate += tl.load(source, mask=mask, other=0.0)
+        up += tl.load(source + features, mask=mask, other=0.0)
+    result = _activated(gate, up, alpha, limit, beta, LIMITED)
+    tl.store(out_ptr + pair * features + feature, result.to(out_ptr.dtype.element_ty), mask=mask)

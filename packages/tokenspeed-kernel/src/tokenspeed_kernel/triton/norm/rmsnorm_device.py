@@ -1,0 +1,78 @@
+"""Device code of `rmsnorm`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def inverse_rms(x, hidden, eps):
+    """1 / sqrt(mean(x^2) + eps) of every row of a float32 tile ``[ROWS, BLOCK]``, 0 beyond ``hidden``: ``[ROWS, 1]``."""
+    return tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / hidden + eps)
+
+
+@triton.jit
+def _load_sum(x, residual, offsets, residual_offsets, inside, HAS_RESIDUAL: tl.constexpr):
+    """x, or x plus the residual rounded to x's dtype; 0 outside."""
+    loaded = tl.load(x + offsets, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        added = tl.load(residual + residual_offsets, mask=inside, other=0.0)
+        loaded = (loaded.to(tl.float32) + added.to(tl.float32)).to(loaded.dtype)
+    return loaded
+
+
+@triton.jit(do_not_specialize=["rows"])
+def rmsnorm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    residual_out,
+    rows,
+    hidden,
+    eps,
+    x_stride,
+    residual_stride,
+    weight_stride,
+    out_stride,
+    residual_out_stride,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    row_inside = row < rows
+    row = row.to(tl.int64)
+    if ONE_PASS:
+        inside = row_inside & (column < hidden)
+        total = _load_sum(x, residual, row * x_stride + column, row * residual_stride + column, inside, HAS_RESIDUAL)
+        scale = tl.load(weight + column * weight_stride, mask=column < hidden, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            tl.store(residual_out + row * residual_out_stride + column, total, mask=inside)
+        wide = total.to(tl.float32)
+        normed = wide * inverse_rms(wide, hidden, eps) * scale
+        tl.store(out + row * out_stride + column, normed.to(out.dtype.element_ty), mask=inside)
+    else:
+        squares = tl.zeros((ROWS, BLOCK), tl.float32)
+        for start in range(0, hidden, BLOCK):
+            at = start + column
+            inside = row_inside & (at < hidden)
+            total = _load_sum(x, residual, row * x_stride + at, row * residual_stride + at, inside, HAS_RESIDUAL)
+            if HAS_RESIDUAL:
+                tl.store(residual_out + row * residual_out_stride + at, total, mask=inside)
+            wide = total.to(tl.float32)
+            squares += wide * wide
+        inverse = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / hidden + eps)
+        # The sum is read back from where it was written: x and the residual may be overwritten by then.
+        tl.debug_barrier()
+        source = residual_out if HAS_RESIDUAL else x
+        source_stride = residual_out_stride if HAS_RESIDUAL else x_stride
+        for start in range(0, hidden, BLOCK):
+            at = start + column
+            inside = row_inside & (at < hidden)
+            wide = tl.load(source + row * source_stride + at, mask=inside, other=0.0).to(tl.float32)
+            scale = tl.load(weight + at * weight_stride, mask=at < hidden, other=0.0).to(tl.float32)
+            tl.store(out + row * out_stride + at, (wide * inverse * scale).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,211 @@
+"""Device code of `_encode`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# -- 8-bit floats --------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def encode_fp8(x, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 to the bits of an 8-bit float: to nearest, ties to even, saturating; one NaN."""
+    if NATIVE and FORMAT == "e4m3fn":
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    if NATIVE and FORMAT == "e5m2":
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    MANTISSA: tl.constexpr = 2 if FORMAT == "e5m2" else 3
+    BIAS: tl.constexpr = 15 if FORMAT == "e5m2" else (8 if FORMAT == "e4m3fnuz" else 7)
+    LARGEST: tl.constexpr = 57344.0 if FORMAT == "e5m2" else (240.0 if FORMAT == "e4m3fnuz" else 448.0)
+    NAN_CODE: tl.constexpr = 0x80 if FORMAT == "e4m3fnuz" else 0x7F
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
+    # Its unit in the last place is that of the format's subnormal numbers: adding it rounds to a multiple of that.
+    ALIGNED: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
+    magnitude = tl.minimum(tl.abs(x), LARGEST)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED
+    subnormal = (magnitude + ALIGNED).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(magnitude < SMALLEST_NORMAL, subnormal, normal - ((127 - BIAS) << MANTISSA))
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    if FORMAT == "e4m3fnuz":  # has no -0
+        sign = tl.where(code == 0, 0, sign)
+    return tl.where(x != x, NAN_CODE, code | sign).to(tl.uint8)
+
+
+@triton.jit
+def decode_fp8(code, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+    """The bits of an 8-bit float to float32, exactly."""
+    if NATIVE and FORMAT == "e4m3fn":
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if FORMAT == "e5m2":  # the upper half of a float16
+        return (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    # As the bits of a float32 the value is too small by a power of two, subnormal numbers too.
+    MISSING: tl.constexpr = 2.0**119 if FORMAT == "e4m3fnuz" else 2.0**120
+    wide = code.to(tl.int32)
+    value = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True) * MISSING
+    if FORMAT == "e4m3fnuz":
+        return tl.where(wide == 0x80, float("nan"), value)
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """float32 to a wider format than those above, to nearest even."""
+    if INTERPRETED and DTYPE.is_bf16():
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x != x, bits, bits + 0x7FFF + ((bits >> 16) & 1))
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)
+
+
+# -- e2m1 and e8m0 -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def encode_e2m1(x, sign_of):
+    """float32 to e2m1 codes (int32, 0 to 15), ties to even, saturating. The sign is that of ``sign_of``, float32 too."""
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    # Adding a constant of the right size rounds to a multiple of its unit in the last place, to nearest even, and leaves the
+    # multiple in the low bits: multiples of 0.5 below 2 (codes 0 to 4), of 1 from there (4 to 6), of 2 from 4 on (6 and 7).
+    aligned = tl.where(magnitude < 2.0, 4194304.0, tl.where(magnitude < 4.0, 8388610.0, 16777224.0))
+    code = (magnitude + aligned).to(tl.int32, bitcast=True) & 7
+    return code | ((sign_of.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def pack_e2m1(codes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """int32 codes ``[ROWS, COLUMNS]`` to bytes (int32) ``[ROWS, COLUMNS / 2]``, the lower index in the lower nibble."""
+    low, high = tl.split(codes.reshape(ROWS, COLUMNS // 2, 2))
+    return low | (high << 4)
+
+
+@triton.jit
+def pack_scaled_e2m1(pairs, factors):
+    """Two bfloat16 in an int32 each, times a power of two (twice in an int32), to two e2m1 codes in a byte (int32, more above it).
+
+    For sm_90.
+
+    `encode_e2m1` and `pack_e2m1` with half the instructions: bfloat16 counts in halves from 64 on, in ones from 128 on, in twos
+    from 256 on, and the products are exact.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 v, two, four, sign, c;
+        mul.rn.bf16x2 v, $1, $2;
+        and.b32 v, v, 0x7fff7fff;
+        mov.b32 c, 0x40c040c0;
+        min.bf16x2 v, v, c;
+        mov.b32 c, 0x40004000;
+        set.ge.bf16x2.bf16x2 two, v, c;
+        mov.b32 c, 0x40804080;
+        set.ge.bf16x2.bf16x2 four, v, c;
+        mov.b32 c, 0x42844284;
+        mov.b32 sign, 0x42804280;
+        fma.rn.bf16x2 two, two, c, sign;
+        mov.b32 c, 0x43064306;
+        fma.rn.bf16x2 two, four, c, two;
+        add.rn.bf16x2 v, v, two;
+        shr.u32 sign, $1, 12;
+        and.b32 sign, sign, 0x00080008;
+        and.b32 v, v, 0x00070007;
+        or.b32 v, v, sign;
+        shr.u32 sign, v, 12;
+        or.b32 $0, v, sign;
+        }
+        """,
+        "=r,r,r",
+        args=[pairs, factors],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def unpack_e2m1(packed):
+    """uint8 ``[R, C / 2]`` to codes, int32 ``[R, C]``, with bits above the fourth left in."""
+    wide = packed.to(tl.int32)
+    return tl.interleave(wide, wide >> 4)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """int32 codes, whose bits above the fourth do not matter, to float32, exactly."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * (2.0**126)
+
+
+@triton.jit
+def decode_e8m0(byte):
+    """uint8 to float32: 2^(byte - 127), NaN for 255."""
+    exponent = byte.to(tl.int32)
+    bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
+    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+# -- largest magnitudes and divisions ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(x, axis: tl.constexpr):
+    """The largest magnitude along an axis; NaN if one of them is NaN."""
+    return tl.reduce(tl.abs(x), axis, _larger)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger of two; NaN if one of them is NaN."""
+    return _larger(a, b)
+
+
+@triton.jit
+def prepare_divisor(divisor, INTERPRETED: tl.constexpr):
+    """What `divide` wants to know of a divisor: a power of two, the divisor times that, the negative reciprocal of the product.
+
+    The power of two has the divisor's sign, so that the product is positive, and keeps that within 2^-85 and 2^64, where remainders
+    are not subnormal. An infinite divisor becomes 0, with a reciprocal of 0.
+    """
+    if not INTERPRETED:
+        magnitude = tl.abs(divisor)
+        factor = tl.where(magnitude < 2.0**-60, 2.0**64, tl.where(magnitude > 2.0**60, 2.0**-64, 1.0))
+        sign = tl.where(divisor.to(tl.int32, bitcast=True) < 0, -1.0, 1.0)
+        divisor = magnitude * factor
+        factor *= sign
+        reciprocal = tl.div_rn(-1.0, divisor)
+        return factor, tl.where(reciprocal == 0.0, 0.0, divisor), reciprocal
+    return divisor, divisor, divisor
+
+
+@triton.jit
+def divide(x, factor, divisor, negative_reciprocal, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
+    """``x / divisor`` for a prepared divisor, as far as rounding to a narrow format can tell: see `division_steps`.
+
+    A product with the reciprocal, corrected by its remainder: a third of the instructions of a division. Quotients that overflow
+    are NaN or infinite. Zeros keep their sign.
+    """
+    if not INTERPRETED:
+        negative = x * -factor
+        quotient = negative * negative_reciprocal
+        for _ in tl.static_range(STEPS):
+            remainder = tl.fma(quotient, divisor, negative)
+            quotient = tl.fma(remainder, negative_reciprocal, quotient)
+        return quotient
+    return x / divisor
+
+
+@triton.jit
+def divide_any(x, factor, divisor, negative_reciprocal, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
+    """`divide` for quotients of any size: those beyond 2^20, which saturate in every narrow format, are not corrected."""
+    quotient = divide(x, factor, divisor, negative_reciprocal, INTERPRETED, STEPS)
+    if not INTERPRETED:
+        rough = (x * -factor) * negative_reciprocal
+        quotient = tl.where(tl.abs(rough) < 2.0**20, quotient, rough)
+    return quotient

@@ -1,0 +1,74 @@
+"""Device code of `quantize_mx`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.quantization._encode_device import (
+    encode_e2m1,
+    encode_fp8,
+    larger,
+    largest,
+    pack_e2m1,
+    pack_scaled_e2m1,
+)
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
+
+_BLOCK = tl.constexpr(BLOCK_MX)
+# Exponents of the largest powers of two that elements have.
+_EMAX_E4M3, _EMAX_E2M1 = tl.constexpr(8), tl.constexpr(2)
+
+
+@triton.jit
+def quantize_mx_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    count,
+    x_stride,
+    x_outer_stride,
+    BLOCKS: tl.constexpr,
+    FP4: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """``BLOCKS`` blocks of one outer row; q and the scales are contiguous."""
+    programs = tl.cdiv(count, BLOCKS)
+    outer, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * BLOCKS
+    x_ptr += outer * x_outer_stride + first.to(tl.int64) * x_stride
+    first_made = outer * count + first
+    block = tl.arange(0, BLOCKS)
+    inside = block < count - first
+    if PAIRS:
+        at = tl.arange(0, _BLOCK // 2)[None, :]
+        pair_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+        pairs = tl.load(pair_ptr + block[:, None] * (x_stride // 2) + at, mask=inside[:, None], other=0)
+        low, high = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
+        amax = largest(larger(tl.abs(low), tl.abs(high)), 1)
+    else:
+        at = tl.arange(0, _BLOCK)[None, :]
+        x = tl.load(x_ptr + block[:, None] * x_stride + at, mask=inside[:, None], other=0.0).to(tl.float32)
+        amax = largest(x, 1)
+    # A float32's exponent field is floor(log2) + 127. Subnormal numbers have 0, and end up at the smallest scale either way.
+    field = amax.to(tl.int32, bitcast=True) >> 23
+    finite = field != 255
+    scale = tl.where(finite, tl.maximum(field - (_EMAX_E2M1 if FP4 else _EMAX_E4M3), 0), 255)
+    tl.store(scale_ptr + first_made + block, scale.to(tl.uint8), mask=inside)
+    # The reciprocal, 2^(127 - byte), is normal for all bytes of finite blocks; in others all codes become those of +0.
+    kept = tl.where(finite, 255, 0)[:, None]
+    reciprocal = ((254 - scale) << 23)[:, None]
+    if FP4:
+        if PAIRS:
+            code = pack_scaled_e2m1(pairs, reciprocal | (reciprocal >> 16))
+        else:
+            code = pack_e2m1(encode_e2m1(x * reciprocal.to(tl.float32, bitcast=True), x), BLOCKS, _BLOCK)
+        at = tl.arange(0, _BLOCK // 2)[None, :]
+        tl.store(
+            q_ptr + first_made * (_BLOCK // 2) + block[:, None] * (_BLOCK // 2) + at,
+            (code & kept).to(tl.uint8),
+            mask=inside[:, None],
+        )
+    else:
+        code = encode_fp8(x * reciprocal.to(tl.float32, bitcast=True), "e4m3fn", NATIVE)
+        tl.store(q_ptr + first_made * _BLOCK + block[:, None] * _BLOCK + at, (code & kept).to(tl.uint8), mask=inside[:, None])
