@@ -28,7 +28,9 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         seen.append(args)
         return decide(args, override, solution)
 
-    monkeypatch.setitem(tk.rmsnorm.__globals__, "_decide", counted)
+    written = (*RMSNORM.outs, *RMSNORM.mutates)
+    otherwise = dispatch.build_otherwise("rmsnorm", RMSNORM.parameters, written, CALLER._memo, counted)
+    monkeypatch.setitem(tk.rmsnorm.__globals__, "_otherwise", otherwise)
     memo.invalidate()
     return seen
 

@@ -7,7 +7,6 @@ for each wheel that works alone, which chooses among that wheel's own. Signature
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -47,12 +46,6 @@ class Caller:
         function: Any = dispatch.build_public_function(
             op.mode, op.parameters, self._written, self._memo, self._recent, self.decide, self._lowered
         )
-        signature = inspect.signature(op.body)
-        keywords = [
-            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
-            for n in ("override", "solution")
-        ]
-        function.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *keywords])
         function.__doc__, function.__module__ = op.body.__doc__, op.body.__module__ if self.package is None else self.package
         function.__qualname__ = op.body.__qualname__
         # Resolved, because the generated function's globals are not the module's.

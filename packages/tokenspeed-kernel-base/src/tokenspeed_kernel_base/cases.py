@@ -114,14 +114,14 @@ def _text(value: Any) -> str:
 
 def recipe(maker: Callable[P, Callable[[Draw], dict[str, Any]]]) -> Callable[P, Recipe]:
     """Decorates a function that takes plain values (numbers, lengths, dtypes, other recipes) and returns what a `Case` wants."""
-    signature = inspect.signature(maker)
-    spread = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
 
     @functools.wraps(maker)
     def make(*args: P.args, **kwargs: P.kwargs) -> Recipe:
+        signature = inspect.signature(maker)
         values = dict(signature.bind(*args, **kwargs).arguments)
-        if spread is not None:
-            values.update(values.pop(spread, {}))
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                values.update(values.pop(parameter.name, {}))
         return Recipe(maker, values)
 
     return make

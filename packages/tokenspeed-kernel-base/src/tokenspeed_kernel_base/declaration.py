@@ -131,9 +131,9 @@ class Operator(Generic[P, R]):
         if name in self._hooks:
             raise TypeError(f"{self}: its {name} hook is declared twice")
         leading = 1 if name in ("check", "check_values", "vary", "prepare") else 0
-        parameters = list(inspect.signature(hook).parameters.values())[leading:]
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        wanted = self.names if takes_all else tuple(p.name for p in parameters)
+        code = hook.__code__
+        takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        wanted = self.names if takes_all else code.co_varnames[leading : code.co_argcount + code.co_kwonlyargcount]
         unknown = set(wanted) - set(self.names)
         if unknown:
             raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(unknown))}, which are not parameters")

@@ -185,18 +185,14 @@ def build_public_function(
     names = ", ".join(p.name for p in parameters)
     declared = ", ".join(p.name if p.required else f"{p.name}=_default_{p.name}" for p in parameters)
     always, sometimes = _guarded(parameters)
-    tensors, within, limits = _tensors(parameters), _within_terms(parameters), _limit_names(parameters)
     guards = "".join(f"_guard_{i}, " for i in range(len(sometimes)))
     # The guard reads strides, which a nested tensor has none of: the process would end there, without an exception.
     agree = [f"not ({' or '.join(f'{read}.is_nested' for read in always)})", f"_guard({', '.join(always)})"]
     agree += [f"({absent} or not {read}.is_nested and _guard_{i}({read}))" for i, (read, absent) in enumerate(sometimes)]
-    graded = " or ".join(
-        f"not ({absent}) and {read}.requires_grad" if absent else f"{read}.requires_grad" for read, absent in tensors
-    )
     look_at_recent = f"""
     try:
-        _guard, {guards}{limits}_call = _recent[{_option_terms(parameters)}]
-        if not ({" and ".join([*within, *agree])}):
+        _guard, {guards}{_limit_names(parameters)}_call = _recent[{_option_terms(parameters)}]
+        if not ({" and ".join([*_within_terms(parameters), *agree])}):
             _call = None
     except (KeyError, TypeError, AttributeError):
         _call = None
@@ -206,9 +202,41 @@ def build_public_function(
 def {name}({declared}, *, override=None, solution=None):
     if _is_dynamo_compiling():
         return _lowered({names}, override, solution){"" if recent is None else look_at_recent}
+    return _otherwise({names}, override, solution)
+"""
+
+    def otherwise(*args: Any) -> Any:
+        """What is not in ``recent``. Compiled when it is first needed: importing the package would take longer by a tenth."""
+        namespace["_otherwise"] = build_otherwise(name, parameters, written, memo, decide)
+        return namespace["_otherwise"](*args)
+
+    namespace: dict[str, Any] = {
+        "_is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
+        "_lowered": lowered,
+        "_recent": recent,
+        "_otherwise": otherwise,
+        **{f"_default_{p.name}": p.default for p in parameters if not p.required},
+        **_absent_values(parameters),
+    }
+    return _compile(name, source, namespace)  # type: ignore[no-any-return]
+
+
+def build_otherwise(
+    name: str,
+    parameters: Sequence[Parameter],
+    written: Sequence[str],
+    memo: Mapping[Any, Any],
+    decide: Callable[..., Callable[..., Any]],
+) -> Callable[..., Any]:
+    """A function of all parameters, override and solution, that looks the call up by its whole description, or decides it."""
+    names = ", ".join(p.name for p in parameters)
+    limits, within = _limit_names(parameters), " and ".join(_within_terms(parameters)) or "True"
+    graded = " or ".join(f"{f'not ({absent}) and ' if absent else ''}{read}.requires_grad" for read, absent in _tensors(parameters))
+    source = f"""\
+def {name}({names}, override, solution):
     try:
-        {limits}_call = _memo[{_key_terms(parameters, written)}]
-        if not ({" and ".join(within) or "True"}) or (_is_grad_enabled() and ({graded})):
+        {limits or "*_, "}_call = _memo[{_key_terms(parameters, written)}]
+        if not ({within}) or (_is_grad_enabled() and ({graded})):
             _call = None
     except (KeyError, TypeError, AttributeError, RuntimeError):
         _call = None
@@ -216,18 +244,7 @@ def {name}({declared}, *, override=None, solution=None):
         _call = _decide(({names},), override, solution)
     return _call({names})
 """
-    if not limits:  # the callable alone, not a tuple of one
-        source = source.replace("        _call = _memo[", "        (_call,) = _memo[")
-    namespace: dict[str, Any] = {
-        "_is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
-        "_is_grad_enabled": torch.is_grad_enabled,
-        "_lowered": lowered,
-        "_memo": memo,
-        "_recent": recent,
-        "_decide": decide,
-        **{f"_default_{p.name}": p.default for p in parameters if not p.required},
-        **_absent_values(parameters),
-    }
+    namespace = {"_is_grad_enabled": torch.is_grad_enabled, "_memo": memo, "_decide": decide, **_absent_values(parameters)}
     return _compile(name, source, namespace)  # type: ignore[no-any-return]
 
 

@@ -37,9 +37,10 @@
     @rmsnorm.prepare                 # rarely: the arguments that a kernel wants arranged before it is called, arranged for it
     def _(spec, weight): return {"weight": ...}
 
-Each hook names the parameters that it wants, or takes all of them as ``**arguments``, and is added in the module of the body. The result is an ordinary function with the body's
-signature plus the keywords ``override`` (a kernel's name) and ``solution``; it also carries the hooks, ``bind``, ``explain`` and
-``operator``. Operators are for inference: a call whose arguments require gradients raises RuntimeError.
+Each hook names the parameters that it wants, or takes all of them as ``**arguments``, and is added in the module of the body. The
+result is an ordinary function with the body's signature plus the keywords ``override`` (a kernel's name) and ``solution``; it also
+carries the hooks, ``bind``, ``explain`` and ``operator``. Operators are for inference: a call whose arguments require gradients
+raises RuntimeError.
 
 The body runs as solution ``reference``. It takes ``out`` in its signature only; writing into it is done here, for every
 operator alike.
@@ -47,7 +48,6 @@ operator alike.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
@@ -162,7 +162,7 @@ def operator(
             mode,
             body,
             formats=formats,
-            outs=[out for out in outs if out in inspect.signature(body).parameters],
+            outs=[out for out in outs if out in body.__annotations__],
             mutates=mutates,
             in_place=in_place or {},
             hints=hints,

@@ -150,6 +150,7 @@ def _compiled(annotation: str) -> types.CodeType:
     return compile(annotation, "<annotation>", "eval")
 
 
+@functools.cache
 def resolved_annotations(owner: Any) -> dict[str, Any]:
     """The annotations of a function or class of a module that postpones their evaluation.
 

@@ -41,7 +41,9 @@ def source_fingerprint(module: str) -> str:
     while waiting:
         name = waiting.pop()
         path = _locate(name)
-        related = name == package or name.startswith((package + ".", _OPERATORS + ".")) or (path is not None and path.parent == alone)
+        related = (
+            name == package or name.startswith((package + ".", _OPERATORS + ".")) or (path is not None and path.parent == alone)
+        )
         if path is None or not related or name in found:
             continue
         found[name] = path
