@@ -178,7 +178,8 @@ def test_the_wheels(tmp_path: Path) -> None:
     assert ours.name.startswith(f"tokenspeed_kernel_amd-{alone['version']}-")
     assert alone["error"] <= 5e-3
     assert alone["kernels"]
-    assert torch.version.hip or "mha_prefill of tokenspeed_kernel_amd runs on gfx950" in alone["refused"]
+    assert torch.version.hip or "no kernel of tokenspeed_kernel_amd serves attention.mha_prefill" in alone["refused"]
+    assert torch.version.hip or "needs a device by amd" in alone["refused"]
 
     environment.install(core)
     together = _printed(environment.run(TOGETHER, output))

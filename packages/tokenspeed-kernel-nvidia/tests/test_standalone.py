@@ -148,15 +148,18 @@ def test_the_wheels(tmp_path: Path) -> None:
     gap = _machine.dsl_gap()
     if gap is not None:
         pytest.skip(gap)
-    ours, core = (_build(package, tmp_path) for package in ("tokenspeed-kernel-nvidia", "tokenspeed-kernel"))
+    base, ours, core = (
+        _build(package, tmp_path) for package in ("tokenspeed-kernel-base", "tokenspeed-kernel-nvidia", "tokenspeed-kernel")
+    )
     environment = Environment(tmp_path / "environment")
 
+    environment.install(base)
     environment.install(ours)
     alone = _printed(environment.run(ALONE))
     assert alone["core"] == "No module named 'tokenspeed_kernel'"
     assert Path(alone["file"]).is_relative_to(environment.site_packages)
     assert ours.name.startswith(f"tokenspeed_kernel_nvidia-{alone['version']}-")
-    assert alone["device"] == "cuda" or "mha_prefill of tokenspeed_kernel_nvidia runs on sm_90" in alone["refused"]
+    assert alone["device"] == "cuda" or "no kernel of tokenspeed_kernel_nvidia serves attention.mha_prefill" in alone["refused"]
     assert alone["device"] == "cpu" or alone["refused"] is None
     assert alone["errors"] == ["", ""]
     assert alone["seconds"][0] > 0
@@ -171,6 +174,6 @@ def test_the_wheels(tmp_path: Path) -> None:
     assert not together["failures"]
     assert not together["loaded"]
     assert together["chosen"] == "cutedsl_mha_prefill_window_64"
-    assert together["origin"].startswith("plugin nvidia (tokenspeed-kernel-nvidia ")
+    assert "tokenspeed_kernel_nvidia/sm90/attention/window.py:" in together["origin"]
     assert "-> cutedsl_mha_prefill_window_64" in together["explained"]
     assert not together["elsewhere"].startswith("cutedsl")

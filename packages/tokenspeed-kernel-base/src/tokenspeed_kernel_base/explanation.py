@@ -176,7 +176,8 @@ class NoKernelFoundError(RuntimeError):
     def __init__(self, explanation: Explanation | str) -> None:
         self.explanation = explanation if isinstance(explanation, Explanation) else None
         text = str(explanation)
-        super().__init__(f"no kernel serves {text}" if self.explanation else text)
+        package = self.explanation.request.package if self.explanation else None
+        super().__init__(f"no kernel {f'of {package} ' if package else ''}serves {text}" if self.explanation else text)
 
 
 @dataclass(frozen=True)

@@ -368,3 +368,14 @@ MALFORMED: list[tuple[Callable[[], Any], type[Exception], str]] = [
 def test_malformed_calls(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("granularity", ["block", "block2d"])
+def test_a_block_may_be_longer_than_a_row(granularity: str) -> None:
+    """It holds the whole row then; memory for a whole block is never taken."""
+    x = torch.randn(3, 40)
+    codes, scale = tk.quantize_fp8(x, granularity, 2**31)
+    wanted_codes, wanted_scale = tk.quantize_fp8(x, granularity, 40)
+    assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8))
+    assert torch.equal(scale, wanted_scale)
+    assert torch.equal(tk.dequantize_fp8(codes, scale, torch.float32, 2**31), tk.dequantize_fp8(codes, scale, torch.float32, 40))

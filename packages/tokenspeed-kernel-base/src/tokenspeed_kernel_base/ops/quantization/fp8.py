@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,8 +78,14 @@ def quantize_fp8(
     Safe in CUDA graphs.
     """
     wide = x.float().contiguous()
+    block_size = _within(block_size, x.shape)
     scale = divide(_largest(wide.abs(), granularity, block_size), FP8_MAX[dtype]).clamp(min=SMALLEST_NORMAL)
     return encode_fp8(wide / expand_scale(scale, _block_shape(granularity, block_size), x.shape), dtype), scale
+
+
+def _within(block_size: int, shape: Sequence[int]) -> int:
+    """A block that is longer than every axis holds as much as one of the longest axis, and takes less memory to pad to."""
+    return min(block_size, max(1, *shape[-2:]))
 
 
 def _block_shape(granularity: str, block_size: int) -> tuple[int, ...]:
@@ -328,7 +334,7 @@ def dequantize_fp8(
     Safe in CUDA graphs.
     """
     layout = scale_layout(scale_layouts(q.shape, block_size), scale.shape)
-    return decode_fp8(q.contiguous(), scale, _block_shape(layout or "", block_size), out_dtype)
+    return decode_fp8(q.contiguous(), scale, _block_shape(layout or "", _within(block_size, q.shape)), out_dtype)
 
 
 @dequantize_fp8.formats
