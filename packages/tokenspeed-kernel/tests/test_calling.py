@@ -22,8 +22,9 @@ import tokenspeed_kernel as tk
 from tokenspeed_kernel_base import memory
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import plain_function
-from tokenspeed_kernel_base.registry import register_package
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel, register_package
 from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
 X, W = torch.randn(4, 8), torch.ones(8)
 
@@ -391,3 +392,13 @@ def test_a_function_of_a_package_is_served_by_its_kernels_alone(lonely: str) -> 
 def test_infinite_options_are_left_to_the_operator() -> None:
     with pytest.raises(ValueError, match="softmax_scale must be positive and finite"):
         tk.mha_prefill(*(torch.randn(2, 1, 8),) * 3, torch.tensor([0, 2], dtype=torch.int32), softmax_scale=math.inf)
+
+
+def test_a_kernel_that_serves_only_calls_that_name_it(registry: KernelRegistry) -> None:
+    for name, priority, reason in (("quick", 16, "slots that hold no token must be finite"), ("plain", 4, "")):
+        register_kernel("norm", "x", name=name, solution="x", signatures=None, priority=priority, only_by_name=reason)(lambda: None)
+    wanted = format_signature(x=dense_tensor_format(torch.float32))
+    assert tk.select_kernel("norm", "x", wanted).name == "plain"
+    said = tk.explain_selection("norm", "x", wanted)
+    assert " x quick  name: serves only calls that name it: slots that hold no token must be finite" in said
+    assert tk.select_kernel("norm", "x", wanted, override="quick").name == "quick"

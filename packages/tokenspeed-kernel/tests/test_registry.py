@@ -415,14 +415,14 @@ def test_describe_kernel(registry: KernelRegistry) -> None:
 
 
 def test_specs_are_immutable(registry: KernelRegistry) -> None:
-    one = spec(traits={"head_dim": 64}, tags={"a"})
+    one = spec(traits={"head_dim": 64}, tags={"latency"})
     with pytest.raises(TypeError):
         one.traits["head_dim"] = 3  # type: ignore[index]
     with pytest.raises(AttributeError):
         one.priority = 3  # type: ignore[misc]
     assert isinstance(one.tags, frozenset)
     assert one.priority == Priority.PERFORMANT
-    assert hash(one) == hash(spec(traits={"head_dim": 64}, tags={"a"}))
+    assert hash(one) == hash(spec(traits={"head_dim": 64}, tags={"latency"}))
 
 
 def test_get_and_reset() -> None:

@@ -1,16 +1,16 @@
 """Kernels for AMD MI355X (gfx950, CDNA4), as plain functions and as a plugin of tokenspeed-kernel.
 
-Every operator that a kernel of this package implements is a function here: ``from tokenspeed_kernel_amd import mha_prefill``. It has
-the operator's signature, docstring and checks, and is served by the kernels of this package alone; NoKernelFoundError says why each
-of them does not serve a call, another machine's among the reasons.
+Every operator that a kernel of this package implements is a function here: ``from tokenspeed_kernel_amd import mha_prefill``. It
+has the operator's signature, docstring and checks, and is served by the kernels of this package alone. NoKernelFoundError, a
+RuntimeError, says why each of them does not serve a call: the machine may be another one, for instance.
 
 Importing the package imports neither PyTorch nor Triton and works on any machine.
 """
 
 from typing import TYPE_CHECKING
 
-from tokenspeed_kernel_base.standalone import functions_of
 from tokenspeed_kernel_amd.version import __version__
+from tokenspeed_kernel_base.standalone import functions_of
 
 if TYPE_CHECKING:  # so that editors and type checkers know them; others work all the same
     from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache

@@ -42,6 +42,15 @@ class Priority(enum.IntEnum):
 
 MAX_PRIORITY = 19
 
+TAGS = {
+    "latency": "the objective of that name prefers it",
+    "throughput": "the objective of that name prefers it",
+    "determinism": "it gives the same bits from run to run, which the conformance kit checks; the objective prefers it",
+    "batch_invariant": "an item's result does not depend on what else is in its batch, which the conformance kit checks",
+    "waits": "it may wait for the device, so that it is not for CUDA graphs",
+}
+"""What a kernel may be tagged with, and what that says of it."""
+
 
 class RegistrationError(ValueError):
     """A kernel's declaration cannot be taken; the message names the kernel, where it was declared, and what is wrong."""
@@ -69,9 +78,8 @@ class KernelSpec:
         universal: silence means support: it serves every flag, but for what ``traits`` restrict. Only an
             operator's reference may claim that.
         priority: 0 to 19, see `Priority`.
-        tags: labels; objectives prefer kernels by them (``"latency"``, ``"determinism"``...), and some are promises that the
-            conformance kit holds a kernel to: ``"determinism"``, ``"batch_invariant"``. ``"waits"`` says that it may wait for
-            the device, so that it is not for CUDA graphs.
+        tags: some of `TAGS`.
+        only_by_name: why the kernel serves only requests that name it; empty where it serves all that it declares.
         weight_preprocessor: arranges weights for this kernel once, when a model is loaded.
         tunables: what of it is measured rather than known, by name: the values to try. See `register_kernel`.
         tunable_if: says why a configuration will not do for a request, or None where it will.
@@ -88,6 +96,7 @@ class KernelSpec:
     traits: Mapping[str, Constraint] = field(default_factory=dict)
     priority: int = Priority.PERFORMANT
     tags: frozenset[str] = frozenset()
+    only_by_name: str = ""
     weight_preprocessor: Callable[..., Any] | str | None = None
     universal: bool = False
     tunables: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -108,6 +117,8 @@ class KernelSpec:
         if isinstance(self.tags, str) or not all(isinstance(tag, str) for tag in self.tags):
             raise RegistrationError(f"{self.name}: tags must be a set of str, got {self.tags!r} ({self.origin})")
         object.__setattr__(self, "tags", frozenset(self.tags))
+        for tag in sorted(self.tags - TAGS.keys()):
+            raise RegistrationError(f"{self.name}: tags must be among {', '.join(TAGS)}, got {tag!r} ({self.origin})")
         self._check_signatures()
         self._check_tunables()
         object.__setattr__(self, "traits", MappingProxyType({name: self._constraint(name) for name in self.traits}))
@@ -542,6 +553,7 @@ def register_kernel(
     traits: Mapping[str, Any] | None = None,
     priority: Priority | int = Priority.PERFORMANT,
     tags: Iterable[str] | None = None,
+    only_by_name: str = "",
     weight_preprocessor: Callable[..., Any] | str | None = None,
     tunables: Mapping[str, Iterable[Any]] | None = None,
     tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None,
@@ -556,7 +568,9 @@ def register_kernel(
         signatures: the formats it serves; None for all.
         traits: constraints by trait; a flag it does not mention it does not have.
         priority: 0 to 19.
-        tags: labels that objectives go by.
+        tags: some of `TAGS`.
+        only_by_name: why only a request that names the kernel may have it: something that no trait says, and that the caller must
+            be sure of.
         weight_preprocessor: arranges weights for it at load time; a function or ``"module:function"``.
         tunables: values to try, by name: ``{"block_n": [64, 128]}``. The implementation takes each as a keyword-only parameter,
             whose default is what it does where nothing was measured; a measured configuration is bound to it when the kernel is
@@ -586,6 +600,7 @@ def register_kernel(
         traits=dict(traits or {}),
         priority=priority,
         tags=tags or frozenset(),  # type: ignore[arg-type]  # checked and frozen by KernelSpec
+        only_by_name=only_by_name,
         weight_preprocessor=weight_preprocessor,
         tunables=tunables or {},  # type: ignore[arg-type]  # likewise
         tunable_if=tunable_if,
@@ -617,6 +632,7 @@ def describe_kernel(name: str) -> str:
         "traits": "; ".join(f"{k}: {v}" for k, v in sorted(spec.traits.items())) or ("any" if spec.universal else "none"),
         "tunables": "; ".join(f"{k}: {', '.join(map(str, v))}" for k, v in spec.tunables.items()) or "none",
         "tags": ", ".join(sorted(spec.tags)) or "none",
+        "only by name": spec.only_by_name or "no",
         "declared by": spec.origin,
     }
     return "\n".join([name, *(f"  {label:<18} {value}" for label, value in facts.items())])

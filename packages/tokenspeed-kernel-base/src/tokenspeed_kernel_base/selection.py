@@ -1,10 +1,10 @@
 """Which kernel serves a request, and why not the others.
 
-A request passes every kernel of its operator through the gates: package and solution (if the caller asked for one), platform,
-formats, implementation (which fails only where importing it has failed before), traits. What is left is ranked: an override first,
-then measured (tuned) results, the objective, the priority, and at last the name. The gates fail
-closed, and each says why; `explain_selection`, `NoKernelFoundError` and the selection itself come out of the one function
-`consider`, so that they cannot disagree.
+A request passes every kernel of its operator through the gates: package and solution (if the request asks for one), name (of a
+kernel that serves only requests which name it), platform, formats, implementation (which fails only where importing it has failed
+before), traits. What is left is ranked: an override first, then measured (tuned) results, the objective, the priority, and at last
+the name. The gates fail closed, and each says why; `explain_selection`, `NoKernelFoundError` and the selection itself come out of
+the one function `consider`, so that they cannot disagree.
 
 Measured results also say with which configuration a kernel is quickest; it is bound to the implementation when the kernel is
 selected. They hold for a bucket of sizes, which a request brings with it.
@@ -217,6 +217,8 @@ def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tup
         return "package", f"belongs to {spec.package}; only kernels of {request.package} were asked for"
     if request.solution is not None and spec.solution != request.solution:
         return "solution", f"is made with {spec.solution}, {request.solution} was asked for"
+    if spec.only_by_name and not overridden:
+        return "name", f"serves only calls that name it: {spec.only_by_name}"
     gap = spec.capability.gap(request.platform)
     if gap is not None:
         return "platform", gap

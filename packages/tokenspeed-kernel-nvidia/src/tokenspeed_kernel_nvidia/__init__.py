@@ -1,8 +1,8 @@
 """Kernels for NVIDIA Hopper (sm_90: H100, H200), as plain functions and as a plugin of tokenspeed-kernel.
 
-Every operator that a kernel of this package implements is a function here: ``from tokenspeed_kernel_nvidia import mha_prefill``. It has
-the operator's signature, docstring and checks, and is served by the kernels of this package alone; NoKernelFoundError says why each
-of them does not serve a call, another machine's among the reasons.
+Every operator that a kernel of this package implements is a function here: ``from tokenspeed_kernel_nvidia import mha_prefill``. It
+has the operator's signature, docstring and checks, and is served by the kernels of this package alone. NoKernelFoundError, a
+RuntimeError, says why each of them does not serve a call: the machine may be another one, for instance.
 
 Importing the package imports neither PyTorch nor CuteDSL and works on any machine.
 """

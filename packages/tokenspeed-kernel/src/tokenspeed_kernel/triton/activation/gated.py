@@ -85,7 +85,7 @@ def _launch(
     capability=TRITON,
     signatures=format_signatures("x", "dense", FLOATS),
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     """See `tokenspeed_kernel.silu_and_mul`."""
@@ -100,7 +100,7 @@ def silu_and_mul(x: Tensor, out: Tensor | None = None) -> Tensor:
     signatures=format_signatures("x", "dense", FLOATS),
     traits={"interleaved": any, "limit": any},
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def swiglu(
     x: Tensor,

@@ -71,7 +71,7 @@ _WRITING_FORMATS = {
     signatures=_PLAIN_FORMATS | _WRITING_FORMATS,
     traits={"interleaved": any, "cache_write": any, "head_dim": at_most(16384)},
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def apply_rope(
     q: Tensor,

@@ -21,7 +21,7 @@ from tokenspeed_kernel_base.registry import Priority, register_kernel
     signatures=SCALED,
     traits={"bias": any, "wide_bias": any},
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 @register_kernel(
     "gemm",
@@ -32,7 +32,7 @@ from tokenspeed_kernel_base.registry import Priority, register_kernel
     signatures=DENSE,
     traits={"bias": any, "wide_bias": any},
     priority=Priority.PORTABLE - 1,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def mm(
     a: Tensor,
@@ -56,7 +56,7 @@ def mm(
     capability=TRITON,
     signatures=SCALED,
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 @register_kernel(
     "gemm",
@@ -66,7 +66,7 @@ def mm(
     capability=TRITON,
     signatures=DENSE,
     priority=Priority.PORTABLE - 1,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def bmm(
     a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None

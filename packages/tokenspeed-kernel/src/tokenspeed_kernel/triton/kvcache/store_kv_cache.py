@@ -57,7 +57,7 @@ _ENCODED_FORMATS = {
     signatures=_COPIED_FORMATS | _ENCODED_FORMATS,
     traits={"scaled": any, "per_head_scale": any, "head_dim": at_most(16384)},
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def store_kv_cache(
     k: Tensor,

@@ -148,7 +148,7 @@ _BLOCKS_FP8 = {"sm_90": _LARGE_MEMORY_FP8, "sm_100": _LARGE_MEMORY_FP8, "any": _
         "weight_layout": "canonical",
     },
     priority=Priority.PORTABLE,
-    tags={"determinism", "portability"},
+    tags={"determinism"},
 )
 def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None) -> Tensor:
     """See the operator."""

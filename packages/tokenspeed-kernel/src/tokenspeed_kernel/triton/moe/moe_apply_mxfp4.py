@@ -135,7 +135,7 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
         "mxfp4_activations": any,
     },
     priority=Priority.PORTABLE + 1,  # above the kernel that takes weights as they are
-    tags={"determinism", "portability"},
+    tags={"determinism"},
     weight_preprocessor=prepare_weights,
     tunables={"regime_index": [0, 1, 2, 3, 4, 5]},
     tunable_if=_suits_number_of_pairs,

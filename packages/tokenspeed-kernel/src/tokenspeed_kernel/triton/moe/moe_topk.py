@@ -53,7 +53,7 @@ class TopkConfig:
         "scaled": any,
     },
     priority=Priority.PORTABLE,
-    tags={"determinism", "portability"},
+    tags={"determinism"},
 )
 def moe_topk(
     logits: Tensor,

@@ -51,7 +51,7 @@ def tile_for(head_dim: int) -> Tile:
     signatures=format_signatures(("q", "k"), "dense", FLOATS),
     traits={"head_dim": at_most(16384)},
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def qk_rmsnorm(
     q: Tensor,

@@ -32,7 +32,7 @@ device_code = DeviceModule(__name__ + "_device")
     capability=TRITON,
     signatures=None,
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def dequantize_fp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size: int, out: Tensor | None) -> Tensor:
     made = made_or(out, tuple(q.shape), out_dtype, q)
@@ -77,7 +77,7 @@ def dequantize_fp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size:
     capability=TRITON,
     signatures=None,
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     return _blocks(q, scale, None, BLOCK_MX, FP8_NAMES[q.dtype], out_dtype, out)
@@ -90,7 +90,7 @@ def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, out: Tens
     capability=TRITON,
     signatures=None,
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     return _blocks(q, scale, None, BLOCK_MX, "e2m1", out_dtype, out)
@@ -103,7 +103,7 @@ def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype, out: Tens
     capability=TRITON,
     signatures=None,
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def dequantize_nvfp4(q: Tensor, scale: Tensor, global_scale: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     return _blocks(q, scale, global_scale, BLOCK_NVFP4, "e2m1", out_dtype, out)

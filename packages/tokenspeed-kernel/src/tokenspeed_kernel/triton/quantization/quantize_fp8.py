@@ -43,7 +43,7 @@ _PARTIAL_PROGRAMS, _MOST_PARTIALS = 4, 1024
     capability=TRITON,
     signatures=format_signatures("x", "dense", FLOATS),
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def quantize_fp8(
     x: Tensor, granularity: str, block_size: int, dtype: torch.dtype, out: Tensor | None, scale_out: Tensor | None

@@ -26,7 +26,7 @@ _CHANNELS = 256
     capability=TRITON,
     signatures=format_signatures("x", "dense", FLOATS),
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def quantize_fp8_with_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     q = made_or(out, tuple(x.shape), dtype, x)

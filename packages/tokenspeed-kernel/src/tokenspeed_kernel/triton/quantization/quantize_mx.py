@@ -23,7 +23,7 @@ device_code = DeviceModule(__name__ + "_device")
     capability=TRITON,
     signatures=format_signatures("x", "dense", FLOATS),
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def quantize_mxfp8(x: Tensor, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:
     return _launch(x, made_or(out, tuple(x.shape), torch.float8_e4m3fn, x), out, scale_out)
@@ -36,7 +36,7 @@ def quantize_mxfp8(x: Tensor, out: Tensor | None, scale_out: Tensor | None) -> t
     capability=TRITON,
     signatures=format_signatures("x", "dense", FLOATS),
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def quantize_mxfp4(x: Tensor, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:
     return _launch(x, made_or(out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x), out, scale_out)

@@ -23,7 +23,7 @@ device_code = DeviceModule(__name__ + "_device")
     capability=TRITON,
     signatures=format_signatures("x", "dense", FLOATS),
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def quantize_nvfp4(x: Tensor, global_scale: Tensor, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:
     q = made_or(out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x)

@@ -27,7 +27,7 @@ _BLOCK = 512
     signatures=format_signatures("logits", "dense", FLOATS),
     traits={"vocab": at_most(2**31 - 2**15)},
     priority=Priority.PORTABLE,
-    tags={"portability", "determinism"},
+    tags={"determinism"},
 )
 def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """`tokenspeed_kernel.argmax`: one launch for short rows, two for long ones."""
