@@ -1,5 +1,5 @@
-"""What every call of every operator promises: wrong arguments are refused, whatever was called before; nothing is overwritten that is
-still to be read; nothing is kept alive; operators are for inference."""
+"""What every call of every operator promises: wrong arguments are refused, whatever was called before; nothing is overwritten that
+is still to be read; nothing is kept alive; operators are for inference."""
 
 from __future__ import annotations
 
@@ -376,9 +376,9 @@ def test_a_function_of_a_package_is_served_by_its_kernels_alone(lonely: str) -> 
     assert torch.equal(tk.mm(a, b), a @ b), "who else sees its kernels is for plugins to say"
     assert [verdict.spec.name for verdict in function.explain(a, b).verdicts] == ["lonely_mm"]
     assert (function.__doc__, inspect.signature(function)) == (tk.mm.__doc__, inspect.signature(tk.mm))
-    with pytest.raises(NoKernelFoundError, match="x lonely_mm +formats: "):
+    with pytest.raises(NoKernelFoundError, match=r"x lonely_mm +formats: "):
         function(a.double(), b.double())
-    with pytest.raises(ValueError, match="^mm: "):
+    with pytest.raises(ValueError, match=r"^mm: "):
         function(a, b[:3])
     with tk.kernel_override("gemm", "mm", "reference_mm"):
         assert torch.equal(function(a, b), a @ b + 100), "what others want of all callers is not asked of it"
