@@ -175,7 +175,7 @@ def test_a_newer_triton(triton_of: Any, version: str) -> None:
     [
         ({"q": [1]}, TypeError, "q must be a tensor, got list"),
         ({"k": torch.zeros(5, 2, 64, dtype=torch.bfloat16)}, ValueError, "k must be of shape .* where tokens is 6 in q"),
-        ({"cu_seqlens": torch.tensor([0, 7], dtype=torch.int32)}, ValueError, "cu_seqlens.* must be 6, the number of tokens in q"),
+        ({"max_seqlen": -1}, ValueError, "max_seqlen must be at least 0, got -1"),
         ({"window_left": 1.5}, TypeError, "window_left must be int, got float 1.5"),
         ({"out": torch.zeros(6, 4, 128, dtype=torch.bfloat16)}, ValueError, r"out must have shape \[6, 4, 64\]"),
     ],

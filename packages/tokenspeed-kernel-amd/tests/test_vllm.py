@@ -179,7 +179,12 @@ class _Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         known = {x.untyped_storage().data_ptr() for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for made in torch.utils._pytree.tree_leaves(result):
-            if isinstance(made, Tensor) and made.dtype == self.dtype and made.untyped_storage().data_ptr() not in known:
+            if (
+                isinstance(made, Tensor)
+                and not made.is_meta
+                and made.dtype == self.dtype
+                and made.untyped_storage().data_ptr() not in known
+            ):
                 self.largest = max(self.largest, made.numel())
         return result
 
