@@ -77,7 +77,7 @@ def own(functions: Mapping[str, str]) -> Callable[[Shape, Arguments], Call]:
 
 def _portable(shape: Shape, arguments: Arguments) -> Call:
     values = list(arguments.values())
-    return functools.partial(get_operator(f"attention.{shape.mode}").bind(*values, solution="triton"), *values)
+    return functools.partial(get_operator(f"attention.{shape.mode}").function.bind(*values, solution="triton"), *values)
 
 
 # -- FlashAttention-3 ------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def bound(operator: str, case: Case, kernel: str, config: Mapping[str, Any], dev
     prepared = op.prepared(op.complete(case.build(device)), KernelRegistry.get().get_by_name(kernel))
     values = tuple(prepared.values())
     with kernel_override(op.family, op.mode, kernel, config=config):
-        call = op.bind(*values, override=kernel)
+        call = op.function.bind(*values, override=kernel)
     return lambda: call(*values)
 
 

@@ -169,7 +169,7 @@ class Measurement:
         copies = [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))]
         if isinstance(self.contestant, Peer):
             return [self.contestant.bound(each) for each in copies]
-        kernel = op.bind(*arguments.values(), override=self.contestant.name)
+        kernel = op.function.bind(*arguments.values(), override=self.contestant.name)
         return [functools.partial(kernel, *each.values()) for each in copies]
 
     def _time(self, calls: list[Call], monitor: Monitor | None) -> None:

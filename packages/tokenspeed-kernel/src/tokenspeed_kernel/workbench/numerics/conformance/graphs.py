@@ -115,7 +115,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
         raise LookupError(": ".join(rejected))
     tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)
     arguments = [inputs.prepared[name] for name in op.names]
-    call: Callable[..., Any] = op.bind(*arguments, override=spec.name)
+    call: Callable[..., Any] = op.function.bind(*arguments, override=spec.name)
     untouched = {name: tensor.clone() for name, tensor in inputs.written(inputs.prepared).items()}
 
     def run() -> tuple[Any, dict[str, Tensor]]:
