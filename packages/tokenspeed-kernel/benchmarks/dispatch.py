@@ -91,9 +91,9 @@ def overhead(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any
 def decide_again(function: Any, positional: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, float]:
     """Median nanoseconds of a call whose description is new (shapes never seen, say), and of one where no selection was made
     before either."""
-    operator, figures = function.operator, {}
+    figures = {}
     for name, forget in (
-        ("new_description_ns", lambda: (operator._memo.clear(), operator._recent and operator._recent.clear())),
+        ("new_description_ns", function.caller.forget),
         ("new_selection_ns", memo.invalidate),
     ):
         times = []

@@ -90,6 +90,12 @@ class Caller:
             memo.remember(self._recent, *recent_entry(args, override, solution, limits, call), started)
         return call
 
+    def forget(self) -> None:
+        """Decides every call afresh. What was selected for requests is still known."""
+        self._memo.clear()
+        if self._recent is not None:
+            self._recent.clear()
+
     def _select(
         self, arguments: dict[str, Any], check: Checker, override: str | None, solution: str | None
     ) -> tuple[Request, SelectedKernel]:

@@ -79,13 +79,13 @@ def _attribute(holder: Parameter, field: Parameter) -> str:
     """Source that reads an attribute. Any object passes for an OBJECT, so an attribute with a default may be absent."""
     if field.required or holder.kind is not Kind.OBJECT:
         return field.name
-    return f"getattr({holder.name}, {field.attribute!r}, _absent_{field.identifier})"
+    return f"getattr({holder.name}, {field.attribute!r}, _default_{field.identifier})"
 
 
-def _absent_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
-    """What `_attribute` puts in the place of absent attributes, by the name it uses."""
-    holders = [p for p in parameters if p.kind is Kind.OBJECT]
-    return {f"_absent_{f.identifier}": f.default for p in holders for f in p.fields if not f.required}
+def _default_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
+    """The defaults of options, and of attributes, by the names that the source has for them."""
+    every = [field for parameter in parameters for field in (parameter, *parameter.fields)]
+    return {f"_default_{p.identifier}": p.default for p in every if not p.required}
 
 
 def _tensors(parameters: Sequence[Parameter]) -> list[tuple[str, str]]:
@@ -106,10 +106,16 @@ def _guarded(parameters: Sequence[Parameter]) -> tuple[list[str], list[tuple[str
 
 
 def _value_terms(parameter: Parameter, read: str) -> str:
-    """An option and its type; of a tuple, those of what it holds. A dtype, and an object of ours, is like no other."""
+    """An option and its type; of a tuple, those of what it holds. A dtype, and an object of ours, is like no other. Most options
+    are left out in most calls, so that the default itself is told first."""
     if tuple in parameter.types:
-        return f"{read}, {read} and tuple(map(type, {read}))"
-    return read if parameter.fields or parameter.types == (torch.dtype,) else f"type({read}), {read}"
+        told = f"({read}, {read} and tuple(map(type, {read})))"
+    elif parameter.fields or parameter.types == (torch.dtype,):
+        return read
+    else:
+        told = f"(type({read}), {read})"
+    default = f"_default_{parameter.identifier}"
+    return told if parameter.required else f"{default} if {read} is {default} else {told}"
 
 
 def _option_terms(parameters: Sequence[Parameter]) -> str:
@@ -199,9 +205,7 @@ def build_public_function(
     if _call is not None:
         return _call({names})"""
     source = f"""\
-def {name}({declared}, *, override=None, solution=None):
-    if _is_dynamo_compiling():
-        return _lowered({names}, override, solution){"" if recent is None else look_at_recent}
+def {name}({declared}, *, override=None, solution=None):{"" if recent is None else look_at_recent}
     return _otherwise({names}, override, solution)
 """
 
@@ -211,14 +215,29 @@ def {name}({declared}, *, override=None, solution=None):
         return namespace["_otherwise"](*args)
 
     namespace: dict[str, Any] = {
-        "_is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
-        "_lowered": lowered,
         "_recent": recent,
         "_otherwise": otherwise,
-        **{f"_default_{p.name}": p.default for p in parameters if not p.required},
-        **_absent_values(parameters),
+        **_default_values(parameters),
     }
-    return _compile(name, source, namespace)  # type: ignore[no-any-return]
+    function = _compile(name, source, namespace)
+    # What torch.compile traces in the function's place: asking at every call whether it does would cost a tenth of the call.
+    function._torchdynamo_inline = _traced(parameters, lowered)
+    return function  # type: ignore[no-any-return]
+
+
+def _traced(parameters: Sequence[Parameter], lowered: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes what the public one takes and calls ``lowered``, in terms that torch.compile can trace."""
+    names = tuple(parameter.name for parameter in parameters)
+    defaults = {parameter.name: parameter.default for parameter in parameters if not parameter.required}
+
+    def traced(*args: Any, override: str | None = None, solution: str | None = None, **options: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **options}
+        if len(args) > len(names) or len(given) != len(args) + len(options) or any(name not in names for name in options):
+            raise TypeError("the arguments are not those of the operator; call it without torch.compile to see which")
+        values = {**defaults, **given}
+        return lowered(*(values[name] for name in names), override, solution)
+
+    return traced
 
 
 def build_otherwise(
@@ -244,7 +263,7 @@ def {name}({names}, override, solution):
         _call = _decide(({names},), override, solution)
     return _call({names})
 """
-    namespace = {"_is_grad_enabled": torch.is_grad_enabled, "_memo": memo, "_decide": decide, **_absent_values(parameters)}
+    namespace = {"_is_grad_enabled": torch.is_grad_enabled, "_memo": memo, "_decide": decide, **_default_values(parameters)}
     return _compile(name, source, namespace)  # type: ignore[no-any-return]
 
 
@@ -269,7 +288,7 @@ def {name}_recent_entry(_arguments, override, solution, _limits, _call):
 
 {name}_entries = {name}_memo_entry, {name}_recent_entry
 """
-    memo_entry, recent_entry = _compile(f"{name}_entries", source, {"_make": make_guard, **_absent_values(parameters)})
+    memo_entry, recent_entry = _compile(f"{name}_entries", source, {"_make": make_guard, **_default_values(parameters)})
     return memo_entry, recent_entry if make_guard is not None else None
 
 
@@ -356,4 +375,4 @@ def {name}_apart(_check, _call):
 
     return {name}
 """
-    return _compile(f"{name}_apart", source, {**known, **_absent_values(parameters)})  # type: ignore[no-any-return]
+    return _compile(f"{name}_apart", source, {**known, **_default_values(parameters)})  # type: ignore[no-any-return]
