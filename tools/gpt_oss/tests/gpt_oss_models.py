@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from gpt_oss.config import Config, RopeConfig, alternating
+from gpt_oss.engine import Engine
+from gpt_oss.fields import dtype_name
 from gpt_oss.loader import RandomTensors
 
 YARN = RopeConfig(kind="yarn", factor=4.0, original_max_positions=16, truncate=False)
@@ -35,12 +37,15 @@ def make_config(**changes: Any) -> Config:
 
 @dataclass(frozen=True)
 class TensorDict:
-    """A source of tensors that are there already."""
+    """A source of tensors that are in memory already."""
 
     tensors: Mapping[str, Tensor]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def dtypes(self) -> dict[str, str]:
+        return {name: dtype_name(tensor.dtype) for name, tensor in self.tensors.items()}
 
     def get(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -65,3 +70,9 @@ def peer(config: Config, source: TensorDict, dtype: torch.dtype = torch.float32)
     model = transformers.GptOssForCausalLM(hf_config).to(dtype).eval()
     model.load_state_dict(dict(source.tensors), strict=True)
     return model
+
+
+def engine_state(engine: Engine) -> dict[str, Any]:
+    """Everything that a call of an engine may change, for comparing before with after. A copy where it could change in place."""
+    attributes = {name: value.copy() if isinstance(value, (dict, list)) else value for name, value in vars(engine).items()}
+    return {**attributes, "allocator": repr(vars(engine.cache.allocator))}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gpt_oss_models import make_config
@@ -33,7 +35,7 @@ def test_no_page_is_held_twice_and_none_is_lost(total: int, actions: list[tuple[
 def test_out_of_pages_says_how_many() -> None:
     allocator = PageAllocator(3, 16)
     allocator.allocate(2)
-    with pytest.raises(OutOfPages, match="2 pages of 16 tokens are wanted, 1 of 3 are free"):
+    with pytest.raises(OutOfPages, match="2 pages of 16 tokens are needed, 1 of 3 are free"):
         allocator.allocate(2)
 
 
@@ -41,16 +43,40 @@ def test_freeing_what_is_not_held() -> None:
     allocator = PageAllocator(3, 16)
     pages = allocator.allocate(2)
     for wrong in ([*pages, 2], [pages[0], pages[0]]):
-        with pytest.raises(ValueError, match="freed"):
+        with pytest.raises(ValueError, match=r"pages must .*freed"):
             allocator.free(wrong)
     assert allocator.available == 1
     allocator.free(pages)
     assert allocator.available == 3
 
 
-def test_a_cache_needs_pages() -> None:
-    with pytest.raises(ValueError, match="at least one page"):
-        PagedKVCache(make_config(), 0)
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0,), ValueError, "pages must be an int of at least 1, got 0"),
+        ((True,), TypeError, r"pages must be an int of at least 1, got True \(bool\)"),
+        ((4, 0), ValueError, "page_size must be an int of at least 1, got 0"),
+        ((4, 16.0), TypeError, r"page_size must be an int of at least 1, got 16.0 \(float\)"),
+        ((4, 16, torch.int8), ValueError, r"dtype must be a floating-point torch.dtype, got torch.int8"),
+        ((4, 16, "bfloat16"), TypeError, r"dtype must be a floating-point torch.dtype, got 'bfloat16' \(str\)"),
+    ],
+)
+def test_impossible_caches(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        PagedKVCache(make_config(), *arguments)
+
+
+def test_a_cache_is_for_a_configuration() -> None:
+    with pytest.raises(TypeError, match="config must be a Config, got 4"):
+        PagedKVCache(4, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError), (None, TypeError)])
+def test_pages_are_counted_in_ints(count: Any, error: type[Exception]) -> None:
+    allocator = PageAllocator(3, 16)
+    with pytest.raises(error, match="count must be an int of at least 0, got "):
+        allocator.allocate(count)
+    assert allocator.available == 3
 
 
 def test_layout() -> None:

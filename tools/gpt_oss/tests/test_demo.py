@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -14,13 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
 from gpt_oss import benchmark, demo
+from gpt_oss.__main__ import app
 from gpt_oss.check import compare_with_reference
 from gpt_oss.config import preset
-from gpt_oss.engine import Completion, Request
 from gpt_oss.kernels import reference_only
 from gpt_oss.loader import RandomTensors, save_checkpoint
+from gpt_oss.request import Completion, Request
 from gpt_oss.sampling import Sampling
 from gpt_oss.tokenizer import ByteTokenizer, CheckpointTokenizer, tokenizer_of
 from tokenspeed_kernel import rmsnorm
@@ -108,26 +111,102 @@ def test_demo_on_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--preset", "huge"), "no preset 'huge'"),
+        (("--preset", "huge"), "preset must be 'tiny' or 'gpt-oss-20b' or 'gpt-oss-120b', got 'huge'"),
         (("--checkpoint", "/nowhere"), "/nowhere/config.json cannot be read"),
-        (("--top-p", "2"), "sampling needs"),
+        (("--checkpoint", "/nowhere", "--layers", "2"), "layers must be left out with a checkpoint, got 2"),
+        (("--layers", "1000000000000"), "layers must be an int from 1 to 10000, got 1000000000000"),
+        (("--max-tokens", "1000000000"), "prompt and max_tokens must together be at most the context of 1024 tokens, got 7 and"),
+        (("--temperature", "nan"), "temperature must be a number from 0 to 1e+38, got nan"),
+        (("--temperature", "-1"), "temperature must be a number from 0 to 1e+38, got -1.0"),
+        (("--top-k", "10000000000"), "top_k must be an int from 0 to 2147483647, got 10000000000"),
+        (("--top-p", "2"), "top_p must be a number from 1e-37 to 1, got 2.0"),
+        (("--seed", str(2**64)), f"seed must be an int from {-(2**63)} to {2**63 - 1}, got {2**64}"),
+        (("--device", "toaster"), "device must be one that PyTorch can use here, got 'toaster': "),
+        (("--device", "meta"), "device must be one that PyTorch can use here, got 'meta': "),
     ],
 )
 def test_demo_says_what_is_wrong(arguments: tuple[str, ...], message: str) -> None:
-    from typer.testing import CliRunner
-
-    from gpt_oss.__main__ import app
-
     run = CliRunner().invoke(app, ["demo", "--device", "cpu", *arguments])
+    assert run.exit_code == 2, run.output
+    assert f"error: {message}" in run.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("command", ["demo", "benchmark"])
+def test_a_device_that_is_not_there(command: str) -> None:
+    run = CliRunner().invoke(app, [command, "--device", "cuda"])
     assert run.exit_code == 2
-    assert message in run.output
+    assert "error: device must be one that PyTorch can use here, got 'cuda': " in run.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--preset", "huge"), "preset must be 'tiny' or "),
+        (("--layers", "10001"), "layers must be an int from 1 to 10000, got 10001"),
+        (
+            ("--preset", "tiny", "--prompt-tokens", "1000", "--decode-steps", "24"),
+            "prompt_tokens and decode_steps must together be less than the context of 1024 tokens, got 1000 and 24",
+        ),
+        (("--device", "toaster"), "device must be one that PyTorch can use here, got 'toaster': "),
+    ],
+)
+def test_benchmark_says_what_is_wrong(arguments: tuple[str, ...], message: str) -> None:
+    run = CliRunner().invoke(app, ["benchmark", "--device", "cpu", *arguments])
+    assert run.exit_code == 2, run.output
+    assert f"error: {message}" in run.output
+
+
+NO_COUNT = (0, -1, 2.5, True, "4", [4])
+NO_FLAG = (None, 0, "yes")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "checkpoint": ("/tmp", 5, True),
+        "preset": (None, "huge", 5, ["tiny"]),
+        "layers": NO_COUNT,
+        "prompts": (None, (), [], "Hello", b"Hello", [b"Hello"], [1], {"Hello"}, torch.zeros(2)),
+        "max_tokens": (None, *NO_COUNT),
+        "sampling": (None, 0.8, {}),
+        "mixed": NO_FLAG,
+        "dtype": (None, "float32", torch.int64),
+        "device": (None, 0, torch.device("cpu")),
+        "seed": (None, 1.5, True, "0"),
+        "check": NO_FLAG,
+        "prefill_tokens": (None, *NO_COUNT),
+        "page_size": (None, *NO_COUNT),
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_impossible_options(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} must be .*, got "):
+            demo.Options(**{name: value})
+
+
+def test_every_option_is_checked() -> None:
+    assert demo._OPTIONS.keys() == {field.name for field in dataclasses.fields(demo.Options)}
+
+
+@pytest.mark.parametrize("name", ["layers", "batch", "prompt_tokens", "decode_steps", "page_size", "repeats"])
+def test_impossible_workloads(name: str) -> None:
+    for value in (None, *NO_COUNT):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name} must be an int of at least 1, got "):
+            benchmark.Workload(**{"preset": "tiny", name: value})
+    with pytest.raises(TypeError, match=r"^seed must be an int, got None"):
+        benchmark.Workload("tiny", seed=None)  # type: ignore[arg-type]
+
+
+def test_seeds_go_on_beyond_the_largest() -> None:
+    options = demo.Options(layers=1, max_tokens=1, sampling=Sampling(0.8, seed=2**63 - 1), prompts=("a", "b", "c"), check=False)
+    completions = demo.run(options, Console(quiet=True)).completions
+    assert [completion.request.sampling.seed for completion in completions] == [2**63 - 1, -(2**63), 1 - 2**63]
 
 
 def test_disagreement_is_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose logits are off by a little more than the tolerance allows."""
-    from typer.testing import CliRunner
-
-    from gpt_oss.__main__ import app
 
     def collect(completion: Completion, event: Any, original: Any = Completion.add) -> None:
         original(completion, event)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from gpt_oss_models import YARN, make_config, random_prompts, tensors_of
 from gpt_oss.batch import Phase
 from gpt_oss.cache import OutOfPages, PagedKVCache
 from gpt_oss.config import Config, alternating
-from gpt_oss.engine import Completion, Engine, Event, Request
+from gpt_oss.engine import Engine
 from gpt_oss.model import GptOss
+from gpt_oss.request import Completion, Event, Request
 from gpt_oss.sampling import Sampling
 
 LENGTHS = (3, 29, 8, 17, 1, 40)
@@ -135,7 +137,7 @@ def test_pages_held_by_others_are_reported_rather_than_waited_for(model: GptOss,
     engine = make_engine(model, pages=12)
     elsewhere = engine.cache.allocator.allocate(8)
     number = engine.add(Request(prompts[1], 4))
-    with pytest.raises(OutOfPages, match="8 pages of 4 tokens are wanted, 4 of 12 are free"):
+    with pytest.raises(OutOfPages, match="8 pages of 4 tokens are needed, 4 of 12 are free"):
         engine.step()
     engine.cache.allocator.free(elsewhere)
     events = [event for _ in range(4) for event in engine.step()]
@@ -145,11 +147,11 @@ def test_pages_held_by_others_are_reported_rather_than_waited_for(model: GptOss,
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
     [
-        ([], 4, "a prompt of at least one token"),
-        ([1], 0, "max_tokens of at least 1"),
-        ([1, 97, -1], 4, r"outside the vocabulary of 97: \[-1, 97\]"),
-        ([1] * 120, 9, "exceed the context of 128 tokens"),
-        ([1] * 40, 10, "need 13 pages of 4 tokens, the cache has 12"),
+        ([], 4, "prompt must hold at least one token id"),
+        ([1], 0, "max_tokens must be an int of at least 1, got 0"),
+        ([1, 97, -1], 4, r"prompt\[1\] must be a token id from 0 to 96, got 97"),
+        ([1] * 120, 9, "at most the context of 128 tokens, got 120 and 9"),
+        ([1] * 40, 10, "fit the cache of 12 pages of 4 tokens, got 40 and 10, which need 13 pages"),
     ],
 )
 def test_requests_that_can_never_run(model: GptOss, prompt: list[int], max_tokens: int, message: str) -> None:
@@ -164,10 +166,21 @@ def test_the_last_page_is_used_to_its_end(model: GptOss) -> None:
     assert len(make_engine(model, pages=12).generate([Request([1] * 41, 8)])[0].tokens) == 8
 
 
-def test_bad_options(model: GptOss) -> None:
-    for options in ({"prefill_tokens": 0}, {"max_sequences": 0}):
-        with pytest.raises(ValueError, match="at least 1"):
-            make_engine(model, **options)
+@pytest.mark.parametrize("name", ["prefill_tokens", "max_sequences"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(0, ValueError), (-1, ValueError), (2.5, TypeError), (True, TypeError), ("9", TypeError), (None, TypeError)],
+)
+def test_impossible_engines(model: GptOss, name: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"^{name} must be an int of at least 1, got "):
+        make_engine(model, **{name: value})
+
+
+def test_an_engine_is_of_a_model_and_a_cache(model: GptOss) -> None:
+    with pytest.raises(TypeError, match=r"^model must be a GptOss, got None"):
+        Engine(None, PagedKVCache(model.config, 4))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^cache must be a PagedKVCache, got 200"):
+        Engine(model, 200)  # type: ignore[arg-type]
 
 
 def test_stop_tokens(model: GptOss, prompts: list[list[int]]) -> None:
@@ -218,12 +231,6 @@ def test_top_k_of_one_and_a_tiny_top_p_are_greedy(model: GptOss, prompts: list[l
     greedy = alone(model, Request(prompts[1], 10)).tokens
     for sampling in (Sampling(1.0, top_k=1, seed=9), Sampling(1.0, top_p=1e-6, seed=9)):
         assert alone(model, Request(prompts[1], 10, sampling)).tokens == greedy
-
-
-@pytest.mark.parametrize("values", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}])
-def test_impossible_sampling(values: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="sampling needs"):
-        Sampling(**values)
 
 
 # -- streaming ----------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +154,62 @@ def test_everything_that_is_wrong_with_the_tensors_is_in_one_error() -> None:
     message = str(caught.value)
     assert "2 missing: model.layers.1.self_attn.sinks [4], model.norm.weight [32]" in message
     assert "1 unexpected: model.layers.2.self_attn.sinks" in message
-    assert "1 of the wrong shape: lm_head.weight is [96, 32], should be [97, 32]" in message
+    assert "1 of the wrong shape: lm_head.weight must be [97, 32], got [96, 32]" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_a_wrong_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """An 8-bit checkpoint without its scales, say, would give wrong logits in silence."""
+    config = make_config()
+    name = "model.layers.1.self_attn.q_proj.weight"
+    source = TensorDict({**tensors_of(config).tensors, name: torch.zeros(32, 32).to(dtype)})
+    save_checkpoint(tmp_path, config, source)
+    spelled = str(dtype).removeprefix("torch.")
+    message = f"1 of the wrong dtype: {name} must be bfloat16 or float16 or float32 or float64, got "
+    for broken, got in ((source, spelled), (Checkpoint(tmp_path), "C64" if dtype == torch.complex64 else spelled)):
+        with pytest.raises(CheckpointError, match=message + got):
+            GptOss(config, broken, torch.float32)
+
+
+@pytest.mark.parametrize("suffix", ["blocks", "scales"])
+def test_mxfp4_experts_are_bytes(suffix: str) -> None:
+    config = make_config(**PACKED)
+    tensors = dict(tensors_of(config).tensors)
+    name = f"model.layers.0.mlp.experts.down_proj_{suffix}"
+    tensors[name] = tensors[name].float()
+    with pytest.raises(CheckpointError, match=f"1 of the wrong dtype: {name} must be uint8, got float32"):
+        GptOss(config, TensorDict(tensors))
+
+
+def test_dtypes_are_those_of_the_tensors(tmp_path: Path) -> None:
+    config = make_config(**PACKED)
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        source = tensors_of(config, dtype)
+        assert RandomTensors(config, dtype=dtype).dtypes() == source.dtypes()
+        assert Checkpoint(save_checkpoint(tmp_path / str(dtype), config, source)).dtypes() == source.dtypes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({},), "config must be a Config, got {}"),
+        ((make_config(), 1.5), r"seed must be an int, got 1.5 \(float\)"),
+        ((make_config(), None), "seed must be an int, got None"),
+        ((make_config(), 0, "float32"), "dtype must be a floating-point torch.dtype, got 'float32'"),
+        ((make_config(), 0, torch.int8), "dtype must be a floating-point torch.dtype, got torch.int8"),
+    ],
+)
+def test_impossible_random_tensors(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        RandomTensors(*arguments)
+
+
+@pytest.mark.parametrize("shard_bytes", [0, -1, 1.5, True, "4"])
+def test_impossible_shards(tmp_path: Path, shard_bytes: Any) -> None:
+    config = make_config()
+    with pytest.raises((TypeError, ValueError), match="shard_bytes must be an int of at least 1 or None, got "):
+        save_checkpoint(tmp_path / "new", config, tensors_of(config), shard_bytes)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_long_list_is_cut() -> None:
@@ -205,10 +261,10 @@ def _moved_tensor(path: Path) -> None:
         (_without_index, f"neither {SINGLE_FILE} nor {INDEX_FILE}"),
         (_broken_index, "not an index of shards"),
         (_index_without_map, "not an index of shards: KeyError"),
-        (_without_a_shard, "names model-00002-of-.*, which is not in"),
+        (_without_a_shard, "lists model-00002-of-.*, which is not in"),
         (_broken_shard, "model-00002-of-.* is not a readable safetensors file"),
-        (_stray_name, "names tensors that its files lack: model.layers.9.bias"),
-        (_moved_tensor, "names tensors that its files lack: "),
+        (_stray_name, "lists tensors that its files lack: model.layers.9.bias"),
+        (_moved_tensor, "lists tensors that its files lack: "),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

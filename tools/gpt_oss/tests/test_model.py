@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gpt_oss_models import YARN, TensorDict, make_config, peer, random_prompts, tensors_of
@@ -186,6 +188,23 @@ def test_positions_are_bounded_by_what_was_asked_for() -> None:
     model = GptOss(config, tensors_of(config), torch.float32, max_positions=16)
     assert model.cos_sin.shape == (16, config.head_dim)
     assert GptOss(config, tensors_of(config), torch.float32, max_positions=10**6).max_positions == 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": {}}, r"config must be a Config, got \{\}"),
+        ({"dtype": torch.int32}, "dtype must be a floating-point torch.dtype, got torch.int32"),
+        ({"dtype": "bfloat16"}, r"dtype must be a floating-point torch.dtype, got 'bfloat16' \(str\)"),
+        ({"max_positions": 0}, "max_positions must be an int of at least 1 or None, got 0"),
+        ({"max_positions": 16.0}, r"max_positions must be an int of at least 1 or None, got 16.0 \(float\)"),
+        ({"max_positions": True}, r"max_positions must be an int of at least 1 or None, got True \(bool\)"),
+    ],
+)
+def test_impossible_models(arguments: dict[str, Any], message: str) -> None:
+    config = make_config()
+    with pytest.raises((TypeError, ValueError), match=message):
+        GptOss(**{"config": config, "source": tensors_of(config), **arguments})
 
 
 def test_wrong_tensors_are_refused() -> None:

@@ -2,9 +2,10 @@
 
 from gpt_oss.cache import OutOfPages, PageAllocator, PagedKVCache
 from gpt_oss.config import PRESETS, Config, ConfigError, RopeConfig, preset
-from gpt_oss.engine import Completion, Engine, Event, Request
+from gpt_oss.engine import Engine
 from gpt_oss.loader import Checkpoint, CheckpointError, RandomTensors, save_checkpoint
 from gpt_oss.model import GptOss
+from gpt_oss.request import Completion, Event, Request
 from gpt_oss.sampling import Sampling
 
 __all__ = [

@@ -20,6 +20,7 @@ from gpt_oss.sampling import Sampling
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="GPT-OSS through tokenspeed-kernel's public API.")
 
+# Exit statuses.
 DISAGREES = 1
 UNUSABLE = 2
 
@@ -28,6 +29,15 @@ class Dtype(str, Enum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
+
+
+def _checked_device(name: str) -> str:
+    """The device's name. Raises ValueError if PyTorch cannot use the device on this machine."""
+    try:
+        torch.zeros(1, device=name).tolist()
+    except (RuntimeError, AssertionError) as error:  # PyTorch asserts that it was built for the device
+        raise ValueError(f"device must be one that PyTorch can use here, got {name!r}: {error}") from error
+    return name
 
 
 def _default_device() -> str:
@@ -40,34 +50,38 @@ def _dtype(wanted: Dtype | None, device: str) -> torch.dtype:
     return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
 
 
-DeviceOption = Annotated[str, typer.Option(default_factory=_default_device, help="cuda where there is a GPU, else cpu")]
-DtypeOption = Annotated[
-    Dtype | None, typer.Option(help="of activations and unquantised weights; left out: float32 on a CPU, else bfloat16")
+DeviceOption = Annotated[
+    str, typer.Option(default_factory=_default_device, help="where to run; left out: cuda if there is a GPU, else cpu")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON on standard output and nothing else there")]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(help="dtype of activations and of weights that are not quantised; left out: float32 on a CPU, else bfloat16"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON, and nothing else, on standard output")]
 
 
 @app.command()
 def demo(
     device: DeviceOption,
-    checkpoint: Annotated[Path | None, typer.Option(help="directory of a Hugging Face checkpoint; random weights without")] = None,
-    preset: Annotated[str, typer.Option(help=f"without a checkpoint: {', '.join(PRESETS)}")] = "tiny",
-    layers: Annotated[int | None, typer.Option(min=1, help="how many of the preset's layers")] = None,
-    prompt: Annotated[list[str] | None, typer.Option(help="may be given several times")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="generated for each prompt")] = 32,
-    temperature: Annotated[float | None, typer.Option(help="0: greedily; left out: every other prompt is sampled at 0.8")] = None,
-    top_k: Annotated[int, typer.Option(help="0: all")] = 0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    seed: Annotated[int, typer.Option(help="of random weights and of sampling")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="directory of a checkpoint; left out: random weights")] = None,
+    preset: Annotated[str, typer.Option(help=f"configuration without a checkpoint: {', '.join(PRESETS)}")] = "tiny",
+    layers: Annotated[int | None, typer.Option(min=1, help="number of layers; left out: the preset's")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="text to continue; may be given several times")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="most tokens generated for each prompt")] = 32,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy; left out: every other prompt is sampled at 0.8")] = None,
+    top_k: Annotated[int, typer.Option(help="sample from the k most likely tokens; 0: from all")] = 0,
+    top_p: Annotated[float, typer.Option(help="sample from the most likely tokens that together reach this probability")] = 1.0,
+    seed: Annotated[int, typer.Option(help="seed of random weights and of sampling")] = 0,
     dtype: DtypeOption = None,
     check: Annotated[
-        bool | None, typer.Option("--check/--no-check", help="compare with the reference; left out: only without a checkpoint")
+        bool | None,
+        typer.Option("--check/--no-check", help="compare with the reference; left out: only without a checkpoint"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Generates text tokens, shows which kernel served each operator and why, and checks itself against the reference.
+    """Generates text tokens, shows which kernel served each operator and why, and compares the result with the reference.
 
-    Exit status: 0; 1 where it disagrees with the reference; 2 where the model or a request cannot be run.
+    Exit status: 0, or 1 if the result disagrees with the reference, or 2 if an option is wrong or the model cannot be run.
     """
     console = _console(as_json)
     try:
@@ -79,7 +93,7 @@ def demo(
             max_tokens=max_tokens,
             sampling=Sampling(0.8 if temperature is None else temperature, top_k, top_p, seed),
             mixed=temperature is None,
-            dtype=_dtype(dtype, device),
+            dtype=_dtype(dtype, _checked_device(device)),
             device=device,
             seed=seed,
             check=checkpoint is None if check is None else check,
@@ -98,19 +112,22 @@ def demo(
 @app.command()
 def benchmark(
     device: DeviceOption,
-    preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = "gpt-oss-120b",
-    layers: Annotated[int, typer.Option(min=1)] = 2,
-    batch: Annotated[int, typer.Option(min=1, help="sequences")] = 4,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="for each sequence")] = 1024,
-    decode_steps: Annotated[int, typer.Option(min=1)] = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="of the prefill")] = 5,
+    preset: Annotated[str, typer.Option(help=f"configuration: {', '.join(PRESETS)}")] = "gpt-oss-120b",
+    layers: Annotated[int, typer.Option(min=1, help="number of layers")] = 2,
+    batch: Annotated[int, typer.Option(min=1, help="number of sequences")] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="prompt tokens of each sequence")] = 1024,
+    decode_steps: Annotated[int, typer.Option(min=1, help="number of decode steps that are timed")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="number of prefills that are timed")] = 5,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measures a stack of layers with random weights: tokens a second of a prefill, time of a decode step."""
-    workload = bench.Workload(preset, layers, batch, prompt_tokens, decode_steps, repeats=repeats)
+    """Measures a stack of layers with random weights: tokens per second of a prefill, and time of a decode step.
+
+    Exit status: 0, or 2 if an option is wrong or the model cannot be run.
+    """
     try:
-        result = bench.run(workload, _dtype(dtype, device), device)
+        workload = bench.Workload(preset, layers, batch, prompt_tokens, decode_steps, repeats=repeats)
+        result = bench.run(workload, _dtype(dtype, _checked_device(device)), device)
     except (ValueError, RuntimeError) as error:
         _give_up(error)
     if as_json:
@@ -127,7 +144,7 @@ def benchmark(
 
 def _console(stderr: bool = False) -> Console:
     console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=132)  # a log has room for the tables
+    return console if console.is_terminal else Console(stderr=stderr, width=132)  # wide enough for the tables in a log
 
 
 def _print_json(value: dict[str, Any]) -> None:

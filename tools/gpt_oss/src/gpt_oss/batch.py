@@ -1,4 +1,4 @@
-"""What one forward pass works on: pieces of sequences, laid flat one after the other."""
+"""The input of one forward pass: pieces of sequences, laid flat one after the other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gpt_oss.cache import PagedKVCache
 
 
 class Phase(enum.Enum):
-    """What the pieces of a batch attend to, which is what the attention operator is chosen by."""
+    """What the pieces of a batch attend to. It decides which attention operator runs."""
 
-    PREFILL = "prefill"  # each piece is the beginning of its sequence: it attends to itself
-    EXTEND = "extend"  # some piece has tokens before it in the cache; lengths are mixed
-    DECODE = "decode"  # each piece is one token with others before it
+    PREFILL = "prefill"  # every piece begins its sequence, so it attends to itself only
+    EXTEND = "extend"  # any pieces: some may have tokens before them in the cache, and their lengths may differ
+    DECODE = "decode"  # every piece is one token that has others before it in the cache
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Piece:
     """Consecutive tokens of one sequence.
 
     Attributes:
-        tokens: the ids.
-        start: position of the first; what comes before it is in the cache already.
-        pages: pages that the sequence holds, in order, enough for these tokens.
+        tokens: their ids.
+        start: position of the first of them. Keys and values of the tokens before it are in the cache already.
+        pages: the pages that the sequence holds, in order; enough of them for these tokens.
     """
 
     tokens: Sequence[int]
@@ -45,15 +45,16 @@ class Batch:
 
     Attributes:
         phase: see `Phase`.
-        tokens: int64 ``[n]``.
-        positions: int64 ``[n]``, in each token's own sequence.
-        cu_seqlens_q: int32 ``[b + 1]``, where each piece begins and ends among the n.
-        cu_seqlens_kv: int32 ``[b + 1]``, the same for what the pieces attend to, the pieces themselves included.
-        cache_seqlens: int32 ``[b]``, tokens of each sequence that are in the cache once this pass has written its own.
-        max_seqlen_q, max_seqlen_k: bounds of both kinds of lengths. The second is rounded up to whole pages.
-        slot_mapping: int64 ``[n]``, where keys and values go, and
-        page_table: int32 ``[b, pages]``, where those of each sequence are; both None without a cache.
-        logit_rows: int64, the rows whose logits are wanted; None for all.
+        tokens: int64 ``[n]``, the ids.
+        positions: int64 ``[n]``, the position of each token in its own sequence.
+        cu_seqlens_q: int32 ``[b + 1]``, cumulative lengths of the pieces.
+        cu_seqlens_kv: int32 ``[b + 1]``, cumulative lengths of what the pieces attend to, the pieces themselves included.
+        cache_seqlens: int32 ``[b]``, how many tokens of each sequence are in the cache once this pass has written its own.
+        max_seqlen_q: length of the longest piece.
+        max_seqlen_k: upper bound of ``cache_seqlens``, a whole number of pages.
+        slot_mapping: int64 ``[n]``, the cache slot that each token's keys and values are written to; None without a cache.
+        page_table: int32 ``[b, pages]``, the pages of each sequence; None without a cache.
+        logit_rows: int64 ``[rows]``, the tokens whose logits are wanted; None for all.
     """
 
     phase: Phase
@@ -70,6 +71,7 @@ class Batch:
 
 
 def phase_of(pieces: Sequence[Piece]) -> Phase:
+    """The most specific phase that can run these pieces."""
     if all(piece.start == 0 for piece in pieces):
         return Phase.PREFILL
     return Phase.DECODE if all(piece.start and len(piece.tokens) == 1 for piece in pieces) else Phase.EXTEND
@@ -82,14 +84,17 @@ def make_batch(
     logits_of: Sequence[int] | None = None,
     phase: Phase | None = None,
 ) -> Batch:
-    """Lays pieces out for one pass.
+    """Makes the tensors of a pass over some pieces.
 
     Args:
         pieces: at least one, none empty.
-        cache: where their keys and values are kept; None for a pass that keeps nothing, and then all pieces start at 0.
+        cache: where keys and values are kept; None for a pass that keeps none. Then every piece must start at position 0.
         device: the model's.
-        logits_of: pieces whose last token's logits are wanted; None for all tokens of all pieces.
-        phase: another than `phase_of` says, which must be able to do it: an extend can do everything.
+        logits_of: indices of the pieces whose last token's logits are wanted; None for all tokens of all pieces.
+        phase: runs the pass in another phase than `phase_of` says. Extend can run any pieces.
+
+    Raises:
+        ValueError: there are no pieces, one is empty, or one has tokens before it and there is no cache.
     """
     if not pieces or any(not piece.tokens for piece in pieces):
         raise ValueError("a batch needs at least one piece, and pieces need at least one token")
@@ -116,7 +121,8 @@ def make_batch(
         cu_seqlens_kv=ints(cumulative([piece.stop for piece in pieces]), torch.int32),
         cache_seqlens=ints([piece.stop for piece in pieces], torch.int32),
         max_seqlen_q=max(len(piece.tokens) for piece in pieces),
-        # Whole pages, because a bound that grew with every token would make every decode step a call of a new description.
+        # Whole pages: an operator remembers the checks of a call by its arguments, and a bound that grew with every token would
+        # make every decode step a new call.
         max_seqlen_k=max(-(-piece.stop // page_size) * page_size for piece in pieces),
         slot_mapping=None if slots is None else ints(slots),
         page_table=None if cache is None else cache.page_table([piece.pages for piece in pieces]),

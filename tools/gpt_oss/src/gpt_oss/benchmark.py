@@ -1,4 +1,4 @@
-"""How fast a stack of layers is: tokens a second of a prefill, and the time of a decode step."""
+"""How fast a stack of layers is: tokens per second of a prefill, and time of a decode step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch import Tensor
 import tokenspeed_kernel
 from gpt_oss.batch import Batch, Piece, make_batch
 from gpt_oss.cache import PagedKVCache
-from gpt_oss.config import preset
+from gpt_oss.config import PRESETS, preset
+from gpt_oss.fields import COUNT, INT, check_fields, describe, dtype_name, one_of
 from gpt_oss.kernels import listen
 from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
@@ -24,12 +25,18 @@ from gpt_oss.model import GptOss
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured: ``batch`` sequences with prompts of ``prompt_tokens``, then ``decode_steps`` tokens for each.
+    """What is measured: a prefill of ``batch`` prompts of ``prompt_tokens`` each, then ``decode_steps`` decode steps.
+
+    All but the preset are ints of at least 1, and ``seed`` is any int.
 
     Attributes:
-        preset: the model; its weights are random.
-        layers: how many of its layers. Embedding and output matrix are part of every pass.
-        repeats: prefills that are timed, after one that is not.
+        preset: the configuration; the weights are random.
+        layers: how many layers the model has. Embedding and output matrix are part of every pass.
+        page_size: tokens that a page of the cache holds.
+        repeats: how many prefills are timed, after one that is not.
+
+    Raises:
+        TypeError, ValueError: a field is not as stated; the message names it.
     """
 
     preset: str = "gpt-oss-120b"
@@ -41,11 +48,25 @@ class Workload:
     repeats: int = 5
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        counts = ("layers", "batch", "prompt_tokens", "decode_steps", "page_size", "repeats")
+        check_fields({"preset": one_of(*PRESETS), **dict.fromkeys(counts, COUNT), "seed": INT}, self)
+
 
 def run(workload: Workload, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Measures a workload. The result is plain values, for JSON."""
+    """Measures a workload. The result holds plain values, for JSON.
+
+    Raises:
+        ConfigError: the model cannot have so many layers.
+        ValueError: its context is too short for the prompt and the decode steps.
+    """
     config = preset(workload.preset).with_layers(workload.layers)
     length = workload.prompt_tokens + workload.decode_steps + 1
+    if length > config.max_position_embeddings:
+        raise ValueError(
+            f"prompt_tokens and decode_steps must together be less than the context of {config.max_position_embeddings} tokens, "
+            f"got {describe(workload.prompt_tokens)} and {describe(workload.decode_steps)}"
+        )
     model = GptOss(config, RandomTensors(config, workload.seed, dtype, device), dtype, device, max_positions=length)
     pages = -(-length // workload.page_size)
     cache = PagedKVCache(config, workload.batch * pages, workload.page_size, dtype, device)
@@ -62,7 +83,7 @@ def run(workload: Workload, dtype: torch.dtype, device: str) -> dict[str, Any]:
     decodes = []
     for step in range(workload.decode_steps):
         batch = _decode_batch(tokens, workload.prompt_tokens + step, held, cache, model)
-        # The first steps of their shapes decide and perhaps compile; a runtime would have done so before.
+        # The first step selects kernels and may compile them, which a runtime would have done before it serves requests.
         if step == 0:
             _next(model, batch, cache).tolist()
         decodes.append(_timed(functools.partial(_next, model, batch, cache)))
@@ -85,11 +106,11 @@ def run(workload: Workload, dtype: torch.dtype, device: str) -> dict[str, Any]:
 
 
 def metadata(dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Where and with what a measurement was made."""
-    is_cuda_like = torch.device(device).type == "cuda"
+    """The device, dtype, versions and date of a measurement."""
+    is_gpu = torch.device(device).type == "cuda"  # AMD's GPUs too
     return {
-        "device": torch.cuda.get_device_name(device) if is_cuda_like else platform.processor() or platform.machine(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if is_gpu else platform.processor() or platform.machine(),
+        "dtype": dtype_name(dtype),
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -110,7 +131,7 @@ def _decode_batch(tokens: list[int], position: int, held: list[list[int]], cache
 
 
 def _timed(call: Callable[[], Tensor]) -> float:
-    """Seconds until the result of a call is on the host, which is when the next step of an engine could begin."""
+    """Seconds until the result of a call is in host memory, which is when an engine could begin its next step."""
     started = time.perf_counter()
     call().tolist()
     return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""The paged key-value cache: the tensors, and who holds which page."""
+"""The paged key-value cache: its tensors, and which of its pages are free."""
 
 from __future__ import annotations
 
@@ -8,68 +8,90 @@ import torch
 from torch import Tensor
 
 from gpt_oss.config import Config
+from gpt_oss.fields import COUNT, FLOAT_DTYPE, instance, integer
 
 
 class OutOfPages(RuntimeError):
-    """More pages are wanted than are free."""
+    """More pages are asked for than are free."""
 
 
 class PageAllocator:
     """Hands out pages of the cache and takes them back.
 
     Args:
-        pages: how many there are.
-        page_size: tokens that one holds.
+        pages: how many pages there are.
+        page_size: tokens that a page holds.
+
+    Attributes:
+        free_pages: the pages that nobody holds; the last one is handed out first. It is replaced as a whole and never changed in
+            place, so that one assignment can change who holds what.
+
+    Raises:
+        TypeError, ValueError: an argument is not an int of at least 1.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
-        if pages < 1 or page_size < 1:
-            raise ValueError(f"a cache needs at least one page of at least one token, got {pages} pages of {page_size}")
+        COUNT.check("pages", pages)
+        COUNT.check("page_size", page_size)
         self.total, self.page_size = pages, page_size
-        self._free = list(range(pages - 1, -1, -1))
-        self._held: set[int] = set()
+        self.free_pages = tuple(range(pages - 1, -1, -1))
 
     @property
     def available(self) -> int:
-        return len(self._free)
+        """How many pages are free."""
+        return len(self.free_pages)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """How many pages hold so many tokens."""
         return -(-tokens // self.page_size)
 
-    def allocate(self, count: int) -> list[int]:
-        """Takes pages. Raises OutOfPages, and takes none, if fewer are free."""
-        if count > len(self._free):
+    def choose(self, count: int, free_pages: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The pages that an allocation would take from these free pages, and the free pages that would remain. Takes none.
+
+        Raises:
+            OutOfPages: fewer are free.
+        """
+        if count > len(free_pages):
             raise OutOfPages(
-                f"{count} pages of {self.page_size} tokens are wanted, {len(self._free)} of {self.total} are free: "
+                f"{count} pages of {self.page_size} tokens are needed, {len(free_pages)} of {self.total} are free: "
                 "free some sequences, or make the cache bigger"
             )
-        taken = [self._free.pop() for _ in range(count)]
-        self._held.update(taken)
-        return taken
+        remaining = len(free_pages) - count
+        return free_pages[remaining:][::-1], free_pages[:remaining]
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes pages. Raises OutOfPages, and takes none, if fewer are free; ValueError if the count is negative."""
+        integer(0).check("count", count)
+        taken, self.free_pages = self.choose(count, self.free_pages)
+        return list(taken)
 
     def free(self, pages: Iterable[int]) -> None:
-        """Gives pages back. Raises ValueError, and frees none, if one of them is not held."""
+        """Gives pages back. Raises ValueError, and frees none, if one is not held or is given twice."""
         given = list(pages)
-        stray = sorted(set(given) - self._held)
-        if stray or len(set(given)) != len(given):
-            raise ValueError(f"pages {stray or given} are freed that are not held, or twice")
-        self._held.difference_update(given)
-        self._free.extend(reversed(given))
+        stray = sorted(set(given) - (set(range(self.total)) - set(self.free_pages)))
+        if stray:
+            raise ValueError(f"pages must be held to be freed, got {stray}, which are not")
+        if len(set(given)) != len(given):
+            raise ValueError(f"pages must each be freed once, got {given}")
+        self.free_pages = (*self.free_pages, *reversed(given))
 
 
 class PagedKVCache:
-    """Keys and values of every layer, in pages that all layers share the numbering of.
+    """Keys and values of all layers, in pages. A page number means the same page in every layer.
 
     Args:
-        config: the model.
-        pages, page_size: how many pages, and tokens in each.
-        dtype: of the stored keys and values.
-        device: where they lie.
+        config: the model's configuration.
+        pages: how many pages there are.
+        page_size: tokens that a page holds.
+        dtype: floating-point dtype of the stored keys and values.
+        device: where they are stored.
 
     Attributes:
         k, v: for each layer a tensor ``[pages, page_size, kv_heads, head_dim]``.
-        allocator: who holds which page.
+        allocator: which pages are free.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated; the message names it.
     """
 
     def __init__(
@@ -80,6 +102,8 @@ class PagedKVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> None:
+        instance(Config).check("config", config)
+        FLOAT_DTYPE.check("dtype", dtype)
         self.allocator = PageAllocator(pages, page_size)
         self.page_size = page_size
         self.device = torch.device(device)
@@ -89,12 +113,12 @@ class PagedKVCache:
         self.v: Sequence[Tensor] = storage[1].unbind(0)
 
     def slots(self, pages: Sequence[int], start: int, stop: int) -> list[int]:
-        """Where the tokens at positions ``start`` to ``stop - 1`` of a sequence that holds these pages are kept."""
+        """The cache slots of positions ``start`` to ``stop - 1`` of a sequence that holds these pages."""
         size = self.page_size
         return [pages[position // size] * size + position % size for position in range(start, stop)]
 
     def page_table(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """int32 ``[batch, pages of the longest]``: the pages of each sequence in order, filled up with page 0."""
+        """int32 ``[batch, pages of the longest]``: the pages of each sequence in order, padded with page 0."""
         width = max((len(pages) for pages in sequences), default=0)
         rows = [[*pages, *([0] * (width - len(pages)))] for pages in sequences]
         return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), width).to(self.device)

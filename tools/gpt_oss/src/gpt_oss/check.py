@@ -1,7 +1,7 @@
-"""Whether what an engine generated is what the reference would have: every operator's PyTorch body, no cache, no batching.
+"""Comparing what an engine generated with the reference: every operator's PyTorch body, without a cache and without batching.
 
-The reference is given each prompt with the tokens that were generated, and computes all positions in one pass. Where the token
-that it would have chosen is the generated one at every position, it would have generated the same text by itself.
+The reference runs over each prompt and the tokens that were generated for it, all positions in one pass. If at every position it
+chooses the token that was generated there, it would have generated the same text by itself.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from torch import Tensor
 import tokenspeed_kernel
 from gpt_oss.batch import Piece, make_batch
 from gpt_oss.config import Config
-from gpt_oss.engine import Completion
 from gpt_oss.kernels import reference_only
 from gpt_oss.loader import TensorSource
 from gpt_oss.model import GptOss
+from gpt_oss.request import Completion
 from gpt_oss.sampling import sample
 
-# Relative error of a position's logits (Euclidean norms): at half of the positions at most the first, on average at most the
-# second, which leaves room for positions at which a rounding tipped the choice of an expert. In half precision such positions are
-# many, the more the deeper the model and the more experts it has; what to expect there is measured: the reference's own error in
-# that dtype against float32. Twice that is allowed, because both are means over a hundred positions or so.
+# Limits of the relative error of a position's logits (in Euclidean norms): of its median over the positions, and of its mean. The
+# mean has more room in float32, for the few positions at which a rounding error changed which expert was chosen. In half precision
+# there are many such positions, more in deeper models and in those with more experts. So the limits are measured there: they are
+# the median and mean error of the reference itself in that dtype, against float32, times a factor, because they are statistics of
+# only about a hundred positions.
 FLOAT32_TOLERANCES = (1e-5, 1e-2)
 HALF_PRECISION_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close generated logits are to the reference's.
+    """How close the logits of generated tokens are to the reference's.
 
     Attributes:
-        sequences, tokens: how many there were.
-        same_sequences, same_tokens: for how many the reference chooses the same.
-        max_abs_difference: between any two logits.
-        max_abs_logit: what to compare it with.
-        median_error, mean_error: relative error of a position's logits, against the reference in float32.
-        median_allowed, mean_allowed: what they may be.
+        sequences, tokens: how many were compared.
+        same_sequences, same_tokens: for how many of them the reference chooses the same.
+        max_abs_difference: the largest difference between a logit and the reference's.
+        max_abs_logit: the largest logit of the reference, as a measure for that.
+        median_error, mean_error: over all positions, of the relative error of a position's logits against the reference in float32.
+        median_allowed, mean_allowed: their limits.
     """
 
     sequences: int
@@ -56,7 +57,7 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether the logits are within their tolerances. Tokens then differ only where roundings tipped a close choice."""
+        """Whether both errors are within their limits. If so, tokens differ only where a rounding error decided a close choice."""
         return self.median_error <= self.median_allowed and self.mean_error <= self.mean_allowed
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,12 +71,12 @@ def compare_with_reference(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Agreement:
-    """Computes the completions' logits anew with the reference of every operator.
+    """Computes the logits of completions again with the reference of every operator, and compares.
 
     Args:
-        config, source: the model, which is built once more (twice, one after the other, in half precision).
-        completions: at least one, with their logits kept.
-        dtype, device: as they were generated.
+        config, source: the model. It is built again here; in half precision twice, one after the other.
+        completions: at least one, each of a request that kept its logits.
+        dtype, device: those that the completions were generated with.
     """
     got = torch.cat([torch.stack(completion.logits) for completion in completions])
     wanted = _reference_logits(config, source, completions, dtype, device)
@@ -114,7 +115,7 @@ def _reference_logits(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> list[Tensor]:
-    """The logits ``[tokens, vocab_size]`` that each completion's tokens were, or should have been, chosen by."""
+    """For each completion the logits ``[tokens, vocab_size]`` that the reference would choose its tokens from."""
     longest = max(len(c.request.prompt) + len(c.tokens) for c in completions)
     logits = []
     with reference_only():

@@ -1,18 +1,19 @@
-"""What a GPT-OSS model looks like: sizes, layer types, rotary embedding, weight format."""
+"""The configuration of a GPT-OSS model: sizes, layer types, rotary embedding, weight format."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from gpt_oss.fields import FLAG, LARGEST, SMALLEST, Field, describe, integer, number, one_of, optional
+
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 
-# Fields that carry the name that config.json gives them: those that it must have, and those that have a default.
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -22,19 +23,107 @@ _SIZES = (
     "head_dim",
     "num_local_experts",
 )
-_OPTIONS = (
-    "sliding_window",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "swiglu_alpha",
-    "swiglu_limit",
-    "attention_bias",
-    "tie_word_embeddings",
-)
+_COUNT = integer(1, 2**31 - 1)
+_LAYER_COUNT = integer(1, 10_000)  # a mistyped count must not fill the memory with layer types
+_LAYER_TYPE = one_of(SLIDING, FULL)
+_CONTEXT = 131072
+
+# What a field may hold, under the name that config.json gives it too. Those with a default in `Config` may be left out there.
+_REQUIRED: Mapping[str, Field] = dict.fromkeys((*_SIZES, "num_experts_per_tok"), _COUNT)
+_DEFAULTED: Mapping[str, Field] = {
+    "sliding_window": _COUNT,
+    "max_position_embeddings": _COUNT,
+    "rms_norm_eps": number(SMALLEST),
+    "swiglu_alpha": number(-LARGEST),
+    "swiglu_limit": number(SMALLEST),
+    "attention_bias": FLAG,
+    "tie_word_embeddings": FLAG,
+}
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+# The rest, which config.json spells in another way.
+_RESPELLED: Mapping[str, Field] = {
+    "layer_types": Field("a list or tuple of at least one layer type", _is_list, lambda types: len(types) > 0),
+    "rope": Field("a RopeConfig", lambda value: isinstance(value, RopeConfig)),
+    "eos_token_ids": Field("a list or tuple of token ids", _is_list),
+    "quantization": optional(one_of("mxfp4")),
+}
+_ROPE: Mapping[str, Field] = {
+    "theta": number(2),
+    "kind": one_of("default", "yarn"),
+    "factor": number(1),
+    "original_max_positions": _COUNT,
+    "beta_fast": number(SMALLEST),
+    "beta_slow": number(SMALLEST),
+    "truncate": FLAG,
+    "attention_factor": optional(number(SMALLEST)),
+}
+# How config.json spells them.
+_ROPE_KEYS: Mapping[str, str] = {
+    **{name: name for name in _ROPE},
+    "theta": "rope_theta",
+    "kind": "rope_type",
+    "original_max_positions": "original_max_position_embeddings",
+}
 
 
 class ConfigError(ValueError):
-    """A configuration that no model can have; the message lists everything that is wrong with it."""
+    """A configuration that no model can have.
+
+    Args:
+        problems: everything that is wrong with it. Each names the field, what it must be, and what it was.
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
+
+
+def _found(fields: Mapping[str, Field], values: Mapping[str, Any], spelled: Mapping[str, str]) -> dict[str, str]:
+    """The problem of each value that does not fit its field, by the field's name."""
+    problems = {name: kind.problem(spelled.get(name, name), values[name]) for name, kind in fields.items() if name in values}
+    return {name: str(problem) for name, problem in problems.items() if problem is not None}
+
+
+def _make_floats(holder: object, fields: Iterable[str]) -> None:
+    """Turns ints that stand for floats into floats, in a frozen dataclass that is just being made."""
+    for name in fields:
+        if getattr(holder, name) is not None:
+            object.__setattr__(holder, name, float(getattr(holder, name)))
+
+
+def _rope_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the fields of a RopeConfig, under the names that the messages shall use. Fields may be missing."""
+    found = _found(_ROPE, values, spelled)
+    yield from found.values()
+    if {"beta_fast", "beta_slow"} <= values.keys() - found.keys() and values["beta_fast"] < values["beta_slow"]:
+        fast, slow = describe(values["beta_fast"]), describe(values["beta_slow"])
+        yield f"{spelled.get('beta_fast', 'beta_fast')} must be at least beta_slow, got {fast} and {slow}"
+
+
+def _rope_table(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Which field of a ``config.json`` describes the rotary embedding, and the fields that it holds, in the newer spelling."""
+    theta = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
+    source = next((name for name in ("rope_parameters", "rope_scaling") if config.get(name) not in (None, {})), None)
+    if source is None:
+        return "rope_parameters", {**_YARN.to_hf(), **theta}
+    given = config[source]
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{source} must be an object with fields such as rope_type, got {describe(given, with_type=True)}")
+    table = {**theta, **{key: value for key, value in given.items() if value is not None}}
+    if "type" in table:
+        table.setdefault("rope_type", table.pop("type"))
+    if table.get("rope_type") == "yarn":
+        context = config.get("max_position_embeddings")
+        table = {"factor": None, "original_max_position_embeddings": _CONTEXT if context is None else context, **table}
+    return source, table
 
 
 @dataclass(frozen=True)
@@ -42,14 +131,17 @@ class RopeConfig:
     """Rotary position embedding, optionally stretched with YaRN (Peng et al., 2023, arXiv:2309.00071).
 
     Attributes:
-        theta: base of the frequencies.
-        kind: ``"default"`` or ``"yarn"``.
-        factor: how many times longer the context is than the one that was trained.
-        original_max_positions: the trained context; needed by YaRN only.
-        beta_fast, beta_slow: rotations over the trained context above which a frequency is kept, and below which it is
-            divided by ``factor``; in between the two are mixed.
-        truncate: whether the ends of that range are rounded outwards to whole dimensions.
-        attention_factor: what cos and sin are multiplied by; None takes ``0.1 ln(factor) + 1``.
+        theta: base of the frequencies, at least 2.
+        kind: ``"default"`` or ``"yarn"``. The default kind uses ``theta`` only.
+        factor: how many times longer the context is than the one the model was trained on, at least 1.
+        original_max_positions: the context it was trained on, in tokens.
+        beta_fast, beta_slow: in rotations over the trained context. Frequencies above ``beta_fast`` are kept, those below
+            ``beta_slow`` are divided by ``factor``, and those between them are mixed linearly.
+        truncate: whether the two ends of the mixed range are rounded outwards to whole dimensions.
+        attention_factor: cos and sin are multiplied by it; None stands for ``0.1 ln(factor) + 1``.
+
+    Raises:
+        ConfigError: a field is not as stated; the message names every such field.
     """
 
     theta: float = 150000.0
@@ -61,33 +153,34 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float | None = None
 
+    def __post_init__(self) -> None:
+        problems = list(_rope_problems(vars(self), {}))
+        if problems:
+            raise ConfigError(*problems)
+        _make_floats(self, ("theta", "factor", "beta_fast", "beta_slow", "attention_factor"))
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:
-        """From ``rope_parameters`` (new spelling) or ``rope_scaling`` and ``rope_theta`` (old spelling).
+        """From ``rope_parameters``, or from the older ``rope_scaling`` and ``rope_theta``, of a ``config.json``.
 
-        Where there is neither, it is the released models' YaRN, as transformers has it.
+        If neither is there, it is the YaRN of the released models, as in transformers.
+
+        Raises:
+            ConfigError: a field does not fit, or is one that is not supported.
         """
-        table = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        theta = table.get("rope_theta", config.get("rope_theta", cls.theta))
-        if not table:
-            return replace(_YARN, theta=float(theta))
-        kind = table.get("rope_type", table.get("type", "default"))
-        if kind == "default":
-            return cls(theta=float(theta))
-        unsupported = sorted({"mscale", "mscale_all_dim"} & {key for key, value in table.items() if value is not None})
-        if kind != "yarn" or unsupported or "factor" not in table:
-            detail = f"; {', '.join(unsupported)} are not supported" if unsupported else ""
-            raise ConfigError(f"rope must be of type default, or of type yarn with a factor, got {table}{detail}")
-        return cls(
-            theta=float(theta),
-            kind="yarn",
-            factor=float(table["factor"]),
-            original_max_positions=int(table.get("original_max_position_embeddings") or config["max_position_embeddings"]),
-            beta_fast=float(table.get("beta_fast") or 32.0),
-            beta_slow=float(table.get("beta_slow") or 1.0),
-            truncate=bool(table.get("truncate", True)),
-            attention_factor=table.get("attention_factor"),
-        )
+        source, table = _rope_table(config)
+        spelled = {name: f"{source}.{key}" for name, key in _ROPE_KEYS.items()}
+        values = {name: table[key] for name, key in _ROPE_KEYS.items() if key in table}
+        problems = list(_rope_problems(values, spelled))
+        known = _ROPE_KEYS.values()
+        unknown = sorted(str(key) for key in table.keys() - {*known, "partial_rotary_factor"})
+        if unknown:
+            problems.append(f"{source} must hold {', '.join(known)} only, got {', '.join(unknown)}, which are not supported")
+        if table.get("partial_rotary_factor", 1) != 1:
+            problems.append(f"{source}.partial_rotary_factor must be 1, got {describe(table['partial_rotary_factor'])}")
+        if problems:
+            raise ConfigError(*problems)
+        return cls(**values) if values.get("kind") == "yarn" else cls(theta=values.get("theta", cls.theta))
 
     def to_hf(self) -> dict[str, Any]:
         if self.kind == "default":
@@ -117,7 +210,7 @@ _YARN = RopeConfig(kind="yarn", factor=32.0, truncate=False)
 
 
 def alternating(layers: int) -> tuple[str, ...]:
-    """GPT-OSS's own pattern: sliding, full, sliding, full, ..."""
+    """The layer types of the released models: sliding, full, sliding, full, ..."""
     return tuple(FULL if layer % 2 else SLIDING for layer in range(layers))
 
 
@@ -126,12 +219,18 @@ class Config:
     """A model. The names are those of Hugging Face's ``config.json``; see `from_hf`.
 
     Attributes:
-        layer_types: ``"sliding_attention"`` or ``"full_attention"`` for each layer.
-        sliding_window: tokens that a sliding layer sees, the token itself included.
-        swiglu_alpha, swiglu_limit: of the experts' activation ``(up + 1) * gate * sigmoid(alpha * gate)`` with gate clamped
-            from above and up to both sides at the limit.
-        eos_token_ids: tokens that end a text.
-        quantization: ``"mxfp4"`` where the experts are stored as MXFP4, else None.
+        layer_types: for each layer ``"sliding_attention"`` or ``"full_attention"``.
+        sliding_window: how many tokens a sliding layer sees, the token itself included.
+        swiglu_alpha, swiglu_limit: of the experts' activation ``(up + 1) * gate * sigmoid(alpha * gate)``, where gate is clamped to
+            at most the limit, and up to between minus the limit and the limit.
+        rope: the rotary embedding.
+        eos_token_ids: the tokens that end a text.
+        quantization: ``"mxfp4"`` if the experts are stored as MXFP4, else None.
+
+    Sizes and counts are ints of at least 1, the other numbers ints or floats.
+
+    Raises:
+        ConfigError: a field is not as stated, or two do not go together; the message lists everything that is wrong.
     """
 
     vocab_size: int
@@ -155,31 +254,12 @@ class Config:
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
+        problems = list(_problems(vars(self), {}))
         if problems:
-            raise ConfigError("this is no GPT-OSS configuration: " + "; ".join(problems))
-
-    def _problems(self) -> Iterator[str]:
-        for name in (*_SIZES, "num_experts_per_tok", "sliding_window", "max_position_embeddings"):
-            if getattr(self, name) < 1:
-                yield f"{name} must be at least 1, got {getattr(self, name)}"
-        if not self.layer_types:
-            yield "layer_types must name at least one layer"
-        for kind in sorted(set(self.layer_types) - {SLIDING, FULL}):
-            yield f"layer_types must hold {SLIDING} or {FULL}, got {kind!r}"
-        if self.num_key_value_heads > 0 and self.num_attention_heads % self.num_key_value_heads:
-            yield (
-                f"num_attention_heads must be a multiple of num_key_value_heads, got {self.num_attention_heads} and "
-                f"{self.num_key_value_heads}"
-            )
-        if self.num_experts_per_tok > self.num_local_experts:
-            yield f"num_experts_per_tok {self.num_experts_per_tok} exceeds num_local_experts {self.num_local_experts}"
-        if self.head_dim % 2:
-            yield f"head_dim must be even for the rotary embedding, got {self.head_dim}"
-        if self.quantization not in (None, "mxfp4"):
-            yield f"quantization must be mxfp4 or absent, got {self.quantization!r}"
-        if self.quantization and (self.hidden_size % 32 or self.intermediate_size % 32):
-            yield f"mxfp4 needs sizes that are multiples of 32, got {self.hidden_size} and {self.intermediate_size}"
+            raise ConfigError(*problems)
+        _make_floats(self, ("rms_norm_eps", "swiglu_alpha", "swiglu_limit"))
+        for name in ("layer_types", "eos_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def num_hidden_layers(self) -> int:
@@ -194,58 +274,82 @@ class Config:
         return self.num_key_value_heads * self.head_dim
 
     def window_left(self, layer: int) -> int:
-        """How many earlier tokens a layer sees, or -1 for all: a window of 128 tokens is the token itself and 127 before it."""
+        """How many earlier tokens a layer sees, -1 for all. A window of 128 tokens is the token itself and 127 before it."""
         return self.sliding_window - 1 if self.layer_types[layer] == SLIDING else -1
 
     def with_layers(self, layers: int) -> Config:
-        """The same model with only its first layers, or with more in GPT-OSS's pattern."""
+        """The same model with only its first layers, or with further layers of alternating types.
+
+        Raises:
+            ConfigError: the number of layers is not an int from 1 to 10000.
+        """
+        problem = _LAYER_COUNT.problem("layers", layers)
+        if problem is not None:
+            raise ConfigError(str(problem))
         types = (*self.layer_types, *alternating(layers)[self.num_hidden_layers :])
         return replace(self, layer_types=types[:layers])
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Config:
-        """From the content of a Hugging Face ``config.json``.
+        """From the content of a Hugging Face ``config.json``. A field that is null counts as left out.
 
         Raises:
-            ConfigError: the file is another model's, lacks something, or describes something that is not supported.
+            ConfigError: the file is another model's, lacks a field, or has one that does not fit or is not supported. The message
+                lists everything that is wrong, each under the name that the file uses.
         """
-        if config.get("model_type", "gpt_oss") != "gpt_oss":
-            raise ConfigError(f"model_type must be gpt_oss, got {config['model_type']!r}")
-        missing = [name for name in (*_SIZES, "num_hidden_layers") if config.get(name) is None]
-        top_k = config.get("num_experts_per_tok", config.get("experts_per_token"))
-        if top_k is None:
-            missing.append("num_experts_per_tok")
-        if missing:
-            raise ConfigError(f"config.json lacks {', '.join(missing)}")
-        quantization = config.get("quantization_config") or {}
-        types = tuple(config.get("layer_types") or alternating(config["num_hidden_layers"]))
-        if len(types) != config["num_hidden_layers"]:
-            raise ConfigError(f"layer_types names {len(types)} layers, num_hidden_layers is {config['num_hidden_layers']}")
-        eos = config.get("eos_token_id")
-        return cls(
-            **{name: config[name] for name in _SIZES},
-            **{name: config[name] for name in _OPTIONS if config.get(name) is not None},
-            num_experts_per_tok=top_k,
-            layer_types=types,
-            rope=RopeConfig.from_hf(config),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-            quantization=quantization.get("quant_method"),
-        )
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"config.json must hold an object, got {describe(config, with_type=True)}")
+        given = {name: value for name, value in config.items() if value is not None}
+        values = {name: given[name] for name in (*_REQUIRED, *_DEFAULTED) if name in given}
+        spelled = {"eos_token_ids": "eos_token_id", "quantization": "quantization_config.quant_method"}
+        if "experts_per_token" in given and "num_experts_per_tok" not in given:
+            values["num_experts_per_tok"], spelled["num_experts_per_tok"] = given["experts_per_token"], "experts_per_token"
+        missing = [name for name in (*_REQUIRED, "num_hidden_layers") if name not in values and name not in given]
+        problems = [f"config.json lacks {', '.join(missing)}"] if missing else []
+        problems += _found({"model_type": one_of("gpt_oss"), "hidden_act": one_of("silu")}, given, {}).values()
+
+        layers_problem = _found({"num_hidden_layers": _LAYER_COUNT}, given, {})
+        problems += layers_problem.values()
+        layers = None if layers_problem else given.get("num_hidden_layers")
+        types = given.get("layer_types", alternating(layers or 1))
+        if layers is not None and _is_list(types) and len(types) != layers:
+            problems.append(f"layer_types must name num_hidden_layers = {layers} layers, got {len(types)}")
+        eos = given.get("eos_token_id", ())
+        values |= {"layer_types": types, "eos_token_ids": eos if _is_list(eos) else (eos,)}
+
+        quantization = given.get("quantization_config", {})
+        if isinstance(quantization, Mapping):
+            values["quantization"] = quantization.get("quant_method")
+        else:
+            problems.append(f"quantization_config must be an object, got {describe(quantization, with_type=True)}")
+        try:
+            values["rope"] = RopeConfig.from_hf(config)
+        except ConfigError as error:
+            problems += error.problems
+        problems += _problems(values, spelled)
+        if problems:
+            raise ConfigError(*problems)
+        return cls(**values)
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Config:
-        """From ``config.json`` in a checkpoint's directory."""
+        """From ``config.json`` in a checkpoint's directory.
+
+        Raises:
+            ConfigError: the file cannot be read, is not JSON, or is refused by `from_hf`.
+        """
         path = Path(directory) / "config.json"
         try:
-            return cls.from_hf(json.loads(path.read_text()))
+            content = json.loads(path.read_bytes())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        return cls.from_hf(content)
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a ``config.json`` that `from_hf` reads back as this configuration."""
-        names = (*_SIZES, "num_experts_per_tok", "num_hidden_layers", *_OPTIONS)
+        names = (*_REQUIRED, "num_hidden_layers", *_DEFAULTED)
         table: dict[str, Any] = {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
@@ -258,6 +362,37 @@ class Config:
         if self.quantization:
             table["quantization_config"] = {"quant_method": self.quantization}
         return table
+
+
+def _problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the fields of a Config, under the names that the messages shall use. Fields may be missing."""
+    found = _found({**_REQUIRED, **_DEFAULTED, **_RESPELLED}, values, spelled)
+    yield from found.values()
+
+    def good(*names: str) -> bool:
+        return all(name in values and name not in found for name in names)
+
+    if good("layer_types"):
+        checked = (_LAYER_TYPE.problem(f"layer_types[{layer}]", kind) for layer, kind in enumerate(values["layer_types"]))
+        yield from (str(problem) for problem in checked if problem is not None)
+    if good("eos_token_ids", "vocab_size"):
+        token_id, name = integer(0, values["vocab_size"] - 1), spelled.get("eos_token_ids", "eos_token_ids")
+        yield from (str(problem) for token in values["eos_token_ids"] if (problem := token_id.problem(name, token)) is not None)
+    if good("num_attention_heads", "num_key_value_heads"):
+        heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+        if heads % kv_heads:
+            yield f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}"
+    if good("num_experts_per_tok", "num_local_experts"):
+        chosen, experts = values["num_experts_per_tok"], values["num_local_experts"]
+        if chosen > experts:
+            name = spelled.get("num_experts_per_tok", "num_experts_per_tok")
+            yield f"{name} must be at most num_local_experts, got {chosen} and {experts}"
+    if good("head_dim") and values["head_dim"] % 2:
+        yield f"head_dim must be even for the rotary embedding, got {values['head_dim']}"
+    if good("hidden_size", "intermediate_size", "quantization") and values["quantization"] is not None:
+        hidden, inner = values["hidden_size"], values["intermediate_size"]
+        if hidden % 32 or inner % 32:
+            yield f"hidden_size and intermediate_size must be multiples of 32 for mxfp4, got {hidden} and {inner}"
 
 
 _GPT_OSS_120B = Config(
@@ -276,8 +411,8 @@ _GPT_OSS_120B = Config(
 )
 
 PRESETS: Mapping[str, Config] = {
-    # The structure of the big ones, small enough for a laptop: its window is shorter than a sentence, and its vocabulary is
-    # the bytes and two special tokens.
+    # The structure of the released models, small enough for a laptop. Its window is shorter than a sentence, and its vocabulary
+    # is the 256 bytes and two special tokens.
     "tiny": Config(
         vocab_size=258,
         hidden_size=128,
@@ -300,7 +435,12 @@ PRESETS: Mapping[str, Config] = {
 
 
 def preset(name: str) -> Config:
-    """A configuration by name. Raises ConfigError, naming those there are, if there is none."""
-    if name not in PRESETS:
-        raise ConfigError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
+    """A configuration by name.
+
+    Raises:
+        ConfigError: there is none of that name; the message lists the names.
+    """
+    problem = one_of(*PRESETS).problem("preset", name)
+    if problem is not None:
+        raise ConfigError(str(problem))
     return PRESETS[name]

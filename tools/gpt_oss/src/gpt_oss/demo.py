@@ -1,4 +1,4 @@
-"""The demonstration: generates text tokens, shows which kernel served each operator and why, and checks itself."""
+"""The demo: generates tokens, shows which kernel served each operator and why, and compares the result with the reference."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from rich.table import Table
 
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.check import Agreement, compare_with_reference
-from gpt_oss.config import Config, preset
-from gpt_oss.engine import Completion, Engine, Event, Request
+from gpt_oss.config import PRESETS, Config, preset
+from gpt_oss.engine import Engine
+from gpt_oss.fields import COUNT, FLAG, FLOAT_DTYPE, INT, Field, check_fields, describe, dtype_name, instance, one_of, optional
 from gpt_oss.kernels import Heard, listen
 from gpt_oss.loader import Checkpoint, RandomTensors, TensorSource
 from gpt_oss.model import GptOss
+from gpt_oss.request import Completion, Event, Request, checked_request
 from gpt_oss.sampling import Sampling
 from gpt_oss.tokenizer import tokenizer_of
 
-# Of unequal length, and most of them longer than the tiny model's window of 16 tokens.
+# Their lengths differ, and most are longer than the tiny model's window of 16 tokens.
 PROMPTS = (
     "Hello!",
     "A kernel says what it can do,",
@@ -35,25 +37,48 @@ PROMPTS = (
 )
 
 RANDOM_NOTE = (
-    "The weights are random and there is no training behind them: GPT-OSS generates text tokens here, not sense. "
-    "A token is a byte; what cannot be printed is shown as a dot."
+    "The weights are random and untrained, so GPT-OSS generates text tokens here that make no sense. "
+    "A token is a byte; bytes that cannot be printed are shown as dots."
 )
+
+
+_OPTIONS = {
+    "checkpoint": optional(instance(Path)),
+    "preset": one_of(*PRESETS),
+    "layers": optional(COUNT),
+    "prompts": Field("a sequence of at least one text", lambda value: isinstance(value, Sequence), lambda value: len(value) > 0),
+    "max_tokens": COUNT,
+    "sampling": instance(Sampling),
+    "mixed": FLAG,
+    "dtype": FLOAT_DTYPE,
+    "device": Field("the name of a device", lambda value: isinstance(value, str)),
+    "seed": INT,
+    "check": FLAG,
+    "prefill_tokens": COUNT,
+    "page_size": COUNT,
+}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to demonstrate.
+    """What the demo does.
 
     Attributes:
-        checkpoint: a Hugging Face directory; None for random weights of a preset.
-        preset, layers: the configuration without a checkpoint; None leaves the number of layers.
-        prompts: texts; those of this module by default.
-        max_tokens: generated for each prompt.
-        sampling: how; every other prompt is continued greedily all the same when ``mixed``.
-        mixed: greedy and sampled requests in one batch.
+        checkpoint: directory of a Hugging Face checkpoint; None for random weights of a preset.
+        preset, layers: without a checkpoint, the configuration and its number of layers; None keeps the preset's number.
+        prompts: at least one text; by default those of this module.
+        max_tokens: how many tokens are generated for each prompt, at most.
+        sampling: how tokens are chosen. Prompt number i uses the seed plus i.
+        mixed: every other prompt is continued greedily, whatever ``sampling`` says.
+        dtype: floating-point dtype of weights and activations.
+        device: where the model runs, as PyTorch names it.
         seed: of the random weights.
-        check: whether to compare with the reference.
-        prefill_tokens: the engine's budget of prompt tokens a step.
+        check: whether the result is compared with the reference.
+        prefill_tokens: the most prompt tokens that a step of the engine takes.
+        page_size: tokens that a page of the cache holds.
+
+    Raises:
+        TypeError, ValueError: a field is not as stated; the message names it.
     """
 
     checkpoint: Path | None = None
@@ -70,10 +95,17 @@ class Options:
     prefill_tokens: int = 64
     page_size: int = 16
 
+    def __post_init__(self) -> None:
+        check_fields(_OPTIONS, self)
+        if isinstance(self.prompts, str) or not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise TypeError(f"prompts must be a sequence of strings, got {describe(self.prompts, with_type=True)}")
+        if self.checkpoint is not None and self.layers is not None:
+            raise ValueError(f"layers must be left out with a checkpoint, got {self.layers}")
+
 
 @dataclass(frozen=True)
 class Result:
-    """What a demonstration showed."""
+    """What a run of the demo gave."""
 
     options: Options
     config: Config
@@ -94,7 +126,7 @@ class Result:
             "model": str(options.checkpoint or options.preset),
             "random_weights": options.checkpoint is None,
             "config": self.config.to_hf(),
-            "dtype": _name(options.dtype),
+            "dtype": dtype_name(options.dtype),
             "device": options.device,
             "completions": [
                 {
@@ -115,31 +147,34 @@ class Result:
 
 
 def run(options: Options, console: Console) -> Result:
-    """Runs the demonstration. The console gets the progress only; see `show` for the rest.
+    """Runs the demo. Shows its progress on the console, and leaves the result to `show`.
 
     Raises:
-        ConfigError, CheckpointError: the model cannot be had.
-        ValueError: a request can never run on it.
+        ConfigError, CheckpointError: the model's configuration or tensors cannot be used.
+        TypeError, ValueError: a request can never run on the model.
+        RuntimeError: the tokenizer needs transformers, or the device fails.
     """
     config, source = model_of(options.checkpoint, options.preset, options.layers, options.seed, options.device)
     tokenizer = tokenizer_of(options.checkpoint, config.vocab_size)
-    stop = frozenset(config.eos_token_ids) if options.checkpoint else frozenset()  # random weights mean nothing by an end
+    stop = frozenset(config.eos_token_ids) if options.checkpoint else frozenset()  # with random weights no token means the end
     requests = [
         Request(
             tokenizer.encode(prompt),
             options.max_tokens,
-            Sampling() if options.mixed and number % 2 == 0 else replace(options.sampling, seed=options.sampling.seed + number),
+            Sampling() if options.mixed and number % 2 == 0 else _with_seed_plus(options.sampling, number),
             stop,
             keep_logits=options.check,
         )
         for number, prompt in enumerate(options.prompts)
     ]
+    for request in requests:
+        checked_request(request, config.vocab_size, config.max_position_embeddings)  # before the weights are loaded
     longest = max(len(request.prompt) for request in requests) + options.max_tokens
     with console.status("loading the weights"):
         model = GptOss(config, source, options.dtype, options.device, max_positions=longest)
     engine = Engine(model, _cache_for(model, requests, options.page_size), options.prefill_tokens)
-    with console.status("looking at every kernel once"), listen(model) as listener:
-        # Slower than what follows, and the first call of a kernel may compile it: none of this is timed.
+    with console.status("running every kernel once"), listen(model) as listener:
+        # This is not timed: listening makes calls slower, and the first call of a kernel may compile it.
         engine.generate([replace(request, max_tokens=min(2, request.max_tokens), keep_logits=False) for request in requests])
     engine.steps = dict.fromkeys(engine.steps, 0)
     started = time.perf_counter()
@@ -162,15 +197,20 @@ def run(options: Options, console: Console) -> Result:
 
 
 def model_of(checkpoint: Path | None, name: str, layers: int | None, seed: int, device: str) -> tuple[Config, TensorSource]:
-    """The configuration and tensors of a checkpoint, or random ones of a preset, drawn on the device that will hold them."""
+    """The configuration and tensors of a checkpoint, or of a preset with random tensors, which are made on the model's device."""
     if checkpoint is not None:
         return Config.from_directory(checkpoint), Checkpoint(checkpoint)
     config = preset(name) if layers is None else preset(name).with_layers(layers)
     return config, RandomTensors(config, seed, device=device)
 
 
+def _with_seed_plus(sampling: Sampling, number: int) -> Sampling:
+    """The same with a later seed. Beyond the largest int64 it goes on with the smallest."""
+    return replace(sampling, seed=(sampling.seed + number + 2**63) % 2**64 - 2**63)
+
+
 def _cache_for(model: GptOss, requests: Sequence[Request], page_size: int) -> PagedKVCache:
-    """A cache in which all requests fit at a time."""
+    """A cache that has room for all requests at once."""
     pages = sum(-(-(len(request.prompt) + request.max_tokens) // page_size) for request in requests)
     return PagedKVCache(model.config, pages, page_size, model.dtype, model.device)
 
@@ -190,7 +230,7 @@ def _generate(engine: Engine, requests: Sequence[Request], console: Console) -> 
 
 
 def show(result: Result, console: Console) -> None:
-    """Prints a result for people."""
+    """Prints a result as tables and sentences."""
     options, config = result.options, result.config
     console.print()
     if options.checkpoint is None:
@@ -210,7 +250,7 @@ def show(result: Result, console: Console) -> None:
     experts = f"{config.num_local_experts} experts, {config.num_experts_per_tok} a token"
     console.print(
         f"{options.checkpoint or options.preset}: {config.num_hidden_layers} layers, {experts}, {config.quantization or 'dense'} "
-        f"weights, {_name(options.dtype)} on {options.device}"
+        f"weights, {dtype_name(options.dtype)} on {options.device}"
     )
     rate = result.tokens / result.seconds
     console.print(f"{result.tokens} tokens in {result.seconds:.2f} s: {rate:.1f} tokens/s ({steps} passes)")
@@ -220,23 +260,19 @@ def show(result: Result, console: Console) -> None:
 
 def _show_agreement(agreement: Agreement, console: Console) -> None:
     console.print(
-        f"Against the reference (every operator's PyTorch body, no cache, no batching): "
+        f"Compared with the reference (every operator's PyTorch body, no cache, no batching): "
         f"{agreement.same_tokens} of {agreement.tokens} tokens and {agreement.same_sequences} of {agreement.sequences} texts are "
-        f"the same; logits differ by at most {agreement.max_abs_difference:.2g} (they reach {agreement.max_abs_logit:.2g}), "
-        f"relative error per token, against the reference in float32, {agreement.median_error:.1g} median, "
-        f"{agreement.mean_error:.1g} mean (allowed: {agreement.median_allowed:.2g} and {agreement.mean_allowed:.2g})."
+        f"the same. Logits differ by at most {agreement.max_abs_difference:.2g}; the largest is {agreement.max_abs_logit:.2g}. "
+        f"Relative error of a token's logits against the reference in float32: median {agreement.median_error:.1g} "
+        f"(limit {agreement.median_allowed:.2g}), mean {agreement.mean_error:.1g} (limit {agreement.mean_allowed:.2g})."
     )
     if not agreement.agrees:
         console.print("It DISAGREES with the reference.", style="bold red")
     elif agreement.same_tokens < agreement.tokens:
-        console.print("It agrees with the reference; where tokens differ, roundings tipped a close choice.", style="green")
+        console.print("It agrees with the reference; tokens differ where a rounding error decided a close choice.", style="green")
     else:
         console.print("It agrees with the reference.", style="green")
 
 
 def _printable(text: str) -> str:
     return "".join(char if char.isprintable() and char != "�" else "·" for char in text)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

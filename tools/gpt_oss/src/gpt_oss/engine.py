@@ -1,273 +1,287 @@
-"""Continuous batching: requests come and go, every step runs whatever is ready in one forward pass.
+"""Continuous batching: requests come and go, and every step runs all that is ready in one forward pass.
 
-A step takes the next token of every sequence that is generating, and prompt tokens of those that are not there yet, up to a
-budget. New prompts alone make a prefill, generating sequences alone a decode, anything else an extend. A request is admitted
-once pages for its prompt and everything it may generate are free, in the order of arrival; so none ever runs out on the way.
+A step takes the next token of every sequence that is generating, and prompt tokens of the others up to a budget. If all its
+pieces begin their prompts it is a prefill, if all are generated tokens a decode, otherwise an extend. Requests start in the order
+in which they were added, each once there are free pages for its prompt and everything that it may generate. So no request that
+has started ever runs out of pages.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from gpt_oss.batch import Phase, Piece, make_batch
 from gpt_oss.cache import PagedKVCache
+from gpt_oss.fields import COUNT, describe, instance
 from gpt_oss.model import GptOss
-from gpt_oss.sampling import Sampling, sample
+from gpt_oss.request import Completion, Event, Request, checked_request
+from gpt_oss.sampling import sample
 
 
 @dataclass(frozen=True)
-class Request:
-    """A prompt and how to continue it.
-
-    Attributes:
-        prompt: token ids, at least one.
-        max_tokens: at most so many are generated.
-        sampling: how each is chosen; greedily unless said otherwise.
-        stop_tokens: generating one ends the text. It is the last token reported.
-        keep_logits: whether the events carry the logits that their token was chosen from.
-    """
-
-    prompt: Sequence[int]
-    max_tokens: int = 16
-    sampling: Sampling = field(default_factory=Sampling)
-    stop_tokens: frozenset[int] = frozenset()
-    keep_logits: bool = False
-
-
-@dataclass(frozen=True)
-class Event:
-    """A token was generated.
-
-    Attributes:
-        request: the number that `Engine.add` gave.
-        index: how many the request had before.
-        token: its id.
-        finish_reason: ``"stop"`` or ``"length"`` with the last token, None before.
-        logits: float32 ``[vocab_size]`` in host memory, if the request keeps them.
-    """
-
-    request: int
-    index: int
-    token: int
-    finish_reason: str | None = None
-    logits: Tensor | None = None
-
-
-@dataclass
-class Completion:
-    """All that was generated for a request."""
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    logits: list[Tensor] = field(default_factory=list)
-
-    def add(self, event: Event) -> None:
-        """Appends what an event of this request says."""
-        self.tokens.append(event.token)
-        self.finish_reason = event.finish_reason
-        if event.logits is not None:
-            self.logits.append(event.logits)
-
-
-@dataclass(eq=False)
 class _Sequence:
+    """A request that has started, and how far it is. A step replaces it instead of changing it.
+
+    Attributes:
+        number: the request's number.
+        request: the engine's own copy of it.
+        pages: the pages that it holds.
+        cached: how many of its tokens have their keys and values in the cache.
+        generated: how many tokens have been generated.
+        last_token: the one generated last, which is not in the cache yet.
+    """
+
     number: int
     request: Request
-    pages: list[int]
-    tokens: list[int]  # the prompt, then what was generated
-    done: int = 0  # tokens whose keys and values are in the cache
+    pages: tuple[int, ...]
+    cached: int = 0
+    generated: int = 0
+    last_token: int = -1
 
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+    def next_tokens(self, budget: int) -> Sequence[int]:
+        """The tokens that the next pass runs: the one generated last, or at most ``budget`` tokens of the prompt."""
+        if self.generated:
+            return (self.last_token,)
+        return self.request.prompt[self.cached : self.cached + budget]
 
 
 class Engine:
     """Runs requests on a model.
 
+    A call that raises leaves the engine as it was before the call; `step` says more. An engine is for one thread.
+
     Args:
         model: the model.
-        cache: its key-value cache, whose size says how much runs at a time.
-        prefill_tokens: prompt tokens that one step takes at most; longer prompts are cut.
-        max_sequences: sequences that run at a time, at most.
+        cache: its key-value cache. Its size decides how many sequences run at a time.
+        prefill_tokens: the most prompt tokens that a step takes; longer prompts are run in several steps.
+        max_sequences: the most sequences that run at a time.
 
     Attributes:
-        steps: forward passes made, by phase.
+        steps: how many forward passes have been made, by phase.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated; the message names it.
     """
 
     def __init__(self, model: GptOss, cache: PagedKVCache, prefill_tokens: int = 512, max_sequences: int = 64) -> None:
-        if prefill_tokens < 1 or max_sequences < 1:
-            raise ValueError(f"prefill_tokens and max_sequences must be at least 1, got {prefill_tokens} and {max_sequences}")
+        instance(GptOss).check("model", model)
+        instance(PagedKVCache).check("cache", cache)
+        COUNT.check("prefill_tokens", prefill_tokens)
+        COUNT.check("max_sequences", max_sequences)
         self.model, self.cache = model, cache
         self.prefill_tokens, self.max_sequences = prefill_tokens, max_sequences
         self.steps = dict.fromkeys(Phase, 0)
-        self._waiting: deque[tuple[int, Request]] = deque()
-        self._running: list[_Sequence] = []
-        self._numbers = itertools.count()
+        # The rest of the state, with the allocator's free pages. All of it is replaced, never changed in place; see `step`.
+        self._waiting: tuple[tuple[int, Request], ...] = ()
+        self._running: tuple[_Sequence, ...] = ()
+        self._added = 0
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits or runs."""
+        """Whether no request waits or runs."""
         return not self._waiting and not self._running
 
     def add(self, request: Request) -> int:
-        """Queues a request and returns its number.
+        """Queues a request and returns its number. Every field is checked first; a request that is refused changes nothing.
+
+        The engine keeps a copy, so the caller may change the prompt's list afterwards.
 
         Raises:
-            ValueError: it can never run: no or unknown tokens, longer than the model's context or than the whole cache.
+            TypeError: a field has the wrong type: token ids, counts and seeds are Python ints (a bool, a float, a NumPy scalar or
+                a tensor is not one), and so on; see `gpt_oss.Request` and `gpt_oss.Sampling`.
+            ValueError: a field has a value that can never run: no token ids or ids outside the vocabulary, settings outside their
+                ranges, more tokens than the model's context or the whole cache holds. Both errors name the field, what it must
+                be, and what it was.
         """
-        vocab, context = self.model.config.vocab_size, self.model.max_positions
-        prompt, allocator = request.prompt, self.cache.allocator
-        if not prompt or request.max_tokens < 1:
-            raise ValueError(
-                f"a request needs a prompt of at least one token and max_tokens of at least 1, got {len(prompt)} and "
-                f"{request.max_tokens}"
-            )
-        unknown = sorted({token for token in prompt if not 0 <= token < vocab})
-        if unknown:
-            raise ValueError(f"prompt holds tokens outside the vocabulary of {vocab}: {unknown[:8]}")
-        if len(prompt) + request.max_tokens > context:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens and max_tokens {request.max_tokens} exceed the context of {context} tokens"
-            )
-        needed = self._pages_needed(request)
-        if needed > allocator.total:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens and max_tokens {request.max_tokens} need {needed} pages of "
-                f"{allocator.page_size} tokens, the cache has {allocator.total}"
-            )
-        number = next(self._numbers)
-        self._waiting.append((number, request))
-        return number
+        return self._queue([self._checked(request)])[0]
 
     def cancel(self, number: int) -> None:
-        """Drops a request and frees its pages. One that is finished or unknown is ignored."""
-        self._waiting = deque(entry for entry in self._waiting if entry[0] != number)
-        for sequence in [s for s in self._running if s.number == number]:
-            self._release(sequence)
+        """Drops a request and frees its pages. The number of one that has finished, or that never was, is ignored."""
+        self._drop([number])
 
     def step(self) -> list[Event]:
-        """One forward pass; none if nothing waits or runs. Returns the tokens that it gave.
+        """Runs one forward pass, if anything waits or runs, and returns the tokens that it generated.
+
+        If `step` raises, whatever the reason (a kernel fails, memory runs out, the user presses Ctrl-C), it has changed nothing:
+        no request has started, advanced or finished, and no page has changed hands. All that may be left are keys and values in
+        cache slots that no request counts as filled, and the next pass writes those before it reads them. So step again, or cancel
+        requests first and then step: every request gets the tokens that it would have got without the failure.
+
+        Two limits. A GPU whose context is lost after an error, as after an illegal memory access, runs nothing more in this
+        process. And if an interrupt arrives after `step` has ended but before the caller has the events, the step has happened.
 
         Raises:
-            OutOfPages: nothing runs, and the first request that waits cannot begin because pages are held elsewhere.
+            OutOfPages: nothing runs, and the first waiting request cannot start because somebody else holds pages of the cache.
         """
-        self._admit()
-        scheduled = self._schedule()
+        # First everything that can fail. It reads the state and does not change it.
+        waiting, running, free_pages = self._admitted()
+        scheduled = self._scheduled(running)
         if not scheduled:
             return []
-        pieces = [Piece(s.tokens[s.done : s.done + count], s.done, s.pages) for s, count in scheduled]
-        ready = [index for index, (s, count) in enumerate(scheduled) if s.done + count == len(s.tokens)]
+        pieces = [Piece(tokens, sequence.cached, sequence.pages) for sequence, tokens in scheduled]
+        ready = [index for index, (s, tokens) in enumerate(scheduled) if s.cached + len(tokens) >= len(s.request.prompt)]
         batch = make_batch(pieces, self.cache, self.model.device, logits_of=ready)
         logits = self.model.forward(batch, self.cache)
-        self.steps[batch.phase] += 1
-        for sequence, count in scheduled:
-            sequence.done += count
-        return self._emit([scheduled[index][0] for index in ready], logits) if ready else []
+        events = self._sampled([scheduled[index][0] for index in ready], logits) if ready else []
+        running, free_pages = _advanced(running, scheduled, events, free_pages)
+        steps = {**self.steps, batch.phase: self.steps[batch.phase] + 1}
+        # Then the change: attributes are assigned, nothing is called. Python handles signals only between calls and rounds of
+        # loops, so even an interrupt finds either none of this done or all of it.
+        self._waiting, self._running, self.steps, self.cache.allocator.free_pages = waiting, running, steps, free_pages
+        return events
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
-        """Queues requests and yields tokens as they come, those of requests queued before included, until nothing is left.
+        """Queues requests and yields tokens as they are generated until nothing is left to do.
 
-        Closing the iterator early cancels the requests that it queued.
+        Tokens of requests that were queued before are yielded too. If the iterator is closed early, or a step raises, the requests
+        that it queued are cancelled; those queued before stay. The events of the current step that have not been yielded by then
+        are lost.
+
+        Raises:
+            TypeError, ValueError: a request is refused, see `add`; none has been queued then.
         """
-        numbers = self._add_all(requests)
+        checked = self._all_checked(requests)
+        numbers = range(self._added, self._added + len(checked))
         try:
+            self._queue(checked)
             while not self.idle:
                 yield from self.step()
         finally:
-            self._cancel_all(numbers)
+            self._drop(numbers)
 
     def generate(self, requests: Iterable[Request], on_event: Callable[[Event], object] | None = None) -> list[Completion]:
         """Runs requests to their end, in an idle engine. The completions are in the order of the requests.
 
+        If a step or ``on_event`` raises, the requests are cancelled and the engine is idle again.
+
         Args:
             requests: what to run.
-            on_event: is called with each token as it comes.
+            on_event: is called with each token as it is generated.
 
         Raises:
-            ValueError: one of them can never run; none has been started then.
-            RuntimeError: others are under way, whose tokens would be lost.
+            TypeError, ValueError: a request is refused, see `add`; none has been started then.
+            RuntimeError: the engine is not idle. The tokens of its other requests would be lost.
         """
         if not self.idle:
             raise RuntimeError("generate needs an idle engine; with requests under way use add and step, or stream")
         wanted = list(requests)
-        numbers = self._add_all(wanted)
+        checked = self._all_checked(wanted)
+        numbers = range(self._added, self._added + len(checked))
         completions = {number: Completion(request) for number, request in zip(numbers, wanted, strict=True)}
         try:
+            self._queue(checked)
             while not self.idle:
                 for event in self.step():
                     completions[event.request].add(event)
                     if on_event is not None:
                         on_event(event)
         finally:
-            self._cancel_all(numbers)
+            self._drop(numbers)
         return list(completions.values())
 
-    def _add_all(self, requests: Iterable[Request]) -> list[int]:
-        numbers: list[int] = []
-        try:
-            numbers.extend(map(self.add, requests))  # those before a failing one are in the list by then
-        except ValueError:
-            self._cancel_all(numbers)
-            raise
+    # -- queueing -------------------------------------------------------------------------------------------------------------
+
+    def _checked(self, request: Request) -> Request:
+        allocator = self.cache.allocator
+        checked = checked_request(request, self.model.config.vocab_size, self.model.max_positions)
+        needed = self._pages_needed(checked)
+        if needed > allocator.total:
+            raise ValueError(
+                f"prompt and max_tokens must together fit the cache of {allocator.total} pages of {allocator.page_size} tokens, "
+                f"got {len(checked.prompt)} and {describe(checked.max_tokens)}, which need {needed} pages"
+            )
+        return checked
+
+    def _all_checked(self, requests: Iterable[Request]) -> list[Request]:
+        return [self._checked(request) for request in requests]
+
+    def _queue(self, checked: Sequence[Request]) -> range:
+        """Queues requests that have been checked, and returns their numbers."""
+        numbers = range(self._added, self._added + len(checked))
+        waiting = (*self._waiting, *zip(numbers, checked, strict=True))
+        added = numbers.stop
+        self._waiting, self._added = waiting, added
         return numbers
 
-    def _cancel_all(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self.cancel(number)
+    def _drop(self, numbers: Collection[int]) -> None:
+        """Forgets requests and frees their pages."""
+        waiting = tuple(entry for entry in self._waiting if entry[0] not in numbers)
+        running = tuple(sequence for sequence in self._running if sequence.number not in numbers)
+        dropped = [sequence for sequence in self._running if sequence.number in numbers]
+        free_pages = _with_pages_of(dropped, self.cache.allocator.free_pages)
+        self._waiting, self._running, self.cache.allocator.free_pages = waiting, running, free_pages
 
-    # -- scheduling -----------------------------------------------------------------------------------------------------------
+    # -- what a step computes: nothing here changes the engine ----------------------------------------------------------------
 
     def _pages_needed(self, request: Request) -> int:
         # The last token is only ever output, so it needs no room.
         return self.cache.allocator.pages_for(len(request.prompt) + request.max_tokens - 1)
 
-    def _admit(self) -> None:
+    def _admitted(self) -> tuple[tuple[tuple[int, Request], ...], tuple[_Sequence, ...], tuple[int, ...]]:
+        """What waits, what runs and which pages are free once all requests that can start have started."""
         allocator = self.cache.allocator
-        while self._waiting and len(self._running) < self.max_sequences:
-            number, request = self._waiting[0]
+        running, free_pages = list(self._running), allocator.free_pages
+        started = 0
+        for number, request in self._waiting:
             needed = self._pages_needed(request)
             # A later, smaller request does not overtake: that could keep a big one waiting for ever.
-            if needed > allocator.available and self._running:
-                return
-            pages = allocator.allocate(needed)  # raises where waiting would not help
-            self._waiting.popleft()
-            self._running.append(_Sequence(number, request, pages, list(request.prompt)))
+            if len(running) >= self.max_sequences or (needed > len(free_pages) and running):
+                break
+            pages, free_pages = allocator.choose(needed, free_pages)  # raises if waiting would not help
+            running.append(_Sequence(number, request, pages))
+            started += 1
+        return self._waiting[started:], tuple(running), free_pages
 
-    def _schedule(self) -> list[tuple[_Sequence, int]]:
-        """Sequences and how many of their tokens to run."""
+    def _scheduled(self, running: Iterable[_Sequence]) -> list[tuple[_Sequence, Sequence[int]]]:
+        """The sequences that the next pass advances, and the tokens of each that it runs."""
         budget = self.prefill_tokens
         scheduled = []
-        for sequence in self._running:
-            left = len(sequence.tokens) - sequence.done
+        for sequence in running:
+            tokens = sequence.next_tokens(budget)
             if not sequence.generated:
-                left = min(left, budget)
-                budget -= left
-            if left:
-                scheduled.append((sequence, left))
+                budget -= len(tokens)
+            if tokens:
+                scheduled.append((sequence, tokens))
         return scheduled
 
-    def _emit(self, sequences: Sequence[_Sequence], logits: Tensor) -> list[Event]:
+    def _sampled(self, sequences: Sequence[_Sequence], logits: Tensor) -> list[Event]:
+        """The next token of each sequence, chosen from its row of the logits."""
         choices = [s.request.sampling for s in sequences]
         tokens = sample(self.model.ops, logits, choices, [s.generated for s in sequences]).tolist()
         kept = logits.float().cpu() if any(s.request.keep_logits for s in sequences) else None
         events = []
         for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-            request = sequence.request
-            sequence.tokens.append(token)
-            reason = "stop" if token in request.stop_tokens else "length" if sequence.generated == request.max_tokens else None
+            request, index = sequence.request, sequence.generated
+            reason = "stop" if token in request.stop_tokens else "length" if index + 1 == request.max_tokens else None
             shown = kept[row] if kept is not None and request.keep_logits else None
-            events.append(Event(sequence.number, sequence.generated - 1, token, reason, shown))
-            if reason is not None:
-                self._release(sequence)
+            events.append(Event(sequence.number, index, token, reason, shown))
         return events
 
-    def _release(self, sequence: _Sequence) -> None:
-        self._running.remove(sequence)
-        self.cache.allocator.free(sequence.pages)
+
+def _advanced(
+    running: Iterable[_Sequence],
+    scheduled: Iterable[tuple[_Sequence, Sequence[int]]],
+    events: Iterable[Event],
+    free_pages: tuple[int, ...],
+) -> tuple[tuple[_Sequence, ...], tuple[int, ...]]:
+    """The sequences that still run after a pass that ran the scheduled tokens and gave these events, and the free pages then."""
+    lengths = {sequence.number: len(tokens) for sequence, tokens in scheduled}
+    given = {event.request: event for event in events}
+    finished = [s for s in running if s.number in given and given[s.number].finish_reason is not None]
+    remaining = []
+    for sequence in running:
+        event = given.get(sequence.number)
+        cached = sequence.cached + lengths.get(sequence.number, 0)
+        if event is None:
+            remaining.append(replace(sequence, cached=cached))
+        elif event.finish_reason is None:
+            remaining.append(replace(sequence, cached=cached, generated=event.index + 1, last_token=event.token))
+    return tuple(remaining), _with_pages_of(finished, free_pages)
+
+
+def _with_pages_of(sequences: Iterable[_Sequence], free_pages: tuple[int, ...]) -> tuple[int, ...]:
+    """The free pages, and those that these sequences hold."""
+    return (*free_pages, *(page for sequence in sequences for page in reversed(sequence.pages)))

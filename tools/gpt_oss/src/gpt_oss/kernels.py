@@ -1,4 +1,4 @@
-"""Which kernel serves what: listening to a model's operator calls, and forcing all of them onto the reference."""
+"""Which kernel serves which operator: recording the selections of a model's calls, and running all operators by reference."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tokenspeed_kernel_base.selection import Explanation, kernel_override
 
 @dataclass
 class Heard:
-    """An operator that was called and the kernel that served it.
+    """An operator that was called, and the kernel that served it.
 
     Attributes:
         explanation: the selection of the first such call.
-        calls: how many there were.
+        calls: how many such calls there were.
     """
 
     explanation: Explanation
@@ -36,7 +36,7 @@ class Heard:
 
     @property
     def why(self) -> str:
-        """What the kernel was chosen by, and what became of the others, in short; the explanation has the reasons in full."""
+        """Why this kernel was chosen and the others were not, in short. The explanation has the reasons in full."""
         verdicts = self.explanation.verdicts
         if self.explanation.chosen is None:
             return self.explanation.problem
@@ -59,7 +59,7 @@ class Heard:
 
 
 class Listener:
-    """Looks operators up in ``ops`` and notes how each call is decided. A call through it is slower than one past it."""
+    """Looks operators up in ``ops`` and records which kernel each call selects. That makes every call slower."""
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
@@ -78,13 +78,13 @@ class Listener:
         return call
 
     def heard(self) -> list[Heard]:
-        """One entry for each operator and kernel, by name."""
+        """One entry for each pair of operator and kernel, sorted by name."""
         return [self._heard[key] for key in sorted(self._heard)]
 
 
 @contextlib.contextmanager
 def listen(model: GptOss) -> Iterator[Listener]:
-    """Notes the model's operator calls inside the block."""
+    """Records the model's operator calls inside the block."""
     listener = Listener(model.ops)
     before, model.ops = model.ops, listener
     try:
@@ -95,7 +95,10 @@ def listen(model: GptOss) -> Iterator[Listener]:
 
 @contextlib.contextmanager
 def reference_only() -> Iterator[None]:
-    """Serves every operator with its reference inside the block, in this thread. A model for it must be built in it too."""
+    """Makes the reference serve every operator inside the block, in this thread.
+
+    A model that runs in the block must be made in it too, because experts are prepared for the kernel that will serve them.
+    """
     registry = KernelRegistry.get()
     with contextlib.ExitStack() as stack:
         for op in operators():

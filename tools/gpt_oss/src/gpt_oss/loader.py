@@ -1,7 +1,6 @@
-"""Tensors of a model, from a Hugging Face checkpoint or drawn at random, under the names that Hugging Face gives them.
+"""The tensors of a model, from a Hugging Face checkpoint or random ones, under the names that Hugging Face gives them.
 
-Both kinds of source are read the same way, tensor by tensor, so that a model never lies in memory twice; and either can be
-written as a checkpoint.
+Both kinds of source are read one tensor at a time, so that a model is never in memory twice. Either can be saved as a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,22 +18,43 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gpt_oss.config import Config
+from gpt_oss.fields import COUNT, FLOAT_DTYPE, INT, dtype_name, instance, optional
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_LISTED = 12  # how many tensors of a kind an error names
+_LISTED = 12  # how many tensors an error names for each kind of problem
+
+# What a safetensors file calls the dtypes that weights may have, and some that they may not.
+_SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_DENSE_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_PACKED_DTYPES = ("uint8",)
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as the model that its configuration describes; the message names every tensor at fault."""
+    """A checkpoint that cannot be read, or whose tensors are not those of its configuration. The message names the tensors."""
 
 
 class TensorSource(Protocol):
     """Where a model's tensors come from."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Every tensor's name and shape, without reading it."""
+        """The shape of each tensor, by name. Reads no tensor."""
+
+    def dtypes(self) -> Mapping[str, str]:
+        """The dtype of each tensor, by name, spelled as PyTorch does: ``"bfloat16"``. Reads no tensor."""
 
     def get(self, name: str) -> Tensor:
         """One tensor, in the dtype it is stored in."""
@@ -45,10 +65,11 @@ def layer_prefix(layer: int) -> str:
 
 
 def expected_tensors(config: Config) -> dict[str, tuple[int, ...]]:
-    """The tensors of a checkpoint and their shapes.
+    """The names and shapes of a model's tensors in a checkpoint.
 
-    Dense experts are stored input-first (``[experts, hidden, 2 * intermediate]``); MXFP4 ones output-first, in blocks of 32
-    elements (16 bytes) along the input, with one scale byte for each. Gate and up rows alternate in both.
+    Dense experts are stored ``[experts, inputs, outputs]``. MXFP4 experts are stored ``[experts, outputs, inputs]``, in blocks of
+    32 elements (16 bytes) along the inputs, with one scale byte for each block. In both, gate and up alternate along the outputs
+    of ``gate_up_proj``.
     """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_local_experts
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
@@ -81,20 +102,38 @@ def expected_tensors(config: Config) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
+def allowed_dtypes(name: str) -> tuple[str, ...]:
+    """The dtypes that a tensor of this name may have: bytes for MXFP4 experts, floating point for everything else."""
+    return _PACKED_DTYPES if name.endswith(("_blocks", "_scales")) else _DENSE_DTYPES
+
+
 def check_source(config: Config, source: TensorSource) -> None:
-    """Raises CheckpointError, naming them all, if tensors are missing, unexpected, or of the wrong shape."""
-    expected, found = expected_tensors(config), source.shapes()
+    """Checks that a source has the tensors that a configuration asks for.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected, or of the wrong shape or dtype. The message names them.
+    """
+    expected, found, dtypes = expected_tensors(config), source.shapes(), source.dtypes()
+    both = sorted(expected.keys() & found.keys())
     missing = [f"{name} {list(expected[name])}" for name in sorted(expected.keys() - found.keys())]
-    # A tied checkpoint may hold the output matrix all the same.
+    # A checkpoint with tied embeddings may hold the output matrix too.
     unexpected = sorted(found.keys() - expected.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set()))
-    wrong = [
-        f"{name} is {list(found[name])}, should be {list(expected[name])}"
-        for name in sorted(expected.keys() & found.keys())
-        if tuple(found[name]) != expected[name]
+    shapes = [
+        f"{name} must be {list(expected[name])}, got {list(found[name])}" for name in both if tuple(found[name]) != expected[name]
+    ]
+    types = [
+        f"{name} must be {' or '.join(allowed_dtypes(name))}, got {dtypes[name]}"
+        for name in both
+        if dtypes[name] not in allowed_dtypes(name)
     ]
     problems = [
         f"{len(names)} {what}: {', '.join(names[:_LISTED])}" + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of the wrong shape", wrong))
+        for what, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of the wrong shape", shapes),
+            ("of the wrong dtype", types),
+        )
         if names
     ]
     if problems:
@@ -102,10 +141,10 @@ def check_source(config: Config, source: TensorSource) -> None:
 
 
 class Checkpoint:
-    """The tensors of a directory with ``model.safetensors``, or with shards and the index that names them.
+    """The tensors of a directory that holds ``model.safetensors``, or shards and the index that lists them.
 
     Raises:
-        CheckpointError: there is neither, a shard is missing or unreadable, or the index disagrees with the shards.
+        CheckpointError: the directory holds neither, a file is missing or unreadable, or the index and the shards disagree.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -123,7 +162,7 @@ class Checkpoint:
         held = {file: set(handle.keys()) for file, handle in self._files.items()}
         absent = [f"{name} ({file})" for name, file in self._file_of.items() if name not in held[file]]
         if absent:
-            raise CheckpointError(f"{index} names tensors that its files lack: {', '.join(absent[:_LISTED])}")
+            raise CheckpointError(f"{index} lists tensors that its files lack: {', '.join(absent[:_LISTED])}")
 
     def _read_index(self, index: Path) -> dict[str, str]:
         try:
@@ -135,7 +174,7 @@ class Checkpoint:
     def _open(self, name: str) -> safe_open:
         path = self.directory / name
         if not path.exists():
-            raise CheckpointError(f"{INDEX_FILE} names {name}, which is not in {self.directory}")
+            raise CheckpointError(f"{INDEX_FILE} lists {name}, which is not in {self.directory}")
         try:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -144,35 +183,49 @@ class Checkpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(self._files[file].get_slice(name).get_shape()) for name, file in self._file_of.items()}
 
+    def dtypes(self) -> dict[str, str]:
+        stored = {name: self._files[file].get_slice(name).get_dtype() for name, file in self._file_of.items()}
+        return {name: _SAFETENSORS_DTYPES.get(dtype, dtype) for name, dtype in stored.items()}
+
     def get(self, name: str) -> Tensor:
         return self._files[self._file_of[name]].get_tensor(name)
 
 
 class RandomTensors:
-    """Random tensors of a configuration's shapes: the same for the same seed, whatever the order in which they are read.
+    """Random tensors of a configuration's shapes. The same seed gives the same tensors, in whatever order they are read.
 
-    Matrices keep the size of what passes through them (their standard deviation is the inverse square root of their inputs),
-    so that a deep stack neither fades nor explodes; MXFP4 experts are random codes under scales that make up for it.
+    The standard deviation of a matrix is one over the square root of its number of inputs, so that activations keep their size
+    through many layers. MXFP4 experts are random codes with scales that give the same deviation.
 
     Args:
-        config: the model.
-        seed: of the generator.
-        dtype: of everything but the MXFP4 codes.
-        device: where they are drawn. The values depend on it.
+        config: the model's configuration.
+        seed: of the random generator; any int.
+        dtype: of all tensors but the MXFP4 ones; floating point.
+        device: where they are made. The values differ between kinds of devices.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated; the message names it.
     """
 
     def __init__(
         self, config: Config, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
     ) -> None:
+        instance(Config).check("config", config)
+        INT.check("seed", seed)
+        FLOAT_DTYPE.check("dtype", dtype)
         self.config, self.seed, self.dtype, self.device = config, seed, dtype, torch.device(device)
         self._shapes = expected_tensors(config)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
+    def dtypes(self) -> dict[str, str]:
+        packed = {name: _PACKED_DTYPES[0] for name in self._shapes if allowed_dtypes(name) == _PACKED_DTYPES}
+        return {**dict.fromkeys(self._shapes, dtype_name(self.dtype)), **packed}
+
     def get(self, name: str) -> Tensor:
         shape = self._shapes[name]
-        # One number of 32 bits, because a CPU's generator ignores the others.
+        # 32 bits, because the generator for CPUs ignores the upper ones of a longer seed.
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
 
         def normal(scale: float, mean: float = 0.0) -> Tensor:
@@ -183,7 +236,7 @@ class RandomTensors:
             return torch.randint(0, 256, shape, generator=generator, device=self.device, dtype=torch.uint8)
         if name.endswith("_scales"):
             inputs = 32 * shape[-1]
-            # Uniform e2m1 codes have a standard deviation of 2.93.
+            # The values of uniformly random e2m1 codes have a standard deviation of 2.93.
             middle = 127 + round(math.log2(1 / (2.93 * math.sqrt(inputs))))
             return torch.randint(middle - 1, middle + 2, shape, generator=generator, device=self.device, dtype=torch.uint8)
         if "norm.weight" in name:
@@ -200,11 +253,15 @@ def save_checkpoint(directory: str | Path, config: Config, source: TensorSource,
     """Writes a checkpoint in Hugging Face's layout and returns its directory.
 
     Args:
-        directory: made if need be.
-        config: written as ``config.json``.
+        directory: where to; it is made if it does not exist.
+        config: is written as ``config.json``.
         source: the tensors.
-        shard_bytes: a file is closed once it holds as many; None writes a single file.
+        shard_bytes: a new file is begun once one holds this many bytes; None writes a single file.
+
+    Raises:
+        TypeError, ValueError: shard_bytes is not an int of at least 1; nothing has been written then.
     """
+    optional(COUNT).check("shard_bytes", shard_bytes)
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(config.to_hf(), indent=2) + "\n")

@@ -1,7 +1,7 @@
 """The GPT-OSS model over a flat batch of tokens.
 
-Everything that tokenspeed-kernel has an operator for is a call of that operator; what device it runs on, and which kernel
-serves it there, is not known here. What is left is an embedding lookup, views, and the choice of a few rows.
+Wherever tokenspeed-kernel has an operator, the model calls it. Nothing here depends on the device or on which kernel serves an
+operator there. PyTorch itself does the rest: looking up embeddings, making views, and selecting rows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import tokenspeed_kernel
 from gpt_oss.batch import Batch, Phase
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import Config
+from gpt_oss.fields import COUNT, FLOAT_DTYPE, instance, optional
 from gpt_oss.loader import TensorSource, check_source, layer_prefix
 from gpt_oss.rope import cos_sin_cache
 
 
 @dataclass(frozen=True)
 class Linear:
-    """``x @ weight.T + bias``; weight ``[outputs, inputs]``, bias ``[outputs]`` or None."""
+    """``x @ weight.T + bias`` with weight ``[outputs, inputs]``, and bias ``[outputs]`` or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -33,7 +34,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights. ``experts`` is what `moe_process_weights` made of them for ``plan``."""
+    """One layer's weights. ``experts`` are the weights that `moe_process_weights` prepared for ``plan``."""
 
     attention_norm: Tensor
     qkv: Linear
@@ -50,16 +51,17 @@ class GptOss:
     """A model, ready to run.
 
     Args:
-        config: what it looks like.
+        config: its configuration.
         source: its tensors; see `gpt_oss.loader`. Each is read once.
-        dtype: of weights and activations. MXFP4 experts stay packed.
+        dtype: floating-point dtype of weights and activations. MXFP4 experts stay packed.
         device: where it runs.
-        max_positions: the longest sequence; the configuration's context by default.
+        max_positions: the length of the longest sequence. None, or more than the configuration's context, stands for the context.
 
     Attributes:
-        ops: where operators are looked up: the public API, unless somebody listens (`gpt_oss.kernels.listen`).
+        ops: where operators are looked up: the public API, or a listener between (`gpt_oss.kernels.listen`).
 
     Raises:
+        TypeError, ValueError: an argument is not as stated; the message names it.
         CheckpointError: the tensors do not fit the configuration.
     """
 
@@ -71,6 +73,9 @@ class GptOss:
         device: torch.device | str = "cpu",
         max_positions: int | None = None,
     ) -> None:
+        instance(Config).check("config", config)
+        FLOAT_DTYPE.check("dtype", dtype)
+        optional(COUNT).check("max_positions", max_positions)
         check_source(config, source)
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.ops: Any = tokenspeed_kernel
@@ -84,10 +89,10 @@ class GptOss:
         del self._source
 
     def forward(self, batch: Batch, cache: PagedKVCache | None) -> Tensor:
-        """Runs a batch and writes its keys and values to the cache.
+        """Runs a batch, and writes its keys and values to the slots of the cache that the batch names. Changes nothing else.
 
         Returns:
-            Logits in the model's dtype, ``[rows that the batch wants, vocab_size]``.
+            Logits in the model's dtype, ``[rows, vocab_size]``: those of ``batch.logit_rows``, or all if that is None.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         residual = self.embedding[batch.tokens]
@@ -146,7 +151,7 @@ class GptOss:
         return self._source.get(name).to(self.device, self.dtype)
 
     def _read_linear(self, *names: str, bias: bool = True) -> Linear:
-        """One projection, or several side by side."""
+        """One projection, or several joined along their outputs."""
 
         def joined(suffix: str) -> Tensor:
             return torch.cat([self._read(name + suffix) for name in names])
@@ -170,7 +175,7 @@ class GptOss:
         )
 
     def _read_experts(self, prefix: str) -> tuple[Any, Any]:
-        """A layer's experts and the plan that they are prepared for."""
+        """The plan for a layer's experts, and the experts prepared for it."""
         config = self.config
         packed = config.quantization == "mxfp4"
         plan = self.ops.moe_plan(

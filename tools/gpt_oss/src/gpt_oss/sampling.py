@@ -9,16 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt_oss.fields import SMALLEST, check_fields, integer, number
+
+# The ranges are those of the tensors that the values travel in: float32, int32 and int64.
+_FIELDS = {
+    "temperature": number(0),
+    "top_k": integer(0, 2**31 - 1),
+    "top_p": number(SMALLEST, 1),
+    "seed": integer(-(2**63), 2**63 - 1),
+}
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are chosen.
+    """How the tokens of a request are chosen.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the most likely token, and the rest does not matter then.
-        top_k: only the k most likely tokens are eligible; 0 for all.
-        top_p: only the most likely tokens that together reach this probability are eligible.
-        seed: with the token's number in its request, all that the random choice depends on: not on other requests.
+        temperature: the logits are divided by it, from 0 to 1e38. At 0 the most likely token is taken and the other fields
+            have no effect.
+        top_k: only the k most likely tokens may be chosen; 0 for all of them. A k beyond the vocabulary is the same as 0.
+        top_p: only the most likely tokens that together reach this probability may be chosen, at most 1.
+        seed: an int64. A random choice depends on it and on how many tokens the request has generated, and on nothing else.
+
+    Raises:
+        TypeError, ValueError: a field is not as stated; the message names it.
     """
 
     temperature: float = 0.0
@@ -27,18 +41,25 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
+        check_sampling(self)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises TypeError or ValueError for the first field that is not as `Sampling` states.
+
+    `Sampling` calls it when it is made. The engine calls it again, because unpickling does not.
+    """
+    check_fields(_FIELDS, sampling)
 
 
 def sample(ops: Any, logits: Tensor, choices: Sequence[Sampling], indices: Sequence[int]) -> Tensor:
     """The next token of each row.
 
     Args:
-        ops: the operators.
+        ops: where the operators are looked up.
         logits: float ``[rows, vocab_size]``.
-        choices: how each row's token is chosen.
-        indices: how many tokens each row's request has generated before.
+        choices: for each row, how its token is chosen.
+        indices: for each row, how many tokens its request has generated so far.
 
     Returns:
         Integer ``[rows]``, on the device of the logits.

@@ -1,4 +1,4 @@
-"""Text in, text out: bytes for the tiny model, the checkpoint's own tokenizer for a real one."""
+"""Turning text into token ids and back: bytes for the tiny model, a checkpoint's own tokenizer for a real one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0 to 255, and two tokens more: 256 begins a text, 257 ends it."""
+    """Tokens 0 to 255 are the bytes of the text in UTF-8; 256 begins a text and 257 ends it."""
 
     START, END = 256, 257
     vocab_size = 258
@@ -22,12 +22,16 @@ class ByteTokenizer:
         return [self.START, *text.encode()]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the bytes; those that are no UTF-8 are shown as �, and the two special tokens not at all."""
+        """The text of the bytes. Bytes that are not valid UTF-8 become �, and the two special tokens are left out."""
         return bytes(token for token in tokens if token < self.START).decode(errors="replace")
 
 
 class CheckpointTokenizer:
-    """The tokenizer of a checkpoint's directory, read by transformers."""
+    """The tokenizer in a checkpoint's directory, read by transformers.
+
+    Raises:
+        RuntimeError: transformers is not installed.
+    """
 
     def __init__(self, directory: str | Path) -> None:
         try:
@@ -46,7 +50,11 @@ class CheckpointTokenizer:
 
 
 def tokenizer_of(directory: str | Path | None, vocab_size: int) -> Tokenizer:
-    """A checkpoint's tokenizer; that of bytes where there is no checkpoint, or none is in it and its vocabulary is bytes."""
+    """The tokenizer of a checkpoint.
+
+    It is `ByteTokenizer` if there is no checkpoint, and if the checkpoint brings no tokenizer and its vocabulary has the size of
+    `ByteTokenizer`'s.
+    """
     if directory is None or (vocab_size == ByteTokenizer.vocab_size and not list(Path(directory).glob("tokenizer*"))):
         return ByteTokenizer()
     return CheckpointTokenizer(directory)

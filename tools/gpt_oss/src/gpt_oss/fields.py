@@ -1,0 +1,122 @@
+"""What a field of a request, a configuration or an option may hold, and the error for a value that does not fit.
+
+The rules are strict, so that a mistake shows where it is made. An int is a Python int: a bool is not an int here, nor is a
+float, a NumPy scalar or a tensor. A number is a Python int or float. Every message has the form
+``<field> must be <what it may be>, got <what it was>``.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Bounds of what is stored as float32 on the device, inside the range of its normal numbers.
+SMALLEST, LARGEST = 1e-37, 1e38
+
+
+def describe(value: object, with_type: bool = False) -> str:
+    """A value as an error message shows it: shortened, and tensors by dtype and shape."""
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor):
+        return f"a tensor of {dtype_name(value.dtype)} and shape {list(value.shape)}"
+    if isinstance(value, int) and value.bit_length() > 128:
+        text = f"an int of {value.bit_length()} bits"  # Python refuses to print the very long ones
+    else:
+        text = _shortened(value)
+    return f"{text} ({type(value).__name__})" if with_type else text
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shortened(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except Exception:  # the value's own __repr__ failed, which must not hide that the value is wrong
+        return "an object that cannot be printed"
+
+
+@dataclass(frozen=True)
+class Field:
+    """What one field may hold.
+
+    Attributes:
+        expected: what it must be, as the message says it.
+        has_type: whether a value is of the right type; if not, the error is a TypeError.
+        fits: whether a value of the right type is allowed; if not, the error is a ValueError.
+    """
+
+    expected: str
+    has_type: Callable[[Any], bool]
+    fits: Callable[[Any], bool] = lambda value: True
+
+    def problem(self, name: str, value: object) -> TypeError | ValueError | None:
+        """The error for a value that does not fit, not raised; None for one that does."""
+        if not self.has_type(value):
+            return TypeError(f"{name} must be {self.expected}, got {describe(value, with_type=True)}")
+        if not self.fits(value):
+            return ValueError(f"{name} must be {self.expected}, got {describe(value)}")
+        return None
+
+    def check(self, name: str, value: object) -> None:
+        """Raises TypeError or ValueError, which names the field, for a value that does not fit."""
+        problem = self.problem(name, value)
+        if problem is not None:
+            raise problem
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def integer(low: int, high: int | None = None) -> Field:
+    """An int from ``low`` to ``high``, both included; without an upper bound if ``high`` is None."""
+    if high is None:
+        return Field(f"an int of at least {low}", is_int, lambda value: value >= low)
+    return Field(f"an int from {low} to {high}", is_int, lambda value: low <= value <= high)
+
+
+def number(low: float, high: float = LARGEST) -> Field:
+    """An int or a float from ``low`` to ``high``, both included: never NaN or an infinity."""
+    expected = f"a number from {low:g} to {high:g}"
+    return Field(expected, lambda value: is_int(value) or isinstance(value, float), lambda value: low <= value <= high)
+
+
+def one_of(*allowed: str) -> Field:
+    """One of these strings."""
+    return Field(" or ".join(map(repr, allowed)), lambda value: isinstance(value, str), lambda value: value in allowed)
+
+
+def instance(cls: type) -> Field:
+    """An object of a class."""
+    return Field(f"a {cls.__name__}", lambda value: isinstance(value, cls))
+
+
+def optional(field: Field) -> Field:
+    """None, or what another field may hold."""
+    return Field(
+        f"{field.expected} or None",
+        lambda value: value is None or field.has_type(value),
+        lambda value: value is None or field.fits(value),
+    )
+
+
+FLAG = Field("True or False", lambda value: isinstance(value, bool))
+INT = Field("an int", is_int)
+COUNT = integer(1)
+FLOAT_DTYPE = Field(
+    "a floating-point torch.dtype", lambda value: isinstance(value, torch.dtype), lambda value: value.is_floating_point
+)
+
+
+def check_fields(fields: Mapping[str, Field], holder: object) -> None:
+    """Checks the attributes of an object that ``fields`` names. Raises TypeError or ValueError for the first that does not fit."""
+    for name, field in fields.items():
+        field.check(name, getattr(holder, name))

@@ -1,0 +1,121 @@
+"""What a caller asks of the engine, and what the engine answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from torch import Tensor
+
+from gpt_oss.fields import COUNT, FLAG, describe, instance, is_int
+from gpt_oss.sampling import Sampling, check_sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it. `gpt_oss.Engine.add` says what it checks.
+
+    Attributes:
+        prompt: token ids, at least one: a sequence of ints (a list, a tuple, a range), not a string, an array or a tensor.
+        max_tokens: the most tokens that are generated, at least 1.
+        sampling: how each token is chosen; by default the most likely one.
+        stop_tokens: token ids that end the text: a set or a sequence of ints. The one that was generated is the last reported.
+        keep_logits: whether each event carries the logits that its token was chosen from.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int = 16
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_tokens: Collection[int] = frozenset()
+    keep_logits: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """One generated token.
+
+    Attributes:
+        request: the number that `gpt_oss.Engine.add` returned.
+        index: how many tokens had been generated for the request before this one.
+        token: its id.
+        finish_reason: on a request's last token ``"stop"`` (a stop token) or ``"length"`` (``max_tokens`` reached); else None.
+        logits: float32 ``[vocab_size]`` in host memory if the request keeps its logits, else None.
+    """
+
+    request: int
+    index: int
+    token: int
+    finish_reason: str | None = None
+    logits: Tensor | None = None
+
+
+@dataclass
+class Completion:
+    """Everything that was generated for a request."""
+
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    logits: list[Tensor] = field(default_factory=list)
+
+    def add(self, event: Event) -> None:
+        """Appends one of this request's events."""
+        self.tokens.append(event.token)
+        self.finish_reason = event.finish_reason
+        if event.logits is not None:
+            self.logits.append(event.logits)
+
+
+def checked_request(request: Request, vocab_size: int, context: int) -> Request:
+    """Checks every field of a request, and returns a copy that later changes to the caller's lists do not reach.
+
+    Args:
+        request: what the caller asks for.
+        vocab_size: the model's; token ids are below it.
+        context: the most tokens that the prompt and what is generated may have together.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a field has a value that it must not have. Both errors name the field, what it must be, and what it was.
+    """
+    instance(Request).check("request", request)
+    COUNT.check("max_tokens", request.max_tokens)
+    instance(Sampling).check("sampling", request.sampling)
+    check_sampling(request.sampling)
+    FLAG.check("keep_logits", request.keep_logits)
+    prompt, stop_tokens = request.prompt, request.stop_tokens
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes, bytearray)):
+        _refuse("prompt", "a sequence of token ids, such as a list of ints", prompt)
+    if not isinstance(stop_tokens, (Set, Sequence)) or isinstance(stop_tokens, (str, bytes, bytearray)):
+        _refuse("stop_tokens", "a set or a sequence of token ids", stop_tokens)
+    if not prompt:
+        raise ValueError(f"prompt must hold at least one token id, got {describe(prompt)}")
+    if len(prompt) + request.max_tokens > context:
+        raise ValueError(
+            f"prompt and max_tokens must together be at most the context of {context} tokens, got {len(prompt)} and "
+            f"{describe(request.max_tokens)}"
+        )
+    return Request(
+        _token_ids("prompt", prompt, vocab_size),
+        request.max_tokens,
+        request.sampling,
+        frozenset(_token_ids("stop_tokens", stop_tokens, vocab_size)),
+        request.keep_logits,
+    )
+
+
+def _token_ids(name: str, values: Collection[int], vocab_size: int) -> tuple[int, ...]:
+    """The values as a tuple. Raises TypeError or ValueError for the first that is not a token id of the vocabulary."""
+    ids = tuple(values)
+    for index, token in enumerate(ids):
+        place = f"{name}[{index}]" if isinstance(values, Sequence) else f"each of {name}"
+        if not is_int(token):
+            _refuse(place, "a token id, which is an int", token)
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{place} must be a token id from 0 to {vocab_size - 1}, got {describe(token)}")
+    return ids
+
+
+def _refuse(name: str, expected: str, value: object) -> NoReturn:
+    raise TypeError(f"{name} must be {expected}, got {describe(value, with_type=True)}")

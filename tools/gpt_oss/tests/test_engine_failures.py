@@ -1,0 +1,253 @@
+"""A step that fails changes nothing: whatever failed and wherever, every request gets the tokens that it would have got."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from gpt_oss_models import YARN, engine_state, make_config, random_prompts, tensors_of
+
+import gpt_oss
+from gpt_oss import Completion, Engine, Event, GptOss, PagedKVCache, Request, Sampling
+from gpt_oss.batch import Phase
+
+PACKAGE = str(Path(gpt_oss.__file__).parent)
+LENGTHS = (3, 19, 1, 11, 6)
+SAMPLINGS = (Sampling(), Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2), Sampling(1.0, top_p=0.9, seed=3), Sampling())
+
+
+@pytest.fixture(scope="module")
+def model() -> GptOss:
+    config = make_config(rope=YARN)
+    return GptOss(config, tensors_of(config), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def requests(model: GptOss) -> list[Request]:
+    prompts = random_prompts(LENGTHS, model.config.vocab_size)
+    return [Request(p, 3 + i, s, keep_logits=True) for i, (p, s) in enumerate(zip(prompts, SAMPLINGS, strict=True))]
+
+
+def make_engine(model: GptOss) -> Engine:
+    """So small that prompts are cut, and requests wait for one another's pages."""
+    return Engine(model, PagedKVCache(model.config, 12, 4, torch.float32), prefill_tokens=9, max_sequences=4)
+
+
+class Failing:
+    """Looks operators up as a model does, and makes one call raise, before or after the operator ran.
+
+    ``at`` says which: how many calls come before it, or the operator's name.
+    """
+
+    def __init__(self, ops: Any, error: BaseException, after: bool) -> None:
+        self._ops, self.error, self.after = ops, error, after
+        self.calls = 0
+        self.at: int | str | None = None
+        self.failed: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._ops, name)
+        if not hasattr(function, "operator"):
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            fails = self.at in (self.calls, name)
+            self.calls += 1
+            result = function(*args, **kwargs) if self.after or not fails else None
+            if fails:
+                self.failed.add(name)
+                raise self.error
+            return result
+
+        return call
+
+    def set(self, at: int | str | None) -> None:
+        self.calls, self.at = 0, at
+
+
+def attempt(engine: Engine) -> tuple[list[Event], BaseException | None]:
+    """The events of a step, or none and what it raised."""
+    try:
+        return engine.step(), None
+    except BaseException as error:
+        return [], error
+
+
+def collect(completions: dict[int, Completion], events: list[Event]) -> None:
+    for event in events:
+        completions[event.request].add(event)
+
+
+def check_same(completions: dict[int, Completion], expected: list[Completion]) -> None:
+    for completion, wanted in zip(completions.values(), expected, strict=True):
+        assert completion.tokens == wanted.tokens
+        assert completion.finish_reason == wanted.finish_reason
+        assert torch.equal(torch.stack(completion.logits), torch.stack(wanted.logits))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the operator", "after the operator"])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("a kernel failed"), torch.OutOfMemoryError("out of memory"), KeyboardInterrupt(), ValueError("a check failed")],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_operator_call_of_every_step_fails_once(
+    model: GptOss, requests: list[Request], monkeypatch: pytest.MonkeyPatch, error: BaseException, after: bool
+) -> None:
+    expected = make_engine(model).generate(requests)
+    failing = Failing(model.ops, error, after)
+    monkeypatch.setattr(model, "ops", failing)
+    engine = make_engine(model)
+    completions = {engine.add(request): Completion(request) for request in requests}
+    for _ in range(100):
+        if engine.idle:
+            break
+        before = engine_state(engine)
+        for at in itertools.count():
+            failing.set(at)
+            events, raised = attempt(engine)
+            if raised is None:
+                assert at == failing.calls, "the step went well because every one of its calls had failed before"
+                collect(completions, events)
+                break
+            assert raised is error
+            assert engine_state(engine) == before
+    assert engine.idle
+    check_same(completions, expected)
+    assert all(engine.steps[phase] for phase in Phase)
+    assert engine.cache.allocator.available == engine.cache.allocator.total
+    assert failing.failed == {
+        "apply_rope",
+        "argmax",
+        "mha_decode_with_kvcache",
+        "mha_extend_with_kvcache",
+        "mha_prefill",
+        "mm",
+        "moe_apply",
+        "moe_topk",
+        "rmsnorm",
+        "sample_top_k_top_p",
+    }
+
+
+def test_requests_come_and_go_between_a_failure_and_the_next_step(
+    model: GptOss, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {number: make_engine(model).generate([request])[0].tokens for number, request in enumerate(requests)}
+    failing = Failing(model.ops, RuntimeError("a kernel failed"), after=True)
+    monkeypatch.setattr(model, "ops", failing)
+    engine = make_engine(model)
+    found: dict[int, list[int]] = {}
+    queue = list(requests)
+    failures = 0
+    for name in itertools.islice(itertools.cycle(["argmax", "sample_top_k_top_p", "moe_apply"]), 200):
+        if queue:
+            engine.add(queue.pop(0))
+        elif engine.idle:
+            break
+        failing.set(name)
+        events, raised = attempt(engine)
+        if raised is not None:
+            assert raised is failing.error
+            failures += 1
+            failing.set(None)
+            if name == "moe_apply" and len(queue) == 2:
+                engine.cancel(2)  # the step that failed would have started it
+            events = engine.step()
+        for event in events:
+            found.setdefault(event.request, []).append(event.token)
+    assert engine.idle
+    assert failures > 5
+    assert found == {number: tokens for number, tokens in expected.items() if number != 2}
+    assert engine.cache.allocator.available == engine.cache.allocator.total
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("start", [Engine.generate, lambda *arguments: list(Engine.stream(*arguments))], ids=["generate", "stream"])
+def test_generate_and_stream_leave_the_engine_idle(
+    model: GptOss,
+    requests: list[Request],
+    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., object],
+    error: BaseException,
+) -> None:
+    engine = make_engine(model)
+    failing = Failing(model.ops, error, after=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "ops", failing)
+        failing.set(40)  # in the second step or so
+        with pytest.raises(type(error)):
+            start(engine, requests)
+    assert engine.idle
+    assert engine.cache.allocator.available == engine.cache.allocator.total
+    expected = make_engine(model).generate(requests)
+    assert [completion.tokens for completion in engine.generate(requests)] == [completion.tokens for completion in expected]
+
+
+def test_a_stream_that_fails_cancels_only_what_it_queued(
+    model: GptOss, requests: list[Request], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = make_engine(model).generate(requests[:1])[0].tokens
+    engine = make_engine(model)
+    earlier = engine.add(requests[0])
+    with monkeypatch.context() as patch:
+        failing = Failing(model.ops, RuntimeError("a kernel failed"), after=False)
+        patch.setattr(model, "ops", failing)
+        failing.set(3)
+        with pytest.raises(RuntimeError, match="a kernel failed"):
+            next(engine.stream(requests[1:]))
+    events = [event for _ in range(3) for event in engine.step()]
+    assert [(event.request, event.token) for event in events] == [(earlier, token) for token in expected]
+    assert engine.idle
+
+
+def traced(function: Callable[[], Any], interrupt_at: int | None = None) -> tuple[Any, int]:
+    """Calls a function and counts the lines of this package that are run; before the given one it raises KeyboardInterrupt."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == interrupt_at:
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return function(), lines
+    finally:
+        sys.settrace(previous)
+
+
+@pytest.mark.parametrize("call", ["step", "add", "cancel"])
+def test_an_interrupt_at_any_line_finds_all_or_nothing(call: str) -> None:
+    """A twin engine makes each call undisturbed, which says how many lines it runs. An interrupt is raised before each of them."""
+    config = make_config(layer_types=("full_attention",))
+    model = GptOss(config, tensors_of(config), torch.float32)
+    prompts = random_prompts((2, 7), config.vocab_size)
+    engine, twin = (Engine(model, PagedKVCache(config, 5, 4, torch.float32), prefill_tokens=6) for _ in range(2))
+
+    def calls_of(e: Engine) -> dict[str, Callable[[], Any]]:
+        return {"step": e.step, "add": lambda: e.add(Request(prompts[1], 2)), "cancel": lambda: e.cancel(0)}
+
+    for number, name in enumerate(["add", "step", "add", "step", "cancel", "step", "step"]):
+        wanted, lines = traced(calls_of(twin)[name])
+        if name == call:
+            before = engine_state(engine)
+            # The last line of `step` and `add` returns what was done; it comes after the change. `cancel` returns nothing.
+            for at in range(1, lines + (name == "cancel")):
+                with pytest.raises(KeyboardInterrupt):
+                    traced(calls_of(engine)[name], at)
+                assert engine_state(engine) == before, f"call {number}, line {at} of {lines}"
+        assert calls_of(engine)[name]() == wanted
+    assert engine_state(engine)["_running"] == engine_state(twin)["_running"]
