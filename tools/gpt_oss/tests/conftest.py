@@ -1,4 +1,4 @@
-"""Makes the tests' own module of models importable, and keeps transformers from asking the network."""
+"""Makes the tests' shared module importable, keeps transformers off the network, and runs tests in one thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Such small matrices gain nothing by threads, and lose a lot where other processes want the cores as well."""
+    """The matrices are so small that threads do not help, and they cost much when other processes need the cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Small random models for the tests, and the same in transformers."""
+"""What the tests share: small random models, the same in transformers, and an engine's state."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def peer(config: Config, source: TensorDict, dtype: torch.dtype = torch.float32)
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:
-    """Everything that a call of an engine may change, for comparing before with after. A copy where it could change in place."""
+    """Everything that a call of an engine may change, copied, so that it can be compared before and after the call."""
     attributes = {name: value.copy() if isinstance(value, (dict, list)) else value for name, value in vars(engine).items()}
     return {**attributes, "allocator": repr(vars(engine.cache.allocator))}

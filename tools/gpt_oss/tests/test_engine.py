@@ -38,12 +38,12 @@ def make_engine(model: GptOss, pages: int = 200, **options: int) -> Engine:
 
 
 def alone(model: GptOss, request: Request) -> Completion:
-    """What a request gives with nothing beside it, its prompt in one piece."""
+    """What a request gives if it runs alone, its prompt in one piece."""
     return make_engine(model).generate([request])[0]
 
 
 def recomputed(model: GptOss, prompt: list[int], count: int) -> list[int]:
-    """Greedy continuation without engine, cache or batch: the whole sequence anew for every token."""
+    """Greedy continuation without engine, cache or batch: every token runs the whole sequence again."""
     from gpt_oss.batch import Piece, make_batch
 
     tokens = list(prompt)
@@ -73,7 +73,7 @@ def test_greedy_is_what_recomputing_everything_gives(model: GptOss, prompts: lis
     ids=str,
 )
 def test_batched_equals_one_by_one(model: GptOss, prompts: list[list[int]], options: dict[str, int]) -> None:
-    # Of unequal length on both ends, so that sequences leave while others arrive.
+    # Prompts and continuations differ in length, so that some sequences finish while others start.
     requests = [Request(prompt, 4 + 3 * i, keep_logits=True) for i, prompt in enumerate(prompts)]
     engine = make_engine(model, **options)
     completions = engine.generate(requests)
@@ -113,7 +113,7 @@ def test_requests_may_come_late(model: GptOss, prompts: list[list[int]]) -> None
 
 
 def test_waits_for_pages(model: GptOss, prompts: list[list[int]]) -> None:
-    """Room for the largest request only: they run one after another, in order."""
+    """The cache has room for the largest request only, so they run one after another, in order."""
     requests = [Request(prompt, 8) for prompt in prompts]
     engine = make_engine(model, pages=12)
     order: list[int] = []

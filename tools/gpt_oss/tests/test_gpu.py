@@ -1,4 +1,4 @@
-"""On a GPU the runtime is served by compiled kernels, and says what the reference says."""
+"""On a GPU, compiled kernels serve every operator, and the result agrees with the reference."""
 
 from __future__ import annotations
 

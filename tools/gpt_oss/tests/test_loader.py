@@ -27,7 +27,7 @@ def logits_of(config: Config, source: object, dtype: torch.dtype = torch.float32
 
 
 def unpacked(source: TensorDict) -> TensorDict:
-    """The dense tensors that MXFP4 ones stand for, as a dense checkpoint stores them; a formula of its own."""
+    """The tensors of a dense checkpoint with the same values. Decodes MXFP4 here, independently of the operators."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in source.tensors.items():
         if name.endswith("_scales"):
@@ -159,7 +159,7 @@ def test_everything_that_is_wrong_with_the_tensors_is_in_one_error() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_weights_of_a_wrong_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    """An 8-bit checkpoint without its scales, say, would give wrong logits in silence."""
+    """If an 8-bit checkpoint were read without its scales, for instance, the logits would be wrong without any error."""
     config = make_config()
     name = "model.layers.1.self_attn.q_proj.weight"
     source = TensorDict({**tensors_of(config).tensors, name: torch.zeros(32, 32).to(dtype)})

@@ -9,7 +9,7 @@ has started ever runs out of pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,8 +21,7 @@ from gpt_oss.request import Completion, Event, Request, checked_request
 from gpt_oss.sampling import sample
 
 
-@dataclass(frozen=True)
-class _Sequence:
+class _Sequence(NamedTuple):
     """A request that has started, and how far it is. A step replaces it instead of changing it.
 
     Attributes:
@@ -51,7 +50,7 @@ class _Sequence:
 class Engine:
     """Runs requests on a model.
 
-    A call that raises leaves the engine as it was before the call; `step` says more. An engine is for one thread.
+    `add` and `step` either do what they say, or raise and change nothing; see `step`. An engine is for one thread.
 
     Args:
         model: the model.
@@ -270,15 +269,17 @@ def _advanced(
     """The sequences that still run after a pass that ran the scheduled tokens and gave these events, and the free pages then."""
     lengths = {sequence.number: len(tokens) for sequence, tokens in scheduled}
     given = {event.request: event for event in events}
-    finished = [s for s in running if s.number in given and given[s.number].finish_reason is not None]
-    remaining = []
+    remaining, finished = [], []
     for sequence in running:
-        event = given.get(sequence.number)
-        cached = sequence.cached + lengths.get(sequence.number, 0)
-        if event is None:
-            remaining.append(replace(sequence, cached=cached))
-        elif event.finish_reason is None:
-            remaining.append(replace(sequence, cached=cached, generated=event.index + 1, last_token=event.token))
+        number, request, pages, cached, generated, last_token = sequence
+        event = given.get(number)
+        if event is not None:
+            generated, last_token = event.index + 1, event.token
+            if event.finish_reason is not None:
+                finished.append(sequence)
+                continue
+        cached += lengths.get(number, 0)
+        remaining.append(_Sequence(number, request, pages, cached, generated, last_token))
     return tuple(remaining), _with_pages_of(finished, free_pages)
 
 

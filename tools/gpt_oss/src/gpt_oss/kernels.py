@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt_oss.model import GptOss
-from tokenspeed_kernel_base.operator import REFERENCE, operators
-from tokenspeed_kernel_base.registry import KernelRegistry
-from tokenspeed_kernel_base.selection import Explanation, kernel_override
+from tokenspeed_kernel import Explanation, KernelRegistry, kernel_override, operators
 
 
 @dataclass
@@ -41,11 +39,11 @@ class Heard:
         if self.explanation.chosen is None:
             return self.explanation.problem
         if len(verdicts) == 1:
-            return f"{verdicts[0].reason}; the only one here"
+            return f"{verdicts[0].reason}; the only kernel here"
         parts = [verdicts[0].reason]
-        parts += [f"before {v.spec.name} ({v.reason})" for v in verdicts[1:] if v.accepted]
+        parts += [f"preferred to {v.spec.name} ({v.reason})" for v in verdicts[1:] if v.accepted]
         for gate in dict.fromkeys(v.gate for v in verdicts if not v.accepted):
-            parts.append(f"{gate} rule out " + ", ".join(v.spec.name for v in verdicts if v.gate == gate))
+            parts.append(f"ruled out by {gate}: " + ", ".join(v.spec.name for v in verdicts if v.gate == gate))
         return "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,6 +101,6 @@ def reference_only() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for op in operators():
             for spec in registry.get_for_operator(op.family, op.mode):
-                if spec.solution == REFERENCE:
+                if spec.solution == "reference":
                     stack.enter_context(kernel_override(op.family, op.mode, spec.name))
         yield
