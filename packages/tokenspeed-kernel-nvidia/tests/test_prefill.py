@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia import _limits
-from tokenspeed_kernel_nvidia.sm90.attention import prefill, scratch
-from tokenspeed_kernel_nvidia.sm90.attention.prefill import Config
+from tokenspeed_kernel_nvidia.sm90.attention import prefill
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
+from tokenspeed_kernel_nvidia.sm90.common import scratch
 
 from . import oracle
 from .oracle import Options
@@ -62,18 +63,18 @@ def _extend(
 @pytest.mark.parametrize("head_dim", _limits.HEAD_DIMS)
 def test_a_cta_fits_a_multiprocessor(head_dim: int) -> None:
     config = Config("bfloat16", head_dim, 8)
-    rows = 2 * config.block_m + 2 * config.stages * config.block_n + config.block_m  # q, k and v, out
+    rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n + config.block_m  # q, k and v, out
     assert 2 * head_dim * rows + 2048 <= SHARED_MEMORY
     warpgroups = config.block_m // 64
     assert 128 * (warpgroups * config.consumer_registers + config.producer_registers) <= REGISTERS
     assert config.consumer_registers % 8 == config.producer_registers % 8 == 0
 
 
-@pytest.mark.parametrize("group", _limits.GQA_RATIOS)
+@pytest.mark.parametrize("gqa_ratio", _limits.GQA_RATIOS)
 @pytest.mark.parametrize("head_dim", _limits.HEAD_DIMS)
-def test_a_tile_holds_as_many_whole_groups_as_fit(head_dim: int, group: int) -> None:
-    config = Config("bfloat16", head_dim, group)
-    assert 0 <= config.block_m - config.positions * group < group
+def test_a_tile_holds_as_many_whole_positions_as_fit(head_dim: int, gqa_ratio: int) -> None:
+    config = Config("bfloat16", head_dim, gqa_ratio)
+    assert 0 <= config.block_m - config.positions * gqa_ratio < gqa_ratio
 
 
 def test_configurations_are_told_apart() -> None:
@@ -100,10 +101,10 @@ def test_lengths_with_wide_heads(sm90: torch.device, lengths: list[int]) -> None
     _prefill(sm90, lengths, WIDE)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 16])
+@pytest.mark.parametrize("gqa_ratio", [1, 2, 4, 16])
 @pytest.mark.parametrize("head_dim", _limits.HEAD_DIMS)
-def test_ratios_of_heads(sm90: torch.device, head_dim: int, group: int) -> None:
-    _prefill(sm90, [100, 333, 7], (2 * group, 2, head_dim), FP16, sinks=_sinks(2 * group, sm90, FP16))
+def test_ratios_of_heads(sm90: torch.device, head_dim: int, gqa_ratio: int) -> None:
+    _prefill(sm90, [100, 333, 7], (2 * gqa_ratio, 2, head_dim), FP16, sinks=_sinks(2 * gqa_ratio, sm90, FP16))
 
 
 @pytest.mark.parametrize("seed", range(200))
