@@ -18,9 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.traits import at_most, between
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, PIECES, ROWS, Config, Work, config_of, every_config
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, traits
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, sinks_at
 from tokenspeed_kernel_nvidia.sm90.common.scratch import scratch_of
 
@@ -100,3 +104,26 @@ def mha_decode_with_kvcache(
     elif out is None:
         out = torch.empty_like(q)
     return out if lse is None else (out, lse)
+
+
+for _head_dim in HEAD_DIMS:
+    # Query heads a key head, times new tokens, must be at most the rows that programs are made for.
+    for _suffix, _least, _most in (("", 1, 8), ("_wide", 9, 16)):
+        register_kernel(
+            "attention",
+            "mha_decode_with_kvcache",
+            name=f"cutedsl_mha_decode_with_kvcache{_suffix}_{_head_dim}",
+            solution="cutedsl",
+            capability=CUTEDSL_HOPPER,
+            signatures=PAGED,
+            traits=traits(
+                _head_dim,
+                gqa_ratio=between(_least, _most),
+                new_tokens=at_most(max(ROWS) // _most),
+                page_size=set(PAGE_SIZES),
+                sliding_window=any,
+                multi_query=any,
+            ),
+            priority=Priority.SPECIALIZED,
+            tags={"determinism"},
+        )(mha_decode_with_kvcache)

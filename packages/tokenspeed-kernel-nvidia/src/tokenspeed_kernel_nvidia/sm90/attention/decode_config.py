@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tokenspeed_kernel_nvidia import _limits
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 CONSUMERS = 4  # warps that compute; one more loads
@@ -106,9 +106,9 @@ def every_config() -> list[Config]:
     some = {
         config_of(dtype, head_dim, page_size, rows, work): None
         for dtype in DTYPES.values()
-        for head_dim in _limits.HEAD_DIMS
+        for head_dim in HEAD_DIMS
         for rows in ROWS
         for work in get_args(Work)
-        for page_size in _limits.PAGE_SIZES
+        for page_size in PAGE_SIZES
     }
     return list(some)

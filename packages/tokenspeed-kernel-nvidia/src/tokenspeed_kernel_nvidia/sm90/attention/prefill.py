@@ -19,9 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.registry import Priority, register_kernel
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config, every_config
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, sinks_at
 from tokenspeed_kernel_nvidia.sm90.common.scratch import scratch_of
 
@@ -97,8 +100,8 @@ def _launch(
     v: Tensor,
     kv_heads: int,
     page_size: int,
-    starts: Tensor,
-    lengths: Tensor | None,
+    cu_seqlens: Tensor,
+    cache_seqlens: Tensor | None,
     page_table: Tensor | None,
     causal: bool,
     sinks: Tensor | None,
@@ -115,7 +118,32 @@ def _launch(
         sinks, *its = sinks_at(sinks)
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
         others = scratch.counters_at, 0 if lse is None else lse.data_ptr(), *its, scale, causal, processors
-        out = launched(launch, q, k, v, out, (starts, lengths, page_table), others)
+        out = launched(launch, q, k, v, out, (cu_seqlens, cache_seqlens, page_table), others)
     elif out is None:
         out = torch.empty_like(q)
     return out if lse is None else (out, lse)
+
+
+for _head_dim in HEAD_DIMS:
+    register_kernel(
+        "attention",
+        "mha_prefill",
+        name=f"cutedsl_mha_prefill_{_head_dim}",
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures=RAGGED,
+        traits=traits(_head_dim),
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+    )(mha_prefill)
+    register_kernel(
+        "attention",
+        "mha_extend_with_kvcache",
+        name=f"cutedsl_mha_extend_with_kvcache_{_head_dim}",
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures=PAGED,
+        traits=traits(_head_dim, page_size=set(PAGE_SIZES), is_causal=any),
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+    )(mha_extend_with_kvcache)

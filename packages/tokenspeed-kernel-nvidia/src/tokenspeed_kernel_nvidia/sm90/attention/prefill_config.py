@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed_kernel_nvidia import _limits
+from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 
@@ -111,7 +111,7 @@ def every_config() -> list[Config]:
     return [
         Config(dtype, head_dim, gqa_ratio, page_size)
         for dtype in DTYPES.values()
-        for head_dim in _limits.HEAD_DIMS
-        for gqa_ratio in _limits.GQA_RATIOS
-        for page_size in (0, *_limits.PAGE_SIZES)
+        for head_dim in HEAD_DIMS
+        for gqa_ratio in GQA_RATIOS
+        for page_size in (0, *PAGE_SIZES)
     ]

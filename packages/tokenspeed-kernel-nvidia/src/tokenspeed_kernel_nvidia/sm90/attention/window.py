@@ -5,8 +5,7 @@ visible. Here a tile is 64 rows of one key head, `Config.heads` query heads at `
 product gives all their scores: of the 128 keys before the first position and those of the positions. There is no running maximum
 and nothing is rescaled. An item of work is a block of up to 128 positions, whose tiles share one copy of the keys in shared memory.
 
-What is served (see `_limits`): bfloat16 and float16, head_dim 64 and 128, window_left from 0 to 127, and 1, 2, 4, 8 or 16 query
-heads a key head; a causal mask; caches with pages of a multiple of 16 tokens. Smaller windows than 127 take as long as 127.
+What is served is declared at the end of this file. Smaller windows than 127 take as long as 127.
 
 Times in this file are of one H200: 64 query heads, 8 key heads, head_dim 64, bfloat16, sinks.
 """
@@ -22,9 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia.sm90.attention.window_config import SHORT, Config, every_config, has_short
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
+from tokenspeed_kernel_nvidia.sm90.attention.window_config import REACH, SHORT, Config, every_config, has_short
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, sinks_at
 
 
@@ -140,3 +143,30 @@ def _launch(
     elif out is None:
         out = torch.empty_like(q)
     return out if lse is None else (out, lse)
+
+
+for _head_dim in HEAD_DIMS:
+    # Only where there is a window, and it is short enough.
+    _windowed = traits(_head_dim, sliding_window={True}, window_left=at_most(REACH - 1))
+    register_kernel(
+        "attention",
+        "mha_prefill",
+        name=f"cutedsl_mha_prefill_window_{_head_dim}",
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures=RAGGED,
+        traits=_windowed,
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+    )(mha_prefill)
+    register_kernel(
+        "attention",
+        "mha_extend_with_kvcache",
+        name=f"cutedsl_mha_extend_with_kvcache_window_{_head_dim}",
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures=PAGED,
+        traits={**_windowed, "page_size": set(PAGE_SIZES), "is_causal": {True}},
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+    )(mha_extend_with_kvcache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenspeed_kernel_nvidia import _limits
+from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 WARPGROUPS = 3  # that compute; one more loads
@@ -112,8 +112,8 @@ def every_config() -> list[Config]:
         Config(dtype, head_dim, gqa_ratio, paged, short)
         for paged in (False, True)
         for dtype in DTYPES.values()
-        for head_dim in _limits.HEAD_DIMS
-        for gqa_ratio in _limits.GQA_RATIOS
+        for head_dim in HEAD_DIMS
+        for gqa_ratio in GQA_RATIOS
         for short in ((False, True) if has_short(head_dim, gqa_ratio, paged) else (False,))
     ]
 
