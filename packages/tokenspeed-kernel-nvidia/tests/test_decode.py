@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia.sm90.attention import decode, scratch
+from tokenspeed_kernel_nvidia.sm90.attention import decode
+from tokenspeed_kernel_nvidia.sm90.common import scratch
 
 from . import oracle
 from .oracle import Options

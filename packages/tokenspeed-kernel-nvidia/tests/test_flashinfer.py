@@ -13,7 +13,6 @@ import functools
 import inspect
 import math
 import os
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -35,9 +34,8 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 from tokenspeed_kernel_base.platform import named_platform, platform_of, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
-from tokenspeed_kernel_nvidia import plugin
-from tokenspeed_kernel_nvidia.flashinfer import _memory, _package
-from tokenspeed_kernel_nvidia.flashinfer._declarations import DECLARATIONS, Declaration
+from tokenspeed_kernel_nvidia.flashinfer import _memory
+from tokenspeed_kernel_nvidia.flashinfer import package as _package
 
 # Read from flashinfer-python 0.7.2. Annotations are left out.
 SIGNATURES = {
@@ -95,6 +93,12 @@ FACTS = {
 }
 
 _CALLS: list[str] = []
+KERNELS = [
+    *(f"flashinfer_mha_prefill_{width}{suffix}" for width in (128, 192, 256) for suffix in ("", "_sinks")),
+    *(f"flashinfer_mha_extend_with_kvcache_{width}" for width in (64, 128)),
+    *(f"flashinfer_mha_decode_with_kvcache_{width}{suffix}" for width in (64, 128) for suffix in ("", "_sinks")),
+    *(f"flashinfer_xqa_mha_decode_with_kvcache_{width}_{arch}" for width in (64, 128) for arch in ("sm90", "sm120")),
+]
 
 
 # -- against the source --------------------------------------------------------------------------------------------------------
@@ -333,21 +337,21 @@ def _forget_adapters() -> None:
     """They hold the function that they found when they were imported."""
     for name in [name for name in sys.modules if name.startswith("tokenspeed_kernel_nvidia.flashinfer.")]:
         parent, _, last = name.rpartition(".")
-        if not last.startswith("_"):
+        if last.endswith("_device"):
             del sys.modules[name]
             delattr(sys.modules[parent], last)
 
 
 @pytest.fixture
 def specs() -> Iterator[dict[str, KernelSpec]]:
-    """The kernels as the plugin declares them, none of them loaded or found wanting before or afterwards."""
+    """The kernels as the package declares them, none of them loaded or found wanting before or afterwards."""
     registry = KernelRegistry.get()
     installed = _unregister_all(registry)
-    plugin.register()
-    yield {each.name: registry.get_by_name(each.name) for each in DECLARATIONS}
+    tokenspeed_kernel_nvidia.register()
+    yield {spec.name: spec for spec in registry.list_kernels() if spec.solution == "flashinfer"}
     _unregister_all(registry)
     if installed:
-        plugin.register()
+        tokenspeed_kernel_nvidia.register()
 
 
 def _unregister_all(registry: KernelRegistry) -> bool:
@@ -409,25 +413,6 @@ def test_other_machines_are_refused_first(specs: dict[str, KernelSpec]) -> None:
             assert spec.capability.gap(named_platform(platform)).startswith(("needs a device", "needs architecture"))
 
 
-def test_declaring_imports_none_of_it() -> None:
-    code = "import sys; from tokenspeed_kernel_nvidia import plugin; plugin.register(); print(*sys.modules)"
-    paths = (Path(package.__path__[0]).parent for package in (tokenspeed_kernel, tokenspeed_kernel_nvidia))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    ours = {name for name in done.stdout.split() if name.startswith("tokenspeed_kernel_nvidia.flashinfer.")}
-    assert ours == {f"tokenspeed_kernel_nvidia.flashinfer.{name}" for name in ("_package", "_declarations")}
-    assert "flashinfer" not in done.stdout.split()
-
-
-@pytest.mark.parametrize("declaration", DECLARATIONS, ids=lambda each: each.name)
-def test_an_implementation_exists(declaration: Declaration) -> None:
-    module, _, function = declaration.implementation.partition(":")
-    path = Path(tokenspeed_kernel_nvidia.__path__[0]).parent / (module.replace(".", "/") + ".py")
-    defined = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-    parameters = [argument.arg for argument in defined[function].args.args]
-    assert parameters == list(inspect.signature(getattr(tokenspeed_kernel, declaration.mode)).parameters)[: len(parameters)]
-
-
 # -- the adapters over the stand-in --------------------------------------------------------------------------------------------
 
 
@@ -465,7 +450,7 @@ def test_what_is_declared_of_blackwell(operator: str, arguments: dict[str, Any],
 
 def _taking(operator: str, arguments: dict[str, Any]) -> list[str]:
     """Of these kernels, those that a call would be given to."""
-    verdicts = get_operator(f"attention.{operator}").explain(**arguments).verdicts
+    verdicts = getattr(tokenspeed_kernel, operator).explain(**arguments).verdicts
     return [verdict.spec.name for verdict in verdicts if verdict.accepted and verdict.spec.solution == "flashinfer"]
 
 
@@ -477,8 +462,11 @@ def test_what_is_declared_of_hopper() -> None:
         assert _taking("mha_decode_with_kvcache", _decode_arguments(return_lse=True)) == []
 
 
+def test_these_are_declared(specs: dict[str, KernelSpec]) -> None:
+    assert sorted(specs) == sorted(KERNELS)
+
+
 def test_kernels_rank_between_our_own_and_the_portable_ones_and_xqa_on_hopper_below_both(specs: dict[str, KernelSpec]) -> None:
-    assert {name: spec.priority for name, spec in specs.items()} == {each.name: each.priority for each in DECLARATIONS}
     for name, spec in specs.items():
         if "xqa" in name and name.endswith("_sm90"):  # where it was measured
             assert Priority.REFERENCE < spec.priority < Priority.PORTABLE
@@ -540,7 +528,7 @@ def test_extending_runs_where_it_is_asked_for_by_name() -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 def test_the_stand_in_shows_why_extending_is_not_chosen() -> None:
-    from tokenspeed_kernel_nvidia.flashinfer.extend import mha_extend_with_kvcache
+    from tokenspeed_kernel_nvidia.flashinfer.extend_device import mha_extend_with_kvcache
 
     assert mha_extend_with_kvcache(**_extend_arguments(stale=True)).isnan().any()
 
@@ -548,7 +536,7 @@ def test_the_stand_in_shows_why_extending_is_not_chosen() -> None:
 @pytest.mark.usefixtures("flashinfer")
 def test_other_strides() -> None:
     """q is a slice, caches are views of one tensor, the page table lies by columns, out is a slice or lies across."""
-    from tokenspeed_kernel_nvidia.flashinfer.decode import mha_decode_with_kvcache
+    from tokenspeed_kernel_nvidia.flashinfer.decode_device import mha_decode_with_kvcache
 
     arguments = _decode_arguments()
     wanted = tokenspeed_kernel.mha_decode_with_kvcache(**arguments, solution="reference")
@@ -568,8 +556,8 @@ def test_other_strides() -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 def test_caches_are_never_copied() -> None:
-    from tokenspeed_kernel_nvidia.flashinfer.decode import mha_decode_with_kvcache
-    from tokenspeed_kernel_nvidia.flashinfer.extend import mha_extend_with_kvcache
+    from tokenspeed_kernel_nvidia.flashinfer.decode_device import mha_decode_with_kvcache
+    from tokenspeed_kernel_nvidia.flashinfer.extend_device import mha_extend_with_kvcache
 
     for attend, arguments in ((mha_decode_with_kvcache, _decode_arguments()), (mha_extend_with_kvcache, _extend_arguments())):
         k, v = arguments["k_cache"], arguments["v_cache"]
@@ -582,7 +570,7 @@ def test_caches_are_never_copied() -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 def test_nothing_is_read_from_the_device_where_the_host_knows_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenspeed_kernel_nvidia.flashinfer import prefill
+    from tokenspeed_kernel_nvidia.flashinfer import prefill_device as prefill
 
     seen: list[dict[str, Any]] = []
     monkeypatch.setattr(prefill, "_attend", lambda *args, **kwargs: seen.append({**kwargs, "longest": args[5]}))
@@ -647,7 +635,7 @@ def test_memory_of_a_captured_graph(pretended_streams: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("flashinfer")
 def test_offsets_are_not_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenspeed_kernel_nvidia.flashinfer import prefill
+    from tokenspeed_kernel_nvidia.flashinfer import prefill_device as prefill
 
     monkeypatch.setattr(prefill, "capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="must be left out of cu_seqlens"):
@@ -659,7 +647,7 @@ def test_offsets_are_not_made_while_a_graph_is_captured(monkeypatch: pytest.Monk
 
 
 @pytest.mark.nvidia
-@pytest.mark.parametrize("name", [each.name for each in DECLARATIONS])
+@pytest.mark.parametrize("name", KERNELS)
 def test_on_the_device(specs: dict[str, KernelSpec], name: str) -> None:
     device = torch.device("cuda")
     if not torch.cuda.is_available():

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia import _limits, _programs
+from tokenspeed_kernel_nvidia import _programs
 from tokenspeed_kernel_nvidia.sm90.attention import decode, prefill, window
+from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 MODULES = (decode, prefill, window)
 
@@ -31,7 +33,7 @@ def _refuse(handed: tuple[Any, ...]) -> None:
     """What programs do with tensors that bulk copies cannot read or write, and with lengths that lie apart."""
     for tensor in handed:
         if isinstance(tensor, Tensor) and tensor.ndim != 2:  # a page table may have any strides, in decode
-            step = 8 if tensor.dtype in _limits.HALVES else 1
+            step = 8 if tensor.dtype in DTYPES else 1
             *outer, last = tensor.stride()
             if tensor.data_ptr() % (2 * step) or last != 1 or any(stride % step for stride in outer):
                 raise ValueError("refused")
@@ -74,12 +76,12 @@ def _calls(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torc
             paged = {"k_cache": cache, "v_cache": cache.clone(), "page_table": table, "cache_seqlens": lengths, "window_left": left}
             new = {"cu_seqlens_q": offsets, "cu_seqlens_kv": None, "max_seqlen_q": most, "is_causal": True}
             yield module.mha_extend_with_kvcache, {"q": q, **paged, **new, "max_seqlen_k": most}
-            for count in {1, 2, _limits.MOST_ROWS // (heads // kv_heads)}:
+            for count in {1, 2, max(decode.ROWS) // (heads // kv_heads)}:
                 rows = torch.zeros(2 * count, heads, head_dim, dtype=dtype)
                 yield decode.mha_decode_with_kvcache, {"q": rows, **paged, "max_seqlen_k": most, "max_seqlen_q": count}
 
 
-SHAPES = [*itertools.product(_limits.GQA_RATIOS, _limits.HEAD_DIMS, _limits.PAGE_SIZES, _limits.HALVES)]
+SHAPES = [*itertools.product(GQA_RATIOS, HEAD_DIMS, PAGE_SIZES, DTYPES)]
 
 
 def test_what_launchers_ask_for_is_compiled_ahead_of_time(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:

@@ -15,19 +15,20 @@ from typing import Any
 import pytest
 import torch
 
+import tokenspeed_kernel_base
 import tokenspeed_kernel_nvidia
-from tokenspeed_kernel_nvidia import _checks, _limits, _machine, _rows
+from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_nvidia import _machine, _rows, capability
 
 PACKAGE = Path(tokenspeed_kernel_nvidia.__file__).parent
-PAGED = ["mha_decode_with_kvcache", "mha_extend_with_kvcache"]
-FUNCTIONS = [*PAGED, "mha_prefill"]
-PREFILLS = ["mha_extend_with_kvcache", "mha_prefill"]
+FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill"]
 BFLOAT16, INT32 = torch.bfloat16, torch.int32
 
 
 def _python(code: str) -> str:
-    """What a new interpreter prints that finds the package and nothing of ours beside it."""
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    """What a new interpreter prints that finds the package and what it requires."""
+    base = Path(tokenspeed_kernel_base.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (PACKAGE.parent, base)))}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -44,7 +45,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
 def test_importing_a_function_imports_no_compiler() -> None:
     names = ", ".join(FUNCTIONS)
     loaded = _python(f"import sys; from tokenspeed_kernel_nvidia import {names}; print(*sys.modules)").split()
-    assert "tokenspeed_kernel_nvidia.attention" in loaded
+    assert "tokenspeed_kernel_nvidia.sm90.attention.prefill" in loaded
     assert not {"cutlass", "tvm_ffi", "triton", "tokenspeed_kernel"} & set(loaded)
 
 
@@ -56,7 +57,7 @@ def test_public_names() -> None:
         _ = tokenspeed_kernel_nvidia.mha
 
 
-def test_only_the_plugin_imports_the_core() -> None:
+def test_nothing_imports_the_core() -> None:
     importers = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -64,16 +65,59 @@ def test_only_the_plugin_imports_the_core() -> None:
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             if any(name.split(".")[0] == "tokenspeed_kernel" for name in names):
                 importers.add(path.name)
-    assert importers == {"plugin.py"}
+    assert importers == set()
+
+
+def test_every_module_is_scanned_or_device_code() -> None:
+    """So no kernel can be overlooked."""
+    modules = set()
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules.add(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    scanned = _python(
+        "from tokenspeed_kernel_base.discovery import import_modules as f; print(*f('tokenspeed_kernel_nvidia'))"
+    ).split()
+    assert set(scanned) <= modules
+    assert {name for name in modules - set(scanned) if not name.endswith("_device")} == set()
+
+
+def test_scanning_imports_no_compiler_and_no_library() -> None:
+    code = """
+import sys
+from tokenspeed_kernel_base.registry import register_package
+names = [spec.name for spec in register_package("tokenspeed_kernel_nvidia")]
+assert "cutedsl_mha_prefill_64" in names and "flashinfer_mha_prefill_128" in names, names
+print(*sys.modules)
+"""
+    loaded = _python(code).split()
+    assert not {"cutlass", "tvm_ffi", "triton", "flashinfer", "tokenspeed_kernel"} & set(loaded)
+    assert not [name for name in loaded if name.startswith("tokenspeed_kernel_nvidia") and name.endswith("_device")]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_signatures_are_the_operators(name: str) -> None:
+def test_functions_are_the_operators(name: str) -> None:
     core = pytest.importorskip("tokenspeed_kernel")
-    ours = inspect.signature(getattr(tokenspeed_kernel_nvidia, name)).parameters
-    theirs = inspect.signature(getattr(core, name)).parameters
-    parameters = [(p.name, p.default) for p in theirs.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    assert [(p.name, p.default) for p in ours.values()] == parameters
+    ours, theirs = getattr(tokenspeed_kernel_nvidia, name), getattr(core, name)
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    assert ours.__doc__ == theirs.__doc__
+    assert ours.operator is theirs.operator
+
+
+def _edges(path: Path) -> set[str]:
+    """Modules of this package that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PACKAGE.name):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    imports = {name: _edges(path) & files.keys() for name, path in files.items()}
+    while leaves := {name for name, found in imports.items() if not found & imports.keys()}:
+        imports = {name: found for name, found in imports.items() if name not in leaves}
+    assert imports == {}
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------------------
@@ -115,16 +159,30 @@ def test_which_compiler_does(installed: Any, versions: dict[str, str], reason: s
 
 def test_a_missing_compiler_is_named_by_a_call(installed: Any) -> None:
     installed()
-    with pytest.raises(RuntimeError, match=r"^mha_prefill of tokenspeed_kernel_nvidia needs nvidia-cutlass-dsl >= 4\.8, there"):
+    reason = "cutedsl_mha_prefill_64 .*needs nvidia-cutlass-dsl >= 4.8, there is none"
+    with use_platform(named_platform("sm_90")), pytest.raises(RuntimeError, match=reason):
         tokenspeed_kernel_nvidia.mha_prefill(**_arguments("mha_prefill"))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_another_machine_is_named(name: str, installed: Any) -> None:
+@pytest.mark.parametrize(
+    ("platform", "reason"),
+    [
+        ("sm_80", r"needs architecture 9.0 or later, this is 8.0 \(sm_80\)"),
+        ("gfx950", r"needs a device by nvidia, this is amd \(gfx950\)"),
+        ("cpu", r"needs a device by nvidia, this is cpu \(cpu\)"),
+    ],
+)
+def test_another_machine_is_named(name: str, platform: str, reason: str, installed: Any) -> None:
     installed(nvidia_cutlass_dsl="4.8.1", apache_tvm_ffi="0.1.15")
-    this = "these tensors are on cpu" if torch.cuda.is_available() else "this is a machine without a GPU"
-    with pytest.raises(RuntimeError, match=f"^{name} .* runs on sm_90 .*H200.*, {this}"):
+    with use_platform(named_platform(platform)), pytest.raises(RuntimeError, match=f"cutedsl_{name}_64 +platform: {reason}"):
         getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name))
+
+
+def test_requirements_with_one_probe_are_equal() -> None:
+    assert capability.hopper(capability.cutedsl_gap) == capability.CUTEDSL_HOPPER != capability.hopper()
+    assert capability.CUTEDSL_HOPPER.overlaps(capability.hopper(capability.flashinfer_gap))
+    assert not capability.CUTEDSL_HOPPER.overlaps(capability.blackwell(capability.cutedsl_gap))
 
 
 # -- wrong arguments -----------------------------------------------------------------------------------------------------------
@@ -145,154 +203,41 @@ def _arguments(name: str, **changed: Any) -> dict[str, Any]:
     return {**made, **changed}
 
 
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"q": 3}, TypeError, "q must be a tensor, got int"),
-    ({"q": torch.zeros(4, 4, 64)}, TypeError, "q must be a tensor of bfloat16 or float16, got float32"),
-    ({"q": torch.zeros(4, 4, 80, dtype=BFLOAT16)}, ValueError, "head_dim of q must be 64 or 128, got 80"),
-    ({"q": torch.zeros(4, 256, dtype=BFLOAT16)}, ValueError, r"q must be of shape \[tokens, heads, head_dim\] .* got \[4, 256\]"),
-    ({"q": torch.zeros(4, 5, 64, dtype=BFLOAT16)}, ValueError, "heads of q must be 1 .* 16 times kv_heads = 2, got 5"),
-    ({"q": torch.zeros(4, 34, 64, dtype=BFLOAT16)}, ValueError, "heads of q must be 1 .* 16 times kv_heads = 2, got 34"),
-    ({"window_left": -2}, ValueError, "window_left must be at least -1, got -2"),
-    ({"window_left": 1.0}, TypeError, r"window_left must be an int, got 1\.0"),
-    ({"logit_cap": 30.0}, ValueError, r"logit_cap must be 0: these kernels have none, got 30\.0"),
-    ({"softmax_scale": 0.0}, ValueError, r"softmax_scale must be positive and finite, got 0\.0"),
-    ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be positive and finite, got nan"),
-    ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be of shape \[heads\] = \[4\], got \[3\]"),
-    (
-        {"sinks": torch.zeros(4, dtype=INT32)},
-        TypeError,
-        "sinks must be a tensor of bfloat16 or .* or float64, got int32",
-    ),
-    ({"out": torch.zeros(4, 4, 64)}, TypeError, "out must be a tensor of bfloat16, got float32"),
-    ({"out": torch.zeros(4, 4, 32, dtype=BFLOAT16)}, ValueError, r"out must be of shape .* = \[4, 4, 64\], got \[4, 4, 32\]"),
-    ({"out": torch.zeros(4, 4, 64, dtype=BFLOAT16, device="meta")}, ValueError, "out must be on cpu as q, got a tensor on meta"),
-]
-WRONG_PREFILL: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"k": torch.zeros(4, 2, 64)}, TypeError, "k must be a tensor of bfloat16, got float32"),
-    ({"k": torch.zeros(5, 2, 64, dtype=BFLOAT16)}, ValueError, r"k must be of shape .* = \[4, any, 64\], got \[5, 2, 64\]"),
-    ({"v": torch.zeros(4, 2, 128, dtype=BFLOAT16)}, ValueError, r"v must be of shape .* = \[4, 2, 64\], got \[4, 2, 128\]"),
-    ({"cu_seqlens": torch.tensor([0, 4])}, TypeError, "cu_seqlens must be a tensor of int32, got int64"),
-    ({"cu_seqlens": torch.zeros(0, dtype=INT32)}, ValueError, r"cu_seqlens must be of shape \[batch \+ 1\], got \[0\]"),
-    ({"max_seqlen": -1}, ValueError, "max_seqlen must be at least 0, got -1"),
-    ({"window_left": 128}, ValueError, "window_left must be -1 for all, or at most 127, got 128"),
-]
-WRONG_PAGED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"k_cache": torch.zeros(6, 16, 2, 64, dtype=torch.float8_e4m3fn)},
-        TypeError,
-        "k_cache must be a tensor of bfloat16, got float8",
-    ),
-    ({"k_cache": torch.zeros(6, 16, 64, dtype=BFLOAT16)}, ValueError, "k_cache must be of shape"),
-    ({"v_cache": torch.zeros(6, 32, 2, 64, dtype=BFLOAT16)}, ValueError, r"v_cache must be of shape .* = \[6, 16, 2, 64\]"),
-    ({"page_table": torch.zeros(2, 3)}, TypeError, "page_table must be a tensor of int32, got float32"),
-    ({"page_table": torch.zeros(3, 3, dtype=INT32)}, ValueError, r"page_table must be of shape .* = \[2, any\], got \[3, 3\]"),
-    ({"cache_seqlens": torch.zeros(2, dtype=torch.int64)}, TypeError, "cache_seqlens must be a tensor of int32, got int64"),
-    ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least [01], got -1"),
-    ({"max_seqlen_k": 49}, ValueError, "max_seqlen_k must be at most 48, what 3 pages of 16 tokens a sequence hold, got 49"),
-    ({"k_scale": torch.ones(1)}, ValueError, "k_scale must be None: there is no fp8 here"),
-    (
-        {side: torch.zeros(6, 8, 2, 64, dtype=BFLOAT16) for side in ("k_cache", "v_cache")},
-        ValueError,
-        "page_size of k_cache must be 16 or 32 or 64 or 128, got 8",
-    ),
-]
-WRONG_EXTEND: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"cu_seqlens_q": torch.tensor([0, 4], dtype=INT32)}, ValueError, r"cu_seqlens_q must be of shape \[batch \+ 1\] = \[3\]"),
-    ({"is_causal": False, "window_left": 5}, ValueError, "is_causal must be True where there is a window, got False"),
-    ({"window_left": 128}, ValueError, "window_left must be -1 for all, or at most 127, got 128"),
-]
-WRONG_DECODE: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"max_seqlen_q": 1}, ValueError, "q must be of 2 tokens, max_seqlen_q for each length in cache_seqlens, got 4 tokens"),
-    ({"max_seqlen_q": 33}, ValueError, "max_seqlen_q must be at most 32 with 4 heads and 2 kv_heads; mha_extend_with_kvcache"),
-]
-EVERY_WRONG = [
-    *((name, *wrong) for name in FUNCTIONS for wrong in WRONG),
-    *(("mha_prefill", *wrong) for wrong in WRONG_PREFILL),
-    *((name, *wrong) for name in PAGED for wrong in WRONG_PAGED),
-    *(("mha_extend_with_kvcache", *wrong) for wrong in WRONG_EXTEND),
-    *(("mha_decode_with_kvcache", *wrong) for wrong in WRONG_DECODE),
-]
-
-
-@pytest.mark.parametrize(("name", "changed", "error", "message"), EVERY_WRONG, ids=[f"{w[0]}-{w[3][:40]}" for w in EVERY_WRONG])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"q": [1]}, TypeError, "q must be a tensor, got list"),
+        ({"window_left": 1.5}, TypeError, "window_left must be int, got float 1.5"),
+        ({"out": torch.zeros(4, 4, 128, dtype=BFLOAT16)}, ValueError, r"out must have shape \[4, 4, 64\]"),
+    ],
+)
 def test_wrong_arguments(name: str, changed: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"^{name}: {message}"):
+    """The operator's checks, on any machine, before it is asked what it is."""
+    with pytest.raises(error, match=f"^{name}: .*{message}"):
         getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name, **changed))
 
 
-def _refuse(given: dict[str, Any]) -> None:
-    """What programs do with tensors of which others say what they should be like."""
-    q = given["q"]
-    keys, values = (given.get(side, given.get(f"{side}_cache")) for side in ("k", "v"))
-    pairs = [(values, keys), (given["out"], q)]
-    numbers = [given[name] for name in given if "seqlens" in name or name == "page_table"]
-    fit = all(one is None or (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) for one, other in pairs)
-    if not fit or keys.dtype != q.dtype or any(isinstance(one, torch.Tensor) and one.dtype != INT32 for one in numbers):
-        raise ValueError("refused")
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Pretends to be an sm_90, and says what would have been launched."""
-    from tokenspeed_kernel_nvidia import attention
-
-    names: list[str] = []
-
-    def pretend(module: Any, function: str) -> None:
-        parameters = inspect.signature(getattr(module, function)).parameters
-
-        def launch(*arguments: Any) -> None:
-            _refuse(dict(zip(parameters, arguments, strict=True)))
-            names.append(f"{module.__name__.rpartition('.')[2]}.{function}")
-
-        monkeypatch.setattr(module, function, launch)
-
-    for module, functions in ((attention.prefill, PREFILLS), (attention.window, PREFILLS), (attention.decode, PAGED[:1])):
-        for function in functions:
-            pretend(module, function)
-    monkeypatch.setattr(attention, "require_sm90", lambda function, device: None)
-    monkeypatch.setattr(_checks, "_passed", {})
-    return names
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_kernel_is_chosen_by_the_window(name: str, launched: list[str]) -> None:
-    for window_left in (-1, 0, 127):
-        getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name, window_left=window_left))
-    with_window = "decode" if name == "mha_decode_with_kvcache" else "window"
-    without = "decode" if name == "mha_decode_with_kvcache" else "prefill"
-    assert launched == [f"{without}.{name}", f"{with_window}.{name}", f"{with_window}.{name}"]
-
-
-@pytest.mark.parametrize(("name", "changed", "error", "message"), EVERY_WRONG, ids=[f"{w[0]}-{w[3][:40]}" for w in EVERY_WRONG])
-def test_wrong_arguments_after_right_ones(
-    name: str, changed: dict[str, Any], error: type[Exception], message: str, launched: list[str]
-) -> None:
-    """What has been right is not looked at again, and what is wrong is named, however often."""
-    for arguments in (_arguments(name), _arguments(name, window_left=1, softmax_scale=1, logit_cap=0)):
-        getattr(tokenspeed_kernel_nvidia, name)(**arguments)
-    assert len(_checks._passed) == 2
-    for _ in range(2):
-        with pytest.raises(error, match=f"^{name}: {message}"):
-            getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name, **changed))
-    assert len(launched) == len(_checks._passed) == 2
-
-
-def test_ever_new_shapes_do_not_fill_memory(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checks, "_MOST_PASSED", 3)
-    for tokens in range(10):
-        parts = {side: torch.zeros(tokens, 2, 64, dtype=BFLOAT16) for side in ("q", "k", "v")}
-        tokenspeed_kernel_nvidia.mha_prefill(**_arguments("mha_prefill", **parts))
-        assert 1 <= len(_checks._passed) <= 3
-    assert len(launched) == 10
-
-
-def test_ratios_of_heads() -> None:
-    q = torch.zeros(4, 6, 64, dtype=BFLOAT16)
-    with pytest.raises(ValueError, match=r"heads of q must be 1 or 2 or .* or 16 times kv_heads = 2, got 6"):
-        tokenspeed_kernel_nvidia.mha_prefill(**_arguments("mha_prefill", q=q))
-    with pytest.raises(RuntimeError, match="mha_decode_with_kvcache of tokenspeed_kernel_nvidia"):
-        tokenspeed_kernel_nvidia.mha_decode_with_kvcache(**_arguments("mha_decode_with_kvcache", q=q))
+@pytest.mark.parametrize(
+    ("name", "kernel", "changed", "reason"),
+    [
+        ("mha_prefill", "cutedsl_mha_prefill_64", {"window_left": 128}, "traits: "),
+        ("mha_prefill", "cutedsl_mha_prefill_window_64", {"window_left": 128}, "traits: window_left=128 is not at most 127"),
+        (
+            "mha_prefill",
+            "cutedsl_mha_prefill_64",
+            {"q": torch.zeros(4, 6, 64, dtype=BFLOAT16)},
+            "traits: gqa_ratio=3 is not one of",
+        ),
+        ("mha_prefill", "cutedsl_mha_prefill_64", {"logit_cap": 30.0}, "traits: .*logit_cap"),
+        ("mha_extend_with_kvcache", "cutedsl_mha_extend_with_kvcache_window_64", {"window_left": 128}, "traits: "),
+        ("mha_decode_with_kvcache", "cutedsl_mha_decode_with_kvcache_64", {"logit_cap": 30.0}, "traits: .*logit_cap"),
+    ],
+)
+def test_what_no_kernel_declares(name: str, kernel: str, changed: dict[str, Any], reason: str, installed: Any) -> None:
+    installed(nvidia_cutlass_dsl="4.8.1", apache_tvm_ffi="0.1.15")
+    with use_platform(named_platform("sm_90")), pytest.raises(RuntimeError, match=f"{kernel} +{reason}"):
+        getattr(tokenspeed_kernel_nvidia, name)(**_arguments(name, **changed))
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------------
@@ -325,13 +270,3 @@ def test_rows_that_are_copied(layout: str) -> None:
     assert _rows.deliver(written, None) is written
     for other in (tensor[:1], tensor.half(), tensor.to("meta")):
         assert _rows.to_write(other, copied, (5, 12, 64)) is other
-
-
-# -- what is declared ----------------------------------------------------------------------------------------------------------
-
-
-def test_limits_are_those_of_the_kernels() -> None:
-    from tokenspeed_kernel_nvidia.sm90.attention import decode, window
-
-    assert max(decode.ROWS) == _limits.MOST_ROWS
-    assert window.REACH - 1 == _limits.LONGEST_WINDOW

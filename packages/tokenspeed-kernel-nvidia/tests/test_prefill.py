@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia import _limits
-from tokenspeed_kernel_nvidia.sm90.attention import prefill, scratch
-from tokenspeed_kernel_nvidia.sm90.attention.prefill import Config
+from tokenspeed_kernel_nvidia.sm90.attention import prefill
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
+from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.common import scratch
 
 from . import oracle
 from .oracle import Options
@@ -59,21 +60,21 @@ def _extend(
 # -- without a GPU -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", _limits.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_cta_fits_a_multiprocessor(head_dim: int) -> None:
     config = Config("bfloat16", head_dim, 8)
-    rows = 2 * config.block_m + 2 * config.stages * config.block_n + config.block_m  # q, k and v, out
+    rows = config.q_stages * config.block_m + 2 * config.kv_stages * config.block_n + config.block_m  # q, k and v, out
     assert 2 * head_dim * rows + 2048 <= SHARED_MEMORY
     warpgroups = config.block_m // 64
     assert 128 * (warpgroups * config.consumer_registers + config.producer_registers) <= REGISTERS
     assert config.consumer_registers % 8 == config.producer_registers % 8 == 0
 
 
-@pytest.mark.parametrize("group", _limits.GQA_RATIOS)
-@pytest.mark.parametrize("head_dim", _limits.HEAD_DIMS)
-def test_a_tile_holds_as_many_whole_groups_as_fit(head_dim: int, group: int) -> None:
-    config = Config("bfloat16", head_dim, group)
-    assert 0 <= config.block_m - config.positions * group < group
+@pytest.mark.parametrize("gqa_ratio", GQA_RATIOS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_tile_holds_as_many_whole_positions_as_fit(head_dim: int, gqa_ratio: int) -> None:
+    config = Config("bfloat16", head_dim, gqa_ratio)
+    assert 0 <= config.block_m - config.positions * gqa_ratio < gqa_ratio
 
 
 def test_configurations_are_told_apart() -> None:
@@ -100,10 +101,10 @@ def test_lengths_with_wide_heads(sm90: torch.device, lengths: list[int]) -> None
     _prefill(sm90, lengths, WIDE)
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 16])
-@pytest.mark.parametrize("head_dim", _limits.HEAD_DIMS)
-def test_ratios_of_heads(sm90: torch.device, head_dim: int, group: int) -> None:
-    _prefill(sm90, [100, 333, 7], (2 * group, 2, head_dim), FP16, sinks=_sinks(2 * group, sm90, FP16))
+@pytest.mark.parametrize("gqa_ratio", [1, 2, 4, 16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_ratios_of_heads(sm90: torch.device, head_dim: int, gqa_ratio: int) -> None:
+    _prefill(sm90, [100, 333, 7], (2 * gqa_ratio, 2, head_dim), FP16, sinks=_sinks(2 * gqa_ratio, sm90, FP16))
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -119,7 +120,7 @@ def test_thousands_of_sequences(sm90: torch.device) -> None:
     _prefill(sm90, [draw.randint(0, 9) for _ in range(3000)] + [700], sinks=_sinks(64, sm90))
 
 
-@pytest.mark.parametrize("head_dim", _limits.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_scores_that_grow_rescale_the_sums(sm90: torch.device, head_dim: int) -> None:
     """Keys ever longer toward the first one, so that the maximum rises in most blocks."""
     q, k, v = oracle.ragged([900], 16, 2, head_dim, BF16, sm90)
@@ -155,7 +156,7 @@ def test_no_sequences(sm90: torch.device) -> None:
 # -- a paged cache -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", _limits.PAGE_SIZES)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("shape", [GPT_OSS, WIDE], ids=str)
 def test_new_tokens(sm90: torch.device, shape: tuple[int, int, int], page_size: int) -> None:
     _extend(sm90, [5, 64, 0, 300, 1, 0], [70, 64, 33, 1000, 129, 0], page_size, shape, sinks=_sinks(shape[0], sm90))
@@ -165,7 +166,7 @@ def test_new_tokens(sm90: torch.device, shape: tuple[int, int, int], page_size: 
 def test_random_new_tokens(sm90: torch.device, seed: int) -> None:
     draw = random.Random(seed)
     kv_lens = [draw.randint(0, draw.choice((90, 900))) for _ in range(draw.randint(1, 12))]
-    _extend(sm90, [draw.randint(0, kv_len) for kv_len in kv_lens], kv_lens, draw.choice(_limits.PAGE_SIZES))
+    _extend(sm90, [draw.randint(0, kv_len) for kv_len in kv_lens], kv_lens, draw.choice(PAGE_SIZES))
 
 
 def test_both_ways(sm90: torch.device) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia import _limits
 from tokenspeed_kernel_nvidia.sm90.attention import window
+from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS
 
 from . import oracle
 from .oracle import Options
@@ -76,10 +76,10 @@ def test_many_sequences(sm90: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("group", _limits.GQA_RATIOS)
-def test_every_program(sm90: torch.device, group: int, head_dim: int, dtype: torch.dtype) -> None:
-    _prefill(sm90, [200, 3, 131], (2 * group, 2, head_dim), dtype, sinks=_sinks(2 * group, sm90))
-    _extend(sm90, [1, 60, 140, 5], [200, 129, 140, 301], (2 * group, 2, head_dim), 32, dtype, sinks=_sinks(2 * group, sm90))
+@pytest.mark.parametrize("gqa_ratio", GQA_RATIOS)
+def test_every_program(sm90: torch.device, gqa_ratio: int, head_dim: int, dtype: torch.dtype) -> None:
+    _prefill(sm90, [200, 3, 131], (2 * gqa_ratio, 2, head_dim), dtype, sinks=_sinks(2 * gqa_ratio, sm90))
+    _extend(sm90, [1, 60, 140, 5], [200, 129, 140, 301], (2 * gqa_ratio, 2, head_dim), 32, dtype, sinks=_sinks(2 * gqa_ratio, sm90))
 
 
 @pytest.mark.parametrize("window_left", [0, 1, 7, 31, 64, 126])
@@ -204,8 +204,8 @@ def test_kernels_that_overlap(sm90: torch.device) -> None:
 def test_random_configurations(sm90: torch.device) -> None:
     draw = random.Random(1)
     for _ in range(100):
-        group, head_dim, dtype = draw.choice(_limits.GQA_RATIOS), draw.choice((64, 128)), draw.choice(HALVES)
-        shape = (2 * group, 2, head_dim)
+        gqa_ratio, head_dim, dtype = draw.choice(GQA_RATIOS), draw.choice((64, 128)), draw.choice(HALVES)
+        shape = (2 * gqa_ratio, 2, head_dim)
         lengths = [draw.choice((0, 1, draw.randrange(20), draw.randrange(400))) for _ in range(draw.randrange(1, 12))]
         options: dict[str, Any] = {"window_left": draw.choice((127, 127, draw.randrange(128)))}
         if draw.random() < 0.5:

@@ -6,29 +6,12 @@ A new architecture is one more function here, and a folder of its kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from tokenspeed_kernel_amd._machine import triton_gap
 from tokenspeed_kernel_amd.aiter.package import aiter_gap
-from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, PlatformInfo
+from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement
 
 Probe = Callable[[], str | None]
-
-
-@dataclass(frozen=True)
-class ProbedCapability(CapabilityRequirement):
-    """A requirement that also asks what is installed on this machine.
-
-    Attributes:
-        probe: says why this machine cannot run the kernel although the device could, or None where it can. It is asked when the
-            platform fits, reads package metadata only, and imports neither Triton nor AITER.
-    """
-
-    probe: Probe | None = None
-
-    def gap(self, platform: PlatformInfo) -> str | None:
-        found = super().gap(platform)
-        return self.probe() if found is None and self.probe is not None else found
 
 
 def cdna3_to_cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) -> CapabilityRequirement:
@@ -36,14 +19,14 @@ def cdna3_to_cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) 
 
     Args:
         features: names that the platform's features must hold, for example ``"triton"``.
-        probe: see `ProbedCapability`.
+        probe: see `CapabilityRequirement`. It reads package metadata only, and imports neither Triton nor AITER.
     """
-    return ProbedCapability(ArchVersion(9, 4), ArchVersion(9, 5), frozenset(features), frozenset({"amd"}), probe)
+    return CapabilityRequirement(ArchVersion(9, 4), ArchVersion(9, 5), frozenset(features), frozenset({"amd"}), probe)
 
 
 def cdna4(*, features: Iterable[str] = (), probe: Probe | None = None) -> CapabilityRequirement:
     """gfx950: AMD Instinct MI350X and MI355X. Arguments are those of `cdna3_to_cdna4`."""
-    return ProbedCapability(ArchVersion(9, 5), ArchVersion(9, 5), frozenset(features), frozenset({"amd"}), probe)
+    return CapabilityRequirement(ArchVersion(9, 5), ArchVersion(9, 5), frozenset(features), frozenset({"amd"}), probe)
 
 
 # What kernels in Gluon need.

@@ -15,7 +15,7 @@ import importlib.util
 import os
 import platform as _host
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -101,12 +101,16 @@ class CapabilityRequirement:
         min_arch_version, max_arch_version: inclusive bounds. A platform without an architecture version (a CPU) meets none.
         required_features: names that `PlatformInfo.features` must hold.
         vendors: vendors whose devices will do; None for any.
+        probe: says why this machine cannot run the kernel although the device could (what must be installed beside it, for
+            instance), or None where it can. It is asked last, at every selection, so it should remember what it found. Two
+            requirements are equal only if they have the same function here; `overlaps` leaves it out, as any machine may have it.
     """
 
     min_arch_version: ArchVersion | None = None
     max_arch_version: ArchVersion | None = None
     required_features: frozenset[str] = frozenset()
     vendors: frozenset[str] | None = None
+    probe: Callable[[], str | None] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "required_features", frozenset(self.required_features))
@@ -130,7 +134,7 @@ class CapabilityRequirement:
         missing = self.missing_features(platform)
         if missing:
             return f"needs {', '.join(sorted(missing))}, which this platform lacks"
-        return None
+        return None if self.probe is None else self.probe()
 
     def satisfied_by(self, platform: PlatformInfo) -> bool:
         return self.gap(platform) is None

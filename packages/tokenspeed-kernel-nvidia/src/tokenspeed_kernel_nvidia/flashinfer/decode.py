@@ -1,75 +1,61 @@
-"""mha_decode_with_kvcache by ``flashinfer.decode.trtllm_batch_decode_with_kv_cache``.
+"""mha_decode_with_kvcache by FlashInfer: what is declared. The adapter is in ``decode_device``.
 
-On sm_100 and sm_103 that is TensorRT-LLM's generated kernels (``trtllm-gen``), which FlashInfer downloads when they are first used,
-if its package flashinfer-cubin is not there; on sm_90 and sm_120 its XQA kernels, which nvcc compiles when they are first used.
+On sm_100 and sm_103 FlashInfer calls TensorRT-LLM's generated kernels; on sm_90, sm_120 and sm_121 its XQA kernels. The generated
+kernels give a log-sum-exp, but whether a sink is in it is not documented; XQA gives none. Page sizes and ratios of heads are those
+that FlashInfer tests. XQA fills slots behind the end of a sequence with zeros when it loads them.
 """
 
 from __future__ import annotations
 
-import math
+import torch
 
-from torch import Tensor
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_nvidia.capability import blackwell, blackwell_workstation, flashinfer_gap, hopper
 
-from tokenspeed_kernel_nvidia._rows import deliver
-from tokenspeed_kernel_nvidia.flashinfer._memory import alike, counters, lse_for, sinks_of, to_write, workspace
-from tokenspeed_kernel_nvidia.flashinfer._package import load
+_SIGNATURES = format_signatures(("q", "k_cache", "v_cache"), "dense", {torch.bfloat16, torch.float16})
+_ADAPTER = f"{__name__}_device:mha_decode_with_kvcache"
+# On sm_90 XQA is below the portable kernels, which are faster wherever both were measured. On an H200, 64 query and 8 key heads of
+# 64, pages of 64, sinks, in a graph, microseconds: 13.0 where the portable one takes 7.3 (1 x 1024 tokens), 79.4 and 74.3
+# (16 x 8192), 171 and 138 (256 x 1024), 32.4 and 8.7 (64 x 8192 in a window of 128). On sm_120 nothing was measured.
+_XQA_PRIORITY_SM90 = 2
 
-_attend = load("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
-
-
-def mha_decode_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cache_seqlens: Tensor,
-    max_seqlen_k: int,
-    max_seqlen_q: int = 1,
-    window_left: int = -1,
-    logit_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    softmax_scale: float | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`; one new token a sequence, no scales, no cap.
-
-    Never waits for the device. The first call gets the kernel, which takes minutes where nvcc compiles it, and 256 MiB of memory on
-    each stream: make it before a graph is captured.
-
-    Raises:
-        ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.
-        RuntimeError: a graph is captured, and there has been no call on the device before.
-    """
-    written = to_write(out, q, tuple(q.shape))
-    lse = lse_for(q, return_lse)
-    if not q.numel():  # it takes no empty batch
-        out = deliver(written, out)
-        return out if lse is None else (out, lse)
-    _attend(
-        q.contiguous(),
-        alike(k_cache, v_cache),
-        workspace(q.device),
-        page_table.contiguous(),
-        cache_seqlens.contiguous(),
-        max_seqlen_k,
-        # Of the scores; the second is of the output.
-        bmm1_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
-        bmm2_scale=1.0,
-        # Tokens to the left besides the token itself, as here: kernels get one more.
-        window_left=window_left,
-        out=written,
-        sinks=sinks_of(sinks),
-        kv_layout="NHD",  # [pages, page_size, kv_heads, head_dim]
-        lse=lse,
-        return_lse=return_lse,
-        multi_ctas_kv_counter_buffer=counters(q.device, q.shape[0] * q.shape[1]),
-    )
-    # A sequence that only pads the batch has no tokens, and no kernel minds its quotient of zeros.
-    empty = (cache_seqlens <= 0).view(-1, 1)
-    out = deliver(written.masked_fill_(empty.unsqueeze(2), 0), out)
-    # It is a logarithm to base 2.
-    return out if lse is None else (out, lse.mul_(math.log(2)).masked_fill_(empty, -math.inf))
+for _width in (64, 128):
+    for _suffix, _traits in (("", {"return_lse": any}), ("_sinks", {"sinks": {True}})):
+        register_kernel(
+            "attention",
+            "mha_decode_with_kvcache",
+            name=f"flashinfer_mha_decode_with_kvcache_{_width}{_suffix}",
+            solution="flashinfer",
+            capability=blackwell(flashinfer_gap),
+            signatures=_SIGNATURES,
+            traits={
+                "head_dim": _width,
+                "v_head_dim": _width,
+                "page_size": {16, 32, 64},
+                "sliding_window": any,
+                **_traits,
+            },
+            priority=Priority.PERFORMANT,
+        )(_ADAPTER)
+    for _arch, _capability, _priority in (
+        ("sm90", hopper(flashinfer_gap), _XQA_PRIORITY_SM90),
+        ("sm120", blackwell_workstation(flashinfer_gap), Priority.PERFORMANT),
+    ):
+        register_kernel(
+            "attention",
+            "mha_decode_with_kvcache",
+            name=f"flashinfer_xqa_mha_decode_with_kvcache_{_width}_{_arch}",
+            solution="flashinfer",
+            capability=_capability,
+            signatures=_SIGNATURES,
+            traits={
+                "head_dim": _width,
+                "v_head_dim": _width,
+                "page_size": {16, 32, 64, 128},
+                "gqa_ratio": {1, 2, 4, 8, 16},
+                "sliding_window": any,
+                "sinks": any,
+            },
+            priority=_priority,
+        )(_ADAPTER)

@@ -14,86 +14,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia import _limits
+from tokenspeed_kernel_base.registry import Priority, register_kernel
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia.sm90.attention.launching import DTYPES, LOG2_E, launched, sinks_at
-from tokenspeed_kernel_nvidia.sm90.attention.scratch import scratch_of
-
-
-@dataclass(frozen=True)
-class Config:
-    """What changes the code. Figures are of an H200 with 64 query and 8 key heads (32 and 8 at head_dim 128), in TFLOP/s.
-
-    All but short sequences run at the limit of 700 W, with the clock at 1.6 to 1.8 instead of 1.98 GHz, so what costs energy costs
-    time. Lost: one exponential in eight by a polynomial, off the busiest unit (523 instead of 544 at 8192 x 4); warpgroups that do
-    not take turns at the tensor cores (nothing at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4); tiles in turn, to and
-    fro, instead of by a counter (529 instead of 537 at 8192 x 4, 572 instead of 618 at head_dim 128, 8192 x 1).
-
-    Attributes:
-        dtype: of q, k, v and the output.
-        head_dim: 64 or 128.
-        group: query heads a key head. The heads of a group are rows of the same tile.
-        page_size: tokens of a page; 0 where the keys of a sequence lie in a row.
-        section_mib: MiB of keys and values that tiles which run together may read, so that they find them in the L2 cache. With 8
-            there are fewer heads at once: 524 instead of 537 at 8192 x 4.
-        skip: how far, as a power of 2, weights may exceed 1 before sums are rescaled. The shift of the exponents need not be their
-            maximum, and so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
-    """
-
-    dtype: str
-    head_dim: int
-    group: int
-    page_size: int = 0
-    section_mib: int = 24
-    skip: float = 8.0
-
-    @property
-    def block_m(self) -> int:
-        """Rows of a tile, 64 a warpgroup. With head_dim 128 the registers are for two of them."""
-        return 192 if self.head_dim == 64 else 128
-
-    @property
-    def block_n(self) -> int:
-        """Keys of a block. The last one of a tile is half as wide where nobody sees more: 537 instead of 533 at 4096 x 4."""
-        return 128
-
-    @property
-    def positions(self) -> int:
-        """Query positions of a tile. A group that does not divide the rows leaves some unused."""
-        return self.block_m // self.group
-
-    @property
-    def stages(self) -> int:
-        """Blocks of keys, and of values, on their way: what fits beside two tiles of queries and one of output."""
-        return 4 if self.head_dim == 64 else 2
-
-    @property
-    def consumer_registers(self) -> int:
-        """With those of the producer all 65536 of a multiprocessor, or nearly. No program of `every_config` spills."""
-        return 160 if self.head_dim == 64 else 232
-
-    @property
-    def producer_registers(self) -> int:
-        """At head_dim 128 and pages of 16, 24 would spill."""
-        return 32 if self.head_dim == 64 else 40
-
-
-def every_config() -> list[Config]:
-    """All that is served."""
-    return [
-        Config(dtype, head_dim, group, page_size)
-        for dtype in DTYPES.values()
-        for head_dim in _limits.HEAD_DIMS
-        for group in _limits.GQA_RATIOS
-        for page_size in (0, *_limits.PAGE_SIZES)
-    ]
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config, every_config
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, sinks_at
+from tokenspeed_kernel_nvidia.sm90.common.scratch import scratch_of
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -167,8 +100,8 @@ def _launch(
     v: Tensor,
     kv_heads: int,
     page_size: int,
-    starts: Tensor,
-    lengths: Tensor | None,
+    cu_seqlens: Tensor,
+    cache_seqlens: Tensor | None,
     page_table: Tensor | None,
     causal: bool,
     sinks: Tensor | None,
@@ -185,7 +118,32 @@ def _launch(
         sinks, *its = sinks_at(sinks)
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
         others = scratch.counters_at, 0 if lse is None else lse.data_ptr(), *its, scale, causal, processors
-        out = launched(launch, q, k, v, out, (starts, lengths, page_table), others)
+        out = launched(launch, q, k, v, out, (cu_seqlens, cache_seqlens, page_table), others)
     elif out is None:
         out = torch.empty_like(q)
     return out if lse is None else (out, lse)
+
+
+for _head_dim in HEAD_DIMS:
+    register_kernel(
+        "attention",
+        "mha_prefill",
+        name=f"cutedsl_mha_prefill_{_head_dim}",
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures=RAGGED,
+        traits=traits(_head_dim),
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+    )(mha_prefill)
+    register_kernel(
+        "attention",
+        "mha_extend_with_kvcache",
+        name=f"cutedsl_mha_extend_with_kvcache_{_head_dim}",
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures=PAGED,
+        traits=traits(_head_dim, page_size=set(PAGE_SIZES), is_causal=any),
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+    )(mha_extend_with_kvcache)

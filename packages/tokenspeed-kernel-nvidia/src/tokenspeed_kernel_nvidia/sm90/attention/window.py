@@ -5,8 +5,7 @@ visible. Here a tile is 64 rows of one key head, `Config.heads` query heads at `
 product gives all their scores: of the 128 keys before the first position and those of the positions. There is no running maximum
 and nothing is rescaled. An item of work is a block of up to 128 positions, whose tiles share one copy of the keys in shared memory.
 
-What is served (see `_limits`): bfloat16 and float16, head_dim 64 and 128, window_left from 0 to 127, and 1, 2, 4, 8 or 16 query
-heads a key head; a causal mask; caches with pages of a multiple of 16 tokens. Smaller windows than 127 take as long as 127.
+What is served is declared at the end of this file. Smaller windows than 127 take as long as 127.
 
 Times in this file are of one H200: 64 query heads, 8 key heads, head_dim 64, bfloat16, sinks.
 """
@@ -15,107 +14,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_nvidia import _limits
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
-from tokenspeed_kernel_nvidia.sm90.attention.launching import DTYPES, LOG2_E, launched, sinks_at
-
-LANES = 32
-CONSUMERS = 3  # computing warpgroups
-REACH = 128  # keys before a tile's first position that are loaded, from a multiple of 8 on
-SHORT = 17  # queries that 24 positions from a multiple of 8 on hold
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a program is compiled for.
-
-    Attributes:
-        dtype: of q, k, v and the output.
-        head_dim: of q, k and v.
-        group: query heads a key head.
-        paged: whether keys lie in a paged cache.
-        short: for sequences of few queries, of which one item is all: three items' keys are in shared memory at once.
-    """
-
-    dtype: str
-    head_dim: int
-    group: int
-    paged: bool
-    short: bool = False
-
-    @property
-    def heads(self) -> int:
-        """Query heads of a tile. With more than 8, positions would begin between repeats of the swizzle."""
-        return min(self.group, 8)
-
-    @property
-    def positions(self) -> int:
-        """Positions of a tile."""
-        return 64 // self.heads
-
-    @property
-    def rows(self) -> int:
-        """Keys that a stage holds: those of 128 positions, or of 24, which 17 queries may touch.
-
-        With 192, those of 64 positions, 16 sequences of 8192 take 748 us instead of 717: more keys are loaded twice.
-        """
-        return 160 if self.short else 256
-
-    @property
-    def stages(self) -> int:
-        """Items whose keys are in shared memory at once: 65 KiB each at head_dim 64, 41 KiB if short, 130 KiB at head_dim 128."""
-        if self.head_dim == 128:
-            return 1
-        return 3 if self.short else 2
-
-    @property
-    def queries(self) -> int:
-        """Tiles of queries on the way for each computing warpgroup: what shared memory has room for. Two do as well."""
-        return 3 if self.head_dim == 64 else 1
-
-    @property
-    def ahead(self) -> bool:
-        """Whether a tile's scores are begun before the output of the one before is finished: if registers hold both."""
-        return self.head_dim == 64 and self.positions < 64
-
-    @property
-    def box(self) -> int:
-        """Keys of a bulk copy: in a cache, as many as lie together whatever the size of pages."""
-        return 16 if self.paged else 64
-
-    @property
-    def block(self) -> int:
-        """Most positions of an item. The keys of a block may begin 8 before a multiple of 16 in a paged cache."""
-        return (self.rows - REACH - 8 * self.paged) // self.positions * self.positions
-
-    # Three warpgroups of 152 registers and one of 40 are nearly all 65536; with 32 the feeding warps spill.
-    registers: int = 152
-    feeder_registers: int = 40
-
-
-def every_config() -> list[Config]:
-    """All that is served."""
-    return [
-        Config(dtype, head_dim, group, paged, short)
-        for paged in (False, True)
-        for dtype in DTYPES.values()
-        for head_dim in _limits.HEAD_DIMS
-        for group in _limits.GQA_RATIOS
-        for short in ((False, True) if _has_short(head_dim, group, paged) else (False,))
-    ]
-
-
-def _has_short(head_dim: int, group: int, paged: bool) -> bool:
-    """Whether there is a program for short sequences: where tiles have 8 positions, and shared memory has the room."""
-    return paged and head_dim == 64 and group >= 8
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
+from tokenspeed_kernel_nvidia.sm90.attention.window_config import REACH, SHORT, Config, every_config, has_short
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, sinks_at
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -135,11 +48,11 @@ def _plan(
     Args:
         short: whether no sequence has more than SHORT queries.
     """
-    group = heads // kv_heads
-    config = Config(DTYPES[dtype], head_dim, group, paged)
+    gqa_ratio = heads // kv_heads
+    config = Config(DTYPES[dtype], head_dim, gqa_ratio, paged)
     processors = multiprocessors(device)
     even = math.ceil(tokens * kv_heads / processors / config.positions) * config.positions
-    if _has_short(head_dim, group, paged):
+    if has_short(head_dim, gqa_ratio, paged):
         brief = replace(config, short=True)
         if short or even <= brief.block:
             config = brief
@@ -230,3 +143,30 @@ def _launch(
     elif out is None:
         out = torch.empty_like(q)
     return out if lse is None else (out, lse)
+
+
+for _head_dim in HEAD_DIMS:
+    # Only where there is a window, and it is short enough.
+    _windowed = traits(_head_dim, sliding_window={True}, window_left=at_most(REACH - 1))
+    register_kernel(
+        "attention",
+        "mha_prefill",
+        name=f"cutedsl_mha_prefill_window_{_head_dim}",
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures=RAGGED,
+        traits=_windowed,
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+    )(mha_prefill)
+    register_kernel(
+        "attention",
+        "mha_extend_with_kvcache",
+        name=f"cutedsl_mha_extend_with_kvcache_window_{_head_dim}",
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures=PAGED,
+        traits={**_windowed, "page_size": set(PAGE_SIZES), "is_causal": {True}},
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+    )(mha_extend_with_kvcache)

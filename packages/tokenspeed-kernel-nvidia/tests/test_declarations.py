@@ -1,13 +1,8 @@
-"""What the plugin declares to tokenspeed-kernel, and what is selected then. Nothing is launched but where the tests say so."""
+"""What the package declares, and what tokenspeed-kernel selects then. Nothing is launched but where the tests say so."""
 
 from __future__ import annotations
 
-import ast
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +13,9 @@ import tokenspeed_kernel_nvidia
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, Priority
-from tokenspeed_kernel_nvidia import _machine, plugin
+from tokenspeed_kernel_nvidia import _machine
 
-PACKAGE = Path(tokenspeed_kernel_nvidia.__file__).parent
-MODES = sorted({kernel.mode for kernel in plugin._KERNELS.values()})
+MODES = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill"]
 
 
 @pytest.fixture
@@ -32,7 +26,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelRegistry]:
     names = {spec.name for spec in registry.list_kernels()}
     with registry.transaction() as added:
         if "cutedsl_mha_prefill_64" not in names:
-            plugin.register()
+            tokenspeed_kernel_nvidia.register()
     yield registry
     for spec in added:
         registry.unregister(spec.name)
@@ -43,7 +37,7 @@ def chosen(mode: str, case: str, platform: str = "sm_90", **changed: Any) -> str
     op = get_operator(f"attention.{mode}")
     arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))
     with use_platform(named_platform(platform)):
-        return str(op.explain(**{**arguments, **changed}).chosen.name)
+        return str(getattr(tokenspeed_kernel, mode).explain(**{**arguments, **changed}).chosen.name)
 
 
 SERVED = [
@@ -105,33 +99,9 @@ def test_without_a_compiler_it_says_why(registered: KernelRegistry, monkeypatch:
     op = get_operator("attention.mha_prefill")
     arguments = op.complete(op.all_cases()[0].build(torch.device("cpu")))
     with use_platform(named_platform("sm_90")):
-        explained = op.explain(**arguments)
+        explained = tokenspeed_kernel.mha_prefill.explain(**arguments)
     assert not explained.chosen.name.startswith("cutedsl")
     assert "needs nvidia-cutlass-dsl >= 4.8, there is none" in str(explained)
-
-
-def test_declaring_imports_no_kernel() -> None:
-    code = "import sys; from tokenspeed_kernel_nvidia import plugin; plugin.register(); print(*sys.modules)"
-    paths = (PACKAGE.parent, Path(tokenspeed_kernel.__file__).parent.parent)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "TOKENSPEED_KERNEL_DISABLE_PLUGINS": "*",
-    }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    loaded = done.stdout.split()
-    assert not {"cutlass", "tvm_ffi", "triton", "flashinfer"} & set(loaded)
-    assert not any(name.startswith("tokenspeed_kernel_nvidia.sm90") for name in loaded)
-
-
-@pytest.mark.parametrize("kernel", plugin._KERNELS.values(), ids=plugin._KERNELS)
-def test_an_implementation_exists(kernel: Any) -> None:
-    module, _, function = kernel.implementation.partition(":")
-    path = PACKAGE.parent / (module.replace(".", "/") + ".py")
-    functions = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
-    parameters = [argument.arg for argument in functions[function].args.args]
-    assert parameters == list(get_operator(f"attention.{kernel.mode}").names)
 
 
 # -- on the device -------------------------------------------------------------------------------------------------------------

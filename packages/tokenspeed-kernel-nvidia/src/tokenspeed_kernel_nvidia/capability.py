@@ -1,0 +1,53 @@
+"""The machines that the kernels of this package run on, as data: a range of architectures, and what must be installed beside it.
+
+A new architecture is one more function here, and a folder of its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement
+from tokenspeed_kernel_nvidia import _machine
+from tokenspeed_kernel_nvidia.flashinfer import package
+
+Probe = Callable[[], str | None]
+
+
+def between(first: tuple[int, int], last: tuple[int, int], probe: Probe | None = None) -> CapabilityRequirement:
+    """NVIDIA's architectures from one to another.
+
+    Args:
+        first, last: both included, as (major, minor).
+        probe: see `CapabilityRequirement`. It reads package metadata only, and imports neither CuteDSL nor FlashInfer.
+    """
+    return CapabilityRequirement(ArchVersion(*first), ArchVersion(*last), vendors=frozenset({"nvidia"}), probe=probe)
+
+
+def hopper(probe: Probe | None = None) -> CapabilityRequirement:
+    """sm_90: H100, H200."""
+    return between((9, 0), (9, 0), probe)
+
+
+def blackwell(probe: Probe | None = None) -> CapabilityRequirement:
+    """sm_100 and sm_103: B200, B300."""
+    return between((10, 0), (10, 3), probe)
+
+
+def blackwell_workstation(probe: Probe | None = None) -> CapabilityRequirement:
+    """sm_120 and sm_121: RTX PRO 6000, GB10."""
+    return between((12, 0), (12, 1), probe)
+
+
+def cutedsl_gap() -> str | None:
+    """Why the installed CuteDSL does not compile the kernels, or None where it does."""
+    return _machine.dsl_gap()
+
+
+def flashinfer_gap() -> str | None:
+    """Why FlashInfer cannot be used, or None where it can."""
+    return package.gap()
+
+
+# What kernels in CuteDSL for Hopper need.
+CUTEDSL_HOPPER = hopper(cutedsl_gap)

@@ -1,0 +1,75 @@
+"""mha_decode_with_kvcache by ``flashinfer.decode.trtllm_batch_decode_with_kv_cache``.
+
+On sm_100 and sm_103 that is TensorRT-LLM's generated kernels (``trtllm-gen``), which FlashInfer downloads when they are first used,
+if its package flashinfer-cubin is not there; on sm_90 and sm_120 its XQA kernels, which nvcc compiles when they are first used.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from tokenspeed_kernel_nvidia._rows import deliver
+from tokenspeed_kernel_nvidia.flashinfer._memory import alike, counters, lse_for, sinks_of, to_write, workspace
+from tokenspeed_kernel_nvidia.flashinfer.package import load
+
+_attend = load("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
+
+
+def mha_decode_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_k: int,
+    max_seqlen_q: int = 1,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`; one new token a sequence, no scales, no cap.
+
+    Never waits for the device. The first call gets the kernel, which takes minutes where nvcc compiles it, and 256 MiB of memory on
+    each stream: make it before a graph is captured.
+
+    Raises:
+        ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.
+        RuntimeError: a graph is captured, and there has been no call on the device before.
+    """
+    written = to_write(out, q, tuple(q.shape))
+    lse = lse_for(q, return_lse)
+    if not q.numel():  # it takes no empty batch
+        out = deliver(written, out)
+        return out if lse is None else (out, lse)
+    _attend(
+        q.contiguous(),
+        alike(k_cache, v_cache),
+        workspace(q.device),
+        page_table.contiguous(),
+        cache_seqlens.contiguous(),
+        max_seqlen_k,
+        # Of the scores; the second is of the output.
+        bmm1_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
+        bmm2_scale=1.0,
+        # Tokens to the left besides the token itself, as here: kernels get one more.
+        window_left=window_left,
+        out=written,
+        sinks=sinks_of(sinks),
+        kv_layout="NHD",  # [pages, page_size, kv_heads, head_dim]
+        lse=lse,
+        return_lse=return_lse,
+        multi_ctas_kv_counter_buffer=counters(q.device, q.shape[0] * q.shape[1]),
+    )
+    # A sequence that only pads the batch has no tokens, and no kernel minds its quotient of zeros.
+    empty = (cache_seqlens <= 0).view(-1, 1)
+    out = deliver(written.masked_fill_(empty.unsqueeze(2), 0), out)
+    # It is a logarithm to base 2.
+    return out if lse is None else (out, lse.mul_(math.log(2)).masked_fill_(empty, -math.inf))

@@ -1,0 +1,114 @@
+"""What programs of `decode` are compiled for, and which one serves what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+
+CONSUMERS = 4  # warps that compute; one more loads
+SHARED_BYTES = 228 * 1024  # of a multiprocessor
+OTHER_BYTES = 3072  # of a CTA, besides tiles and results: 1024 that the system takes, and 1024 to begin at a multiple of that
+ROWS = (8, 16, 32, 64)  # query rows of a key head that programs are made for
+PIECES = 16  # partial results of a sequence that are merged at once: what registers allow
+# What there is to do. Sequences are divided where little or much is visible of them all together, and not where they are short.
+Work = Literal["little", "much", "short", "many short"]
+SHORT = ("short", "many short")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A program.
+
+    Attributes:
+        dtype: of q, the caches and the output.
+        head_dim: of keys and values.
+        box: keys that one TMA instruction loads, all of one page.
+        rows: query rows of a key head that there is room for: its query heads times the new tokens of a sequence.
+        split: whether sequences are divided among groups.
+        block: keys of a tile.
+        resident: CTAs that share a multiprocessor.
+        heads: key heads of a CTA: one, whose tiles its warps take in turn, or as many as there are warps.
+    """
+
+    dtype: str
+    head_dim: int
+    box: int
+    rows: int
+    split: bool
+    block: int
+    resident: int
+    heads: int = 1
+
+    @property
+    def row_warps(self) -> int:
+        """Warps that share the rows of a tile, each with all its keys: a warp's sums have 64 registers a thread at most."""
+        return max(1, self.rows // (32 if self.head_dim == 64 else 16))
+
+    @property
+    def parts(self) -> int:
+        """Warps with results of the same rows, from different tiles."""
+        return CONSUMERS // self.readers
+
+    @property
+    def readers(self) -> int:
+        """Warps that read a tile."""
+        return self.row_warps * self.heads
+
+    @property
+    def merge_floats(self) -> int:
+        """Shared memory for what warps have found, where they share a key head."""
+        if self.heads > 1:
+            return 4  # nothing, but an array has a size, and this one's a multiple of 16 bytes
+        return self.parts * self.rows * (self.head_dim + 8)
+
+    @property
+    def stage_numbers(self) -> int:
+        """Keys and values of a tile, in numbers."""
+        return 2 * self.heads * self.block * self.head_dim
+
+    @property
+    def stages(self) -> int:
+        """Tiles on their way. A multiple of the parts, so that a warp meets every phase of the barriers that it waits for."""
+        room = SHARED_BYTES // self.resident - OTHER_BYTES - 4 * self.merge_floats
+        return room // (2 * self.stage_numbers) // self.parts * self.parts
+
+
+def config_of(dtype: str, head_dim: int, page_size: int, rows: int, work: Work) -> Config:
+    """The program for some work.
+
+    Figures are microseconds on an H200 of 64 query heads and 8 key heads of dimension 64, in pages of 64, in a CUDA graph with an
+    ordinary kernel between calls. They compare: there were few calls in a graph, whose start is in them.
+    """
+    block, resident, heads = _tile(head_dim, rows, work)
+    return Config(dtype, head_dim, min(block, page_size), rows, work not in SHORT, block, resident, heads)
+
+
+def _tile(head_dim: int, rows: int, work: Work) -> tuple[int, int, int]:
+    """Keys of a tile, CTAs of a multiprocessor, and key heads of a CTA."""
+    if work == "many short" and rows * head_dim <= 2048:  # what registers allow
+        # Windows of 128, beside a key head a CTA: 128 sequences 14.4, 15.8; 512 43.2, 46.3; but 64 back to back 7.9, 6.9.
+        return (32 if head_dim == 64 and rows <= 16 else 16), 2, CONSUMERS
+    if head_dim == 128:
+        return 32, 2, 1  # what registers allow
+    if work in SHORT:
+        return 16, 4 if rows == 8 else 2, 1  # 64 windows of 128: 9.4, with 32 keys 9.9
+    if rows > 16:
+        return 32, 2, 1  # what registers allow
+    # 64 x 1K: 42.9, with 32 keys 46.4, with three CTAs 46.7; 16 x 8K: 74.6, 74.3, 74.3. 1 x 1K: with 16 keys 6.53, with 64 6.74.
+    return 16 if work == "little" else 64, 2, 1
+
+
+def every_config() -> list[Config]:
+    """All that is served."""
+    some = {
+        config_of(dtype, head_dim, page_size, rows, work): None
+        for dtype in DTYPES.values()
+        for head_dim in HEAD_DIMS
+        for rows in ROWS
+        for work in get_args(Work)
+        for page_size in PAGE_SIZES
+    }
+    return list(some)

@@ -1,0 +1,222 @@
+"""The warp of `decode_device` that divides the work and loads tiles, and the one that brings keys to the L2 cache before."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
+
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import (
+    DONE,
+    LEFT,
+    OFFSET,
+    PLANNED,
+    SEQUENCE,
+    SHARE,
+    THREADS,
+    Call,
+    Tiles,
+)
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, nth_to_fill
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, load_int
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, swizzle
+
+AT_ONCE = 8  # lengths that a lane reads together
+AHEAD = 2  # sequences of a CTA whose keys are brought to the L2 cache
+MOST_AHEAD = 256  # keys of each
+
+
+class Loader(Tiles):
+    """The part of the kernel that divides the work and loads."""
+
+    @cute.jit
+    def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
+        """Finds the share of this CTA's group, by one warp.
+
+        All sequences' tiles, one after another, are cut into as many equal ranges as there are groups. A group has a CTA for
+        each key head.
+
+        Args:
+            at_once: how many lengths a lane reads together.
+
+        Returns:
+            The sequence that the range begins in, that sequence's length, the tile there, how many tiles, and how many a range has.
+        """
+        lane = cute.arch.lane_idx()
+        lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))
+        rounds = (call.batch + 32 * at_once - 1) // (32 * at_once)
+        total = Int32(0)
+        # Backwards, as the search below begins with the first.
+        for back in cutlass.range(rounds, unroll=1):
+            total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
+        share = (total + call.groups - 1) // call.groups
+        if const_expr(self.block == 16):  # a tile for each warp
+            share = (share + self.parts - 1) // self.parts * self.parts
+        start = call.group * share
+        before = Int32(0)
+        found = Int32(-1)
+        offset = Int32(0)
+        length = Int32(0)
+        step = Int32(0)
+        while found < 0 and step < rounds and start < total:
+            some = Int32(0)
+            for each in cutlass.range_constexpr(at_once):
+                some += counts[each]
+            ends = some
+            for power in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(ends, 1 << power)
+                ends += cutlass.select_(lane >= (1 << power), other, Int32(0))
+            running = before + ends - some
+            mine = Int32(-1)
+            for each in cutlass.range_constexpr(at_once):
+                if running <= start < running + counts[each]:
+                    mine = (step * 32 + lane) * at_once + each
+                    offset = start - running
+                    length = lengths[each]
+                running += counts[each]
+            found = cute.arch.warp_redux_sync(mine, "max")
+            offset = cute.arch.warp_redux_sync(offset, "max")
+            length = cute.arch.warp_redux_sync(length, "max")
+            before += cute.arch.shuffle_sync(ends, 31)
+            step += 1
+            if found < 0 and step < rounds:
+                self.tiles_of(call, step, at_once, lengths, counts)
+        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(share, total - start), 0), share
+
+    @cute.jit
+    def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
+        """A lane's next sequences: their lengths and tiles. Returns how many tiles there are together."""
+        some = Int32(0)
+        for each in cutlass.range_constexpr(at_once):
+            sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
+            lengths[each] = self.length_of(call, sequence)
+            _, _, count = self.visible(call, lengths[each])
+            counts[each] = cutlass.select_(sequence < call.batch, count, Int32(0))
+            some += counts[each]
+        return some
+
+    @cute.jit
+    def load(self, call: Call, k: Tma, v: Tma):
+        """Fills the ring of tiles. Lengths and numbers of pages are read a sequence ahead."""
+        lane = cute.arch.lane_idx()
+        shift = call.page_shift
+        step = Int32(1)
+        if const_expr(self.config.split):
+            sequence, length, offset, left, share = [Int32(0)] * 5
+            if call.batch <= 32:  # less code, and that is what takes time here
+                sequence, length, offset, left, share = self.divide(call, 1)
+            else:
+                sequence, length, offset, left, share = self.divide(call, AT_ONCE)
+        else:
+            sequence, offset, share, step = call.group, Int32(0), Int32(0), call.groups
+            length = self.length_of(call, sequence)
+            left = (call.batch - call.group + call.groups - 1) // call.groups
+        if lane == 0:
+            call.plan[SEQUENCE] = sequence
+            call.plan[OFFSET] = offset
+            call.plan[LEFT] = left
+            call.plan[DONE] = Int32(0)
+            call.plan[SHARE] = share
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=THREADS)
+        k_to, k_from = self.partition(call, k, 0)
+        v_to, v_from = self.partition(call, v, self.config.stage_numbers // 2)
+
+        box_bytes = 4 * self.heads * self.box * self.head_dim
+        index = Int32(0)  # of a tile, among all of this CTA
+        next_length = self.length_of(call, sequence + step)
+        begin, first, count = self.visible(call, length)
+        first += offset
+        count -= offset
+        # `pages`, one a lane, are those from `first_page` of the sequence on.
+        first_page = (first * self.block) >> shift
+        pages = self.pages_from(call, sequence, first_page, length)
+        while left > 0:
+            later_length = self.length_of(call, sequence + 2 * step)
+            next_begin, next_first, next_count = self.visible(call, next_length)
+            next_page = (next_first * self.block) >> shift
+            next_pages = self.pages_from(call, sequence + step, next_page, next_length)
+            if const_expr(self.config.split):
+                count = cutlass.min(count, left)
+                left -= count
+            else:
+                left -= 1
+            for tile in cutlass.range(count, unroll=1):
+                start = (first + tile) * self.block
+                if (start + self.block - 1) >> shift >= first_page + 32:
+                    first_page = start >> shift
+                    pages = self.pages_from(call, sequence, first_page, length)
+                first_box = cutlass.max(begin - start, 0) // self.box
+                after_box = cutlass.max(cutlass.min((length - start + self.box - 1) // self.box, self.boxes), first_box)
+                at = nth_to_fill(index, self.stages)
+                call.pipe.acquire(at)
+                if lane == 0:
+                    call.pipe.commit(at, (after_box - first_box) * box_bytes)
+                for each in cutlass.range_constexpr(self.boxes):
+                    position = start + each * self.box
+                    page = cute.arch.shuffle_sync(pages, (position >> shift) - first_page)
+                    slot = (position - (position >> shift << shift)) // self.box
+                    if first_box <= each < after_box:
+                        for panel in cutlass.range_constexpr(self.panels):
+                            full = call.pipe.full.of(at)
+                            cute.copy(k.atom, k_from[None, slot, panel, page], k_to[None, each, panel, at.stage], tma_bar_ptr=full)
+                            cute.copy(v.atom, v_from[None, slot, panel, page], v_to[None, each, panel, at.stage], tma_bar_ptr=full)
+                index += 1
+            sequence += step
+            length, begin, first, count, first_page, pages = next_length, next_begin, next_first, next_count, next_page, next_pages
+            next_length = later_length
+
+    @cute.jit
+    def prefetch_l2(self, call: Call, begun: Barriers, k: Tma, v: Tma):
+        """Brings what this CTA will probably load first to the L2 cache, until the kernel before has ended.
+
+        That kernel may be writing all that is read here, so what is found is good for guesses only. Whatever numbers of pages are
+        found, the copy engine leaves out what is not in the cache.
+        """
+        shift = call.page_shift
+        _, k_from = self.partition(call, k, 0)
+        _, v_from = self.partition(call, v, 0)
+        sequence = call.group
+        while sequence < call.batch and sequence < AHEAD * call.groups:
+            length = self.length_of(call, sequence, True)
+            begin, first, count = self.visible(call, length)
+            first_page = (first * self.block) >> shift
+            pages = self.pages_from(call, sequence, first_page, length, True)
+            boxes = cutlass.min(count, MOST_AHEAD // self.block) * self.boxes
+            box = Int32(0)
+            while box < boxes and not any_lane(begun.poll(first_to_read())):
+                position = first * self.block + box * self.box
+                page = cute.arch.shuffle_sync(pages, (position >> shift) - first_page)
+                slot = (position - (position >> shift << shift)) // self.box
+                if position + self.box > begin and position < length:
+                    for panel in cutlass.range_constexpr(self.panels):
+                        cute.prefetch(k.atom, k_from[None, slot, panel, page])
+                        cute.prefetch(v.atom, v_from[None, slot, panel, page])
+                box += 1
+            sequence += call.groups
+
+    @cute.jit
+    def pages_from(self, call: Call, sequence: Int32, first_page: Int32, length: Int32, early: cutlass.Constexpr[bool] = False):
+        """The numbers of 32 pages of a sequence, one a lane. Entries beyond its length are not read."""
+        page = Int32(0)
+        at = first_page + cute.arch.lane_idx()
+        if at << call.page_shift < length:
+            table = call.page_table
+            place = Int64(cutlass.min(sequence, call.batch - 1)) * table.sequence + Int64(at) * table.page
+            page = load_int(table.address + place * 4, early)
+        return page
+
+    @cute.jit
+    def partition(self, call: Call, kv: Tma, first: cutlass.Constexpr[int]):
+        """Boxes in the ring, whose tiles begin ``first`` elements into a stage, and boxes of this CTA's key heads in a cache."""
+        row = self.heads * PANEL
+        layout = cute.make_layout(
+            (self.box, PANEL, self.heads, self.boxes, self.panels, self.stages),
+            stride=(PANEL, 1, self.box * PANEL, self.box * row, self.block * row, self.config.stage_numbers),
+        )
+        tiles = cute.recast_ptr(call.tiles, swizzle_=swizzle(), dtype=self.dtype) + first
+        source = cute.local_tile(kv.tensor, (self.box, PANEL, self.heads), (None, None, call.kv_head // self.heads, None))
+        target = cute.group_modes(cute.make_tensor(tiles, layout), 0, 3)
+        return cpasync.tma_partition(kv.atom, 0, cute.make_layout(1), target, cute.group_modes(source, 0, 3))

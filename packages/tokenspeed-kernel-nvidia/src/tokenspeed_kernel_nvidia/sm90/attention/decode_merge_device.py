@@ -1,0 +1,227 @@
+"""What `decode_device` makes of the sums that warps and CTAs have: the output.
+
+A warp's sums of a row are its running maximum, its sum of exponentials, and its accumulator. Sums of the same row, of other keys,
+are merged by scaling all to the largest maximum.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, PIECES
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import BEFORE, DONE, LEFT, OFFSET, SEQUENCE, SHARE, Call, Tiles
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+    load_floats,
+    opt_barrier,
+    pack,
+    quad_sum,
+    store_floats,
+    store_words,
+)
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2, LOWEST, exp2, raise_to
+
+MERGERS = 32 * CONSUMERS  # threads
+MERGE = 2  # their named barrier
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A warp's sums: of each of its tiles of 16 rows, a lane's one or two rows.
+
+    Attributes:
+        acc: ``[tile, 8 columns, element]``, see `registers_device`.
+        row_max, row_sum: ``[tile, row]``; sums of this lane's columns only.
+    """
+
+    acc: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+
+
+class Merger(Tiles):
+    """The part of the kernel that makes the output."""
+
+    # -- of one warp -------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def write_sums(self, call: Call, sequence: Int32, kv_head: Int32, sums: Sums, sinks: cute.Tensor):
+        """Writes the output of a sequence and a key head from one warp's sums."""
+        lane = cute.arch.lane_idx()
+        for tile in cutlass.range_constexpr(self.tiles):
+            for r in cutlass.range_constexpr(self.used):
+                row_sum = quad_sum(sums.row_sum[tile, r])
+                factor, logarithm = self.normalise(sums.row_max[tile, r] * call.scale, row_sum, sinks[tile, r])
+                row = lane // 4 + tile * 16 + r * 8
+                token = row // call.gqa_ratio
+                q_head = kv_head * call.gqa_ratio + row - token * call.gqa_ratio
+                if token < call.q_len:
+                    to = call.out.at(sequence * call.q_len + token, q_head) + lane % 4 * 4
+                    for column in cutlass.range_constexpr(self.head_dim // 8):
+                        even, odd = sums.acc[tile, column, 2 * r] * factor, sums.acc[tile, column, 2 * r + 1] * factor
+                        store_words(to + column * 16, [pack(self.dtype, even, odd)])
+                    if call.lse != 0 and lane % 4 == 0:
+                        self.write_lse(call, sequence, token, q_head, logarithm)
+
+    # -- of the warps of a CTA ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def share_sums(self, call: Call, sums: Sums):
+        """Puts a warp's sums where all warps find them."""
+        thread, _, _ = cute.arch.thread_idx()
+        thread = opt_barrier(thread)
+        lane = thread % 32
+        warp = thread // 32
+        first_row = warp % self.parts * self.rows + warp // self.parts * (16 * self.tiles)
+        for tile in cutlass.range_constexpr(self.tiles):
+            for r in cutlass.range_constexpr(self.used):
+                row_sum = quad_sum(sums.row_sum[tile, r])
+                row = first_row + tile * 16 + r * 8 + lane // 4
+                if lane % 4 == 0:
+                    store_floats("shared", call.sums.toint() + row * 8, [sums.row_max[tile, r] * call.scale, row_sum])
+                to = call.results.toint() + (row * self.width + lane % 4 * 2) * 4
+                for column in cutlass.range_constexpr(self.head_dim // 8):
+                    pair = [sums.acc[tile, column, 2 * r], sums.acc[tile, column, 2 * r + 1]]
+                    store_floats("shared", to + column * 32, pair)
+
+    @cute.jit
+    def merge_warps(self, call: Call):
+        """Merges what the warps have of a sequence, and leaves it as the output, or as a piece that the last CTA merges."""
+        thread, _, _ = cute.arch.thread_idx()
+        thread = opt_barrier(thread)
+        sequence, offset, left, done = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[LEFT], call.plan[DONE]
+        _, _, whole = self.visible(call, self.length_of(call, sequence))
+        # Now all have put down their sums, and know where they are, which is changed below.
+        cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
+        first_group = call.group
+        pieces = Int32(1)
+        if const_expr(self.config.split):
+            share = call.plan[SHARE]
+            start = call.group * share + done - offset  # of the sequence
+            first_group = start // share
+            pieces = (start + whole - 1) // share - first_group + 1
+        for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
+            index = item * MERGERS + thread
+            row = index // self.fours
+            column = index % self.fours * 4
+            sums = [load_floats("shared", call.sums.toint() + (each * self.rows + row) * 8, 2) for each in range(self.parts)]
+            row_max = sums[0][0]
+            for each in cutlass.range_constexpr(1, self.parts):
+                row_max = cute.arch.fmax(row_max, sums[each][0])
+            row_sum = Float32(0.0)
+            merged = [Float32(0.0)] * 4
+            for each in cutlass.range_constexpr(self.parts):
+                weight = exp2(sums[each][0] - row_max)
+                row_sum += weight * sums[each][1]
+                result = load_floats("shared", call.results.toint() + ((each * self.rows + row) * self.width + column) * 4, 4)
+                merged = [merged[place] + weight * result[place] for place in range(4)]
+            if row < call.gqa_ratio * call.q_len:
+                if pieces > 1:
+                    sums_at, results_at = self.piece(call, call.group, offset == 0, row)
+                    store_floats("global", results_at + column * 4, merged)
+                    if column == 0:
+                        store_floats("global", sums_at, [row_max, row_sum])
+                else:
+                    self.write(call, sequence, row, column, row_max, row_sum, merged)
+        if const_expr(self.config.split):
+            self.join(call, sequence, first_group, pieces)
+        if thread == 0:
+            if const_expr(self.config.split):
+                count = cutlass.min(whole - offset, left)
+                call.plan[SEQUENCE] = sequence + 1
+                call.plan[LEFT] = left - count
+                call.plan[DONE] = done + count
+            else:
+                call.plan[SEQUENCE] = sequence + call.groups
+                call.plan[LEFT] = left - 1
+                call.plan[DONE] = done + whole
+            call.plan[OFFSET] = Int32(0)
+        cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
+
+    # -- of several CTAs ---------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def join(self, call: Call, sequence: Int32, first_group: Int32, pieces: Int32):
+        """Counts the pieces of a sequence, if it has several, and merges them if this was the last.
+
+        A group begins one such sequence at most, whose counter is the group's.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        if pieces > 1:
+            cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
+            if thread == 0:
+                counter = cute.make_ptr(Int32, call.counters, cute.AddressSpace.gmem) + (first_group * call.kv_heads + call.kv_head)
+                before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+                call.plan[BEFORE] = before
+                if before == pieces - 1:
+                    counter[0] = Int32(0)
+            cute.arch.barrier(barrier_id=MERGE, number_of_threads=MERGERS)
+            if call.plan[BEFORE] == pieces - 1:
+                self.merge_pieces(call, sequence, first_group, pieces)
+
+    @cute.jit
+    def merge_pieces(self, call: Call, sequence: Int32, first_group: Int32, pieces: Int32):
+        """Merges the pieces of a sequence, in their order."""
+        thread, _, _ = cute.arch.thread_idx()
+        thread = opt_barrier(thread)
+        for item in cutlass.range((self.rows * self.fours + MERGERS - 1) // MERGERS, unroll=1):
+            index = item * MERGERS + thread
+            row = index // self.fours
+            column = index % self.fours * 4
+            if row < call.gqa_ratio * call.q_len:
+                row_max = Float32(LOWEST)
+                row_sum = Float32(0.0)
+                merged = cute.make_rmem_tensor((4,), Float32)
+                merged.fill(0.0)
+                for begin in cutlass.range(0, pieces, PIECES, unroll=1):
+                    sums = []
+                    results = []
+                    for each in cutlass.range_constexpr(PIECES):
+                        piece = cutlass.min(begin + each, pieces - 1)
+                        sums_at, results_at = self.piece(call, first_group + piece, piece == 0, row)
+                        sums.append(load_floats("global.cg", sums_at, 2))
+                        results.append(load_floats("global.cg", results_at + column * 4, 4))
+                    raised = row_max
+                    for each in cutlass.range_constexpr(PIECES):
+                        raised = cute.arch.fmax(raised, sums[each][0])
+                    decay = exp2(row_max - raised)
+                    row_sum *= decay
+                    for place in cutlass.range_constexpr(4):
+                        merged[place] *= decay
+                    for each in cutlass.range_constexpr(PIECES):
+                        weight = cutlass.select_(begin + each < pieces, exp2(sums[each][0] - raised), Float32(0.0))
+                        row_sum += weight * sums[each][1]
+                        for place in cutlass.range_constexpr(4):
+                            merged[place] += weight * results[each][place]
+                    row_max = raised
+                self.write(call, sequence, row, column, row_max, row_sum, [merged[place] for place in range(4)])
+
+    # -- output ------------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def write(self, call: Call, sequence: Int32, row: Int32, column: Int32, row_max: Float32, row_sum: Float32, merged: Any):
+        """Adds the sink, divides, and stores four numbers of a row of the output."""
+        token = row // call.gqa_ratio
+        q_head = call.kv_head * call.gqa_ratio + row - token * call.gqa_ratio
+        factor, logarithm = self.normalise(row_max, row_sum, call.sink_values[row])
+        to = call.out.at(sequence * call.q_len + token, q_head) + column * 2
+        store_words(to, [pack(self.dtype, merged[at] * factor, merged[at + 1] * factor) for at in (0, 2)])
+        if call.lse != 0 and column == 0:
+            self.write_lse(call, sequence, token, q_head, logarithm)
+
+    @cute.jit
+    def normalise(self, row_max: Float32, row_sum: Float32, sink: Float32):
+        """What a row's accumulator is multiplied by, its sink included, and the logarithm of what it is divided by."""
+        raised, decay = raise_to(row_max, sink)
+        total = row_sum * decay + exp2(sink - raised)
+        return cutlass.select_(total == 0.0, Float32(0.0), decay / total), (raised + cute.math.log2(total)) * LN2
+
+    @cute.jit
+    def write_lse(self, call: Call, sequence: Int32, token: Int32, q_head: Int32, logarithm: Float32):
+        place = (Int64(sequence) * call.q_len + token) * (call.kv_heads * call.gqa_ratio) + q_head
+        cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)[place] = logarithm

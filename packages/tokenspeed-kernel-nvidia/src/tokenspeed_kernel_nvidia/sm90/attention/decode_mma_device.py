@@ -1,0 +1,298 @@
+"""The warps of `decode_device` that compute: the attention of a warp's rows to its tiles of keys and values."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, Uint32, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.decode_merge_device import Merger, Sums
+from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import DONE, LEFT, OFFSET, PLANNED, SEQUENCE, THREADS, Call
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import nth_to_read
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+    any_lane,
+    ldmatrix,
+    load_word,
+    mma_m16n8k16,
+    opt_barrier,
+    pack,
+    quad_max,
+    store_floats,
+)
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2
+
+LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
+
+
+class Consumers(Merger):
+    """The part of the kernel that computes."""
+
+    @cute.jit
+    def consume(self, call: Call):
+        """Computes the tiles that the loading warp brings."""
+        thread, _, _ = cute.arch.thread_idx()
+        queries = cute.make_rmem_tensor((self.tiles, self.head_dim // 16, 4), Uint32)
+        sums = Sums(
+            cute.make_rmem_tensor((self.tiles, self.head_dim // 8, 2 * self.used), Float32),
+            cute.make_rmem_tensor((self.tiles, self.used), Float32),
+            cute.make_rmem_tensor((self.tiles, self.used), Float32),
+        )
+        if const_expr(self.heads > 1):
+            self.consume_heads(call, thread // 32, queries, sums)
+        else:
+            self.consume_tiles(call, thread, queries, sums)
+
+    @cute.jit
+    def consume_tiles(self, call: Call, thread: Int32, queries: cute.Tensor, sums: Sums):
+        """All warps for one key head: they take its tiles in turn, and their results meet at the end of a sequence."""
+        first_row = thread // 32 // self.parts * (16 * self.tiles)
+        sink = -Float32.inf
+        if thread < self.rows:
+            sink = call.sinks.load(call.kv_head * call.gqa_ratio + thread % call.gqa_ratio)
+        cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
+        if thread < self.rows:
+            call.sink_values[thread] = sink
+        while call.plan[LEFT] > 0:
+            sequence, offset, done = call.plan[SEQUENCE], call.plan[OFFSET], call.plan[DONE]
+            length = self.length_of(call, sequence)
+            begin, first, count = self.visible(call, length)
+            count -= offset
+            if const_expr(self.config.split):
+                count = cutlass.min(count, call.plan[LEFT])
+            self.load_queries(call, sequence, call.kv_head, first_row, queries, sums)
+            # The next of this warp's tiles. Remainders have the sign of what was divided.
+            turn = (opt_barrier(thread) // 32 % self.parts - done % self.parts + self.parts) % self.parts
+            index = done + cute.arch.make_warp_uniform(turn)
+            self.walk(call, Int32(0), index, done + count, first + offset - done, length, begin, first_row, queries, sums)
+            self.share_sums(call, sums)
+            self.merge_warps(call)
+
+    @cute.jit
+    def consume_heads(self, call: Call, warp: Int32, queries: cute.Tensor, sums: Sums):
+        """A key head for each warp, which has all tiles: no result of another warp is waited for."""
+        kv_head = call.kv_head + warp
+        sinks = cute.make_rmem_tensor((self.tiles, self.used), Float32)
+        for tile in cutlass.range_constexpr(self.tiles):
+            for r in cutlass.range_constexpr(self.used):
+                row = cute.arch.lane_idx() // 4 + tile * 16 + r * 8
+                sinks[tile, r] = call.sinks.load(kv_head * call.gqa_ratio + row % call.gqa_ratio)
+        cute.arch.barrier(barrier_id=PLANNED, number_of_threads=THREADS)
+        sequence, index = call.group, Int32(0)
+        while sequence < call.batch:
+            length = self.length_of(call, sequence)
+            begin, first, count = self.visible(call, length)
+            self.load_queries(call, sequence, kv_head, Int32(0), queries, sums)
+            tiles_at = warp * (self.box * 128)
+            self.walk(call, tiles_at, index, index + count, first - index, length, begin, Int32(0), queries, sums)
+            self.write_sums(call, sequence, kv_head, sums, sinks)
+            index += count
+            sequence += call.groups
+
+    @cute.jit
+    def load_queries(self, call: Call, sequence: Int32, kv_head: Int32, first_row: Int32, queries: cute.Tensor, sums: Sums):
+        """Loads the queries of a warp's rows, and begins their sums."""
+        lane = cute.arch.lane_idx()
+        own_row = opt_barrier(first_row + lane // 4)
+        for tile in cutlass.range_constexpr(self.tiles):
+            for r in cutlass.range_constexpr(2):
+                for each in cutlass.range_constexpr(self.head_dim // 8):
+                    queries[tile, each // 2, each % 2 * 2 + r] = Uint32(0)
+                if const_expr(r < self.used):
+                    row = own_row + tile * 16 + r * 8
+                    token = row // call.gqa_ratio
+                    sums.row_max[tile, r] = Float32(LOWEST)
+                    sums.row_sum[tile, r] = Float32(0.0)
+                    if token < call.q_len:
+                        q_head = kv_head * call.gqa_ratio + row - token * call.gqa_ratio
+                        source = call.q.at(sequence * call.q_len + token, q_head)
+                        for each in cutlass.range_constexpr(self.head_dim // 8):
+                            queries[tile, each // 2, each % 2 * 2 + r] = load_word(source + (each * 16 + lane % 4 * 4))
+            for column in cutlass.range_constexpr(self.head_dim // 8):
+                for each in cutlass.range_constexpr(2 * self.used):
+                    sums.acc[tile, column, each] = Float32(0.0)
+
+    @cute.jit
+    def walk(
+        self,
+        call: Call,
+        tiles_at: Int32,
+        index: Int32,
+        end: Int32,
+        shift: Int32,
+        length: Int32,
+        begin: Int32,
+        first_row: Int32,
+        queries: cute.Tensor,
+        sums: Sums,
+    ):
+        """Takes a warp's tiles of a sequence, the ``index``-th of the CTA and later ones, into its sums.
+
+        Args:
+            tiles_at: where its tiles begin in a stage, in bytes.
+            shift: from a tile's index to its number in the sequence.
+            length, begin: the sequence's length, and the first position that a query sees.
+        """
+        while index < end:
+            at = nth_to_read(index, self.stages)
+            call.pipe.wait(at)
+            tile_at = call.tiles.toint() + tiles_at + at.stage * (2 * self.config.stage_numbers)
+            self.attend(call, tile_at, (index + shift) * self.block, length, begin, first_row, queries, sums)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                call.pipe.empty.arrive(at)
+            index += self.parts
+
+    # -- one tile --------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def attend(
+        self,
+        call: Call,
+        tile_at: Int32,
+        start: Int32,
+        length: Int32,
+        begin: Int32,
+        first_row: Int32,
+        queries: cute.Tensor,
+        sums: Sums,
+    ):
+        """Takes one tile of keys and values, from position ``start`` on, into a warp's sums."""
+        panel_bytes = self.heads * self.block * 128
+        values_at = tile_at + panel_bytes * self.panels
+        # Slots that hold no token may hold NaN, and 0 * NaN is not 0.
+        if start < begin or start + self.block > length:
+            self.clear_values(values_at, start, length, begin)
+        scores = self.qk_mma(tile_at, queries)
+        windowed = call.window_left >= 0
+        if start + self.block > length - call.q_len + 1 or (windowed and start < length - 1 - call.window_left):
+            self.mask(call, scores, start, length, first_row, windowed)
+        probs = self.softmax_step(call, scores, sums)
+        self.pv_mma(values_at, probs, sums)
+
+    def row_at(self, row: int | Int32) -> int | Int32:
+        """Where a row of a tile is, in bytes: a box holds some rows of a head, then those of the next head of the CTA."""
+        return row // self.box * (self.heads * self.box * 128) + row % self.box * 128
+
+    @cute.jit
+    def clear_values(self, values_at: Int32, start: Int32, length: Int32, begin: Int32):
+        """Writes zeros to the values of positions that no query sees."""
+        lane = cute.arch.lane_idx()
+        for each in cutlass.range_constexpr((self.block * self.panels + 31) // 32):
+            row = each * 32 + lane
+            position = start + row % self.block
+            if row < self.block * self.panels and (position < begin or position >= length):
+                for piece in cutlass.range_constexpr(8):
+                    at = row // self.block * (self.heads * self.block * 128) + self.row_at(row % self.block)
+                    store_floats("shared", values_at + at + piece * 16, [Float32(0.0)] * 4)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def qk_mma(self, tile_at: Int32, queries: cute.Tensor):
+        """Scores of a warp's rows and a tile's keys: ``[tile of rows, 8 keys, element]``."""
+        lane = cute.arch.lane_idx()
+        lane_row = lane % 8
+        lane_matrix = lane // 8
+        keys = self.block // 8
+        scores = cute.make_rmem_tensor((self.tiles, keys, 4), Float32)
+        for key in cutlass.range_constexpr(keys):
+            products = [[Float32(0.0)] * 4 for _ in range(self.tiles)]
+            for chunk in cutlass.range_constexpr(0, self.head_dim // 8, 4):
+                b = ldmatrix(
+                    tile_at + lane_row * 128 + ((lane_matrix ^ lane_row) * 16 ^ (chunk % 8 * 16))
+                    + (self.row_at(key * 8) + chunk // 8 * (self.heads * self.block * 128)),
+                    False,
+                )  # fmt: skip
+                for tile in cutlass.range_constexpr(self.tiles):
+                    for half in cutlass.range_constexpr(2):
+                        a = [queries[tile, chunk // 2 + half, each] for each in range(4)]
+                        products[tile] = mma_m16n8k16(self.dtype, products[tile], a, b[2 * half : 2 * half + 2])
+            for tile in cutlass.range_constexpr(self.tiles):
+                for each in cutlass.range_constexpr(4):
+                    scores[tile, key, each] = products[tile][each]
+        return scores
+
+    @cute.jit
+    def mask(self, call: Call, scores: cute.Tensor, start: Int32, length: Int32, first_row: Int32, windowed: cutlass.Boolean):
+        """Hides keys behind a query's position, and before its window."""
+        lane = cute.arch.lane_idx()
+        own_row = opt_barrier(first_row + lane // 4)
+        for tile in cutlass.range_constexpr(self.tiles):
+            for r in cutlass.range_constexpr(self.used):
+                end = length - call.q_len + (own_row + tile * 16 + r * 8) // call.gqa_ratio + 1
+                begin = cutlass.select_(windowed, end - 1 - call.window_left, Int32(0))
+                for key in cutlass.range_constexpr(self.block // 8):
+                    for each in cutlass.range_constexpr(2):
+                        position = start + key * 8 + lane % 4 * 2 + each
+                        if position < begin or position >= end:
+                            scores[tile, key, 2 * r + each] = -Float32.inf
+
+    @cute.jit
+    def softmax_step(self, call: Call, scores: cute.Tensor, sums: Sums):
+        """Exponentials of a tile's scores, rounded, as the left operand of the product with values.
+
+        Here a row's maximum is in units of scores, not yet scaled. Sums are rescaled only where it has grown by more than LAZY.
+        """
+        keys = self.block // 8
+        highest = cute.make_rmem_tensor((self.tiles, self.used), Float32)
+        rise = Float32(0.0)
+        for tile in cutlass.range_constexpr(self.tiles):
+            for r in cutlass.range_constexpr(self.used):
+                own = cute.arch.fmax(scores[tile, 0, 2 * r], scores[tile, 0, 2 * r + 1])
+                for key in cutlass.range_constexpr(1, keys):
+                    own = cute.arch.fmax(own, cute.arch.fmax(scores[tile, key, 2 * r], scores[tile, key, 2 * r + 1]))
+                highest[tile, r] = own
+                rise = cute.arch.fmax(rise, (own - sums.row_max[tile, r]) * call.scale)
+        if any_lane(rise > LAZY):
+            for tile in cutlass.range_constexpr(self.tiles):
+                for r in cutlass.range_constexpr(self.used):
+                    own = quad_max(cute.arch.fmax(highest[tile, r], sums.row_max[tile, r]))
+                    decay = exp2((sums.row_max[tile, r] - own) * call.scale)
+                    sums.row_max[tile, r] = own
+                    sums.row_sum[tile, r] *= decay
+                    for column in cutlass.range_constexpr(self.head_dim // 8):
+                        sums.acc[tile, column, 2 * r] *= decay
+                        sums.acc[tile, column, 2 * r + 1] *= decay
+
+        probs = cute.make_rmem_tensor((self.tiles, keys, 2), Uint32)
+        for tile in cutlass.range_constexpr(self.tiles):
+            for r in cutlass.range_constexpr(2):
+                if const_expr(r < self.used):
+                    shift = sums.row_max[tile, r] * call.scale
+                    some = Float32(0.0)
+                    for key in cutlass.range_constexpr(keys):
+                        even = exp2(scores[tile, key, 2 * r] * call.scale - shift)
+                        odd = exp2(scores[tile, key, 2 * r + 1] * call.scale - shift)
+                        some += even + odd
+                        probs[tile, key, r] = pack(self.dtype, even, odd)
+                    sums.row_sum[tile, r] += some
+                else:
+                    for key in cutlass.range_constexpr(keys):
+                        probs[tile, key, r] = Uint32(0)
+        return probs
+
+    @cute.jit
+    def pv_mma(self, values_at: Int32, probs: cute.Tensor, sums: Sums):
+        """Adds the product of a tile's probabilities and values to the accumulator."""
+        lane = cute.arch.lane_idx()
+        lane_row = lane % 8
+        lane_matrix = lane // 8
+        matrix_at = values_at + lane_row * 128 + lane_matrix % 2 * 1024 + ((lane_matrix // 2) ^ lane_row) * 16
+        for chunk in cutlass.range_constexpr(0, self.head_dim // 8, 2):
+            acc = [[[Float32(0.0)] * 4, [Float32(0.0)] * 4] for _ in range(self.tiles)]
+            for tile in cutlass.range_constexpr(self.tiles):
+                for half in cutlass.range_constexpr(2):
+                    for each in cutlass.range_constexpr(2 * self.used):
+                        acc[tile][half][each] = sums.acc[tile, chunk + half, each]
+            for key in cutlass.range_constexpr(0, self.block // 8, 2):
+                place = self.row_at(key * 8) + chunk // 8 * (self.heads * self.block * 128)
+                b = ldmatrix((matrix_at ^ (chunk % 8 * 16)) + place, True)
+                for tile in cutlass.range_constexpr(self.tiles):
+                    a = [probs[tile, key + each // 2, each % 2] for each in range(4)]
+                    for half in cutlass.range_constexpr(2):
+                        acc[tile][half] = mma_m16n8k16(self.dtype, acc[tile][half], a, b[2 * half : 2 * half + 2])
+            for tile in cutlass.range_constexpr(self.tiles):
+                for half in cutlass.range_constexpr(2):
+                    for each in cutlass.range_constexpr(2 * self.used):
+                        sums.acc[tile, chunk + half, each] = acc[tile][half][each]

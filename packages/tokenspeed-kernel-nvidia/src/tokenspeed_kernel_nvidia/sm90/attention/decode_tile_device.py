@@ -1,0 +1,159 @@
+"""What all warps of `decode_device` share: the call, tiles, and where a CTA is in its work."""
+
+# mypy: ignore-errors
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, Config
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
+
+THREADS = 32 * (CONSUMERS + 1)
+# Where a CTA is, in shared memory: its sequence, the tile there, tiles (or sequences, undivided) that are left, tiles that are
+# done. And the tiles of a group, and what a counter was.
+SEQUENCE, OFFSET, LEFT, DONE, SHARE, BEFORE = range(6)
+PLANNED = 1  # the named barrier that says that it has been written
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where rows of q or out are: the address of the first, and how many elements further those of tokens and heads are."""
+
+    address: Int64
+    token: Int64
+    head: Int64
+
+    @cute.jit
+    def at(self, token: Int32, head: Int32):
+        """The address of a row."""
+        return self.address + 2 * (Int64(token) * self.token + Int64(head) * self.head)
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Where the page table is: its address, and how many elements further those of sequences and pages are."""
+
+    address: Int64
+    sequence: Int64
+    page: Int64
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a CTA is asked for, and its shared memory. What is far away is given by its address.
+
+    Attributes:
+        q, out: queries and output.
+        page_table: int32 ``[batch, max_pages]``.
+        cache_seqlens: address of int32 ``[batch]``.
+        batch: sequences.
+        partial: address of partial results.
+        counters: address of int32, one for each group and key head.
+        lse: address of float32 ``[tokens, heads]``, or 0.
+        sinks: taken into the softmax's denominator.
+        q_len: new tokens of each sequence.
+        gqa_ratio, kv_heads: query heads a key head, and key heads.
+        max_seqlen_k: lengths beyond are taken for this one.
+        window_left: as the operator's.
+        groups: that share the work; each has CTAs for all key heads.
+        page_shift: log2 of the page size.
+        scale: softmax_scale * log2(e).
+        group, kv_head: this CTA's group, and its first key head.
+        pipe: the barriers of the ring of tiles.
+        plan: where the CTA is: see SEQUENCE.
+        sums, results: what warps have found of a sequence.
+        sink_values: sinks of the rows.
+        tiles: the ring.
+    """
+
+    q: Rows
+    out: Rows
+    page_table: PageTable
+    cache_seqlens: Int64
+    batch: Int32
+    partial: Int64
+    counters: Int64
+    lse: Int64
+    sinks: Sinks
+    q_len: Int32
+    gqa_ratio: Int32
+    kv_heads: Int32
+    max_seqlen_k: Int32
+    window_left: Int32
+    groups: Int32
+    page_shift: Int32
+    scale: Float32
+    group: Int32
+    kv_head: Int32
+    pipe: Pipeline
+    plan: cute.Pointer
+    sums: cute.Pointer
+    results: cute.Pointer
+    sink_values: cute.Pointer
+    tiles: cute.Pointer
+
+
+class Tiles:
+    """The shapes that follow from a configuration, and what there is of a sequence."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.dtype = dtype_of(config.dtype)
+        self.head_dim = config.head_dim
+        self.block = config.block
+        self.box = config.box
+        self.boxes = config.block // config.box
+        self.panels = config.head_dim // 64
+        self.stages = config.stages
+        self.rows = config.rows
+        self.parts = config.parts
+        self.heads = config.heads
+        self.tiles = max(1, config.rows // config.row_warps // 16)  # of 16 rows, of a warp
+        self.used = 1 if config.rows == 8 else 2  # rows of a tile that a lane has
+        self.fours = config.head_dim // 4  # lanes of a row, where each has 4 numbers
+        self.width = config.head_dim + 8  # of a row of results: a lane's stores go to other banks than its neighbours'
+
+    def storage(self) -> Any:
+        config, dtype = self.config, self.dtype
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, config.stages]
+            empty: cute.struct.MemRange[Int64, config.stages]
+            begun: cute.struct.MemRange[Int64, 1]
+            plan: cute.struct.MemRange[Int32, 8]
+            sums: cute.struct.MemRange[Float32, 2 * config.parts * config.rows]
+            sinks: cute.struct.MemRange[Float32, config.rows]
+            results: cute.struct.Align[cute.struct.MemRange[Float32, config.merge_floats], 16]
+            tiles: cute.struct.Align[cute.struct.MemRange[dtype, config.stages * config.stage_numbers], 1024]
+
+        return Storage
+
+    @cute.jit
+    def length_of(self, call: Call, sequence: Int32, early: cutlass.Constexpr[bool] = False):
+        """Of a sequence, or of the last one where there is none. ``early``: see `load_int`."""
+        length = load_int(call.cache_seqlens + Int64(cutlass.min(sequence, call.batch - 1)) * 4, early)
+        return cutlass.min(cutlass.max(length, 0), call.max_seqlen_k)
+
+    @cute.jit
+    def visible(self, call: Call, length: Int32):
+        """The first position that a query sees, the first tile, and how many tiles; one where there is nothing to see."""
+        begin = cutlass.select_(call.window_left >= 0, cutlass.max(length - call.q_len - call.window_left, 0), Int32(0))
+        first = begin // self.block
+        return begin, first, cutlass.max((length + self.block - 1) // self.block - first, 1)
+
+    @cute.jit
+    def piece(self, call: Call, group: Int32, begins: Any, row: Int32):
+        """Where a row of a partial result lies: its maximum and sum, and its values.
+
+        A group leaves two results at most: of the sequence that it begins in the middle of, and of one that it begins.
+        """
+        slot = group * 2 + cutlass.select_(begins, Int32(1), Int32(0))
+        at = (slot * call.kv_heads + call.kv_head) * self.rows + row
+        sums = call.partial + Int64(call.groups * call.kv_heads * 2 * self.rows) * (self.head_dim * 4)
+        return sums + Int64(at * 8), call.partial + Int64(at * (self.head_dim * 4))

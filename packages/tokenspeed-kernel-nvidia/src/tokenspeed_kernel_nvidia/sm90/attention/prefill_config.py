@@ -1,0 +1,117 @@
+"""What programs of `prefill` are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+
+
+@dataclass(frozen=True)
+class Config:
+    """What changes the code. Figures are of an H200 with 64 query and 8 key heads (32 and 8 at head_dim 128), in TFLOP/s.
+
+    All but short sequences run at the limit of 700 W, with the clock at 1.6 to 1.8 instead of 1.98 GHz, so what costs energy costs
+    time. Tried and slower: one exponential in eight by a polynomial, off the busiest unit (523 instead of 544 at 8192 x 4);
+    warpgroups that do not take turns at the tensor cores (equal at head_dim 64, 606 instead of 625 at head_dim 128, 8192 x 4);
+    tiles dealt out in turn, to and fro, instead of by a counter (529 instead of 537 at 8192 x 4, 572 instead of 618 at 8192 x 1
+    with head_dim 128).
+
+    Attributes:
+        dtype: of q, k, v and the output.
+        head_dim: 64 or 128.
+        gqa_ratio: query heads a key head. They are rows of the same tile.
+        page_size: tokens of a page; 0 where the keys of a sequence lie in a row.
+        section_mib: MiB of keys and values that tiles which run together may read, so that they find them in the L2 cache. With 8
+            there are fewer heads at once: 524 instead of 537 at 8192 x 4.
+        lazy: how far, as a power of 2, exponentials may exceed 1 before sums are rescaled. The shift of the exponents need not be
+            their maximum, and so it seldom changes: 535 instead of 495 (with 0) at 8192 x 1.
+    """
+
+    dtype: str
+    head_dim: int
+    gqa_ratio: int
+    page_size: int = 0
+    section_mib: int = 24
+    lazy: float = 8.0
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a tile, 64 a warpgroup. With head_dim 128 the registers are for two of them."""
+        return 192 if self.head_dim == 64 else 128
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a block. The last one of a tile is half as wide where nobody sees more: 537 instead of 533 at 4096 x 4."""
+        return 128
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute; one more loads."""
+        return self.block_m // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def positions(self) -> int:
+        """Query positions of a tile. A ratio that does not divide the rows leaves some unused."""
+        return self.block_m // self.gqa_ratio
+
+    @property
+    def q_stages(self) -> int:
+        """Tiles of queries on their way."""
+        return 2
+
+    @property
+    def kv_stages(self) -> int:
+        """Blocks of keys, and of values, on their way: what fits beside two tiles of queries and one of output."""
+        return 4 if self.head_dim == 64 else 2
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys lie in a paged cache."""
+        return self.page_size > 0
+
+    @property
+    def box(self) -> int:
+        """Keys of a bulk copy: all of one page."""
+        return min(self.page_size, self.block_n) if self.paged else self.block_n
+
+    @property
+    def q_bytes(self) -> int:
+        """Of a tile of queries."""
+        return self.gqa_ratio * self.positions * self.head_dim * 2
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a block of keys, or of values."""
+        return self.block_n * self.head_dim * 2
+
+    @property
+    def store_by_tma(self) -> bool:
+        """Whether the rows of a warpgroup are whole positions, which a bulk copy can store."""
+        return 64 % self.gqa_ratio == 0
+
+    @property
+    def consumer_registers(self) -> int:
+        """With those of the producer all 65536 of a multiprocessor, or nearly. No program of `every_config` spills."""
+        return 160 if self.head_dim == 64 else 232
+
+    @property
+    def producer_registers(self) -> int:
+        """At head_dim 128 and pages of 16, 24 would spill."""
+        return 32 if self.head_dim == 64 else 40
+
+
+def every_config() -> list[Config]:
+    """All that is served."""
+    return [
+        Config(dtype, head_dim, gqa_ratio, page_size)
+        for dtype in DTYPES.values()
+        for head_dim in HEAD_DIMS
+        for gqa_ratio in GQA_RATIOS
+        for page_size in (0, *PAGE_SIZES)
+    ]

@@ -1,0 +1,426 @@
+"""The warpgroups of `prefill_device` that compute: products, softmax, output."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from tokenspeed_kernel_nvidia.sm90.attention.prefill_tile_device import Shared, Tiles
+from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
+from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
+from tokenspeed_kernel_nvidia.sm90.common import softmax_device as softmax
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import Sinks
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_store
+from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
+
+# Named barriers, one for each warpgroup: its turn at the tensor cores, and its four warps.
+TURN, WARPS = 1, 5
+
+
+@dataclass(frozen=True)
+class Mmas:
+    """The products: scores of a block of keys, and of half a block, and probabilities with values."""
+
+    qk: cute.TiledMma
+    qk_half: cute.TiledMma
+    pv: cute.TiledMma
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go.
+
+    Attributes:
+        tma: bulk copies to ``out``, where these can be; None else.
+        out: ``[tokens, heads, head_dim]``.
+        lse: address of float32 ``[tokens, heads]``, 0 for none.
+        sinks: taken into the softmax's denominator.
+    """
+
+    tma: Optional[Tma]
+    out: cute.Tensor
+    lse: Int64
+    sinks: Sinks
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Fragments of the operands of a warpgroup's products. All but the probabilities are descriptors of shared memory, by stage."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    k_half: cute.Tensor
+    v: cute.Tensor
+    probs: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a thread has of its two rows of a tile: the accumulator of the output, running maxima and sums."""
+
+    acc: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+
+
+class Consumers(Tiles):
+    """The part of the kernel that computes."""
+
+    @cute.jit
+    def consume(self, shared: Shared, output: Output, scale: Float32, causal: Int32, mmas: Mmas):
+        """All tiles of the CTA, 64 rows of each."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        thread -= 128
+        wg = cute.arch.make_warp_uniform(thread // 128)
+        n = c.block_n
+        s_q, s_k = self.q_ring.tiles(shared.storage.q), self.kv_ring.tiles(shared.storage.k)
+        s_half, s_v = self.kv_ring.tiles(shared.storage.k, n // 2), self.kv_ring.transposed(shared.storage.v)
+        qk, half, pv = (mma.get_slice(wg * 128) for mma in (mmas.qk, mmas.qk_half, mmas.pv))
+        ops = Operands(
+            qk.make_fragment_A(qk.partition_A(s_q)),
+            qk.make_fragment_B(qk.partition_B(s_k)),
+            half.make_fragment_B(half.partition_B(s_half)),
+            pv.make_fragment_B(pv.partition_B(s_v)),
+            pv.make_fragment_A(pv.partition_shape_A((c.block_m, n))),
+        )
+        acc = cute.make_rmem_tensor(pv.partition_shape_C((c.block_m, c.head_dim)), Float32)
+
+        q_at, k_at, v_at = first_to_read(), first_to_read(), first_to_read()
+        if wg == 0:
+            self.give_turn(c.warpgroups - 1)
+
+        shared.q_pipe.wait(q_at)
+        working = shared.record(q_at).exists
+        if working:
+            sums = Sums(acc, cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32))
+            # The first block of the first tile has no product with values to go together with.
+            block, open_blocks, kv_len, hidden_0, hidden_1, _ = self.view(shared, q_at, wg, causal)
+            scores = cute.make_rmem_tensor(qk.partition_shape_C((c.block_m, n)), Float32)
+            shared.k_pipe.wait(k_at)
+            self.take_turn(wg)
+            start_mma(mmas.qk, scores, ops.q[None, None, None, q_at.stage], ops.k[None, None, None, k_at.stage])
+            self.give_turn(wg)
+            warpgroup.wait_group(0)
+            shared.k_pipe.release(k_at)
+            k_at = advance(k_at, c.kv_stages)
+            self.mask(scores, (hidden_0, hidden_1), block * n)
+            softmax.softmax_first(scores, sums.row_max, sums.row_sum, scale)
+            registers.round_to(scores, ops.probs)
+            acc.fill(0.0)
+            while working:
+                # The first block's probabilities are there. Those of slots beyond the sequence are 0, but values there may be NaN.
+                if kv_len < (block + 1) * n:
+                    shared.v_pipe.wait(v_at)
+                    self.clear_beyond(shared, v_at, kv_len - block * n, wg)
+                while block > open_blocks:
+                    block -= 1
+                    k_at, v_at = self.step(
+                        shared, mmas, ops, sums, scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, True
+                    )
+                while block > 0:
+                    block -= 1
+                    k_at, v_at = self.step(
+                        shared, mmas, ops, sums, scale, q_at, k_at, v_at, wg, (hidden_0, hidden_1), block * n, False
+                    )
+
+                # The last product with values goes together with the first one with keys of the next tile.
+                next_at = advance(q_at, c.q_stages)
+                shared.q_pipe.wait(next_at)
+                working = shared.record(next_at).exists
+                if working:
+                    block, open_blocks, kv_len, hidden_0, hidden_1, narrow = self.view(shared, next_at, wg, causal)
+                    first_key, hidden_from = block * n, (hidden_0, hidden_1)
+                    if narrow:
+                        self.next_tile(
+                            shared, output, scale, mmas.qk_half, mmas.pv, ops, ops.k_half, sums, q_at, next_at, k_at, v_at, wg,
+                            hidden_from, first_key, n // 2,
+                        )  # fmt: skip
+                    else:
+                        self.next_tile(
+                            shared, output, scale, mmas.qk, mmas.pv, ops, ops.k, sums, q_at, next_at, k_at, v_at, wg,
+                            hidden_from, first_key, n,
+                        )  # fmt: skip
+                    k_at, v_at = advance(k_at, c.kv_stages), advance(v_at, c.kv_stages)
+                    q_at = next_at
+            shared.v_pipe.wait(v_at)
+            start_mma(mmas.pv, acc, ops.probs, ops.v[None, None, None, v_at.stage], True)
+            warpgroup.wait_group(0)
+            self.store(shared, output, mmas.pv, sums, q_at, wg)
+
+        if const_expr(c.store_by_tma):
+            if thread % 128 < 32:
+                cute.arch.cp_async_bulk_wait_group(0)
+
+    @cute.jit
+    def place(self, wg: Int32):
+        """This thread's number among the consumers, and the first of its rows of a tile; the other one is 8 below.
+
+        Computed anew wherever it is wanted: what follows from it would cost registers in the loops, which have none to spare.
+        """
+        thread = registers.opt_barrier(cute.arch.thread_idx()[0]) - 128
+        return thread, wg * 64 + (thread % 128) // 32 * 16 + thread % 32 // 4
+
+    @cute.jit
+    def view(self, shared: Shared, q_at: Cursor, wg: Int32, causal: Int32):
+        """What a tile sees.
+
+        Returns:
+            its last block of keys; how many blocks, from the first on, all its rows see all of; keys of the sequence; the first key
+            that each of this thread's two rows does not see, counted from its first column; whether nobody sees the second half of
+            the last block.
+        """
+        c = self.config
+        record = shared.record(q_at)
+        q_len, kv_len, position = record.q_len, record.kv_len, record.position
+        thread, row = self.place(wg)
+        column = 2 * (thread % 4)
+        seen = self.keys_seen(q_len, kv_len, position, causal)
+        block = (seen - 1) // c.block_n
+        open_blocks, hidden_0, hidden_1 = kv_len // c.block_n, kv_len, kv_len
+        if causal != 0:
+            first_hidden = kv_len - q_len + position + 1
+            open_blocks = cutlass.max(first_hidden, 0) // c.block_n
+            hidden_0 = cutlass.min(first_hidden + row // c.gqa_ratio, kv_len)
+            hidden_1 = cutlass.min(first_hidden + (row + 8) // c.gqa_ratio, kv_len)
+        narrow = seen - block * c.block_n <= c.block_n // 2
+        return block, open_blocks, kv_len, hidden_0 - column, hidden_1 - column, narrow
+
+    # -- the loop over keys ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def step(
+        self,
+        shared: Shared,
+        mmas: Mmas,
+        ops: Operands,
+        sums: Sums,
+        scale: Float32,
+        q_at: Cursor,
+        k_at: Cursor,
+        v_at: Cursor,
+        wg: Int32,
+        hidden_from: tuple,
+        first_key: Int32,
+        masked: cutlass.Constexpr[bool],
+    ):
+        """One block further: its scores, and meanwhile the block before's probabilities times its values.
+
+        Args:
+            hidden_from, first_key: see `mask`.
+            masked: whether some row does not see all of the block.
+        """
+        c = self.config
+        q = ops.q[None, None, None, q_at.stage]
+        scores = cute.make_rmem_tensor(mmas.qk.get_slice(0).partition_shape_C((c.block_m, c.block_n)), Float32)
+        shared.k_pipe.wait(k_at)
+        self.take_turn(wg)
+        start_mma(mmas.qk, scores, q, ops.k[None, None, None, k_at.stage])
+        shared.v_pipe.wait(v_at)
+        start_mma(mmas.pv, sums.acc, ops.probs, ops.v[None, None, None, v_at.stage], True)
+        self.give_turn(wg)
+        warpgroup.wait_group(1)
+        shared.k_pipe.release(k_at)
+        if const_expr(masked):
+            self.mask(scores, hidden_from, first_key)
+        grown, factor, of_block = softmax.softmax_step(scores, sums.row_max, sums.row_sum, scale, c.lazy)
+        self.finish_pv(sums.acc, grown, factor, of_block)
+        shared.v_pipe.release(v_at)
+        registers.round_to(scores, ops.probs)
+        return advance(k_at, c.kv_stages), advance(v_at, c.kv_stages)
+
+    @cute.jit
+    def next_tile(
+        self,
+        shared: Shared,
+        output: Output,
+        scale: Float32,
+        qk: cute.TiledMma,
+        pv: cute.TiledMma,
+        ops: Operands,
+        k: cute.Tensor,
+        sums: Sums,
+        q_at: Cursor,
+        next_at: Cursor,
+        k_at: Cursor,
+        v_at: Cursor,
+        wg: Int32,
+        hidden_from: tuple,
+        first_key: Int32,
+        columns: cutlass.Constexpr[int],
+    ):
+        """From a tile to the next: the next one's first scores, and meanwhile the last product with values of the one before.
+
+        Args:
+            qk, k, columns: the first scores' product, its keys, and how many those are: a block, or half of it.
+        """
+        c = self.config
+        q, k = ops.q[None, None, None, next_at.stage], k[None, None, None, k_at.stage]
+        v = ops.v[None, None, None, v_at.stage]
+        scores = cute.make_rmem_tensor(qk.get_slice(0).partition_shape_C((c.block_m, columns)), Float32)
+        shared.k_pipe.wait(k_at)
+        self.take_turn(wg)
+        start_mma(qk, scores, q, k)
+        shared.v_pipe.wait(v_at)
+        start_mma(pv, sums.acc, ops.probs, v, True)
+        self.give_turn(wg)
+        warpgroup.wait_group(1)
+        shared.k_pipe.release(k_at)
+        next_max, next_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        self.mask(scores, hidden_from, first_key)
+        softmax.softmax_first(scores, next_max, next_sum, scale)
+        self.finish_pv(sums.acc, Boolean(False), next_sum, next_sum)
+        shared.v_pipe.release(v_at)
+        if const_expr(columns < c.block_n):
+            part = cute.make_tensor(ops.probs.iterator, cute.make_layout(cute.size(scores)))
+            registers.round_to(scores, part)
+            for i in cutlass.range_constexpr(cute.size(scores), cute.size(ops.probs)):
+                ops.probs[i] = self.dtype(0.0)
+        else:
+            registers.round_to(scores, ops.probs)
+        self.store(shared, output, pv, sums, q_at, wg)
+        for r in cutlass.range_constexpr(2):
+            sums.row_max[r], sums.row_sum[r] = next_max[r], next_sum[r]
+        sums.acc.fill(0.0)
+
+    @cute.jit
+    def take_turn(self, wg: Int32):
+        """Waits until the warpgroup in front has handed its products to the tensor cores."""
+        cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+
+    @cute.jit
+    def give_turn(self, wg: Int32):
+        """Lets the warpgroup behind this one use the tensor cores."""
+        behind = wg + 1
+        if behind == self.config.warpgroups:
+            behind = Int32(0)
+        cute.arch.barrier_arrive(barrier_id=TURN + behind, number_of_threads=256)
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, hidden_from: tuple, first_key: Int32):
+        """Hides the keys from ``hidden_from[r]`` on of this thread's two rows, in a block that begins with ``first_key``."""
+        for r in cutlass.range_constexpr(2):
+            masks.hide_from(scores, r, hidden_from[r] - first_key)
+
+    @cute.jit
+    def finish_pv(self, acc: cute.Tensor, grown: Boolean, factor: cute.Tensor, of_block: list):
+        """Waits for the product with values, and rescales the accumulator where some lane wants it.
+
+        No sum of exponentials (``of_block``) is negative. The condition only makes the branch wait for them, so that ptxas does not
+        move the wait for the product above them: it did, and most exponentials then had no product to overlap with.
+        """
+        if registers.any_lane(grown | (of_block[0] < 0.0) | (of_block[1] < 0.0)):
+            warpgroup.wait_group(0)
+            for r in cutlass.range_constexpr(2):
+                registers.scale_row(acc, r, factor[r])
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def clear_beyond(self, shared: Shared, v_at: Cursor, valid: Int32, wg: Int32):
+        """Writes zeros to the values of slots from ``valid`` on. Every warpgroup does it for itself, with the same result."""
+        thread = self.place(wg)[0] % 128
+        values = self.kv_ring.chunks(shared.storage.v)
+        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros.fill(0.0)
+        row = valid + thread // 8
+        while row < self.config.block_n:
+            for panel in cutlass.range_constexpr(self.kv_ring.panels):
+                cute.autovec_copy(zeros, values[row, (None, thread % 8), panel, v_at.stage])
+            row += 16
+        cute.arch.fence_view_async_shared()
+        self.sync_warps(wg)
+
+    @cute.jit
+    def sync_warps(self, wg: Int32):
+        """Synchronises the four warps of a warpgroup."""
+        cute.arch.barrier(barrier_id=WARPS + wg, number_of_threads=128)
+
+    # -- output ----------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store(self, shared: Shared, output: Output, pv: cute.TiledMma, sums: Sums, q_at: Cursor, wg: Int32):
+        """Divides by the sum of exponentials, the sink's included, and stores this warpgroup's rows of a tile."""
+        c = self.config
+        out = output.out
+        thread, row = self.place(wg)
+        record = shared.record(q_at)
+        start, q_len, position, kv_head = record.first_token, record.q_len, record.position, record.kv_head
+        shared.q_pipe.release(q_at)
+        for r in cutlass.range_constexpr(2):
+            place = position + (row + 8 * r) // c.gqa_ratio
+            q_head = kv_head * c.gqa_ratio + (row + 8 * r) % c.gqa_ratio
+            sink = output.sinks.load(q_head)
+            highest, factor = softmax.raise_to(sums.row_max[r], sink)
+            total = registers.quad_sum(sums.row_sum[r]) * factor + softmax.exp2(sink - highest)
+            registers.scale_row(sums.acc, r, Float32(0.0) if total == 0.0 else factor / total)
+            if output.lse != 0:
+                if place < q_len and row + 8 * r < c.gqa_ratio * c.positions and thread % 4 == 0:
+                    value = (highest + cute.math.log2(total, fastmath=True)) * softmax.LN2
+                    at = Int64(start + place) * out.shape[1] + q_head
+                    cute.make_ptr(Float32, output.lse, cute.AddressSpace.gmem)[at] = -Float32.inf if total == 0.0 else value
+
+        # This warpgroup's rows of the buffer are its own. The store before may still read them.
+        rounded = cute.make_fragment_like(sums.acc, self.dtype)
+        registers.round_to(sums.acc, rounded)
+        if const_expr(c.store_by_tma):
+            if thread % 128 < 32:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.sync_warps(wg)
+        stmatrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        mine = cute.make_tiled_copy_C(stmatrix, pv).get_slice(thread)
+        cute.copy(stmatrix, mine.retile(rounded), mine.partition_D(self.out_ring.tiles(shared.storage.out)[None, None, 0]))
+        first_row = wg * 64
+        whole = Boolean(False)
+        if const_expr(c.store_by_tma):
+            cute.arch.fence_view_async_shared()
+            whole = position + (wg + 1) * (64 // c.gqa_ratio) <= q_len
+        self.sync_warps(wg)
+        if const_expr(c.store_by_tma):
+            if whole:
+                if thread % 128 < 32:
+                    positions = 64 // c.gqa_ratio
+                    boxes = self.out_ring.packed_boxes(shared.storage.out, c.gqa_ratio, positions, c.warpgroups)
+                    token = start + position + wg * positions
+                    for panel in cutlass.range_constexpr(self.out_ring.panels):
+                        target = cute.domain_offset(((kv_head * c.gqa_ratio, token), panel * PANEL), output.tma.tensor)
+                        box = ((c.gqa_ratio, positions), PANEL)
+                        tma_store(output.tma.atom, target, box, boxes[None, None, panel, wg, 0])
+                    cute.arch.cp_async_bulk_commit_group()
+        if not whole:
+            self.store_some(shared, out, start, q_len, position, kv_head, thread, first_row)
+
+    @cute.jit
+    def store_some(
+        self,
+        shared: Shared,
+        out: cute.Tensor,
+        start: Int32,
+        q_len: Int32,
+        position: Int32,
+        kv_head: Int32,
+        thread: Int32,
+        first_row: Int32,
+    ):
+        """Copies those rows of this warpgroup's output to global memory that are rows of the sequence, 16 bytes at a time."""
+        c = self.config
+        chunks = c.head_dim // 8
+        s_chunks = self.out_ring.chunks(shared.storage.out)
+        g_chunks = cute.make_tensor(
+            out.iterator,
+            cute.make_layout((out.shape[0], out.shape[1], 8, chunks), stride=(out.stride[0], out.stride[1], 1, 8)),
+        )
+        chunk = thread % chunks
+        piece = cute.make_rmem_tensor(8, self.dtype)
+        for i in cutlass.range_constexpr(64 * chunks // 128):
+            r = first_row + i * (128 // chunks) + (thread % 128) // chunks
+            place = position + r // c.gqa_ratio
+            if place < q_len and r < c.gqa_ratio * c.positions:
+                cute.autovec_copy(s_chunks[r, (None, chunk % 8), chunk // 8, 0], piece)
+                cute.autovec_copy(piece, g_chunks[start + place, kv_head * c.gqa_ratio + r % c.gqa_ratio, None, chunk])

@@ -1,0 +1,26 @@
+"""What the attention kernels for Hopper serve alike, for their configurations and declarations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+
+# Of keys and values alike. One kernel is declared for each, because values must be as wide as keys, and traits are constrained one
+# by one.
+HEAD_DIMS = (64, 128)
+PAGE_SIZES = (16, 32, 64, 128)
+# Query heads a key head of prefill and extend, whose tiles are whole groups of heads. Some of the ratios in between would need more
+# registers than there are.
+GQA_RATIOS = (1, 2, 4, 8, 16)
+
+# Keys in a row, and in a paged cache.
+RAGGED = format_signatures(("q", "k", "v"), "dense", DTYPES)
+PAGED = format_signatures(("q", "k_cache", "v_cache"), "dense", DTYPES)
+
+
+def traits(head_dim: int, **others: Any) -> dict[str, Any]:
+    """Traits of a kernel for heads of this width."""
+    every = {"head_dim": head_dim, "v_head_dim": head_dim, "gqa_ratio": set(GQA_RATIOS), "return_lse": any, "sinks": any}
+    return {**every, **others}

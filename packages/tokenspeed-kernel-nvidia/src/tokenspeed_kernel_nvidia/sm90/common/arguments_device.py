@@ -1,0 +1,35 @@
+"""Stand-ins for a program's arguments, to compile it with: dtypes, ranks and alignments, and which sizes are equal."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32, cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
+
+size = cute.sym_int
+
+
+def rows(dtype: str, *shape: Any) -> Any:
+    """A tensor of 16-bit numbers whose last axis is contiguous. Rows begin at multiples of 16 bytes, as bulk copies need."""
+    strides = tuple(cute.sym_int64(divisibility=8) for _ in shape[:-1])
+    return make_fake_tensor(dtype_of(dtype), shape, (*strides, 1), assumed_align=16)
+
+
+def ints(*shape: Any, contiguous: bool = True) -> Any:
+    """A tensor of int32, such as lengths, offsets, or a page table.
+
+    Args:
+        contiguous: whether the last axis is; the others may have any strides.
+    """
+    strides = tuple(cute.sym_int64() for _ in shape[:-1])
+    return make_fake_tensor(Int32, shape, (*strides, 1 if contiguous else cute.sym_int64()), assumed_align=4)
+
+
+def stream() -> Any:
+    """PyTorch's current stream."""
+    return make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -1,0 +1,38 @@
+"""Masks: scores of keys that a query does not see become -inf.
+
+Columns count from a thread's first column of the tile. For how the elements of an accumulator lie see `registers_device`.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+
+@cute.jit
+def hide_from(scores: cute.Tensor, row: cutlass.Constexpr[int], limit: Int32) -> None:
+    """Hides a row's columns from ``limit`` on."""
+    for j in cutlass.range_constexpr(cute.size(scores) // 4):
+        for c in cutlass.range_constexpr(2):
+            at = 4 * j + 2 * row + c
+            scores[at] = scores[at] if 8 * j + c < limit else -Float32.inf
+
+
+@cute.jit
+def hide_below(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]) -> None:
+    """Hides the columns below ``limits[r]`` of rows r = 0, 1, in groups ``begin`` to ``end - 1`` of 8 columns."""
+    for j in cutlass.range_constexpr(begin, end):
+        for e in cutlass.range_constexpr(4):
+            if 8 * j + e % 2 < limits[e // 2]:
+                scores[4 * j + e] = -Float32.inf
+
+
+@cute.jit
+def hide_above(scores: cute.Tensor, limits: list, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]) -> None:
+    """Hides the columns above ``limits[r]`` of rows r = 0, 1, in groups ``begin`` to ``end - 1`` of 8 columns."""
+    for j in cutlass.range_constexpr(begin, end):
+        for e in cutlass.range_constexpr(4):
+            if 8 * j + e % 2 > limits[e // 2]:
+                scores[4 * j + e] = -Float32.inf

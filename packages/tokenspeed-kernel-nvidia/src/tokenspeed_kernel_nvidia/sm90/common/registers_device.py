@@ -1,0 +1,156 @@
+"""What a warp does with its registers: values moved between lanes, fragments of small matrices, and single PTX instructions.
+
+An accumulator of wgmma or mma.sync is a flat list of float32. A thread holds two rows r = 0, 1, which lie 8 apart, and of each
+group of 8 columns two neighbours c = 0, 1: element ``4 * j + 2 * r + c`` is column ``8 * j + 2 * (lane % 4) + c``. So four lanes, a
+quad, hold a row together.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Numeric, Uint32, cute
+
+LANES = 32
+
+
+def dtype_of(name: str) -> type[Numeric]:
+    """CuteDSL's type of a name in `launch.DTYPES`."""
+    return {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[name]
+
+
+def _ptx_type(dtype: type[Numeric]) -> str:
+    return "bf16" if dtype is cutlass.BFloat16 else "f16"
+
+
+def opt_barrier(x: Int32) -> Int32:
+    """The same value, of which the compiler knows nothing: what is computed from it is computed here, and not earlier, where it
+    would take registers from the loop in between."""
+    return Int32(cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]))
+
+
+# -- between lanes -------------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def quad_max(x: Float32) -> Float32:
+    """The maximum over the four lanes that hold one row."""
+    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+
+
+@cute.jit
+def quad_sum(x: Float32) -> Float32:
+    """The sum over the four lanes that hold one row."""
+    x += cute.arch.shuffle_sync_bfly(x, offset=1)
+    return x + cute.arch.shuffle_sync_bfly(x, offset=2)
+
+
+@cute.jit
+def any_lane(condition: Boolean) -> Boolean:
+    return cute.arch.vote_any_sync(condition)
+
+
+@cute.jit
+def ballot(condition: Boolean) -> Int32:
+    """A bit for each lane."""
+    return Int32(cute.arch.vote_ballot_sync(condition))
+
+
+@cute.jit
+def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
+    """The sum of this lane's and all lower lanes' values."""
+    for shift in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(x, offset=1 << shift)
+        x = x + below if lane >= 1 << shift else x
+    return x
+
+
+# -- fragments -----------------------------------------------------------------------------------------------------------------
+
+
+@cute.jit
+def scale_row(values: cute.Tensor, row: cutlass.Constexpr[int], factor: Float32) -> None:
+    """Multiplies one of an accumulator's two rows."""
+    for j in cutlass.range_constexpr(cute.size(values) // 4):
+        values[4 * j + 2 * row] = values[4 * j + 2 * row] * factor
+        values[4 * j + 2 * row + 1] = values[4 * j + 2 * row + 1] * factor
+
+
+@cute.jit
+def round_to(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Rounds an accumulator to the 16-bit operand of the next product; their elements lie alike."""
+    target.store(source.load().to(target.element_type))
+
+
+def pack(dtype: type[Numeric], low: Float32, high: Float32) -> Uint32:
+    """Two numbers, rounded to 16 bits each, in one register."""
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{_ptx_type(dtype)}x2.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[high, low]
+    )
+
+
+def mma_m16n8k16(dtype: type[Numeric], c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> Any:
+    """``c + a @ b``, of 16 x 16 and 16 x 8 numbers."""
+    kind = _ptx_type(dtype)
+    return cute.arch.inline_ptx(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *c],
+    )
+
+
+def ldmatrix(address: Any, transposed: bool) -> Any:
+    """Four 8 x 8 matrices from shared memory; each lane gives the address of a row."""
+    trans = ".trans" if transposed else ""
+    return cute.arch.inline_ptx(
+        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+    )
+
+
+# -- loads and stores by address -----------------------------------------------------------------------------------------------
+
+
+def load_floats(space: str, address: Any, count: int) -> Any:
+    """2 or 4 neighbours."""
+    to = ", ".join(f"{{$w{at}}}" for at in range(count))
+    return cute.arch.inline_ptx(
+        f"ld.{space}.v{count}.f32 {{{to}}}, [{{$r0}}];", write_only_types=[Float32] * count, read_only_args=[address]
+    )
+
+
+def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
+    """2 or 4 neighbours."""
+    given = ", ".join(f"{{$r{at + 1}}}" for at in range(len(values)))
+    cute.arch.inline_ptx(f"st.{space}.v{len(values)}.f32 [{{$r0}}], {{{given}}};", read_only_args=[address, *values])
+
+
+def load_word(address: Any) -> Any:
+    """Two 16-bit numbers of global memory."""
+    return cute.arch.inline_ptx("ld.global.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def store_words(address: Any, words: Sequence[Any]) -> None:
+    """One or two pairs of 16-bit numbers, to global memory."""
+    if len(words) == 1:
+        cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, *words])
+    else:
+        cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words])
+
+
+def load_int(address: Any, early: bool) -> Any:
+    """``early``: while others may still write it. What is read then is not kept where a later read would find it."""
+    order = ".relaxed.gpu" if early else ""
+    return cute.arch.inline_ptx(f"ld{order}.global.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def prefetch_line(address: Any) -> None:
+    """Brings a line of global memory to the L2 cache."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])

@@ -1,0 +1,164 @@
+"""Tiles in shared memory, and the bulk copies (TMA) that bring and store them.
+
+A tile of q, keys, values or output has rows of head_dim numbers of 16 bits. It lies in shared memory as panels of 64 columns, one
+after another, each with rows of 128 bytes in the 128-byte swizzle. The swizzle's pattern repeats every 8 rows. A ring of tiles has
+them one after another, one a stage.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+PANEL = 64  # columns of a panel: 128 bytes
+
+
+def swizzle():
+    """The 128-byte swizzle, in terms of bytes."""
+    return cute.make_swizzle(3, 4, 3)
+
+
+# -- global memory -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tma:
+    """A tensor in global memory as bulk copies see it.
+
+    Attributes:
+        atom: the copy of one box.
+        tensor: coordinates of the tensor.
+    """
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+def make_tma(operation, tensor: cute.Tensor, box: tuple) -> Tma:
+    """The bulk copies between a tensor and boxes in shared memory.
+
+    Args:
+        operation: the direction.
+        box: the shape of a box: rows, then columns, and possibly heads; the rows may be a pair of heads and tokens. Rows of 64
+            columns lie one after another, then those of the next head.
+    """
+    rows, _, *heads = box
+    row_stride, row_count = PANEL, rows
+    if isinstance(rows, tuple):
+        row_stride, row_count = (PANEL, PANEL * rows[0]), rows[0] * rows[1]
+    stride = (row_stride, 1, *(row_count * PANEL for _ in heads))
+    layout = cute.make_composed_layout(swizzle(), 0, cute.make_layout(box, stride=stride))
+    return Tma(*cpasync.make_tiled_tma_atom(operation, tensor, layout, box))
+
+
+def gqa_packed(x: cute.Tensor) -> cute.Tensor:
+    """``[tokens, heads, head_dim]`` as ``((heads, tokens), head_dim)``: the heads of a token are neighbouring rows."""
+    layout = cute.make_layout(((x.shape[1], x.shape[0]), x.shape[2]), stride=((x.stride[1], x.stride[0]), x.stride[2]))
+    return cute.make_tensor(x.iterator, layout)
+
+
+def tokens_first(x: cute.Tensor, paged: bool) -> cute.Tensor:
+    """Keys or values as ``(tokens, head_dim, kv_heads)``; those of a paged cache as ``(page_size, head_dim, kv_heads, pages)``."""
+    return cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0] if paged else [0, 2, 1]))
+
+
+def _partition(atom: cute.CopyAtom, shared: cute.Tensor, tensor: cute.Tensor, box: tuple):
+    corner = cute.local_tile(tensor, box, ((0,) * len(box[0]) if isinstance(box[0], tuple) else 0, 0))
+    return cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(corner, 0, 2)
+    )  # fmt: skip
+
+
+@cute.jit
+def tma_load(atom: cute.CopyAtom, tensor: cute.Tensor, box: cutlass.Constexpr, shared: cute.Tensor, barrier: cute.Pointer) -> None:
+    """Starts the copy of a tensor's first box to shared memory; ``barrier`` counts its bytes."""
+    target, source = _partition(atom, shared, tensor, box)
+    cute.copy(atom, source, target, tma_bar_ptr=barrier)
+
+
+@cute.jit
+def tma_store(atom: cute.CopyAtom, tensor: cute.Tensor, box: cutlass.Constexpr, shared: cute.Tensor) -> None:
+    """Starts the copy of shared memory to a tensor's first box, as part of the current bulk group."""
+    source, target = _partition(atom, shared, tensor, box)
+    cute.copy(atom, source, target)
+
+
+# -- shared memory -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How the tiles of a ring lie in shared memory.
+
+    Attributes:
+        rows: of a tile, 64 or more.
+        head_dim: a multiple of 64.
+        stages: tiles.
+    """
+
+    rows: int
+    head_dim: int
+    stages: int
+
+    @property
+    def panels(self) -> int:
+        return self.head_dim // PANEL
+
+    @property
+    def size(self) -> int:
+        """Numbers of all tiles."""
+        return self.stages * self.rows * self.head_dim
+
+    def _tensor(self, memory, shape: tuple, stride: tuple) -> cute.Tensor:
+        return memory.get_tensor(cute.make_layout(shape, stride=stride), swizzle=swizzle())
+
+    def tiles(self, memory, rows: int = 0) -> cute.Tensor:
+        """``(rows, head_dim, stage)``, as a left operand, a right operand of q @ k.T, or output.
+
+        Args:
+            rows: how many of each tile; all if 0.
+        """
+        shape = (rows or self.rows, (PANEL, self.panels), self.stages)
+        return self._tensor(memory, shape, (PANEL, (1, self.rows * PANEL), self.rows * self.head_dim))
+
+    def transposed(self, memory) -> cute.Tensor:
+        """``(head_dim, rows, stage)``, as the right operand of p @ v."""
+        shape = ((PANEL, self.panels), self.rows, self.stages)
+        return self._tensor(memory, shape, ((1, self.rows * PANEL), PANEL, self.rows * self.head_dim))
+
+    def views(self, memory, rows: int) -> cute.Tensor:
+        """``(rows, head_dim, first row / 8, stage)``: tiles of fewer rows, which may begin at any multiple of 8 and overlap."""
+        shape = ((8, rows // 8), (PANEL, self.panels), (self.rows - rows) // 8 + 1, self.stages)
+        stride = ((PANEL, 8 * PANEL), (1, self.rows * PANEL), 8 * PANEL, self.rows * self.head_dim)
+        return self._tensor(memory, shape, stride)
+
+    def transposed_views(self, memory, rows: int) -> cute.Tensor:
+        """`views` with head_dim first."""
+        shape = ((PANEL, self.panels), (8, rows // 8), (self.rows - rows) // 8 + 1, self.stages)
+        stride = ((1, self.rows * PANEL), (PANEL, 8 * PANEL), 8 * PANEL, self.rows * self.head_dim)
+        return self._tensor(memory, shape, stride)
+
+    def boxes(self, memory, box: int) -> cute.Tensor:
+        """``(rows of a box, 64, box, panel, stage)``, as bulk copies of some rows each fill them."""
+        shape = (box, PANEL, self.rows // box, self.panels, self.stages)
+        return self._tensor(memory, shape, (PANEL, 1, box * PANEL, self.rows * PANEL, self.rows * self.head_dim))
+
+    def packed_boxes(self, memory, heads: int, tokens: int, count: int = 1) -> cute.Tensor:
+        """``((heads, tokens), 64, panel, box, stage)``: boxes of rows that are some heads of some tokens.
+
+        Args:
+            count: boxes of a tile.
+        """
+        shape = ((heads, tokens), PANEL, self.panels, count, self.stages)
+        stride = ((PANEL, PANEL * heads), 1, self.rows * PANEL, heads * tokens * PANEL, self.rows * self.head_dim)
+        return self._tensor(memory, shape, stride)
+
+    def chunks(self, memory) -> cute.Tensor:
+        """``(row, (8, chunk of a panel), panel, stage)``: 16 bytes each."""
+        shape = (self.rows, (8, 8), self.panels, self.stages)
+        return self._tensor(memory, shape, (PANEL, (1, 8), self.rows * PANEL, self.rows * self.head_dim))

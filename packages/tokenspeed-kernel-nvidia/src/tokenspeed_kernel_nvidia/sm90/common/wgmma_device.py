@@ -1,0 +1,37 @@
+"""Products of a warpgroup (wgmma), with the operands that attention has."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Numeric, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+
+def make_qk_mma(dtype: type[Numeric], keys: int, warpgroups: int = 1) -> cute.TiledMma:
+    """``q @ k.T`` of 64 rows for each warpgroup, and some keys. Both operands lie in shared memory."""
+    operands = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, keys, 16), *operands)
+    return cute.make_tiled_mma(op, cute.make_layout((warpgroups, 1, 1)))
+
+
+def make_pv_mma(dtype: type[Numeric], head_dim: int, warpgroups: int = 1) -> cute.TiledMma:
+    """``p @ v`` of 64 rows for each warpgroup. The probabilities p are in registers, the values in shared memory."""
+    operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.MN
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, head_dim, 16), *operands)
+    return cute.make_tiled_mma(op, cute.make_layout((warpgroups, 1, 1)))
+
+
+@cute.jit
+def start_mma(
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: cutlass.Constexpr[bool] = False
+) -> None:
+    """Starts ``acc = a @ b``, or ``acc += a @ b``, as a group of its own. Its operands are in use until it has been waited for."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for i in cutlass.range_constexpr(cute.size(b.shape[2])):
+        cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
