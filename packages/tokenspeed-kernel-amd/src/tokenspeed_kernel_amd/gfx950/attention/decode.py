@@ -11,13 +11,14 @@ many units as sequences, and one launch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention._call import PAGED_SIGNATURES, PAGED_TRAITS, Call, Tile, called
+from tokenspeed_kernel_amd.gfx950.attention.call import PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import Priority, register_kernel
 
@@ -47,6 +48,67 @@ class Config:
 
 
 CONFIG = Config()
+
+
+class Partial(NamedTuple):
+    """What units leave for the merging launch.
+
+    Attributes:
+        plan: int64 [batch], of each sequence its first unit (upper half) and how many it has.
+        log_sums: float32 [units, q_len, heads], the log-sum-exp of the scores in units of log 2.
+        results: float32 [units, q_len, heads, v_head_dim], the normalised output.
+    """
+
+    plan: Tensor
+    log_sums: Tensor
+    results: Tensor
+
+
+class UnitPlan(NamedTuple):
+    """How sequences are divided into units. Known to the compiler.
+
+    Attributes:
+        q_len: sequences with more new tokens, or with none, are passed over.
+        window_left: the operator's.
+        aligned: positions that units begin at are multiples of this.
+        block_n: keys of a block.
+        divided: whether sequences may have several units.
+        at_once: units that the device runs at once.
+        waves: as many rounds of them is much work divided into.
+        long, short: blocks of a unit that is long enough, and of the shortest.
+        lengths: lengths of sequences that a workgroup looks at together.
+    """
+
+    q_len: int
+    window_left: int
+    aligned: int
+    block_n: int
+    divided: bool
+    at_once: int
+    waves: int
+    long: int
+    short: int
+    lengths: int
+
+
+class Merge(NamedTuple):
+    """How units are merged. Known to the compiler.
+
+    Attributes:
+        heads, v_head_dim, q_len: of `Partial`.
+        out_token, out_head: strides of the output, in elements.
+        sinks, lse: whether there are sinks, and whether the log-sum-exp is wanted.
+        at_once: units that are looked at together.
+    """
+
+    heads: int
+    v_head_dim: int
+    q_len: int
+    out_token: int
+    out_head: int
+    sinks: bool
+    lse: bool
+    at_once: int
 
 
 @register_kernel(
@@ -82,54 +144,74 @@ def mha_decode_with_kvcache(
         "mha_decode_with_kvcache", q, None, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, True,
         window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,
     )  # fmt: skip
-    attend_in_units(call, tile_of_rows(call, max_seqlen_q * call.group), max_seqlen_q)
+    attend_in_units(call, tile_of_rows(call, max_seqlen_q * call.gqa_ratio), max_seqlen_q)
     return call.result
 
 
-def tile_of_rows(call: Call, rows: int) -> Tile:
+def tile_of_rows(call: Call, rows: int) -> TileShape:
     """The tile of one wave for so many rows of a key head; of more than it has, several are launched."""
-    return Tile(16 if rows <= 16 else 32, 64 if call.fp8 else 32, 1)
+    return TileShape(16 if rows <= 16 else 32, 64 if call.fp8 else 32, 1)
 
 
-def attend_in_units(call: Call, tile: Tile, q_len: int) -> None:
-    """Attention over units, of sequences with 1 to q_len new tokens. Others are passed over; without offsets there are none."""
+def attend_in_units(call: Call, tile: TileShape, q_len: int) -> None:
+    """Attention over units, of sequences with 1 to q_len new tokens. Others are passed over; without offsets there are none.
+
+    ``tile.stages`` is not looked at: units decide it.
+    """
     if call.empty:
         return
-    config, block_n, m = CONFIG, tile.block_n, tile.m
     batch, kv_heads = call.batch, call.kv_heads
-    tiles = -(-q_len * call.group // m)
+    tiles = -(-q_len * call.gqa_ratio // tile.m)
     columns = kv_heads * tiles
-    shown = call.shown(tile, q_len)
+    in_view = call.keys_in_view(tile, q_len)
     compute_units = current_compute_units()
     few = batch * columns <= 2 * compute_units
     # 16 sequences of 8192: 34.4, with 2: 34.7, of which merging is 0.1. Widening fp8 is work for more waves: 17.9, with 1: 28.6
-    waves = (3 if call.fp8 else 1) if few else config.waves // 2
+    waves = (3 if call.fp8 else 1) if few else CONFIG.waves // 2
     at_once = divided = 0
-    if shown > config.whole:
+    if in_view > CONFIG.whole:
         at_once = max(1, 2 * compute_units // columns)
-        divided = min(at_once * waves, batch * -(-shown // config.least))
+        divided = min(at_once * waves, batch * -(-in_view // CONFIG.least))
     units = batch + divided if divided > 1 else batch
     split = units > batch
-    stages = (config.stages if split or tile.num_warps > 1 else 2 * config.stages) if few else 1
+    stages = (CONFIG.stages if split or tile.num_warps > 1 else 2 * CONFIG.stages) if few else 1
     if call.fp8 and tile.num_warps == 1:
         stages = max(1, stages // 2)  # window of 128: 3.2, with 4 stages 4.7; a sequence of 1024: 3.2, with 2: 3.8
-    heads, v_head_dim = call.q.shape[1], call.v_cache.shape[3]
-    parts = units * q_len * heads if split else 0
-    part = call.q.new_empty((parts, v_head_dim), dtype=torch.float32)
-    part_sum = call.q.new_empty(parts, dtype=torch.float32)
-    plan = call.q.new_empty(batch if split else 0, dtype=torch.int64)  # per sequence: its first unit, and how many it has
-    constants = call.constants()
+    shape, strides, variant = call.constants()
+    plan = UnitPlan(
+        q_len=q_len,
+        window_left=call.window_left,
+        aligned=min(shape.page_size, tile.block_n),
+        block_n=tile.block_n,
+        divided=split,
+        at_once=at_once,
+        waves=waves,
+        long=CONFIG.long // tile.block_n,
+        short=max(1, CONFIG.least // tile.block_n),
+        lengths=call.lengths_at_once(),
+    )
+    heads, parts = call.q.shape[1], units * q_len * call.q.shape[1] if split else 0
+    partial = Partial(
+        plan=call.q.new_empty(batch if split else 0, dtype=torch.int64),
+        log_sums=call.q.new_empty(parts, dtype=torch.float32),
+        results=call.q.new_empty((parts, shape.v_head_dim), dtype=torch.float32),
+    )
     device.decode_kernel[(kv_heads, units, tiles)](
-        *call.operands(), part, part_sum, plan,
-        q_len=q_len, M=m, BLOCK_N=block_n, DIVIDED=split, STAGES=stages, AT_ONCE=at_once, WAVES=waves,
-        LONG=config.long // block_n, SHORT=max(1, config.least // block_n), LENGTHS=call.lengths_at_once(),
-        num_warps=tile.num_warps, **constants,
-    )  # fmt: skip
+        call.operands(), partial, shape, strides, variant, tile._replace(stages=stages), plan, num_warps=tile.num_warps
+    )
     if split:
-        # A sequence has about as many units, if all are about as long.
-        merged = min(config.merged, max(4, 1 << (divided // batch - 1).bit_length()))
+        merge = Merge(
+            heads=heads,
+            v_head_dim=shape.v_head_dim,
+            q_len=q_len,
+            out_token=strides.out_token,
+            out_head=strides.out_head,
+            sinks=variant.sinks,
+            lse=variant.lse,
+            # A sequence has about as many units, if all are about as long.
+            at_once=min(CONFIG.merged, max(4, 1 << (divided // batch - 1).bit_length())),
+        )
         device.merge_kernel[(heads, q_len, batch)](
-            call.cu_seqlens_q, plan, part_sum, part, call.sinks, call.out, call.lse,
-            heads=heads, q_len=q_len, MERGED=merged, num_warps=1, waves_per_eu=4,  # 128 registers hold all loads of a step
-            **{name: constants[name] for name in ("out_token", "out_head", "V_HEAD_DIM", "SINKS", "LSE")},
+            call.cu_seqlens_q, partial, call.sinks, call.out, call.lse, merge,
+            num_warps=1, waves_per_eu=4,  # 128 registers hold all loads of a step
         )  # fmt: skip

@@ -7,17 +7,19 @@ that its last token sees; blocks that every row sees whole are not masked. A few
 leave most of the device idle, are divided into units as in decode.
 
 Lengths are known on the device only. Where most stretches may be about as long, every sequence has the tiles of the longest. Else
-all share a grid of *slots*, of which sequence b owns those from ``cu_seqlens_q[b] * GROUP // M + b`` on: always enough for its
+all share a grid of *slots*, of which sequence b owns those from ``cu_seqlens_q[b] * gqa_ratio // m + b`` on: always enough for its
 rows, never more than one too many. To look up whose a slot is takes 0.3 us of the emulator's timing model.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention._call import PAGED_SIGNATURES, PAGED_TRAITS, Call, Tile, called
+from tokenspeed_kernel_amd.gfx950.attention.call import PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
 from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_in_units
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import Priority, register_kernel
@@ -25,14 +27,27 @@ from tokenspeed_kernel_base.registry import Priority, register_kernel
 device = DeviceModule(__name__ + "_device")
 
 # By rows, ascending: the first one that holds all rows of the longest stretch, or else the last.
-TILES = (Tile(16, 32, 1), Tile(32, 32, 1), Tile(64, 64, 4), Tile(128, 64, 4))
+TILES = (TileShape(16, 32, 1), TileShape(32, 32, 1), TileShape(64, 64, 4), TileShape(128, 64, 4))
 # Heads of 128 fill the registers with half the rows: 128 rows are 458 registers.
 WIDE_TILES = TILES[:3]
 # Of fp8, which every wave widens for itself: few waves are better, as far as registers go. 64 sequences of 1024 with 8 new tokens
 # take 18.3 us of the emulator's timing model, with four waves 24.8.
-FP8_TILES = (Tile(16, 64, 1), Tile(32, 64, 1), Tile(64, 64, 2), Tile(128, 64, 4))
-FP8_WIDE_TILES = (Tile(16, 64, 1), Tile(32, 64, 2), Tile(64, 64, 4))
-STAGES = 2  # blocks on the way
+FP8_TILES = (TileShape(16, 64, 1), TileShape(32, 64, 1), TileShape(64, 64, 2), TileShape(128, 64, 4))
+FP8_WIDE_TILES = (TileShape(16, 64, 1), TileShape(32, 64, 2), TileShape(64, 64, 4))
+
+
+class Slots(NamedTuple):
+    """Which tiles a launch takes. Known to the compiler.
+
+    Attributes:
+        shared: whether sequences share a grid of slots; else each has as many tiles as the longest.
+        passed: sequences with at most so many new tokens are passed over.
+        lengths: lengths of sequences that a workgroup looks at together; 0 if not shared.
+    """
+
+    shared: bool
+    passed: int
+    lengths: int
 
 
 @register_kernel(
@@ -79,34 +94,34 @@ def mha_extend_with_kvcache(
     return call.result
 
 
-def tile_of_stretches(call: Call) -> Tile:
+def tile_of_stretches(call: Call) -> TileShape:
     """The tile for the longest stretch of new tokens that there may be."""
-    rows = call.max_seqlen_q * call.group
+    rows = call.max_seqlen_q * call.gqa_ratio
     wide = max(call.q.shape[2], call.v_cache.shape[3]) > 64
     choice = (FP8_WIDE_TILES if wide else FP8_TILES) if call.fp8 else (WIDE_TILES if wide else TILES)
     return next((tile for tile in choice if rows <= tile.m), choice[-1])
 
 
-def pays_in_units(call: Call, tile: Tile) -> bool:
+def pays_in_units(call: Call, tile: TileShape) -> bool:
     """A few tokens of a few sequences, with many keys, leave most of the device idle unless their keys are divided."""
-    one_each = call.max_seqlen_q * call.group <= tile.m
-    return one_each and call.shown(tile, call.max_seqlen_q) > CONFIG.whole and call.batch * call.kv_heads <= current_compute_units()
+    one_each = call.max_seqlen_q * call.gqa_ratio <= tile.m
+    many_keys = call.keys_in_view(tile, call.max_seqlen_q) > CONFIG.whole
+    return one_each and many_keys and call.batch * call.kv_heads <= current_compute_units()
 
 
-def slots_of(call: Call, tile: Tile) -> int:
+def slots_of(call: Call, tile: TileShape) -> int:
     """Slots that are enough for all rows of a key head."""
-    return call.tokens * call.group // tile.m + call.batch
+    return call.tokens * call.gqa_ratio // tile.m + call.batch
 
 
-def attend_in_tiles(call: Call, tile: Tile, passed: int = 0) -> None:
+def attend_in_tiles(call: Call, tile: TileShape, passed: int = 0) -> None:
     """Attention of each tile by one workgroup. Sequences with at most ``passed`` new tokens are passed over."""
     if call.empty:
         return
-    tiles = -(-call.max_seqlen_q * call.group // tile.m)
+    tiles = -(-call.max_seqlen_q * call.gqa_ratio // tile.m)
     slots = slots_of(call, tile)
     shared = 4 * slots < 3 * tiles * call.batch
     device.extend_kernel[(call.kv_heads, slots, 1) if shared else (call.kv_heads, tiles, call.batch)](
-        *call.operands(),
-        M=tile.m, BLOCK_N=tile.block_n, STAGES=STAGES, SHARED=shared, PASSED=passed,
-        LENGTHS=call.lengths_at_once() if shared else 0, num_warps=tile.num_warps, **call.constants(),
+        call.operands(), *call.constants(), tile, Slots(shared, passed, call.lengths_at_once() if shared else 0),
+        num_warps=tile.num_warps,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention._call import PAGED_SIGNATURES, PAGED_TRAITS, Call, Tile, called
+from tokenspeed_kernel_amd.gfx950.attention.call import PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
 from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_in_units, tile_of_rows
 from tokenspeed_kernel_amd.gfx950.attention.extend import attend_in_tiles, pays_in_units, slots_of, tile_of_stretches
 from tokenspeed_kernel_base.registry import Priority, register_kernel
@@ -56,8 +56,8 @@ def mha_with_kvcache(
         "mha_with_kvcache", q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, True,
         window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,
     )  # fmt: skip
-    small = tile_of_rows(call, call.group)
-    short = max(1, small.m // call.group)
+    small = tile_of_rows(call, call.gqa_ratio)
+    short = max(1, small.m // call.gqa_ratio)
     if call.max_seqlen_q <= short:
         if call.tokens == call.batch and call.max_seqlen_q == 1:  # one each: nothing to look up
             call = dataclasses.replace(call, cu_seqlens_q=None)
@@ -74,6 +74,6 @@ def mha_with_kvcache(
     return call.result
 
 
-def _fits_at_once(call: Call, tile: Tile, small: Tile, short: int) -> bool:
+def _fits_at_once(call: Call, tile: TileShape, small: TileShape, short: int) -> bool:
     """Sequences of ``short`` new tokens are not worth dividing, and two workgroups a compute unit do everything."""
-    return call.shown(small, short) <= CONFIG.whole and slots_of(call, tile) * call.kv_heads <= 2 * current_compute_units()
+    return call.keys_in_view(small, short) <= CONFIG.whole and slots_of(call, tile) * call.kv_heads <= 2 * current_compute_units()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd._rows import aligned_rows, deliver, rows_to_write
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
+from tokenspeed_kernel_amd.gfx950.attention.call import score_scaling
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import Priority, register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -47,6 +49,77 @@ def _config(head_dim: int, v_head_dim: int, capped: bool) -> Config:
     """Steps of 128 keys where they fit. With heads of 128 they spill registers and leave room for one workgroup on a compute unit;
     with a logit cap they spill 32 scalar registers where there is a short window."""
     return Config(128 if head_dim == v_head_dim == 64 and not capped else 64)
+
+
+class Operands(NamedTuple):
+    """Tensors of a call. out and lse are written; lse and sinks may be None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    cu_seqlens: Tensor
+
+
+class Strides(NamedTuple):
+    """Elements from one token, and from one head, to the next."""
+
+    q_token: int
+    q_head: int
+    k_token: int
+    k_head: int
+    v_token: int
+    v_head: int
+    out_token: int
+    out_head: int
+
+
+class Shape(NamedTuple):
+    """What a model fixes. Known to the compiler.
+
+    Attributes:
+        head_dim, v_head_dim: elements of a head.
+        xcds: XCDs that share the query heads evenly.
+        heads: query heads of each.
+        gqa_ratio: query heads of a key head.
+    """
+
+    head_dim: int
+    v_head_dim: int
+    xcds: int
+    heads: int
+    gqa_ratio: int
+
+
+class Variant(NamedTuple):
+    """The options that a kernel is compiled for. Known to the compiler.
+
+    Attributes:
+        windowed: whether there is a window.
+        narrow: whether it may hide keys in the diagonal blocks; a wider one than a tile cannot.
+        capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the log-sum-exp is wanted.
+    """
+
+    windowed: bool
+    narrow: bool
+    capped: bool
+    sinks: bool
+    lse: bool
+
+
+class TileShape(NamedTuple):
+    """How the work is cut. Known to the compiler.
+
+    Attributes:
+        block_m, block_n: see `Config`.
+        block_b: 1 for one sequence, else at least the batch: lengths that a workgroup looks at together.
+    """
+
+    block_m: int
+    block_n: int
+    block_b: int
 
 
 @register_kernel(
@@ -91,23 +164,31 @@ def mha_prefill(
         return result if lse is None else (result, lse)
     q, k, v, cu_seqlens = aligned_rows(q), aligned_rows(k), aligned_rows(v), cu_seqlens.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
-    log2e = math.log2(math.e)
-    scale = log2e * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-    if logit_cap > 0:
-        scale *= 2 / logit_cap  # of tanh(x) = 1 - 2 / (1 + exp(2 * x))
+    scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
     config = _config(head_dim, v_head_dim, logit_cap > 0)
     xcds = math.gcd(heads, _XCDS)
     # Tiles of one XCD, at most: the last one of every sequence may be partly empty.
     most = (tokens // config.block_m + min(batch, tokens)) * (heads // xcds)
     resident = current_compute_units() * 4 * config.waves_per_simd // config.warps
     device.mha_prefill_gfx950[(xcds * min(most, max(resident // xcds, 1)),)](
-        q, k, v, result, lse, sinks, cu_seqlens, batch,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), result.stride(0), result.stride(1),
-        scale, logit_cap * log2e, window_left,
-        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, WINDOW=window_left >= 0, NARROW=0 <= window_left < config.block_m - 1,
-        CAP=logit_cap > 0, SINKS=sinks is not None, LSE=return_lse, XCDS=xcds, HEADS=heads // xcds, GROUP=heads // k.shape[1],
-        BLOCK_B=1 if batch == 1 else max(64, 1 << (batch - 1).bit_length()), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        num_warps=config.warps, waves_per_eu=config.waves_per_simd, llvm_fn_attrs=config.attributes,
-    )  # fmt: skip
+        Operands(q, k, v, result, lse, sinks, cu_seqlens),
+        batch,
+        Strides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *result.stride()[:2]),
+        scale,
+        cap,
+        window_left,
+        Shape(head_dim, v_head_dim, xcds, heads // xcds, heads // k.shape[1]),
+        Variant(
+            windowed=window_left >= 0,
+            narrow=0 <= window_left < config.block_m - 1,
+            capped=logit_cap > 0,
+            sinks=sinks is not None,
+            lse=return_lse,
+        ),
+        TileShape(config.block_m, config.block_n, 1 if batch == 1 else max(64, 1 << (batch - 1).bit_length())),
+        num_warps=config.warps,
+        waves_per_eu=config.waves_per_simd,
+        llvm_fn_attrs=config.attributes,
+    )
     result = deliver(result, out)
     return result if lse is None else (result, lse)
