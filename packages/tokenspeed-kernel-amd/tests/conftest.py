@@ -15,7 +15,7 @@ from tokenspeed_kernel_amd import _machine
 def _has_gfx950() -> bool:
     if not torch.version.hip or not torch.cuda.is_available():
         return False
-    return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0] == _machine.ARCH
+    return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0] == "gfx950"
 
 
 ON_GFX950 = _has_gfx950()

@@ -1,4 +1,4 @@
-"""The machines that the kernels of this package run on, as data: an architecture's range, and what must be installed beside it.
+"""The machines that the kernels of this package run on, as data: a range of architectures, and the software that they need.
 
 A new architecture is one more function here, and a folder of its kernels.
 """
@@ -20,8 +20,8 @@ class ProbedCapability(CapabilityRequirement):
     """A requirement that also asks what is installed on this machine.
 
     Attributes:
-        probe: says why this machine cannot run the kernel although the device could, or None where it can. It is asked when the
-            platform fits, reads package metadata only, and imports neither Triton nor AITER.
+        probe: says why the installed software does not run the kernel, or None where it does. It is called where the device will
+            do, and reads package metadata rather than import a package.
     """
 
     probe: Probe | None = None

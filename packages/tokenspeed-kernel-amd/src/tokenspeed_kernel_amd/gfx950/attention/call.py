@@ -1,4 +1,4 @@
-"""A call of attention to a paged cache, and what kernels take of it."""
+"""A call of attention to a paged cache, and the arguments that its kernels take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tokenspeed_kernel_amd._rows import aligned_rows, deliver, rows, rows_to_write
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
-# What the three operators with a paged cache have in common. Caches may be fp8 where queries are not.
+# What the kernels of the three operators with a paged cache have in common. Caches may be fp8; queries may not.
 PAGED_SIGNATURES = frozenset(
     format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
     for q in (torch.bfloat16, torch.float16)
@@ -31,13 +31,13 @@ PAGED_TRAITS = {
 
 
 class TileShape(NamedTuple):
-    """What a workgroup takes at once. Known to the compiler.
+    """The tile of a workgroup. Known to the compiler.
 
     Attributes:
         m: query rows; see `gfx950.common.tiles_device`.
-        block_n: keys.
-        num_warps: waves.
-        stages: blocks of keys on their way to LDS.
+        block_n: keys of a step.
+        num_warps: waves of the workgroup.
+        stages: how many blocks of keys are in flight to LDS.
     """
 
     m: int
@@ -47,16 +47,17 @@ class TileShape(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What varies from call to call, in the order in which a kernel gets it: registers hold the first 16 words when a wave begins,
-    those that it needs at once.
+    """What varies from call to call. The order is that of the kernel's arguments: the first 16 words are in registers when a wave
+    begins, so what is needed first comes first.
 
     Attributes:
         cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, sinks: the operator's.
-        batch: sequences.
-        max_seqlen_k: tokens of a sequence in the cache, at most.
-        table_stride, k_token, v_token: elements from one row of the page table, and one slot of a page, to the next.
+        batch: how many sequences there are.
+        max_seqlen_k: an upper bound of a sequence's tokens in the cache.
+        table_stride: elements from one row of the page table to the next.
+        k_token, v_token: elements from one slot of a page to the next.
         scale, cap: see `score_scaling`.
-        k_scale, v_scale: of fp8 caches.
+        k_scale, v_scale: the scales of fp8 caches, or None.
         out, lse: what is written; lse may be None.
     """
 
@@ -91,7 +92,7 @@ class Shape(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides that a model and its cache fix, in elements: of a token, head or page of a tensor. Known to the compiler."""
+    """Strides that a model and its cache fix, in elements, from one token, head or page to the next. Known to the compiler."""
 
     q_token: int
     q_head: int
@@ -111,7 +112,7 @@ class Variant(NamedTuple):
     Attributes:
         window_left, is_causal: the operator's.
         capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the log-sum-exp is wanted.
-        same_strides: whether k_cache and v_cache have the same strides, so that what is computed for one holds for both.
+        same_strides: whether k_cache and v_cache have the same strides, so that offsets are computed once for both.
     """
 
     window_left: int
@@ -137,10 +138,10 @@ class Call:
         cu_seqlens_q: None where every sequence has exactly max_seqlen_q new tokens.
         max_seqlen_q: at most all tokens.
         scale, cap: see `score_scaling`.
-        k_scale, v_scale: of fp8 caches, one for all or one a key head.
+        k_scale, v_scale: the scales of fp8 caches, one for all key heads or one for each; or None.
         out: what kernels write to, with contiguous rows.
-        given: the caller's, which may be another.
-        lse: None if nobody wants it.
+        given: the caller's ``out``, which may be another tensor.
+        lse: the log-sum-exp, or None if it is not wanted.
     """
 
     q: Tensor
@@ -188,7 +189,7 @@ class Call:
 
     @property
     def result(self) -> Tensor | tuple[Tensor, Tensor]:
-        """What the caller gets, once everything is launched."""
+        """What the caller gets. Used when everything is launched."""
         out = deliver(self.out, self.given)
         return out if self.lse is None else (out, self.lse)
 
@@ -197,7 +198,7 @@ class Call:
         return self.max_seqlen_k if self.window_left < 0 else min(self.max_seqlen_k, self.window_left + q_len + tile.block_n)
 
     def lengths_at_once(self) -> int:
-        """Lengths of sequences that a workgroup looks at together."""
+        """How many sequences' lengths a workgroup reads together."""
         return 1 if self.batch == 1 else min(1024, max(64, 1 << (self.batch - 1).bit_length()))
 
     def operands(self) -> Operands:
@@ -296,5 +297,5 @@ def called(
 
 
 def _scale_stride(scale: Tensor | None) -> int:
-    """How far apart the scales of key heads are; 0 where one is for all."""
+    """The stride of the scales of key heads; 0 where one scale is for all of them."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

@@ -1,11 +1,13 @@
 """Decode: attention of the newest tokens of sequences to a paged cache.
 
-Memory decides the speed. A workgroup is one wave, which needs no barriers; at head_dim 64, 18 of them fit on a compute unit, each
-with 8 KB on the way. Long sequences are divided into *units*, one workgroup's share of the keys of one sequence. The lengths that
-decide how are read on the device only: capacity bounds the grid, every workgroup finds its own unit, and those beyond the last one
-end at once. Units of one sequence leave partial results, which a second launch merges in a fixed order; a sequence of one unit is
-finished by the first. Where the host can tell that no sequence is worth dividing, as in layers with a short window, there are as
-many units as sequences, and one launch.
+Memory bandwidth limits it. A workgroup is one wave, which needs no barriers; at head_dim 64, 18 of them fit on a compute unit, each
+with 8 KB of loads in flight.
+
+The keys of a long sequence are divided into *splits* (split-KV), one for each workgroup. The lengths that decide how many are read
+on the device only: the grid is an upper bound, every workgroup finds its own split, and those beyond the last one end at once. The
+splits of a sequence leave partial results, which a second launch merges in a fixed order; a sequence with one split is finished by
+the first launch. Where the host can tell that no sequence is worth dividing, as in layers with a short window, every sequence has
+one split, and there is one launch.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ device = DeviceModule(__name__ + "_device")
 
 @dataclass(frozen=True)
 class Config:
-    """How work is cut. Figures are microseconds of the emulator's timing model, of 64 query heads and 8 key heads of dimension 64.
+    """How work is divided. Figures are microseconds of the emulator's timing model, at 64 query heads, 8 key heads and head_dim 64.
 
     Attributes:
-        stages: blocks on the way in a wave where there are few workgroups, twice as many where nothing is divided; else 1. Half as
-            many of 64 keys.
-        waves: workgroups of a compute unit that much work is divided for; little work is for two.
-        long: keys that make a unit long enough: units are shorter only as long as there are fewer than two a compute unit.
-        least: keys that a unit has at least.
-        whole: where no sequence shows more keys than this, none is divided.
-        merged: units that the merging launch looks at together, at most.
+        stages: blocks in flight in a wave where there are few workgroups, twice as many where nothing is split; otherwise 1. Half
+            as many where a block has 64 keys.
+        waves: workgroups for each compute unit that much work is split for; little work is split for two.
+        long: keys of a split that is long enough: splits are shorter only while there are fewer than two for each compute unit.
+        least: keys that a split has at least.
+        whole: sequences are not split where none sees more keys than this.
+        merged: splits that the merging launch reads together, at most.
     """
 
     stages: int = 2  # a sequence of 1024: 2.70, with 1: 3.01, with 4: 3.16. Window of 128: 4 stages 2.61, 2: 2.76, 8: 3.98
@@ -51,12 +53,12 @@ CONFIG = Config()
 
 
 class Partial(NamedTuple):
-    """What units leave for the merging launch.
+    """What splits leave for the merging launch.
 
     Attributes:
-        plan: int64 [batch], of each sequence its first unit (upper half) and how many it has.
-        log_sums: float32 [units, q_len, heads], the log-sum-exp of the scores in units of log 2.
-        results: float32 [units, q_len, heads, v_head_dim], the normalised output.
+        plan: int64 [batch], for each sequence its first split (upper half) and how many it has (lower half).
+        log_sums: float32 [splits, q_len, heads], the log-sum-exp of the scores in units of log 2.
+        results: float32 [splits, q_len, heads, v_head_dim], the normalised output.
     """
 
     plan: Tensor
@@ -64,26 +66,26 @@ class Partial(NamedTuple):
     results: Tensor
 
 
-class UnitPlan(NamedTuple):
-    """How sequences are divided into units. Known to the compiler.
+class SplitPlan(NamedTuple):
+    """How sequences are divided into splits. Known to the compiler.
 
     Attributes:
-        q_len: sequences with more new tokens, or with none, are passed over.
+        q_len: sequences with more new tokens, or with none, are skipped.
         window_left: the operator's.
-        aligned: positions that units begin at are multiples of this.
+        aligned: splits begin at positions that are multiples of this.
         block_n: keys of a block.
-        divided: whether sequences may have several units.
-        at_once: units that the device runs at once.
-        waves: as many rounds of them is much work divided into.
-        long, short: blocks of a unit that is long enough, and of the shortest.
-        lengths: lengths of sequences that a workgroup looks at together.
+        split_kv: whether sequences may have several splits.
+        at_once: splits that the device runs at once, two for each compute unit.
+        waves: much work is divided into this many times as many.
+        long, short: blocks of a split that is long enough, and of the shortest one.
+        lengths: how many sequences' lengths a workgroup reads together.
     """
 
     q_len: int
     window_left: int
     aligned: int
     block_n: int
-    divided: bool
+    split_kv: bool
     at_once: int
     waves: int
     long: int
@@ -92,13 +94,13 @@ class UnitPlan(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """How units are merged. Known to the compiler.
+    """How splits are merged. Known to the compiler.
 
     Attributes:
         heads, v_head_dim, q_len: of `Partial`.
         out_token, out_head: strides of the output, in elements.
         sinks, lse: whether there are sinks, and whether the log-sum-exp is wanted.
-        at_once: units that are looked at together.
+        at_once: splits that are read together.
     """
 
     heads: int
@@ -139,24 +141,24 @@ def mha_decode_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_decode_with_kvcache`, which checks the arguments. q_scale is None."""
+    """See `tokenspeed_kernel_amd.mha_decode_with_kvcache`, which has checked the arguments. q_scale is None."""
     call = called(
         "mha_decode_with_kvcache", q, None, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, True,
         window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,
     )  # fmt: skip
-    attend_in_units(call, tile_of_rows(call, max_seqlen_q * call.gqa_ratio), max_seqlen_q)
+    attend_split_kv(call, tile_of_rows(call, max_seqlen_q * call.gqa_ratio), max_seqlen_q)
     return call.result
 
 
 def tile_of_rows(call: Call, rows: int) -> TileShape:
-    """The tile of one wave for so many rows of a key head; of more than it has, several are launched."""
+    """The tile of one wave for this many rows of a key head; for more rows than it has, several tiles are launched."""
     return TileShape(16 if rows <= 16 else 32, 64 if call.fp8 else 32, 1)
 
 
-def attend_in_units(call: Call, tile: TileShape, q_len: int) -> None:
-    """Attention over units, of sequences with 1 to q_len new tokens. Others are passed over; without offsets there are none.
+def attend_split_kv(call: Call, tile: TileShape, q_len: int) -> None:
+    """Launches attention for sequences with 1 to q_len new tokens, their keys divided into splits.
 
-    ``tile.stages`` is not looked at: units decide it.
+    Other sequences are skipped; where ``call.cu_seqlens_q`` is None there are none. ``tile.stages`` is decided here.
     """
     if call.empty:
         return
@@ -168,38 +170,39 @@ def attend_in_units(call: Call, tile: TileShape, q_len: int) -> None:
     few = batch * columns <= 2 * compute_units
     # 16 sequences of 8192: 34.4, with 2: 34.7, of which merging is 0.1. Widening fp8 is work for more waves: 17.9, with 1: 28.6
     waves = (3 if call.fp8 else 1) if few else CONFIG.waves // 2
-    at_once = divided = 0
+    at_once = shares = 0
     if in_view > CONFIG.whole:
         at_once = max(1, 2 * compute_units // columns)
-        divided = min(at_once * waves, batch * -(-in_view // CONFIG.least))
-    units = batch + divided if divided > 1 else batch
-    split = units > batch
-    stages = (CONFIG.stages if split or tile.num_warps > 1 else 2 * CONFIG.stages) if few else 1
+        shares = min(at_once * waves, batch * -(-in_view // CONFIG.least))
+    splits = batch + shares if shares > 1 else batch
+    has_splits = splits > batch
+    stages = (CONFIG.stages if has_splits or tile.num_warps > 1 else 2 * CONFIG.stages) if few else 1
     if call.fp8 and tile.num_warps == 1:
         stages = max(1, stages // 2)  # window of 128: 3.2, with 4 stages 4.7; a sequence of 1024: 3.2, with 2: 3.8
     shape, strides, variant = call.constants()
-    plan = UnitPlan(
+    plan = SplitPlan(
         q_len=q_len,
         window_left=call.window_left,
         aligned=min(shape.page_size, tile.block_n),
         block_n=tile.block_n,
-        divided=split,
+        split_kv=has_splits,
         at_once=at_once,
         waves=waves,
         long=CONFIG.long // tile.block_n,
         short=max(1, CONFIG.least // tile.block_n),
         lengths=call.lengths_at_once(),
     )
-    heads, parts = call.q.shape[1], units * q_len * call.q.shape[1] if split else 0
+    heads = call.q.shape[1]
+    parts = splits * q_len * heads if has_splits else 0
     partial = Partial(
-        plan=call.q.new_empty(batch if split else 0, dtype=torch.int64),
+        plan=call.q.new_empty(batch if has_splits else 0, dtype=torch.int64),
         log_sums=call.q.new_empty(parts, dtype=torch.float32),
         results=call.q.new_empty((parts, shape.v_head_dim), dtype=torch.float32),
     )
-    device.decode_kernel[(kv_heads, units, tiles)](
+    device.decode_kernel[(kv_heads, splits, tiles)](
         call.operands(), partial, shape, strides, variant, tile._replace(stages=stages), plan, num_warps=tile.num_warps
     )
-    if split:
+    if has_splits:
         merge = Merge(
             heads=heads,
             v_head_dim=shape.v_head_dim,
@@ -208,8 +211,8 @@ def attend_in_units(call: Call, tile: TileShape, q_len: int) -> None:
             out_head=strides.out_head,
             sinks=variant.sinks,
             lse=variant.lse,
-            # A sequence has about as many units, if all are about as long.
-            at_once=min(CONFIG.merged, max(4, 1 << (divided // batch - 1).bit_length())),
+            # A sequence has about this many splits if all are about equally long.
+            at_once=min(CONFIG.merged, max(4, 1 << (shares // batch - 1).bit_length())),
         )
         device.merge_kernel[(heads, q_len, batch)](
             call.cu_seqlens_q, partial, call.sinks, call.out, call.lse, merge,

@@ -1,4 +1,4 @@
-"""Device code of decode: a unit of one sequence's keys, and the merging of units. ``decode`` says what units are for."""
+"""Device code of decode: a split of one sequence's keys, and the merging of splits. ``decode`` says what splits are for."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def visible_keys(length, plan):
 
 @gluon.jit
 def blocks_at(operands, first, plan, layout: gl.constexpr):
-    """Of plan.lengths sequences from ``first`` on: blocks of keys, whether they are of the batch, and whether they are served.
+    """For plan.lengths sequences from ``first`` on: their blocks of keys, whether they exist, and whether they are served.
 
-    Sequences with 1 to plan.q_len new tokens are served.
+    Sequences with 1 to plan.q_len new tokens are served; others have 0 blocks.
     """
     place = first + gl.arange(0, plan.lengths, layout)
     real = place < operands.batch
@@ -41,18 +41,18 @@ def blocks_at(operands, first, plan, layout: gl.constexpr):
 
 @gluon.jit
 def share_of(blocks, plan):
-    """Blocks of a unit, of all ``blocks`` of a batch.
+    """How many blocks a split has, where the sequences of a batch have ``blocks`` together.
 
-    Much work is divided into ``waves * at_once`` units, and less than one more a sequence. Work that is too little for at_once
-    units of ``long`` blocks is divided into that many shorter ones, of ``short`` blocks or more.
+    Much work is divided into ``waves * at_once`` splits, plus less than one for each sequence. Work that does not suffice for
+    at_once splits of ``long`` blocks is divided into that many shorter ones, of ``short`` blocks or more.
     """
     even = (blocks + plan.at_once - 1) // plan.at_once
     return gl.maximum(gl.maximum((even + plan.waves - 1) // plan.waves, gl.minimum(even, plan.long)), plan.short)
 
 
 @gluon.jit
-def find_unit(unit, operands, plan):
-    """The sequence of a unit, ``batch`` if it is beyond the last; the first unit of that sequence; and the blocks of a unit."""
+def find_split(split, operands, plan):
+    """The sequence of a split (``batch`` if there is none), that sequence's first split, and how many blocks a split has."""
     layout: gl.constexpr = everywhere_layout(plan.lengths, gl.num_warps())
     blocks = 0
     for first in range(0, operands.batch, plan.lengths):
@@ -61,16 +61,16 @@ def find_unit(unit, operands, plan):
     share = share_of(blocks, plan)
     sequence = 0
     before = 0
-    first_unit = 0
+    first_split = 0
     for first in range(0, operands.batch, plan.lengths):
         some, real, served = blocks_at(operands, first, plan, layout)
-        units = gl.where(served, gl.maximum((some + share - 1) // share, 1), 0)
-        ends = before + gl.associative_scan(units, 0, add)
-        passed = real & (ends <= unit)
+        splits = gl.where(served, gl.maximum((some + share - 1) // share, 1), 0)
+        ends = before + gl.associative_scan(splits, 0, add)
+        passed = real & (ends <= split)
         sequence += gl.sum(passed.to(gl.int32), 0)
-        first_unit = gl.maximum(first_unit, gl.max(gl.where(passed, ends, 0), 0))
-        before += gl.sum(units, 0)
-    return sequence, first_unit, share
+        first_split = gl.maximum(first_split, gl.max(gl.where(passed, ends, 0), 0))
+        before += gl.sum(splits, 0)
+    return sequence, first_split, share
 
 
 @gluon.jit
@@ -83,9 +83,9 @@ def decode_kernel(
     tile_shape: gl.constexpr,
     plan: gl.constexpr,
 ):
-    """One unit of one key head, and a tile of query rows: program (key head, unit, tile).
+    """Attention of a tile of query rows to one split, for one key head: program (key head, split, tile).
 
-    Sequences with more than plan.q_len new tokens, or with none, are passed over.
+    Sequences with more than plan.q_len new tokens, or with none, are skipped.
 
     Args:
         operands, shape, strides, variant, tile_shape: see `gfx950.attention.call`.
@@ -93,18 +93,18 @@ def decode_kernel(
     """
     block_n: gl.constexpr = tile_shape.block_n
     kv_head = gl.program_id(0)
-    unit = gl.program_id(1)
-    sequence = unit
-    first_unit = 0
+    split = gl.program_id(1)
+    sequence = split
+    first_split = 0
     share = 0
-    if plan.divided:
+    if plan.split_kv:
         if plan.lengths == 1:  # a batch of one
             _, count = visible_keys(gl.minimum(gl.load(operands.cache_seqlens), operands.max_seqlen_k), plan)
             blocks = (count + block_n - 1) // block_n
             share = share_of(blocks, plan)
-            sequence = (unit * share >= gl.maximum(blocks, 1)).to(gl.int32)
+            sequence = (split * share >= gl.maximum(blocks, 1)).to(gl.int32)
         else:
-            sequence, first_unit, share = find_unit(unit, operands, plan)
+            sequence, first_split, share = find_split(split, operands, plan)
     first_query, new = new_tokens(operands.cu_seqlens_q, gl.minimum(sequence, operands.batch - 1), plan.q_len)
     if (sequence < operands.batch) & (new > 0) & (new <= plan.q_len):
         length = gl.minimum(gl.load(operands.cache_seqlens + sequence), operands.max_seqlen_k)
@@ -112,11 +112,11 @@ def decode_kernel(
         blocks = (count + block_n - 1) // block_n
         first_block = 0
         after_block = blocks
-        if plan.divided:
-            first_block = (unit - first_unit) * share
+        if plan.split_kv:
+            first_block = (split - first_split) * share
             after_block = gl.minimum(first_block + share, blocks)
-            if unit == first_unit and gl.program_id(2) + kv_head == 0:
-                gl.store(partial.plan + sequence, (gl.to_tensor(first_unit).to(gl.int64) << 32) + (blocks + share - 1) // share)
+            if split == first_split and gl.program_id(2) + kv_head == 0:
+                gl.store(partial.plan + sequence, (gl.to_tensor(first_split).to(gl.int64) << 32) + (blocks + share - 1) // share)
         tile = QueryTile(
             gl.to_tensor(first_query),
             gl.to_tensor(new),
@@ -130,11 +130,11 @@ def decode_kernel(
             begin + first_block * block_n, gl.minimum(begin + after_block * block_n, length),
             variant.is_causal and plan.q_len > 1,
         )  # fmt: skip
-        if plan.divided and blocks > share:
+        if plan.split_kv and blocks > share:
             heads: gl.constexpr = shape.kv_heads * shape.gqa_ratio
             v_head_dim: gl.constexpr = shape.v_head_dim
             result, log_sum = normalise(state, None)
-            first_token = unit * plan.q_len
+            first_token = split * plan.q_len
             store_rows(partial.results, result, tile, first_token, heads * v_head_dim, v_head_dim)
             store_rows(partial.log_sums, log_sum, tile, first_token, heads, 1)
         else:
@@ -143,9 +143,9 @@ def decode_kernel(
 
 @gluon.jit
 def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
-    """One query head of one token, from the partial results of its sequence's units: program (head, token, sequence).
+    """Merges the partial results of a sequence's splits, for one query head of one token: program (head, token, sequence).
 
-    Almost all of the time goes by between loads that wait for one another, so there are as few of these as can be.
+    Almost all of its time is latency of loads that depend on one another, so there are as few of these as possible.
 
     Args:
         cu_seqlens_q, sinks, out, lse: see `gfx950.attention.call.Operands`.
@@ -157,25 +157,25 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
     query = gl.program_id(1)
     sequence = gl.program_id(2)
     found = gl.load(partial.plan + sequence)
-    first_unit = (found >> 32).to(gl.int32)
-    units = found.to(gl.int32)
+    first_split = (found >> 32).to(gl.int32)
+    splits = found.to(gl.int32)
     first_query = sequence * merge.q_len
-    wanted = units > 1
+    wanted = splits > 1
     if cu_seqlens_q is not None:
         first_query, new = new_tokens(cu_seqlens_q, sequence, merge.q_len)
-        # There is no plan of sequences that were passed over.
+        # Sequences that were skipped have no plan.
         wanted &= (query < new) & (new <= merge.q_len)
     if wanted:
         if merge.sinks:
-            sink = gl.load(sinks + head)  # needed at the end only
+            sink = gl.load(sinks + head)  # early, although it is needed only at the end
         row_max = LOWEST
         row_sum = 0.0
         acc = gl.full([v_head_dim], 0.0, gl.float32, gl.SliceLayout(0, layout))
         at = gl.arange(0, v_head_dim, gl.SliceLayout(0, layout))
-        for first in range(0, units, merge.at_once):
-            unit = first + gl.arange(0, merge.at_once, gl.SliceLayout(1, layout))
-            place = (first_unit + gl.minimum(unit, units - 1)) * (merge.q_len * merge.heads) + (query * merge.heads + head)
-            log_sums = gl.where(unit < units, gl.load(partial.log_sums + place), float("-inf"))
+        for first in range(0, splits, merge.at_once):
+            split = first + gl.arange(0, merge.at_once, gl.SliceLayout(1, layout))
+            place = (first_split + gl.minimum(split, splits - 1)) * (merge.q_len * merge.heads) + (query * merge.heads + head)
+            log_sums = gl.where(split < splits, gl.load(partial.log_sums + place), float("-inf"))
             results = gl.load(partial.results + (place[:, None] * v_head_dim + at[None, :]))
             top = larger(row_max, gl.reduce(log_sums, 0, larger))
             weights = gl.exp2(log_sums - top)
@@ -190,7 +190,7 @@ def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
             shrink = gl.exp2(row_max - top)
             row_sum = row_sum * shrink + gl.exp2(wide - top)
             row_max = top
-        # At least 1 is the sum for a row that sees something: its maximum's own weight.
+        # A row that sees a key has a sum of at least 1, the weight of its largest score.
         acc = acc * libdevice.fast_dividef(shrink, larger(row_sum, 1.0))
         token = (first_query + query).to(gl.int64)
         cdna4.buffer_store(acc.to(out.dtype.element_ty), out + token * merge.out_token + head * merge.out_head, at)

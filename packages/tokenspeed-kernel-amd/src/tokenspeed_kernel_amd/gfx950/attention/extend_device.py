@@ -1,4 +1,4 @@
-"""Device code of extend: a tile of query rows against all keys that they see. ``extend`` says what slots are for."""
+"""Device code of extend: attention of a tile of query rows to all keys that they see. ``extend`` says what slots are for."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ def extend_kernel(
     tile_shape: gl.constexpr,
     slots: gl.constexpr,
 ):
-    """A tile of query rows of one key head. Last tiles, which have most keys, come first.
+    """A tile of query rows of one key head: program (key head, tile, sequence), or (key head, slot, 0) if slots.shared.
 
-    Program (key head, tile, sequence), or (key head, slot, 0) if slots.shared. Sequences with at most slots.passed new tokens are
-    passed over.
+    A sequence's last tiles, which have most keys, come first. Sequences with at most slots.skipped new tokens are skipped.
 
     Args:
         operands, shape, strides, variant, tile_shape: see `gfx950.attention.call`.
@@ -53,8 +52,8 @@ def extend_kernel(
         number -= first_query * gqa_ratio // m + sequence
     first_row = number * m
     rows = q_len * gqa_ratio
-    if slots.passed > 0:
-        rows = gl.where(q_len > slots.passed, rows, 0)
+    if slots.skipped > 0:
+        rows = gl.where(q_len > slots.skipped, rows, 0)
     if first_row < rows:
         length = gl.minimum(gl.load(operands.cache_seqlens + sequence), operands.max_seqlen_k)
         first_token = first_row // gqa_ratio

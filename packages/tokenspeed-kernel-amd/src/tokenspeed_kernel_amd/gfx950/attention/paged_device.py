@@ -1,11 +1,13 @@
-"""Device code of attention to a paged cache: a tile of query rows against the keys of some blocks.
+"""Device code of attention to a paged cache: a tile of query rows and the keys of some blocks.
 
-Blocks of keys and values travel from global memory to LDS directly, ``tile.stages`` of them at a time. A buffer of keys is filled
-again when the scores of its block are computed, one of values when they are weighted. So one stage suffices where there are waves
-enough: while keys arrive, the softmax and the second product run, and the other way round.
+Blocks of keys and values are copied from global memory to LDS directly, ``tile_shape.stages`` of them at a time. A buffer of keys
+is filled again as soon as the scores of its block are computed, one of values as soon as they are weighted. So one stage suffices
+where there are enough waves: the softmax and the second product run while keys arrive, and the next scores are computed while
+values do.
 
-Keys and values of fp8 are widened to q's dtype in registers, two at a time, behind the LDS reads. Of their scales, that of keys
-goes into the softmax's, and that of values into the output. They come in blocks of 64, which are as many bytes as 32 of 16 bits.
+Keys and values of fp8 are widened to q's dtype in registers, two at a time, after they are read from LDS. The scale of keys is
+multiplied into the softmax's scale, that of values into the output. They come in blocks of 64, which have as many bytes as 32 of
+16 bits.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from tokenspeed_kernel_amd.gfx950.common.tiles_device import load_queries, rows_
 
 @gluon.jit
 def open_cache(operands, shape, strides, variant, layouts: gl.constexpr, tile_shape, sequence, kv_head, length):
-    """The cache of one sequence and key head, and LDS for it."""
+    """The cache of one sequence and key head, with newly allocated LDS."""
     stored: gl.constexpr = operands.k_cache.dtype.element_ty
     v_token = operands.v_token
     if variant.same_strides:
@@ -110,7 +112,8 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
         stop = gl.minimum(first + span, end)
         blocks = (stop - first + block_n - 1) // block_n
         for stage in gl.static_range(stages):
-            start = first + gl.minimum(stage, blocks - 1) * block_n  # something that is no NaN, where there are fewer blocks
+            # Where there are fewer blocks than stages the last one is copied again: LDS must not hold NaN.
+            start = first + gl.minimum(stage, blocks - 1) * block_n
             page = find_pages(cache, first, start, cache.keys)
             copy_block(cache, cache.keys, stage, page, start, False)
             if cache.keys.copy != cache.values.copy:
@@ -125,7 +128,7 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
                 state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, False)
         for block in range(unmasked, fetching):
             state = attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, visible.ends_differ)
-        # What is fetched already. Beyond the end are blocks in which nothing is visible, where there are fewer than the stages.
+        # The blocks that have been fetched already. Where there are fewer than stages, nothing is visible in those beyond the end.
         for stage in gl.static_range(stages):
             start = first + (fetching + stage) * block_n
             buffer = (fetching + stage) % stages
@@ -141,10 +144,10 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
 
 @gluon.jit
 def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_shape, ENDS: gl.constexpr):
-    """One block in the loop. Its buffers are filled with the block ``tile_shape.stages`` ahead as soon as they have been read.
+    """One step of the loop: a block. As soon as its buffers have been read, the block ``tile_shape.stages`` ahead is copied there.
 
     Args:
-        first: the position with which the list of pages begins; ``block`` is counted from there.
+        first: the position at which the list of pages begins; ``block`` is counted from there.
         ENDS: rows may end in this block.
     """
     start = first + block * tile_shape.block_n
@@ -174,7 +177,7 @@ def scaled(x, scale, kv_head, head_stride):
 
 @gluon.jit
 def store_output(operands, shape, strides, variant, tile, state):
-    """Normalises a tile's rows, with their sinks, and writes them and their log-sum-exp."""
+    """Normalises a tile's rows, sinks included, and writes them and their log-sum-exp."""
     heads: gl.constexpr = shape.kv_heads * shape.gqa_ratio
     sink = None
     if variant.sinks:

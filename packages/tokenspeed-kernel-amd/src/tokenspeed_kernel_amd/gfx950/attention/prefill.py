@@ -1,4 +1,7 @@
-"""Causal attention of whole sequences whose keys lie in a row, for gfx950."""
+"""Prefill: causal attention of whole sequences, whose keys and values lie one after another in memory, not in pages.
+
+Workgroups stay on the device and take one tile of queries after another. Which sequence a tile belongs to, and how long that is, is
+found on the device."""
 
 from __future__ import annotations
 
@@ -25,17 +28,18 @@ _XCDS = 8
 
 @dataclass(frozen=True)
 class Config:
-    """How the work is cut, and what the compiler is told.
+    """How work is divided, and what the compiler is told.
 
     Attributes:
-        block_n: keys of one step. Twice as many need fewer instructions a key (a step's maximum, sums and copies), and twice the
-            registers and LDS.
-        block_m: queries of one head that a workgroup works on at a time; each of its waves has 32 of them.
+        block_n: keys of one step. Twice as many need fewer instructions for each key (a step's maximum, sums and copies), and twice
+            the registers and LDS.
+        block_m: queries of one head that a workgroup computes at a time; each of its waves has 32 of them.
         warps: waves of a workgroup.
-        waves_per_simd: that must fit, which limits registers to 256 a lane.
-        attributes: of the function, for LLVM. Without accumulation registers the whole file is there for any value; with them
-            LLVM keeps half of it apart and moves values between the halves (32 moves in a masked step of 128 keys). Predicted
-            times of benchmarks/timing_model.py are 2% to 4% longer with them where there is a window; else 2% longer to 1% shorter.
+        waves_per_simd: how many waves must fit on a SIMD; two of them leave 256 registers for each lane.
+        attributes: LLVM's attributes of the function. Without accumulation registers (AGPRs) any value may be in any register; with
+            them LLVM reserves half of the registers and moves values between the halves (32 moves in a masked step of 128 keys).
+            With AGPRs the times that benchmarks/timing_model.py predicts are 2% to 4% longer where there is a window, otherwise
+            2% longer to 1% shorter.
     """
 
     block_n: int
@@ -46,8 +50,11 @@ class Config:
 
 
 def _config(head_dim: int, v_head_dim: int, capped: bool) -> Config:
-    """Steps of 128 keys where they fit. With heads of 128 they spill registers and leave room for one workgroup on a compute unit;
-    with a logit cap they spill 32 scalar registers where there is a short window."""
+    """Steps of 128 keys where they fit, otherwise of 64.
+
+    With heads of 128, steps of 128 keys spill registers, and only one workgroup fits on a compute unit. With a logit cap and a
+    short window they spill 32 scalar registers.
+    """
     return Config(128 if head_dim == v_head_dim == 64 and not capped else 64)
 
 
@@ -98,7 +105,7 @@ class Variant(NamedTuple):
 
     Attributes:
         windowed: whether there is a window.
-        narrow: whether it may hide keys in the diagonal blocks; a wider one than a tile cannot.
+        narrow: whether the window may hide keys in the diagonal blocks; one that is wider than a tile cannot.
         capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the log-sum-exp is wanted.
     """
 
@@ -110,11 +117,11 @@ class Variant(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """How the work is cut. Known to the compiler.
+    """How work is divided. Known to the compiler.
 
     Attributes:
         block_m, block_n: see `Config`.
-        block_b: 1 for one sequence, else at least the batch: lengths that a workgroup looks at together.
+        block_b: how many sequences' lengths a workgroup reads together: 1 for one sequence, otherwise at least the batch.
     """
 
     block_m: int
@@ -153,7 +160,7 @@ def mha_prefill(
     softmax_scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_prefill`. Arguments are not checked here. Nothing waits for the device."""
+    """See `tokenspeed_kernel_amd.mha_prefill`, which has checked the arguments. Nothing waits for the device."""
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[2]
     result = rows_to_write(out, q, tokens, heads, v_head_dim)
@@ -167,7 +174,7 @@ def mha_prefill(
     scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
     config = _config(head_dim, v_head_dim, logit_cap > 0)
     xcds = math.gcd(heads, _XCDS)
-    # Tiles of one XCD, at most: the last one of every sequence may be partly empty.
+    # An upper bound of the tiles of one XCD: the last one of every sequence may be partly empty.
     most = (tokens // config.block_m + min(batch, tokens)) * (heads // xcds)
     resident = current_compute_units() * 4 * config.waves_per_simd // config.warps
     device.mha_prefill_gfx950[(xcds * min(most, max(resident // xcds, 1)),)](

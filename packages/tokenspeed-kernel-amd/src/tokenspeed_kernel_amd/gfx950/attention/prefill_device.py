@@ -1,4 +1,4 @@
-"""Device code of prefill: causal attention of whole sequences whose keys lie in a row."""
+"""Device code of prefill. ``prefill`` says how work is divided."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Place:
     """Which tile a workgroup has.
 
     Attributes:
-        level: the tile's place in its sequence, counted in tiles; negative where there is none.
-        rank: its place among the tiles of its level.
-        start, length: the sequence's first token and its tokens.
+        level: the tile's index in its sequence; negative where there is no tile left.
+        rank: its index among all tiles of this level.
+        start, length: the sequence's first token, and how many tokens it has.
     """
 
     level: gl.tensor
@@ -66,7 +66,7 @@ class Block:
 
 @gluon.aggregate
 class Band:
-    """What a tile's rows see: position ``row`` [rows] sees itself, and ``window_left`` positions before it."""
+    """What a tile's rows see: the position ``row`` [rows] sees itself and ``window_left`` positions before it."""
 
     row: gl.tensor
     window_left: gl.tensor
@@ -77,10 +77,10 @@ class Band:
 
 @gluon.jit
 def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.constexpr, block_b: gl.constexpr):
-    """The `Place` of the tile that is ``rank`` places behind the first of ``level``.
+    """The `Place` of the tile that comes ``rank`` tiles after the first one of ``level``.
 
-    All tiles of all sequences lie in an order from the longest rows of keys to the shortest: level by level downward; within a
-    level by sequence, and there by head.
+    All tiles of all sequences are in one order, from those with most keys to those with fewest: from the highest level down, within
+    a level by sequence, and within a sequence by head.
     """
     if block_b == 1:
         start = gl.load(cu_seqlens)
@@ -114,7 +114,7 @@ def find_tile(cu_seqlens, batch, level, rank, heads: gl.constexpr, block_m: gl.c
 
 @gluon.jit
 def allocate_rows(dtype: gl.constexpr, shape: gl.constexpr, storage: gl.constexpr, copy: gl.constexpr, token_stride):
-    """LDS for blocks of keys or values, and the offsets of their elements in memory."""
+    """Allocates LDS for blocks of keys or values, and computes the offsets of their elements in memory."""
     row = gl.arange(0, shape[1], gl.SliceLayout(1, copy))
     column = gl.arange(0, shape[2], gl.SliceLayout(0, copy))
     offsets = row[:, None] * token_stride + column[None, :]
@@ -131,7 +131,7 @@ def copy_block(keys, values, side, block):
 
 @gluon.jit
 def within(rows, count):
-    """The same rows, but of a block in which ``count`` are left: the last of them stands for those behind it."""
+    """The same rows for a block of which only ``count`` exist: the last of them is read again in place of the others."""
     row = gl.arange(0, rows.offsets.shape[0], gl.SliceLayout(1, rows.offsets.type.layout))
     offsets = rows.offsets - (gl.maximum(row - (count - 1), 0) * rows.token_stride)[:, None]
     return Rows(rows.shared, offsets, rows.token_stride)
@@ -139,7 +139,7 @@ def within(rows, count):
 
 @gluon.jit
 def block_at(base, keys, values, position):
-    """The block that begins ``position`` tokens behind another one."""
+    """The block that begins ``position`` tokens after another one."""
     position = gl.to_tensor(position).to(gl.int64)
     return Block(base.keys + position * keys.token_stride, base.values + position * values.token_stride)
 
@@ -156,10 +156,10 @@ def attend_block(q, keys, values, side, first, state, band, scaling, CAUSAL: gl.
 
 @gluon.jit
 def attend_before_diagonal(q, keys, values, side, block, state, band, scaling, begin, end, last, WINDOWED: gl.constexpr):
-    """Attends to the blocks from ``begin`` to ``end``, all before the diagonal.
+    """The state with the blocks from position ``begin`` to ``end``, which all lie before the diagonal.
 
-    ``block`` is the one at ``begin``, which is on its way to one side of LDS. On return the same holds of the one at ``end``,
-    unless that is ``last``, behind which no block is copied.
+    When this begins, the copy of ``block``, the one at ``begin``, to one side of LDS has been started. When it ends, so has that of
+    the block at ``end``, unless ``end`` is ``last``: there is none to copy then.
 
     Returns:
         The side, the block, and the state.
@@ -168,8 +168,8 @@ def attend_before_diagonal(q, keys, values, side, block, state, band, scaling, b
     for first in range(begin, end, block_n):
         async_copy.wait_group(0)
         block = Block(block.keys + block_n * keys.token_stride, block.values + block_n * values.token_stride)
-        # A branch, not a copy in vain behind the last block: in one basic block with the copies the products are scheduled worse
-        # (2992 instead of 2648 cycles a step of 128 keys by the emulator's model).
+        # A branch, rather than copying something needless after the last block: products are scheduled worse in one basic block
+        # with the copies (2992 instead of 2648 cycles for a step of 128 keys, by the emulator's timing model).
         if first + block_n < last:
             copy_block(keys, values, 1 - side, block)
         state = attend_block(q, keys, values, side, first, state, band, scaling, False, WINDOWED)
@@ -179,7 +179,7 @@ def attend_before_diagonal(q, keys, values, side, block, state, band, scaling, b
 
 @gluon.jit
 def load_queries(q, place, first_row, head, strides, head_dim: gl.constexpr, block_m: gl.constexpr, layout: gl.constexpr):
-    """A tile of q; the sequence's last row stands for those behind it."""
+    """A tile of q; the sequence's last row is read again in place of those that do not exist."""
     row = gl.arange(0, block_m, gl.SliceLayout(1, layout))
     column = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
     base = q + (place.start + first_row).to(gl.int64) * strides.q_token + head * strides.q_head
@@ -199,7 +199,7 @@ def mha_prefill_gfx950(
     variant: gl.constexpr,
     tile_shape: gl.constexpr,
 ):
-    """A workgroup works on tiles of the heads of its XCD until there are none left. Arguments: see `gfx950.attention.prefill`."""
+    """A workgroup computes tiles of its XCD's heads until none are left. Arguments: see `gfx950.attention.prefill`."""
     block_m: gl.constexpr = tile_shape.block_m
     block_n: gl.constexpr = tile_shape.block_n
     heads: gl.constexpr = shape.heads
@@ -210,12 +210,12 @@ def mha_prefill_gfx950(
     values = allocate_rows(dtype, [2, block_n, shape.v_head_dim], layouts.values, layouts.value_copy, strides.v_token)
     scaling = Scaling(scale, cap, variant.capped)
 
-    # Consecutive workgroups go to different XCDs. Each XCD has heads of its own, so that its L2 holds the keys of few heads.
+    # Consecutive workgroups run on different XCDs. Each XCD has heads of its own, so that its L2 holds the keys of few heads.
     xcd = gl.program_id(0) % shape.xcds
     workers = gl.num_programs(0) // shape.xcds
     worker = gl.program_id(0) // shape.xcds
-    # The second half, whose workgroups join those of the first on the same compute units, takes its tiles in opposite order. So
-    # does everyone in every other round: who had the longest tile gets the shortest next.
+    # Workgroups of the second half share compute units with those of the first, and take their tiles in the opposite order. So do
+    # all workgroups in every other round: the one that had the longest tile gets the shortest next.
     half = (workers + 1) // 2
     turn = gl.where(worker < half, worker, workers - 1 + half - worker)  # this workgroup's place in the round
     place = find_tile(operands.cu_seqlens, batch, 1 << 30, turn, heads, block_m, tile_shape.block_b)
@@ -225,13 +225,13 @@ def mha_prefill_gfx950(
         first_row = place.level * block_m
 
         stop = gl.minimum(first_row + block_m, (place.length + block_n - 1) // block_n * block_n)
-        # Every row sees all of a block that ends before the tile's first row.
+        # Every row sees all keys up to full_end, which is before the tile's first row, unless they lie before its window ...
         full_end = first_row // block_n * block_n
         begin = 0
         full_begin = 0
         if variant.windowed:
             begin = gl.minimum(gl.maximum(first_row - window_left, 0) // block_n * block_n, full_end)
-            # ... and begins in the window of its last one.
+            # ... and none from full_begin on lies before the window of any row.
             inside = gl.maximum(first_row + block_m - 1 - window_left, 0)
             full_begin = gl.minimum((inside + block_n - 1) // block_n * block_n, full_end)
         sequence = Block(
@@ -246,7 +246,7 @@ def mha_prefill_gfx950(
         row = first_row + gl.arange(0, block_m, row_layout)
         band = Band(row, gl.to_tensor(window_left))
         state = initial_state(block_m, shape.v_head_dim, block_n, layouts.product)
-        # The diagonal comes first: only its blocks may reach beyond the sequence, and each row sees some key in them.
+        # The diagonal comes first: only its blocks may reach beyond the sequence, and every row sees some key in them.
         side = first_row * 0
         for first in range(full_end, stop, block_n):
             async_copy.wait_group(0)

@@ -1,4 +1,4 @@
-"""Layouts of attention: of a product's operands in registers, of keys and values in LDS, and of the copies between."""
+"""Layouts: of the products' operands in registers, of keys and values in LDS, and of the copies to LDS."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from triton.experimental.gluon.language.amd import cdna4
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layouts of one tile.
+    """The layouts of a tile of query rows and a block of keys.
 
     Attributes:
-        product: of scores and of the output's accumulators, [rows, keys] and [rows, v_head_dim].
+        product: of scores, [rows, keys], and of the output's accumulators, [rows, v_head_dim].
         queries: of q as the first product's operand, [rows, head_dim].
         keys, values: in LDS, [block_n, head_dim] and [block_n, v_head_dim].
         key_copy, value_copy: which element each lane copies to LDS.
@@ -47,21 +47,20 @@ def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
 
 @gluon.constexpr_function
 def mfma_layout(mfma_rows, warps):
-    """Rows are spread over warps. A lane holds, of one row, runs of four columns, so that a row's maximum and sum are almost all
-    within a lane."""
+    """Rows are divided among warps. A lane holds groups of four neighbouring columns of one row, so that most of a row's maximum
+    and sum are computed within a lane."""
     return gl.amd.AMDMFMALayout(4, [mfma_rows, mfma_rows, 512 // mfma_rows], True, [warps, 1])
 
 
 @gluon.constexpr_function
 def lanes_of_row(product):
-    """Lanes that hold the elements of one row between them: 4 where an instruction has 16 rows, 2 where it has 32."""
+    """How many lanes share the elements of one row: 4 where an instruction has 16 rows, 2 where it has 32."""
     return 64 // product.instr_shape[0]
 
 
 @gluon.constexpr_function
 def everywhere_layout(size, warps):
-    """A vector of 64 or more elements of which every warp holds all: what a warp reduces by itself needs no LDS, and the result is
-    in scalar registers."""
+    """A vector of 64 or more elements, all of which are in every warp: a warp reduces it without LDS, into scalar registers."""
     return gl.BlockedLayout([size // 64], [64], [warps], [0])
 
 
@@ -72,7 +71,7 @@ def log2(power):
 
 @gluon.constexpr_function
 def key_width(dtype):
-    """Elements of a key in 16 bytes, which a lane takes at once."""
+    """How many elements of a key are in 16 bytes, which a lane reads at once."""
     return 128 // dtype.primitive_bitwidth
 
 
@@ -80,10 +79,9 @@ def key_width(dtype):
 def byte_storage(head_dim):
     """LDS layout of keys or values [64, head_dim] of one byte, without bank conflicts in either kind of read.
 
-    Banks repeat after 256 bytes, and padding is possible only behind the 1 KB that a wave copies at once. Lanes that read 16 bytes
-    of their keys together need keys at distances of 1, 2 and 4 to lie in different banks; those of a transposing read, keys at
-    distances of 1, 2, 4 and 16. As many of these distances as possible are within the same 256 bytes, and each of the others begins
-    another 1 KB.
+    Banks repeat every 256 bytes, and padding is possible only after each 1 KB, which is what a wave copies at once. In a read of 16
+    bytes a lane, keys that are 1, 2 and 4 apart must lie in different banks; in a transposing read, keys that are 1, 2, 4 and 16
+    apart. As many of these distances as possible lie within 256 bytes, and each of the others is a multiple of 1 KB.
     """
     columns = [[0, 1 << bit] for bit in range(log2(head_dim))]
     rows = [1, 2, 8, 32, 16, 4] if head_dim == 64 else [1, 8, 32, 16, 4, 2]
@@ -95,7 +93,7 @@ def key_storage(product, block_n, head_dim, dtype):
     """LDS layout of keys [block_n, head_dim], without bank conflicts in reads along head_dim."""
     if dtype.primitive_bitwidth == 8:
         return byte_storage(head_dim)
-    # Keys lie as in memory, one after another; the layout function speaks of the operand, whose rows are dimensions.
+    # Keys lie one after another, as in memory. The function's layout is that of the operand, the transposed keys.
     operand = gl.DotOperandLayout(1, product, 8)
     transposed = cdna4.compute_efficient_padded_shared_layout(operand, [head_dim, block_n], dtype, True)
     padding = [list(pair) for pair in transposed.interval_padding_pairs]

@@ -8,13 +8,13 @@ from triton.experimental.gluon import language as gl
 
 @gluon.aggregate
 class Visible:
-    """The positions that each row of a tile sees.
+    """The positions of keys that each row of a tile sees.
 
     Attributes:
-        begin, end: int32 [rows], the first one and one beyond the last one.
-        all_end: up to here no row ends.
-        ends_differ: whether rows end at different positions; else ``end`` is not looked at, and all see everything.
-        windowed: whether rows begin at different positions; else ``begin`` is not looked at.
+        begin, end: int32 [rows], the first one, and the one after the last.
+        all_end: every row sees the keys up to here, if its window reaches them.
+        ends_differ: whether rows see different last keys; otherwise ``end`` is not used, and every row sees the last key.
+        windowed: whether there is a window; otherwise ``begin`` is not used, and every row sees the first key.
     """
 
     begin: gl.tensor
@@ -28,7 +28,10 @@ class Visible:
 def hide_unseen(scores, visible, start, end, ENDS: gl.constexpr, LAST: gl.constexpr):
     """Scores of the block that begins at position ``start``, with -inf where a row does not see a key.
 
-    ENDS: rows may end in this block; LAST: ``end``, before which everything does, may be in it.
+    Args:
+        end: no row sees a key from here on.
+        ENDS: some row's ``visible.end`` may be in this block.
+        LAST: ``end`` may be in this block.
     """
     if LAST or ENDS or visible.windowed:
         place = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
@@ -38,7 +41,8 @@ def hide_unseen(scores, visible, start, end, ENDS: gl.constexpr, LAST: gl.conste
             if LAST:
                 row_end = gl.minimum(row_end, end)
         if visible.windowed and (ENDS or LAST):
-            # One comparison, because its results fill scalar registers: without a sign, places before the window are large.
+            # One comparison instead of two, because results fill scalar registers: as unsigned numbers, the negative distances of
+            # keys before the window are large.
             behind = place[None, :] - (visible.begin - start)[:, None]
             seen = behind.to(gl.uint32) < gl.maximum(row_end - visible.begin, 0).to(gl.uint32)[:, None]
         elif visible.windowed:
@@ -55,11 +59,16 @@ def hide_unseen(scores, visible, start, end, ENDS: gl.constexpr, LAST: gl.conste
 def hide_outside_band(scores, row, start, window_left, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr):
     """Scores of the block that begins at position ``start``, with -inf where a row does not see a key.
 
-    Row ``r`` [rows], a position, sees none behind itself, if CAUSAL, and ``window_left`` before itself, if WINDOWED. For matrix
-    instructions of 32 rows.
+    For matrix instructions of 32 rows. Each row is of one token.
+
+    Args:
+        row: int32 [rows], the positions of the tokens.
+        CAUSAL: a token sees none after itself.
+        WINDOWED: a token sees ``window_left`` tokens before itself.
     """
     if CAUSAL or WINDOWED:
-        # A lane's columns are known but for bit 2, which is the same for all of them: split there, columns are constants.
+        # Of a lane's columns all bits but bit 2 are known when the kernel is compiled, and bit 2 is the same in all of them. With
+        # bit 2 on the other side of the comparison, columns are constants.
         column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))[None, :]
         newest = (row - start)[:, None] - (column & 4)
         if CAUSAL and WINDOWED:

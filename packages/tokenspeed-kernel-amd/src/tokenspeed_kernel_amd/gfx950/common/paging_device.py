@@ -1,4 +1,4 @@
-"""A paged cache: one sequence's keys and values of one key head, and their way to LDS."""
+"""A paged cache: the keys and values of one sequence and one key head, and the copies to LDS."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from tokenspeed_kernel_amd.gfx950.common.layouts_device import log2
 
-# Pages that are looked up together; 512 bytes of LDS. The fetching of keys starts anew with every list.
+# How many pages are looked up together; 512 bytes of LDS. The pipeline of copies starts anew with every list of pages.
 PAGES_AT_ONCE = gl.constexpr(128)
 
 
@@ -17,7 +17,7 @@ class PagedRows:
     """Keys or values of one key head.
 
     Attributes:
-        base: where those of page 0 begin in the cache.
+        base: points to those of page 0 in the cache.
         page_stride, token_stride: elements from one page, and from one slot of a page, to the next.
         shared: LDS, [stages, block_n, head_dim].
         copy: the layout of copies to it.
@@ -32,12 +32,12 @@ class PagedRows:
 
 @gluon.aggregate
 class PagedCache:
-    """What one sequence has in the cache, of one key head.
+    """The keys and values of one sequence and one key head.
 
     Attributes:
         keys, values: see `PagedRows`.
-        table: the sequence's row of the page table.
-        listed: LDS, PAGES_AT_ONCE pages of that row, see `list_pages`.
+        table: points to the sequence's row of the page table.
+        listed: LDS for PAGES_AT_ONCE entries of that row, see `list_pages`.
         length: tokens of the sequence in the cache.
         page_size: slots of a page.
     """
@@ -52,7 +52,7 @@ class PagedCache:
 
 @gluon.constexpr_function
 def page_span(page_size, block_n):
-    """Positions that a list of PAGES_AT_ONCE pages covers, from any multiple of the smaller of page and block on."""
+    """How many positions a list of PAGES_AT_ONCE pages covers; it begins at some multiple of the smaller of page and block."""
     return (PAGES_AT_ONCE.value - (1 if page_size > block_n else 0)) * page_size
 
 
@@ -64,7 +64,7 @@ def allocate_page_list():
 
 @gluon.jit
 def list_pages(cache, first):
-    """Puts the pages from position ``first`` on into LDS, where to look one up waits for no copy that is under way."""
+    """Copies the page table from position ``first`` on to LDS. A load from there does not wait for copies of keys in flight."""
     layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
     last_page = (cache.length - 1) // cache.page_size
     at = gl.minimum(first // cache.page_size + gl.arange(0, PAGES_AT_ONCE, layout), last_page)
@@ -87,8 +87,8 @@ def copy_block(cache, rows, stage, page, start, CLAMPED: gl.constexpr):
         stage: which buffer of LDS.
         page: of each position, from `find_pages`.
         start: the first position, a multiple of the smaller of page and block.
-        CLAMPED: slots that hold no token are not read, because they may hold NaN; the last one that does, or one before it, is
-            copied in their place.
+        CLAMPED: slots that hold no token are not read, because they may hold NaN. The last slot that holds one, or one before it,
+            is read in their place.
     """
     shared = rows.shared.index(stage)
     block_n: gl.constexpr = shared.shape[0]

@@ -1,13 +1,14 @@
 """Softmax over blocks of keys that arrive one after another, and the two products around it.
 
-A row's scores are never all there at once. Of the blocks so far there are, for each row, the largest score ``row_max``, the sum
-``row_sum`` of ``exp(score - row_max)``, and ``acc``, the sum of the values weighted so. A block with a larger score multiplies the
-earlier sums by ``exp(old row_max - new row_max)`` ("online softmax", https://arxiv.org/abs/1805.02867).
+The scores of a row never exist all at once. For the blocks so far, three values are kept for each row: the largest score
+``row_max``; ``row_sum``, the sum of the weights ``exp(score - row_max)``; and ``acc``, the sum of the weighted values. Where a
+block has a larger score, the earlier sums are multiplied by ``exp(old row_max - new row_max)`` ("online softmax",
+https://arxiv.org/abs/1805.02867).
 
-All scores are in units of log 2: exponentials are then one instruction.
+All scores are in units of log 2, so that an exponential is one instruction.
 
-Weights never leave their lanes between the products: the second one takes them in the order in which the first one left them
-(``k_width`` 4), and the transposing LDS reads fetch values in that same order, which a product does not care about.
+Weights stay in their lanes between the two products: the second product takes keys in the order in which the first one left them
+(``k_width`` 4), and the transposing LDS reads fetch values in the same order. A product does not depend on the order of its terms.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Scaling:
 
 @gluon.aggregate
 class SoftmaxState:
-    """What is known of a tile's rows after some blocks of keys.
+    """The state of a tile's rows after some blocks of keys.
 
     Attributes:
         acc: float32 [rows, v_head_dim], the values weighted by ``exp2(score - row_max)``.
@@ -61,8 +62,8 @@ class SoftmaxState:
 
 @gluon.jit
 def larger(a, b):
-    """The maximum, NaN if one of them is. gfx950's instruction for this has three operands, and wants no care for signalling NaNs
-    before it."""
+    """The maximum, or NaN if one of them is NaN. gfx950 has one instruction for three operands, and no operand needs to be
+    canonicalised before it."""
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -73,10 +74,10 @@ def add(a, b):
 
 @gluon.jit
 def lane_sums(weights):
-    """What each lane adds up of its own elements of a row, [rows, 4]: the sum over lanes can wait until the end.
+    """The sum of a row's elements in each lane, [rows, 4]: the sum over lanes can wait until the end.
 
-    Where only two lanes share a row they add up at once, [rows, 1]: a prefill of 1024 tokens takes 10.7 us of the emulator's timing
-    model so, and 11.0 with sums a lane.
+    Where only two lanes share a row their sum is formed at once, [rows, 1]: a prefill of 1024 tokens then takes 10.7 us of the
+    emulator's timing model, and 11.0 with a sum for each lane.
     """
     rows: gl.constexpr = weights.shape[0]
     columns: gl.constexpr = weights.shape[1]
@@ -100,7 +101,7 @@ def initial_state(rows: gl.constexpr, v_head_dim: gl.constexpr, block_n: gl.cons
 
 @gluon.jit
 def nothing_seen(rows: gl.constexpr, v_head_dim: gl.constexpr, layout: gl.constexpr):
-    """What `summed` makes of the state before the first key."""
+    """The `summed` state before the first key."""
     row: gl.constexpr = gl.SliceLayout(1, layout)
     return SoftmaxState(
         gl.zeros([rows, v_head_dim], gl.float32, layout),
@@ -128,17 +129,17 @@ def pv_mma(weights, values, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def cap_scores(products, scaling):
-    """``logit_cap * tanh(score / logit_cap)`` in units of log 2, if there is a cap; else the products, which are scaled later."""
+    """With a cap, ``logit_cap * tanh(score / logit_cap)`` in units of log 2; without one the products, which are scaled later."""
     if scaling.capped:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)), where exp may overflow to infinity and underflow to 0.
-        # The division is v_rcp_f32, which errs by a unit in the last place; one by IEEE's rules is ten instructions.
+        # The division is v_rcp_f32, whose error is one unit in the last place; an IEEE division would be ten instructions.
         products = scaling.cap - libdevice.fast_dividef(2 * scaling.cap, 1 + gl.exp2(products * scaling.scale))
     return products
 
 
 @gluon.jit
 def softmax_step(scores, state, scaling):
-    """The weights of a block of scores (see `cap_scores`), and the state with them, but for their values."""
+    """The weights of a block of scores (see `cap_scores`), and the state that includes them but not yet their values."""
     highest = gl.reduce(scores, 1, larger)
     if scaling.capped:
         row_max = larger(state.row_max, highest)

@@ -1,5 +1,8 @@
-"""Tiles of query rows of one sequence. A row is one query head of one token; the rows of a tile share a key head, so that a key is
-fetched once for all of them. Row ``r`` is of token ``r // gqa_ratio`` and of the key head's query head ``r % gqa_ratio``."""
+"""Tiles of query rows of one sequence.
+
+A row is one query head of one token. All rows of a tile use the same key head, so that a key is fetched once for all of them: row
+``r`` belongs to the new token ``r // gqa_ratio`` and to the query head ``r % gqa_ratio`` of the key head.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from tokenspeed_kernel_amd.gfx950.common.mask_device import Visible
 
 @gluon.aggregate
 class QueryTile:
-    """Which rows a workgroup has.
+    """Which rows a workgroup computes.
 
     Attributes:
-        first_query: the sequence's first new token, counted in q.
+        first_query: the index in q of the sequence's first new token.
         q_len: new tokens of the sequence.
-        first_row: the tile's first row, counted in the sequence.
-        kv_head: their key head.
+        first_row: the index of the tile's first row in the sequence.
+        kv_head: the key head.
         gqa_ratio: query heads of a key head.
-        m: rows of the tile; those of tokens beyond ``q_len`` are not there.
+        m: rows of the tile. Those of tokens from ``q_len`` on do not exist.
     """
 
     first_query: gl.tensor
@@ -33,7 +36,7 @@ class QueryTile:
 
 @gluon.jit
 def new_tokens(cu_seqlens_q, sequence, q_len):
-    """Where the new tokens of a sequence begin in q, and how many there are: q_len, if no offsets say otherwise."""
+    """The index in q of a sequence's first new token, and how many it has: q_len, where cu_seqlens_q is None."""
     first = sequence * q_len
     new = q_len
     if cu_seqlens_q is not None:
@@ -44,13 +47,13 @@ def new_tokens(cu_seqlens_q, sequence, q_len):
 
 @gluon.jit
 def rows_of(tile, layout: gl.constexpr):
-    """The tile's rows, int32 [m], as the first axis of a layout."""
+    """The indices of the tile's rows, int32 [m], along the first axis of a layout."""
     return tile.first_row + gl.arange(0, tile.m, gl.SliceLayout(1, layout))
 
 
 @gluon.jit
 def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.constexpr, layout: gl.constexpr):
-    """What each row sees of a sequence of ``length`` tokens, the new ones included."""
+    """Which positions each row sees in a sequence of ``length`` tokens, the new ones included."""
     end = length - tile.q_len + rows_of(tile, layout) // tile.gqa_ratio + 1
     all_end = length - tile.q_len + 1 + tile.first_row // tile.gqa_ratio
     return Visible(end - 1 - window_left, end, all_end, ends_differ, window_left >= 0)
@@ -58,7 +61,7 @@ def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.c
 
 @gluon.jit
 def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr):
-    """The tile's rows of q, [m, head_dim]; rows that are not there are 0."""
+    """The tile's rows of q, [m, head_dim], with 0 in rows that do not exist."""
     row = rows_of(tile, layout)
     at = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
     q += tile.first_query.to(gl.int64) * strides.q_token + tile.kv_head * tile.gqa_ratio * strides.q_head
@@ -69,14 +72,14 @@ def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def store_rows(out, rows, tile, first, token_stride, head_stride):
-    """Writes rows [m] or [m, v_head_dim] to a tensor [tokens, query heads] or [tokens, query heads, v_head_dim].
+    """Writes a tile's rows, [m] or [m, v_head_dim], to a tensor [tokens, query heads] or [tokens, query heads, v_head_dim].
 
     Args:
-        out: the tensor.
+        out: points to the tensor.
         rows: what is written.
-        tile: whose rows they are.
-        first: the tensor's token that is the sequence's first new one.
-        token_stride, head_stride: of the tensor, in elements.
+        tile: which rows they are.
+        first: the index in the tensor of the sequence's first new token.
+        token_stride, head_stride: the tensor's strides, in elements.
     """
     row_layout: gl.constexpr = rows.type.layout if len(rows.shape) == 1 else gl.SliceLayout(1, rows.type.layout)
     row = tile.first_row + gl.arange(0, tile.m, row_layout)
