@@ -3,18 +3,19 @@
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model.py --peer peer --output timing_model.json --readme
 
 ``--peer`` is a folder into which the wheel to compare with was installed: ``pip install --no-deps --target peer
-tokenspeed-kernel-amd==0.1.4``. Without it there is only our side. The peer is measured through its public functions, in a process
-of its own, because its package has our name; its Triton, which it imports as ``tokenspeed_triton``, is the one that is installed.
+tokenspeed-kernel-amd==0.1.4``. Without it only our side is measured. The peer is measured through its public functions, in another
+process, because its package has the same name as ours. It imports Triton as ``tokenspeed_triton``; it gets the installed one.
 
-What is done: the public function is called on the gfx950 emulator, with the same inputs for both, and the output of the last
-sequence is checked against the float32 reference. Launches of decode and extend execute their whole grids with counters, and
-`gfx950_emulator.timing.predict` makes a time from these; its docstring has the model, and the emulator's README what is not in it.
-A call takes as long as its launches one after another.
+The public function is called on the gfx950 emulator, with the same inputs for both sides, and the output of the last sequence is
+checked against the float32 reference. For decode and extend the emulator executes whole grids and counts instructions, from which
+`gfx950_emulator.timing.predict` computes a time; its docstring describes the model, and the emulator's README what the model leaves
+out. The time of a call is the sum of the times of its launches.
 
-Prefill of 64 heads is too much to execute. One key head's part of it is, with sequences up to SAMPLED tokens long, of which every
-workgroup of both sides takes one tile of 128 queries, and some take none. That gives the cycles of a tile at every place in its
-sequence, alone and beside another, and those of beginning and ending without one; the last half of the places gives what one more
-step costs, for places beyond. Then the tiles of the whole call are handed out to 256 compute units (`prefill_seconds`).
+Prefill of 64 heads is too much work for the emulator. It executes one key head, with sequences of at most SAMPLED tokens, so that
+every workgroup of both sides computes at most one tile of 128 queries, and some compute none. That gives the cycles of a tile at
+every index in its sequence, for one workgroup alone and for several on one compute unit, and the cycles of a workgroup without a
+tile. For tiles further back, the cycles of one more step are taken from the second half of the indices. Then the tiles of the whole
+call are handed out to 256 compute units (`prefill_seconds`).
 
 ASSUMPTIONS lists what this rests on; it is printed with the table.
 """
@@ -55,16 +56,17 @@ SAMPLED = 15 * 128
 ASSUMPTIONS = (
     "Ratios only. The model has not been compared with an MI355X: no time below is a claim about one.",
     "Both sides run the same inputs through the same compiler (stock Triton), emulator and model.",
-    "Decode and extend: whole grids are executed. The heaviest workgroup's cycles are simulated, alone and beside copies of "
-    "itself, as many as fit on a compute unit; others take time in proportion to what they executed. Workgroups go to 256 compute "
-    "units in turn.",
-    "Prefill: the cycles of a tile, by its place in a sequence, come from one key head and sequences of up to 1920 tokens; beyond, "
-    "they grow as they did from the middle on. What a workgroup without a tile takes is counted once for each that has some. Our "
-    "tiles go to workgroups in our kernel's own order; the peer's, for whom this is the best, one by one to the compute unit that "
-    "has least to do, the longest first.",
+    "Decode and extend: whole grids are executed. The cycles of the workgroup with most work are simulated, alone and beside as "
+    "many copies of itself as fit on a compute unit; the times of others are in proportion to the instructions they executed. "
+    "Workgroups go to 256 compute units in turn.",
+    "Prefill: the cycles of a tile, by its index in a sequence, come from one key head and sequences of up to 1920 tokens; further "
+    "back they grow as in the second half of those. The cycles of a workgroup without a tile are added once for each workgroup. "
+    "Our tiles go to workgroups in our kernel's order; the peer's go, the longest first, to the compute unit with least work, "
+    "which is the best order for it.",
     "A compute unit takes as long as all its work at full occupancy, or as its longest workgroup alone, whichever is longer; a "
-    "launch as long as its slowest compute unit, or as HBM needs at 8 TB/s for every cache line once.",
-    "Launches of a call follow one another; what launching costs, on the host or the device, is left out.",
+    "launch takes as long as its slowest compute unit, or as HBM needs at 8 TB/s to read or write every cache line once, whichever "
+    "is longer.",
+    "The launches of a call follow one another; the cost of launching, on the host or the device, is left out.",
     "Caches are ideal: no line is fetched from HBM twice in a launch, and L2 gives 64 bytes a cycle to every compute unit.",
 )
 
@@ -79,7 +81,7 @@ class Case:
         length: tokens of a sequence, those included that are new.
         new: new tokens of a sequence, for extend.
         window_left: -1 for none.
-        bar: whether the bars hold for it; else it is there for information.
+        bar: whether the bars apply to it; otherwise it is shown for information.
         heads, kv_heads: of queries and keys.
     """
 
@@ -103,7 +105,7 @@ class Case:
 
     @property
     def sample(self) -> Case:
-        """What is executed of a prefill: one key head, and its query heads."""
+        """The part of a prefill that is executed: one key head and its query heads."""
         return dataclasses.replace(self, length=min(self.length, SAMPLED), heads=self.heads // self.kv_heads, kv_heads=1)
 
     def inputs(self) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def ours(operator: str) -> Function:
 
 
 class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes ``tokenspeed_triton`` and what is in it other names of Triton's modules."""
+    """Makes ``tokenspeed_triton`` and its submodules other names of Triton's modules."""
 
     name = "tokenspeed_triton"
 
@@ -183,7 +185,7 @@ class _Alias(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Device:
-    """What the peer asks PyTorch about its device."""
+    """The properties of the device that the peer asks PyTorch for."""
 
     multi_processor_count = 256
     gcnArchName = "gfx950"
@@ -191,7 +193,7 @@ class _Device:
 
 
 def prepare_peer(folder: Path) -> None:
-    """Makes this process one in which the package of that name is the peer, and takes CPU tensors for a GPU's."""
+    """Makes the peer importable in this process, and lets it take CPU tensors for those of a GPU."""
     sys.path.insert(0, str(folder))
     sys.meta_path.insert(0, _Alias())
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment, method-assign]
@@ -212,10 +214,10 @@ def peer(operator: str) -> Function:
 
 
 def check(case: Case, inputs: dict[str, Any], out: Tensor) -> float:
-    """The relative error of the last sequence's output, and a RuntimeError if it is too large."""
+    """The relative error of the last sequence's output. Raises RuntimeError if it is too large."""
     import tokenspeed_kernel as core
 
-    # Some heads of a long prefill say enough: the reference has every score of a head in memory.
+    # Some heads of a long prefill suffice: the reference has every score of a head in memory.
     some = slice(0, case.heads if case.operator != "prefill" else case.heads // case.kv_heads)
     some_kv = slice(0, case.kv_heads if case.operator != "prefill" else 1)
     new = case.length if case.operator == "prefill" else case.new
@@ -245,7 +247,7 @@ def measure(case: Case, function: Function, own_order: bool) -> dict[str, Any]:
     Args:
         case: what is called.
         function: of an operator, see `ours` and `peer`.
-        own_order: whether prefill hands out tiles as our kernel does.
+        own_order: whether prefill's tiles go to workgroups in our kernel's order.
     """
     from gfx950_emulator import emulated_gfx950, timing
 
@@ -288,18 +290,18 @@ def _facts(launch: Any, fits: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cycles:
-    """Of workgroups of a prefill that have one tile, by its place in the sequence.
+    """Cycles of a prefill's workgroups.
 
     Attributes:
         idle: of a workgroup that finds no tile.
-        busy: of one that has a tile, by place.
+        busy: of one that has one tile, by the tile's index in its sequence.
     """
 
     idle: float
     busy: list[float]
 
     def tile(self, place: int) -> float:
-        """What a tile adds, also one at a place beyond those that were executed."""
+        """The cycles that a tile adds, also one further back than those that were executed."""
         last, middle = len(self.busy) - 1, len(self.busy) // 2
         beyond = max(0, place - last)
         step = (self.busy[last] - self.busy[middle]) / (last - middle) if beyond else 0.0
@@ -308,13 +310,13 @@ class Cycles:
 
 @dataclass(frozen=True)
 class Tiles:
-    """What tiles of a prefill cost.
+    """The cost of a prefill's tiles.
 
     Attributes:
         rows: queries of a tile.
         resident: workgroups that fit on a compute unit.
         alone: cycles of a workgroup alone on a compute unit.
-        together: of as many copies as fit, divided by their number: what one adds.
+        together: cycles of as many copies as fit, divided by their number.
     """
 
     rows: int
@@ -324,11 +326,12 @@ class Tiles:
 
 
 def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
-    """What a launch's tiles cost, and the simulation of the longest ones together.
+    """The cost of a launch's tiles, and the simulation of the longest ones together.
 
     Args:
-        case: what was called: so few tiles that no workgroup has two, and some have none.
-        launch, fits: the launch, and how many workgroups fit.
+        case: what was called, with so few tiles that no workgroup has two, and some have none.
+        launch: the launch.
+        fits: how many of its workgroups fit on a compute unit.
     """
     from gfx950_emulator import timing
 
@@ -355,10 +358,10 @@ def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
 
 
 def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
-    """Places of the tiles of each workgroup, in the order of our kernel (gfx950/attention/prefill.py).
+    """The indices of each workgroup's tiles, in the order of our kernel (gfx950/attention/prefill_device.py).
 
-    An XCD has heads of its own. Its tiles, those with most keys first, go to its workgroups in rounds, the second half of which
-    is in opposite order in the first one; every other round goes backwards.
+    Each XCD has heads of its own. Its tiles, those with most keys first, go to its workgroups in rounds. In each round the second
+    half of the workgroups is in opposite order; in every other round the order is reversed.
     """
     xcds = math.gcd(case.heads, 8)
     columns, workers = case.sequences * case.heads // xcds, workers // xcds
@@ -376,7 +379,7 @@ def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
 
 
 def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
-    """Time of a prefill's products on the whole device: of the compute unit that has most to do."""
+    """The time that a prefill computes on the whole device: that of the compute unit with most work."""
     from gfx950_emulator import hardware as hw
 
     units = hw.COMPUTE_UNITS
@@ -389,7 +392,7 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
             alone[unit] = max(alone[unit], tiles.alone.idle + sum(map(tiles.alone.tile, places)))
             load[unit] += tiles.together.idle + sum(map(tiles.together.tile, places))
     else:
-        # As many workgroups begin everywhere as fit, or as there are tiles for.
+        # On every compute unit as many workgroups begin as fit, or as there are tiles for.
         each = min(tiles.resident, -(-count * case.sequences * case.heads // units))
         loads = [(each * tiles.together.idle, unit) for unit in range(units)]
         alone = [0.0] * units
@@ -427,7 +430,7 @@ def prefill_launch(case: Case, launch: Any, own_order: bool) -> dict[str, Any]:
 
 
 def measure_all(cases: list[Case], side: Callable[[str], Function]) -> dict[str, Any]:
-    """Measures cases one after another; case name -> what `measure` gave."""
+    """Measures cases one after another: what `measure` returns, by the case's name."""
     from gfx950_emulator import emulated_gfx950
 
     torch.set_num_threads(1)
@@ -435,7 +438,7 @@ def measure_all(cases: list[Case], side: Callable[[str], Function]) -> dict[str,
     for case in cases:
         start = time.perf_counter()
         with emulated_gfx950(counters=True, sanitize=False):
-            function = side(case.operator)  # the peer looks for its device when it is imported
+            function = side(case.operator)  # the peer asks for its device when it is imported
         rows[case.name] = measure(case, function, own_order=side is ours)
         seconds = time.perf_counter() - start
         print(f"{side.__name__}: {case.name}: {rows[case.name]['us']:.2f} us ({seconds:.0f} s)", file=sys.stderr, flush=True)
@@ -455,7 +458,7 @@ def measure_peer(folder: Path, only: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The worst ratio and their geometric mean, over the rows for which the bars hold."""
+    """The worst ratio and the geometric mean, over the rows to which the bars apply."""
     ratios = [row["ratio"] for row in rows if row["bar"] and "ratio" in row]
     if not ratios:
         return {}

@@ -23,7 +23,7 @@ LSE_ERROR = 1e-3
 
 
 def inputs(device: torch.device, kv_lens: list[int], q_lens: list[int] | None = None, **options: Any) -> dict[str, Any]:
-    """Arguments of an operator; NaN lies in slots that hold no token."""
+    """Arguments of an operator, with NaN in slots that hold no token."""
     shape = {"heads": 8, "kv_heads": 2, **options}
     return paged(kv_lens, q_lens, stale=True, **shape)(Draw(device, sum(kv_lens)))
 
@@ -35,7 +35,7 @@ def reference(operator: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]
 
 
 def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
-    """Holds the output as a whole and each of its rows, and the log-sum-exp, to the bars."""
+    """Compares the whole output, each of its rows, and the log-sum-exp, with the tolerances above."""
     (out, lse), (wanted_out, wanted_lse) = got, wanted
     assert (out.float() - wanted_out).norm() <= ERROR * wanted_out.norm()
     rows = (out.float() - wanted_out).norm(dim=-1) - 4 * ERROR * wanted_out.norm(dim=-1)
@@ -59,7 +59,7 @@ def nothing_read_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
-    """Has work cut as for a device of so many compute units: with few of them, small inputs are much work."""
+    """Makes launchers divide work as for a device with this many compute units. With few of them, small inputs are much work."""
     from tokenspeed_kernel_amd.gfx950.attention import decode, extend, mixed
 
     for module in (decode, extend, mixed):
@@ -67,8 +67,8 @@ def pretend_compute_units(monkeypatch: pytest.MonkeyPatch, units: int) -> None:
 
 
 def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any]) -> None:
-    """Keys and values in one cache, q and out slices of something wider, a page table and sinks that are not contiguous; and an
-    out with another axis last in memory."""
+    """Keys and values are slices of one cache, q and out slices of wider tensors, page table and sinks are not contiguous; and then
+    out has another axis last in memory."""
     heads = arguments["q"].shape[1]
     arguments["sinks"] = torch.linspace(-2, 2, 2 * heads, device=arguments["q"].device)[::2]
     wanted = reference(operator, arguments)
@@ -90,7 +90,7 @@ def check_other_strides(function: Any, operator: Any, arguments: dict[str, Any])
 
 
 def cases(mode: str) -> list[Any]:
-    """The cases of an operator, as parameters of a test. Those that are sized for a GPU are for one."""
+    """The cases of an operator, as parameters of a test. Those that are sized for a GPU have its marker."""
     return [
         pytest.param(case, id=case.name, marks=[pytest.mark.slow, *([pytest.mark.amd] if case.large else [])])
         for case in get_operator(f"attention.{mode}").all_cases()
@@ -117,7 +117,8 @@ def check_case(device: torch.device, mode: str, case: Case) -> None:
 
 
 def check_compiled(launch: Any, waves: int, most: int, scalar_spills: int = 0) -> None:
-    """Nothing spilled, so many waves on a SIMD, no bank conflict, no loop around a buffer instruction, a dense hot loop.
+    """Checks that nothing is spilled, that enough waves fit on a SIMD, that there is no bank conflict and no loop around a buffer
+    instruction, and that the hot loop has few instructions.
 
     Args:
         launch: the emulator's report, with counters.
@@ -138,7 +139,7 @@ def check_compiled(launch: Any, waves: int, most: int, scalar_spills: int = 0) -
 
 
 def spills(text: str) -> dict[str, int]:
-    """What the compiler put aside, from a kernel's metadata."""
+    """How many registers the compiler spilled, and bytes of scratch, from a kernel's metadata."""
     found = re.findall(r"\.(sgpr_spill_count|vgpr_spill_count|private_segment_fixed_size):\s*(\d+)", text)
     return {name: int(count) for name, count in found}
 

@@ -56,7 +56,7 @@ _CALLS: list[str] = []
 
 
 def _with_signature(name: str) -> Callable[[Callable[[dict[str, Any]], Any]], Callable[..., Any]]:
-    """A function that takes what the real one takes, and hands its body the arguments by name."""
+    """Makes a function with the real one's signature, whose body gets the arguments by name."""
     namespace: dict[str, Any] = {}
     exec(f"def function{SIGNATURES[name]}: ...", namespace)
     signature = inspect.signature(namespace["function"])
@@ -91,7 +91,7 @@ _READ = {
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One sequence; query i sees keys ``i + behind - left`` to ``i + behind + right``, a negative bound being none."""
+    """Attention of one sequence. Query i sees keys ``i + behind - left`` to ``i + behind + right``; negative bounds are none."""
     ratio = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(ratio, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
@@ -122,7 +122,7 @@ def _flash_attn_varlen_func(given: dict[str, Any]) -> Any:
     assert begins == starts["cu_seqlens_k"].tolist()
     assert min(given["max_seqlen_q"], given["max_seqlen_k"]) >= lengths.max()
     left, right, first = given["window_size"]
-    # Bounds beyond the longest sequence are none.
+    # A bound beyond the longest sequence is no bound.
     left, right = (-1 if bound >= given["max_seqlen_k"] else bound for bound in (left, right))
     assert first == 0
     if q.shape[2] == 128:
@@ -147,14 +147,14 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
     assert given["causal"]
     assert q.shape == out.shape
     assert k.shape == v.shape
-    assert 1 == q.stride(2) == out.stride(2) == table.stride(1)  # the rest of their strides is read
+    assert 1 == q.stride(2) == out.stride(2) == table.stride(1)  # their other strides may be any
     assert lens.is_contiguous()
     assert given["cu_seqlens_q"].is_contiguous()
     assert given["cu_seqlens_q"].shape[0] == len(lens) + 1
     assert given["sinks"] is None or given["sinks"].is_contiguous()
     assert given["max_seqlen_k"] >= lens.max()
     page_size, tile = k.shape[1], 64
-    # The tile is masked only where it is not a page; a smaller page is a tile where sequences are divided.
+    # Tiles are masked only where a page has several. Where keys are split, a page smaller than a tile is the tile.
     masked = page_size % tile == 0 and page_size > tile
     begins = given["cu_seqlens_q"].tolist()
     for index, length in enumerate(lens.tolist()):
@@ -163,7 +163,7 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
         assert new <= given["max_seqlen_q"]
         if not new:
             continue
-        if length < new:  # nothing to see for some query: a quotient of zeros, or of what lies in memory
+        if length < new:  # some query sees no key: the real one divides by zero or reads old memory
             out[rows] = torch.nan
             continue
         pages = table[index, : -(-length // page_size)].long()
@@ -177,7 +177,7 @@ def _unified_attention(given: dict[str, Any]) -> Tensor:
 
 @pytest.fixture
 def aiter_missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No package amd-aiter, whatever is installed; another one named aiter may be."""
+    """Makes amd-aiter seem not installed. Another package named aiter may be."""
     real = metadata.version
 
     def version(name: str) -> str:
@@ -193,7 +193,7 @@ def aiter_missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def aiter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stand-in, installed, on a gfx950 whose tensors lie on the CPU."""
+    """Makes the stand-in seem installed, on a gfx950 with tensors on the CPU."""
     for name in SIGNATURES:
         parts = name.split(".")[:-1]
         for end in range(1, len(parts) + 1):
@@ -215,7 +215,7 @@ def aiter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget_adapters() -> None:
-    """They hold the module that they found when they were imported."""
+    """Makes the adapters import AITER again: they keep the module that they found."""
     for name in [name for name in sys.modules if name.startswith("tokenspeed_kernel_amd.aiter.") and name.endswith("_device")]:
         parent, _, last = name.rpartition(".")
         del sys.modules[name]
@@ -240,7 +240,7 @@ def specs() -> Iterator[dict[str, KernelSpec]]:
 
 
 def _unregister_all(registry: KernelRegistry) -> bool:
-    """Whether there were any of this package."""
+    """Unregisters this package's kernels. Returns whether there were any."""
     names = [spec.name for spec in registry.list_kernels() if spec.solution in ("gluon", "aiter")]
     for name in names:
         registry.unregister(name)
@@ -308,7 +308,7 @@ def test_a_package_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.mark.parametrize("name", _names())
 def test_an_adapter_exists(specs: dict[str, KernelSpec], name: str) -> None:
-    """With the operator's parameters. Read from its text: AITER, which it imports, need not be there."""
+    """With the operator's parameters. Its source is read, because importing it imports AITER, which may be missing."""
     module = KernelRegistry.get().module_of(name)
     path = Path(tokenspeed_kernel_amd.__path__[0]).parent / (module.replace(".", "/") + ".py")
     defined = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
@@ -367,13 +367,13 @@ def test_it_ranks_between_our_own_kernels_and_the_portable_ones(specs: dict[str,
 @pytest.mark.usefixtures("aiter")
 @pytest.mark.parametrize("name", _names())
 def test_cases_of_the_operator(specs: dict[str, KernelSpec], name: str) -> None:
-    """The small ones that are declared, by the core's own checks: values, out=, arguments left alone."""
+    """The small cases that are declared, by the core's checks: values, out=, unchanged arguments."""
     spec = specs[name]
     op = get_operator(spec.operator)
     results = [verify_case(spec, case, "cpu") for case in op.all_cases() if not case.large]
     wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
     assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
-    # None has pages of 128: the tests below do.
+    # No case has pages of 128; the tests below have them.
     assert any(result.status is Status.PASSED for result in results) == name.startswith("aiter_mha_prefill")
 
 
@@ -386,7 +386,7 @@ def test_prefill_of_wide_heads(specs: dict[str, KernelSpec]) -> None:
 
 
 def _paged_cases(mode: str) -> list[Case]:
-    """The operators' cases have few pages of 128; these have what those have."""
+    """Cases like the operators', but with pages of 128 and 256, of which the operators have few."""
     rows = {
         "mha_decode_with_kvcache": [([1, 127, 128, 129, 0, 300], None)],
         "mha_extend_with_kvcache": [([140, 20, 300, 128], [12, 20, 1, 0])],
@@ -410,7 +410,7 @@ def _paged_cases(mode: str) -> list[Case]:
 @pytest.mark.usefixtures("aiter")
 @pytest.mark.parametrize("mode", ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache"])
 def test_paged_attention(specs: dict[str, KernelSpec], mode: str) -> None:
-    """NaN lies in slots that hold no token."""
+    """With NaN in slots that hold no token."""
     for case in _paged_cases(mode):
         results = [verify_case(spec, case, "cpu") for spec in specs.values() if spec.mode == mode]
         assert sorted(result.status.value for result in results) == ["passed", "skipped"], results
@@ -427,7 +427,7 @@ def test_the_stand_in_shows_why_small_pages_are_not_declared() -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_other_strides(specs: dict[str, KernelSpec]) -> None:
-    """q is a slice, caches are views of one tensor, the page table lies by columns, out is a slice of something wider."""
+    """q is a slice, caches are views of one tensor, the page table is stored by columns, out is a slice of a wider tensor."""
     from tokenspeed_kernel_amd.aiter.decode_device import mha_decode_with_kvcache
 
     arguments = _decode()
@@ -461,7 +461,7 @@ def test_a_prefill_into_columns() -> None:
 
 @pytest.mark.usefixtures("aiter")
 def test_bounds_of_a_prefill_come_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller's bound, else the lengths that it has on the host, else all tokens; never the device's offsets."""
+    """max_seqlen, otherwise the lengths on the host, otherwise all tokens; never the offsets on the device."""
     from tokenspeed_kernel_amd.aiter import prefill_device
 
     seen: list[int] = []
@@ -477,7 +477,7 @@ def test_bounds_of_a_prefill_come_from_the_host(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", _names())
 def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], name: str) -> None:
-    """For a machine that has both, which none has had yet."""
+    """Needs a gfx950 with AITER. It has not been run yet."""
     if gfx950.type == "cpu":
         pytest.skip("needs a gfx950")
     gap = aiter_package.aiter_gap()

@@ -1,4 +1,4 @@
-"""The program that predicts times, on small calls and without the peer."""
+"""The program that predicts times, with small calls and without the peer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each operator, into a report and a README."""
+    """Measures each operator, and writes a report and a README."""
     heads: dict[str, Any] = {"heads": 4, "kv_heads": 2}
     cases = [
         program.Case("prefill", 1, 256, **heads),
@@ -61,7 +61,7 @@ def test_runs(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType) -> None:
-    """Every tile once, and the sums that compute units have to do by hand."""
+    """Every tile is handed out once; and cycles of tiles against numbers computed by hand."""
     cycles = program.Cycles(100.0, [300.0, 500.0, 700.0, 900.0])
     tiles = program.Tiles(128, 2, cycles, cycles)
     case = program.Case("prefill", 3, 1024, heads=16)
@@ -70,13 +70,13 @@ def test_tiles_are_handed_out_as_the_kernel_does(program: ModuleType) -> None:
     assert sorted(found) == list(range(workers))
     handed_out = sorted(place for places in found.values() for place in places)
     assert handed_out == sorted(place for place in range(8) for _ in range(3 * 16))
-    # Of 8 places there were 4; each one more costs 200.
+    # The first four were measured; each further one costs 200 cycles more.
     assert [cycles.tile(place) for place in range(6)] == [200, 400, 600, 800, 1000, 1200]
 
 
 @pytest.mark.parametrize("own_order", [True, False])
 def test_prefill_on_idle_units(program: ModuleType, own_order: bool) -> None:
-    """Fewer tiles than compute units: as long as the longest one alone."""
+    """With fewer tiles than compute units, a prefill takes as long as its longest tile alone."""
     tiles = program.Tiles(128, 2, program.Cycles(100.0, [300.0, 700.0]), program.Cycles(50.0, [200.0, 400.0]))
     case = program.Case("prefill", 1, 256, heads=8)
     assert program.prefill_seconds(case, tiles, own_order) == pytest.approx(700 / 2.4e9)
@@ -89,7 +89,7 @@ def test_a_folder_without_the_peer(program: ModuleType, tmp_path: Path, capsys: 
 
 
 def test_the_committed_report(program: ModuleType) -> None:
-    """The README shows it, and it holds the bars."""
+    """The README shows the committed report, which meets the bars."""
     report = json.loads((FOLDER / "timing_model.json").read_text())
     assert program.table(report) in (FOLDER.parent / "README.md").read_text()
     assert [row["case"] for row in report["rows"]] == [case.name for case in program.CASES]

@@ -1,19 +1,122 @@
-"""The core's conformance kit on every kernel of this package: edges of what is declared, strides, bounds, padding, empty calls."""
+"""The conformance kit on every kernel in Gluon: edges of what is declared, strides, bounds, padding, empty calls.
+
+By default one small call of each kernel goes through the kit, without the edges of its declaration, each of which is a kernel to
+compile. The slow test has these, and all cases of the operator.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, register_kernel
 
 from .paging import kernel_of
 
+_SHAPE = {"heads": 8, "kv_heads": 2}
+_CACHE = {**_SHAPE, "page_size": 16, "stale": True}
+# Lengths that end within pages, blocks and tiles. The long sequences are divided, so that units are merged.
+SMALL = {
+    "mha_prefill": ragged([3, 0, 20], **_SHAPE),
+    "mha_decode_with_kvcache": paged([300, 1, 20], None, **_CACHE),
+    "mha_extend_with_kvcache": paged([20, 5], [3, 5], is_causal=True, **_CACHE),
+    "mha_with_kvcache": paged([300, 45, 20], [1, 33, 3], running_sums=False, **_CACHE),
+}
+# Which kernels these calls launch.
+LAUNCHED = {
+    "mha_prefill": {"mha_prefill_gfx950"},
+    "mha_decode_with_kvcache": {"decode_kernel", "merge_kernel"},
+    "mha_extend_with_kvcache": {"extend_kernel"},
+    "mha_with_kvcache": {"extend_kernel", "decode_kernel", "merge_kernel"},
+}
+# What the kit finds out of a call on the emulator. A graph needs a GPU.
+FOUND_OUT = {"values", "out=", "inputs unchanged", "determinism", "nothing to do", "bounds", "strides", "no waiting"}
+
+
+def check_small_call(spec: KernelSpec, device: torch.device) -> None:
+    """Holds a kernel to the kit with its operator's small call alone."""
+    case = Case("small", SMALL[spec.mode])
+    op = get_operator(spec.operator)
+    traits = op.request(op.complete(case.build(device))).traits
+    flags = {name: {True} for name, value in traits.items() if value is True}
+    findings = conform(dataclasses.replace(spec, traits=flags), device, Options(shrink_seconds=0), [case])
+    assert [f"{finding}: {finding.detail}" for finding in findings if finding.wrong] == []
+    assert {finding.check for finding in findings if finding.status == "passed"} >= FOUND_OUT
+
+
+@pytest.mark.parametrize("mode", SMALL)
+def test_the_kit_finds_nothing_in_a_small_call(gfx950: torch.device, mode: str) -> None:
+    check_small_call(kernel_of(mode), gfx950)
+
+
+@pytest.mark.parametrize("mode", SMALL)
+def test_small_calls_launch_every_kernel(emulator: Any, mode: str) -> None:
+    op = get_operator(f"attention.{mode}")
+    KernelRegistry.get().get_impl(kernel_of(mode).name)(**op.complete(Case("small", SMALL[mode]).build("cpu")))
+    assert {launch.kernel for launch in emulator.launches} == LAUNCHED[mode]
+
+
+# -- a kernel that is wrong ----------------------------------------------------------------------------------------------------
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """The tensor's memory read as if it were contiguous, whatever its strides are."""
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+
+
+def _with_stride_fault(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """A launcher that hands its kernel the strides of contiguous values."""
+    signature = inspect.signature(launch)
+    values = "v" if "v" in signature.parameters else "v_cache"
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return launch(**{**given, values: _packed(given[values])})
+
+    wrong.__signature__ = signature  # type: ignore[attr-defined]
+    return wrong
+
+
+@pytest.fixture
+def wrong_kernel(request: pytest.FixtureRequest) -> Iterator[KernelSpec]:
+    registry, right = KernelRegistry.get(), kernel_of(request.param)
+    name = f"wrong_{right.mode}"
+    register_kernel(
+        right.family,
+        right.mode,
+        name=name,
+        solution="wrong",
+        capability=right.capability,
+        signatures=right.format_signatures,
+        traits=right.traits,
+        priority=1,
+        tags=right.tags,
+    )(_with_stride_fault(registry.get_impl(right.name)))
+    yield registry.get_by_name(name)
+    registry.unregister(name)
+
+
+@pytest.mark.parametrize("wrong_kernel", SMALL, indirect=True)
+def test_the_kit_finds_a_wrong_stride_in_a_small_call(gfx950: torch.device, wrong_kernel: KernelSpec) -> None:
+    with pytest.raises(AssertionError, match=f"wrong_{wrong_kernel.mode}: strides: "):
+        check_small_call(wrong_kernel, gfx950)
+
+
+# -- everything ----------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode", ["mha_prefill", "mha_extend_with_kvcache", "mha_decode_with_kvcache", "mha_with_kvcache"], ids=lambda mode: mode
-)
+@pytest.mark.parametrize("mode", SMALL)
 def test_the_kit_finds_nothing(gfx950: torch.device, mode: str) -> None:
     findings = conform(kernel_of(mode), gfx950, Options(shrink_seconds=0))
     assert [str(finding) for finding in findings if finding.wrong] == []

@@ -32,23 +32,23 @@ def _run(device: torch.device, kv_lens: list[int], **options: Any) -> None:
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, page_size: int) -> None:
-    """None, one token, and the edges of pages and blocks, in one launch."""
+    """Lengths of 0, of 1, and at the edges of pages and blocks, in one launch."""
     _run(gfx950, [1, 15, 16, 17, 0, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200], page_size=page_size)
 
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, page_size: int) -> None:
-    """Sequences of many units, of one and of none."""
+    """Sequences with many splits, with one, and without keys."""
     _run(gfx950, [1500, 1, 0, 700, 64, 65, 257], page_size=page_size, sinks=True)
 
 
 def test_one_divided_sequence(gfx950: torch.device) -> None:
-    """A batch of one, whose plan is shorter."""
+    """A batch of one, whose splits are found without a search."""
     _run(gfx950, [2300], page_size=64)
 
 
 def test_much_work(gfx950: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many sequences for the device that units are long and waves keep one block on the way."""
+    """So many sequences for the device that splits are long, and waves have one block in flight."""
     pretend_compute_units(monkeypatch, 2)
     _run(gfx950, [700, 0, 330, 1, 90], page_size=16)
 
@@ -82,7 +82,7 @@ def test_head_dims(gfx950: torch.device, head_dim: int, v_head_dim: int) -> None
 
 @pytest.mark.parametrize("new", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(9, marks=pytest.mark.slow)])
 def test_several_new_tokens(gfx950: torch.device, new: int) -> None:
-    """Also more of them than the cache has tokens."""
+    """Also more new tokens than the cache has tokens."""
     _run(gfx950, [1, 20, 400, 0, 64], max_seqlen_q=new, page_size=64, sinks=True)
 
 
@@ -137,7 +137,7 @@ GPT_OSS = {"heads": 64, "kv_heads": 8, "sinks": True}
     ids=str,
 )
 def test_resources(emulator: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Nothing spilled, four waves on a SIMD, no bank conflict, no loop around a buffer instruction, and a dense hot loop."""
-    pretend_compute_units(monkeypatch, 1)  # much work: one block on the way
+    """Nothing is spilled, four waves fit on a SIMD, no bank conflict, no loop around a buffer instruction, a short hot loop."""
+    pretend_compute_units(monkeypatch, 1)  # much work: one block in flight
     mha_decode_with_kvcache(**inputs(torch.device("cpu"), [600], **GPT_OSS, **options))
     check_compiled(emulator.launches[0], 4, 319)

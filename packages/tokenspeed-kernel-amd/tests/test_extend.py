@@ -22,13 +22,13 @@ def _run(device: torch.device, kv_lens: list[int], q_lens: list[int], **options:
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("longest", [1, 8, 16, pytest.param(40, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
-    """Every tile, 16 to 128 rows; stretches of none, one and all tokens of a sequence, and caches that end at pages and blocks."""
+    """Every tile, of 16 to 128 rows; no, one and only new tokens in a sequence; caches that end at edges of pages and blocks."""
     kv_lens, q_lens = [63, 64, 65, 0, 1, 200], [min(longest, 7), 1, longest, 0, 1, longest]
     _run(gfx950, kv_lens, q_lens, page_size=page_size)
 
 
 def test_uneven_stretches(gfx950: torch.device) -> None:
-    """Of so different lengths that they share slots; they end at the edges of tiles, and some have no row in their last slot."""
+    """Lengths are so different that sequences share slots. They end at edges of tiles, and some have no row in their last slot."""
     _run(gfx950, [33, 200, 64, 9, 5, 31], [33, 100, 32, 0, 1, 31])
 
 
@@ -40,7 +40,7 @@ def test_more_uneven_stretches_than_lanes(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("longest", [8, *(pytest.param(longest, marks=pytest.mark.slow) for longest in (1, 3, 16))])
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, longest: int, is_causal: bool) -> None:
-    """Keys of long sequences are divided; others have one unit, or no new tokens at all."""
+    """The keys of long sequences are split; others have one split, or no new tokens at all."""
     _run(gfx950, [900, 64, 0, 65, 700], [longest, 1, 0, 0, min(longest, 2)], page_size=64, is_causal=is_causal, sinks=True)
 
 
@@ -51,7 +51,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("window_left", [-1, pytest.param(13, marks=pytest.mark.slow)])
 def test_not_causal(gfx950: torch.device, window_left: int) -> None:
-    """Also more queries than keys, and no keys."""
+    """Also with more queries than keys, and without keys."""
     _run(gfx950, [100, 5, 0], [9, 8, 2], window_left=window_left, is_causal=False)
 
 
@@ -112,7 +112,7 @@ def test_a_case_of_the_operator(gfx950: torch.device, case: Case) -> None:
     ids=str,
 )
 def test_resources(emulator: Any, new: int, options: dict[str, Any]) -> None:
-    """Nothing spilled, two waves on a SIMD, no bank conflict, no loop around a buffer instruction, and a dense hot loop."""
+    """Nothing is spilled, two waves fit on a SIMD, no bank conflict, no loop around a buffer instruction, a short hot loop."""
     shape = {"heads": 16, "kv_heads": 2, "sinks": True, "page_size": 64, "is_causal": True, **options}
     mha_extend_with_kvcache(**inputs(torch.device("cpu"), [400], [new], **shape))
     check_compiled(emulator.launches[0], 2, 412)

@@ -27,7 +27,7 @@ from .paging import (
 
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one compute unit, which small inputs keep busy: long and short sequences get launches of their own."""
+    """A device with one compute unit. Small inputs keep it busy, so that long and short sequences get separate launches."""
     pretend_compute_units(monkeypatch, 1)
 
 
@@ -40,35 +40,35 @@ def _run(device: torch.device, kv_lens: list[int], q_lens: list[int], **options:
     check(mha_with_kvcache(**arguments, return_lse=True), reference(operator, arguments))
 
 
-# At four query heads a key head, 4 new tokens fit the small tile, and 32 the large one.
+# With a gqa_ratio of 4, four new tokens fit the small tile, and 32 the large one.
 EDGES = {1: 1, 63: 0, 64: 4, 65: 5, 0: 0, 31: 31, 33: 32, 34: 33, 128: 1, 130: 2, 200: 64, 129: 3}
 
 
 @pytest.mark.parametrize("page_size", [16, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_lengths(gfx950: torch.device, small_device: None, page_size: int) -> None:
-    """None, one, and the edges of tiles and pages; whole sequences, stretches and single tokens in any order."""
+    """Lengths of 0, of 1, and at edges of tiles and pages; prefill, extend and decode in any order."""
     _run(gfx950, list(EDGES), list(EDGES.values()), page_size=page_size)
 
 
 @pytest.mark.parametrize("longest", [5, *(pytest.param(longest, marks=pytest.mark.slow) for longest in (8, 16, 40))])
 def test_every_tile(gfx950: torch.device, small_device: None, longest: int) -> None:
-    """Of the long ones: 32 to 128 rows."""
+    """The tiles of extend, of 32 to 128 rows."""
     _run(gfx950, [70, 40, 90, 0, 33], [1, longest, 4, 0, 2], page_size=64)
 
 
 @pytest.mark.parametrize("page_size", [16, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)])
 def test_divided_sequences(gfx950: torch.device, small_device: None, page_size: int) -> None:
-    """Short ones of many units, of one and of none, beside long ones, which have none whatever they hold."""
+    """Sequences that decode with many splits, with one and without keys, beside those that extend, which have no splits."""
     _run(gfx950, [900, 40, 0, 1300, 64, 700, 65, 500], [1, 40, 0, 33, 4, 2, 65, 0], page_size=page_size, sinks=True)
 
 
 def test_room_for_all_at_once(gfx950: torch.device) -> None:
-    """So few keys that one launch does for all."""
+    """There are so few keys that one launch suffices."""
     _run(gfx950, [70, 200, 9, 0, 33], [1, 64, 9, 0, 2])
 
 
 def test_few_tokens_of_few_sequences(gfx950: torch.device) -> None:
-    """All are divided alike."""
+    """All sequences are computed by the kernel of decode."""
     _run(gfx950, [800, 300, 0, 500], [1, 9, 0, 5], page_size=64)
 
 
@@ -83,14 +83,14 @@ def test_one_sequence(gfx950: torch.device) -> None:
 
 @pytest.mark.parametrize("batch", [100, pytest.param(1100, marks=pytest.mark.slow)])
 def test_more_sequences_than_lanes(gfx950: torch.device, small_device: None, batch: int) -> None:
-    """Also more than are looked at together."""
+    """Also more sequences than a workgroup reads together."""
     kv_lens = [300, *[1, 0, 25, 3, 40] * (batch // 5)]
     q_lens = [1, *[1, 0, 25, 2, 1] * (batch // 5)]
     _run(gfx950, kv_lens, q_lens, heads=4, kv_heads=1)
 
 
 def test_loose_bounds(gfx950: torch.device, small_device: None) -> None:
-    """What the table of pages holds bounds all lengths."""
+    """The bounds of lengths are those of the page table."""
     arguments = _inputs(gfx950, [70, 1, 40, 300], [1, 1, 33, 2])
     wanted = reference(operator, arguments)
     room = arguments["page_table"].shape[1] * 16
@@ -98,7 +98,7 @@ def test_loose_bounds(gfx950: torch.device, small_device: None) -> None:
 
 
 def test_order(gfx950: torch.device, small_device: None) -> None:
-    """Where a sequence stands changes not a bit of its result."""
+    """The place of a sequence in the batch does not change the bits of its result."""
     kv_lens, q_lens = [900, 40, 0, 130, 64, 700, 5], [1, 40, 0, 33, 4, 2, 5]
     arguments = _inputs(gfx950, kv_lens, q_lens, sinks=True)
     places = [3, 6, 0, 5, 2, 4, 1]
@@ -125,7 +125,7 @@ def test_windows(gfx950: torch.device, small_device: None, window_left: int) -> 
     ("heads", "kv_heads"), [(4, 4), (20, 1), *(pytest.param(*heads, marks=pytest.mark.slow) for heads in ((8, 1), (40, 1)))]
 )
 def test_head_ratios(gfx950: torch.device, small_device: None, heads: int, kv_heads: int) -> None:
-    """Of 20 and 40, one new token has more rows than the smallest tile."""
+    """With ratios of 20 and 40, one new token has more rows than the smallest tile."""
     _run(gfx950, [70, 340, 30, 18], [1, 33, 2, 17], heads=heads, kv_heads=kv_heads, dtype=torch.float16)
 
 
@@ -198,7 +198,7 @@ def test_launches(emulator: Any, kv_lens: list[int], q_lens: list[int], options:
 
 
 def test_a_long_sequence_among_short_ones(emulator: Any) -> None:
-    """The longest sequence does not decide how many tiles the others have."""
+    """The longest sequence does not determine how many tiles the others have."""
     mha_with_kvcache(**_inputs(torch.device("cpu"), [300] * 40, [1] * 20 + [290] + [1] * 19, heads=4, kv_heads=1))
     assert emulator.launches[0].grid == (1, 329 * 4 // 128 + 40, 1)
 
@@ -207,7 +207,7 @@ def test_a_long_sequence_among_short_ones(emulator: Any) -> None:
     "options", [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"window_left": 127}, {"head_dim": 128}))], ids=str
 )
 def test_resources(emulator: Any, small_device: None, options: dict[str, Any]) -> None:
-    """Of both kernels. The window of a tile of 128 rows wants more scalar registers than there are."""
+    """Both kernels. With a window, a tile of 128 rows needs more scalar registers than there are."""
     shape = {"heads": 16, "kv_heads": 2, "sinks": True, "page_size": 64, **options}
     mha_with_kvcache(**_inputs(torch.device("cpu"), [400, 300, 60], [1, 100, 2], **shape))
     extend, decode = emulator.launches[:2]

@@ -48,7 +48,7 @@ def _check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
     (out, lse), (wanted_out, wanted_lse) = got, wanted
     error = (out.float() - wanted_out).norm() / wanted_out.norm()
     assert error <= ERROR
-    # No row is hidden in the norm of all: each is right by itself.
+    # Also row by row: one wrong row hardly changes the norm of all.
     rows = (out.float() - wanted_out).norm(dim=-1) / wanted_out.norm(dim=-1).clamp(min=1e-6)
     assert rows.max() <= 4 * ERROR
     assert (lse - wanted_lse).abs().max() <= LSE_ERROR
@@ -63,13 +63,13 @@ def _run(device: torch.device, lengths: Sequence[int], shape: dict[str, Any] | N
     "lengths", [[1], _slow([127]), [128], _slow([129, 0, 0, 1]), [0, 1, 64, 65, 127, 128, 129, 0, 260], [400]], ids=str
 )
 def test_lengths(gfx950: torch.device, lengths: list[int]) -> None:
-    """One sequence and several, none, one token, one more and one less than a tile or a step of keys."""
+    """One sequence and several; lengths of 0, of 1, and of one more and one less than a tile or a step of keys."""
     _run(gfx950, lengths)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (10, 2), _slow(8, 8), _slow(3, 3), _slow(32, 8)])
 def test_heads(gfx950: torch.device, heads: int, kv_heads: int) -> None:
-    """Ratios of 1, 4, 5 and 8, and numbers of heads that do and do not divide among 8 XCDs."""
+    """Ratios of 1, 4, 5 and 8; numbers of heads that are and are not a multiple of 8, the number of XCDs."""
     _run(gfx950, [70, 140], {"heads": heads, "kv_heads": kv_heads})
 
 
@@ -86,7 +86,7 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
 
 @pytest.mark.parametrize("lengths", [[800], _slow([1300]), _slow([1023, 200])], ids=str)
 def test_a_window_of_several_steps(gfx950: torch.device, lengths: list[int]) -> None:
-    """Steps at the window's edge, unmasked ones, and the diagonal."""
+    """A tile has steps at the window's edge, unmasked steps, and the diagonal."""
     _run(gfx950, lengths, {"heads": 1, "kv_heads": 1}, window_left=500)
 
 
@@ -109,7 +109,7 @@ def test_everything_together(gfx950: torch.device, head_dim: int) -> None:
 
 
 def test_scores_far_from_zero(gfx950: torch.device) -> None:
-    """Scores of some hundred, falling and rising along the keys: the running maximum matters, and nothing overflows."""
+    """Scores of several hundred, which fall and rise along the keys: the running maximum matters, and nothing overflows."""
     inputs = _inputs([300, 200], gfx950, heads=2, kv_heads=1)
     tokens = torch.arange(500, device=gfx950).view(-1, 1, 1)
     inputs["k"] = (inputs["k"] * torch.where(tokens < 300, 300 - tokens, tokens - 300) / 10).bfloat16()
@@ -121,7 +121,7 @@ def test_scores_far_from_zero(gfx950: torch.device) -> None:
 
 
 def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
-    """q, k and v lie in one tensor, and out is a slice, too: nothing is copied first."""
+    """q, k and v are slices of one tensor, and so is out: nothing is copied first."""
     inputs = _inputs([140, 9], gfx950, heads=4, kv_heads=2)
     fused = torch.cat([inputs["q"], inputs["k"], inputs["v"]], 1)
     q, k, v = fused.split([4, 2, 2], 1)
@@ -134,7 +134,7 @@ def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
 
 
 def test_rows_that_begin_anywhere(gfx950: torch.device) -> None:
-    """Rows that are not aligned to 16 bytes, and a last axis that is not contiguous: of a value, of sinks and offsets, of out."""
+    """Rows of k are not aligned to 16 bytes; the last axis of v, sinks, offsets and out is not contiguous."""
     inputs = _inputs([140], gfx950, heads=2, kv_heads=2)
     shifted = torch.empty(140, 2, 65, dtype=torch.bfloat16, device=gfx950)
     shifted[..., 1:] = inputs["k"]
@@ -150,7 +150,7 @@ def test_rows_that_begin_anywhere(gfx950: torch.device) -> None:
 
 
 def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
-    """Not even NaN and infinity in the next sequence, which shares tiles of the copy, has a part in a result."""
+    """NaN and infinity in the next sequence, whose keys are copied with the last ones of a sequence, change no result."""
     inputs = _inputs([70, 90, 50], gfx950, heads=2, kv_heads=1)
     clean = mha_prefill(**inputs)
     for name, value in (("k", float("nan")), ("v", float("inf"))):
@@ -167,7 +167,7 @@ def test_sequences_do_not_see_each_other(gfx950: torch.device) -> None:
 def test_more_tiles_than_workgroups(
     gfx950: torch.device, monkeypatch: pytest.MonkeyPatch, lengths: list[int], compute_units: int
 ) -> None:
-    """Workgroups take several tiles; which ones depends on how many there are, and results do not: they are the same bits."""
+    """Workgroups compute several tiles. Which ones depends on the number of workgroups; results are the same bits."""
     from tokenspeed_kernel_amd.gfx950.attention import prefill
 
     inputs = _inputs(lengths, gfx950, heads=8, kv_heads=2)
@@ -233,7 +233,8 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("head_dim", "options"), VARIANTS)
 def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> None:
-    """No VGPR is spilled, no scratch, few SGPRs, two waves on a SIMD, no bank conflict, no loop around a buffer instruction."""
+    """No VGPR and few SGPRs are spilled, two waves fit on a SIMD, no scratch, no bank conflict, no loop around a buffer
+    instruction."""
     from gfx950_emulator.occupancy import occupancy
 
     launch = _launch(emulator, 300, head_dim, **options)
@@ -244,7 +245,7 @@ def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> Non
     assert int(spills["sgpr_spill_count"]) <= 40
     assert occupancy(launch.program.assembly, launch.waves, launch.lds).waves_per_simd >= 2
     assert launch.counters.total("lds_conflicts") == 0
-    # A waterfall loop takes the lanes that it has served out of EXEC, and goes on while there are others.
+    # A waterfall loop removes the lanes that it has served from EXEC, and repeats while there are others.
     assert not re.search(r"s_(xor|andn2)_b64 exec, exec,.*\n(\s*[.;].*\n)*\s*s_cbranch_execnz", text)
 
 

@@ -122,17 +122,17 @@ class Environment:
             link.symlink_to(target)
 
     def install(self, wheel: Path) -> None:
-        """By the pip of the environment that runs the tests. Dependencies are linked already."""
+        """Installs a wheel with the pip of the environment that runs the tests. Its dependencies are linked already."""
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "--disable-pip-version-check"]
         _output([*pip, "install", "--no-index", "--no-deps", str(wheel)])
 
     def run(self, code: str, *arguments: str) -> str:
-        """What a script prints. The folder that the tests run in is not on its path."""
+        """What a script prints. The current folder is not on its path."""
         return _output([str(self.python), "-I", "-c", code, *arguments])
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints, without our own settings and without the paths that the tests' own Python was given."""
+    """What a command prints, run without environment variables of this project or of Python."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TOKENSPEED_", "PYTHON"))}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -153,7 +153,7 @@ def _build(package: str, where: Path) -> Path:
 
 
 def _printed(text: str) -> dict[str, Any]:
-    """The object that a script printed last."""
+    """The JSON object in a script's last line."""
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
 

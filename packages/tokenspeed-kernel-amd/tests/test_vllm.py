@@ -1,4 +1,4 @@
-"""The functions as an attention backend of vLLM calls them: its metadata, its caches, its padded buffers.
+"""The functions as an attention backend of vLLM calls them, with its metadata, its caches and its padded buffers.
 
 Names and shapes are those of vllm/v1/attention/backends in vllm-project/vllm, in order of age: flash_attn.py at commit
 0084b783bcda6d7ee15c337b1062cbee9985c954, triton_attn.py at 001ceb3e98e7a19ebe33f542a368fa73bf6c76ad, and
@@ -43,7 +43,7 @@ class AttentionMetadata:
 
 @dataclass
 class Batch:
-    """What a layer's forward gets, and the keys and values of every request since its first token."""
+    """The arguments of a layer's forward, and the keys and values of every request from its first token on."""
 
     query: Tensor
     output: Tensor
@@ -102,7 +102,7 @@ def _batch(
     kv_cache = memory.permute([order.index(axis) for axis in range(len(order))])
     assert kv_cache.shape == sizes
 
-    free = iter((torch.randperm(blocks - 1, generator=draw) + 1).tolist())  # block 0 belongs to nobody
+    free = iter((torch.randperm(blocks - 1, generator=draw) + 1).tolist())  # block 0 is unused
     width = max(counts) + 2
     table = [[next(free) for _ in range(count)] + [0] * (width - count) for count in counts]
     histories, new_slots = [], []
@@ -131,7 +131,7 @@ def _batch(
 
 
 def _layer(device: torch.device, sliding_window: int | None, sinks: bool = True) -> Any:
-    """What the constructor of an attention implementation keeps of a layer."""
+    """The attributes of a layer's attention implementation."""
     learned = torch.linspace(-1, 2, HEADS, dtype=torch.bfloat16, device=device)
     return SimpleNamespace(
         head_size=HEAD_DIM,
@@ -148,7 +148,7 @@ def _options(layer: Any) -> dict[str, Any]:
 
 
 def _check(batch: Batch, layer: Any, sliding_window: int | None) -> None:
-    """The rows of tokens are right, by attention written out over whole histories; the others were not touched."""
+    """Compares the rows of tokens with attention over whole histories, and checks that other rows were not written."""
     tokens = batch.metadata.num_actual_tokens
     wanted = []
     for query, (keys, values) in zip(batch.query[:tokens].split(list(batch.query_lens)), batch.histories, strict=True):
@@ -168,7 +168,7 @@ def _check(batch: Batch, layer: Any, sliding_window: int | None) -> None:
 
 
 class _Allocations(TorchDispatchMode):
-    """Elements of the largest tensor of a dtype that PyTorch makes inside the block."""
+    """Counts the elements of the largest tensor of a dtype that PyTorch allocates inside the block."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ MIXED = ([37, 150, 33, 16, 0], [1, 20, 33, 1, 0])
     ],
 )
 def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | None, block_size: int) -> None:
-    """Requests that decode, go on with a chunk, and prefill; one that pads the batch."""
+    """Requests that decode, continue with a chunk, and prefill, and one that pads the batch."""
     batch = _batch(gfx950, *MIXED, rows=64, layout=layout, block_size=block_size)
     layer, metadata = _layer(gfx950, sliding_window), batch.metadata
     k_cache, v_cache = LAYOUTS[layout].views(batch.kv_cache)
@@ -216,7 +216,7 @@ def test_mixed_batch(gfx950: torch.device, layout: str, sliding_window: int | No
 
 
 def test_a_cache_of_fp8(gfx950: torch.device) -> None:
-    """It comes as bytes, and a layer has one scale for its keys and one for its values, which they were divided by."""
+    """An fp8 cache is a tensor of bytes. A layer has one scale for keys and one for values, by which they were divided."""
     batch, layer = _batch(gfx950, *MIXED, rows=60), _layer(gfx950, 128)
     layer._k_scale, layer._v_scale = (torch.tensor(scale, device=gfx950) for scale in (0.02, 0.05))
     k_cache, v_cache = _unpacked(batch.kv_cache)
@@ -255,7 +255,7 @@ def test_what_the_readme_shows(gfx950: torch.device) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_decode_batch(gfx950: torch.device, layout: str) -> None:
-    """Caches are views, and no copy of one is made on the way."""
+    """Caches are views, and none is copied."""
     batch = _batch(gfx950, [1, 64, 300, 17], [1, 1, 1, 1], rows=8, layout=layout, block_size=64)
     layer, metadata = _layer(gfx950, None), batch.metadata
     assert metadata.max_query_len == 1
@@ -271,7 +271,7 @@ def test_decode_batch(gfx950: torch.device, layout: str) -> None:
 
 
 def test_prefill_batch(gfx950: torch.device) -> None:
-    """Whole prompts read the new keys and values themselves, here as slices of what one projection made."""
+    """Whole prompts read the new keys and values, not the cache; here they are slices of one projection's output."""
     lens = [33, 1, 50]
     batch = _batch(gfx950, lens, lens, rows=96)
     layer, metadata = _layer(gfx950, 16), batch.metadata

@@ -1,4 +1,4 @@
-"""Tensors as kernels want them: the last axis contiguous, of which they look at no stride."""
+"""Tensors with the strides that kernels take: all of them take the last axis to be contiguous."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def aligned_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, whose rows are contiguous and begin at multiples of 16 bytes, as copies to LDS need them."""
+    """The tensor, or a copy, with rows that are contiguous and begin at multiples of 16 bytes, as copies to LDS require."""
     step = 16 // tensor.element_size()
     aligned = tensor.data_ptr() % 16 == 0 and all(stride % step == 0 for stride in tensor.stride()[:-1])
     return tensor if aligned and tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def rows_to_write(out: Tensor | None, q: Tensor, *shape: int) -> Tensor:
-    """``out`` if rows can be written to it, else memory of q's dtype."""
+    """``out`` if its rows are contiguous, otherwise new memory of this shape in q's dtype."""
     return out if out is not None and out.stride(-1) == 1 else q.new_empty(shape)
 
 
 def deliver(written: Tensor, out: Tensor | None) -> Tensor:
-    """What the caller gets: ``out`` if it gave one, also where other memory was written instead."""
+    """What the caller gets: ``out`` if it gave one, into which other memory that was written instead is copied."""
     return written if out is None or written is out else out.copy_(written)

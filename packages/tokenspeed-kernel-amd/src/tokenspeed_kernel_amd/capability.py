@@ -1,4 +1,4 @@
-"""The machines that the kernels of this package run on, as data: an architecture's range, and what must be installed beside it.
+"""The machines that the kernels of this package run on, as data: a range of architectures, and the software that they need.
 
 A new architecture is one more function here, and a folder of its kernels.
 """

@@ -31,5 +31,5 @@ def mha_decode_with_kvcache(
     out = attend(
         q, offsets, k_cache, v_cache, page_table, cache_seqlens, 1, max_seqlen_k, window_left, sinks, softmax_scale, out
     )  # fmt: skip
-    # Where it divides sequences it divides by the pages of one, also by those of a sequence that only pads the batch.
+    # Where AITER splits keys it divides by a sequence's number of pages, which is 0 where a sequence only pads the batch.
     return out.masked_fill_((cache_seqlens <= 0).view(-1, 1, 1), 0)

@@ -1,7 +1,7 @@
 """``unified_attention`` of AITER, which serves every operator with a paged cache. Not run on hardware.
 
-It masks slots that hold no token only where a page is larger than its tile of keys, 64: with smaller pages what lies in the rest
-of a last page is multiplied by 0, and NaN spreads. So kernels of this module declare pages of 128 and 256.
+It masks slots that hold no token only where a page has more than the 64 keys of its tile. With smaller pages it multiplies whatever
+is in the unused slots of a sequence's last page by 0, so that NaN there spreads. So only pages of 128 and 256 are declared.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def attend(
 ) -> Tensor:
     """Causal attention of new tokens to a paged cache that holds them; see `tokenspeed_kernel_amd.mha_extend_with_kvcache`.
 
-    Every sequence has at least as many tokens in the cache as queries. All strides of the caches are honoured; q, page_table and
-    out are copied where their last axis is not contiguous.
+    Every sequence has at least as many tokens in the cache as queries. Caches may have any strides; q, page_table and out are
+    copied where their last axis is not contiguous.
     """
     written = rows_to_write(out, q, *q.shape)
     if not q.numel():
@@ -47,7 +47,7 @@ def attend(
         max_seqlen_k,
         q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
         causal=True,
-        # It adds the token itself to the first number, and reads no other.
+        # It reads the first number only, and counts the token itself besides it.
         window_size=(window_left, 0 if window_left >= 0 else -1),
         block_table=rows(page_table),
         softcap=0.0,

@@ -30,15 +30,15 @@ def mha_prefill(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel_amd.mha_prefill`; ``v_head_dim`` is ``head_dim``, and ``logit_cap`` is 0.
 
-    AITER compiles what a call needs when it is first made, which takes minutes. Nothing waits for the device after that.
+    The first call of a kind waits for minutes, while AITER compiles its kernel. Later ones do not wait for the device.
     """
     written = rows_to_write(out, q, *q.shape[:2], v.shape[2])
-    if not q.numel():  # it takes no empty batch
+    if not q.numel():  # AITER refuses an empty batch
         out = deliver(written, out)
         return (out, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else out
     longest = _longest(q, cu_seqlens_cpu, max_seqlen)
     offsets = cu_seqlens.contiguous()
-    with torch.no_grad():  # it wants a log-sum-exp wherever it might have to differentiate
+    with torch.no_grad():  # otherwise AITER prepares for a backward pass, for which it needs the log-sum-exp
         result = _attend(
             q,
             k,
@@ -49,19 +49,20 @@ def mha_prefill(
             longest,
             softmax_scale=q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
             causal=True,
-            # Tokens visible to the left and to the right besides the token itself, and how many first tokens stay visible. An
-            # AITER without its compiled kernels raises at this 0 to the right; it would take a window of 0 for none otherwise.
+            # How many tokens are visible to the left and to the right besides the token itself, and how many first tokens always
+            # are. An AITER without its compiled kernels raises because of the 0 to the right. Without it, it would ignore a window
+            # of 0 to the left.
             window_size=(window_left, 0 if window_left >= 0 else -1, 0),
             return_lse=return_lse,
             out=written,
             sink_ptr=None if sinks is None else sinks.float().contiguous(),
         )
     out = deliver(written, out)
-    return (out, result[1].T.contiguous()) if return_lse else out  # it gives [heads, tokens]
+    return (out, result[1].T.contiguous()) if return_lse else out  # AITER returns [heads, tokens]
 
 
 def _longest(q: Tensor, offsets: Sequence[int] | Tensor | None, bound: int | None) -> int:
-    """An upper bound of the longest sequence, at least 1, without a look at the device."""
+    """An upper bound of the longest sequence, at least 1, from values on the host only."""
     if bound is None and offsets is not None and not (isinstance(offsets, Tensor) and offsets.device.type != "cpu"):
         values = offsets.tolist() if isinstance(offsets, Tensor) else offsets
         bound = max(end - begin for begin, end in itertools.pairwise(values))

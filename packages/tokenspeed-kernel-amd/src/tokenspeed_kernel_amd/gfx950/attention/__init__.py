@@ -1,1 +1,1 @@
-"""Attention kernels. Each module imports Triton: import one only where a kernel is to be launched."""
+"""Attention. Modules whose name ends in ``_device`` import Triton; launchers import these at the first launch."""

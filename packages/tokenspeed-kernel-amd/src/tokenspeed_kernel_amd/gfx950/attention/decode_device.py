@@ -1,4 +1,4 @@
-"""Device code of decode."""
+"""Device code of decode: a split of one sequence's keys, and the merging of splits. ``decode`` says what splits are for."""
 
 from __future__ import annotations
 
@@ -7,267 +7,193 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 from triton.language.extra.hip import libdevice
 
-from tokenspeed_kernel_amd.gfx950.attention.paged_device import (
-    LEAST,
-    LN_2,
-    LOG2_E,
-    PAGES_AT_ONCE,
-    attend,
-    finish,
-    key_storage,
-    larger,
-    mfma_layout,
-    query_layout,
-    scaled,
-    value_storage,
-)
+from tokenspeed_kernel_amd.gfx950.attention.paged_device import attend, store_output
+from tokenspeed_kernel_amd.gfx950.common.layouts_device import everywhere_layout
+from tokenspeed_kernel_amd.gfx950.common.softmax_device import LN_2, LOG2_E, LOWEST, add, larger, normalise
+from tokenspeed_kernel_amd.gfx950.common.tiles_device import QueryTile, new_tokens, store_rows
 
 
 @gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
-def visible_keys(length, q_len, window_left, WINDOWED: gl.constexpr, ALIGNED: gl.constexpr):
-    """The first position that some query sees, rounded down to a multiple of ALIGNED, and how many keys follow."""
+def visible_keys(length, plan):
+    """The first position that some query sees, rounded down to a multiple of plan.aligned, and how many keys follow."""
     begin = length * 0
-    if WINDOWED:
-        begin = gl.maximum(length - q_len - window_left, 0) // ALIGNED * ALIGNED
+    if plan.window_left >= 0:
+        begin = gl.maximum(length - plan.q_len - plan.window_left, 0) // plan.aligned * plan.aligned
     return begin, length - begin
 
 
 @gluon.jit
-def new_tokens(cu_seqlens_q, sequence, q_len):
-    """Where the new tokens of a sequence begin in q, and how many there are: q_len, if no offsets say otherwise."""
-    first = sequence * q_len
-    new = q_len
-    if cu_seqlens_q is not None:
-        first = gl.load(cu_seqlens_q + sequence)
-        new = gl.load(cu_seqlens_q + sequence + 1) - first
-    return first, new
+def blocks_at(operands, first, plan, layout: gl.constexpr):
+    """For plan.lengths sequences from ``first`` on: their blocks of keys, whether they exist, and whether they are served.
 
-
-@gluon.jit
-def blocks_at(
-    cu_seqlens_q, cache_seqlens, first, batch, capacity, q_len, window_left,
-    WINDOWED: gl.constexpr, ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, LENGTHS: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """Blocks of keys of LENGTHS sequences, and whether they are of the batch, and served: with 1 to q_len new tokens."""
-    place = first + gl.arange(0, LENGTHS, layout)
-    real = place < batch
-    at = gl.minimum(place, batch - 1)  # not masked: loads without branches
-    served = real
-    if cu_seqlens_q is not None:
-        new = gl.load(cu_seqlens_q + at + 1) - gl.load(cu_seqlens_q + at)
-        served = real & (new > 0) & (new <= q_len)
-    _, keys = visible_keys(gl.minimum(gl.load(cache_seqlens + at), capacity), q_len, window_left, WINDOWED, ALIGNED)
-    return gl.where(served, (keys + BLOCK_N - 1) // BLOCK_N, 0), real, served
-
-
-@gluon.jit
-def share_of(blocks, AT_ONCE: gl.constexpr, WAVES: gl.constexpr, LONG: gl.constexpr, SHORT: gl.constexpr):
-    """Blocks of a unit, of all ``blocks`` of a batch.
-
-    Much work is divided into ``WAVES * AT_ONCE`` units, and less than one more a sequence. Work that is too little for AT_ONCE
-    units of LONG blocks is divided into that many shorter ones, of SHORT blocks or more.
+    Sequences with 1 to plan.q_len new tokens are served; others have 0 blocks.
     """
-    even = (blocks + AT_ONCE - 1) // AT_ONCE
-    return gl.maximum(gl.maximum((even + WAVES - 1) // WAVES, gl.minimum(even, LONG)), SHORT)
+    place = first + gl.arange(0, plan.lengths, layout)
+    real = place < operands.batch
+    at = gl.minimum(place, operands.batch - 1)  # not masked: loads without branches
+    served = real
+    if operands.cu_seqlens_q is not None:
+        new = gl.load(operands.cu_seqlens_q + at + 1) - gl.load(operands.cu_seqlens_q + at)
+        served = real & (new > 0) & (new <= plan.q_len)
+    _, keys = visible_keys(gl.minimum(gl.load(operands.cache_seqlens + at), operands.max_seqlen_k), plan)
+    return gl.where(served, (keys + plan.block_n - 1) // plan.block_n, 0), real, served
 
 
 @gluon.jit
-def find_unit(
-    unit, cu_seqlens_q, cache_seqlens, batch, capacity, q_len, window_left,
-    WINDOWED: gl.constexpr, ALIGNED: gl.constexpr, BLOCK_N: gl.constexpr, AT_ONCE: gl.constexpr, WAVES: gl.constexpr,
-    LONG: gl.constexpr, SHORT: gl.constexpr, LENGTHS: gl.constexpr,
-):  # fmt: skip
-    """The sequence of a unit, ``batch`` if it is beyond the last; the first unit of that sequence; and the blocks of a unit."""
-    # Every warp holds all lengths: what a warp adds up by itself needs no LDS, and is in scalar registers.
-    layout: gl.constexpr = gl.BlockedLayout([LENGTHS // 64], [64], [gl.num_warps()], [0])
+def share_of(blocks, plan):
+    """How many blocks a split has, where the sequences of a batch have ``blocks`` together.
+
+    Much work is divided into ``waves * at_once`` splits, plus less than one for each sequence. Work that does not suffice for
+    at_once splits of ``long`` blocks is divided into that many shorter ones, of ``short`` blocks or more.
+    """
+    even = (blocks + plan.at_once - 1) // plan.at_once
+    return gl.maximum(gl.maximum((even + plan.waves - 1) // plan.waves, gl.minimum(even, plan.long)), plan.short)
+
+
+@gluon.jit
+def find_split(split, operands, plan):
+    """The sequence of a split (``batch`` if there is none), that sequence's first split, and how many blocks a split has."""
+    layout: gl.constexpr = everywhere_layout(plan.lengths, gl.num_warps())
     blocks = 0
-    for first in range(0, batch, LENGTHS):
-        some, _, _ = blocks_at(
-            cu_seqlens_q, cache_seqlens, first, batch, capacity, q_len, window_left, WINDOWED, ALIGNED, BLOCK_N, LENGTHS, layout
-        )
+    for first in range(0, operands.batch, plan.lengths):
+        some, _, _ = blocks_at(operands, first, plan, layout)
         blocks += gl.sum(some, 0)
-    share = share_of(blocks, AT_ONCE, WAVES, LONG, SHORT)
+    share = share_of(blocks, plan)
     sequence = 0
     before = 0
-    first_unit = 0
-    for first in range(0, batch, LENGTHS):
-        some, real, served = blocks_at(
-            cu_seqlens_q, cache_seqlens, first, batch, capacity, q_len, window_left, WINDOWED, ALIGNED, BLOCK_N, LENGTHS, layout
-        )
-        units = gl.where(served, gl.maximum((some + share - 1) // share, 1), 0)
-        ends = before + gl.associative_scan(units, 0, add)
-        passed = real & (ends <= unit)
+    first_split = 0
+    for first in range(0, operands.batch, plan.lengths):
+        some, real, served = blocks_at(operands, first, plan, layout)
+        splits = gl.where(served, gl.maximum((some + share - 1) // share, 1), 0)
+        ends = before + gl.associative_scan(splits, 0, add)
+        passed = real & (ends <= split)
         sequence += gl.sum(passed.to(gl.int32), 0)
-        first_unit = gl.maximum(first_unit, gl.max(gl.where(passed, ends, 0), 0))
-        before += gl.sum(units, 0)
-    return sequence, first_unit, share
+        first_split = gl.maximum(first_split, gl.max(gl.where(passed, ends, 0), 0))
+        before += gl.sum(splits, 0)
+    return sequence, first_split, share
 
 
 @gluon.jit
 def decode_kernel(
-    cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, batch, capacity, table_row, k_token, v_token, scale, cap,
-    k_scale, v_scale, out, lse, sinks, part, part_sum, plan,
-    kv_heads: gl.constexpr, q_token: gl.constexpr, q_head: gl.constexpr, k_page: gl.constexpr, k_head: gl.constexpr,
-    v_page: gl.constexpr, v_head: gl.constexpr, out_token: gl.constexpr, out_head: gl.constexpr, q_len: gl.constexpr,
-    window_left: gl.constexpr, k_scale_head: gl.constexpr, v_scale_head: gl.constexpr,
-    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_HEAD_DIM: gl.constexpr, M: gl.constexpr, BLOCK_N: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, SINKS: gl.constexpr, CAP: gl.constexpr, LSE: gl.constexpr, DIVIDED: gl.constexpr,
-    ALIKE: gl.constexpr, STAGES: gl.constexpr, AT_ONCE: gl.constexpr, WAVES: gl.constexpr, LONG: gl.constexpr,
-    SHORT: gl.constexpr, LENGTHS: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """One unit of one key head, and a tile of M query rows: program (key head, unit, tile).
+    operands,
+    partial,
+    shape: gl.constexpr,
+    strides: gl.constexpr,
+    variant: gl.constexpr,
+    tile_shape: gl.constexpr,
+    plan: gl.constexpr,
+):
+    """Attention of a tile of query rows to one split, for one key head: program (key head, split, tile).
 
-    Sequences with more than q_len new tokens, or with none, are passed over.
+    Sequences with more than plan.q_len new tokens, or with none, are skipped.
+
+    Args:
+        operands, shape, strides, variant, tile_shape: see `gfx950.attention.call`.
+        partial, plan: see `gfx950.attention.decode`.
     """
-    warps: gl.constexpr = gl.num_warps()
-    mfma: gl.constexpr = mfma_layout(warps)
-    dtype: gl.constexpr = q.dtype.element_ty
-    stored: gl.constexpr = k_cache.dtype.element_ty
-    operand: gl.constexpr = query_layout(mfma, stored)
-    aligned: gl.constexpr = min(PAGE_SIZE, BLOCK_N)
-    WINDOWED: gl.constexpr = window_left >= 0
+    block_n: gl.constexpr = tile_shape.block_n
     kv_head = gl.program_id(0)
-    unit = gl.program_id(1)
-    column = gl.program_id(2) * kv_heads + kv_head
-    first_row = gl.program_id(2) * M
-
-    if ALIKE:  # keys and values lie at the same offsets of their caches
-        v_token = k_token
-    sequence = unit
-    first_unit = 0
+    split = gl.program_id(1)
+    sequence = split
+    first_split = 0
     share = 0
-    if DIVIDED:
-        if LENGTHS == 1:  # a batch of one
-            begin, count = visible_keys(gl.minimum(gl.load(cache_seqlens), capacity), q_len, window_left, WINDOWED, aligned)
-            blocks = (count + BLOCK_N - 1) // BLOCK_N
-            share = share_of(blocks, AT_ONCE, WAVES, LONG, SHORT)
-            sequence = (unit * share >= gl.maximum(blocks, 1)).to(gl.int32)
+    if plan.split_kv:
+        if plan.lengths == 1:  # a batch of one
+            _, count = visible_keys(gl.minimum(gl.load(operands.cache_seqlens), operands.max_seqlen_k), plan)
+            blocks = (count + block_n - 1) // block_n
+            share = share_of(blocks, plan)
+            sequence = (split * share >= gl.maximum(blocks, 1)).to(gl.int32)
         else:
-            sequence, first_unit, share = find_unit(
-                unit, cu_seqlens_q, cache_seqlens, batch, capacity, q_len, window_left, WINDOWED, aligned, BLOCK_N, AT_ONCE, WAVES,
-                LONG, SHORT, LENGTHS,
-            )  # fmt: skip
-    first_query, new = new_tokens(cu_seqlens_q, gl.minimum(sequence, batch - 1), q_len)
-    if (sequence < batch) & (new > 0) & (new <= q_len):
-        length = gl.minimum(gl.load(cache_seqlens + sequence), capacity)
-        begin, count = visible_keys(length, q_len, window_left, WINDOWED, aligned)
-        blocks = (count + BLOCK_N - 1) // BLOCK_N
+            sequence, first_split, share = find_split(split, operands, plan)
+    first_query, new = new_tokens(operands.cu_seqlens_q, gl.minimum(sequence, operands.batch - 1), plan.q_len)
+    if (sequence < operands.batch) & (new > 0) & (new <= plan.q_len):
+        length = gl.minimum(gl.load(operands.cache_seqlens + sequence), operands.max_seqlen_k)
+        begin, count = visible_keys(length, plan)
+        blocks = (count + block_n - 1) // block_n
         first_block = 0
         after_block = blocks
-        if DIVIDED:
-            first_block = (unit - first_unit) * share
+        if plan.split_kv:
+            first_block = (split - first_split) * share
             after_block = gl.minimum(first_block + share, blocks)
-            if unit == first_unit and column == 0:
-                gl.store(plan + sequence, (gl.to_tensor(first_unit).to(gl.int64) << 32) + (blocks + share - 1) // share)
-
-        keys = gl.allocate_shared_memory(stored, [STAGES, BLOCK_N, HEAD_DIM], key_storage(mfma, BLOCK_N, HEAD_DIM, stored))
-        values = gl.allocate_shared_memory(stored, [STAGES, BLOCK_N, V_HEAD_DIM], value_storage(mfma, BLOCK_N, V_HEAD_DIM, stored))
-        listed = gl.allocate_shared_memory(gl.int32, [PAGES_AT_ONCE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        row = first_row + gl.arange(0, M, gl.SliceLayout(1, operand))
-        at = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, operand))
-        q += first_query.to(gl.int64) * q_token + kv_head * GROUP * q_head
-        rows = row // GROUP * q_token + row % GROUP * q_head
-        queries = cdna4.buffer_load(q, rows[:, None] + at[None, :], mask=(row < new * GROUP)[:, None], other=0)
-
-        acc = gl.zeros([M, V_HEAD_DIM], gl.float32, mfma)
-        highest = gl.full([M], LEAST, gl.float32, gl.SliceLayout(1, mfma))
-        total = gl.full([M], 0.0, gl.float32, gl.SliceLayout(1, mfma))
-        row = first_row + gl.arange(0, M, gl.SliceLayout(1, mfma))
-        token = row // GROUP
-        row_end = length - new + token + 1
-        row_begin = row_end - 1 - window_left
-        if (first_block < after_block) & (first_row < new * GROUP):
-            acc, highest, total = attend(
-                queries, keys, values, listed, k_cache + kv_head * k_head, v_cache + kv_head * v_head,
-                page_table + sequence.to(gl.int64) * table_row, begin + first_block * BLOCK_N,
-                gl.minimum(begin + after_block * BLOCK_N, length), length, row_end, row_begin,
-                length - new + 1 + first_row // GROUP,
-                k_page, k_token, v_page, v_token, scaled(scale, k_scale, kv_head, k_scale_head), cap,
-                PAGE_SIZE, CAP, CAUSAL and q_len > 1, WINDOWED, M, mfma, STAGES, warps,
-            )  # fmt: skip
-            acc = scaled(acc, v_scale, kv_head, v_scale_head)
-
-        at = gl.arange(0, V_HEAD_DIM, gl.SliceLayout(0, mfma))
-        inside = row < new * GROUP
-        heads: gl.constexpr = kv_heads * GROUP
-        sink = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, mfma))
-        if DIVIDED and blocks > share:
-            result, log_sum = finish(acc, highest, total, sink)
-            first_place = unit.to(gl.int64) * (q_len * heads) + kv_head * GROUP
-            places = token * heads + row % GROUP
-            own_part = part + first_place * V_HEAD_DIM
-            cdna4.buffer_store(result, own_part, places[:, None] * V_HEAD_DIM + at[None, :], mask=inside[:, None])
-            cdna4.buffer_store(log_sum * LOG2_E, part_sum + first_place, places, mask=inside)
+            if split == first_split and gl.program_id(2) + kv_head == 0:
+                gl.store(partial.plan + sequence, (gl.to_tensor(first_split).to(gl.int64) << 32) + (blocks + share - 1) // share)
+        tile = QueryTile(
+            gl.to_tensor(first_query),
+            gl.to_tensor(new),
+            gl.program_id(2) * tile_shape.m,
+            kv_head,
+            shape.gqa_ratio,
+            tile_shape.m,
+        )
+        state = attend(
+            operands, shape, strides, variant, tile_shape, tile, sequence, length,
+            begin + first_block * block_n, gl.minimum(begin + after_block * block_n, length),
+            variant.is_causal and plan.q_len > 1,
+        )  # fmt: skip
+        if plan.split_kv and blocks > share:
+            heads: gl.constexpr = shape.kv_heads * shape.gqa_ratio
+            v_head_dim: gl.constexpr = shape.v_head_dim
+            result, log_sum = normalise(state, None)
+            first_token = split * plan.q_len
+            store_rows(partial.results, result, tile, first_token, heads * v_head_dim, v_head_dim)
+            store_rows(partial.log_sums, log_sum, tile, first_token, heads, 1)
         else:
-            head = kv_head * GROUP + row % GROUP
-            if SINKS:
-                sink = gl.load(sinks + head).to(gl.float32) * LOG2_E
-            result, log_sum = finish(acc, highest, total, sink)
-            offsets = token * out_token + row % GROUP * out_head
-            own_out = out + first_query.to(gl.int64) * out_token + kv_head * GROUP * out_head
-            cdna4.buffer_store(result.to(dtype), own_out, offsets[:, None] + at[None, :], mask=inside[:, None])
-            if LSE:
-                cdna4.buffer_store(log_sum, lse + first_query.to(gl.int64) * heads, token * heads + head, mask=inside)
+            store_output(operands, shape, strides, variant, tile, state)
 
 
 @gluon.jit
-def merge_kernel(
-    cu_seqlens_q, plan, part_sum, part, sinks, out, lse,
-    heads: gl.constexpr, q_len: gl.constexpr, out_token: gl.constexpr, out_head: gl.constexpr, V_HEAD_DIM: gl.constexpr,
-    SINKS: gl.constexpr, LSE: gl.constexpr, MERGED: gl.constexpr,
-):  # fmt: skip
-    """One query head of one token, from the partial results of its sequence's units: program (head, token, sequence).
+def merge_kernel(cu_seqlens_q, partial, sinks, out, lse, merge: gl.constexpr):
+    """Merges the partial results of a sequence's splits, for one query head of one token: program (head, token, sequence).
 
-    A partial result is a unit's output [q_len, heads, V_HEAD_DIM] and the log-sum-exp [q_len, heads] of its scores, in units of
-    log 2. Almost all of the time goes by between loads that wait for one another, so there are as few of these as can be.
+    Almost all of its time is latency of loads that depend on one another, so there are as few of these as possible.
+
+    Args:
+        cu_seqlens_q, sinks, out, lse: see `gfx950.attention.call.Operands`.
+        partial, merge: see `gfx950.attention.decode`.
     """
-    tile: gl.constexpr = gl.BlockedLayout([1, 4], [256 // V_HEAD_DIM, V_HEAD_DIM // 4], [1, 1], [1, 0])
+    v_head_dim: gl.constexpr = merge.v_head_dim
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [256 // v_head_dim, v_head_dim // 4], [1, 1], [1, 0])
     head = gl.program_id(0)
     query = gl.program_id(1)
     sequence = gl.program_id(2)
-    found = gl.load(plan + sequence)
-    first_unit = (found >> 32).to(gl.int32)
-    units = found.to(gl.int32)
-    first_query = sequence * q_len
-    wanted = units > 1
+    found = gl.load(partial.plan + sequence)
+    first_split = (found >> 32).to(gl.int32)
+    splits = found.to(gl.int32)
+    first_query = sequence * merge.q_len
+    wanted = splits > 1
     if cu_seqlens_q is not None:
-        first_query, new = new_tokens(cu_seqlens_q, sequence, q_len)
-        # There is no plan of sequences that were passed over.
-        wanted &= (query < new) & (new <= q_len)
+        first_query, new = new_tokens(cu_seqlens_q, sequence, merge.q_len)
+        # Sequences that were skipped have no plan.
+        wanted &= (query < new) & (new <= merge.q_len)
     if wanted:
-        if SINKS:
-            sink = gl.load(sinks + head)  # needed at the end only
-        top = LEAST
-        total = 0.0
-        acc = gl.full([V_HEAD_DIM], 0.0, gl.float32, gl.SliceLayout(0, tile))
-        at = gl.arange(0, V_HEAD_DIM, gl.SliceLayout(0, tile))
-        for first in range(0, units, MERGED):
-            unit = first + gl.arange(0, MERGED, gl.SliceLayout(1, tile))
-            place = (first_unit + gl.minimum(unit, units - 1)) * (q_len * heads) + (query * heads + head)
-            sums = gl.where(unit < units, gl.load(part_sum + place), float("-inf"))
-            parts = gl.load(part + (place[:, None] * V_HEAD_DIM + at[None, :]))
-            risen = larger(top, gl.reduce(sums, 0, larger))
-            weights = gl.exp2(sums - risen)
-            fade = gl.exp2(top - risen)
-            total = total * fade + gl.sum(weights, 0)
-            acc = acc * fade + gl.sum(parts * weights[:, None], 0)
-            top = risen
-        fade = 1.0
-        if SINKS:
+        if merge.sinks:
+            sink = gl.load(sinks + head)  # early, although it is needed only at the end
+        row_max = LOWEST
+        row_sum = 0.0
+        acc = gl.full([v_head_dim], 0.0, gl.float32, gl.SliceLayout(0, layout))
+        at = gl.arange(0, v_head_dim, gl.SliceLayout(0, layout))
+        for first in range(0, splits, merge.at_once):
+            split = first + gl.arange(0, merge.at_once, gl.SliceLayout(1, layout))
+            place = (first_split + gl.minimum(split, splits - 1)) * (merge.q_len * merge.heads) + (query * merge.heads + head)
+            log_sums = gl.where(split < splits, gl.load(partial.log_sums + place), float("-inf"))
+            results = gl.load(partial.results + (place[:, None] * v_head_dim + at[None, :]))
+            top = larger(row_max, gl.reduce(log_sums, 0, larger))
+            weights = gl.exp2(log_sums - top)
+            shrink = gl.exp2(row_max - top)
+            row_sum = row_sum * shrink + gl.sum(weights, 0)
+            acc = acc * shrink + gl.sum(results * weights[:, None], 0)
+            row_max = top
+        shrink = 1.0
+        if merge.sinks:
             wide = sink.to(gl.float32) * LOG2_E
-            risen = larger(top, wide)
-            fade = gl.exp2(top - risen)
-            total = total * fade + gl.exp2(wide - risen)
-            top = risen
-        # At least 1 is the sum for a row that sees something: its maximum's own weight.
-        acc = acc * libdevice.fast_dividef(fade, larger(total, 1.0))
+            top = larger(row_max, wide)
+            shrink = gl.exp2(row_max - top)
+            row_sum = row_sum * shrink + gl.exp2(wide - top)
+            row_max = top
+        # A row that sees a key has a sum of at least 1, the weight of its largest score.
+        acc = acc * libdevice.fast_dividef(shrink, larger(row_sum, 1.0))
         token = (first_query + query).to(gl.int64)
-        cdna4.buffer_store(acc.to(out.dtype.element_ty), out + token * out_token + head * out_head, at)
-        if LSE:
-            log_sum = gl.where(total > 0, (top + gl.log2(total)) * LN_2, float("-inf"))
-            gl.store(lse + token * heads + head, log_sum)
+        cdna4.buffer_store(acc.to(out.dtype.element_ty), out + token * merge.out_token + head * merge.out_head, at)
+        if merge.lse:
+            log_sum = gl.where(row_sum > 0, (row_max + gl.log2(row_sum)) * LN_2, float("-inf"))
+            gl.store(lse + token * merge.heads + head, log_sum)

@@ -1,38 +1,53 @@
-"""Extend: attention of stretches of new tokens to a paged cache that holds them and what came before.
+"""Extend: attention of new tokens to a paged cache that holds them and what came before.
 
-The rows of a tile are all query heads of a key head, for as many tokens as fit: eight tokens of a group of eight are one tile of 64
-rows. Tiles are as small as the longest stretch allows, so that a few tokens do not pay for many: 16 or 32 rows are one wave, as in
-decode; 64 and 128 are four, which share the keys in LDS. A tile walks from the first key that its first token sees to the last one
-that its last token sees; blocks that every row sees whole are not masked. A few new tokens of a few long sequences, which would
-leave most of the device idle, are divided into units as in decode.
+The rows of a tile are all query heads of a key head, for as many tokens as fit: eight tokens with a gqa_ratio of eight are one tile
+of 64 rows. Tiles are as small as the longest stretch of new tokens allows, so that a few tokens do not cost as much as many: 16 or
+32 rows are one wave, as in decode; 64 and 128 are four, which share the keys in LDS. A tile goes from the first key that its first
+token sees to the last one that its last token sees; blocks that every row sees entirely are not masked. A few new tokens of a few
+long sequences would leave most of the device idle; their keys are divided into splits, as in decode.
 
-Lengths are known on the device only. Where most stretches may be about as long, every sequence has the tiles of the longest. Else
-all share a grid of *slots*, of which sequence b owns those from ``cu_seqlens_q[b] * GROUP // M + b`` on: always enough for its
-rows, never more than one too many. To look up whose a slot is takes 0.3 us of the emulator's timing model.
+Lengths are known on the device only. Where most sequences may have about equally many new tokens, every sequence gets the tiles of
+the longest. Otherwise all share a grid of *slots*, of which sequence b owns those from ``cu_seqlens_q[b] * gqa_ratio // m + b`` on:
+always enough for its rows, and at most one too many. Finding a slot's owner takes 0.3 us of the emulator's timing model.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention._call import PAGED_SIGNATURES, PAGED_TRAITS, Call, Tile, called
-from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_in_units
+from tokenspeed_kernel_amd.gfx950.attention.call import PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
+from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_split_kv
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import Priority, register_kernel
 
 device = DeviceModule(__name__ + "_device")
 
-# By rows, ascending: the first one that holds all rows of the longest stretch, or else the last.
-TILES = (Tile(16, 32, 1), Tile(32, 32, 1), Tile(64, 64, 4), Tile(128, 64, 4))
-# Heads of 128 fill the registers with half the rows: 128 rows are 458 registers.
+# In order of their rows. The first one that holds all rows of the longest stretch is taken, otherwise the last.
+TILES = (TileShape(16, 32, 1), TileShape(32, 32, 1), TileShape(64, 64, 4), TileShape(128, 64, 4))
+# Heads of 128 need as many registers for half the rows: 128 rows would need 458.
 WIDE_TILES = TILES[:3]
-# Of fp8, which every wave widens for itself: few waves are better, as far as registers go. 64 sequences of 1024 with 8 new tokens
-# take 18.3 us of the emulator's timing model, with four waves 24.8.
-FP8_TILES = (Tile(16, 64, 1), Tile(32, 64, 1), Tile(64, 64, 2), Tile(128, 64, 4))
-FP8_WIDE_TILES = (Tile(16, 64, 1), Tile(32, 64, 2), Tile(64, 64, 4))
-STAGES = 2  # blocks on the way
+# For fp8, which every wave widens for itself: as few waves as the registers allow are best. 64 sequences of 1024 with 8 new tokens
+# take 18.3 us of the emulator's timing model, and 24.8 with four waves.
+FP8_TILES = (TileShape(16, 64, 1), TileShape(32, 64, 1), TileShape(64, 64, 2), TileShape(128, 64, 4))
+FP8_WIDE_TILES = (TileShape(16, 64, 1), TileShape(32, 64, 2), TileShape(64, 64, 4))
+
+
+class Slots(NamedTuple):
+    """Which tiles a launch computes. Known to the compiler.
+
+    Attributes:
+        shared: whether sequences share a grid of slots; otherwise each has as many tiles as the longest.
+        skipped: sequences with at most this many new tokens are skipped.
+        lengths: how many sequences' lengths a workgroup reads together; 0 if not shared.
+    """
+
+    shared: bool
+    skipped: int
+    lengths: int
 
 
 @register_kernel(
@@ -66,47 +81,47 @@ def mha_extend_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_extend_with_kvcache`, which checks the arguments. q_scale is None."""
+    """See `tokenspeed_kernel_amd.mha_extend_with_kvcache`, which has checked the arguments. q_scale is None."""
     call = called(
         "mha_extend_with_kvcache", q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k,
         is_causal, window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,
     )  # fmt: skip
     tile = tile_of_stretches(call)
-    if pays_in_units(call, tile):
-        attend_in_units(call, tile, call.max_seqlen_q)
+    if split_kv_pays(call, tile):
+        attend_split_kv(call, tile, call.max_seqlen_q)
     else:
         attend_in_tiles(call, tile)
     return call.result
 
 
-def tile_of_stretches(call: Call) -> Tile:
-    """The tile for the longest stretch of new tokens that there may be."""
-    rows = call.max_seqlen_q * call.group
+def tile_of_stretches(call: Call) -> TileShape:
+    """The tile for the longest stretch of new tokens that a sequence may have."""
+    rows = call.max_seqlen_q * call.gqa_ratio
     wide = max(call.q.shape[2], call.v_cache.shape[3]) > 64
     choice = (FP8_WIDE_TILES if wide else FP8_TILES) if call.fp8 else (WIDE_TILES if wide else TILES)
     return next((tile for tile in choice if rows <= tile.m), choice[-1])
 
 
-def pays_in_units(call: Call, tile: Tile) -> bool:
-    """A few tokens of a few sequences, with many keys, leave most of the device idle unless their keys are divided."""
-    one_each = call.max_seqlen_q * call.group <= tile.m
-    return one_each and call.shown(tile, call.max_seqlen_q) > CONFIG.whole and call.batch * call.kv_heads <= current_compute_units()
+def split_kv_pays(call: Call, tile: TileShape) -> bool:
+    """Whether keys are worth splitting: few tokens of few sequences with many keys leave most of the device idle otherwise."""
+    one_each = call.max_seqlen_q * call.gqa_ratio <= tile.m
+    many_keys = call.keys_in_view(tile, call.max_seqlen_q) > CONFIG.whole
+    return one_each and many_keys and call.batch * call.kv_heads <= current_compute_units()
 
 
-def slots_of(call: Call, tile: Tile) -> int:
-    """Slots that are enough for all rows of a key head."""
-    return call.tokens * call.group // tile.m + call.batch
+def slots_of(call: Call, tile: TileShape) -> int:
+    """How many slots suffice for all rows of a key head."""
+    return call.tokens * call.gqa_ratio // tile.m + call.batch
 
 
-def attend_in_tiles(call: Call, tile: Tile, passed: int = 0) -> None:
-    """Attention of each tile by one workgroup. Sequences with at most ``passed`` new tokens are passed over."""
+def attend_in_tiles(call: Call, tile: TileShape, skipped: int = 0) -> None:
+    """Launches attention with one workgroup for each tile. Sequences with at most ``skipped`` new tokens are skipped."""
     if call.empty:
         return
-    tiles = -(-call.max_seqlen_q * call.group // tile.m)
+    tiles = -(-call.max_seqlen_q * call.gqa_ratio // tile.m)
     slots = slots_of(call, tile)
     shared = 4 * slots < 3 * tiles * call.batch
     device.extend_kernel[(call.kv_heads, slots, 1) if shared else (call.kv_heads, tiles, call.batch)](
-        *call.operands(),
-        M=tile.m, BLOCK_N=tile.block_n, STAGES=STAGES, SHARED=shared, PASSED=passed,
-        LENGTHS=call.lengths_at_once() if shared else 0, num_warps=tile.num_warps, **call.constants(),
+        call.operands(), *call.constants(), tile, Slots(shared, skipped, call.lengths_at_once() if shared else 0),
+        num_warps=tile.num_warps,
     )  # fmt: skip

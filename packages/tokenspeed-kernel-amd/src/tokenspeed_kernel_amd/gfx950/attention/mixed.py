@@ -1,11 +1,12 @@
 """Mixed batches: sequences that decode, extend and prefill, in one call.
 
-Sequences whose rows fit the small tile of decode go to its kernel, which divides long caches into units; all others to that of
-extend. Which ones those are is known on the device only: both are launched for the whole batch, and each passes over what the other
-serves. Extend comes first: the host prepares the others while it runs, and what decode leaves is merged while caches hold it.
+Sequences whose rows fit the small tile of decode are computed by its kernel, which divides long caches into splits; all others by
+that of extend. Which ones those are is known on the device only: both kernels are launched for the whole batch, and each skips what
+the other computes. Extend comes first: the host prepares the next launches while it runs, and partial results are merged right
+after decode, while caches hold them.
 
-One launch does for all where none has enough to do: where all sequences are short; where few tokens of few sequences are divided
-anyway; and where nothing needs dividing and the device has room for all tiles at once, so that the short run beside the long.
+One launch suffices where all sequences have few new tokens; where few tokens of few sequences are split anyway; and where nothing
+is worth splitting and the device has room for all tiles at once, so that short sequences run beside the long ones.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.attention._call import PAGED_SIGNATURES, PAGED_TRAITS, Call, Tile, called
-from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_in_units, tile_of_rows
-from tokenspeed_kernel_amd.gfx950.attention.extend import attend_in_tiles, pays_in_units, slots_of, tile_of_stretches
+from tokenspeed_kernel_amd.gfx950.attention.call import PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
+from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_split_kv, tile_of_rows
+from tokenspeed_kernel_amd.gfx950.attention.extend import attend_in_tiles, slots_of, split_kv_pays, tile_of_stretches
 from tokenspeed_kernel_base.registry import Priority, register_kernel
 
 
@@ -51,29 +52,29 @@ def mha_with_kvcache(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_with_kvcache`, which checks the arguments. q_scale is None."""
+    """See `tokenspeed_kernel_amd.mha_with_kvcache`, which has checked the arguments. q_scale is None."""
     call = called(
         "mha_with_kvcache", q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, True,
         window_left, logit_cap, sinks, return_lse, softmax_scale, k_scale, v_scale, out,
     )  # fmt: skip
-    small = tile_of_rows(call, call.group)
-    short = max(1, small.m // call.group)
+    small = tile_of_rows(call, call.gqa_ratio)
+    short = max(1, small.m // call.gqa_ratio)
     if call.max_seqlen_q <= short:
-        if call.tokens == call.batch and call.max_seqlen_q == 1:  # one each: nothing to look up
+        if call.tokens == call.batch and call.max_seqlen_q == 1:  # one token each: no offsets are needed
             call = dataclasses.replace(call, cu_seqlens_q=None)
-        attend_in_units(call, small, call.max_seqlen_q)
+        attend_split_kv(call, small, call.max_seqlen_q)
         return call.result
     tile = tile_of_stretches(call)
-    if pays_in_units(call, tile):
-        attend_in_units(call, tile, call.max_seqlen_q)
+    if split_kv_pays(call, tile):
+        attend_split_kv(call, tile, call.max_seqlen_q)
     elif call.batch == 1 or _fits_at_once(call, tile, small, short):
         attend_in_tiles(call, tile)
     else:
-        attend_in_tiles(call, tile, passed=short)
-        attend_in_units(call, small, short)
+        attend_in_tiles(call, tile, skipped=short)
+        attend_split_kv(call, small, short)
     return call.result
 
 
-def _fits_at_once(call: Call, tile: Tile, small: Tile, short: int) -> bool:
-    """Sequences of ``short`` new tokens are not worth dividing, and two workgroups a compute unit do everything."""
-    return call.shown(small, short) <= CONFIG.whole and slots_of(call, tile) * call.kv_heads <= 2 * current_compute_units()
+def _fits_at_once(call: Call, tile: TileShape, small: TileShape, short: int) -> bool:
+    """Whether sequences of ``short`` new tokens are not worth splitting, and two workgroups for each compute unit do everything."""
+    return call.keys_in_view(small, short) <= CONFIG.whole and slots_of(call, tile) * call.kv_heads <= 2 * current_compute_units()

@@ -1,10 +1,14 @@
-"""Causal attention of whole sequences whose keys lie in a row, for gfx950."""
+"""Prefill: causal attention of whole sequences, whose keys and values lie one after another in memory, not in pages.
+
+Workgroups stay on the device and take one tile of queries after another. Which sequence a tile belongs to, and how long that is, is
+found on the device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +16,7 @@ from torch import Tensor
 from tokenspeed_kernel_amd._machine import current_compute_units
 from tokenspeed_kernel_amd._rows import aligned_rows, deliver, rows_to_write
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
+from tokenspeed_kernel_amd.gfx950.attention.call import score_scaling
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import Priority, register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -23,17 +28,18 @@ _XCDS = 8
 
 @dataclass(frozen=True)
 class Config:
-    """How the work is cut, and what the compiler is told.
+    """How work is divided, and what the compiler is told.
 
     Attributes:
-        block_n: keys of one step. Twice as many need fewer instructions a key (a step's maximum, sums and copies), and twice the
-            registers and LDS.
-        block_m: queries of one head that a workgroup works on at a time; each of its waves has 32 of them.
+        block_n: keys of one step. Twice as many need fewer instructions for each key (a step's maximum, sums and copies), and twice
+            the registers and LDS.
+        block_m: queries of one head that a workgroup computes at a time; each of its waves has 32 of them.
         warps: waves of a workgroup.
-        waves_per_simd: that must fit, which limits registers to 256 a lane.
-        attributes: of the function, for LLVM. Without accumulation registers the whole file is there for any value; with them
-            LLVM keeps half of it apart and moves values between the halves (32 moves in a masked step of 128 keys). Predicted
-            times of benchmarks/timing_model.py are 2% to 4% longer with them where there is a window; else 2% longer to 1% shorter.
+        waves_per_simd: how many waves must fit on a SIMD; two of them leave 256 registers for each lane.
+        attributes: LLVM's attributes of the function. Without accumulation registers (AGPRs) any value may be in any register; with
+            them LLVM reserves half of the registers and moves values between the halves (32 moves in a masked step of 128 keys).
+            With AGPRs the times that benchmarks/timing_model.py predicts are 2% to 4% longer where there is a window, otherwise
+            2% longer to 1% shorter.
     """
 
     block_n: int
@@ -44,9 +50,83 @@ class Config:
 
 
 def _config(head_dim: int, v_head_dim: int, capped: bool) -> Config:
-    """Steps of 128 keys where they fit. With heads of 128 they spill registers and leave room for one workgroup on a compute unit;
-    with a logit cap they spill 32 scalar registers where there is a short window."""
+    """Steps of 128 keys where they fit, otherwise of 64.
+
+    With heads of 128, steps of 128 keys spill registers, and only one workgroup fits on a compute unit. With a logit cap and a
+    short window they spill 32 scalar registers.
+    """
     return Config(128 if head_dim == v_head_dim == 64 and not capped else 64)
+
+
+class Operands(NamedTuple):
+    """Tensors of a call. out and lse are written; lse and sinks may be None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    cu_seqlens: Tensor
+
+
+class Strides(NamedTuple):
+    """Elements from one token, and from one head, to the next."""
+
+    q_token: int
+    q_head: int
+    k_token: int
+    k_head: int
+    v_token: int
+    v_head: int
+    out_token: int
+    out_head: int
+
+
+class Shape(NamedTuple):
+    """What a model fixes. Known to the compiler.
+
+    Attributes:
+        head_dim, v_head_dim: elements of a head.
+        xcds: XCDs that share the query heads evenly.
+        heads: query heads of each.
+        gqa_ratio: query heads of a key head.
+    """
+
+    head_dim: int
+    v_head_dim: int
+    xcds: int
+    heads: int
+    gqa_ratio: int
+
+
+class Variant(NamedTuple):
+    """The options that a kernel is compiled for. Known to the compiler.
+
+    Attributes:
+        windowed: whether there is a window.
+        narrow: whether the window may hide keys in the diagonal blocks; one that is wider than a tile cannot.
+        capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the log-sum-exp is wanted.
+    """
+
+    windowed: bool
+    narrow: bool
+    capped: bool
+    sinks: bool
+    lse: bool
+
+
+class TileShape(NamedTuple):
+    """How work is divided. Known to the compiler.
+
+    Attributes:
+        block_m, block_n: see `Config`.
+        block_b: how many sequences' lengths a workgroup reads together: 1 for one sequence, otherwise at least the batch.
+    """
+
+    block_m: int
+    block_n: int
+    block_b: int
 
 
 @register_kernel(
@@ -80,7 +160,7 @@ def mha_prefill(
     softmax_scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `tokenspeed_kernel_amd.mha_prefill`. Arguments are not checked here. Nothing waits for the device."""
+    """See `tokenspeed_kernel_amd.mha_prefill`, which has checked the arguments. Nothing waits for the device."""
     tokens, heads, head_dim = q.shape
     v_head_dim = v.shape[2]
     result = rows_to_write(out, q, tokens, heads, v_head_dim)
@@ -91,23 +171,31 @@ def mha_prefill(
         return result if lse is None else (result, lse)
     q, k, v, cu_seqlens = aligned_rows(q), aligned_rows(k), aligned_rows(v), cu_seqlens.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
-    log2e = math.log2(math.e)
-    scale = log2e * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-    if logit_cap > 0:
-        scale *= 2 / logit_cap  # of tanh(x) = 1 - 2 / (1 + exp(2 * x))
+    scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
     config = _config(head_dim, v_head_dim, logit_cap > 0)
     xcds = math.gcd(heads, _XCDS)
-    # Tiles of one XCD, at most: the last one of every sequence may be partly empty.
+    # An upper bound of the tiles of one XCD: the last one of every sequence may be partly empty.
     most = (tokens // config.block_m + min(batch, tokens)) * (heads // xcds)
     resident = current_compute_units() * 4 * config.waves_per_simd // config.warps
     device.mha_prefill_gfx950[(xcds * min(most, max(resident // xcds, 1)),)](
-        q, k, v, result, lse, sinks, cu_seqlens, batch,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), result.stride(0), result.stride(1),
-        scale, logit_cap * log2e, window_left,
-        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim, WINDOW=window_left >= 0, NARROW=0 <= window_left < config.block_m - 1,
-        CAP=logit_cap > 0, SINKS=sinks is not None, LSE=return_lse, XCDS=xcds, HEADS=heads // xcds, GROUP=heads // k.shape[1],
-        BLOCK_B=1 if batch == 1 else max(64, 1 << (batch - 1).bit_length()), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        num_warps=config.warps, waves_per_eu=config.waves_per_simd, llvm_fn_attrs=config.attributes,
-    )  # fmt: skip
+        Operands(q, k, v, result, lse, sinks, cu_seqlens),
+        batch,
+        Strides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *result.stride()[:2]),
+        scale,
+        cap,
+        window_left,
+        Shape(head_dim, v_head_dim, xcds, heads // xcds, heads // k.shape[1]),
+        Variant(
+            windowed=window_left >= 0,
+            narrow=0 <= window_left < config.block_m - 1,
+            capped=logit_cap > 0,
+            sinks=sinks is not None,
+            lse=return_lse,
+        ),
+        TileShape(config.block_m, config.block_n, 1 if batch == 1 else max(64, 1 << (batch - 1).bit_length())),
+        num_warps=config.warps,
+        waves_per_eu=config.waves_per_simd,
+        llvm_fn_attrs=config.attributes,
+    )
     result = deliver(result, out)
     return result if lse is None else (result, lse)

@@ -1,0 +1,301 @@
+"""A call of attention to a paged cache, and the arguments that its kernels take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_amd._rows import aligned_rows, deliver, rows, rows_to_write
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+
+# What the kernels of the three operators with a paged cache have in common. Caches may be fp8; queries may not.
+PAGED_SIGNATURES = frozenset(
+    format_signature(q=dense_tensor_format(q), k_cache=dense_tensor_format(cache), v_cache=dense_tensor_format(cache))
+    for q in (torch.bfloat16, torch.float16)
+    for cache in (q, torch.float8_e4m3fn)
+)
+PAGED_TRAITS = {
+    "head_dim": {64, 128},
+    "v_head_dim": {64, 128},
+    "page_size": {16, 32, 64, 128, 256},
+    "scaled": any,
+    "logit_cap": any,
+    "return_lse": any,
+    "sliding_window": any,
+    "sinks": any,
+}
+
+
+class TileShape(NamedTuple):
+    """The tile of a workgroup. Known to the compiler.
+
+    Attributes:
+        m: query rows; see `gfx950.common.tiles_device`.
+        block_n: keys of a step.
+        num_warps: waves of the workgroup.
+        stages: how many blocks of keys are in flight to LDS.
+    """
+
+    m: int
+    block_n: int
+    num_warps: int
+    stages: int = 2
+
+
+class Operands(NamedTuple):
+    """What varies from call to call. The order is that of the kernel's arguments: the first 16 words are in registers when a wave
+    begins, so what is needed first comes first.
+
+    Attributes:
+        cu_seqlens_q, cache_seqlens, page_table, k_cache, v_cache, q, sinks: the operator's.
+        batch: how many sequences there are.
+        max_seqlen_k: an upper bound of a sequence's tokens in the cache.
+        table_stride: elements from one row of the page table to the next.
+        k_token, v_token: elements from one slot of a page to the next.
+        scale, cap: see `score_scaling`.
+        k_scale, v_scale: the scales of fp8 caches, or None.
+        out, lse: what is written; lse may be None.
+    """
+
+    cu_seqlens_q: Tensor | None
+    cache_seqlens: Tensor
+    page_table: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    q: Tensor
+    batch: int
+    max_seqlen_k: int
+    table_stride: int
+    k_token: int
+    v_token: int
+    scale: float
+    cap: float
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+
+
+class Shape(NamedTuple):
+    """What a model and its cache fix. Known to the compiler."""
+
+    kv_heads: int
+    gqa_ratio: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+
+
+class Strides(NamedTuple):
+    """Strides that a model and its cache fix, in elements, from one token, head or page to the next. Known to the compiler."""
+
+    q_token: int
+    q_head: int
+    k_page: int
+    k_head: int
+    v_page: int
+    v_head: int
+    out_token: int
+    out_head: int
+    k_scale_head: int
+    v_scale_head: int
+
+
+class Variant(NamedTuple):
+    """The options that a kernel is compiled for. Known to the compiler.
+
+    Attributes:
+        window_left, is_causal: the operator's.
+        capped, sinks, lse: whether there is a logit cap, whether there are sinks, and whether the log-sum-exp is wanted.
+        same_strides: whether k_cache and v_cache have the same strides, so that offsets are computed once for both.
+    """
+
+    window_left: int
+    is_causal: bool
+    capped: bool
+    sinks: bool
+    lse: bool
+    same_strides: bool
+
+
+def score_scaling(head_dim: int, softmax_scale: float | None, logit_cap: float) -> tuple[float, float]:
+    """``scale`` and ``cap`` as kernels take them, in units of log 2: `gfx950.common.softmax_device.Scaling` says what they are."""
+    scale = math.log2(math.e) * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    return scale * (2 / logit_cap) if logit_cap > 0 else scale, logit_cap * math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments as kernels take them, with defaults and outputs filled in. `called` makes one.
+
+    Attributes:
+        q, k_cache, v_cache: with contiguous rows.
+        cu_seqlens_q: None where every sequence has exactly max_seqlen_q new tokens.
+        max_seqlen_q: at most all tokens.
+        scale, cap: see `score_scaling`.
+        k_scale, v_scale: the scales of fp8 caches, one for all key heads or one for each; or None.
+        out: what kernels write to, with contiguous rows.
+        given: the caller's ``out``, which may be another tensor.
+        lse: the log-sum-exp, or None if it is not wanted.
+    """
+
+    q: Tensor
+    cu_seqlens_q: Tensor | None
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+    cache_seqlens: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    is_causal: bool
+    window_left: int
+    scale: float
+    cap: float
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    out: Tensor
+    given: Tensor | None
+    lse: Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def batch(self) -> int:
+        return self.cache_seqlens.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k_cache.shape[2]
+
+    @property
+    def gqa_ratio(self) -> int:
+        return self.q.shape[1] // self.kv_heads
+
+    @property
+    def fp8(self) -> bool:
+        return self.k_cache.dtype != self.q.dtype
+
+    @property
+    def empty(self) -> bool:
+        return 0 in (self.tokens, self.batch, self.max_seqlen_q)
+
+    @property
+    def result(self) -> Tensor | tuple[Tensor, Tensor]:
+        """What the caller gets. Used when everything is launched."""
+        out = deliver(self.out, self.given)
+        return out if self.lse is None else (out, self.lse)
+
+    def keys_in_view(self, tile: TileShape, q_len: int) -> int:
+        """An upper bound of the keys that q_len new tokens of a sequence see, in whole blocks."""
+        return self.max_seqlen_k if self.window_left < 0 else min(self.max_seqlen_k, self.window_left + q_len + tile.block_n)
+
+    def lengths_at_once(self) -> int:
+        """How many sequences' lengths a workgroup reads together."""
+        return 1 if self.batch == 1 else min(1024, max(64, 1 << (self.batch - 1).bit_length()))
+
+    def operands(self) -> Operands:
+        return Operands(
+            cu_seqlens_q=self.cu_seqlens_q,
+            cache_seqlens=self.cache_seqlens,
+            page_table=self.page_table,
+            k_cache=self.k_cache,
+            v_cache=self.v_cache,
+            q=self.q,
+            batch=self.batch,
+            max_seqlen_k=self.max_seqlen_k,
+            table_stride=self.page_table.stride(0),
+            k_token=self.k_cache.stride(1),
+            v_token=self.v_cache.stride(1),
+            scale=self.scale,
+            cap=self.cap,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            out=self.out,
+            lse=self.lse,
+            sinks=self.sinks,
+        )
+
+    def constants(self) -> tuple[Shape, Strides, Variant]:
+        """What a model and its cache fix."""
+        k_page, _, k_head, _ = self.k_cache.stride()
+        v_page, _, v_head, _ = self.v_cache.stride()
+        return (
+            Shape(self.kv_heads, self.gqa_ratio, self.q.shape[2], self.v_cache.shape[3], self.k_cache.shape[1]),
+            Strides(
+                *(self.q.stride(0), self.q.stride(1), k_page, k_head, v_page, v_head, self.out.stride(0), self.out.stride(1)),
+                *(_scale_stride(self.k_scale), _scale_stride(self.v_scale)),
+            ),
+            Variant(
+                window_left=self.window_left,
+                is_causal=self.is_causal,
+                capped=self.cap > 0,
+                sinks=self.sinks is not None,
+                lse=self.lse is not None,
+                same_strides=self.k_cache.stride() == self.v_cache.stride(),
+            ),
+        )
+
+
+def called(
+    function: str,
+    q: Tensor,
+    cu_seqlens_q: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    softmax_scale: float | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    out: Tensor | None,
+) -> Call:
+    """The call of an operator. Copies tensors whose strides kernels do not take, and allocates the outputs.
+
+    Raises:
+        ValueError: kernels do not take pages of this size.
+    """
+    page_size = k_cache.shape[1]
+    if page_size < 16 or page_size & (page_size - 1):
+        raise ValueError(f"{function}: page_size of k_cache must be a power of two, 16 or more, got {page_size}")
+    tokens, heads, head_dim = q.shape
+    scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
+    return Call(
+        q=aligned_rows(q),
+        cu_seqlens_q=None if cu_seqlens_q is None else cu_seqlens_q.contiguous(),
+        k_cache=aligned_rows(k_cache),
+        v_cache=aligned_rows(v_cache),
+        page_table=rows(page_table),
+        cache_seqlens=cache_seqlens.contiguous(),
+        max_seqlen_q=min(max_seqlen_q, tokens),
+        max_seqlen_k=max_seqlen_k,
+        is_causal=is_causal,
+        window_left=window_left,
+        scale=scale,
+        cap=cap,
+        sinks=None if sinks is None else sinks.contiguous(),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out=rows_to_write(out, q, tokens, heads, v_cache.shape[3]),
+        given=out,
+        lse=q.new_empty((tokens, heads), dtype=torch.float32) if return_lse else None,
+    )
+
+
+def _scale_stride(scale: Tensor | None) -> int:
+    """The stride of the scales of key heads; 0 where one scale is for all of them."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

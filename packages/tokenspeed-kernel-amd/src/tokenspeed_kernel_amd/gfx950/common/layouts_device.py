@@ -1,0 +1,119 @@
+"""Layouts: of the products' operands in registers, of keys and values in LDS, and of the copies to LDS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna4
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The layouts of a tile of query rows and a block of keys.
+
+    Attributes:
+        product: of scores, [rows, keys], and of the output's accumulators, [rows, v_head_dim].
+        queries: of q as the first product's operand, [rows, head_dim].
+        keys, values: in LDS, [block_n, head_dim] and [block_n, v_head_dim].
+        key_copy, value_copy: which element each lane copies to LDS.
+    """
+
+    product: Any
+    queries: Any
+    keys: Any
+    values: Any
+    key_copy: Any
+    value_copy: Any
+
+
+@gluon.constexpr_function
+def attention_layouts(mfma_rows, warps, block_n, head_dim, v_head_dim, dtype):
+    """The layouts for matrix instructions of ``mfma_rows`` rows, 16 or 32, and for keys and values of a dtype."""
+    product = mfma_layout(mfma_rows, warps)
+    keys = key_storage(product, block_n, head_dim, dtype)
+    values = value_storage(product, block_n, v_head_dim, dtype)
+    return Layouts(
+        product=product,
+        queries=gl.DotOperandLayout(0, product, key_width(dtype)),
+        keys=keys,
+        values=values,
+        key_copy=copy_layout(keys, dtype, warps),
+        value_copy=copy_layout(values, dtype, warps),
+    )
+
+
+@gluon.constexpr_function
+def mfma_layout(mfma_rows, warps):
+    """Rows are divided among warps. A lane holds groups of four neighbouring columns of one row, so that most of a row's maximum
+    and sum are computed within a lane."""
+    return gl.amd.AMDMFMALayout(4, [mfma_rows, mfma_rows, 512 // mfma_rows], True, [warps, 1])
+
+
+@gluon.constexpr_function
+def lanes_of_row(product):
+    """How many lanes share the elements of one row: 4 where an instruction has 16 rows, 2 where it has 32."""
+    return 64 // product.instr_shape[0]
+
+
+@gluon.constexpr_function
+def everywhere_layout(size, warps):
+    """A vector of 64 or more elements, all of which are in every warp: a warp reduces it without LDS, into scalar registers."""
+    return gl.BlockedLayout([size // 64], [64], [warps], [0])
+
+
+@gluon.constexpr_function
+def log2(power):
+    return power.bit_length() - 1
+
+
+@gluon.constexpr_function
+def key_width(dtype):
+    """How many elements of a key are in 16 bytes, which a lane reads at once."""
+    return 128 // dtype.primitive_bitwidth
+
+
+@gluon.constexpr_function
+def byte_storage(head_dim):
+    """LDS layout of keys or values [64, head_dim] of one byte, without bank conflicts in either kind of read.
+
+    Banks repeat every 256 bytes, and padding is possible only after each 1 KB, which is what a wave copies at once. In a read of 16
+    bytes a lane, keys that are 1, 2 and 4 apart must lie in different banks; in a transposing read, keys that are 1, 2, 4 and 16
+    apart. As many of these distances as possible lie within 256 bytes, and each of the others is a multiple of 1 KB.
+    """
+    columns = [[0, 1 << bit] for bit in range(log2(head_dim))]
+    rows = [1, 2, 8, 32, 16, 4] if head_dim == 64 else [1, 8, 32, 16, 4, 2]
+    return gl.PaddedSharedLayout([[1024, 16]], columns + [[row, 0] for row in rows], [], [64, head_dim])
+
+
+@gluon.constexpr_function
+def key_storage(product, block_n, head_dim, dtype):
+    """LDS layout of keys [block_n, head_dim], without bank conflicts in reads along head_dim."""
+    if dtype.primitive_bitwidth == 8:
+        return byte_storage(head_dim)
+    # Keys lie one after another, as in memory. The function's layout is that of the operand, the transposed keys.
+    operand = gl.DotOperandLayout(1, product, 8)
+    transposed = cdna4.compute_efficient_padded_shared_layout(operand, [head_dim, block_n], dtype, True)
+    padding = [list(pair) for pair in transposed.interval_padding_pairs]
+    return gl.PaddedSharedLayout(padding, [[n, d] for d, n in transposed.offset_bases], [], [block_n, head_dim])
+
+
+@gluon.constexpr_function
+def value_storage(product, block_n, v_head_dim, dtype):
+    """LDS layout of values [block_n, v_head_dim], without bank conflicts in transposing reads."""
+    if dtype.primitive_bitwidth == 8:
+        return byte_storage(v_head_dim)
+    operand = gl.DotOperandLayout(1, product, 4)
+    return cdna4.compute_efficient_padded_shared_layout(operand, [block_n, v_head_dim], dtype, False)
+
+
+@gluon.constexpr_function
+def copy_layout(storage, dtype, warps):
+    """The register layout of a copy to LDS: as the block lies in LDS, 16 bytes a lane, so that a wave writes 1 KB in a row."""
+    bases = [list(basis) for basis in storage.offset_bases]
+    lane = log2(key_width(dtype))
+    warp = lane + 6
+    after = warp + log2(warps)
+    return gl.DistributedLinearLayout(bases[:lane] + bases[after:], bases[lane:warp], bases[warp:after], [], list(storage.shape))

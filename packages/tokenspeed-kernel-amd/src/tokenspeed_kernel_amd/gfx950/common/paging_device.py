@@ -1,0 +1,112 @@
+"""A paged cache: the keys and values of one sequence and one key head, and the copies to LDS."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd.cdna4 import async_copy
+
+from tokenspeed_kernel_amd.gfx950.common.layouts_device import log2
+
+# How many pages are looked up together; 512 bytes of LDS. The pipeline of copies starts anew with every list of pages.
+PAGES_AT_ONCE = gl.constexpr(128)
+
+
+@gluon.aggregate
+class PagedRows:
+    """Keys or values of one key head.
+
+    Attributes:
+        base: points to those of page 0 in the cache.
+        page_stride, token_stride: elements from one page, and from one slot of a page, to the next.
+        shared: LDS, [stages, block_n, head_dim].
+        copy: the layout of copies to it.
+    """
+
+    base: gl.tensor
+    page_stride: gl.constexpr
+    token_stride: gl.tensor
+    shared: gl.shared_memory_descriptor
+    copy: gl.constexpr
+
+
+@gluon.aggregate
+class PagedCache:
+    """The keys and values of one sequence and one key head.
+
+    Attributes:
+        keys, values: see `PagedRows`.
+        table: points to the sequence's row of the page table.
+        listed: LDS for PAGES_AT_ONCE entries of that row, see `list_pages`.
+        length: tokens of the sequence in the cache.
+        page_size: slots of a page.
+    """
+
+    keys: PagedRows
+    values: PagedRows
+    table: gl.tensor
+    listed: gl.shared_memory_descriptor
+    length: gl.tensor
+    page_size: gl.constexpr
+
+
+@gluon.constexpr_function
+def page_span(page_size, block_n):
+    """How many positions a list of PAGES_AT_ONCE pages covers; it begins at some multiple of the smaller of page and block."""
+    return (PAGES_AT_ONCE.value - (1 if page_size > block_n else 0)) * page_size
+
+
+@gluon.jit
+def allocate_page_list():
+    """LDS for `PagedCache.listed`."""
+    return gl.allocate_shared_memory(gl.int32, [PAGES_AT_ONCE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def list_pages(cache, first):
+    """Copies the page table from position ``first`` on to LDS. A load from there does not wait for copies of keys in flight."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
+    last_page = (cache.length - 1) // cache.page_size
+    at = gl.minimum(first // cache.page_size + gl.arange(0, PAGES_AT_ONCE, layout), last_page)
+    cache.listed.store(gl.load(cache.table + at))
+
+
+@gluon.jit
+def find_pages(cache, first, start, rows):
+    """The page of each position of the block that begins at ``start``, int64 [block_n]; the list begins at ``first``."""
+    row = gl.arange(0, rows.shared.shape[1], gl.SliceLayout(1, rows.copy))
+    return cache.listed.gather((start >> log2(cache.page_size)) - first // cache.page_size + row // cache.page_size, 0).to(gl.int64)
+
+
+@gluon.jit
+def copy_block(cache, rows, stage, page, start, CLAMPED: gl.constexpr):
+    """Begins to copy a block of keys or values to LDS.
+
+    Args:
+        cache, rows: the cache, and its keys or values.
+        stage: which buffer of LDS.
+        page: of each position, from `find_pages`.
+        start: the first position, a multiple of the smaller of page and block.
+        CLAMPED: slots that hold no token are not read, because they may hold NaN. The last slot that holds one, or one before it,
+            is read in their place.
+    """
+    shared = rows.shared.index(stage)
+    block_n: gl.constexpr = shared.shape[0]
+    row = gl.arange(0, block_n, gl.SliceLayout(1, rows.copy))
+    column = gl.arange(0, shared.shape[1], gl.SliceLayout(0, rows.copy))[None, :]
+    base = rows.base
+    if block_n <= cache.page_size:
+        base += (start & (cache.page_size - 1)) * rows.token_stride
+        offset = (row * rows.token_stride)[:, None] + column
+        if CLAMPED:
+            offset = gl.minimum(offset, (cache.length - 1 - start) * rows.token_stride + column)
+    else:
+        slot = row % cache.page_size
+        if CLAMPED:
+            over = cache.length - 1 - start
+            last_slot = gl.where(row // cache.page_size < over // cache.page_size, cache.page_size - 1, over % cache.page_size)
+            slot = gl.minimum(slot, last_slot)
+        offset = (slot * rows.token_stride)[:, None] + column
+    pointers = base + (page * rows.page_stride)[:, None] + offset
+    async_copy.global_load_to_shared(shared, pointers)
+    async_copy.commit_group()

@@ -1,0 +1,183 @@
+"""Softmax over blocks of keys that arrive one after another, and the two products around it.
+
+The scores of a row never exist all at once. For the blocks so far, three values are kept for each row: the largest score
+``row_max``; ``row_sum``, the sum of the weights ``exp(score - row_max)``; and ``acc``, the sum of the weighted values. Where a
+block has a larger score, the earlier sums are multiplied by ``exp(old row_max - new row_max)`` ("online softmax",
+https://arxiv.org/abs/1805.02867).
+
+All scores are in units of log 2, so that an exponential is one instruction.
+
+Weights stay in their lanes between the two products: the second product takes keys in the order in which the first one left them
+(``k_width`` 4), and the transposing LDS reads fetch values in the same order. A product does not depend on the order of its terms.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna4
+from triton.experimental.gluon.language.amd.cdna4 import async_copy
+from triton.language.extra.hip import libdevice
+
+from tokenspeed_kernel_amd.gfx950.common.layouts_device import key_width, lanes_of_row
+
+LOG2_E = gl.constexpr(math.log2(math.e))
+LN_2 = gl.constexpr(math.log(2))
+# The maximum of a row before it sees a key. Finite, so that a row that never sees one has weights exp2(-inf - LOWEST) = 0.
+LOWEST = gl.constexpr(-1e30)
+
+
+@gluon.aggregate
+class Scaling:
+    """How scores come from products of q and k.
+
+    Attributes:
+        scale: multiplies the products: ``softmax_scale * log2(e)``, or ``2 * log2(e) * softmax_scale / logit_cap`` if capped.
+        cap: ``logit_cap * log2(e)``; only if capped.
+        capped: whether there is a logit cap.
+    """
+
+    scale: gl.tensor
+    cap: gl.tensor
+    capped: gl.constexpr
+
+
+@gluon.aggregate
+class SoftmaxState:
+    """The state of a tile's rows after some blocks of keys.
+
+    Attributes:
+        acc: float32 [rows, v_head_dim], the values weighted by ``exp2(score - row_max)``.
+        row_max: float32 [rows], in units of log 2.
+        row_sum: float32, the sum of the weights, as `lane_sums` leaves it; `summed` makes it [rows].
+    """
+
+    acc: gl.tensor
+    row_max: gl.tensor
+    row_sum: gl.tensor
+
+
+@gluon.jit
+def larger(a, b):
+    """The maximum, or NaN if one of them is NaN. gfx950 has one instruction for three operands, and no operand needs to be
+    canonicalised before it."""
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def lane_sums(weights):
+    """The sum of a row's elements in each lane, [rows, 4]: the sum over lanes can wait until the end.
+
+    Where only two lanes share a row their sum is formed at once, [rows, 1]: a prefill of 1024 tokens then takes 10.7 us of the
+    emulator's timing model, and 11.0 with a sum for each lane.
+    """
+    rows: gl.constexpr = weights.shape[0]
+    columns: gl.constexpr = weights.shape[1]
+    lanes: gl.constexpr = lanes_of_row(weights.type.layout)
+    if lanes == 2:
+        sums = gl.sum(weights, 1)[:, None]
+    else:
+        sums = gl.sum(gl.sum(weights.reshape([rows, columns // (4 * lanes), lanes, 4]), 3), 1)
+    return sums
+
+
+@gluon.jit
+def initial_state(rows: gl.constexpr, v_head_dim: gl.constexpr, block_n: gl.constexpr, layout: gl.constexpr):
+    """The state before the first key."""
+    return SoftmaxState(
+        gl.zeros([rows, v_head_dim], gl.float32, layout),
+        gl.full([rows], LOWEST, gl.float32, gl.SliceLayout(1, layout)),
+        lane_sums(gl.zeros([rows, block_n], gl.float32, layout)),
+    )
+
+
+@gluon.jit
+def nothing_seen(rows: gl.constexpr, v_head_dim: gl.constexpr, layout: gl.constexpr):
+    """The `summed` state before the first key."""
+    row: gl.constexpr = gl.SliceLayout(1, layout)
+    return SoftmaxState(
+        gl.zeros([rows, v_head_dim], gl.float32, layout),
+        gl.full([rows], LOWEST, gl.float32, row),
+        gl.zeros([rows], gl.float32, row),
+    )
+
+
+@gluon.jit
+def qk_mma(q, keys):
+    """q @ keys^T, float32; keys in LDS, [keys, head_dim]. Single bytes are widened to q's dtype."""
+    layout: gl.constexpr = q.type.layout.parent
+    k = async_copy.load_shared_relaxed(keys.permute([1, 0]), gl.DotOperandLayout(1, layout, key_width(keys.dtype)))
+    return cdna4.mfma(q, k.to(q.dtype), gl.zeros([q.shape[0], keys.shape[0]], gl.float32, layout))
+
+
+@gluon.jit
+def pv_mma(weights, values, acc, dtype: gl.constexpr):
+    """acc + weights @ values, with weights rounded to a dtype; values in LDS, [keys, v_head_dim]."""
+    layout: gl.constexpr = acc.type.layout
+    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, 4), assert_trivial=True)
+    v = async_copy.load_shared_relaxed(values, gl.DotOperandLayout(1, layout, 4))
+    return cdna4.mfma(p, v.to(dtype), acc)
+
+
+@gluon.jit
+def cap_scores(products, scaling):
+    """With a cap, ``logit_cap * tanh(score / logit_cap)`` in units of log 2; without one the products, which are scaled later."""
+    if scaling.capped:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)), where exp may overflow to infinity and underflow to 0.
+        # The division is v_rcp_f32, whose error is one unit in the last place; an IEEE division would be ten instructions.
+        products = scaling.cap - libdevice.fast_dividef(2 * scaling.cap, 1 + gl.exp2(products * scaling.scale))
+    return products
+
+
+@gluon.jit
+def softmax_step(scores, state, scaling):
+    """The weights of a block of scores (see `cap_scores`), and the state that includes them but not yet their values."""
+    highest = gl.reduce(scores, 1, larger)
+    if scaling.capped:
+        row_max = larger(state.row_max, highest)
+        weights = gl.exp2(scores - row_max[:, None])
+    else:
+        row_max = larger(state.row_max, highest * scaling.scale)
+        weights = gl.exp2(scores * scaling.scale - row_max[:, None])
+    shrink = gl.exp2(state.row_max - row_max)
+    sums = lane_sums(weights)
+    acc = state.acc * shrink[:, None]
+    row_sum = state.row_sum * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+    return weights, SoftmaxState(acc, row_max, row_sum)
+
+
+@gluon.jit
+def summed(state):
+    """The state with one sum a row, [rows]."""
+    row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), state.row_max.type.layout)
+    return SoftmaxState(state.acc, state.row_max, row_sum)
+
+
+@gluon.jit
+def normalise(state, sink):
+    """The output, and the log-sum-exp in units of log 2; both of a `summed` state.
+
+    A row that saw nothing has an output of 0, and without a sink a log-sum-exp of -inf.
+
+    Args:
+        state: of all keys.
+        sink: in units of log 2, [rows] or one for all of them; or None.
+    """
+    row_max = state.row_max
+    row_sum = state.row_sum
+    shrink = 1.0
+    if sink is not None:
+        row_max = larger(row_max, sink)
+        shrink = gl.exp2(state.row_max - row_max)
+        row_sum = row_sum * shrink + gl.exp2(sink - row_max)
+    seen = row_sum > 0
+    acc = state.acc * gl.where(seen, libdevice.fast_dividef(shrink, row_sum), 0.0)[:, None]
+    return acc, gl.where(seen, row_max + gl.log2(row_sum), float("-inf"))

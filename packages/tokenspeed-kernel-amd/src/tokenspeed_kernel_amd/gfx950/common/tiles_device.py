@@ -1,0 +1,93 @@
+"""Tiles of query rows of one sequence.
+
+A row is one query head of one token. All rows of a tile use the same key head, so that a key is fetched once for all of them: row
+``r`` belongs to the new token ``r // gqa_ratio`` and to the query head ``r % gqa_ratio`` of the key head.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna4
+
+from tokenspeed_kernel_amd.gfx950.common.mask_device import Visible
+
+
+@gluon.aggregate
+class QueryTile:
+    """Which rows a workgroup computes.
+
+    Attributes:
+        first_query: the index in q of the sequence's first new token.
+        q_len: new tokens of the sequence.
+        first_row: the index of the tile's first row in the sequence.
+        kv_head: the key head.
+        gqa_ratio: query heads of a key head.
+        m: rows of the tile. Those of tokens from ``q_len`` on do not exist.
+    """
+
+    first_query: gl.tensor
+    q_len: gl.tensor
+    first_row: gl.tensor
+    kv_head: gl.tensor
+    gqa_ratio: gl.constexpr
+    m: gl.constexpr
+
+
+@gluon.jit
+def new_tokens(cu_seqlens_q, sequence, q_len):
+    """The index in q of a sequence's first new token, and how many it has: q_len, where cu_seqlens_q is None."""
+    first = sequence * q_len
+    new = q_len
+    if cu_seqlens_q is not None:
+        first = gl.load(cu_seqlens_q + sequence)
+        new = gl.load(cu_seqlens_q + sequence + 1) - first
+    return first, new
+
+
+@gluon.jit
+def rows_of(tile, layout: gl.constexpr):
+    """The indices of the tile's rows, int32 [m], along the first axis of a layout."""
+    return tile.first_row + gl.arange(0, tile.m, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.constexpr, layout: gl.constexpr):
+    """Which positions each row sees in a sequence of ``length`` tokens, the new ones included."""
+    end = length - tile.q_len + rows_of(tile, layout) // tile.gqa_ratio + 1
+    all_end = length - tile.q_len + 1 + tile.first_row // tile.gqa_ratio
+    return Visible(end - 1 - window_left, end, all_end, ends_differ, window_left >= 0)
+
+
+@gluon.jit
+def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr):
+    """The tile's rows of q, [m, head_dim], with 0 in rows that do not exist."""
+    row = rows_of(tile, layout)
+    at = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
+    q += tile.first_query.to(gl.int64) * strides.q_token + tile.kv_head * tile.gqa_ratio * strides.q_head
+    offsets = row // tile.gqa_ratio * strides.q_token + row % tile.gqa_ratio * strides.q_head
+    inside = row < tile.q_len * tile.gqa_ratio
+    return cdna4.buffer_load(q, offsets[:, None] + at[None, :], mask=inside[:, None], other=0)
+
+
+@gluon.jit
+def store_rows(out, rows, tile, first, token_stride, head_stride):
+    """Writes a tile's rows, [m] or [m, v_head_dim], to a tensor [tokens, query heads] or [tokens, query heads, v_head_dim].
+
+    Args:
+        out: points to the tensor.
+        rows: what is written.
+        tile: which rows they are.
+        first: the index in the tensor of the sequence's first new token.
+        token_stride, head_stride: the tensor's strides, in elements.
+    """
+    row_layout: gl.constexpr = rows.type.layout if len(rows.shape) == 1 else gl.SliceLayout(1, rows.type.layout)
+    row = tile.first_row + gl.arange(0, tile.m, row_layout)
+    inside = row < tile.q_len * tile.gqa_ratio
+    offsets = row // tile.gqa_ratio * token_stride + row % tile.gqa_ratio * head_stride
+    out += gl.to_tensor(first).to(gl.int64) * token_stride + tile.kv_head * tile.gqa_ratio * head_stride
+    if len(rows.shape) == 1:
+        cdna4.buffer_store(rows, out, offsets, mask=inside)
+    else:
+        at = gl.arange(0, rows.shape[1], gl.SliceLayout(0, rows.type.layout))
+        cdna4.buffer_store(rows.to(out.dtype.element_ty), out, offsets[:, None] + at[None, :], mask=inside[:, None])
