@@ -280,6 +280,15 @@ def test_verify_one_kernel_and_one_operator() -> None:
     assert "passed" in call("verify", "rmsnorm").splitlines()[-1]
 
 
+def test_verify_several(wrong: str) -> None:
+    found = call_json("verify", "reference_silu_and_mul", "rmsnorm", "reference_rmsnorm", "--case", "one ", code=1)
+    kernels = [r["kernel"] for r in found["results"]]
+    assert kernels[0] == "reference_silu_and_mul"
+    assert {"reference_rmsnorm", wrong} < set(kernels)
+    assert len({(r["kernel"], r["case"]) for r in found["results"]}) == len(kernels), "each kernel once"
+    assert "no kernel or operator 'rmsnrom'" in refused("verify", "silu_and_mul", "rmsnrom")
+
+
 def test_verify_fails_for_a_wrong_kernel_and_shows_the_element(wrong: str) -> None:
     text = call("verify", wrong, code=1)
     assert "1 of 8 elements beyond tolerance, worst at [0, 5]: got 7, expected " in text
