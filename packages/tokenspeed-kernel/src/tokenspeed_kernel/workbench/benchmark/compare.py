@@ -12,10 +12,10 @@ does not. It needs four rounds a side, or three and five. Bootstrapping the roun
 
 With many rows, a few intervals leave out 1 by chance: at 95% about 3 of 58, though nothing changed. So verdicts take the number of
 rows into account. Holm's procedure (1979) limits the chance that any row of an unchanged program is called slower or faster to 5%,
-whatever their number and however they depend on each other. It needs a p-value of each row. That of U is exact, but with seven rounds
-a side it cannot be smaller than 1 in 1716, which is too much among a hundred rows. Only where every round of one side is slower than
-every round of the other, Student's t-test of the logarithms may make it smaller. To that extent noise is taken to be normal; with
-heavier tails, differences are missed rather than imagined.
+whatever their number and however they depend on each other. It needs a p-value of each row. That of U is exact, but with seven
+rounds a side it cannot be smaller than 1 in 1716, which is too much among a hundred rows. Only where every round of one side is
+slower than every round of the other, Student's t-test of the logarithms may make it smaller. To that extent noise is taken to be
+normal; with heavier tails, differences are missed rather than imagined.
 
 What two whole runs do not share, rounds cannot tell: a hotter machine, another neighbour. The threshold is for that. And the
 reference workload is timed before every round: where it changed as well, and by so much that the rest is below the threshold,
