@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import inspect
 import logging
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -354,6 +356,11 @@ def test_override_by_environment_and_file(three: None, settings_from: Any, tmp_p
     settings_from(OVERRIDE_NORM_SCALE="nothing")
     with pytest.raises(NoKernelFoundError, match="TOKENSPEED_KERNEL_OVERRIDE_NORM_SCALE: no kernel named nothing"):
         chosen()
+
+
+def test_the_gates_are_listed_in_the_order_in_which_they_are_tried() -> None:
+    tried = re.findall(r'return \(?"(\w+)",', inspect.getsource(selection.gate))
+    assert tried == [*selection.GATES]
 
 
 # -- explaining -------------------------------------------------------------------------------------------------------------------
