@@ -79,6 +79,8 @@ def run(installed: dict[str, Path]) -> Run:
 
     def execute(program: str, *packages: str, **environment: str) -> tuple[Any, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(PREFIX)}
+        if "CONFIG" not in environment:  # the environment would hide what the file says
+            environment["DISABLE_PLUGINS"] = ",".join([environment.get("DISABLE_PLUGINS", ""), *OTHERS])
         env.update({PREFIX + name: value for name, value in environment.items()})
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [*(str(installed[p]) for p in packages), env.get("PYTHONPATH")]))
         source = PREAMBLE + textwrap.dedent(program) + "\nprint(json.dumps(result))"
