@@ -34,16 +34,16 @@ def typical_cases(op: Operator[Any, Any]) -> list[Case]:
     large = next((case.make for case in cases if case.large and isinstance(case.make, Recipe)), None)
     if large is None:
         return small
-    model = _values(large)
-    return sorted(small, key=lambda case: -_likeness(_values(case.make), model) if _same_maker(case.make, large) else math.inf)
+    model = values_of(large)
+    return sorted(small, key=lambda case: -_likeness(values_of(case.make), model) if _same_maker(case.make, large) else math.inf)
 
 
 def _same_maker(make: Any, other: Recipe) -> bool:
     return isinstance(make, Recipe) and make.maker is other.maker
 
 
-def _values(make: Any) -> Mapping[str, Any]:
-    """What a recipe was made from, defaults included."""
+def values_of(make: Any) -> dict[str, Any]:
+    """What a recipe was made from, defaults included; nothing of any other function."""
     if not isinstance(make, Recipe):
         return {}
     parameters = inspect.signature(make.maker).parameters.values()
@@ -148,7 +148,7 @@ def changes_towards(op: Operator[Any, Any], recipe: Recipe, current: Any, name: 
     """
     parameters = inspect.signature(recipe.maker).parameters
     spread = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    values = {**{n: p.default for n, p in parameters.items() if p.default is not p.empty}, **recipe.values}
+    values = values_of(recipe)
     if name in parameters or (spread and name in op.names):
         yield {name: value}
     for given, old in recipe.values.items():
@@ -203,11 +203,10 @@ def _seen(op: Operator[Any, Any], recipe: Recipe, parameters: Mapping[str, Any],
 
 def growth(recipe: Recipe, change: dict[str, Any]) -> float:
     """An upper bound of the factor by which a change multiplies the elements of a case."""
-    defaults = {name: p.default for name, p in inspect.signature(recipe.maker).parameters.items()}
+    values = values_of(recipe)
     grown = 1.0
     for name, value in change.items():
-        before = recipe.values.get(name, defaults.get(name))
-        for now, then in _paired(value, before):
+        for now, then in _paired(value, values.get(name)):
             grown *= max(now / max(then, 1), 1.0)
     return grown
 

@@ -7,7 +7,6 @@ know which values go together.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel.workbench.numerics.narrow import Narrowed, axes_of, count_items, narrowed
+from tokenspeed_kernel.workbench.numerics.recipes import values_of
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, default_device, verify_case
 from tokenspeed_kernel_base.cases import DEFAULT, Case, Recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator
@@ -165,7 +165,7 @@ def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
 
     ``options``: parameters of the operator. A number of such a name is a setting and may be 0; others are sizes, and at least 1.
     """
-    values = {**_defaults(recipe), **recipe.values}
+    values = values_of(recipe)
     lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and all(type(x) is int for x in v)}
     numbers = {name: v for name, v in values.items() if type(v) is int}
 
@@ -204,12 +204,6 @@ def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
     for changes in _two_at_once(numbers, lists):
         if all(value >= least(name) for name, value in changes.items() if name in numbers):
             yield vary(changes)
-
-
-def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """The sizes that a recipe leaves at their defaults."""
-    parameters = inspect.signature(recipe.maker).parameters
-    return {name: p.default for name, p in parameters.items() if type(p.default) is int}
 
 
 def _two_at_once(numbers: dict[str, int], lists: dict[str, list[int]]) -> Iterator[dict[str, Any]]:
