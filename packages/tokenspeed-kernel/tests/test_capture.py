@@ -14,7 +14,7 @@ from tokenspeed_kernel.workbench.capture import ReplayError, load, load_cases, m
 from tokenspeed_kernel.workbench.recording import Record, ShapeCapture, described
 from tokenspeed_kernel.workbench.recording.recorder import Work
 from tokenspeed_kernel_base.cases import Case, Draw
-from tokenspeed_kernel_base.ops.attention._inputs import paged
+from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 from tokenspeed_kernel_base.variation import Variation, Want
 
 SMALL = [(op, case) for op in tk.operators() for case in op.all_cases() if not case.large]
@@ -68,6 +68,15 @@ def test_routing_keeps_its_skew() -> None:
     again = replay(record).build()["topk_ids"]
     assert again.flatten().add(1).bincount(minlength=9).tolist() == [1, 9, 8, 8, 8, 0, 1, 0, 1]
     assert all(len({e for e in row if e >= 0}) == sum(e >= 0 for e in row) for row in again.tolist())
+
+
+def test_every_tensor_keeps_its_dtype() -> None:
+    """Also where the operator's own cases give it another one."""
+    op = tk.get_operator("mha_prefill")
+    arguments = op.complete(ragged([5, 3], 4, 2)(Draw()))
+    again = replay(capture(op, {**arguments, "sinks": torch.ones(4)})).build()
+    assert again["q"].dtype == torch.bfloat16
+    assert again["sinks"].dtype == torch.float32
 
 
 def test_the_sample_with_most_work_is_made_again() -> None:

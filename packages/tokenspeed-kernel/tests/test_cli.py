@@ -187,9 +187,7 @@ def test_explain_gives_every_kernel_its_verdict() -> None:
 
 
 def test_explain_starts_from_a_case() -> None:
-    op = next(op for op in operators() if op.mode == "rmsnorm")
-    small = next(case for case in op.all_cases() if not case.large)
-    assert call_json("explain", "rmsnorm")["case"] == small.name
+    assert call_json("explain", "rmsnorm")["case"] == "gpt-oss-120b decode 64", "the small case most like the first large one"
     assert call_json("explain", "rmsnorm", "--case", "with residual")["traits"]["residual"] is True
 
 
@@ -205,6 +203,22 @@ def test_explain_changes_traits_and_formats() -> None:
     assert found["traits"]["residual"] is True
     assert found["traits"]["hidden"] == 64
     assert found["formats"]["x"] == "float16"
+
+
+def test_explain_asks_for_calls_that_are_possible() -> None:
+    """Formats, sizes and traits are those of one call, whatever is changed."""
+    words = ["explain", "mha_decode_with_kvcache", "--platform", "gfx950", "sinks=true", "head_dim=128"]
+    found = call_json(*words)
+    assert set(found["formats"].values()) == {"bfloat16"}
+    assert found["sizes"]["head_dim"] == found["sizes"]["v_head_dim"] == found["traits"]["head_dim"] == 128
+    assert "head_dim=128" in found["changed_to"]
+    assert f"changed to {found['changed_to']}" in call(*words)
+    cached = call_json("explain", "mha_decode_with_kvcache", "k_cache=float8_e4m3fn", "scaled=true")
+    assert cached["formats"] == {"q": "bfloat16", "k_cache": "float8_e4m3fn", "v_cache": "float8_e4m3fn"}
+    capped = call_json("explain", "mha_decode_with_kvcache", "logit_cap=true", "gqa_ratio=4")
+    assert capped["traits"]["logit_cap"] is True
+    assert capped["sizes"]["heads"] == 4 * capped["sizes"]["kv_heads"]
+    assert call_json("explain", "mm", "a=float8_e4m3fn", "n=1000")["sizes"]["n"] == 1000, "from another case than the first"
 
 
 def test_explain_asks_for_another_platform_objective_solution_and_kernel() -> None:
@@ -238,6 +252,10 @@ def test_explain_of_what_nothing_serves(wrong: str) -> None:
         (["rmsnorm", "residual"], "a change is written trait=value or role=dtype, got 'residual'"),
         (["rmsnorm", "residual=3"], "residual is a flag, true or false; got '3'"),
         (["rmsnorm", "hidden=true"], "hidden is not a flag; got 'true'"),
+        (["rmsnorm", "hidden=abc"], "hidden is a number; got 'abc'"),
+        (["rmsnorm", "hidden=-3"], "no call of norm.rmsnorm with hidden=-3 could be made from 'gpt-oss-120b decode 64'"),
+        (["rmsnorm", "hidden=100000000000"], "no call of norm.rmsnorm with hidden=100000000000 could be made"),
+        (["mm", "out_dtype=floaf16"], "no value of out_dtype 'floaf16'; did you mean 'float16'?"),
         (["rmsnorm", "x=flaot16"], "no dtype 'flaot16'; did you mean 'float16'?"),
         (["rmsnorm", "--platform", "gfx"], "unknown platform 'gfx'"),
         (["rmsnorm", "--solution", "referense"], "did you mean 'reference'?"),
@@ -260,6 +278,15 @@ def test_verify_one_kernel_and_one_operator() -> None:
     by_operator = call_json("verify", "rmsnorm")
     assert {r["kernel"] for r in by_operator["results"]} >= {"reference_rmsnorm"}
     assert "passed" in call("verify", "rmsnorm").splitlines()[-1]
+
+
+def test_verify_several(wrong: str) -> None:
+    found = call_json("verify", "reference_silu_and_mul", "rmsnorm", "reference_rmsnorm", "--case", "one ", code=1)
+    kernels = [r["kernel"] for r in found["results"]]
+    assert kernels[0] == "reference_silu_and_mul"
+    assert {"reference_rmsnorm", wrong} < set(kernels)
+    assert len({(r["kernel"], r["case"]) for r in found["results"]}) == len(kernels), "each kernel once"
+    assert "no kernel or operator 'rmsnrom'" in refused("verify", "silu_and_mul", "rmsnrom")
 
 
 def test_verify_fails_for_a_wrong_kernel_and_shows_the_element(wrong: str) -> None:

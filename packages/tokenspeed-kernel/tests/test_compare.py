@@ -35,7 +35,7 @@ from tokenspeed_kernel.workbench.benchmark import (
     ratio_of,
     timing,
 )
-from tokenspeed_kernel.workbench.benchmark.compare import _arrangements, _cut
+from tokenspeed_kernel.workbench.benchmark.compare import _arrangements, _beyond_t, _cut, adjusted, p_value
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
@@ -221,6 +221,98 @@ def test_an_interval_of_single_calls_would_be_wrong() -> None:
             held[name] += ratio.low <= 1 <= ratio.high
     assert held["rounds"] >= 55
     assert held["calls"] < 50
+
+
+# -- many rows ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("t", "freedom", "p"),
+    [
+        (0.0, 5, 1.0),
+        (12.706, 1, 0.05),
+        (4.303, 2, 0.05),
+        (3.182, 3, 0.05),
+        (2.179, 12, 0.05),
+        (4.318, 12, 0.001),
+        (2.131, 15, 0.05),
+    ],
+)
+def test_t_is_that_of_published_tables(t: float, freedom: int, p: float) -> None:
+    assert _beyond_t(t, freedom) == pytest.approx(p, rel=2e-3)
+
+
+def test_p_values_are_those_of_all_orders() -> None:
+    """Where the sides mix, the p-value is exact: as many of all orders lie as far out."""
+    places = [*range(1, 8)]
+    for mine in itertools.combinations(places, 3):
+        others = [place for place in places if place not in mine]
+        middle = 3 * 4 / 2
+        out = abs(sum(a > b for a in mine for b in others) - middle)
+        orders = [[*itertools.product(some, set(places) - {*some})] for some in itertools.combinations(places, 3)]
+        as_far = sum(abs(sum(a > b for a, b in order) - middle) >= out for order in orders)
+        expected = as_far / len(orders)
+        if out < middle:
+            assert p_value(mine, others) == pytest.approx(expected)
+        else:
+            assert p_value(mine, others) <= expected
+    assert p_value([], [1.0]) is None
+
+
+def test_holm_by_hand() -> None:
+    assert adjusted([0.01, 0.04, None, 0.03, 0.005]) == pytest.approx([0.03, 0.06, None, 0.06, 0.02])
+    assert adjusted([0.6, 0.9]) == [1.0, 1.0]
+    assert adjusted([]) == []
+
+
+def _many(draw: random.Random, rows: int, noise: float, *, spoilt: float = 0.0, slower: dict[int, float] | None = None) -> Report:
+    """Rows of seven rounds. ``noise``: standard deviation of a round; ``spoilt``: how many rounds take 1.1 to 1.5 times as long."""
+
+    def rounds(factor: float) -> list[float]:
+        levels = [draw.gauss(0, noise) + (draw.uniform(0.1, 0.4) if draw.random() < spoilt else 0) for _ in range(7)]
+        return [100 * factor * math.exp(level) for level in levels]
+
+    return report(*(row(rounds((slower or {}).get(index, 1.0)), f"k{index}") for index in range(rows)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "noise", "spoilt"), [(58, 0.04, 0.0), (58, 0.1, 0.0), (58, 0.02, 0.1), (200, 0.04, 0.05), (4, 0.04, 0.0)]
+)
+def test_the_same_program_twice_is_almost_never_slower(rows: int, noise: float, spoilt: float) -> None:
+    """On a noisy machine, where single intervals leave out 1 all the time. 97.5% of comparisons must call nothing slower."""
+    draw = random.Random(f"{rows} {noise} {spoilt}")
+    worse = alone = 0
+    for _ in range(100):
+        found = compare(_many(draw, rows, noise, spoilt=spoilt), _many(draw, rows, noise, spoilt=spoilt))
+        worse += found.worse
+        alone += any(difference.ratio.verdict(0.03) is Verdict.SLOWER for difference in found.differences)
+    assert worse <= 6, "2.5 are to be expected, and more than 6 in one of 70 such runs"
+    assert alone >= 50 or rows < 10 or noise < 0.04, "row by row, at least every second comparison would say slower"
+
+
+@pytest.mark.parametrize("rows", [1, 58, 200])
+def test_a_real_5_percent_is_still_seen_among_many_rows(rows: int) -> None:
+    draw = random.Random(rows)
+    seen = others = 0
+    for _ in range(60):
+        found = compare(_many(draw, rows, 0.008), _many(draw, rows, 0.008, slower={0: 1.05}))
+        slower = [difference.kernel for difference in found.differences if difference.verdict is Verdict.SLOWER]
+        seen += "k0" in slower
+        others += len(slower) > ("k0" in slower)
+    assert seen >= 57
+    assert others <= 2
+
+
+def test_chance_is_named() -> None:
+    draw = random.Random(5)
+    found = compare(_many(draw, 300, 0.05), _many(draw, 300, 0.05))
+    named = [difference for difference in found.differences if "by chance" in difference.note]
+    assert named
+    for difference in named:
+        assert difference.verdict is Verdict.SAME
+        assert difference.ratio.verdict(0.03) in (Verdict.SLOWER, Verdict.FASTER)
+        assert difference.chance is not None
+        assert difference.chance > 0.05
 
 
 # -- reports ------------------------------------------------------------------------------------------------------------------

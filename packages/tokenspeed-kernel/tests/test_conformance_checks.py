@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.numerics import EXACT, CaseResult, Status, compare, verify_case
-from tokenspeed_kernel.workbench.numerics.conformance import checks, guards, waiting
+from tokenspeed_kernel.workbench.numerics.conformance import checks, graphs, guards, waiting
 from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpace, edge_values, empty_cases
 from tokenspeed_kernel_base.cases import Case, Draw, recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
@@ -215,6 +215,20 @@ def test_other_values_are_legal_in_the_same_tensors(op: Operator[Any, Any]) -> N
         changed = op.varied(arguments, Variation(Want.OTHER, Draw()))
         assert all((t.shape, t.dtype) == (arguments[n].shape, arguments[n].dtype) for n, t in changed.items()), case.name
         op.check_call({**arguments, **changed})
+
+
+@pytest.mark.parametrize("op", operators(), ids=str)
+def test_a_replayed_graph_is_given_other_inputs_that_are_legal(op: Operator[Any, Any]) -> None:
+    reference = KernelRegistry.get().get_by_name(f"reference_{op.mode}")
+    changed = 0
+    for case in op.all_cases():
+        if not case.large:
+            inputs, drawn = (graphs.Inputs.build(reference, case, CPU, seed) for seed in (0, 1))
+            before = {name: tensor.clone() for name, tensor in inputs.plain_tensors().items()}
+            inputs.overwrite(graphs._other_values(inputs, drawn, 0))
+            op.check_call(inputs.plain)
+            changed += any(not torch.equal(_bytes(before[n]), _bytes(t)) for n, t in inputs.plain_tensors().items())
+    assert changed > 1
 
 
 def test_other_values_of_a_paged_call_are_shorter_sequences_in_other_pages() -> None:

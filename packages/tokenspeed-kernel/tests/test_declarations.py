@@ -1,31 +1,76 @@
-"""Every operator declares everything: reference, docstring, traits, checks, fake, cases, cost; and the parts agree."""
+"""Every operator declares everything, its parts agree, and so do the kernels with their operator.
+
+All that is wrong with one operator or kernel comes in one message, each fault with what mends it.
+"""
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
 import math
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tokenspeed_kernel
+import tokenspeed_kernel_base
 from tokenspeed_kernel.triton.common import TRITON
-from tokenspeed_kernel_base import lowering
+from tokenspeed_kernel_base import lowering, ops
 from tokenspeed_kernel_base.cases import Case, Cost
-from tokenspeed_kernel_base.operator import Operator, operators
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.discovery import DEVICE_SUFFIX
+from tokenspeed_kernel_base.operator import Operator, get_operator, operators
 from tokenspeed_kernel_base.parameters import Kind, tensor_arguments
-from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
-OPERATORS = [op for op in operators() if op.body.__module__.startswith("tokenspeed_kernel.")]
+OPERATORS = [op for op in operators() if op.body.__module__.startswith(ops.__name__ + ".")]
+KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.package == tokenspeed_kernel.__name__]
 SMALL = [(op, case) for op in OPERATORS for case in op.all_cases() if not case.large]
 each_operator = pytest.mark.parametrize("op", OPERATORS, ids=str)
 each_small_case = pytest.mark.parametrize(("op", "case"), SMALL, ids=[f"{op.mode}-{case.name}" for op, case in SMALL])
+
+
+class Faults:
+    """What is wrong with one declaration, gathered; leaving the block raises AssertionError if anything is."""
+
+    def __init__(self, declaration: str) -> None:
+        self.declaration, self.found = declaration, list[str]()
+
+    def __enter__(self) -> Faults:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is None and self.found:
+            listed = "\n".join(f"  {number}. {fault}" for number, fault in enumerate(self.found, 1))
+            pytest.fail(f"{self.declaration}: {len(self.found)} faults\n{listed}", pytrace=False)
+
+    def unless(self, holds: object, fault: str, mend: str) -> None:
+        """Notes a fault, and what mends it, unless ``holds``."""
+        if not holds:
+            self.found.append(f"{fault}: {mend}")
+
+    def attempt(self, check: Callable[[Operator[Any, Any], Case], None], op: Operator[Any, Any], cases: Sequence[Case]) -> None:
+        """Runs a check that asserts on each case. What it raises is one fault, that of the first case."""
+        failed = {}
+        for case in cases:
+            try:
+                check(op, case)
+            except Exception as error:  # whatever a declaration does wrong is reported beside its other faults
+                failed[case.name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+        for name, said in [*failed.items()][:1]:
+            others = f" and {len(failed) - 1} others" * (len(failed) > 1)
+            self.found.append(f"case {name!r}{others}: {said}")
+
+
+def small_cases(op: Operator[Any, Any]) -> list[Case]:
+    return [case for case in op.all_cases() if not case.large]
 
 
 def complete(op: Operator[Any, Any], case: Case, **where: Any) -> dict[str, Any]:
@@ -48,37 +93,28 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def test_the_families_are_there() -> None:
-    """If an import fails quietly, everything below would pass on nothing."""
-    assert {op.family for op in OPERATORS} == {
-        "activation", "attention", "embedding", "gemm", "kvcache", "moe", "norm", "quantization", "sampling",
-    }  # fmt: skip
-    assert len(OPERATORS) >= 28
+def _declared_in_the_tree() -> set[tuple[str, str, str]]:
+    """Folder, family and mode of every operator, as the source files of the operators say."""
+    found = set()
+    folder = Path(str(ops.__file__)).parent
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            for decorator in getattr(node, "decorator_list", ()):
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "operator":
+                    family, mode = (ast.literal_eval(argument) for argument in decorator.args)
+                    found.add((path.relative_to(folder).parts[0], family, mode))
+    return found
+
+
+def test_every_operator_of_the_tree_is_declared() -> None:
+    """If an import failed quietly, everything below would pass on nothing."""
+    found = _declared_in_the_tree()
+    assert found
+    assert {(family, mode) for _, family, mode in found} == {(op.family, op.mode) for op in OPERATORS}
+    assert [f"{mode} of family {family} lies in {folder}/" for folder, family, mode in found if folder != family] == []
 
 
 # -- each operator ----------------------------------------------------------------------------------------------------------------
-
-
-@each_operator
-def test_it_has_every_hook(op: Operator[Any, Any]) -> None:
-    assert [hook for hook in ("traits", "check", "fake", "cases", "cost") if not op.has_hook(hook)] == []
-
-
-@each_operator
-def test_its_reference_runs_anywhere(op: Operator[Any, Any]) -> None:
-    spec = KernelRegistry.get().get_by_name(f"reference_{op.mode}")
-    assert spec.solution == "reference"
-    assert spec.priority == 0
-    assert spec.capability.gap(tokenspeed_kernel.named_platform("cpu")) is None
-    assert spec.format_signatures is None
-
-
-@each_operator
-def test_a_portable_kernel_serves_it(op: Operator[Any, Any]) -> None:
-    """As the README says: a Triton kernel that needs nothing of a platform but that Triton compiles for it."""
-    specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
-    assert [spec.name for spec in specs if spec.solution == "triton" and spec.capability == TRITON]
-
 
 _SECTION = re.compile(r"^(Args|Returns|Raises|Example|Examples|Warns|Note|Notes):\s*$")
 
@@ -115,101 +151,127 @@ def documented(docstring: str) -> dict[str, str]:
     return entries
 
 
-@each_operator
-def test_its_docstring_says_all(op: Operator[Any, Any]) -> None:
+def _check_docstring(op: Operator[Any, Any], faults: Faults) -> None:
     docstring = op.body.__doc__ or ""
     parts, entries = sections(docstring), documented(docstring)
-    assert parts[""], "what it computes"
-    assert [*entries] == [name for name in op.names if name in entries], "in the signature's order"
-    assert set(entries) == set(op.names), f"missing {set(op.names) - set(entries)}, unknown {set(entries) - set(op.names)}"
-    assert [name for name, text in entries.items() if len(text.strip()) < 4] == []
+    faults.unless(parts[""], "its docstring does not say what it computes", "begin it with a formula or a sentence")
+    names = [name for name in op.names if name in entries]
+    faults.unless([*entries] == names, f"Args lists {', '.join(entries)}", f"list the parameters in order: {', '.join(op.names)}")
+    faults.unless(set(entries) == set(op.names), "Args is not complete", f"differing: {', '.join(set(entries) ^ set(op.names))}")
+    short = [name for name, text in entries.items() if len(text.strip()) < 4]
+    faults.unless(not short, f"Args says next to nothing of {', '.join(short)}", "say dtype, shape and meaning")
     says_shape = re.compile(r"\[[^]]*\]|\blike \w|\blikewise\b|\bthe same for\b|\bsee above\b")
     inputs = [p.name for p in op.parameters if p.is_tensor and p.name not in op.outs]
-    assert [name for name in inputs if not says_shape.search(entries[name])] == [], "tensors need a shape"
-    assert re.search(r"\[[^]]+\]", docstring)
+    shapeless = [name for name in inputs if not says_shape.search(entries.get(name, ""))]
+    faults.unless(not shapeless, f"Args gives no shape of {', '.join(shapeless)}", "write it as ``[tokens, hidden]``, or `like x`")
     if lowering.count_outputs(op.body):
-        assert any(line.strip() for line in parts.get("Returns", [])), "a Returns section"
-    assert any("ValueError" in line for line in parts.get("Raises", [])), "a Raises section"
-    assert any(line.strip().startswith(">>> ") for line in docstring.splitlines()), "an example that runs"
-    assert "CUDA graph" in docstring, "what holds under CUDA graphs"
+        returns = any(line.strip() for line in parts.get("Returns", []))
+        faults.unless(returns, "no Returns section", "say dtype and shape of every output")
+    raises = any("ValueError" in line for line in parts.get("Raises", []))
+    faults.unless(raises, "no Raises section with TypeError and ValueError", "say when a call is refused")
+    example = any(line.strip().startswith(">>> ") for line in docstring.splitlines())
+    faults.unless(example, "no example that runs", "add an Example section with >>> lines")
+    faults.unless("CUDA graph" in docstring, "CUDA graphs are not mentioned", "say whether calls are safe in them")
+
+
+def _check_sizes(op: Operator[Any, Any], faults: Faults) -> None:
+    named: set[str] = set()
+    for case in small_cases(op):
+        check = Checker(op.mode)
+        op.run_hook("check", complete(op, case), check)
+        named |= check.sizes().keys()
+    for kind in ("varying", "capacity"):
+        unknown = sorted(set(getattr(op, kind)) - named)
+        there = f"name sizes that the check binds on some case: {', '.join(sorted(named))}"
+        faults.unless(not unknown, f"{kind} names {', '.join(unknown)}, which no check binds", there)
+    scales = {p.name for p in op.parameters if p.is_tensor and p.name.endswith("scale")} - {*op.outs}
+    faults.unless(
+        scales == op.scales,
+        f"scales declares {sorted(op.scales)}",
+        f"declare {sorted(scales)}, so that captured calls draw them > 0",
+    )
 
 
 @each_operator
-def test_its_outputs_are_parameters(op: Operator[Any, Any]) -> None:
-    by_name = {p.name: p for p in op.parameters}
-    for name in op.outs:
-        assert by_name[name].is_tensor
-        assert by_name[name].optional
-        assert by_name[name].default is None
-    assert len(op.outs) <= lowering.count_outputs(op.body)
-    if lowering.count_outputs(op.body):
-        assert op.outs, "outputs can be provided"
+def test_an_operator_is_declared_completely(op: Operator[Any, Any]) -> None:
+    with Faults(str(op)) as faults:
+        missing = [hook for hook in ("traits", "check", "fake", "cases", "cost") if not op.has_hook(hook)]
+        for hook in missing:
+            faults.unless(False, f"no {hook} hook", f"add one with @{op.mode}.{hook}; the docstring of operator.py shows how")
+        registry = KernelRegistry.get()
+        reference = registry.get_by_name(f"reference_{op.mode}")
+        gap = reference.capability.gap(tokenspeed_kernel.named_platform("cpu"))
+        anywhere = gap is None and reference.priority == 0 and reference.format_signatures is None
+        faults.unless(anywhere, f"its reference does not run everywhere ({gap})", "the body must be plain PyTorch")
+        specs = registry.get_for_operator(op.family, op.mode)
+        portable = [spec for spec in specs if spec.solution == "triton" and spec.capability == TRITON]
+        faults.unless(portable, "no portable kernel", f"add triton/{op.family}/{op.mode}.py with capability=TRITON")
+        _check_docstring(op, faults)
+        for parameter in op.parameters:
+            if parameter.name in op.outs:
+                optional = parameter.is_tensor and parameter.optional and parameter.default is None
+                faults.unless(optional, f"{parameter.name} receives an output", "annotate it `Tensor | None = None`")
+        outputs = lowering.count_outputs(op.body)
+        faults.unless(len(op.outs) <= outputs, f"{len(op.outs)} outs for {outputs} outputs", "outs are in the order of the outputs")
+        faults.unless(op.outs or not outputs, "its outputs cannot be provided", "add a parameter `out: Tensor | None = None`")
+        if not missing:
+            _check_cases(op, faults)
+            _check_sizes(op, faults)
 
 
-@each_operator
-def test_its_cases_are_named_and_small_enough(op: Operator[Any, Any]) -> None:
-    cases = op.all_cases()
+def _check_cases(op: Operator[Any, Any], faults: Faults) -> None:
+    cases, small = op.all_cases(), small_cases(op)
     names = [case.name for case in cases]
-    assert len(names) == len(set(names))
-    assert all(name.strip() == name and name for name in names)
-    assert sum(not case.large for case in cases) >= 3
-    assert any(case.large for case in cases), "a large one, for benchmarks"
+    twice = sorted({name for name in names if names.count(name) > 1})
+    faults.unless(not twice, f"cases named {', '.join(twice)} stand twice", "give each its own name")
+    faults.unless(all(name.strip() == name and name for name in names), "a case's name begins or ends with a space", "strip it")
+    faults.unless(len(small) >= 3, f"{len(small)} small cases", "have three or more, for tests on a CPU")
+    faults.unless(len(small) < len(cases), "no large case", "add one with large=True, for benchmarks")
 
-
-@each_operator
-def test_its_traits_are_plain_and_its_flags_always_stated(op: Operator[Any, Any]) -> None:
-    """A kernel that exists for a flag refuses requests that do not state it, so a flag that is clear has to be stated too."""
-    seen = []
-    for case in op.all_cases():
-        if case.large:
-            continue
-        traits = op.request(complete(op, case)).traits
-        seen.append({name for name, value in traits.items() if isinstance(value, bool)})
-        assert all(value is None or isinstance(value, (bool, int, float, str)) for value in traits.values())
-    assert all(flags == seen[0] for flags in seen)
-
-
-@each_operator
-def test_its_cases_follow_the_seed(op: Operator[Any, Any]) -> None:
     def drawn(case: Case, seed: int) -> list[torch.Tensor]:
         return [bits(t) for t in tensors_of([*complete(op, case, seed=seed).values()])]
 
-    differing = [
-        case.name
-        for case in op.all_cases()
-        if not case.large and any(not torch.equal(a, b) for a, b in zip(drawn(case, 0), drawn(case, 1), strict=True))
-    ]
-    assert len(differing) >= 2, "most cases are random, and a few may be fixed"
+    follow = [c for c in small if any(not torch.equal(a, b) for a, b in zip(drawn(c, 0), drawn(c, 1), strict=True))]
+    faults.unless(len(follow) >= 2, f"{len(follow)} of its cases follow the seed", "draw values from the given `Draw`")
+    flags: dict[str, set[str]] = {}
+    for case in small:
+        traits = op.request(complete(op, case)).traits
+        odd = [n for n, value in traits.items() if not (value is None or isinstance(value, (bool, int, float, str)))]
+        faults.unless(not odd, f"{case.name}: traits {', '.join(odd)} are no plain values", "give flags, numbers or text")
+        flags[case.name] = {name for name, value in traits.items() if isinstance(value, bool)}
+    first = next(iter(flags.values()), set())
+    for name, stated in flags.items():
+        # A kernel that exists for a flag refuses requests that do not state it, so a flag that is clear has to be stated too.
+        faults.unless(stated == first, f"{name}: flags {sorted(stated ^ first)} are not always stated", "state them as False")
 
 
 # -- each small case --------------------------------------------------------------------------------------------------------------
 
 
-@each_small_case
-def test_a_case_is_reproducible_and_passes_the_checks(op: Operator[Any, Any], case: Case) -> None:
+def _drawn_twice(op: Operator[Any, Any], case: Case) -> None:
     arguments, again = case.build(seed=3), case.build(seed=3)
-    assert set(arguments) <= set(op.names)
-    assert not {*op.outs} & {name for name, value in arguments.items() if value is not None}, "cases leave outputs to the operator"
-    assert [*arguments] == [*again]
+    unknown = set(arguments) - set(op.names)
+    assert not unknown, f"draws {unknown}, which are no parameters"
+    outs = {*op.outs} & {name for name, value in arguments.items() if value is not None}
+    assert not outs, f"draws {outs}: leave outputs to the operator"
+    assert [*arguments] == [*again], "draws other arguments the second time"
     for name in arguments:
         for one, other in zip(tensors_of(arguments[name]), tensors_of(again[name]), strict=True):
-            assert one.data_ptr() != other.data_ptr() or not one.numel()
-            assert torch.equal(bits(one), bits(other)), name
+            assert one.data_ptr() != other.data_ptr() or not one.numel(), f"{name} is the same tensor again: draw a new one"
+            assert torch.equal(bits(one), bits(other)), f"{name} does not follow the seed: draw it from the given `Draw`"
     op.check_call(op.complete(arguments))
 
 
-@each_small_case
-def test_a_case_costs_something(op: Operator[Any, Any], case: Case) -> None:
+def _cost_is_sensible(op: Operator[Any, Any], case: Case) -> None:
     arguments = complete(op, case)
     cost = op.cost_of(arguments)
     assert isinstance(cost, Cost)
-    assert math.isfinite(cost.flops)
-    assert math.isfinite(cost.bytes)
-    assert cost.flops >= 0
-    assert cost.bytes >= 0
+    for name in ("flops", "bytes"):
+        value = getattr(cost, name)
+        assert math.isfinite(value) and value >= 0, f"cost hook: {name} must be finite and not negative, got {value}"  # noqa: PT018
     outputs = lowering.as_list(op.fake_outputs(arguments))
     if any(t.numel() for t in outputs) or (op.mutates and all(t.numel() for _, t in tensor_arguments(op.parameters, arguments))):
-        assert cost.bytes > 0
+        assert cost.bytes > 0, "cost hook: a call that writes something moves bytes, got 0"
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -218,37 +280,41 @@ def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, strides
 
 
-@each_small_case
-def test_a_case_runs_and_the_fake_agrees(op: Operator[Any, Any], case: Case) -> None:
+def _runs_as_declared(op: Operator[Any, Any], case: Case) -> None:
     arguments = complete(op, case)
     untouched = {n: [bits(t).clone() for t in tensors_of(v)] for n, v in arguments.items() if n not in op.mutates}
     results = op.function(**arguments)
-    assert results is None or isinstance(results, (torch.Tensor, tuple))
+    assert results is None or isinstance(results, (torch.Tensor, tuple)), "the body returns neither None, a tensor nor a tuple"
     listed = lowering.as_list(results)
-    assert len(listed) <= lowering.count_outputs(op.body)
-    fakes = lowering.as_list(op.fake_outputs(arguments))
-    assert [_looks(fake) for fake in fakes] == [_looks(result) for result in listed]
-
+    assert len(listed) <= lowering.count_outputs(op.body), "the body returns more outputs than its annotation says"
+    fakes = [_looks(fake) for fake in lowering.as_list(op.fake_outputs(arguments))]
+    assert fakes == [_looks(result) for result in listed], f"fake hook: gives {fakes}, the body {[_looks(r) for r in listed]}"
     for name, before in untouched.items():
         for old, now in zip(before, tensors_of(arguments[name]), strict=True):
-            assert torch.equal(old, bits(now)), f"{name} was written to"
+            assert torch.equal(old, bits(now)), f"the body writes to {name}: declare that with mutates=, or do not"
     storages = {t.untyped_storage().data_ptr() for _, t in tensor_arguments(op.parameters, arguments) if t.numel()}
     given = [r.untyped_storage().data_ptr() for r in listed if r.numel()]
-    assert not storages & set(given), "an output shares memory with an input"
-    assert len(set(given)) == len(given), "two outputs share memory"
+    assert not storages & set(given), "an output shares memory with an input: clone it"
+    assert len(set(given)) == len(given), "two outputs share memory: clone one"
 
 
-@each_small_case
-def test_provided_outputs_receive_the_same(op: Operator[Any, Any], case: Case) -> None:
+def _outputs_can_be_provided(op: Operator[Any, Any], case: Case) -> None:
     arguments = complete(op, case)
     if op.mutates and any(arguments[name] is not None for name in op.mutates):
-        pytest.skip("it writes to its arguments, so a second run is another one")
+        return  # it writes to its arguments, so a second run is another one
     wanted = lowering.as_list(op.function(**arguments))
     outputs = {name: torch.empty_like(result) for name, result in zip(op.outs, wanted, strict=False)}
     results = lowering.as_list(op.function(**{**arguments, **outputs}))
     for (name, output), result, expected in zip(outputs.items(), results, wanted, strict=False):
-        assert result is output, name
-        assert torch.equal(bits(output), bits(expected)), name
+        assert result is output, f"{name} is not returned"
+        assert torch.equal(bits(output), bits(expected)), f"{name} receives other values than are returned without it"
+
+
+@each_operator
+def test_its_small_cases_work(op: Operator[Any, Any]) -> None:
+    with Faults(str(op)) as faults:
+        for check in (_drawn_twice, _cost_is_sensible, _runs_as_declared, _outputs_can_be_provided):
+            faults.attempt(check, op, small_cases(op))
 
 
 def _custom_op_check(op: Operator[Any, Any], case: Case) -> None:
@@ -279,14 +345,11 @@ def _custom_op_check(op: Operator[Any, Any], case: Case) -> None:
             assert torch.equal(bits(traced[name]), bits(eager[name])), name
 
 
-def _first_with_values(op: Operator[Any, Any]) -> Case:
-    small = [case for case in op.all_cases() if not case.large]
-    return min(small, key=lambda c: (sum(t.numel() for t in tensors_of([*c.build().values()])) == 0, small.index(c)))
-
-
 @each_operator
 def test_it_works_under_torch_compile(op: Operator[Any, Any]) -> None:
-    _custom_op_check(op, _first_with_values(op))
+    small = small_cases(op)
+    first = min(small, key=lambda c: (sum(t.numel() for t in tensors_of([*c.build().values()])) == 0, small.index(c)))
+    _custom_op_check(op, first)
 
 
 @pytest.mark.slow
@@ -295,19 +358,64 @@ def test_every_case_works_under_torch_compile(op: Operator[Any, Any], case: Case
     _custom_op_check(op, case)
 
 
+# -- each kernel ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_a_kernel_goes_with_its_operator(spec: KernelSpec) -> None:
+    """Names that its operator never states constrain nothing, or keep every request out."""
+    op = get_operator(spec.operator)
+    requests = [op.request(complete(op, case)) for case in small_cases(op)]
+    traits = {name for request in requests for name in request.traits}
+    roles = [{name for name, _ in request.signature.roles} for request in requests]
+    with Faults(f"{spec.name} ({spec.origin})") as faults:
+        unknown = sorted(spec.traits.keys() - traits)
+        faults.unless(
+            not unknown, f"constrains {', '.join(unknown)}, no trait of {op}", f"its traits are {', '.join(sorted(traits))}"
+        )
+        for signature in sorted(spec.format_signatures or (), key=str):
+            names = {name for name, _ in signature.roles}
+            stated = " or ".join(sorted({", ".join(sorted(r)) for r in roles}))
+            faults.unless(names in roles, f"takes the operands {sorted(names)}", f"a request for {op} states {stated}")
+
+
+# -- the messages -----------------------------------------------------------------------------------------------------------------
+
+
+def _odd(op: Operator[Any, Any], case: Case) -> None:
+    if case.name != "good":
+        raise ValueError(f"{case.name} must be good\nand more")
+
+
+def _gathered() -> None:
+    op = OPERATORS[0]
+    with Faults("family.mode") as faults:
+        faults.unless(True, "never", "said")
+        faults.unless([], "no cases", "add three")
+        faults.attempt(_odd, op, [Case(name, lambda draw: {}) for name in ("good", "a", "b")])
+
+
+def test_faults_come_together() -> None:
+    with pytest.raises(pytest.fail.Exception) as raised:
+        _gathered()
+    text = "family.mode: 2 faults\n  1. no cases: add three\n  2. case 'a' and 1 others: ValueError: a must be good"
+    assert str(raised.value) == text
+
+
 # -- examples ---------------------------------------------------------------------------------------------------------------------
 
-_TOOLS = ("cli", "__main__", "numerics", "benchmark", "tuning")
+WORKBENCH = "tokenspeed_kernel.workbench"
 MODULES = [
     name
-    for _, name, _ in pkgutil.walk_packages(tokenspeed_kernel.__path__, "tokenspeed_kernel.")
-    if not name.endswith("__main__") and ".triton" not in name
+    for package in (tokenspeed_kernel, tokenspeed_kernel_base)
+    for _, name, _ in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    if not name.endswith(("__main__", DEVICE_SUFFIX))
 ]
 
 
 @pytest.mark.parametrize("name", ["tokenspeed_kernel", *MODULES])
 def test_examples_run(name: str) -> None:
-    if name.split(".")[1:2] and name.split(".")[1] in _TOOLS:
+    if name.startswith(WORKBENCH):
         pytest.importorskip("rich")
         pytest.importorskip("typer")
     module = importlib.import_module(name)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.selection import GATES, RANKS
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -69,6 +70,12 @@ def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
     assert "written to" in shown[6]
     assert re.search(r"norm\.rmsnorm +mine_rmsnorm", shown[8])
     assert "mine_rmsnorm" in (tmp_path / "report.html").read_text()
+
+
+def test_the_gates_are_those_of_selection() -> None:
+    text = " ".join((PACKAGE / "README.md").read_text().split())
+    assert f"gates ({', '.join(GATES)})" in text
+    assert f"ranked: {', '.join(RANKS)}." in text
 
 
 def test_the_package_readme_names_every_operator() -> None:

@@ -1,4 +1,4 @@
-"""Choosing kernels: what overrides, policies, oracles and measurements do, and when decisions are forgotten.
+"""Choosing kernels: what overrides, policies and measurements do, and when decisions are forgotten.
 
 `test_selection_oracle.py` compares whole selections; here each rule stands alone.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import dataclasses
+import inspect
 import logging
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel_base import memo, selection
+from tokenspeed_kernel_base import measured, memo, selection
 from tokenspeed_kernel_base.config import ConfigurationError
 from tokenspeed_kernel_base.platform import CapabilityRequirement, PlatformInfo, named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, KernelSpec, PriorityClashWarning
@@ -25,18 +27,15 @@ from tokenspeed_kernel_base.selection import (
     NoKernelFoundError,
     SelectedKernel,
     SelectionObjective,
-    SelectionOracle,
     SelectionPolicy,
     SelectionStrategy,
     consider,
     explain_selection,
     kernel_override,
     make_request,
-    register_oracle,
     select_kernel,
     selection_policy,
     set_selection_policy,
-    set_tuned_results,
     warmup_selection,
 )
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
@@ -112,14 +111,6 @@ def test_silence_is_not_support(add: Callable[..., Any]) -> None:
     assert chosen() == "silent", "a kernel that exists for a feature does not serve a request that does not know of it"
 
 
-def test_features_are_a_gate(add: Callable[..., Any]) -> None:
-    add("lacking", priority=12)
-    add("paged", priority=4, features={"paged", "ragged"})
-    assert chosen(features={"paged"}) == "paged"
-    with pytest.raises(NoKernelFoundError, match=r"lacking +features: lacks fused, paged"):
-        chosen(features={"paged", "fused"})
-
-
 @pytest.mark.parametrize(
     ("objective", "expected"),
     [
@@ -153,46 +144,38 @@ def test_ties_are_reported(add: Callable[..., Any]) -> None:
     assert "ties with b (test:b) and precedes it by name" in explain_selection("norm", "scale", X)
 
 
-# -- oracle, measurements, policy -------------------------------------------------------------------------------------------------
+# -- measurements, policy ---------------------------------------------------------------------------------------------------------
 
 
-class Likes(SelectionOracle):
-    def __init__(self, name: str) -> None:
-        self.name = name
+class Times:
+    """A source of measured results: microseconds by kernel, for one operator."""
 
-    def adjust(self, spec: KernelSpec, platform: PlatformInfo, traits: Any) -> int:
-        return 5 if spec.name == self.name and traits.get("head_dim") == 64 else 0
+    def __init__(self, **times: float) -> None:
+        self.times = times
 
+    def has_results(self, operator: str, platform: PlatformInfo) -> bool:
+        return operator == "norm.scale"
 
-def test_an_oracle_precedes_the_priority(three: None) -> None:
-    assert chosen(traits={"head_dim": 64}) == "fast"
-    register_oracle("norm", Likes("plain"))
-    assert chosen(traits={"head_dim": 64}) == "plain", "the decision made before was forgotten"
-    assert chosen(traits={"head_dim": 128}) == "fast"
-    assert "oracle +5" in explain_selection("norm", "scale", X, traits={"head_dim": 64})
-    register_oracle("norm", None)
-    assert chosen(traits={"head_dim": 64}) == "fast"
-    register_oracle("norm", None)
-    with pytest.raises(TypeError, match="an oracle has a method adjust"):
-        register_oracle("norm", object())  # type: ignore[arg-type]
-
-
-def test_an_oracle_does_not_open_gates(three: None) -> None:
-    register_oracle("norm", Likes("gpu"))
-    assert chosen(traits={"head_dim": 64}) == "fast"
+    def find(self, operator: str, *request: Any) -> measured.Found:
+        return measured.Found({name: measured.Tuned(us) for name, us in self.times.items()} if operator == "norm.scale" else {})
 
 
 def test_measurements_precede_everything_but_overrides(add: Callable[..., Any]) -> None:
     add("fast", priority=12, tags={"latency"})
     add("slow", priority=4)
     add("unmeasured", priority=19)
-    set_tuned_results(lambda request, spec: {"fast": 7.0, "slow": 3.0}.get(spec.name))
-    register_oracle("norm", Likes("unmeasured"))
-    assert chosen(traits={"head_dim": 64}, objective="latency") == "slow"
+    assert chosen(objective="latency") == "fast"
+    measured.use(Times(fast=7.0, slow=3.0))
+    assert chosen(objective="latency") == "slow", "the decision made before was forgotten"
     assert "tuned: 3 us" in explain_selection("norm", "scale", X)
     assert chosen(override="fast") == "fast"
-    set_tuned_results(None)
+    measured.use(None)
     assert chosen() == "unmeasured"
+
+
+def test_measurements_do_not_open_gates(three: None) -> None:
+    measured.use(Times(gpu=1.0))
+    assert chosen() == "fast"
 
 
 def test_the_policys_objective_holds_where_a_request_has_none(three: None) -> None:
@@ -373,6 +356,11 @@ def test_override_by_environment_and_file(three: None, settings_from: Any, tmp_p
     settings_from(OVERRIDE_NORM_SCALE="nothing")
     with pytest.raises(NoKernelFoundError, match="TOKENSPEED_KERNEL_OVERRIDE_NORM_SCALE: no kernel named nothing"):
         chosen()
+
+
+def test_the_gates_are_listed_in_the_order_in_which_they_are_tried() -> None:
+    tried = re.findall(r'return \(?"(\w+)",', inspect.getsource(selection.gate))
+    assert tried == [*selection.GATES]
 
 
 # -- explaining -------------------------------------------------------------------------------------------------------------------

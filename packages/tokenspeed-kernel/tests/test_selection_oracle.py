@@ -21,19 +21,17 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_kernel_base import selection
+from tokenspeed_kernel_base import measured, selection
+from tokenspeed_kernel_base.measured import Found, Tuned
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, PlatformInfo
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, PriorityClashWarning
 from tokenspeed_kernel_base.selection import (
     NoKernelFoundError,
     Override,
     SelectionObjective,
-    SelectionOracle,
     consider,
     make_request,
-    register_oracle,
     select,
-    set_tuned_results,
 )
 from tokenspeed_kernel_base.signature import FormatSignature, ScaleFormat, TensorFormat
 from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
@@ -132,7 +130,6 @@ SIGNATURES = tuple(
     ]
 )
 FEATURES = ("triton", "tma", "fp8")
-ABILITIES = ("paged", "fused", "ragged")
 SOLUTIONS = ("triton", "cutedsl", "torch")
 TAGS = ("latency", "throughput", "determinism", "portability")
 ARCHES = (None, (0, 0), (8, 0), (9, 0), (9, 5), (10, 0))
@@ -165,10 +162,8 @@ class Kernel:
     needs: frozenset[str] = frozenset()
     formats: frozenset[int] | None = None
     traits: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    abilities: frozenset[str] = frozenset()
     tags: frozenset[str] = frozenset()
     tuned: float | None = None
-    score: int = 0
     as_list: bool = False
 
 
@@ -177,7 +172,6 @@ class Wish:
     device: Device
     formats: int
     traits: dict[str, Any]
-    abilities: frozenset[str]
     objective: str
     solution: str | None
     override: str | None
@@ -227,10 +221,8 @@ def kernels(draw: st.DrawFn, index: int) -> Kernel:
         needs=draw(rarely(subsets(FEATURES), frozenset(), 6)),
         formats=draw(rarely(st.frozensets(st.integers(0, len(SIGNATURES) - 1), min_size=1, max_size=4), None, 3)),
         traits={name: rule for name, rule in draw(trait_rules).items() if _can_hold(rule)},
-        abilities=draw(st.just(frozenset(ABILITIES)) | subsets(ABILITIES)),
         tags=draw(subsets(TAGS)),
         tuned=draw(rarely(st.sampled_from([1.0, 2.5, 40.0]), None, 4)),
-        score=draw(rarely(st.sampled_from([-2, 1, 5]), 0, 4)),
         as_list=draw(st.booleans()),
     )
 
@@ -250,7 +242,6 @@ wishes = st.builds(
     device=devices,
     formats=st.integers(0, len(SIGNATURES) - 1),
     traits=trait_wishes,
-    abilities=rarely(subsets(ABILITIES), frozenset(), 4),
     objective=st.sampled_from(["default", "default", "latency", "throughput", "portability", "determinism", "debug"]),
     solution=rarely(st.sampled_from(SOLUTIONS), None, 10),
     fixed=subsets(("head_dim", "sinks")),
@@ -278,8 +269,6 @@ def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, An
         return "platform", ["needs " + ", ".join(sorted(kernel.needs - device.features)) + ","]
     if kernel.formats is not None and wish.formats not in kernel.formats:
         return "formats", None
-    if not overridden and not kernel.universal and wish.abilities - kernel.abilities:
-        return "features", wish.abilities - kernel.abilities
     offending = set()
     for name, value in wish.traits.items():
         rule = kernel.traits.get(name)
@@ -294,13 +283,13 @@ def first_failure(kernel: Kernel, wish: Wish, overridden: bool) -> tuple[str, An
         if name not in wish.traits and repr(rule) in ("('value', True)", "('set', (True,))"):  # repr, because True == 1
             offending.add(name)
     if overridden:
-        # An override gets past features and traits, but for those that say what the operands are.
+        # An override gets past traits, but for those that say what the operands are.
         offending &= wish.fixed
     return ("traits", offending) if offending else None
 
 
 def place(kernel: Kernel, wish: Wish) -> tuple[Any, ...]:
-    """Sorts best first: override, tuned result, oracle, objective, priority, name."""
+    """Sorts best first: override, tuned result, objective, priority, name."""
     if wish.objective == "debug":
         preference = kernel.priority
     elif wish.objective == "portability":
@@ -314,7 +303,6 @@ def place(kernel: Kernel, wish: Wish) -> tuple[Any, ...]:
     return (
         kernel.name != wish.override,
         math.inf if kernel.tuned is None else kernel.tuned,
-        -kernel.score,
         preference,
         -kernel.priority,
         kernel.name,
@@ -342,8 +330,6 @@ def check_reason(kernel: Kernel, wish: Wish, gate: str, facts: Any, reason: str)
         ]
         fewest = min(map(len, phrasings))
         assert set(reason.split("; ")) in [p for p in phrasings if len(p) == fewest], reason
-    elif gate == "features":
-        assert reason == "lacks " + ", ".join(sorted(facts)), reason
     else:
         phrases = reason.split("; ")
         named = [re.match(r"(?:says nothing of |needs )?(\w+)", phrase)[1] for phrase in phrases]  # type: ignore[index]
@@ -357,12 +343,17 @@ def check_reason(kernel: Kernel, wish: Wish, gate: str, facts: Any, reason: str)
                 assert phrase.startswith(f"{name}={wish.traits[name]} is not "), phrase
 
 
-class Scores(SelectionOracle):
-    def __init__(self, scores: dict[str, int]) -> None:
-        self.scores = scores
+@dataclass
+class Times:
+    """A source of measured results for every request of the operator."""
 
-    def adjust(self, spec: KernelSpec, platform: PlatformInfo, traits: Any) -> int:
-        return self.scores.get(spec.name, 0)
+    results: dict[str, Tuned]
+
+    def has_results(self, operator: str, platform: PlatformInfo) -> bool:
+        return True
+
+    def find(self, operator: str, *request: Any) -> Found:
+        return Found(self.results)
 
 
 def _signature(index: int) -> FormatSignature:
@@ -382,7 +373,6 @@ def install(described: list[Kernel]) -> dict[str, Any]:
                 kernel.name,
                 "family",
                 "mode",
-                features=kernel.abilities,
                 solution=kernel.solution,
                 capability=CapabilityRequirement(low, high, kernel.needs, kernel.vendors),
                 format_signatures=None if kernel.formats is None else frozenset(map(_signature, kernel.formats)),
@@ -396,9 +386,7 @@ def install(described: list[Kernel]) -> dict[str, Any]:
             registry.register(spec, implementations[kernel.name])
     elsewhere = KernelSpec("elsewhere", "family", "other", solution="torch", format_signatures=None, origin="test:elsewhere")
     registry.register(elsewhere, lambda: None)
-    register_oracle("family", Scores({k.name: k.score for k in described}))
-    times = {k.name: k.tuned for k in described}
-    set_tuned_results(lambda request, spec: times.get(spec.name))
+    measured.use(Times({k.name: Tuned(k.tuned) for k in described if k.tuned is not None}))
     return implementations
 
 
@@ -407,7 +395,6 @@ def compare(described: list[Kernel], implementations: dict[str, Any], wish: Wish
         "family",
         "mode",
         _signature(wish.formats),
-        features=wish.abilities,
         platform=wish.device.info,
         objective=wish.objective,
         traits=wish.traits,
@@ -499,7 +486,7 @@ def test_selection_agrees_with_the_oracle() -> None:
     seen = _run(registries_wanted=1000, requests_each=20, derandomize=True)
     assert seen["pairs"] >= 20_000
     # The comparison means nothing where nothing happens: each outcome has to have come up often.
-    for outcome in ("accepted", "selected", "none", "solution", "platform", "formats", "features", "traits"):
+    for outcome in ("accepted", "selected", "none", "solution", "platform", "formats", "traits"):
         assert seen[outcome] >= 500, seen
     for outcome in ("override", "override refused", "tie"):
         assert seen[outcome] >= 50, seen

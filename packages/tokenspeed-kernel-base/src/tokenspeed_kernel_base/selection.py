@@ -1,10 +1,8 @@
 """Which kernel serves a request, and why not the others.
 
-A request passes every kernel of its operator through the gates: package and solution (if the request asks for one), name (of a
-kernel that serves only requests which name it), platform, formats, implementation (which fails only where importing it has failed
-before), traits. What is left is ranked: an override first, then measured (tuned) results, the objective, the priority, and at last
-the name. The gates fail closed, and each says why; `explain_selection`, `NoKernelFoundError` and the selection itself come out of
-the one function `consider`, so that they cannot disagree.
+A request passes every kernel of its operator through the gates of `GATES`. What is left is ranked, by `RANKS`. The gates fail
+closed, and each says why; `explain_selection`, `NoKernelFoundError` and the selection itself come out of the one function
+`consider`, so that they cannot disagree.
 
 Measured results also say with which configuration a kernel is quickest; it is bound to the implementation when the kernel is
 selected. They hold for a bucket of sizes, which a request brings with it.
@@ -39,6 +37,8 @@ from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.traits import format_traits
 
 __all__ = [
+    "GATES",
+    "RANKS",
     "Explanation",
     "NoKernelFoundError",
     "Override",
@@ -210,9 +210,24 @@ def override_of_call(family: str, mode: str, kernel: str | None) -> Override | N
 # -- deciding -----------------------------------------------------------------------------------------------------------------
 
 
+GATES = {
+    "package": "it belongs to the package whose kernels are asked for, if the request asks for one's",
+    "solution": "it is made with the solution that is asked for, if the request asks for one",
+    "name": "the request names it, if it declares to serve no others",
+    "platform": "the platform has what it needs",
+    "formats": "it declares the formats of the operands",
+    "implementation": "importing it has not failed before",
+    "traits": "its constraints hold, and it has every flag that is set",
+}
+"""The gates in order: a kernel passes one if what stands here holds. An override need not pass name, nor traits but fixed ones."""
+
+RANKS = ("override", "measured result", "objective", "priority", "name")
+"""What ranks the kernels that pass, in order."""
+
+
 def gate(spec: KernelSpec, request: Request, *, overridden: bool = False) -> tuple[str, str] | None:
-    """The first gate that a kernel fails, with the reason; None if it passes all. Overridden, it need not have the
-    traits that are asked for, but for the fixed ones."""
+    """The first of `GATES` that a kernel fails, with the reason; None if it passes all. Overridden, it need not have the traits
+    that are asked for, but for the fixed ones."""
     if request.package is not None and spec.package != request.package:
         return "package", f"belongs to {spec.package}; only kernels of {request.package} were asked for"
     if request.solution is not None and spec.solution != request.solution:

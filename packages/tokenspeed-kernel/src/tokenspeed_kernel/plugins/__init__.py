@@ -13,13 +13,17 @@ its failure is kept with the traceback (`plugin_failures`, ``tokenspeed-kernel d
 from __future__ import annotations
 
 import contextlib
+import difflib
+import os
 import threading
 import traceback
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 
 from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.operator import operators
 from tokenspeed_kernel_base.registry import KernelRegistry
 
 GROUP = "tokenspeed_kernel.plugins"
@@ -48,7 +52,7 @@ class PluginFailure:
 
 
 class PluginWarning(UserWarning):
-    """A plugin could not be loaded."""
+    """A plugin could not be loaded, or a name in a setting or in a kernel's declaration is unknown."""
 
 
 _lock = threading.RLock()
@@ -68,7 +72,8 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
         The loaded plugins.
 
     Warns:
-        PluginWarning: for each that failed, and for each left out because another package's plugin has its name.
+        PluginWarning: a plugin failed, or is left out because another package's plugin has its name; the settings disable a plugin
+            that is not installed; or a kernel implements an operator that is not declared.
     """
     global _discovered
     with _lock:
@@ -76,15 +81,40 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
             return list_plugins()
         _discovered = True
         # Sorted, so that the outcome does not depend on the order in which distributions lie on disk.
-        for entry in sorted(metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value)):
+        entries = sorted(metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value))
+        for entry in entries:
             if entry.name in _disabled or config.settings().plugin_disabled(entry.name):
                 continue
             if entry.name in _loaded:
                 _warn_of_namesake(entry)
                 continue
             _load(entry)
-        config.warn_about_unknown_overrides(KernelRegistry.get().list_operators())
+        _warn_of_unknown_names({entry.name for entry in entries})
         return list_plugins()
+
+
+def _warn_of_unknown_names(installed: set[str]) -> None:
+    """Warns of names in settings and declarations that nothing has. They can be told only now that everything is declared."""
+    declared = [(op.family, op.mode) for op in operators()]
+    config.warn_about_unknown_overrides(declared)
+    variable = config.PREFIX + "DISABLE_PLUGINS"
+    where = variable if variable in os.environ else f"{config.settings().source}: disabled_plugins"
+    for name in sorted(config.settings().disabled_plugins - installed - {"*"}):
+        _warn(f"{where} names {name}, which is not installed{_nearest(name, installed)}")
+    for spec in KernelRegistry.get().list_kernels():
+        if (spec.family, spec.mode) not in declared:
+            near = _nearest(spec.operator, map(".".join, declared))
+            _warn(f"kernel {spec.name} ({spec.origin}) implements {spec.operator}, which is not declared{near}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, [*known], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _warn(message: str) -> None:
+    """A warning at whoever imports the core, or calls `discover_plugins`."""
+    warnings.warn(message, PluginWarning, stacklevel=4)
 
 
 def _package_of(entry: metadata.EntryPoint) -> tuple[str, str]:
@@ -94,11 +124,9 @@ def _package_of(entry: metadata.EntryPoint) -> tuple[str, str]:
 def _warn_of_namesake(entry: metadata.EntryPoint) -> None:
     (package, version), loaded = _package_of(entry), _loaded[entry.name]
     if package != loaded.package:
-        warnings.warn(
+        _warn(
             f"plugin {entry.name} of {package} {version} is left out: a plugin of that name was loaded from "
-            f"{loaded.package} {loaded.version}",
-            PluginWarning,
-            stacklevel=3,
+            f"{loaded.package} {loaded.version}"
         )
 
 
@@ -114,11 +142,9 @@ def _load(entry: metadata.EntryPoint) -> None:
         _failed[entry.name] = PluginFailure(
             entry.name, package, version, f"{type(error).__name__}: {error}", traceback.format_exc()
         )
-        warnings.warn(
+        _warn(
             f"plugin {entry.name} of {package} {version} failed to load and is left out: {type(error).__name__}: {error}; "
-            "tokenspeed-kernel doctor shows the traceback",
-            PluginWarning,
-            stacklevel=3,
+            "tokenspeed-kernel doctor shows the traceback"
         )
         return
     _failed.pop(entry.name, None)

@@ -1,1 +1,1 @@
-"""Attention: of whole sequences, of new tokens to a paged cache, and of partial results made one."""
+"""Attention: of whole sequences, of new tokens to a paged cache, and the merging of partial results."""

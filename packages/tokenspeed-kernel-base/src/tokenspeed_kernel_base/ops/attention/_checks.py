@@ -1,4 +1,4 @@
-"""What attention operators check alike. Functions named ``check_*`` look at metadata, those named ``check_values_*`` at values."""
+"""Checks that attention operators share. Functions named ``check_*`` look at metadata, those named ``check_values_*`` at values."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def ragged(
     hint: bool = False,
     **options: Any,
 ) -> Make:
-    """Whole sequences, one after another. ``hint``: the lengths are repeated on the host."""
+    """Packed whole sequences. ``hint``: the lengths are repeated on the host."""
 
     def make(draw: Draw) -> dict[str, Any]:
         tokens = sum(lengths)
@@ -51,7 +51,7 @@ def ragged(
 def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Pages for sequences: page table, lengths, and which slots ``[pages, page_size]`` hold a token.
 
-    Pages are shuffled, some belong to no one, and entries of the page table that no sequence reaches name no page.
+    Pages are shuffled, two are unused, and page table entries that no sequence reaches are -1.
     """
     counts = [-(-length // page_size) for length in kv_lens]
     pages = sum(counts) + 2

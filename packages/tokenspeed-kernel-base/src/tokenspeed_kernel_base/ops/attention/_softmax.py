@@ -1,4 +1,4 @@
-"""The one masked softmax that every attention operator's body is made of.
+"""The masked softmax that the bodies of all attention operators share.
 
 A sequence's tokens have positions 0, 1, 2, ... Its queries are the last ones: query i of ``q_len`` is at position
 ``kv_len - q_len + i`` of ``kv_len``. A query at position p sees the key at position j where
@@ -7,8 +7,8 @@ A sequence's tokens have positions 0, 1, 2, ... Its queries are the last ones: q
 * ``j >= p - window_left``, if ``window_left`` is not negative.
 
 Scores are ``q . k * scale``; with a cap c they become ``c * tanh(score / c)``; the visible ones then go through a softmax, which
-the sink of a head joins as one more score whose value is nought. Everything is float32, or float64 where q is, until the output
-is rounded once. Scores of all queries are never held at once: queries go through in blocks, each with the keys that it can see.
+a head's sink joins as one more score whose value vector is zero. Everything is float32, or float64 where q is, until the output
+is rounded once. Queries are processed in blocks, each with the keys that it can see, so that scores take little memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.checks import FP8
 
-# Bounds the memory that scores take, and lets a block skip the keys that none of its queries sees.
+# Queries of a block: limits the memory of scores, and lets a block skip keys that none of its queries sees.
 _QUERIES_AT_ONCE = 128
 
 
@@ -94,33 +94,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, first_query: int, 
 
 def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, first_query: int, first_key: int) -> tuple[Tensor, Tensor]:
     (q_len, heads, head_dim), (kv_len, kv_heads, _) = q.shape, k.shape
-    # The queries of all heads that share a key head go through one product: [kv_heads, group * q_len, head_dim].
+    # One product for the queries of all heads that share a key head: [kv_heads, group * q_len, head_dim].
     together = heads // kv_heads * q_len
     grouped = q.transpose(0, 1).reshape(kv_heads, together, head_dim)
     scores = torch.matmul(grouped, k.permute(1, 2, 0)).view(heads, q_len, kv_len) * softmax.scale
     if softmax.logit_cap > 0:
         scores = torch.tanh(scores / softmax.logit_cap) * softmax.logit_cap
-    if q_len > 1:  # one query alone sees all that it was given
+    if q_len > 1:  # a single query is given visible keys only
         scores = scores.masked_fill(~_visible(q_len, kv_len, softmax, first_query - first_key, q.device), -torch.inf)
     sink = q.new_full((heads, 1), -torch.inf) if softmax.sinks is None else softmax.sinks.to(q.dtype).view(heads, 1)
-    largest = torch.maximum(sink, scores.amax(-1)) if kv_len else sink.expand(heads, q_len)
-    shift = torch.where(largest == -torch.inf, 0.0, largest)  # a row that sees nothing weighs nothing, rather than NaN
+    row_max = torch.maximum(sink, scores.amax(-1)) if kv_len else sink.expand(heads, q_len)
+    shift = torch.where(row_max == -torch.inf, 0.0, row_max)  # a row without visible keys gets weights of 0, not NaN
     weights = torch.exp(scores - shift.unsqueeze(-1))
-    total = weights.sum(-1) + torch.exp(sink - shift)
+    row_sum = weights.sum(-1) + torch.exp(sink - shift)
     weighted = torch.matmul(weights.view(kv_heads, together, kv_len), v.transpose(0, 1)).view(heads, q_len, v.shape[2])
-    out = weighted / torch.where(total == 0, 1.0, total).unsqueeze(-1)
-    return out.transpose(0, 1), (shift + torch.log(total)).transpose(0, 1)
+    out = weighted / torch.where(row_sum == 0, 1.0, row_sum).unsqueeze(-1)
+    return out.transpose(0, 1), (shift + torch.log(row_sum)).transpose(0, 1)
 
 
 def _visible(q_len: int, kv_len: int, softmax: Softmax, ahead: int, device: torch.device) -> Tensor:
-    """Which of ``kv_len`` keys each query sees, ``[q_len, kv_len]``, the first query ``ahead`` of the first key."""
+    """Which of ``kv_len`` keys each query sees, ``[q_len, kv_len]``; the first query is ``ahead`` positions after the first key."""
     distance = torch.arange(q_len, device=device).unsqueeze(1) + ahead - torch.arange(kv_len, device=device)
     visible = distance >= 0 if softmax.causal else torch.ones_like(distance, dtype=torch.bool)
     return visible & (distance <= softmax.window_left) if softmax.window_left >= 0 else visible
 
 
 def attend_ragged(q: Tensor, k: Tensor, v: Tensor, offsets: Sequence[int], softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """Attention of sequences that lie one after another, each to itself. ``offsets`` is ``cu_seqlens`` on the host."""
+    """Attention of packed sequences, each to itself. ``offsets`` is ``cu_seqlens`` on the host."""
     out, lse = _nothing(q, v.shape[2])
     wide = _wide(q)
     for begin, end in itertools.pairwise(offsets):
@@ -189,7 +189,7 @@ def _gather(cache: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
 
 
 def _nothing(q: Tensor, v_head_dim: int) -> tuple[Tensor, Tensor]:
-    """The outputs of queries that see nothing; also of tokens that belong to no sequence."""
+    """The outputs of queries that see no key, and of tokens that belong to no sequence."""
     out = q.new_zeros(q.shape[0], q.shape[1], v_head_dim, dtype=output_dtype(q))
     return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
 

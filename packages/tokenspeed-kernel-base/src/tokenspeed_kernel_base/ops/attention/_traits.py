@@ -1,4 +1,4 @@
-"""What requests for attention ask of a kernel, under one set of names."""
+"""The traits of attention operators, under one set of names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def softmax_traits(q: Tensor, kv_heads: int, v_head_dim: int, logit_cap: float, return_lse: bool) -> dict[str, object]:
-    """Of every attention; ``gqa_ratio`` is the number of query heads that share a key head."""
+    """The traits of every attention operator; ``gqa_ratio`` is the number of query heads that share a key head."""
     return {
         "head_dim": q.shape[-1],
         "v_head_dim": v_head_dim,
@@ -17,11 +17,11 @@ def softmax_traits(q: Tensor, kv_heads: int, v_head_dim: int, logit_cap: float, 
 
 
 def window_traits(window_left: int, sinks: Tensor | None) -> dict[str, object]:
-    """Of attention that knows windows and sinks; ``window_left`` is a trait where there is a window only."""
+    """The traits of operators with windows and sinks; ``window_left`` is stated only where there is a window."""
     window = {"sliding_window": True, "window_left": window_left} if window_left >= 0 else {"sliding_window": False}
     return {**window, "sinks": sinks is not None}
 
 
 def cache_traits(cache: Tensor, *scales: Tensor | None) -> dict[str, object]:
-    """Of attention to a paged cache; ``scaled`` says that some fp8 operand has a scale."""
+    """The traits of attention to a paged cache; ``scaled``: some fp8 operand has a scale."""
     return {"page_size": cache.shape[1], "scaled": any(scale is not None for scale in scales)}

@@ -1,4 +1,4 @@
-"""Two partial attentions made one."""
+"""Merging the results of attention to two sets of keys."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def attn_merge_state(
     largest = torch.maximum(wide_a, wide_b)
     shift = torch.where(largest == -torch.inf, 0.0, largest)
     weight_a, weight_b = torch.exp(wide_a - shift).unsqueeze(-1), torch.exp(wide_b - shift).unsqueeze(-1)
-    # An empty part may hold anything, NaN included, so it is left out rather than multiplied by 0.
+    # The output of an empty part may hold NaN, so it is replaced by 0 instead of being multiplied by 0.
     part_a = torch.where(weight_a == 0, 0.0, out_a.to(wide) * weight_a)
     part_b = torch.where(weight_b == 0, 0.0, out_b.to(wide) * weight_b)
     total = weight_a + weight_b

@@ -251,20 +251,17 @@ def _(
     v_cache: Tensor | None,
     slot_mapping: Tensor | None,
 ) -> dict[str, Tensor]:
-    written = v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None
-    if variation.want is Want.UNUSED:
-        return {"v": poisoned(v, slot_mapping < 0)} if written else {}
+    given: dict[str, Tensor] = {}
+    if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None:
+        if variation.want is Want.UNUSED:
+            return {"v": poisoned(v, slot_mapping < 0)}
+        if variation.want is Want.CAPTURED:
+            given = captured_slots(variation, k_cache, v_cache, slot_mapping)
     if variation.want is not Want.CAPTURED:
         return {}
     table = _table(variation.draw, *cos_sin_cache.shape)
     drawn = variation.draw.integers(0, len(table), *positions.shape, dtype=positions.dtype)
-    slots = captured_slots(variation, k_cache, v_cache, slot_mapping) if written else {}
-    return {"positions": drawn, "cos_sin_cache": table, **slots}
-
-
-@apply_rope.work
-def _(slot_mapping: Tensor | None) -> dict[str, list[int]] | None:
-    return None if slot_mapping is None else padding_of(slot_mapping)
+    return {"positions": drawn, "cos_sin_cache": table, **given}
 
 
 @apply_rope.cost

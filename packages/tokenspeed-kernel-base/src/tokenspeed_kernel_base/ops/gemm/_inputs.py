@@ -1,4 +1,4 @@
-"""Operands of products in each format, drawn at random, for cases."""
+"""Random operands of matrix products in each format, for cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Make = Callable[[Draw], dict[str, Any]]
 
 @recipe
 def dense(m: int, k: int, n: int, *, batch: tuple[int, ...] = (), dtype: torch.dtype = torch.bfloat16, **options: Any) -> Make:
-    """Activations of unit size times weights that are stored ``[n, k]``, as models store them, and passed transposed."""
+    """Activations of unit variance, and weights stored ``[n, k]`` as in models, passed transposed."""
 
     def make(draw: Draw) -> dict[str, Any]:
         a = draw.normal(*batch, m, k, dtype=dtype)
@@ -94,7 +94,7 @@ def _weight(draw: Draw, batch: tuple[int, ...], k: int, n: int) -> Tensor:
 
 
 def _drawn(draw: Draw, n: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, a bias given as its dtype being drawn."""
+    """The options, with a bias drawn in the dtype that is given for it."""
     if "bias" in options:
         return {**options, "bias": draw.normal(n, dtype=options["bias"])}
     return options

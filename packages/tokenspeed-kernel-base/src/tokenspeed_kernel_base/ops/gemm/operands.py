@@ -1,7 +1,7 @@
-"""The operands of a matrix product: which formats they are in, and what they decode to.
+"""The operands of a matrix product: their formats, and their decoded values.
 
-An operand's format follows from its dtype, its scale's dtype and its scale's shape; `recognise` says how, and what goes with
-what. ``a`` is ``[..., m, k]`` and ``b`` is ``[..., k, n]`` with the same leading sizes: none for `mm`, the batch for `bmm`.
+An operand's format follows from its dtype, its scale's dtype and its scale's shape; `recognise` says how, and which formats go
+together. ``a`` is ``[..., m, k]`` and ``b`` is ``[..., k, n]`` with the same leading sizes: none for `mm`, the batch for `bmm`.
 """
 
 from __future__ import annotations

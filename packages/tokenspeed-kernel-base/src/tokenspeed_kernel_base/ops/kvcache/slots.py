@@ -1,7 +1,4 @@
-"""The paged cache as a row of slots: slot ``page * page_size + offset`` is place ``offset`` of a page.
-
-Operators that write to the cache share what is here.
-"""
+"""What operators that write to the paged cache share. Slot ``page * page_size + offset`` is position ``offset`` of a page."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from tokenspeed_kernel_base.checks import FP8, INTS, Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import encode_fp8
 from tokenspeed_kernel_base.variation import Variation
 
-# A cache that stands for a captured one has as many pages, or as fit in this.
+# A cache that stands for a captured one has as many pages, or as many as fit into this.
 _REPLAYED_BYTES = 1 << 30
 
 
@@ -31,10 +28,10 @@ def store_slots(cache: Tensor, values: Tensor, slot_mapping: Tensor, scale: Tens
     if cache.dtype != values.dtype:
         wide = values.double() if values.dtype == torch.float64 else values.float()
         values = encode_fp8(wide if scale is None else wide / scale.reshape(-1, 1), cache.dtype)
-    if cache.dtype in FP8:  # indexed as bytes, which every backend can do
+    if cache.dtype in FP8:  # not every backend can index these but as bytes
         cache, values = cache.view(torch.uint8), values.view(torch.uint8)
-    # To pick the written tokens would mean to wait for their number. Instead, each of the others repeats what the first written
-    # token does; where there is none, all of them put back what lies in slot 0.
+    # Selecting the written tokens would wait for their number. Instead every other token repeats the write of the first written
+    # one; if there is none, all write back what slot 0 holds.
     written = slot_mapping >= 0
     source = torch.where(written, torch.arange(len(written), device=written.device), written.int().argmax())
     slots = slot_mapping.long()[source].clamp(min=0)

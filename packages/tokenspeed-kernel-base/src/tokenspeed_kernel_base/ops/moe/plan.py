@@ -217,7 +217,7 @@ def intermediates_of(plan: MoEPlan) -> tuple[TensorFormat, ...]:
 
 def traits_of(plan: MoEPlan, layout: str) -> dict[str, Any]:
     """What a plan asks of a kernel, with weights in this layout. Each departure from the plain layer is a flag of its own, so that
-    a kernel that has not heard of it is refused."""
+    a kernel that does not declare it is refused."""
     return {
         "num_experts": plan.num_experts,
         "top_k": plan.top_k,

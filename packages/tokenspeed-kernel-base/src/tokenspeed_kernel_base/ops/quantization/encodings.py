@@ -1,4 +1,4 @@
-"""Narrow number formats: how values become bits and back. Pure functions of PyTorch tensors, on any device.
+"""Encoding and decoding of narrow number formats. Pure functions of PyTorch tensors, on any device.
 
 ========  ====  =======================  ==========================================================
 format    bits  largest finite           notes

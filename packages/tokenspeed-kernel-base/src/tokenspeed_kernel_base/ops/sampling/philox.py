@@ -19,7 +19,7 @@ WORD = 0xFFFFFFFF
 
 
 def _multiply(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of a product of two words. In halves, as the whole product would not fit into int64."""
+    """High and low word of a product of two words, computed in halves because the product does not fit into int64."""
     low_half = multiplier * (word & 0xFFFF)
     high_half = multiplier * (word >> 16) + (low_half >> 16)
     return high_half >> 16, (high_half & 0xFFFF) << 16 | (low_half & 0xFFFF)

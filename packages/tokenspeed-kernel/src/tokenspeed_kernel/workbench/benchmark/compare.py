@@ -10,6 +10,13 @@ estimate, and how many are cut off at either end follows exactly from the distri
 nothing of the noise's shape. With seven rounds a side and 95% it still stands when a neighbour spoils one of them; a t interval
 does not. It needs four rounds a side, or three and five. Bootstrapping the rounds would claim more than seven numbers can say.
 
+With many rows, a few intervals leave out 1 by chance: at 95% about 3 of 58, though nothing changed. So verdicts take the number of
+rows into account. Holm's procedure (1979) limits the chance that any row of an unchanged program is called slower or faster to 5%,
+whatever their number and however they depend on each other. It needs a p-value of each row. That of U is exact, but with seven
+rounds a side it cannot be smaller than 1 in 1716, which is too much among a hundred rows. Only where every round of one side is
+slower than every round of the other, Student's t-test of the logarithms may make it smaller. To that extent noise is taken to be
+normal; with heavier tails, differences are missed rather than imagined.
+
 What two whole runs do not share, rounds cannot tell: a hotter machine, another neighbour. The threshold is for that. And the
 reference workload is timed before every round: where it changed as well, and by so much that the rest is below the threshold,
 the difference may be the machine's, and the verdict is left open. Best of all is to run both sides in turn, several times over, and
@@ -70,7 +77,8 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Difference:
-    """One row in both reports."""
+    """One row in both reports. ``chance``: how likely a difference as clear as this is in any of the rows, if nothing changed; None
+    if there are no rounds."""
 
     operator: str
     case: str
@@ -80,6 +88,7 @@ class Difference:
     ratio: Ratio
     verdict: Verdict
     note: str = ""
+    chance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,7 @@ def compare(a: Report, b: Report, *, threshold: float = THRESHOLD, confidence: f
     Args:
         a, b: before and after.
         threshold: differences below it are none: 0.03 is 3%.
-        confidence: of the intervals: 0.95 is 95%.
+        confidence: of each interval, and that no row of an unchanged program is called slower or faster: 0.95 is 95%.
 
     Raises:
         ValueError: the threshold is negative, or the confidence is not between 0 and 1.
@@ -133,10 +142,14 @@ def compare(a: Report, b: Report, *, threshold: float = THRESHOLD, confidence: f
     timed_a, timed_b = ({row.key: row for row in report.rows if row.timing is not None} for report in (a, b))
     rows_b = {row.key: row for row in b.rows}
     both = [key for key in timed_a if key in timed_b]
+    chances = adjusted([p_value(_rounds(timed_a[key]), _rounds(timed_b[key])) for key in both])
     broken = tuple(rows_b[key] for key in timed_a if key in rows_b and rows_b[key].status in WRONG)
     gone = {row.key for row in broken}
     return Comparison(
-        differences=tuple(_difference(timed_a[key], timed_b[key], threshold, confidence) for key in both),
+        differences=tuple(
+            _difference(timed_a[key], timed_b[key], chance, threshold, confidence)
+            for key, chance in zip(both, chances, strict=True)
+        ),
         broken=broken,
         only_a=tuple(key for key in timed_a if key not in timed_b and key not in gone),
         only_b=tuple(key for key in timed_b if key not in timed_a),
@@ -185,12 +198,68 @@ def _arrangements(n: int, m: int) -> list[int]:
     return counts
 
 
+def p_value(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """How likely it is that rounds of equal kernels lie as far apart as these, one way or the other; None if there are no rounds.
+
+    Example:
+        >>> round(p_value([10.0, 10.1, 9.9, 10.0], [10.0, 11.1, 10.9, 11.0]), 3)
+        0.057
+    """
+    if not a or not b:
+        return None
+    below = sum((before > after) + (before == after) / 2 for before in a for after in b)
+    arrangements = _arrangements(len(a), len(b))
+    reached = math.floor(min(below, len(a) * len(b) - below))
+    exact = min(1.0, 2 * sum(arrangements[: reached + 1]) / sum(arrangements))
+    return min(exact, _t_test(a, b)) if below in (0, len(a) * len(b)) else exact
+
+
+def _t_test(a: Sequence[float], b: Sequence[float]) -> float:
+    """The two-sided p-value of Student's t-test of logarithms."""
+    logs = [list(map(math.log, side)) for side in (a, b)]
+    freedom = len(a) + len(b) - 2
+    squares = sum(statistics.variance(side) * (len(side) - 1) for side in logs if len(side) > 1)
+    if not freedom or not squares:
+        return 1.0 if not freedom else 0.0
+    error = math.sqrt(squares / freedom * (1 / len(a) + 1 / len(b)))
+    return _beyond_t(abs(statistics.fmean(logs[1]) - statistics.fmean(logs[0])) / error, freedom)
+
+
+def _beyond_t(t: float, freedom: int) -> float:
+    """The probability that Student's t is farther from 0 than this (Abramowitz and Stegun, 1964, 26.7.3 and 26.7.4)."""
+    angle = math.atan2(t, math.sqrt(freedom))
+    cosine, sine = math.cos(angle), math.sin(angle)
+    odd = freedom % 2
+    term, total = (cosine, cosine) if odd else (1.0, 1.0)
+    for k in range(2 + odd, freedom, 2):
+        term *= (k - 1) / k * cosine * cosine
+        total += term
+    within = 2 / math.pi * (angle + sine * total * (freedom > 1)) if odd else sine * total
+    return max(1.0 - within, 0.0)
+
+
+def adjusted(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's adjusted p-values: how likely a p-value as small as this one is among so many, if nothing changed in any row.
+
+    Example:
+        >>> adjusted([0.01, 0.04, None, 0.02])
+        [0.03, 0.04, None, 0.04]
+    """
+    order = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
+    found: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, index) in enumerate(order):
+        largest = max(largest, min(1.0, p * (len(order) - rank)))
+        found[index] = largest
+    return found
+
+
 def _rounds(row: Row) -> list[float]:
     assert row.timing is not None
     return [of_one.median_us for of_one in row.timing.rounds]
 
 
-def _difference(a: Row, b: Row, threshold: float, confidence: float) -> Difference:
+def _difference(a: Row, b: Row, chance: float | None, threshold: float, confidence: float) -> Difference:
     assert a.timing is not None
     assert b.timing is not None
     rounds_a, rounds_b = _rounds(a), _rounds(b)
@@ -204,6 +273,9 @@ def _difference(a: Row, b: Row, threshold: float, confidence: float) -> Differen
         notes.append(f"{len(rounds_a)} and {len(rounds_b)} rounds are too few to say")
     elif verdict is Verdict.SAME and hidden is not None:
         notes.append(f"up to {hidden:.0%} would not show")
+    elif verdict is not Verdict.SAME and chance is not None and chance > 1 - confidence:
+        notes.append(f"{verdict.value} by {_percent(ratio)}, as {chance:.0%} of comparisons with so many rows find by chance")
+        verdict = Verdict.SAME
     elif verdict in (Verdict.FASTER, Verdict.SLOWER) and a.reference_us and b.reference_us:
         machine = ratio_of(a.reference_us, b.reference_us, confidence)
         rest = Ratio(ratio.value / machine.value, ratio.low, ratio.high)
@@ -211,7 +283,7 @@ def _difference(a: Row, b: Row, threshold: float, confidence: float) -> Differen
             notes.append(f"{verdict.value} by {_percent(ratio)}, but so was the machine, by {_percent(machine)}")
             verdict = Verdict.UNCLEAR
     notes += [f"{name}: {warning}" for name, row in (("A", a), ("B", b)) for warning in row.warnings]
-    return Difference(*a.key, a.timing.median_us, b.timing.median_us, ratio, verdict, "; ".join(notes))
+    return Difference(*a.key, a.timing.median_us, b.timing.median_us, ratio, verdict, "; ".join(notes), chance)
 
 
 def _percent(ratio: Ratio) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tokenspeed_kernel.plugins import list_plugins, plugin_failures
 from tokenspeed_kernel.workbench.capture import ReplayError, UnreadableCaptureError, load_cases
 from tokenspeed_kernel.workbench.cli.output import fail, unknown
+from tokenspeed_kernel.workbench.numerics.conformance import plugin_kernels
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
@@ -39,13 +39,11 @@ def find_kernels(target: str | None, plugin: str | None = None) -> list[KernelSp
         unknown("kernel or operator", target, [*specs, *modes])
     if plugin is None:
         return found
-    loaded = {info.name: info for info in list_plugins()}
-    broken = next((failure for failure in plugin_failures() if failure.name == plugin), None)
-    if broken is not None:
-        fail(f"plugin {plugin} failed to load: {broken.error}")
-    if plugin not in loaded:
-        unknown("loaded plugin", plugin, loaded)
-    return [spec for spec in found if spec.name in loaded[plugin].kernel_names]
+    try:
+        names = {spec.name for spec in plugin_kernels(plugin)}
+    except LookupError as error:
+        fail(error)
+    return [spec for spec in found if spec.name in names]
 
 
 def find_runs(

@@ -9,6 +9,10 @@ import typer
 
 # Optional rather than `| None`: typer evaluates these.
 Target = Annotated[Optional[str], typer.Argument(metavar="[KERNEL|OP]", help="A kernel, or all of an operator's; all if left out.")]  # noqa: UP045
+Targets = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Argument(metavar="[KERNEL|OP]...", help="Kernels, or all of the operators'; all if left out."),
+]
 CaseNames = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option("--case", help="Only cases of this name, or with this in their name. May be given several times."),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+from collections.abc import Sequence
 from typing import Annotated, Any, Optional
 
 import torch
@@ -14,12 +16,14 @@ from tokenspeed_kernel.plugins import disabled_plugins, list_plugins, plugin_fai
 from tokenspeed_kernel.workbench.cli.find import find_operator
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, unknown
 from tokenspeed_kernel.workbench.doctor import Diagnosis, diagnose
+from tokenspeed_kernel.workbench.numerics.recipes import typical_cases, vary_towards
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, operators
+from tokenspeed_kernel_base.parameters import check_types
 from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, SelectionObjective, consider, override_in_force
-from tokenspeed_kernel_base.signature import FormatSignature
+from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.traits import format_traits
 
 # -- doctor -------------------------------------------------------------------------------------------------------------------
@@ -119,7 +123,7 @@ PlatformName = Annotated[Optional[str], typer.Option("--platform", help="As if o
 Objective = Annotated[Optional[SelectionObjective], typer.Option("--objective")]  # noqa: UP045
 Solution = Annotated[Optional[str], typer.Option("--solution", help="Only kernels made with this.")]  # noqa: UP045
 KernelName = Annotated[Optional[str], typer.Option("--override", help="Ask for this kernel by name.")]  # noqa: UP045
-CaseName = Annotated[Optional[str], typer.Option("--case", help="The call to start from; the first small one if left out.")]  # noqa: UP045
+CaseName = Annotated[Optional[str], typer.Option("--case", help="The call to start from; a typical one if left out.")]  # noqa: UP045
 
 
 def explain(
@@ -134,10 +138,9 @@ def explain(
 ) -> None:
     """Say which kernel would serve a call, and why not the others. Exit code 1 if none would."""
     found = find_operator(op)
-    chosen = _case(found, case)
+    starts = _cases(found, case)
+    chosen = _varied(found, starts, changes or ())
     request = _request(found, chosen)
-    for change in changes or ():
-        request = _changed(request, change)
     registry = KernelRegistry.get()
     if solution is not None and solution not in registry.list_solutions():
         unknown("solution", solution, registry.list_solutions())
@@ -154,23 +157,20 @@ def explain(
     request = dataclasses.replace(request, platform=where, objective=objective or request.objective, solution=solution)
     explanation = consider(request, wanted)
     if as_json:
-        print_json({"case": chosen.name, **explanation.to_dict()})
+        changed = "" if chosen in starts else str(chosen.make)
+        print_json({"case": chosen.name, "changed_to": changed, **explanation.to_dict()})
     else:
-        _print_explanation(explanation, chosen.name)
+        _print_explanation(explanation, chosen.name + ("" if chosen in starts else f", changed to {chosen.make}"))
     raise typer.Exit(explanation.chosen is None)
 
 
-def _case(op: Operator[Any, Any], name: str | None) -> Case:
-    cases = op.all_cases()
+def _cases(op: Operator[Any, Any], name: str | None) -> list[Case]:
+    """The cases to start from: the one of this name, or the small ones, typical ones first."""
     if name is None:
-        small = [case for case in cases if not case.large]
-        if not small:
-            fail(f"{op} has no small case: name one with --case")
-        return small[0]
+        return typical_cases(op) or fail(f"{op} has no small case: name one with --case")
+    cases = op.all_cases()
     found = [case for case in cases if case.name == name] or [case for case in cases if name.lower() in case.name.lower()]
-    if not found:
-        unknown(f"case of {op}", name, [case.name for case in cases])
-    return found[0]
+    return found[:1] or unknown(f"case of {op}", name, [case.name for case in cases])
 
 
 def _request(op: Operator[Any, Any], case: Case) -> Request:
@@ -180,27 +180,64 @@ def _request(op: Operator[Any, Any], case: Case) -> Request:
 
         # Some inputs follow from the values of others; those have to be drawn.
         with contextlib.suppress(DataDependentOutputException), FakeTensorMode():
-            return op.request(op.complete(case.build("cpu")))
-    return op.request(op.complete(case.build("cpu")))
+            return op.request(_checked(op, case))
+    return op.request(_checked(op, case))
 
 
-def _changed(request: Request, change: str) -> Request:
+def _checked(op: Operator[Any, Any], case: Case) -> dict[str, Any]:
+    arguments = op.complete(case.build("cpu"))
+    check_types(op.mode, op.parameters, arguments)
+    return arguments
+
+
+def _varied(op: Operator[Any, Any], starts: Sequence[Case], changes: Sequence[str]) -> Case:
+    """The first case that can be given the traits and operands that are wanted, with its recipe changed to that end. So formats,
+    sizes and traits still belong to one call."""
+    wanted = dict(_wanted(op, starts[0], change) for change in changes)
+    missed = ""
+    for start in starts:
+        case, gap = vary_towards(op, start, wanted, functools.partial(_possible_request, op))
+        if not gap:
+            return case
+        missed = missed or gap
+    value = wanted[missed]
+    said = dtype_name(value) if isinstance(value, torch.dtype) else value
+    return fail(f"no call of {op} with {missed}={said} could be made from {starts[0].name!r}; --case starts from another one")
+
+
+def _possible_request(op: Operator[Any, Any], case: Case) -> Request | None:
+    """What a case asks of a kernel; None if the operator refuses it."""
+    try:
+        return _request(op, case)
+    except Exception:  # whatever a maker of inputs raises for values that do not go together
+        return None
+
+
+def _wanted(op: Operator[Any, Any], case: Case, change: str) -> tuple[str, Any]:
+    """A trait and its value, or an operand and its dtype."""
     name, equals, text = change.partition("=")
-    roles = dict(request.signature.roles)
     if not equals or not text:
         fail(f"a change is written trait=value or role=dtype, got {change!r}")
-    if name in roles and (name not in request.traits or _dtype(text) is not None):
+    requests = [_request(op, other) for other in [case, *(c for c in op.all_cases() if not c.large)]]
+    roles = {role for request in requests for role, _ in request.signature.roles}
+    known = [request.traits[name] for request in requests if request.traits.get(name) is not None]
+    if name in roles and (not known or _dtype(text) is not None):
         dtype = _dtype(text)
-        if dtype is None:
-            unknown("dtype", text, _DTYPES)
-        roles[name] = dataclasses.replace(roles[name], storage_dtype=dtype)
-        return dataclasses.replace(request, signature=FormatSignature(tuple(roles.items())))
-    if name not in request.traits:
-        unknown(f"trait or operand of {request.operator}", name, [*request.traits, *roles])
-    value = _value(text)
-    if isinstance(request.traits[name], bool) != isinstance(value, bool) and None not in (request.traits[name], value):
-        fail(f"{name} is {'a flag, true or false' if isinstance(request.traits[name], bool) else 'not a flag'}; got {text!r}")
-    return dataclasses.replace(request, traits={**request.traits, name: value})
+        return (name, dtype) if dtype is not None else unknown("dtype", text, _DTYPES)
+    if not known:
+        traits = dict.fromkeys(trait for request in requests for trait in request.traits)
+        unknown(f"trait or operand of {op}", name, [*traits, *sorted(roles)])
+    value, like = _value(text), known[0]
+    if isinstance(like, bool) != isinstance(value, bool):
+        fail(f"{name} is {'a flag, true or false' if isinstance(like, bool) else 'not a flag'}; got {text!r}")
+    if isinstance(like, (int, float)) and not isinstance(value, (int, float)):
+        fail(f"{name} is a number; got {text!r}")
+    if isinstance(like, str):
+        value = text
+        seen = dict.fromkeys(str(other) for other in known)
+        if value not in seen:
+            unknown(f"value of {name}", text, seen)
+    return name, value
 
 
 _DTYPES = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from tokenspeed_kernel.workbench.cli.find import find_device, find_kernels, find_runs, made_with
-from tokenspeed_kernel.workbench.cli.options import Captured, CaseNames, Device, Large, Plugin, Solution, Target
+from tokenspeed_kernel.workbench.cli.options import Captured, CaseNames, Device, Large, Plugin, Solution, Targets
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, progress
 from tokenspeed_kernel.workbench.numerics.compare import Comparison
 from tokenspeed_kernel.workbench.numerics.conformance import CHECKS, Finding, Options, conform, junit
@@ -44,7 +44,7 @@ _MOST_SHRUNK = 3
 
 
 def verify(
-    target: Target = None,
+    targets: Targets = None,
     case: CaseNames = None,
     large: Large = False,
     captured: Captured = None,
@@ -61,10 +61,11 @@ def verify(
 ) -> None:
     """Run kernels against their operators' references. Exit code 1 if any is wrong.
 
-    With --plugin or --conformance also the checks of what they declare: edges of traits, out=, inputs, waiting, bounds and more.
+    With --plugin or --conformance all checks of the conformance kit: edges of traits, out=, inputs, waiting, bounds and more.
     """
     where = find_device(device)
-    specs = made_with(solution, find_kernels(target, plugin))
+    found = (spec for target in targets or (None,) for spec in find_kernels(target, plugin))
+    specs = made_with(solution, list(dict.fromkeys(found)))
     runs = find_runs(specs, case or (), large, captured)
     checks = plugin is not None if conformance is None else conformance
     if checks:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,9 +17,9 @@ from tokenspeed_kernel.workbench.numerics.places import describe_places, relatio
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, Tolerance, tolerance_for
 from tokenspeed_kernel_base.checks import describe
 
-# Elements compared at a time: the comparison is made in float64, and a cache may have 10^9 elements.
+# Elements compared at a time, in float64; a cache may have 10^9 elements.
 _CHUNK = 1 << 24
-# A norm says something of many elements; of a few it says what the elements say.
+# With fewer elements the norm says nothing that the elements do not say.
 _FEWEST_FOR_NORM = 64
 # The worst elements that are shown.
 _SHOWN = 5
@@ -35,9 +37,6 @@ class Element:
 
     def __str__(self) -> str:
         return f"{list(self.index)}: got {self.got:.9g}, expected {self.expected:.9g}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"index": list(self.index), "got": _json_number(self.got), "expected": _json_number(self.expected)}
 
 
 @dataclass(frozen=True)
@@ -79,59 +78,64 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values. Numbers that JSON does not have become text."""
-        return {
-            "name": self.name,
-            "passed": self.passed,
-            "fault": self.fault,
-            "max_abs_error": _json_number(self.max_abs_error),
-            "relative_error": _json_number(self.relative_error),
-            "beyond": self.beyond,
-            "cosine": self.cosine,
-            "ulps": dict(self.ulps),
-            "worst": self.worst and self.worst.to_dict(),
-            "several": [element.to_dict() for element in self.several],
-            "places": self.places,
-            "relation": self.relation,
-            "tolerance": {
-                "relative": self.tolerance.relative,
-                "absolute": self.tolerance.absolute,
-                "norm": self.tolerance.norm,
-                "reason": self.tolerance.reason,
-            },
-        }
+        return {**plain_fields(self), "passed": self.passed, "ulps": dict(self.ulps)}
 
 
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+def plain_fields(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass as values that JSON has, by name."""
+    return {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
 
 
-def compare(got: Any, expected: Any, tolerance: Tolerance | Callable[[torch.dtype], Tolerance] = tolerance_for) -> list[Comparison]:
+def _plain(value: Any) -> Any:
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value):
+        return plain_fields(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(member) for member in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def compare(
+    got: Any,
+    expected: Any,
+    tolerance: Tolerance | Callable[[torch.dtype], Tolerance] = tolerance_for,
+    written: Mapping[str, tuple[Any, Tensor]] = MappingProxyType({}),
+) -> list[Comparison]:
     """Compares two results of an operator, each None, a tensor or a tuple of tensors.
 
     Args:
         got: what is in question; anything at all.
         expected: what it should be.
         tolerance: for all outputs, or a function from an output's dtype.
+        written: tensors that the call wrote to, by name, each with what it should be.
 
     Returns:
-        One comparison an output; a single one, which failed, if the results are not alike in kind and number.
+        One comparison an output, or a single one, which failed, if the results are not alike in kind and number; then one for each
+        tensor that was written to.
 
     Example:
         >>> import torch
         >>> print(compare(torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]))[0].fault)
         1 of 2 elements beyond tolerance, worst at [1]: got 5, expected 2
     """
+
+    def one(name: str, value: Any, wanted: Tensor) -> Comparison:
+        return compare_tensors(name, value, wanted, tolerance if isinstance(tolerance, Tolerance) else tolerance(wanted.dtype))
+
+    others = [one(name, value, should_be) for name, (value, should_be) in written.items()]
     given, wanted = _outputs(got), _outputs(expected)
     assert wanted is not None, f"a reference gives None, a tensor or a tuple of tensors, not {describe(expected)}"
     if given is None or len(given) != len(wanted):
         kind = f"a {type(got).__name__}" if given is None else _count(len(given))
         fault = f"the result is {kind}, expected {_count(len(wanted))}"
-        return [Comparison("result", fault, math.inf, math.inf, 1.0, None, EXACT)]
+        return [Comparison("result", fault, math.inf, math.inf, 1.0, None, EXACT), *others]
     names = ["output"] if len(wanted) == 1 else [f"output {i}" for i in range(len(wanted))]
-    return [
-        compare_tensors(name, g, w, tolerance if isinstance(tolerance, Tolerance) else tolerance(w.dtype))
-        for name, g, w in zip(names, given, wanted, strict=True)
-    ]
+    return [*map(one, names, given, wanted), *others]
 
 
 def _outputs(result: Any) -> tuple[Any, ...] | None:
@@ -195,8 +199,8 @@ class _Measured:
     """Sums over the chunks."""
 
     beyond: int = 0
-    strange: int = 0  # NaN or infinity on one side only
-    nan: int = 0  # of these, NaN in what is in question
+    strange: int = 0  # NaN or infinite in one of the two only
+    nan: int = 0  # of these, NaN in the result
     max_error: float = 0.0
     error_squares: float = 0.0
     expected_squares: float = 0.0
@@ -204,7 +208,7 @@ class _Measured:
     paired_squares: float = 0.0
     products: float = 0.0
     worst: list[tuple[float, int]] = field(default_factory=list)  # by score, with places, the worst first
-    masks: list[tuple[int, Tensor]] = field(default_factory=list)  # what is beyond the tolerance, of chunks where anything is
+    masks: list[tuple[int, Tensor]] = field(default_factory=list)  # elements beyond the tolerance, by chunk
     buckets: list[int] = field(default_factory=list)
 
     def cosine(self) -> float:
@@ -270,9 +274,9 @@ def _measure(got: Tensor, expected: Tensor, tolerance: Tolerance) -> _Measured:
 
 
 def _size(wide: Tensor, rms: float, row: int) -> Tensor | float:
-    """How large elements are in general: as in the tensor as a whole, or in their own row, if that is more. Rows may differ a lot,
-    as where the first tokens of a sequence attend to few others, and roundings are as large as what is rounded."""
-    if wide.numel() % row:  # a chunk of a row that is too long for one: it decides the tensor's size anyway
+    """The size that an absolute error is measured by: the rms of the tensor or of the element's row, if that is larger. Rows may
+    differ a lot (the first tokens of a sequence attend to few others), and rounding errors are relative to what is rounded."""
+    if wide.numel() % row:  # a part of a row that is longer than a chunk
         return rms
     of_rows = wide.where(wide.isfinite(), 0.0).view(-1, row).square().mean(-1, keepdim=True).sqrt()
     return of_rows.clamp(min=rms).expand(-1, row).reshape(-1)
@@ -287,8 +291,8 @@ def _chunks(got: Tensor, expected: Tensor) -> Iterator[tuple[int, Tensor, Tensor
 
 
 def _count_ulps(got: Tensor, expected: Tensor, differing: Tensor, strange: Tensor) -> list[int]:
-    """Elements by how many units in the last place they are apart; the last two: farther than all buckets, and ``strange``, not
-    finite in one of the two. ``differing``: those that are finite and not alike."""
+    """How many elements are how many units in the last place apart. The last two counts: farther apart than every bucket, and
+    ``strange``, finite in one of the two only. ``differing``: a mask of elements that are finite and differ."""
     if not got.is_floating_point():
         return [0] * (len(_BUCKETS) + 2)
     left, right = _ordered(got[differing]), _ordered(expected[differing])

@@ -1,7 +1,6 @@
-"""Smaller calls out of a given one: its first items, or less of a size that its tensors share.
+"""Smaller calls made from a given one: its first items, or less of a size that its tensors share.
 
-Which axes share a size is read off the operator's ``check``: a tensor that it checks against ``"tokens heads head_dim"`` has those
-axes. Nothing here knows an operator.
+The operator's ``check`` says which axes share a size: a tensor that it checks against ``"tokens heads head_dim"`` has those axes.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.parameters import Kind, tensor_arguments
 
-_ROWS = "..."  # what stands for the leading axes of tensors that may have any number of them
+_ROWS = "..."  # in a check, any number of leading axes
 
 
 class _Reader(Checker):
-    """Notes which sizes the axes of an argument are checked against."""
+    """Records the names of the axes that arguments are checked against."""
 
     def __init__(self, operator: str) -> None:
         super().__init__(operator)
@@ -156,7 +155,7 @@ def _cut(op: Operator[Any, Any], arguments: dict[str, Any], sizes: dict[str, int
 
 
 class Narrowed:
-    """What draws a case's arguments, narrowed one size after another; ``items`` is not a size but the items of the batch."""
+    """Draws a case's arguments and narrows them, one size after another; ``items`` stands for the items of the batch."""
 
     def __init__(self, op: Operator[Any, Any], base: Any, steps: Sequence[tuple[str, int]]) -> None:
         self.op, self.base, self.steps = op, base, tuple(steps)

@@ -1,7 +1,7 @@
-"""Where in a tensor the faulty elements lie, and what the whole of a wrong result looks like.
+"""Where in a tensor the faulty elements lie, and how a wrong result as a whole is related to the right one.
 
-A kernel works in tiles, and its faults have the tiles' shape: rows from 64 on, every second column, the last of 3 heads. What is
-said here is read off the faulty elements alone; no kernel need declare its tiles.
+A kernel works in tiles, and its faults often have a tile's shape: rows from 64 on, every second column, the last of 3 heads. All of
+it is derived from the faulty elements; kernels declare no tiles.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _axis(indices: list[int], size: int) -> tuple[str, int, int]:
 
 
 def relation(got: Tensor, expected: Tensor) -> str:
-    """What a wrong result is to the right one as a whole, if it is anything plain; else empty.
+    """How a wrong result as a whole is related to the right one (a factor, an offset), in words; empty if in no simple way.
 
     Example:
         >>> import torch

@@ -1,13 +1,12 @@
 """The smallest call with the same fault.
 
-A case that a `Recipe` makes of numbers is varied through them: shorter lists of lengths, smaller sizes, options left out. Any
-other is narrowed (`tokenspeed_kernel.workbench.numerics.narrow`). Whatever the operator refuses is passed over, so
-nothing here need know which values go together.
+A case that a `Recipe` makes of numbers is varied through them: shorter lists of lengths, smaller sizes, options left out. Any other
+is narrowed (`tokenspeed_kernel.workbench.numerics.narrow`). Calls that the operator refuses are skipped, so nothing here needs to
+know which values go together.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections.abc import Iterator
@@ -17,13 +16,14 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel.workbench.numerics.narrow import Narrowed, axes_of, count_items, narrowed
+from tokenspeed_kernel.workbench.numerics.recipes import values_of
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, default_device, verify_case
 from tokenspeed_kernel_base.cases import DEFAULT, Case, Recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.registry import KernelSpec
 
-# Of a list this many elements are tried one by one; the halves of longer ones come first.
+# How many elements of a list are tried one by one. Halves of longer lists are tried first.
 _MOST_ELEMENTS = 12
 
 
@@ -44,6 +44,11 @@ class Shrunk:
     tried: int
     exhausted: bool
     reproducer: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values, for JSON."""
+        told = {"tried": self.tried, "exhausted": self.exhausted, "reproducer": self.reproducer}
+        return {"case": str(self.case.make), "reason": self.result.reason, **told}
 
 
 def shrink(
@@ -160,7 +165,7 @@ def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
 
     ``options``: parameters of the operator. A number of such a name is a setting and may be 0; others are sizes, and at least 1.
     """
-    values = {**_defaults(recipe), **recipe.values}
+    values = values_of(recipe)
     lists = {name: list(v) for name, v in values.items() if isinstance(v, (list, tuple)) and v and all(type(x) is int for x in v)}
     numbers = {name: v for name, v in values.items() if type(v) is int}
 
@@ -201,14 +206,8 @@ def _simpler(recipe: Recipe, options: frozenset[str]) -> Iterator[Recipe]:
             yield vary(changes)
 
 
-def _defaults(recipe: Recipe) -> dict[str, Any]:
-    """The sizes that a recipe leaves at their defaults."""
-    parameters = inspect.signature(recipe.maker).parameters
-    return {name: p.default for name, p in parameters.items() if type(p.default) is int}
-
-
 def _two_at_once(numbers: dict[str, int], lists: dict[str, list[int]]) -> Iterator[dict[str, Any]]:
-    """Numbers that have to divide each other, or to be alike, shrink together, as do a length and what is counted off it."""
+    """Two values smaller at once: numbers that must divide or equal each other, a length and a number of its elements."""
     for (one, a), (other, b) in itertools.combinations(numbers.items(), 2):
         for pair in ((1, 1), (a // 2, b // 2), (a - 1, b - 1)):
             if pair[0] < a and pair[1] < b:

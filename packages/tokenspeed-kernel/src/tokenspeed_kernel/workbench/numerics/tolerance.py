@@ -4,8 +4,8 @@ A tolerance has three numbers. An element may differ by ``relative`` times its o
 mean square of the whole tensor: where large terms cancel, the error is of the terms' size, not of the sum's. Errors that are
 each small may still all lean one way; ``norm`` bounds the whole difference, as a relative Frobenius norm.
 
-The reference rounds once, at the end. Kernels are granted the roundings that their hardware's matrix units force on them, and
-no more: sums in another order, intermediates in the operands' format.
+The reference rounds once, at the end. Kernels may differ by what matrix units make necessary, and by no more: sums in another
+order, and intermediates rounded to the operands' format.
 """
 
 from __future__ import annotations

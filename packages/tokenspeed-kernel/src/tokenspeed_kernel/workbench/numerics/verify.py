@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.numerics.compare import Comparison, compare, compare_tensors, same_bits
+from tokenspeed_kernel.workbench.numerics.compare import Comparison, compare, compare_tensors, plain_fields, same_bits
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, Tolerance, tolerance_for
 from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.cases import Case
@@ -40,7 +40,7 @@ class Status(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong: ``kind`` says of which sort it is, the same for the same fault on other inputs."""
+    """One thing that is wrong. ``kind`` is the same for the same fault on other inputs; ``text`` has the details."""
 
     kind: str
     text: str
@@ -86,17 +86,7 @@ class CaseResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
-        return {
-            "kernel": self.kernel,
-            "operator": self.operator,
-            "case": self.case,
-            "status": self.status.value,
-            "reason": self.reason,
-            "faults": [{"kind": fault.kind, "text": fault.text} for fault in self.faults],
-            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
-            "traits": dict(self.traits),
-            "traceback": self.traceback,
-        }
+        return plain_fields(self)
 
 
 def default_device() -> torch.device:
@@ -183,7 +173,7 @@ def verify_case(
 
             doing = "running the reference"
             expected = op.reference(*arguments.values())
-            written = _written(op, arguments)
+            written = written_to(op, arguments)
             del arguments  # they may be large
 
             doing = "running the kernel"
@@ -203,7 +193,7 @@ def verify_case(
 
 
 def _faults_of(comparisons: Iterable[Comparison]) -> Iterator[Fault]:
-    """What is wrong with values; what is wrong with ``out=`` in the same way as without is said once."""
+    """The faults of values. A fault that results have with and without ``out=`` is named once."""
     said = set()
     for comparison in comparisons:
         if comparison.fault and comparison.fault not in said:
@@ -224,7 +214,7 @@ def run_kernel(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, An
 def refusal(op: Operator[Any, Any], spec: KernelSpec, arguments: dict[str, Any]) -> tuple[str, str] | None:
     """The gate at which a kernel refuses a case's (complete) arguments, and why; None if it takes them.
 
-    What the arguments are once they are prepared for the kernel is not looked at: preparing those that it refuses may fail.
+    Looks at the arguments before they are prepared for the kernel, because preparing arguments that it refuses may fail.
     """
     request = op.request(arguments)
     plain = replace(request, fixed_traits=frozenset(request.traits) - op.fixed_traits)
@@ -235,7 +225,7 @@ def _build(op: Operator[Any, Any], case: Case, device: torch.device, seed: int) 
     return op.complete(case.build(device, seed))
 
 
-def _written(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, Tensor]:
+def written_to(op: Operator[Any, Any], arguments: dict[str, Any]) -> dict[str, Tensor]:
     """The arguments that the operator declares as written to."""
     return {name: t for name, t in tensor_arguments(op.parameters, arguments) if name.partition(".")[0] in op.mutates}
 
@@ -270,9 +260,8 @@ class _Trial:
 
     def run(self) -> None:
         got = self._call(self.arguments)
-        self.comparisons = compare(got, self.expected, self.tolerance)
-        self._compare_written(self.arguments)
-        outputs = [t for t in lowering.as_list(got) if isinstance(t, Tensor)] if isinstance(got, (Tensor, tuple)) else []
+        self.comparisons = compare(got, self.expected, self.tolerance, self._beside(self.arguments, self.written))
+        outputs = _tensors(got)
         self._check_memory(outputs)
 
         fresh = self.build()
@@ -287,14 +276,12 @@ class _Trial:
             self._check_out(fresh, outputs if comparable else None)
 
     def _check_bits(self, runs: int, outputs: list[Tensor], tagged: bool) -> None:
-        """Runs again, on the same values. The outcome of the first run lies in ``outputs`` and in the first arguments."""
-        first = _written(self.op, self.arguments)
+        """Runs again on the same values and compares with the first run, whose results are ``outputs`` and the first arguments."""
+        first = written_to(self.op, self.arguments)
         for run in range(2, runs + 1):
             arguments = self.build()
             got = self._call(arguments)
-            again = [t for t in lowering.as_list(got) if isinstance(t, Tensor)] if isinstance(got, (Tensor, tuple)) else []
-            compared = compare(tuple(again), tuple(outputs), EXACT)
-            compared += [compare_tensors(n, t, first[n], EXACT) for n, t in _written(self.op, arguments).items()]
+            compared = compare(tuple(_tensors(got)), tuple(outputs), EXACT, self._beside(arguments, first))
             differing = next((c for c in compared if c.fault), None)
             if differing is not None:
                 said = "is tagged determinism, but gives" if tagged else "gives"
@@ -303,13 +290,12 @@ class _Trial:
                 )
                 return
 
+    def _beside(self, arguments: dict[str, Any], wanted: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """What was written to, each beside what it should be."""
+        return {name: (tensor, wanted[name]) for name, tensor in written_to(self.op, arguments).items()}
+
     def _call(self, arguments: dict[str, Any]) -> Any:
         return run_kernel(self.op, self.spec, arguments)
-
-    def _compare_written(self, arguments: dict[str, Any]) -> None:
-        for name, tensor in _written(self.op, arguments).items():
-            wanted = self.written[name]
-            self.comparisons.append(compare_tensors(name, tensor, wanted, self.tolerance(wanted.dtype)))
 
     def _check_memory(self, outputs: list[Tensor]) -> None:
         """Outputs must be memory of their own: a custom operator of PyTorch may not return a view of what it was given."""
@@ -345,6 +331,10 @@ class _Trial:
                     self.faults.append(Fault("determinism", said))
 
 
+def _tensors(result: Any) -> list[Tensor]:
+    return [t for t in lowering.as_list(result) if isinstance(t, Tensor)] if isinstance(result, (Tensor, tuple)) else []
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -354,7 +344,7 @@ def _same_memory(left: Tensor, right: Tensor) -> bool:
 
 
 def _garbage(like: Tensor) -> Tensor:
-    """A tensor to be written to, full of values that no kernel would give: NaN or beyond 10^38, 2^30 and more."""
+    """A tensor to be written to, full of values that no kernel computes: NaN, more than 10^38, or at least 2^30."""
     made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     if like.dtype == torch.bool:
         return made.fill_(True)

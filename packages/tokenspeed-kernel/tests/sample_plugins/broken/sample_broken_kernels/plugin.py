@@ -2,7 +2,7 @@
 
 import sys
 
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 
 NOT_CALLABLE = 42
 
@@ -43,7 +43,7 @@ def name_clash() -> None:
 
 
 def equal_priority() -> None:
-    register_kernel("norm", "rmsnorm", name="zz_equal_rmsnorm", solution="equal", signatures=None, priority=Priority.PLUGIN)(
+    register_kernel("norm", "rmsnorm", name="zz_equal_rmsnorm", solution="equal", signatures=None, priority=16)(
         _rmsnorm
     )
 
@@ -54,3 +54,7 @@ def half() -> None:
         _silu_and_mul
     )
     raise RuntimeError("after two of three")
+
+
+def misspelt() -> None:
+    register_kernel("norm", "rmsnrm", solution="misspelt", signatures=None)(_rmsnorm)

@@ -1,10 +1,10 @@
 """What the core imports: declarations, no kernels."""
 
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 
 
 def register() -> None:
     register_kernel(
-        "norm", "rmsnorm", solution="sample", signatures=None, traits={"residual": any}, priority=Priority.PLUGIN, tags={"latency"}
+        "norm", "rmsnorm", solution="sample", signatures=None, traits={"residual": any}, priority=16, tags={"latency"}
     )("sample_kernels.kernels:rmsnorm")
     register_kernel("gemm", "mm", solution="sample", signatures=None, priority=1)("sample_kernels.kernels:mm")

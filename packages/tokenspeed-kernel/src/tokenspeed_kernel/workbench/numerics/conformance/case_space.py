@@ -1,23 +1,22 @@
 """Cases at the edges of what a kernel declares, and empty ones.
 
-They are made by changing the operator's own small cases, through the values that a `Recipe` was made from. Which value gives a
-trait the value that is wanted is found by trial: traits are a function of the arguments, which the operator evaluates.
+They are made by changing the operator's own small cases, see `tokenspeed_kernel.workbench.numerics.recipes`.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tokenspeed_kernel.workbench.numerics.narrow import narrowed
+from tokenspeed_kernel.workbench.numerics.recipes import changes_towards, growth, same_value
 from tokenspeed_kernel.workbench.numerics.verify import refusal
-from tokenspeed_kernel_base.cases import DEFAULT, Case, Recipe
+from tokenspeed_kernel_base.cases import Case, Recipe
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.registry import KernelSpec
@@ -136,7 +135,7 @@ class CaseSpace:
         """
 
         def fits(known: Known | None) -> bool:
-            if known is None or trait not in known.traits or not _same(known.traits[trait], value):
+            if known is None or trait not in known.traits or not same_value(known.traits[trait], value):
                 return False
             gap = self.gap(known.case)
             return gap is None if taken else gap is not None and gap[0] == "traits"
@@ -157,7 +156,8 @@ class CaseSpace:
         recipe = known.case.make
         assert isinstance(recipe, Recipe)
         # A case has to be drawn to know its size, so changes that may make it enormous are left out beforehand.
-        changes = [(change, _growth(recipe, change)) for change in self._changes(known, trait, value)]
+        found = changes_towards(self.op, recipe, known.traits.get(trait), trait, value)
+        changes = [(change, growth(recipe, change)) for change in found]
         room = _MOST_ELEMENTS / known.elements
         for change, by in changes:
             if by <= room:
@@ -166,98 +166,12 @@ class CaseSpace:
             if not one.keys() & other.keys() and by * by_too <= room:
                 yield replace(known.case, make=recipe.vary(**one, **other), large=False)
 
-    def _changes(self, known: Known, trait: str, value: Any) -> Iterator[dict[str, Any]]:
-        """Changes of a recipe that may give the trait its value: sizes set or scaled to it, and options that other cases give."""
-        recipe = known.case.make
-        assert isinstance(recipe, Recipe)
-        parameters = inspect.signature(recipe.maker).parameters
-        spread = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        values = {**{n: p.default for n, p in parameters.items() if p.default is not p.empty}, **recipe.values}
-        for name, given in recipe.values.items():
-            if name not in parameters or parameters[name].default is not inspect.Parameter.empty:
-                yield {name: DEFAULT}
-            if isinstance(given, torch.dtype):  # options that are dtypes often have to be the operands'
-                yield from ({option: given} for option in self._dtyped(parameters, spread) if option != name)
-        if trait in parameters or (spread and trait in self.op.names):
-            yield {trait: value}
-        if type(value) is int:
-            current = known.traits.get(trait)
-            for name, number in values.items():
-                wanted = {value}
-                if type(current) is int and current:
-                    sizes = number if isinstance(number, (tuple, list)) else [number]
-                    wanted |= {size * value // current for size in sizes if type(size) is int and size * value % current == 0}
-                if type(number) is int or (number is None and name in parameters):
-                    yield from ({name: n} for n in sorted(wanted))
-                elif isinstance(number, (tuple, list)) and number and all(type(n) is int for n in number):
-                    for i, n in itertools.product(reversed(range(len(number))), sorted(wanted)):
-                        yield {name: type(number)([*number[:i], n, *number[i + 1 :]])}
-        for name, flag in values.items():
-            if isinstance(flag, bool):
-                yield {name: not flag}
-        yield from self._seen(recipe, set(parameters), spread)
-
-    def _dtyped(self, parameters: Mapping[str, Any], spread: bool) -> set[str]:
-        """Options that other cases give as a dtype."""
-        options: set[str] = set()
-        for case in self.op.all_cases():
-            if isinstance(case.make, Recipe):
-                options |= {n for n, v in case.make.values.items() if isinstance(v, torch.dtype) and n in self.op.names}
-        return {name for name in options if spread or name in parameters}
-
-    def _seen(self, recipe: Recipe, parameters: set[str], spread: bool) -> Iterator[dict[str, Any]]:
-        """Options that the operator's other cases give, each value once."""
-        seen: dict[str, list[Any]] = {}
-        for case in self.op.all_cases():
-            other = case.make
-            if isinstance(other, Recipe):
-                for name, value in other.values.items():
-                    option = name in parameters or (spread and name in self.op.names)
-                    if (
-                        option
-                        and type(value) is not int
-                        and not isinstance(value, (list, Recipe))
-                        and value != recipe.values.get(name)
-                    ):
-                        values = seen.setdefault(name, [])
-                        if all(type(value) is not type(v) or value != v for v in values):
-                            values.append(value)
-                    elif name in self.op.names and type(value) is int and value not in seen.setdefault(name, []):
-                        seen[name].append(value)
-        for name, values in seen.items():
-            yield from ({name: value} for value in values)
-
-
-def _growth(recipe: Recipe, change: dict[str, Any]) -> float:
-    """An upper bound of the factor by which a change multiplies the elements of a case."""
-    defaults = {name: p.default for name, p in inspect.signature(recipe.maker).parameters.items()}
-    grown = 1.0
-    for name, value in change.items():
-        before = recipe.values.get(name, defaults.get(name))
-        for now, then in _paired(value, before):
-            grown *= max(now / max(then, 1), 1.0)
-    return grown
-
-
-def _paired(value: Any, before: Any) -> Iterator[tuple[int, int]]:
-    """Sizes with their former values, 1 where there were none."""
-    if isinstance(value, (list, tuple)):
-        then = before if isinstance(before, (list, tuple)) and len(before) == len(value) else [1] * len(value)
-        for one, other in zip(value, then, strict=True):
-            yield from _paired(one, other)
-    elif type(value) is int:
-        yield value, before if type(before) is int else 1
-
 
 def _spread(sorted_by_size: list[Known], most: int) -> list[Known]:
     """A few of many, from the middle down to the smallest: neither trivial nor slow ones first."""
     middle = len(sorted_by_size) // 2
     steps = max((middle + 1) // most, 1)
     return sorted_by_size[middle::-steps][:most] if sorted_by_size else []
-
-
-def _same(left: Any, right: Any) -> bool:
-    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
 
 
 def empty_cases(space: CaseSpace, most: int = 12) -> Iterator[Case]:

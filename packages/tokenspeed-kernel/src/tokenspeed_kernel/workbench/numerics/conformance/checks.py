@@ -187,11 +187,8 @@ def _bounds_faults(space: CaseSpace, case: Case) -> list[str]:
     faults = [fault for guarded in placed if (fault := guarded.fault())]
     tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)
     said = "uses what lies outside of its tensors (with NaN and huge integers around them all)"
-    compared = compare(got, expected, tolerance)
-    for guarded in placed:
-        if guarded.name in op.mutates:
-            after = plain[guarded.name]
-            compared.append(compare_tensors(guarded.name, guarded.tensor, after, tolerance(after.dtype)))
+    written = {guarded.name: (guarded.tensor, plain[guarded.name]) for guarded in placed if guarded.name in op.mutates}
+    compared = compare(got, expected, tolerance, written)
     return faults + [f"{said}: {c.name}: {c.fault}" for c in compared if c.fault]
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.numerics.compare import compare, compare_tensors
+from tokenspeed_kernel.workbench.numerics.compare import compare
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, tolerance_for
+from tokenspeed_kernel.workbench.numerics.verify import written_to
 from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import Operator, get_operator
-from tokenspeed_kernel_base.parameters import Kind, tensor_arguments
+from tokenspeed_kernel_base.parameters import Kind
 from tokenspeed_kernel_base.registry import KernelSpec
 from tokenspeed_kernel_base.selection import gate
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -40,11 +41,6 @@ class Inputs:
         one, other = (op.complete(case.build(device, seed)) for _ in range(2))
         op.check_call(one)
         return cls(op, one, op.prepared(other, spec))
-
-    def written(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
-        """What the operator declares as written to."""
-        tensors = tensor_arguments(self.op.parameters, arguments)
-        return {name: tensor for name, tensor in tensors if name.partition(".")[0] in self.op.mutates}
 
     def plain_tensors(self) -> dict[str, Tensor]:
         """Arguments that are tensors and that the kernel takes unchanged. Tensors in objects are a model's weights: they stay."""
@@ -81,18 +77,12 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [tensor for tensor in lowering.as_list(result) if isinstance(tensor, Tensor)]
-
-
 def _reference(inputs: Inputs) -> tuple[Any, dict[str, Tensor]]:
-    """What comes out, and what is written to. The inputs are as before then."""
-    before = {name: tensor.clone() for name, tensor in inputs.written(inputs.plain).items()}
-    expected = inputs.op.reference(*(inputs.plain[name] for name in inputs.op.names))
-    after = {name: tensor.clone() for name, tensor in inputs.written(inputs.plain).items()}
-    for name, tensor in inputs.written(inputs.plain).items():
-        tensor.copy_(before[name])
-    return expected, after
+    """The reference's results, and what it wrote to copies of the inputs."""
+    op = inputs.op
+    copies = {name: inputs.plain[name].clone() for name in op.mutates if inputs.plain[name] is not None}
+    arguments = {**inputs.plain, **copies}
+    return op.reference(*(arguments[name] for name in op.names)), written_to(op, arguments)
 
 
 def replay_faults(spec: KernelSpec, case: Case, device: torch.device, seed: int = 0) -> list[str]:
@@ -116,17 +106,17 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
     tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)
     arguments = [inputs.prepared[name] for name in op.names]
     call: Callable[..., Any] = op.function.bind(*arguments, override=spec.name)
-    untouched = {name: tensor.clone() for name, tensor in inputs.written(inputs.prepared).items()}
+    untouched = {name: tensor.clone() for name, tensor in written_to(op, inputs.prepared).items()}
 
     def run() -> tuple[Any, dict[str, Tensor]]:
         """An eager run; what is written to is put back."""
         result = call(*arguments)
-        written = {name: tensor.clone() for name, tensor in inputs.written(inputs.prepared).items()}
+        written = {name: tensor.clone() for name, tensor in written_to(op, inputs.prepared).items()}
         put_back()
         return result, written
 
     def put_back() -> None:
-        for name, tensor in inputs.written(inputs.prepared).items():
+        for name, tensor in written_to(op, inputs.prepared).items():
             tensor.copy_(untouched[name])
 
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -145,12 +135,14 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
 
     def replay() -> tuple[Any, dict[str, Tensor]]:
         put_back()
-        for tensor in _tensors(captured):  # so that elements that the replay does not write are found
+        for tensor in filter(
+            torch.is_tensor, lowering.as_list(captured)
+        ):  # so that elements that the replay does not write are found
             if tensor.is_contiguous() and tensor.dim():
                 _bytes(tensor).fill_(0x7F)
         graph.replay()
         torch.cuda.synchronize(device)
-        return captured, inputs.written(inputs.prepared)
+        return captured, written_to(op, inputs.prepared)
 
     faults += _differing(*replay(), eager, eagerly_written, EXACT if deterministic else tolerance, "the replay of the graph")
 
@@ -158,7 +150,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
     put_back()
     inputs.overwrite(values)
     op.check_call(inputs.plain)
-    untouched = {name: tensor.clone() for name, tensor in inputs.written(inputs.prepared).items()}
+    untouched = {name: tensor.clone() for name, tensor in written_to(op, inputs.prepared).items()}
     expected, expected_written = _reference(inputs)
     return faults + _differing(*replay(), expected, expected_written, tolerance, "the replay of the graph on other inputs")
 
@@ -166,9 +158,5 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
 def _differing(
     got: Any, written: dict[str, Tensor], expected: Any, expected_written: dict[str, Tensor], tolerance: Any, what: str
 ) -> list[str]:
-    """Compares results and what was written to; bit for bit if the tolerance is exact."""
-    comparisons = compare(got, expected, tolerance)
-    for name, tensor in written.items():
-        wanted = expected_written[name]
-        comparisons.append(compare_tensors(name, tensor, wanted, tolerance if tolerance is EXACT else tolerance(wanted.dtype)))
-    return [f"{what}: {comparison.name}: {comparison.fault}" for comparison in comparisons if comparison.fault]
+    compared = compare(got, expected, tolerance, {name: (tensor, expected_written[name]) for name, tensor in written.items()})
+    return [f"{what}: {comparison.name}: {comparison.fault}" for comparison in compared if comparison.fault]

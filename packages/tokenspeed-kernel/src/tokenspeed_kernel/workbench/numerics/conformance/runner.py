@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel.plugins import list_plugins, plugin_failures
+from tokenspeed_kernel.workbench.numerics.compare import plain_fields
 from tokenspeed_kernel.workbench.numerics.conformance import checks
 from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpace
 from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
@@ -53,25 +55,10 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values, for JSON."""
-        smallest = None
-        if self.shrunk is not None:
-            smallest = {
-                "case": str(self.shrunk.case.make),
-                "reason": self.shrunk.result.reason,
-                "tried": self.shrunk.tried,
-                "exhausted": self.shrunk.exhausted,
-                "reproducer": self.shrunk.reproducer,
-            }
-        return {
-            "kernel": self.kernel,
-            "operator": self.operator,
-            "check": self.check,
-            "status": self.status.value,
-            "detail": self.detail,
-            "seconds": self.seconds,
-            "smallest": smallest,
-            "results": [result.to_dict() for result in self.results],
-        }
+        smallest = None if self.shrunk is None else self.shrunk.to_dict()
+        told = plain_fields(replace(self, shrunk=None))
+        del told["shrunk"]
+        return {**told, "smallest": smallest}
 
 
 # Checks that read the results of the comparison with the reference, with the faults (by `Fault.check`) that each looks for; and
@@ -144,13 +131,15 @@ def conformance(
 
 def plugin_kernels(plugin: str | None) -> list[KernelSpec]:
     """The kernels of a loaded plugin. Raises LookupError, saying why, if it is not loaded."""
-    for info in list_plugins():
-        if info.name == plugin:
-            return [KernelRegistry.get().get_by_name(name) for name in info.kernel_names]
+    loaded = {info.name: info for info in list_plugins()}
+    if plugin in loaded:
+        return [spec for spec in KernelRegistry.get().list_kernels() if spec.name in loaded[plugin].kernel_names]
     for failure in plugin_failures():
         if failure.name == plugin:
             raise LookupError(f"plugin {plugin} failed to load: {failure.error}")
-    raise LookupError(f"no plugin {plugin!r} is loaded; loaded are: {', '.join(i.name for i in list_plugins()) or 'none'}")
+    near = difflib.get_close_matches(str(plugin), loaded, n=1, cutoff=0.4)
+    others = f"did you mean {near[0]!r}?" if near else f"loaded are: {', '.join(sorted(loaded)) or 'none'}"
+    raise LookupError(f"no plugin {plugin!r} is loaded; {others}")
 
 
 def conform(spec: KernelSpec, device: torch.device, options: Options, cases: Sequence[Case] | None = None) -> list[Finding]:
