@@ -16,9 +16,10 @@ from tokenspeed_kernel_base import lowering, memory
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients, unusual_storage
 from tokenspeed_kernel_base.explanation import Request
-from tokenspeed_kernel_base.parameters import Kind, Parameter, check_types, parse_parameters, tensor_arguments
+from tokenspeed_kernel_base.parameters import Kind, Parameter, check_types, kind_of, parse_parameters, tensor_arguments
 from tokenspeed_kernel_base.platform import platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
+from tokenspeed_kernel_base.resources import same_place
 from tokenspeed_kernel_base.selection import selection_policy
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format
 from tokenspeed_kernel_base.variation import Variation
@@ -216,7 +217,8 @@ class Operator(Generic[P, R]):
 
     def fake_outputs(self, arguments: dict[str, Any]) -> Any:
         """Empty outputs of the right shapes and dtypes, for arguments that may be fake."""
-        return self.run_hook("fake", arguments)
+        unfound = {n: arguments[n].find() for n in self._wanted.get("fake", ()) if isinstance(arguments[n], lowering.Unfound)}
+        return self.run_hook("fake", {**arguments, **unfound} if unfound else arguments)
 
     def outputs_on_meta(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
         """The outputs of a call, described without being allocated."""
@@ -284,6 +286,7 @@ class Operator(Generic[P, R]):
             for name, tensor in tensors[1:]:
                 if tensor.device != device:
                     raise ValueError(f"{self.mode}: {name} must be on {device} like {first}, got {describe(tensor)}")
+            self._check_resources(arguments, first, device)
         refuse_gradients(self.mode, tensors)
         check = Checker(self.mode)
         self.run_hook("check", arguments, check)
@@ -293,6 +296,21 @@ class Operator(Generic[P, R]):
         if values and self.host_values:
             self.check_values(arguments)
         return check
+
+    def _check_resources(self, arguments: Mapping[str, Any], first: str, device: torch.device) -> None:
+        """Raises ValueError where a resource is not for the device that the tensors are on, and TypeError where nothing can be
+        remembered of it."""
+        for parameter in self.parameters:
+            resource = arguments[parameter.name] if parameter.kind is Kind.RESOURCE else None
+            if resource is None:
+                continue
+            if resource.device is not None and not same_place(resource.device, device):
+                what = f"a {type(resource).__name__} for {resource.device}"
+                raise ValueError(f"{self.mode}: {parameter.name} must be for {device}, where {first} is, got {what}")
+            try:
+                hash(resource.key)
+            except TypeError:
+                raise TypeError(f"{self.mode}: the key of {parameter.name} must be hashable, got {kind_of(resource.key)}") from None
 
     def _check_outputs(self, arguments: dict[str, Any]) -> None:
         expected = self.outputs_on_meta(arguments)
