@@ -104,9 +104,7 @@ class Unfound:
         return resources.find(int(self.handle))
 
 
-def gather(
-    parameters: Sequence[Parameter], values: Sequence[Any], find: Callable[[Any], Any] = resources.find
-) -> list[Any]:
+def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callable[[Any], Any] = resources.find) -> list[Any]:
     """The operator's arguments, from those of the custom operator: objects put together again, resources found, hints absent.
 
     Raises:

@@ -190,7 +190,7 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
         identity = Resource in classes
         if identity and kind is Kind.VALUE:
             raise TypeError(f"{where}: {cls.__name__} holds no tensors, so a resource cannot stand in for it")
-        return Parameter(name, kind, classes, optional, default, fields, cls, keeps_identity=identity)
+        return Parameter(name, kind, (cls,), optional, default, fields, cls, keeps_identity=identity)
     if len(classes) == 1 and issubclass(classes[0], Resource):
         return Parameter(name, Kind.RESOURCE, classes, optional, default)
     if any(issubclass(c, Resource) for c in classes):
