@@ -77,7 +77,7 @@ def test_a_package_plans_with_its_own_kernels(moe_package: str) -> None:
     assert function.explain(**own).chosen.name == "expert_doubled"
 
     assert function.plan(**SIZES, device="cpu", solution="plain").kernel == "expert_plain"
-    with pytest.raises(NoKernelFoundError, match="no kernel named reference_moe_apply|expert_plain"):
+    with pytest.raises(NoKernelFoundError, match="reference_moe_apply is wanted by override="):
         function.plan(**SIZES, device="cpu", override="reference_moe_apply")
     with pytest.raises(
         ValueError, match=r"^moe_apply.prepare: plan.kernel must be a kernel of expert_kernels, got 'reference_moe_"

@@ -357,7 +357,7 @@ class Operator(Generic[P, R]):
         return planning.consider_layouts(request_in, specs, self.layout, override)
 
     def prepare(self, given: Any, plan: Any, called: str, package: str | None = None) -> Any:
-        """An object as the plan's kernel wants it, by the ``prepare`` hook. Raises TypeError for what is no plan of this operator."""
+        """An object as the plan's kernel wants it, by the ``prepare`` hook. Raises TypeError for what is no plan of the operator."""
         check = Checker(called)
         if not isinstance(plan, self.plan_class):
             check.fail(

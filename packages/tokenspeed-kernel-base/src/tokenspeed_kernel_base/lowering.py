@@ -2,8 +2,9 @@
 
 Each operator becomes ``torch.ops.tokenspeed_kernel.<mode>``, whose schema is derived from the parameters: objects are spread
 over their attributes, hints are dropped (they repeat what a tensor says), and resources are named by their handles. A custom
-operator that writes to arguments must return a fixed number of tensors, none of which it was given. So an output that the caller provides is declared as mutated, and
-a stand-in is returned in its place, as in the place of an output that the call does not have; `lowered` puts things right.
+operator that writes to arguments must return a fixed number of tensors, none of which it was given. So an output that the caller
+provides is declared as mutated, and a stand-in is returned in its place, as in the place of an output that the call does not have;
+`lowered` puts things right.
 
 Operators have no gradients: with gradients enabled, an argument that requires one is an error here as in an ordinary call.
 """
@@ -132,6 +133,27 @@ def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callabl
     return arguments
 
 
+def spread(name: str, parameters: Sequence[Parameter], arguments: Sequence[Any]) -> list[Any]:
+    """The reverse of `gather`: what the custom operator of that name is given for an operator's arguments.
+
+    Raises:
+        TypeError: an argument is not the resource that it should be.
+    """
+    flat: list[Any] = []
+    for parameter, argument in zip(parameters, arguments, strict=True):
+        if parameter.kind is Kind.HINT:
+            continue
+        if parameter.fields:
+            flat.extend(field.read(argument) for field in parameter.fields)
+            if parameter.keeps_identity:
+                flat.append(argument.handle if isinstance(argument, resources.Resource) else None)
+        elif parameter.kind is Kind.RESOURCE:
+            flat.append(_handle_of(name, parameter, argument))
+        else:
+            flat.append(argument)
+    return flat
+
+
 def _handle_of(name: str, parameter: Parameter, resource: Any) -> int | None:
     """The handle of a resource. Raises TypeError for an object of another class."""
     if resource is None and parameter.optional:
@@ -228,18 +250,7 @@ def define(
 
     def lowered(*values: Any) -> Any:
         *arguments, override, solution = values
-        flat: list[Any] = []
-        for parameter, argument in zip(parameters, arguments, strict=True):
-            if parameter.kind is Kind.HINT:
-                continue
-            if parameter.fields:
-                flat.extend(field.read(argument) for field in parameter.fields)
-                if parameter.keeps_identity:
-                    flat.append(argument.handle if isinstance(argument, resources.Resource) else None)
-            elif parameter.kind is Kind.RESOURCE:
-                flat.append(_handle_of(name, parameter, argument))
-            else:
-                flat.append(argument)
+        flat = spread(name, parameters, arguments)
         made = as_list(custom_op(*flat, override, solution))
         return from_list(merge_outputs([arguments[i] for i in out_positions], made))
 

@@ -37,7 +37,7 @@
     @rmsnorm.plan                    # rarely: see `tokenspeed_kernel_base.planning`; ``rmsnorm.plan(...)`` then makes plans
     def _(check, hidden): return Plan(...)
 
-    @rmsnorm.prepare                 # likewise; ``rmsnorm.prepare(weight, plan)`` then arranges what the plan's kernel wants arranged
+    @rmsnorm.prepare                 # likewise; ``rmsnorm.prepare(weight, plan)`` then arranges it for the plan's kernel
     def _(preparation, weight, plan): return ...
 
 Each hook names the parameters that it wants, or takes all of them as ``**arguments``, and is added in the module of the body. The

@@ -35,9 +35,9 @@ def moe_plan(
 ) -> MoEPlan:
     """Decides, before weights are loaded, which kernel shall serve `moe_apply` and how it wants them arranged.
 
-    It is `moe_apply.plan`. Kernels are compared as a call would compare them, each as if the weights were in the layout that it wants. `moe_apply`
-    chooses again, among the kernels for the layout that was decided on here: as long as nothing was registered or configured in
-    between, it arrives at ``plan.kernel``. To insist on that kernel, call it with ``override=plan.kernel``.
+    It is `moe_apply.plan`. Kernels are compared as a call would compare them, each as if the weights were in the layout that it
+    wants. `moe_apply` chooses again, among the kernels for the layout that was decided on here: as long as nothing was registered
+    or configured in between, it arrives at ``plan.kernel``. To insist on that kernel, call it with ``override=plan.kernel``.
 
     Args:
         num_experts, top_k, hidden_size, intermediate_size, dtype, weight_format, activation_dtype, w13_interleaved, bias,
