@@ -98,8 +98,11 @@ def _() -> list[Case]:
 
 
 @all_reduce.vary
-def _(variation: Variation) -> dict[str, Any]:
-    return {"group": ProcessGroup.of()} if variation.want is Want.CAPTURED else {}
+def _(variation: Variation, x: Tensor) -> dict[str, Any]:
+    if variation.want is not Want.CAPTURED:
+        return {}
+    values = {} if x.is_floating_point() else {"x": variation.draw.integers(-100, 100, *x.shape, dtype=x.dtype)}
+    return {"group": ProcessGroup.of(), **values}
 
 
 @all_reduce.cost
