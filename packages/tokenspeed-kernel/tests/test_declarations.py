@@ -74,8 +74,8 @@ def test_its_reference_runs_anywhere(op: Operator[Any, Any]) -> None:
 
 @each_operator
 def test_a_portable_kernel_serves_it(op: Operator[Any, Any]) -> None:
-    """As the README says: a Triton kernel that needs nothing of a platform but that Triton compiles for it. But for operators in which
-    several processes take part: how these reach one another is the platform's."""
+    """As the README says: a Triton kernel that needs nothing of a platform but that Triton compiles for it. Not so where several
+    processes take part: how these reach one another is the platform's."""
     if any(issubclass(cls, ProcessGroup) for parameter in op.parameters for cls in parameter.types if isinstance(cls, type)):
         pytest.skip("between processes")
     specs = KernelRegistry.get().get_for_operator(op.family, op.mode)

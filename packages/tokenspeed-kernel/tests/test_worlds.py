@@ -13,14 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tokenspeed_kernel.workbench import worlds
+from tokenspeed_kernel.workbench import tuned, worlds
+from tokenspeed_kernel.workbench.benchmark.run import bench_case
 from tokenspeed_kernel.workbench.numerics import CaseResult, Status, verify_case
+from tokenspeed_kernel.workbench.tuning.autotune import autotune
+from tokenspeed_kernel.workbench.tuning.tune import tune_case
 from tokenspeed_kernel.workbench.worlds import WorldError, agreed, current_rank, current_size, gap, run_world
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.comm.all_reduce import all_reduce
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 
 FOLDER = os.path.dirname(__file__)
 
@@ -197,6 +200,47 @@ def test_what_a_world_says_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.status, result.reason) == (Status.FAILED, "rank 1 of 2: output: 1 element is wrong")
 
 
+def test_a_case_for_two_is_timed_by_two() -> None:
+    spec = KernelRegistry.get().get_by_name("reference_all_reduce")
+    case = next(case for case in get_operator("all_reduce").all_cases() if case.world_size == 2 and not case.large)
+    row = bench_case(spec, case, "cpu", budget_s=0.02, rounds=2)
+    assert (row.status, row.reason) == ("measured", "")
+    assert row.timing is not None
+    assert len(row.timing.rounds) == len(row.reference_us) == 2
+    assert row.gb_per_s is not None
+
+
+def test_ranks_measure_nothing_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in get_operator("all_reduce").all_cases() if case.world_size == 2)
+    (outcome,) = tune_case("comm.all_reduce", case, "cpu")
+    assert outcome.reason == "it is for 2 processes, and only calls of one are measured"
+
+    ran: list[int] = []
+    options: dict[str, Any] = {"solution": "testing", "signatures": None, "tunables": {"n": [1, 2]}}
+
+    @register_kernel("comm", "all_reduce", name="a_choice", traits={"world_size": any, "backend": any}, **options)
+    def a_choice(x: torch.Tensor, group: Any, out: Any, *, n: int = 1) -> torch.Tensor:
+        ran.append(n)
+        return x.clone()
+
+    class Two(ProcessGroup):
+        def __init__(self) -> None:
+            super().__init__(None)
+            self.world_size, self.key = 2, (2, "none")
+
+    monkeypatch.setattr(tuned, "record", lambda entry: None)
+    op = get_operator("all_reduce")
+    try:
+        arguments = op.complete({"x": torch.ones(3), "group": Two()})
+        assert autotune(op.request(arguments), arguments, 0.01) == ""
+        assert not ran
+        arguments["group"] = ProcessGroup.of()
+        assert autotune(op.request(arguments), arguments, 0.01) == ""
+        assert ran, "a group of one is measured"
+    finally:
+        KernelRegistry.get().unregister("a_choice")
+
+
 # -- groups ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +259,7 @@ def test_a_group_of_one() -> None:
         all_reduce(x, None)
     with pytest.raises(ValueError, match="all_reduce: out must not overlap x"):
         all_reduce(x.flatten()[:8], group, x.flatten()[4:])
-    with pytest.raises(TypeError, match="all_reduce: x must be a tensor of .*, got bool"):
+    with pytest.raises(TypeError, match=r"all_reduce: x must be a tensor of .*, got bool"):
         all_reduce(x > 0, group)
 
 

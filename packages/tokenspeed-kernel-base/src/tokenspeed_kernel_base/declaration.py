@@ -17,7 +17,15 @@ from tokenspeed_kernel_base import lowering, memory, planning
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients, unusual_storage
 from tokenspeed_kernel_base.explanation import Explanation, NoKernelFoundError, Override, Request
-from tokenspeed_kernel_base.parameters import Kind, Parameter, check_types, kind_of, parse_parameters, tensor_arguments
+from tokenspeed_kernel_base.parameters import (
+    Kind,
+    Parameter,
+    check_types,
+    kind_of,
+    parse_parameters,
+    resource_arguments,
+    tensor_arguments,
+)
 from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
 from tokenspeed_kernel_base.resources import same_place
@@ -335,10 +343,11 @@ class Operator(Generic[P, R]):
         self, plan: Any, platform: PlatformInfo, solution: str | None, override: Override | None, package: str | None
     ) -> Explanation:
         """Which kernel a plan would be for, and why no other: each is asked for the layout that it wants."""
-        assert self.planned is not None
+        planned, trait = self.planned, self.layout
+        assert planned is not None
 
-        def request_in(layout: str | None) -> Request:
-            arguments = {self.planned: plan if layout is None else dataclasses.replace(plan, **{self.layout: layout})}
+        def request_in(layout: str) -> Request:
+            arguments = {planned: plan if trait is None else dataclasses.replace(plan, **{trait: layout})}
             return Request(
                 self.family,
                 self.mode,
@@ -351,13 +360,13 @@ class Operator(Generic[P, R]):
                 package=package,
             )
 
-        if self.layout is None:
-            return consider(request_in(None), override)
+        if trait is None:
+            return consider(request_in(planning.CANONICAL), override)
         specs = KernelRegistry.get().get_for_operator(self.family, self.mode, package)
-        return planning.consider_layouts(request_in, specs, self.layout, override)
+        return planning.consider_layouts(request_in, specs, trait, override)
 
     def prepare(self, given: Any, plan: Any, called: str, package: str | None = None) -> Any:
-        """An object as the plan's kernel wants it, by the ``prepare`` hook. Raises TypeError for what is no plan of the operator."""
+        """An object as the plan's kernel wants it, by the ``prepare`` hook. TypeError for what is no plan of the operator."""
         check = Checker(called)
         if not isinstance(plan, self.plan_class):
             check.fail(
@@ -407,20 +416,17 @@ class Operator(Generic[P, R]):
             self.check_values(arguments)
         return check
 
-    def _check_resources(self, arguments: Mapping[str, Any], first: str, device: torch.device) -> None:
+    def _check_resources(self, arguments: dict[str, Any], first: str, device: torch.device) -> None:
         """Raises ValueError where a resource is not for the device that the tensors are on, and TypeError where nothing can be
         remembered of it."""
-        for parameter in self.parameters:
-            resource = arguments[parameter.name] if parameter.kind is Kind.RESOURCE else None
-            if resource is None:
-                continue
+        for name, resource in resource_arguments(self.parameters, arguments):
             if resource.device is not None and not same_place(resource.device, device):
                 what = f"a {type(resource).__name__} for {resource.device}"
-                raise ValueError(f"{self.mode}: {parameter.name} must be for {device}, where {first} is, got {what}")
+                raise ValueError(f"{self.mode}: {name} must be for {device}, where {first} is, got {what}")
             try:
                 hash(resource.key)
             except TypeError:
-                raise TypeError(f"{self.mode}: the key of {parameter.name} must be hashable, got {kind_of(resource.key)}") from None
+                raise TypeError(f"{self.mode}: the key of {name} must be hashable, got {kind_of(resource.key)}") from None
 
     def _check_outputs(self, arguments: dict[str, Any]) -> None:
         expected = self.outputs_on_meta(arguments)

@@ -40,8 +40,9 @@ _HANDLE = (int,)
 
 
 def leaves(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The parameters of the custom operator: objects spread, hints gone, resources by their handles. An object that may be a
-    resource is spread, and followed by its handle, None if it is none."""
+    """The parameters of the custom operator: objects spread, hints gone, resources by their handles. An object may be a resource,
+    too: its handle follows its attributes, None if it is none, so that a kernel is given the object itself and all that it holds.
+    """
     spread: list[Parameter] = []
     for parameter in parameters:
         if parameter.kind is Kind.HINT:
@@ -50,7 +51,7 @@ def leaves(parameters: Sequence[Parameter]) -> list[Parameter]:
             spread.append(Parameter(parameter.name, Kind.VALUE, _HANDLE, parameter.optional))
             continue
         spread.extend(parameter.fields or (parameter,))
-        if parameter.keeps_identity:
+        if parameter.kind is Kind.OBJECT:
             spread.append(Parameter(f"{parameter.name}.handle", Kind.VALUE, _HANDLE, True))
     return spread
 
@@ -121,7 +122,7 @@ def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callabl
             inner = {field.attribute: next(remaining) for field in parameter.fields}
             tuples = {field.attribute for field in parameter.fields if tuple in field.types}
             made = parameter.cls(**{k: tuple(v) if k in tuples and v is not None else v for k, v in inner.items()})
-            handle = next(remaining) if parameter.keeps_identity else None
+            handle = next(remaining) if parameter.kind is Kind.OBJECT else None
             # While a call is traced, what describes it is all that is wanted of an object.
             arguments.append(made if handle is None or find is Unfound else find(handle))
         elif parameter.kind is Kind.RESOURCE:
@@ -145,7 +146,7 @@ def spread(name: str, parameters: Sequence[Parameter], arguments: Sequence[Any])
             continue
         if parameter.fields:
             flat.extend(field.read(argument) for field in parameter.fields)
-            if parameter.keeps_identity:
+            if parameter.kind is Kind.OBJECT:
                 flat.append(argument.handle if isinstance(argument, resources.Resource) else None)
         elif parameter.kind is Kind.RESOURCE:
             flat.append(_handle_of(name, parameter, argument))

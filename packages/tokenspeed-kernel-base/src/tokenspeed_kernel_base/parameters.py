@@ -27,7 +27,9 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 class Kind(enum.Enum):
     TENSOR = "tensor"
-    OBJECT = "object"  # holds tensors in named attributes; any object with those attributes, but for defaults, will do
+    OBJECT = (
+        "object"  # holds tensors in named attributes; any object with those attributes, but for defaults, will do; a resource too
+    )
     VALUE = "value"  # hashable: number, flag, string, dtype, frozen dataclass of such
     HINT = "hint"  # a host-side copy of what a tensor says: checked, passed on, never decides and never required
     RESOURCE = "resource"  # outlives the call, see `tokenspeed_kernel_base.resources`; described by its class and its key
@@ -46,8 +48,6 @@ class Parameter:
         fields: attributes, of an OBJECT or of a VALUE that is a dataclass.
         cls: the dataclass that ``fields`` are of.
         bound: whether it is an integer that bounds a size: decisions hold for a range of it.
-        keeps_identity: of an OBJECT that may be a resource: a kernel is given the resource itself, also by a custom operator, so
-            that it may have more attributes than are declared. It is described by those that are.
     """
 
     name: str
@@ -58,7 +58,6 @@ class Parameter:
     fields: tuple[Parameter, ...] = ()
     cls: type | None = None
     bound: bool = False
-    keeps_identity: bool = False
 
     @property
     def is_tensor(self) -> bool:
@@ -179,22 +178,18 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
         raise TypeError(f"{where}: cannot handle the annotation {annotation}")
     if classes == (torch.Tensor,):
         return Parameter(name, Kind.TENSOR, classes, optional, default)
-    held = [c for c in classes if dataclasses.is_dataclass(c) and not issubclass(c, Resource)]
-    if len(held) == 1 and set(classes) <= {*held, Resource}:
-        cls: Any = held[0]
+    if len(classes) == 1 and dataclasses.is_dataclass(classes[0]) and not issubclass(classes[0], Resource):
+        cls: Any = classes[0]
         annotations = resolved_annotations(cls)
         fields = tuple(
             _parse(f"{name}.{f.name}", annotations[f.name], _default_of(f), False, where) for f in dataclasses.fields(cls) if f.init
         )
         kind = Kind.OBJECT if any(f.is_tensor for f in fields) else Kind.VALUE
-        identity = Resource in classes
-        if identity and kind is Kind.VALUE:
-            raise TypeError(f"{where}: {cls.__name__} holds no tensors, so a resource cannot stand in for it")
-        return Parameter(name, kind, (cls,), optional, default, fields, cls, keeps_identity=identity)
+        return Parameter(name, kind, classes, optional, default, fields, cls)
     if len(classes) == 1 and issubclass(classes[0], Resource):
         return Parameter(name, Kind.RESOURCE, classes, optional, default)
     if any(issubclass(c, Resource) for c in classes):
-        raise TypeError(f"{where}: a resource stands alone in an annotation, or beside a dataclass that holds tensors")
+        raise TypeError(f"{where}: a resource stands alone in an annotation")
     if torch.Tensor in classes:
         raise TypeError(f"{where}: a tensor or something else cannot be told apart cheaply; declare it a hint or split it")
     return Parameter(name, Kind.VALUE, classes, optional, default)
@@ -241,3 +236,9 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: dict[str, Any])
             if inner is not None:
                 found.append((tensor.name, inner))
     return found
+
+
+def resource_arguments(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> list[tuple[str, Resource]]:
+    """Every resource among the arguments, with its name. What stands in for an object is none."""
+    named = ((p.name, arguments[p.name]) for p in parameters if p.kind is Kind.RESOURCE)
+    return [(name, resource) for name, resource in named if resource is not None]

@@ -3,7 +3,7 @@
 Four steps, of which an operator that needs them declares the first two::
 
     @operator("moe", "moe_apply", planned="plan", layout="weight_layout", fixed_traits=("weight_layout",))
-    def moe_apply(x: Tensor, weights: MoEWeights | Resource, ..., plan: MoEPlan, out: Tensor | None = None) -> Tensor: ...
+    def moe_apply(x: Tensor, weights: MoEWeights, ..., plan: MoEPlan, out: Tensor | None = None) -> Tensor: ...
 
     @moe_apply.plan                  # facts to a plan that names no kernel yet: a frozen dataclass with an attribute ``kernel``
     def _(check, num_experts, top_k): return MoEPlan(num_experts, top_k, kernel=UNDECIDED, weight_layout=CANONICAL)

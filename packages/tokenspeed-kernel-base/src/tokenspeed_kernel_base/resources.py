@@ -35,11 +35,14 @@ class Resource:
             plain attribute, because it is read at every call.
         handle: the number by which custom operators name this resource. Set when the object is made; never used twice.
         device: where the tensors of a call must be; None where any device will do. Without an index, any device of that type.
+        world_size: how many processes take part in a call that is given it. Where it is more than 1, no process may make calls that
+            the others do not make, to measure them, say.
     """
 
     key: Hashable = None
     handle: int
     device: torch.device | None = None
+    world_size: int = 1
 
     def __new__(cls: type[R], *args: Any, **kwargs: Any) -> R:
         self = super().__new__(cls)

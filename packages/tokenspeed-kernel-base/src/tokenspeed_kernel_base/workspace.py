@@ -22,6 +22,9 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.resources import Resource
 
+# What says so of PyTorch itself: a Python function around it would take longer than it does. A PyTorch without CUDA lacks it.
+_CAPTURING: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
+
 # Counters of an arena: of about 1000 captured launches of a decode on a device of 132 multiprocessors.
 ARENA = 1 << 18
 
@@ -42,10 +45,6 @@ class Workspace(Resource):
         self.memory, self.counters = memory, counters
         self.nbytes, self.count = memory.shape[0], counters.shape[0]
         self.memory_at, self.counters_at = memory.data_ptr(), counters.data_ptr()
-
-
-def _never() -> bool:
-    return False
 
 
 def _wait(device: int) -> None:
@@ -75,8 +74,7 @@ class Keeper:
         self,
         arena: int = ARENA,
         *,
-        # The C function itself: a Python function around it would take longer than it does. A PyTorch without CUDA lacks it.
-        capturing: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _never),
+        capturing: Callable[[], Any] = _CAPTURING,
         place: Callable[[int], torch.device] = _place,
         wait: Callable[[int], None] = _wait,
     ) -> None:
@@ -106,12 +104,12 @@ class Keeper:
         return found
 
     def standing(self, device: int, stream: int, nbytes: int) -> Tensor:
-        """uint8, at least ``nbytes``: memory that was zero when it was made, for kernels that want all in one piece, and leave those
-        parts zero that must be.
+        """uint8, at least ``nbytes``: memory that was zero when it was made, for kernels that want all in one piece, and leave
+        those parts zero that must be.
 
-        Calls on a stream have the stream's own. Captured launches have that of the device's first call, because zeroing another would
-        be part of every replay. So no two graphs with such launches may run at once on a device, nor one beside calls on the first
-        call's stream.
+        Calls on a stream have the stream's own. Captured launches have that of the device's first call, because zeroing another
+        would be part of every replay. So no two graphs with such launches may run at once on a device, nor one beside calls on
+        the first call's stream.
 
         Raises:
             RuntimeError: a graph is captured, and there was no call on this device before, or none that wanted as much.

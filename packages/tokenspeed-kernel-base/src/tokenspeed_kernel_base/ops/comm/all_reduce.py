@@ -21,11 +21,11 @@ from tokenspeed_kernel_base.variation import Variation, Want
 def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """The sum of the x of all ranks, on every rank.
 
-    Every rank of the group must call this in the same order, with x of the same shape and dtype. On gloo the reference makes sure of
-    that at the first call of each shape and dtype, within ``group.time_limit_s``.
+    Every rank of the group must call this in the same order, with x of the same shape and dtype. On gloo the reference makes sure
+    of that at the first call of each shape and dtype, within ``group.time_limit_s``.
 
-    float16 and bfloat16 are added in float32 and rounded once. Kernels may round partial sums to x's dtype, too: that is one rounding
-    for each rank. In which order ranks are added is not said, but all ranks get the same bits.
+    float16 and bfloat16 are added in float32 and rounded once. Kernels may round partial sums to x's dtype, too: that is one
+    rounding for each rank. In which order ranks are added is not said, but all ranks get the same bits.
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[...]``. Only written to if it is ``out``.
@@ -36,7 +36,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
         Like x and contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above, or (on gloo, at the first call) another rank calls something else.
+        TypeError, ValueError: an argument is not as stated above, or (on gloo, at the first call) another rank calls something
+            else.
         RuntimeError: on gloo, at the first call: not every rank called in time; or the group was destroyed.
 
     Example:

@@ -18,8 +18,9 @@ ALONE = "none"
 class ProcessGroup(Resource):
     """The processes that take part in a call, as `torch.distributed` knows them. `ProcessGroup.of` makes it.
 
-    Every rank of a group must make the same calls with it, in the same order, with tensors of equal shapes and dtypes. On gloo that is
-    made sure of at the first call of each kind, see `check_agreement`. Elsewhere a difference hangs, or gives wrong numbers.
+    Every rank of a group must make the same calls with it, in the same order, with tensors of equal shapes and dtypes. On gloo that
+    is made sure of at the first call of each kind, see `check_agreement`. Elsewhere a difference hangs, or gives wrong numbers. The
+    ranks must also choose the same kernel: with the same packages, settings and tuned tables they do.
 
     Attributes:
         rank: this process, from 0.
@@ -106,8 +107,8 @@ class ProcessGroup(Resource):
             dist.monitored_barrier(group, timeout=timedelta(seconds=self.time_limit_s), wait_all_ranks=True)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{call}: rank {self.rank} of {self.world_size} waited {self.time_limit_s:g} s for all ranks to make this call for the "
-                f"first time, and not every one did; every rank must make the same calls in the same order ({_first_line(error)})"
+                f"{call}: rank {self.rank} of {self.world_size} waited {self.time_limit_s:g} s for all ranks to make this call for "
+                f"the first time, and not every one did; all must make the same calls in the same order ({_first_line(error)})"
             ) from error
         calls: list[str] = [""] * self.world_size
         dist.all_gather_object(calls, call, group)

@@ -20,7 +20,6 @@ from tokenspeed_kernel_base.ops.quantization.formats import blocks
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_base.planning import CANONICAL, UNDECIDED, Preparation
 from tokenspeed_kernel_base.platform import cpu_platform
-from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -36,7 +35,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 )
 def moe_apply(
     x: Tensor,
-    weights: MoEWeights | Resource,
+    weights: MoEWeights,
     topk_weights: Tensor,
     topk_ids: Tensor,
     plan: MoEPlan,

@@ -219,15 +219,14 @@ def _verify_in_world(spec: KernelSpec, case: Case, device: torch.device, seed: i
         return result(Status.SKIPPED, f"world of {case.world_size}: {gap}")
     try:
         args = spec.name, case.name, device.type, seed, repeat
-        results = worlds.run_world(_verify_as_rank, case.world_size, args, device=device)
+        results: list[CaseResult] = worlds.run_world(_verify_as_rank, case.world_size, args, device=device)
     except worlds.WorldError as error:
         said = f"in a world of {case.world_size}: {str(error).splitlines()[-1]}"
         return result(Status.ERROR, said, traceback=str(error), faults=(Fault("error world", said),))
     for rank, outcome in enumerate(results):
         if outcome.wrong:
             return replace(outcome, reason=f"rank {rank} of {case.world_size}: {outcome.reason}")
-    first: CaseResult = results[0]
-    return first
+    return results[0]
 
 
 def _verify_as_rank(kernel: str, case_name: str, device: str, seed: int, repeat: int | None) -> CaseResult:
