@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -34,6 +35,7 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 from tokenspeed_kernel_base.platform import named_platform, platform_of, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
+from tokenspeed_kernel_base.workspace import Keeper
 from tokenspeed_kernel_nvidia.flashinfer import _memory
 from tokenspeed_kernel_nvidia.flashinfer import package as _package
 
@@ -329,8 +331,6 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with use_platform(replace(named_platform("sm_100"), pretended=False, emulated=True)):
         yield
     _forget_adapters()
-    _memory._workspaces.clear()
-    _memory._counters.clear()
 
 
 def _forget_adapters() -> None:
@@ -585,30 +585,25 @@ def test_nothing_is_read_from_the_device_where_the_host_knows_the_lengths(monkey
     assert [(call["longest"], call["batch_size"]) for call in seen] == [(70, 2)] * 2
 
 
-def test_memory_is_kept() -> None:
-    cpu = torch.device("cpu")
-    try:
-        assert _memory.workspace(cpu) is _memory.workspace(cpu)
-        first = _memory.counters(cpu, 10)
-        assert first is _memory.counters(cpu, 1 << 14)
-        second = _memory.counters(cpu, (1 << 14) + 1)
-        assert second.numel() == 1 << 15
-        assert _memory._counters[cpu][0][0] is first  # a captured graph may refer to it
-    finally:
-        _memory._workspaces.clear()
-        _memory._counters.clear()
-
-
 @pytest.fixture
-def pretended_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def pretended_streams(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the current stream is, and whether it is captured, on a CPU."""
     state: dict[str, Any] = {"stream": 7, "capturing": False}
-    monkeypatch.setattr(_memory, "_stream", lambda device: state["stream"])
-    monkeypatch.setattr(_memory, "capturing", lambda device: state["capturing"])
+    keeper = Keeper(1 << 15, capturing=lambda: state["capturing"], wait=lambda device: None)
+    monkeypatch.setattr(_memory, "_keeper", keeper)
+    monkeypatch.setattr(_memory, "_where", lambda device: (-1, state["stream"]))
     monkeypatch.setattr(_memory, "_WORKSPACE_BYTES", 1 << 10)
-    yield state
-    _memory._workspaces.clear()
-    _memory._counters.clear()
+    return state
+
+
+@pytest.mark.usefixtures("pretended_streams")
+def test_memory_is_kept() -> None:
+    cpu = torch.device("cpu")
+    assert _memory.workspace(cpu) is _memory.workspace(cpu)
+    first = _memory.counters(cpu, 10)
+    assert first.numel() == 1 << 10
+    assert first is _memory.counters(cpu, 1 << 10)
+    assert _memory.counters(cpu, (1 << 10) + 1).numel() == 1 << 11
 
 
 def test_memory_of_a_captured_graph(pretended_streams: dict[str, Any]) -> None:
@@ -616,21 +611,18 @@ def test_memory_of_a_captured_graph(pretended_streams: dict[str, Any]) -> None:
     state["capturing"] = True
     with pytest.raises(RuntimeError, match="once before a graph is captured"):
         _memory.workspace(cpu)
-    assert not _memory._workspaces[cpu]
     own = _memory.counters(cpu, 10)
-    assert not _memory._counters[cpu], "what a graph made is the graph's"
     state["capturing"] = False
     space, small = _memory.workspace(cpu), _memory.counters(cpu, 10)
-    assert small is not own
     state["stream"] = 8
     assert _memory.workspace(cpu) is not space
     large = _memory.counters(cpu, 1 << 15)
     state["capturing"] = True
     assert _memory.workspace(cpu) is space
-    assert _memory.counters(cpu, 10) is small
-    assert _memory.counters(cpu, 1 << 15) is not large, "another stream may work in those"
-    assert _memory.counters(cpu, 1 << 16).numel() == 1 << 16
-    assert {stream: len(kept) for stream, kept in _memory._counters[cpu].items()} == {7: 1, 8: 1}
+    captured = [own, *(_memory.counters(cpu, wanted) for wanted in (10, 10, 1 << 14))]
+    taken = sorted((each.data_ptr(), each.numel()) for each in (small, large, *captured))
+    assert all(at + 4 * count <= after for (at, count), (after, _) in itertools.pairwise(taken)), "each has its own"
+    assert not any(each.any() for each in captured)
 
 
 @pytest.mark.usefixtures("flashinfer")

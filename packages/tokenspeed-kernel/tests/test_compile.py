@@ -136,6 +136,7 @@ def test_opcheck(op: Any) -> None:
         W.main,
         W.bias,
         W.blocks,
+        None,
         1,
         "plain",
         (3,),
@@ -187,8 +188,8 @@ def test_export(op: Any) -> None:
 
 def test_the_schema(op: Any) -> None:
     text = str(getattr(torch.ops.tokenspeed_kernel, op.__name__).default._schema)
-    assert "Tensor(a14!)? out, Tensor(a15!)? total_out, str? override, str? solution) -> (Tensor, Tensor)" in text
-    assert "Tensor weights_main, Tensor? weights_bias, SymInt[] weights_blocks" in text
+    assert "Tensor(a15!)? out, Tensor(a16!)? total_out, str? override, str? solution) -> (Tensor, Tensor)" in text
+    assert "Tensor weights_main, Tensor? weights_bias, SymInt[] weights_blocks, SymInt? weights_handle" in text
     assert "lengths" not in text
     assert schema("f", (), (), 0) == "f(str? override, str? solution) -> ()"
     assert count_outputs(everything) == 2

@@ -319,11 +319,7 @@ def test_its_small_cases_work(op: Operator[Any, Any]) -> None:
 
 def _custom_op_check(op: Operator[Any, Any], case: Case) -> None:
     arguments = complete(op, case)
-    flat: list[Any] = []
-    for parameter in op.parameters:
-        value = arguments[parameter.name]
-        if parameter.kind is not Kind.HINT:
-            flat.extend([f.read(value) for f in parameter.fields] if parameter.fields else [value])
+    flat = lowering.spread(op.mode, op.parameters, [*arguments.values()])
     custom_op = getattr(torch.ops.tokenspeed_kernel, op.mode).default
     tests = ["test_autograd_registration", "test_faketensor"]
     eager = {n: v.clone() if n in op.mutates and v is not None else v for n, v in arguments.items()}

@@ -8,7 +8,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import CapabilityRequirement, named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 from tokenspeed_kernel_base.selection import Request
-from tokenspeed_kernel_base.signature import FormatSignature, ScaleFormat, TensorFormat, dense_tensor_format
+from tokenspeed_kernel_base.signature import FormatSignature, ScaleFormat, TensorFormat, dense_tensor_format, format_signature
 
 LOOSE = Tolerance(0.01, 0.0, 1.0, "a hundredth of each value")
 NAN, INF = math.nan, math.inf
@@ -757,26 +757,33 @@ def test_a_case_that_is_not_reproducible_is_blamed_itself(declare: Declare) -> N
     assert result.reason == "the case does not draw the same x twice"
 
 
+@dataclass(frozen=True)
+class Plan:
+    kernel: str
+    layout: str
+
+
 def test_kernels_get_the_arguments_that_were_prepared_for_them(declare: Declare) -> None:
     """The kernel wants its operand transposed; the reference does not."""
 
-    def body(x: Tensor, turned: bool = False, out: Tensor | None = None) -> Tensor:
+    def body(x: Tensor, plan: Plan, out: Tensor | None = None) -> Tensor:
         return x.sum(1)
 
-    function = declare(body, formats=("x",), fixed_traits=("turned",), reference_traits={"turned": False})
-    function.traits(lambda turned: {"turned": turned})
-    function.fake(lambda x, turned: x.new_empty(x.shape[1 if turned else 0]))
-    function.cases(lambda: [Case("one", lambda draw: {"x": draw.normal(2, 3)})])
+    options = {"planned": "plan", "layout": "layout", "fixed_traits": ("layout",), "reference_traits": {"layout": "canonical"}}
+    function = declare(body, **options)
+    function.traits(lambda plan: {"layout": plan.layout})
+    function.formats(lambda plan: format_signature())
+    function.fake(lambda x, plan: x.new_empty(x.shape[1 if plan.layout == "turned" else 0]))
+    function.cases(lambda: [Case("one", lambda draw: {"x": draw.normal(2, 3), "plan": Plan("undecided", "canonical")})])
+    function.plan(lambda check: Plan("undecided", "canonical"))
+    function.prepare(lambda preparation, x, plan: preparation.preprocess("x", x, plan, plan.layout))
 
-    @function.prepare
-    def _(spec: KernelSpec, x: Tensor) -> dict[str, Any]:
-        return {"x": x.t().contiguous(), "turned": True} if spec.solution == "tried" else {}
-
-    def turned(x: Tensor, turned: bool, out: Tensor | None) -> Tensor:
+    def turned(x: Tensor, plan: Plan, out: Tensor | None) -> Tensor:
         made = x.sum(0)
         return made if out is None else out.copy_(made)
 
-    assert verify(function, turned, traits={"turned": True})[0].status is Status.PASSED
+    layout = {"traits": {"layout": "turned"}, "weight_preprocessor": lambda x, plan: x.t().contiguous()}
+    assert verify(function, turned, **layout)[0].status is Status.PASSED
 
 
 def test_an_element_may_be_off_by_what_is_small_in_its_row() -> None:

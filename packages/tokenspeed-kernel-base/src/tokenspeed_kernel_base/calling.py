@@ -10,11 +10,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tokenspeed_kernel_base import dispatch, lowering, memo, watch
 from tokenspeed_kernel_base.checks import Checker
-from tokenspeed_kernel_base.declaration import Operator, is_traced, readable
+from tokenspeed_kernel_base.declaration import STEPS, Operator, is_traced, readable
 from tokenspeed_kernel_base.explanation import Explanation, Override, Request, SelectedKernel
 from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotations, tensor_arguments
+from tokenspeed_kernel_base.platform import PlatformInfo, current_platform, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
 
@@ -51,6 +54,9 @@ class Caller:
         # Resolved, because the generated function's globals are not the module's.
         function.__annotations__ = {**resolved_annotations(op.body), "override": str | None, "solution": str | None}
         function.bind, function.explain, function.operator, function.caller = self.bind, self.explain, op, self
+        for step in STEPS:
+            if op.has_hook(step):
+                setattr(function, step, getattr(self, step))
         return function
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,6 +172,63 @@ class Caller:
         return lambda *args: check(dict(zip(names, args, strict=True)))
 
     # -- for users -------------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        *args: Any,
+        device: torch.device | str | None = None,
+        platform: PlatformInfo | None = None,
+        override: str | None = None,
+        solution: str | None = None,
+        called: str | None = None,
+        **facts: Any,
+    ) -> Any:
+        """Decides, before any tensor exists, which kernel shall serve calls, and in which layout it wants what is prepared for it.
+
+        Args:
+            args, facts: what the operator's ``plan`` hook takes.
+            device: where the tensors will be; by default what `current_platform` stands for.
+            platform: where the kernel shall run, in place of device.
+            override: only this kernel; the platform and format gates still hold.
+            solution: only kernels made with this.
+            called: the function in whose name errors are raised; ``"<mode>.plan"`` if not given.
+
+        Returns:
+            The plan, for `prepare` and for calls. Needs no device and launches nothing.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong; the message names it.
+            NoKernelFoundError: no kernel does this here; the message has each with its reason.
+        """
+        called = called or f"{self.op.mode}.plan"
+        check = Checker(called)
+        if device is not None and platform is not None:
+            check.fail("platform", "None where device is given", str(platform))
+        for name, value, kind in (("override", override, str), ("solution", solution, str), ("platform", platform, PlatformInfo)):
+            if value is not None and not isinstance(value, kind):
+                check.fail(name, f"a {kind.__name__} or None", value, TypeError)
+
+        def decide(plan: Any) -> Explanation:
+            where = platform or (current_platform() if device is None else platform_of(torch.device(device)))
+            return self.op.consider_plan(plan, where, solution, self._wanted_kernel(override, solution), self.package)
+
+        return self.op.make_plan(args, facts, called, decide)
+
+    def prepare(self, given: Any, plan: Any, *, called: str | None = None) -> Any:
+        """Brings an object that outlives calls into the form that the plan's kernel wants. Once, when a model is loaded.
+
+        Args:
+            given: the object. It is not changed.
+            plan: as `plan` made it.
+            called: the function in whose name errors are raised; ``"<mode>.prepare"`` if not given.
+
+        Returns:
+            What calls are to be given in the object's place; the object itself if it is in that form already.
+
+        Raises:
+            TypeError, ValueError: the object does not fit the plan, or the plan's kernel is not there; the message says which.
+        """
+        return self.op.prepare(given, plan, called or f"{self.op.mode}.prepare", self.package)
 
     def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., Any]:
         """The kernel that a call with these arguments would run, to be called directly.

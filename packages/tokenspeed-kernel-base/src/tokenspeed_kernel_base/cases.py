@@ -136,12 +136,15 @@ class Case:
         make: draws the arguments, by name; a `Recipe`, or any function.
         large: sized for a GPU: correctness tests on a CPU leave it out.
         tags: free labels to pick cases by.
+        world_size: how many processes take part, each a rank of torch.distributed's default group; ``make`` runs on each, with the
+            same seed. In a process that is alone it makes the arguments of a group of one.
     """
 
     name: str
     make: Callable[[Draw], dict[str, Any]]
     large: bool = False
     tags: frozenset[str] = field(default_factory=frozenset)
+    world_size: int = 1
 
     def build(self, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, Any]:
         """The arguments on a device. The same name, seed and device give the same values."""

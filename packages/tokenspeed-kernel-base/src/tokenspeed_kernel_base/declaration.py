@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,14 +13,23 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from tokenspeed_kernel_base import lowering, memory
+from tokenspeed_kernel_base import lowering, memory, planning
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients, unusual_storage
-from tokenspeed_kernel_base.explanation import Request
-from tokenspeed_kernel_base.parameters import Kind, Parameter, check_types, parse_parameters, tensor_arguments
-from tokenspeed_kernel_base.platform import platform_of
+from tokenspeed_kernel_base.explanation import Explanation, NoKernelFoundError, Override, Request
+from tokenspeed_kernel_base.parameters import (
+    Kind,
+    Parameter,
+    check_types,
+    kind_of,
+    parse_parameters,
+    resource_arguments,
+    tensor_arguments,
+)
+from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
-from tokenspeed_kernel_base.selection import selection_policy
+from tokenspeed_kernel_base.resources import same_place
+from tokenspeed_kernel_base.selection import consider, selection_policy
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format
 from tokenspeed_kernel_base.variation import Variation
 
@@ -29,7 +39,10 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 REFERENCE = "reference"
 
-HOOKS = ("traits", "check", "check_values", "formats", "fake", "cases", "cost", "work", "vary", "intermediates", "prepare")
+HOOKS = ("traits", "check", "check_values", "formats", "fake", "cases", "cost", "work", "vary", "intermediates", "plan", "prepare")
+
+# Once these are declared, the attribute of the function that declared each is the step itself.
+STEPS = ("plan", "prepare")
 
 # What these say must hold for a whole range of a bound, so they cannot ask for one.
 _UNBOUNDED_HOOKS = frozenset({"traits", "formats", "fake"})
@@ -50,6 +63,8 @@ class Operator(Generic[P, R]):
         capacity: sizes that say how much memory there is; no part of a request's sizes.
         bounds: integer options that bound a varying size, and vary like one.
         scales: parameters that multiply the values of another one: positive, and near 1 where they are drawn at random.
+        planned: the parameter that a plan is given as; None where there are none. See `tokenspeed_kernel_base.planning`.
+        layout: the trait, and the plan's attribute, that says in which layout things are prepared; None where there is one only.
         function: what users call.
     """
 
@@ -73,6 +88,8 @@ class Operator(Generic[P, R]):
         capacity: Iterable[str],
         bounds: Sequence[str],
         scales: Iterable[str],
+        planned: str | None,
+        layout: str | None,
     ) -> None:
         self.family, self.mode, self.body = family, mode, body
         self.parameters = parse_parameters(body, hints, bounds)
@@ -91,6 +108,8 @@ class Operator(Generic[P, R]):
         twice = self.capacity.intersection(self.varying) | self.capacity.union(self.varying).intersection(self.bounds)
         if twice:
             raise TypeError(f"{self}: {', '.join(sorted(twice))} must be declared as one of varying, capacity and bounds")
+        self.planned, self.layout = planned, layout
+        self._check_planned()
         self.host_values: tuple[str, ...] = ()
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._wanted: dict[str, tuple[str, ...]] = {}
@@ -100,6 +119,27 @@ class Operator(Generic[P, R]):
 
     # -- declaration -----------------------------------------------------------------------------------------------------------
 
+    def _check_planned(self) -> None:
+        if self.planned is None:
+            if self.layout is not None:
+                raise TypeError(f"{self}: layout={self.layout!r} is for operators that are planned")
+            return
+        parameter = next((p for p in self.parameters if p.name == self.planned), None)
+        attributes = {field.attribute for field in parameter.fields} if parameter is not None else set()
+        missing = {"kernel", *([self.layout] if self.layout else [])} - attributes
+        if parameter is None or parameter.kind is not Kind.VALUE or missing:
+            wanted = " and ".join(["kernel", *([self.layout] if self.layout else [])])
+            raise TypeError(
+                f"{self}: planned={self.planned!r} must name a parameter that is a dataclass with {wanted}, of no tensors"
+            )
+
+    @property
+    def plan_class(self) -> type:
+        """The class of the operator's plans."""
+        cls = next(p.cls for p in self.parameters if p.name == self.planned)
+        assert cls is not None
+        return cls
+
     def hook_adder(self, name: str) -> Callable[[Hook], Hook]:
         """The decorator that adds a hook, as an attribute of the operator's function. Adding is for the module that declares the
         operator: a hook changes what every call of it means."""
@@ -107,6 +147,8 @@ class Operator(Generic[P, R]):
         def add(hook: Hook) -> Hook:
             self._refuse_strangers(name)
             self._add_hook(name, hook)
+            if name in STEPS:
+                setattr(self.function, name, getattr(self.function.caller, name))
             return hook
 
         return add
@@ -130,13 +172,22 @@ class Operator(Generic[P, R]):
     def _add_hook(self, name: str, hook: Callable[..., Any]) -> None:
         if name in self._hooks:
             raise TypeError(f"{self}: its {name} hook is declared twice")
-        leading = 1 if name in ("check", "check_values", "vary", "prepare") else 0
+        leading = 1 if name in ("check", "check_values", "vary", "plan", "prepare") else 0
         code = hook.__code__
         takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
         wanted = self.names if takes_all else code.co_varnames[leading : code.co_argcount + code.co_kwonlyargcount]
+        if name in STEPS and self.planned is None:
+            raise TypeError(f"{self}: it has a {name} hook, and does not say by planned= which parameter is the plan")
+        if name == "plan":  # takes facts, and no arguments of a call
+            self._hooks[name] = hook
+            return
         unknown = set(wanted) - set(self.names)
         if unknown:
             raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(unknown))}, which are not parameters")
+        if self.planned is not None and name in ("traits", "formats") and set(wanted) != {self.planned}:
+            raise TypeError(f"{self}: its {name} hook must ask for {self.planned} alone, because plans are made by it, too")
+        if name == "prepare" and (len(wanted) != 2 or wanted[1] != self.planned):
+            raise TypeError(f"{self}: its prepare hook must ask for what is to be prepared, and then for {self.planned}")
         bounds = set(wanted) & set(self.bounds)
         if bounds and name in _UNBOUNDED_HOOKS:
             raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(bounds))}, which only bound a size")
@@ -199,7 +250,11 @@ class Operator(Generic[P, R]):
 
     def prepared(self, arguments: dict[str, Any], spec: KernelSpec) -> dict[str, Any]:
         """The (complete) arguments of a case as this kernel wants them: weights in its own layout, say. A copy where it differs."""
-        return {**arguments, **(self.run_hook("prepare", arguments, spec) or {})}
+        if "prepare" not in self._hooks or self.planned is None:
+            return arguments
+        raw, _ = self._wanted["prepare"]
+        plan = self.plan_for(arguments[self.planned], spec)
+        return {**arguments, self.planned: plan, raw: self.prepare(arguments[raw], plan, self.mode)}
 
     def complete(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name with the defaults filled in. Raises TypeError as a call would."""
@@ -216,7 +271,8 @@ class Operator(Generic[P, R]):
 
     def fake_outputs(self, arguments: dict[str, Any]) -> Any:
         """Empty outputs of the right shapes and dtypes, for arguments that may be fake."""
-        return self.run_hook("fake", arguments)
+        unfound = {n: arguments[n].find() for n in self._wanted.get("fake", ()) if isinstance(arguments[n], lowering.Unfound)}
+        return self.run_hook("fake", {**arguments, **unfound} if unfound else arguments)
 
     def outputs_on_meta(self, arguments: dict[str, Any]) -> list[torch.Tensor]:
         """The outputs of a call, described without being allocated."""
@@ -253,6 +309,71 @@ class Operator(Generic[P, R]):
             package,
         )
 
+    # -- planning --------------------------------------------------------------------------------------------------------------
+
+    def make_plan(self, args: tuple[Any, ...], facts: dict[str, Any], called: str, consider: Callable[[Any], Explanation]) -> Any:
+        """A plan, from facts and a selection.
+
+        Args:
+            args, facts: what the ``plan`` hook takes.
+            called: the function in whose name errors are raised.
+            consider: makes the selection for a plan without a kernel.
+
+        Raises:
+            TypeError, ValueError: a fact is wrong.
+            NoKernelFoundError: nothing was chosen.
+        """
+        hook, check = self._hooks["plan"], Checker(called)
+        try:
+            bound = inspect.signature(hook).bind(check, *args, **facts)
+        except TypeError as error:
+            raise TypeError(f"{called}: {error}") from None
+        plan = hook(*bound.args, **bound.kwargs)
+        explanation = consider(plan)
+        if explanation.chosen is None:
+            raise NoKernelFoundError(explanation)
+        return self.plan_for(plan, explanation.chosen)
+
+    def plan_for(self, plan: Any, spec: KernelSpec) -> Any:
+        """The plan of the same computation for another kernel."""
+        layout = {} if self.layout is None else {self.layout: planning.wanted_layout(spec, self.layout)}
+        return dataclasses.replace(plan, kernel=spec.name, **layout)
+
+    def consider_plan(
+        self, plan: Any, platform: PlatformInfo, solution: str | None, override: Override | None, package: str | None
+    ) -> Explanation:
+        """Which kernel a plan would be for, and why no other: each is asked for the layout that it wants."""
+        planned, trait = self.planned, self.layout
+        assert planned is not None
+
+        def request_in(layout: str) -> Request:
+            arguments = {planned: plan if trait is None else dataclasses.replace(plan, **{trait: layout})}
+            return Request(
+                self.family,
+                self.mode,
+                self._signature(arguments),
+                platform,
+                self.run_hook("traits", arguments) or {},
+                selection_policy().objective,
+                solution,
+                self.fixed_traits,
+                package=package,
+            )
+
+        if trait is None:
+            return consider(request_in(planning.CANONICAL), override)
+        specs = KernelRegistry.get().get_for_operator(self.family, self.mode, package)
+        return planning.consider_layouts(request_in, specs, trait, override)
+
+    def prepare(self, given: Any, plan: Any, called: str, package: str | None = None) -> Any:
+        """An object as the plan's kernel wants it, by the ``prepare`` hook. TypeError for what is no plan of the operator."""
+        check = Checker(called)
+        if not isinstance(plan, self.plan_class):
+            check.fail(
+                self.planned or "", f"a {self.plan_class.__name__}, as {self.mode}.plan makes it", type(plan).__name__, TypeError
+            )
+        return self._hooks["prepare"](planning.Preparation(check, self.planned or "", package), given, plan)
+
     def sizes(self, arguments: dict[str, Any], check: Checker | None = None) -> dict[str, int]:
         """How large a call is: the sizes that its ``check`` hook names, without capacities, and the bounds that are given."""
         if check is None:
@@ -284,6 +405,7 @@ class Operator(Generic[P, R]):
             for name, tensor in tensors[1:]:
                 if tensor.device != device:
                     raise ValueError(f"{self.mode}: {name} must be on {device} like {first}, got {describe(tensor)}")
+            self._check_resources(arguments, first, device)
         refuse_gradients(self.mode, tensors)
         check = Checker(self.mode)
         self.run_hook("check", arguments, check)
@@ -293,6 +415,18 @@ class Operator(Generic[P, R]):
         if values and self.host_values:
             self.check_values(arguments)
         return check
+
+    def _check_resources(self, arguments: dict[str, Any], first: str, device: torch.device) -> None:
+        """Raises ValueError where a resource is not for the device that the tensors are on, and TypeError where nothing can be
+        remembered of it."""
+        for name, resource in resource_arguments(self.parameters, arguments):
+            if resource.device is not None and not same_place(resource.device, device):
+                what = f"a {type(resource).__name__} for {resource.device}"
+                raise ValueError(f"{self.mode}: {name} must be for {device}, where {first} is, got {what}")
+            try:
+                hash(resource.key)
+            except TypeError:
+                raise TypeError(f"{self.mode}: the key of {name} must be hashable, got {kind_of(resource.key)}") from None
 
     def _check_outputs(self, arguments: dict[str, Any]) -> None:
         expected = self.outputs_on_meta(arguments)

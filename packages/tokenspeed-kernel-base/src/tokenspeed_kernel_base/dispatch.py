@@ -1,7 +1,8 @@
 """The functions that a public call runs through, generated from an operator's parameters.
 
 A call must cost about a microsecond, checks included, so nothing about it is computed twice. What checks, traits and selection
-depend on is the *description* of the arguments: dtypes, shapes, devices, and the values of plain options. What was decided for a
+depend on is the *description* of the arguments: dtypes, shapes, devices, the values of plain options, and the keys of resources.
+What was decided for a
 description is remembered under it, in two places:
 
 * ``recent``: the last decision for each combination of options, with a guard that compares the tensors to those it was made for.
@@ -128,6 +129,9 @@ def _option_terms(parameters: Sequence[Parameter]) -> str:
             terms += [f"{parameter.name} is None"] * parameter.optional
         elif parameter.kind is Kind.VALUE:
             terms.append(_value_terms(parameter, parameter.name))
+        elif parameter.kind is Kind.RESOURCE:
+            read = f"(type({parameter.name}), {parameter.name}.key)"
+            terms.append(f"None if {parameter.name} is None else {read}" if parameter.optional else read)
         elif parameter.kind is Kind.OBJECT:
             reads = [_value_terms(field, _attribute(parameter, field)) for field in parameter.fields if not field.is_tensor]
             terms += [f"None if {parameter.name} is None else ({read})" if parameter.optional else read for read in reads]

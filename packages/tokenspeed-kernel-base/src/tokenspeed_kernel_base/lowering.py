@@ -1,9 +1,10 @@
 """Operators as custom operators of PyTorch, for torch.compile, export and fake tensors.
 
 Each operator becomes ``torch.ops.tokenspeed_kernel.<mode>``, whose schema is derived from the parameters: objects are spread
-over their attributes, hints are dropped (they repeat what a tensor says). A custom operator that writes to arguments must
-return a fixed number of tensors, none of which it was given. So an output that the caller provides is declared as mutated, and
-a stand-in is returned in its place, as in the place of an output that the call does not have; `lowered` puts things right.
+over their attributes, hints are dropped (they repeat what a tensor says), and resources are named by their handles. A custom
+operator that writes to arguments must return a fixed number of tensors, none of which it was given. So an output that the caller
+provides is declared as mutated, and a stand-in is returned in its place, as in the place of an output that the call does not have;
+`lowered` puts things right.
 
 Operators have no gradients: with gradients enabled, an argument that requires one is an error here as in an ordinary call.
 """
@@ -14,12 +15,14 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tokenspeed_kernel_base import resources
 from tokenspeed_kernel_base.checks import refuse_gradients
-from tokenspeed_kernel_base.parameters import Kind, Parameter, resolved_annotations
+from tokenspeed_kernel_base.parameters import Kind, Parameter, kind_of, resolved_annotations
 
 NAMESPACE = "tokenspeed_kernel"
 
@@ -32,13 +35,24 @@ def library(namespace: str) -> torch.library.Library:
 _SCHEMA_TYPES = {int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType", tuple: "SymInt[]"}
 
 
+# A handle is a SymInt too, so that one compiled function serves several resources.
+_HANDLE = (int,)
+
+
 def leaves(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """The parameters of the custom operator: objects spread, hints gone."""
+    """The parameters of the custom operator: objects spread, hints gone, resources by their handles. An object may be a resource,
+    too: its handle follows its attributes, None if it is none, so that a kernel is given the object itself and all that it holds.
+    """
     spread: list[Parameter] = []
     for parameter in parameters:
         if parameter.kind is Kind.HINT:
             continue
+        if parameter.kind is Kind.RESOURCE:
+            spread.append(Parameter(parameter.name, Kind.VALUE, _HANDLE, parameter.optional))
+            continue
         spread.extend(parameter.fields or (parameter,))
+        if parameter.kind is Kind.OBJECT:
+            spread.append(Parameter(f"{parameter.name}.handle", Kind.VALUE, _HANDLE, True))
     return spread
 
 
@@ -81,8 +95,23 @@ def schema(name: str, parameters: Sequence[Parameter], mutated: Sequence[str], o
     return f"{name}({', '.join([*arguments, 'str? override', 'str? solution'])}) -> {returns}"
 
 
-def gather(parameters: Sequence[Parameter], values: Sequence[Any]) -> list[Any]:
-    """The operator's arguments, from those of the custom operator: objects put together again, hints absent."""
+@dataclass(frozen=True)
+class Unfound:
+    """A resource that nobody has asked for yet: while a call is traced its handle may be a symbol, and asking for the value of one
+    makes torch.compile compile again for another."""
+
+    handle: Any
+
+    def find(self) -> resources.Resource:
+        return resources.find(int(self.handle))
+
+
+def gather(parameters: Sequence[Parameter], values: Sequence[Any], find: Callable[[Any], Any] = resources.find) -> list[Any]:
+    """The operator's arguments, from those of the custom operator: objects put together again, resources found, hints absent.
+
+    Raises:
+        RuntimeError: a resource is gone.
+    """
     arguments: list[Any] = []
     remaining = iter(values)
     for parameter in parameters:
@@ -92,11 +121,47 @@ def gather(parameters: Sequence[Parameter], values: Sequence[Any]) -> list[Any]:
             assert parameter.cls is not None
             inner = {field.attribute: next(remaining) for field in parameter.fields}
             tuples = {field.attribute for field in parameter.fields if tuple in field.types}
-            arguments.append(parameter.cls(**{k: tuple(v) if k in tuples and v is not None else v for k, v in inner.items()}))
+            made = parameter.cls(**{k: tuple(v) if k in tuples and v is not None else v for k, v in inner.items()})
+            handle = next(remaining) if parameter.kind is Kind.OBJECT else None
+            # While a call is traced, what describes it is all that is wanted of an object.
+            arguments.append(made if handle is None or find is Unfound else find(handle))
+        elif parameter.kind is Kind.RESOURCE:
+            value = next(remaining)
+            arguments.append(None if value is None else find(value))
         else:
             value = next(remaining)
             arguments.append(tuple(value) if tuple in parameter.types and value is not None else value)
     return arguments
+
+
+def spread(name: str, parameters: Sequence[Parameter], arguments: Sequence[Any]) -> list[Any]:
+    """The reverse of `gather`: what the custom operator of that name is given for an operator's arguments.
+
+    Raises:
+        TypeError: an argument is not the resource that it should be.
+    """
+    flat: list[Any] = []
+    for parameter, argument in zip(parameters, arguments, strict=True):
+        if parameter.kind is Kind.HINT:
+            continue
+        if parameter.fields:
+            flat.extend(field.read(argument) for field in parameter.fields)
+            if parameter.kind is Kind.OBJECT:
+                flat.append(argument.handle if isinstance(argument, resources.Resource) else None)
+        elif parameter.kind is Kind.RESOURCE:
+            flat.append(_handle_of(name, parameter, argument))
+        else:
+            flat.append(argument)
+    return flat
+
+
+def _handle_of(name: str, parameter: Parameter, resource: Any) -> int | None:
+    """The handle of a resource. Raises TypeError for an object of another class."""
+    if resource is None and parameter.optional:
+        return None
+    if not isinstance(resource, parameter.types):
+        raise TypeError(f"{name}: {parameter.name} must be {parameter.type_error(resource)}, got {kind_of(resource)}")
+    return resource.handle  # type: ignore[no-any-return]
 
 
 def as_list(result: Any) -> list[torch.Tensor]:
@@ -170,7 +235,7 @@ def define(
         return returned(arguments, as_list(call(*arguments, override=override, solution=solution)))
 
     def run_fake(*values: Any) -> Any:
-        arguments = gather(parameters, values[:-2])
+        arguments = gather(parameters, values[:-2], Unfound)
         return returned(arguments, as_list(fake(dict(zip((p.name for p in parameters), arguments, strict=True)))))
 
     def without_gradients(*values: Any) -> Any:
@@ -186,14 +251,7 @@ def define(
 
     def lowered(*values: Any) -> Any:
         *arguments, override, solution = values
-        flat: list[Any] = []
-        for parameter, argument in zip(parameters, arguments, strict=True):
-            if parameter.kind is Kind.HINT:
-                continue
-            if parameter.fields:
-                flat.extend(field.read(argument) for field in parameter.fields)
-            else:
-                flat.append(argument)
+        flat = spread(name, parameters, arguments)
         made = as_list(custom_op(*flat, override, solution))
         return from_list(merge_outputs([arguments[i] for i in out_positions], made))
 

@@ -34,8 +34,11 @@
     @rmsnorm.intermediates           # rarely: formats that values are rounded to on the way, which a tolerance has to allow for
     def _(): return (fp8_format(...),)
 
-    @rmsnorm.prepare                 # rarely: the arguments that a kernel wants arranged before it is called, arranged for it
-    def _(spec, weight): return {"weight": ...}
+    @rmsnorm.plan                    # rarely: see `tokenspeed_kernel_base.planning`; ``rmsnorm.plan(...)`` then makes plans
+    def _(check, hidden): return Plan(...)
+
+    @rmsnorm.prepare                 # likewise; ``rmsnorm.prepare(weight, plan)`` then arranges it for the plan's kernel
+    def _(preparation, weight, plan): return ...
 
 Each hook names the parameters that it wants, or takes all of them as ``**arguments``, and is added in the module of the body. The
 result is an ordinary function with the body's signature plus the keywords ``override`` (a kernel's name) and ``solution``; it also
@@ -89,7 +92,8 @@ class OperatorFunction(Protocol[P, R_co]):
     def work(self, hook: Hook) -> Hook: ...
     def vary(self, hook: Hook) -> Hook: ...
     def intermediates(self, hook: Hook) -> Hook: ...
-    def prepare(self, hook: Hook) -> Hook: ...
+    def plan(self, *args: Any, **facts: Any) -> Any: ...
+    def prepare(self, *args: Any, **kwargs: Any) -> Any: ...
     def bind(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Callable[..., R_co]: ...
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation: ...
 
@@ -129,6 +133,8 @@ def operator(
     capacity: Iterable[str] = (),
     bounds: Sequence[str] = (),
     scales: Iterable[str] = (),
+    planned: str | None = None,
+    layout: str | None = None,
 ) -> Callable[[Callable[P, R]], OperatorFunction[P, R]]:
     """Declares an operator; decorates its body. The module's docstring shows a whole declaration.
 
@@ -151,6 +157,8 @@ def operator(
             hook allows with `Checker.bound`; it looks at them in no other way, and the hooks ``traits``, ``formats`` and ``fake``
             in none.
         scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
+        planned: the parameter that a plan is given as, for operators whose kernel is chosen before any tensor exists.
+        layout: the trait, and the plan's attribute, that says in which layout what is prepared for a kernel lies.
     """
 
     def declare(body: Callable[P, R]) -> OperatorFunction[P, R]:
@@ -173,6 +181,8 @@ def operator(
             capacity=capacity,
             bounds=bounds,
             scales=scales,
+            planned=planned,
+            layout=layout,
         )
         function = op.function = Caller(op).function
         for hook in HOOKS:

@@ -20,15 +20,19 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel_base.checks import describe, unusual_storage
+from tokenspeed_kernel_base.resources import Resource
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class Kind(enum.Enum):
     TENSOR = "tensor"
-    OBJECT = "object"  # holds tensors in named attributes; any object with those attributes, but for defaults, will do
+    OBJECT = (
+        "object"  # holds tensors in named attributes; any object with those attributes, but for defaults, will do; a resource too
+    )
     VALUE = "value"  # hashable: number, flag, string, dtype, frozen dataclass of such
     HINT = "hint"  # a host-side copy of what a tensor says: checked, passed on, never decides and never required
+    RESOURCE = "resource"  # outlives the call, see `tokenspeed_kernel_base.resources`; described by its class and its key
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,7 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
         raise TypeError(f"{where}: cannot handle the annotation {annotation}")
     if classes == (torch.Tensor,):
         return Parameter(name, Kind.TENSOR, classes, optional, default)
-    if len(classes) == 1 and dataclasses.is_dataclass(classes[0]):
+    if len(classes) == 1 and dataclasses.is_dataclass(classes[0]) and not issubclass(classes[0], Resource):
         cls: Any = classes[0]
         annotations = resolved_annotations(cls)
         fields = tuple(
@@ -182,6 +186,10 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
         )
         kind = Kind.OBJECT if any(f.is_tensor for f in fields) else Kind.VALUE
         return Parameter(name, kind, classes, optional, default, fields, cls)
+    if len(classes) == 1 and issubclass(classes[0], Resource):
+        return Parameter(name, Kind.RESOURCE, classes, optional, default)
+    if any(issubclass(c, Resource) for c in classes):
+        raise TypeError(f"{where}: a resource stands alone in an annotation")
     if torch.Tensor in classes:
         raise TypeError(f"{where}: a tensor or something else cannot be told apart cheaply; declare it a hint or split it")
     return Parameter(name, Kind.VALUE, classes, optional, default)
@@ -228,3 +236,9 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: dict[str, Any])
             if inner is not None:
                 found.append((tensor.name, inner))
     return found
+
+
+def resource_arguments(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> list[tuple[str, Resource]]:
+    """Every resource among the arguments, with its name. What stands in for an object is none."""
+    named = ((p.name, arguments[p.name]) for p in parameters if p.kind is Kind.RESOURCE)
+    return [(name, resource) for name, resource in named if resource is not None]

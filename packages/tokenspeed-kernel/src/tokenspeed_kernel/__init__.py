@@ -16,8 +16,9 @@ from tokenspeed_kernel_base import measured
 from tokenspeed_kernel_base.config import ConfigurationError, reload_settings, settings
 from tokenspeed_kernel_base.discovery import import_modules
 from tokenspeed_kernel_base.operator import get_operator, operators
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, moe_plan
-from tokenspeed_kernel_base.ops.moe.process import moe_process_weights
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import (
     ArchVersion,
@@ -102,6 +103,7 @@ __all__ = [
     "NoKernelFoundError",
     "PlatformInfo",
     "Priority",
+    "ProcessGroup",
     "RegistrationError",
     "ScaleFormat",
     "SelectionObjective",

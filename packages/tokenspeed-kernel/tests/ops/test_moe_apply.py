@@ -353,7 +353,7 @@ def test_compiles_for_any_number_of_tokens() -> None:
 def test_opcheck(with_out: bool) -> None:
     arguments = build("mxfp4, gpt-oss options")
     weights, plan = arguments["weights"], arguments["plan"]
-    flat = [arguments["x"], *(getattr(weights, name) for name in ATTRIBUTES), weights.layout]
+    flat = [arguments["x"], *(getattr(weights, name) for name in ATTRIBUTES), weights.layout, None]
     flat += [arguments["topk_weights"], arguments["topk_ids"], *(getattr(plan, f.name) for f in dataclasses.fields(plan))]
     out = torch.empty_like(arguments["x"]) if with_out else None
     torch.library.opcheck(torch.ops.tokenspeed_kernel.moe_apply.default, (*flat, out, None, None))

@@ -15,7 +15,7 @@ import torch
 
 from tokenspeed_kernel import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_process_weights
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.ops.moe.plan import plan_for, wanted_layout
+from tokenspeed_kernel_base.planning import wanted_layout
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, PlatformInfo, cpu_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import NoKernelFoundError, kernel_override
@@ -201,8 +201,8 @@ def test_the_best_kernel_is_chosen_across_layouts(register: Register) -> None:
 )
 def test_layout_that_a_kernel_wants(register: Register, traits: dict[str, Any], preprocessor: Any, layout: str) -> None:
     spec = KernelRegistry.get().get_by_name(register(traits=traits, weight_preprocessor=preprocessor))
-    assert wanted_layout(spec) == layout
-    assert plan_for(plan_of(), spec).weight_layout == layout
+    assert wanted_layout(spec, "weight_layout") == layout
+    assert moe_apply.operator.plan_for(plan_of(), spec).weight_layout == layout
 
 
 WRONG_PLANS: list[tuple[type[Exception], str, dict[str, Any]]] = [

@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.workspace import Keeper
+
 # What FlashInfer's own tests give. XQA takes the first 8 MiB for semaphores, the rest holds partial results.
 _WORKSPACE_BYTES = 256 << 20
-# Counters are allocated in steps, so that a batch that grows does not get new ones each time.
-_LEAST_COUNTERS = 1 << 14
+# One a multiprocessor, of any device.
+_LEAST_COUNTERS = 1 << 10
 
-# By device, and by stream: two kernels must not work in one at the same time. All are kept, because captured graphs refer to them.
-# Nothing that is made while a graph is captured is among them: its memory and its zeros are the graph's.
-_workspaces: dict[torch.device, dict[int, Tensor]] = {}
-_counters: dict[torch.device, dict[int, list[Tensor]]] = {}
+# Theirs alone: that they leave counters and semaphores zero is what their documentation says. A decode wants a counter for each
+# sequence and head, so an arena of 4 MiB is enough for the layers of a large model.
+_keeper = Keeper(arena=1 << 20)
 
 
 def capturing(device: torch.device) -> bool:
@@ -21,50 +22,30 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+def _where(device: torch.device) -> tuple[int, int]:
+    """A device's number and its current stream, as the keeper wants them."""
+    if device.type != "cuda":
+        return -1, 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return index, torch._C._cuda_getCurrentRawStream(index)
 
 
 def workspace(device: torch.device) -> Tensor:
     """uint8 ``[256 MiB]`` for calls on the current stream.
 
-    Zero before its first use, as XQA wants its semaphores to be; the kernels leave those so.
-
-    Captured graphs work in that of the first call on the device: filling another with zeros would be part of every replay. So no
-    two graphs may run at once on a device, nor one beside other calls on the first call's stream.
+    Zero before its first use, as XQA wants its semaphores to be; the kernels leave those so. For captured graphs, which share one,
+    see `Keeper.standing`.
 
     Raises:
-        RuntimeError: a graph is captured, and there has been no call on this device before.
+        RuntimeError: a graph is captured, and there was no call on this device before.
     """
-    made = _workspaces.setdefault(device, {})
-    if capturing(device):
-        if not made:
-            raise RuntimeError(f"call a kernel of FlashInfer on {device} once before a graph is captured: it needs a workspace")
-        return next(iter(made.values()))
-    stream = _stream(device)
-    if stream not in made:
-        made[stream] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return made[stream]
+    return _keeper.standing(*_where(device), _WORKSPACE_BYTES)
 
 
 def counters(device: torch.device, wanted: int) -> Tensor:
     """int32, at least ``wanted`` of them and one a multiprocessor, for calls on the current stream: what the parts of a sequence
-    count themselves in with. All zero; each launch leaves them so.
-
-    A captured graph gets those that belong to its `workspace`, with the same limits, or if they are too few its own, which each
-    replay fills with zeros.
-    """
-    count = max(_LEAST_COUNTERS, 1 << (wanted - 1).bit_length())
-    made = _counters.setdefault(device, {})
-    if capturing(device):
-        kept = made.get(next(iter(_workspaces.get(device, {})), -1), [])
-        if kept and kept[-1].numel() >= wanted:
-            return kept[-1]
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    of_stream = made.setdefault(_stream(device), [])
-    if not of_stream or of_stream[-1].numel() < wanted:
-        of_stream.append(torch.zeros(count, dtype=torch.int32, device=device))
-    return of_stream[-1]
+    count themselves in with. All zero; each launch leaves them so. Each captured launch has its own."""
+    return _keeper.get(*_where(device), 0, max(wanted, _LEAST_COUNTERS)).counters
 
 
 def alike(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,14 +13,13 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, rec
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, intermediates_of, moe_plan, plan_for, signature_of, traits_of
-from tokenspeed_kernel_base.ops.moe.process import moe_process_weights
-from tokenspeed_kernel_base.ops.moe.weights import BLOCK_FP8, CANONICAL, MoEWeights, check_canonical, layout_of
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, intermediates_of, signature_of, traits_of
+from tokenspeed_kernel_base.ops.moe.weights import BLOCK_FP8, MoEWeights, as_weights, check_canonical, layout_of
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, decode_fp8, decode_mxfp4, encode_mxfp4
 from tokenspeed_kernel_base.ops.quantization.formats import blocks
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
+from tokenspeed_kernel_base.planning import CANONICAL, UNDECIDED, Preparation
 from tokenspeed_kernel_base.platform import cpu_platform
-from tokenspeed_kernel_base.registry import KernelSpec
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -31,6 +30,8 @@ from tokenspeed_kernel_base.variation import Variation, Want
     reference_traits={"weight_layout": CANONICAL},
     fixed_traits=("weight_layout", "processed_weights"),
     varying=("tokens",),
+    planned="plan",
+    layout="weight_layout",
 )
 def moe_apply(
     x: Tensor,
@@ -57,7 +58,8 @@ def moe_apply(
     Args:
         x: the plan's dtype ``[tokens, hidden]``.
         weights: `MoEWeights` or any object with its attributes, in the layout that the plan asks for: what `moe_process_weights`
-            returns. Where the plan asks for the canonical layout, weights that it has not seen will do as well.
+            returns. Where the plan asks for the canonical layout, weights that it has not seen will do as well. Weights that are a
+            `Resource` reach the kernel as they are, whatever else they hold.
         topk_weights: float32 ``[tokens, top_k]``.
         topk_ids: int32 ``[tokens, top_k]``, below ``plan.num_experts``; that is checked for CPU tensors only. A negative id
             skips the slot: under expert parallelism that is an expert of another rank. An expert named twice counts twice.
@@ -84,7 +86,8 @@ def moe_apply(
     Kernels are safe in CUDA graphs; the reference is not, because it reads topk_ids on the host.
 
     A kernel that wants weights in a layout of its own declares ``traits={"weight_layout": "its-name", "processed_weights":
-    True, ...}`` and a ``weight_preprocessor``. It must not read ``weights.layout``, which the object may lack.
+    True, ...}`` and a ``weight_preprocessor``. It must not read ``weights.layout``, which the object may lack. If it needs more
+    than the six tensors, its preprocessor returns an object of a class derived from `MoEWeights` and `Resource` that has them.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     result = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -136,8 +139,8 @@ def _(plan: MoEPlan) -> tuple[TensorFormat, ...]:
 
 
 @moe_apply.traits
-def _(weights: MoEWeights, plan: MoEPlan) -> dict[str, object]:
-    return traits_of(plan, layout_of(weights))
+def _(plan: MoEPlan) -> dict[str, object]:
+    return traits_of(plan)  # the ``check`` hook has made sure that the weights are in the plan's layout
 
 
 @moe_apply.check
@@ -164,10 +167,57 @@ def _(check: Checker, topk_ids: Tensor | None, plan: MoEPlan) -> None:
     check.require(highest < plan.num_experts, "topk_ids", f"below plan.num_experts = {plan.num_experts}", f"an id {highest}")
 
 
+@moe_apply.plan
+def _(
+    check: Checker,
+    num_experts: int,
+    top_k: int,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_format: str = "dense",
+    activation_dtype: str = "none",
+    w13_interleaved: bool = False,
+    bias: bool = False,
+    activation: str = "swiglu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    beta: float = 0.0,
+) -> MoEPlan:
+    plan = MoEPlan(
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        dtype=dtype,
+        weight_format=weight_format,
+        activation_dtype=activation_dtype,
+        w13_interleaved=w13_interleaved,
+        bias=bias,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        beta=beta,
+        kernel=UNDECIDED,
+        weight_layout=CANONICAL,
+    )
+    check_plan(check, plan)
+    return plan
+
+
 @moe_apply.prepare
-def _(spec: KernelSpec, weights: MoEWeights, plan: MoEPlan) -> dict[str, Any]:
-    plan = plan_for(plan, spec)
-    return {"plan": plan, "weights": moe_process_weights(weights, plan)}
+def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> MoEWeights:
+    check = preparation.check
+    check_plan(check, plan, "plan.")
+    given = as_weights(check, "weights", weights)
+    if given.layout == plan.weight_layout != CANONICAL:
+        return given
+    if given.layout != CANONICAL:
+        check.fail("weights.layout", f"{CANONICAL!r} or the plan's {plan.weight_layout!r}", repr(given.layout))
+    check_canonical(check, given, plan)
+    arranged = preparation.preprocess("weights", given, plan, plan.weight_layout)
+    return as_weights(check, f"what the weight_preprocessor of {plan.kernel} returns", arranged, plan.weight_layout)
 
 
 @moe_apply.fake
@@ -207,13 +257,13 @@ def _inputs(
     Args:
         of: experts of all ranks together; ids of those beyond this rank's are negative.
         rows: tokens of each expert, all others' are elsewhere; by chance if not given.
-        options: of `moe_plan`.
+        options: further facts of the plan.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
         # Every kernel is given these tensors: cases are canonical, and who runs them arranges the weights.
         fixed: dict[str, Any] = {"platform": cpu_platform(), "override": f"{REFERENCE}_moe_apply"}
-        plan = moe_plan(experts, top_k, hidden, intermediate, **options, **fixed)
+        plan = moe_apply.plan(experts, top_k, hidden, intermediate, **options, **fixed)
         w13, w13_scale = _weight(draw, plan, 2 * intermediate, hidden)
         w2, w2_scale = _weight(draw, plan, hidden, intermediate)
         b13, b2 = (draw.normal(experts, n, scale=0.2) if plan.bias else None for n in (2 * intermediate, hidden))

@@ -1,21 +1,96 @@
-"""Arranging weights for the kernel of a plan, once, when a model is loaded."""
+"""The two steps before a layer's first call: `moe_plan` chooses a kernel, `moe_process_weights` arranges weights for it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from tokenspeed_kernel_base.checks import Checker
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan
-from tokenspeed_kernel_base.ops.moe.weights import CANONICAL, MoEWeights, as_weights, check_canonical
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, load_object
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.platform import PlatformInfo
+
+
+def moe_plan(
+    num_experts: int,
+    top_k: int,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    platform: PlatformInfo | None = None,
+    weight_format: str = "dense",
+    activation_dtype: str = "none",
+    w13_interleaved: bool = False,
+    bias: bool = False,
+    activation: str = "swiglu",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    beta: float = 0.0,
+    override: str | None = None,
+    solution: str | None = None,
+) -> MoEPlan:
+    """Decides, before weights are loaded, which kernel shall serve `moe_apply` and how it wants them arranged.
+
+    It is `moe_apply.plan`. Kernels are compared as a call would compare them, each as if the weights were in the layout that it
+    wants. `moe_apply` chooses again, among the kernels for the layout that was decided on here: as long as nothing was registered
+    or configured in between, it arrives at ``plan.kernel``. To insist on that kernel, call it with ``override=plan.kernel``.
+
+    Args:
+        num_experts, top_k, hidden_size, intermediate_size, dtype, weight_format, activation_dtype, w13_interleaved, bias,
+            activation, alpha, limit, beta: see `MoEPlan`. float32, float64 and the halves are dtypes.
+        device: where the tensors will be; by default what `current_platform` stands for.
+        platform: where the kernel shall run, in place of device.
+        override: only this kernel; the platform and format gates still hold.
+        solution: only kernels made with this.
+
+    Returns:
+        The plan, for `moe_process_weights` and `moe_apply`. Needs no device and launches nothing.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it.
+        NoKernelFoundError: no kernel does this here; the message has each with its reason.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import moe_plan
+        >>> plan = moe_plan(8, 2, 64, 32, dtype=torch.float32, device="cpu", solution="reference")
+        >>> plan.kernel, plan.weight_layout
+        ('reference_moe_apply', 'canonical')
+    """
+    plan: MoEPlan = moe_apply.plan(
+        num_experts,
+        top_k,
+        hidden_size,
+        intermediate_size,
+        dtype=dtype,
+        device=device,
+        platform=platform,
+        weight_format=weight_format,
+        activation_dtype=activation_dtype,
+        w13_interleaved=w13_interleaved,
+        bias=bias,
+        activation=activation,
+        alpha=alpha,
+        limit=limit,
+        beta=beta,
+        override=override,
+        solution=solution,
+        called="moe_plan",
+    )
+    return plan
 
 
 def moe_process_weights(weights: Any, plan: MoEPlan) -> MoEWeights:
     """Checks a layer's weights against a plan and brings them into the layout that its kernel wants.
 
-    The kernel's ``weight_preprocessor`` does the latter: a function ``(weights: MoEWeights, plan: MoEPlan)`` that returns an
-    object with the six attributes of `MoEWeights`, and must not write to the tensors that it is given. Without one the tensors
-    stay as they are. Weights that are in the plan's own layout already are returned as they are.
+    It is `moe_apply.prepare`. The kernel's ``weight_preprocessor`` does the latter: a function ``(weights: MoEWeights, plan:
+    MoEPlan)`` that returns an object with the six attributes of `MoEWeights`, and must not write to the tensors that it is given;
+    an object of a class derived from `MoEWeights` and `Resource` may hold more. Without a preprocessor the tensors stay as they
+    are. Weights that are in the plan's own layout already are returned as they are.
 
     Args:
         weights: any object with the six attributes of `MoEWeights`, in the canonical layout. It is not changed.
@@ -37,31 +112,8 @@ def moe_process_weights(weights: Any, plan: MoEPlan) -> MoEWeights:
         >>> moe_process_weights(weights, plan).layout
         'canonical'
     """
-    check = Checker("moe_process_weights")
     if not isinstance(plan, MoEPlan):
-        check.fail("plan", "a MoEPlan, as moe_plan makes it", type(plan).__name__, TypeError)
-    check_plan(check, plan, "plan.")
-    given = as_weights(check, "weights", weights)
-    if given.layout == plan.weight_layout != CANONICAL:
-        return given
-    if given.layout != CANONICAL:
-        check.fail("weights.layout", f"{CANONICAL!r} or the plan's {plan.weight_layout!r}", repr(given.layout))
-    check_canonical(check, given, plan)
-    spec = _kernel_of(check, plan)
-    preprocessor = spec.weight_preprocessor
-    if isinstance(preprocessor, str):
-        preprocessor = load_object(preprocessor, f"the weight_preprocessor of {spec.name}")
-    if preprocessor is None:
-        if plan.weight_layout != CANONICAL:
-            because = f"kernel {spec.name} ({spec.origin}) wants that and has no weight_preprocessor"
-            check.fail("weights.layout", f"{plan.weight_layout!r} already, because {because}", repr(given.layout))
-        return given
-    arranged = preprocessor(given, plan)
-    return as_weights(check, f"what the weight_preprocessor of {spec.name} returns", arranged, plan.weight_layout)
-
-
-def _kernel_of(check: Checker, plan: MoEPlan) -> KernelSpec:
-    try:
-        return KernelRegistry.get().get_by_name(plan.kernel)
-    except KeyError as error:
-        check.fail("plan.kernel", "a registered kernel", f"{plan.kernel!r}: {error.args[0]}")
+        expected = "a MoEPlan, as moe_plan makes it"
+        Checker("moe_process_weights").fail("plan", expected, type(plan).__name__, TypeError)
+    processed: MoEWeights = moe_apply.prepare(weights, plan, called="moe_process_weights")
+    return processed

@@ -11,11 +11,12 @@ from torch import Tensor
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
 from tokenspeed_kernel_base.ops.quantization.formats import blocks
+from tokenspeed_kernel_base.planning import CANONICAL
+from tokenspeed_kernel_base.resources import Resource
 
 if TYPE_CHECKING:
     from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 
-CANONICAL = "canonical"
 BLOCK_FP8 = 128
 
 
@@ -70,11 +71,11 @@ def layout_of(weights: Any) -> str:
 
 
 def as_weights(check: Checker, argument: str, weights: Any, layout: str | None = None) -> MoEWeights:
-    """A new `MoEWeights` of any weights object's tensors, in ``layout`` or the object's own.
+    """A new `MoEWeights` of any weights object's tensors, in ``layout`` or the object's own; the object itself if it is a resource.
 
     Raises:
-        TypeError: an attribute is missing or is no tensor.
-        ValueError: the tensors are on several devices.
+        TypeError: an attribute is missing or is no tensor, or a resource is not derived from `MoEWeights`.
+        ValueError: the tensors are on several devices, or a resource is in another layout.
     """
     values: dict[str, Any] = {}
     device: torch.device | None = None
@@ -91,7 +92,13 @@ def as_weights(check: Checker, argument: str, weights: Any, layout: str | None =
         device = device or value.device
         if value.device != device:
             check.fail(f"{argument}.{field.name}", f"on {device} like {argument}.w13_weight", value)
-    return MoEWeights(**values, layout=layout_of(weights) if layout is None else layout)
+    if not isinstance(weights, Resource):
+        return MoEWeights(**values, layout=layout_of(weights) if layout is None else layout)
+    if not isinstance(weights, MoEWeights):
+        check.fail(argument, "derived from MoEWeights if it is a Resource", type(weights).__name__, TypeError)
+    if layout is not None and weights.layout != layout:
+        check.fail(f"the layout of {argument}", repr(layout), repr(weights.layout))
+    return weights
 
 
 def check_canonical(check: Checker, weights: Any, plan: MoEPlan) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tokenspeed_kernel.workbench import worlds
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState, Monitor, gpu_monitor, reference_time
 from tokenspeed_kernel.workbench.benchmark.noise import warnings_of
 from tokenspeed_kernel.workbench.benchmark.peers import Peer, Unsupported, verify_peer
@@ -23,7 +24,7 @@ from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, defa
 from tokenspeed_kernel_base.cases import Case, Cost, nbytes
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
-from tokenspeed_kernel_base.registry import KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 
 _COPIED_BYTES = 8 << 30
 # Over all rounds of a row.
@@ -146,6 +147,10 @@ class Measurement:
     def add_round(self, monitor: Monitor | None) -> None:
         if self.status != "measured":
             return
+        if self.case.world_size > 1 and worlds.current_size() == 1:
+            if not self.rounds:  # a world is started once, for all rounds
+                self._measure_in_world()
+            return
         try:
             self.reference_us.append(reference_time(self.device))
             with torch.no_grad():
@@ -154,6 +159,21 @@ class Measurement:
             self.status, self.reason = Status.SKIPPED.value, str(reason)
         except Exception as error:  # memory may run out; the other rows must not be lost with it
             self.status, self.reason = Status.ERROR.value, f"while timing: {type(error).__name__}: {error}"
+
+    def _measure_in_world(self) -> None:
+        """All rounds, on as many processes as the case is for. The slowest rank's times count: a call is done when all are."""
+        if isinstance(self.contestant, Peer):
+            self.status, self.reason = Status.SKIPPED.value, "peers are timed in one process"
+            return
+        args = self.contestant.name, self.case.name, self.device.type, self.method
+        try:
+            measured = worlds.run_world(_measure_as_rank, self.case.world_size, args, device=self.device)
+        except worlds.WorldError as error:
+            self.status, self.reason = Status.ERROR.value, f"while timing: {str(error).splitlines()[-1]}"
+            return
+        slowest = max(measured, key=lambda each: statistics.median(t for times in each["rounds"] for t in times))
+        for name, value in slowest.items():
+            setattr(self, name, value)
 
     def _calls(self) -> list[Call]:
         """The call on the case's arguments, and on as many copies of them as are wanted and fit."""
@@ -185,12 +205,15 @@ class Measurement:
             "cache": method.cache,
             "fewest": max(3, -(-_FEWEST // rounds)),
             "most": -(-_MOST // rounds),
-            "expected_us": statistics.median(self.rounds[0]) if self.rounds else None,
+            "expected_us": worlds.agreed(statistics.median(self.rounds[0])) if self.rounds else self._expected_us(calls),
             "meanwhile": look,
         }
         if self.launch is None and (self.device.type == "cuda" or method.graph_calls):
-            alone = sample(calls, self.device, budget_s=_LAUNCH_BUDGET_S, cache=method.cache, most=_LAUNCHES)
-            self.launch = Launch(host_time(calls[0], self.device, _LAUNCHES), statistics.median(alone))
+            expected_us = self._expected_us(calls)
+            alone = sample(
+                calls, self.device, budget_s=_LAUNCH_BUDGET_S, cache=method.cache, most=_LAUNCHES, expected_us=expected_us
+            )
+            self.launch = Launch(host_time(calls[0], self.device, _LAUNCHES), worlds.agreed(statistics.median(alone)))
         if method.graph_calls:
             assert self.launch is not None
             count = min(method.graph_calls, math.ceil(_GRAPH_US / self.launch.event_us))
@@ -198,6 +221,13 @@ class Measurement:
             self.rounds.append(sample_graph(in_graph, self.device, **options))
         else:
             self.rounds.append(sample(calls, self.device, **options))
+
+    def _expected_us(self, calls: list[Call]) -> float | None:
+        """What a call takes, where several processes must make the same number of them; None leaves it to `sample`."""
+        if worlds.current_size() == 1:
+            return None
+        few = sample(calls, self.device, budget_s=0.0, cache=self.method.cache, fewest=3, most=3, expected_us=1.0)
+        return worlds.agreed(statistics.median(few))
 
     def row(self, roofline: Roofline | None, usual_us: float | None) -> Row:
         known = Row(
@@ -226,3 +256,16 @@ class Measurement:
 
     def _launch(self, launch: Launch, timing: Timing) -> Launch:
         return dataclasses.replace(launch, graph_us=timing.median_us) if self.method.graph_calls else launch
+
+
+def _measure_as_rank(kernel: str, case_name: str, device: str, method: Method) -> dict[str, Any]:
+    """What a rank of a world measured, by the attributes of `Measurement`."""
+    spec = KernelRegistry.get().get_by_name(kernel)
+    case = next(case for case in get_operator(spec.operator).all_cases() if case.name == case_name)
+    measurement = Measurement(spec, case, default_device() if device == "cuda" else torch.device(device), method, "measured")
+    for _ in range(method.rounds):
+        measurement.add_round(None)
+        if measurement.status != "measured":  # the others would wait for this rank
+            raise RuntimeError(measurement.reason)
+    kept = ("rounds", "reference_us", "cost", "operands", "launch")
+    return {name: getattr(measurement, name) for name in kept}

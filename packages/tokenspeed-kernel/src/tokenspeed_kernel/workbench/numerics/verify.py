@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel.workbench import worlds
 from tokenspeed_kernel.workbench.numerics.compare import Comparison, compare, compare_tensors, plain_fields, same_bits
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, Tolerance, tolerance_for
 from tokenspeed_kernel_base import lowering
-from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.cases import Case, Recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.platform import current_platform, platform_of
@@ -137,7 +138,11 @@ def verify_kernel(
 def verify_case(
     spec: KernelSpec, case: Case, device: torch.device | str | None = None, *, seed: int = 0, repeat: int | None = None
 ) -> CaseResult:
-    """Runs a registered kernel on one case of its operator. See `verify_kernel`."""
+    """Runs a registered kernel on one case of its operator. See `verify_kernel`.
+
+    A case for several processes is run in as many, which are started and ended here; the outcome is that of the first rank where
+    anything is wrong.
+    """
     op = get_operator(spec.operator)
     where = default_device() if device is None else torch.device(device)
     result = functools.partial(CaseResult, spec.name, spec.operator, case.name)
@@ -146,6 +151,8 @@ def verify_case(
     gap = f"{platform.arch} is pretended, nothing launches" if platform.pretended else spec.capability.gap(platform)
     if gap is not None:
         return result(Status.SKIPPED, f"platform: {gap}")
+    if case.world_size > 1 and worlds.current_size() != case.world_size:
+        return _verify_in_world(spec, case, where, seed, repeat)
 
     doing = "building the case"
     try:
@@ -190,6 +197,32 @@ def verify_case(
         return result(Status.FAILED, "; ".join(fault.text for fault in faults), tuple(trial.comparisons), faults=faults)
     remark = "is the reference: the same bits again, out= respected, inputs left alone" if is_reference else ""
     return result(Status.PASSED, remark, tuple(trial.comparisons))
+
+
+def _verify_in_world(spec: KernelSpec, case: Case, device: torch.device, seed: int, repeat: int | None) -> CaseResult:
+    result = functools.partial(CaseResult, spec.name, spec.operator, case.name)
+    gap = worlds.gap(case.world_size, device)
+    known = next((each for each in get_operator(spec.operator).all_cases() if each.name == case.name), None)
+    if gap is None and (known is None or (isinstance(case.make, Recipe) and case != known)):
+        gap = "only cases that the operator declares can be found by other processes"
+    if gap is not None:
+        return result(Status.SKIPPED, f"world of {case.world_size}: {gap}")
+    try:
+        args = spec.name, case.name, device.type, seed, repeat
+        results: list[CaseResult] = worlds.run_world(_verify_as_rank, case.world_size, args, device=device)
+    except worlds.WorldError as error:
+        said = f"in a world of {case.world_size}: {str(error).splitlines()[-1]}"
+        return result(Status.ERROR, said, traceback=str(error), faults=(Fault("error world", said),))
+    for rank, outcome in enumerate(results):
+        if outcome.wrong:
+            return replace(outcome, reason=f"rank {rank} of {case.world_size}: {outcome.reason}")
+    return results[0]
+
+
+def _verify_as_rank(kernel: str, case_name: str, device: str, seed: int, repeat: int | None) -> CaseResult:
+    spec = KernelRegistry.get().get_by_name(kernel)
+    case = next(case for case in get_operator(spec.operator).all_cases() if case.name == case_name)
+    return verify_case(spec, case, default_device() if device == "cuda" else device, seed=seed, repeat=repeat)
 
 
 def _faults_of(comparisons: Iterable[Comparison]) -> Iterator[Fault]:

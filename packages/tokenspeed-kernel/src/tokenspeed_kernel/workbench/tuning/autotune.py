@@ -25,7 +25,7 @@ from tokenspeed_kernel.workbench.tuning.candidates import (
 from tokenspeed_kernel.workbench.tuning.search import Candidate, Trial, TrialStatus, by_merit, first_line, search
 from tokenspeed_kernel_base.cases import nbytes
 from tokenspeed_kernel_base.operator import Operator, get_operator
-from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.parameters import resource_arguments, tensor_arguments
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Request, gate, select
 
@@ -48,8 +48,12 @@ def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) ->
         budget_s: seconds, compilation included. Each kernel's own choice is measured in any case.
 
     Returns:
-        Why nothing was measured; empty where it was, or there was nothing to choose from.
+        Why nothing was measured; empty where it was, there was nothing to choose from, or several processes take part in the call,
+        which is never measured.
     """
+    op = get_operator(request.operator)
+    if any(resource.world_size > 1 for _, resource in resource_arguments(op.parameters, dict(arguments))):
+        return ""  # the others would have to measure the same calls as this process, and to decide alike
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     with _one_at_a_time, torch.no_grad():
@@ -58,7 +62,7 @@ def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) ->
         ).results:  # another thread measured meanwhile
             return ""
         try:
-            return _measure(get_operator(request.operator), request, dict(arguments), budget_s)
+            return _measure(op, request, dict(arguments), budget_s)
         except torch.OutOfMemoryError as error:
             return f"out of memory: {str(error).splitlines()[0]}"
 

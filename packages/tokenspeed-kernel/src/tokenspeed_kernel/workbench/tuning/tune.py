@@ -107,6 +107,8 @@ def tune_case(
     platform = platform_of(where)
     if platform.pretended or platform.emulated:
         return [outcome(reason=f"{platform} is no device: its times say nothing")]
+    if case.world_size > 1:
+        return [outcome(reason=f"it is for {case.world_size} processes, and only calls of one are measured")]
     groups: dict[str, list[tuple[KernelSpec, Request, dict[str, Any]]]] = {}
     with torch.no_grad():
         arguments = op.complete(case.build(where))

@@ -1,0 +1,111 @@
+"""The sum over the processes of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.signature import dtype_name
+from tokenspeed_kernel_base.variation import Variation, Want
+
+
+@operator("comm", "all_reduce", formats=("x",), in_place={"out": ("x",)}, varying=("elements",))
+def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
+    """The sum of the x of all ranks, on every rank.
+
+    Every rank of the group must call this in the same order, with x of the same shape and dtype. On gloo the reference makes sure
+    of that at the first call of each shape and dtype, within ``group.time_limit_s``.
+
+    float16 and bfloat16 are added in float32 and rounded once. Kernels may round partial sums to x's dtype, too: that is one
+    rounding for each rank. In which order ranks are added is not said, but all ranks get the same bits.
+
+    Args:
+        x: float16, bfloat16, float32, float64, int32 or int64 ``[...]``. Only written to if it is ``out``.
+        group: the ranks: `ProcessGroup.of`.
+        out: receives the sum; may be x itself, and must not overlap it otherwise.
+
+    Returns:
+        Like x and contiguous.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above, or (on gloo, at the first call) another rank calls something
+            else.
+        RuntimeError: on gloo, at the first call: not every rank called in time; or the group was destroyed.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import ProcessGroup, all_reduce
+        >>> all_reduce(torch.tensor([1.0, 2.0]), ProcessGroup.of())
+        tensor([1., 2.])
+
+    Not safe in CUDA graphs on gloo, which waits for the device; on nccl it is once there was a call outside of a graph.
+    """
+    halves = x.dtype in (torch.float16, torch.bfloat16)
+    total = x.to(torch.float32 if halves else x.dtype, copy=True, memory_format=torch.contiguous_format)
+    if group.world_size > 1:
+        group.check_agreement(f"all_reduce(x: {dtype_name(x.dtype)} {list(x.shape)})")
+        dist.all_reduce(total, group=group.group)
+    return total.to(x.dtype)
+
+
+@all_reduce.traits
+def _(group: ProcessGroup) -> dict[str, object]:
+    return {"world_size": group.world_size, "backend": group.backend}
+
+
+@all_reduce.check
+def _(check: Checker, x: Tensor, group: ProcessGroup) -> None:
+    check.dtype("x", x, FLOATS | INTS)
+    check.bind("elements", x.numel(), "x")
+    check.bind("world_size", group.world_size, "group")
+
+
+@all_reduce.fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@recipe
+def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
+    def make(draw: Draw) -> dict[str, Any]:
+        group = ProcessGroup.of()
+        if not dtype.is_floating_point:
+            return {"x": draw.integers(-100, 100, group.world_size, *shape, dtype=dtype)[group.rank], "group": group}
+        # Every rank draws all ranks' values, from one seed, and keeps its own.
+        return {"x": draw.normal(group.world_size, *shape, dtype=dtype)[group.rank].clone(), "group": group}
+
+    return make
+
+
+@all_reduce.cases
+def _() -> list[Case]:
+    return [
+        Case("one rank, float32", _inputs(5, 7, dtype=torch.float32)),
+        Case("one rank, int32", _inputs(9, dtype=torch.int32)),
+        Case("one rank, no elements", _inputs(0, 64)),
+        Case("2 ranks, bfloat16", _inputs(33, 65), world_size=2),
+        Case("gpt-oss-120b decode 64, 2 ranks", _inputs(64, 2880), large=True, world_size=2),
+        Case("gpt-oss-120b prefill 4096, 2 ranks", _inputs(4096, 2880), large=True, world_size=2),
+        Case("llama-3-70b decode 64, 8 ranks", _inputs(64, 8192), large=True, world_size=8),
+    ]
+
+
+@all_reduce.vary
+def _(variation: Variation, x: Tensor) -> dict[str, Any]:
+    if variation.want is not Want.CAPTURED:
+        return {}
+    values = {} if x.is_floating_point() else {"x": variation.draw.integers(-100, 100, *x.shape, dtype=x.dtype)}
+    return {"group": ProcessGroup.of(), **values}
+
+
+@all_reduce.cost
+def _(x: Tensor, group: ProcessGroup) -> Cost:
+    return Cost(flops=float((group.world_size - 1) * x.numel()), bytes=2 * nbytes(x))
