@@ -101,6 +101,13 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the documentation site into build/site. A broken link, and a public name without a description, are errors."""
+    _install(session, "docs", runtime=False)
+    session.run("mkdocs", "build", "--strict", "--clean", *session.posargs)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Builds wheel and sdist of every package, installs the wheels into an empty environment, imports them, lists entry points."""
     session.install(*_requirements("build"))
