@@ -32,11 +32,12 @@ _described: set[str] = set()
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Adds a page for each family of operators behind the page that introduces them."""
+    """Lists a page for each family of operators behind the page that introduces them."""
     _described.clear()
-    reference = next(entry["API reference"] for entry in config.nav if "API reference" in entry)
-    place = reference.index(f"{FAMILY_PAGES}.md") + 1
-    reference[place:place] = [{family: f"{FAMILY_PAGES}/{family}.md"} for family in _families()]
+    for section in config.nav:
+        for entry in section.get("API reference", ()):
+            if isinstance(entry, dict) and "Operators" in entry:
+                entry["Operators"] += [{family: f"{FAMILY_PAGES}/{family}.md"} for family in _families()]
     return config
 
 
