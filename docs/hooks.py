@@ -1,7 +1,7 @@
 """What the documentation site makes from the code and from the files at the root, so that it is never written twice.
 
-MkDocs calls the ``on_*`` functions while it builds. In a page, a comment such as ``<!-- reference: tokenspeed_kernel_base.platform -->``
-stands for something generated; `_GENERATORS` lists them.
+MkDocs calls the ``on_*`` functions while it builds. A comment on a page stands for something generated, such as
+``<!-- reference: tokenspeed_kernel_base.traits -->``; `_GENERATORS` lists them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ ROOT = Path(__file__).parents[1]
 # Pages that are files at the root of the repository.
 ROOT_PAGES = {"architecture.md": "ARCHITECTURE.md", "contributing.md": "CONTRIBUTING.md"}
 FAMILY_PAGES = "reference/operators"
+
+_LOADING = re.compile(
+    r"""<(?:script|img|iframe)\s[^>]*src=["']?(?:https?:)?//|<link\s[^>]*rel=["']?stylesheet[^>]*href=["']?https?:"""
+)
 
 _described: set[str] = set()
 
@@ -64,9 +68,8 @@ def on_post_build(config: MkDocsConfig) -> None:
     missing = sorted(set(tokenspeed_kernel.__all__) - _described - {"__version__"})
     if missing:
         raise PluginError(f"no page of the API reference describes {', '.join(missing)} of tokenspeed_kernel")
-    loading = re.compile(r"""<(?:script|img|iframe)[^>]*\ssrc=["']?(?:https?:)?//|<link[^>]*rel=["']?stylesheet["']?[^>]*href=["']?https?:""")
     for page in Path(config.site_dir).rglob("*.html"):
-        found = loading.search(page.read_text())
+        found = _LOADING.search(page.read_text())
         if found:
             raise PluginError(f"{page} loads something from another host: {found[0]}")
 

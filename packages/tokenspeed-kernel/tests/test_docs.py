@@ -18,10 +18,12 @@ import pytest
 import torch
 
 from tokenspeed_kernel.workbench import numerics
+from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base import operator as operator_module
 from tokenspeed_kernel_base.declaration import HOOKS
 from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.registry import KernelRegistry
 
 PACKAGE = Path(__file__).parents[1]
 ROOT = PACKAGE.parents[1]
@@ -112,6 +114,16 @@ def test_the_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("page", [page for page in PAGES if "<!-- slow -->" in page.read_text()], ids=named)
 def test_the_slow_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(page, blocks_of(page), tmp_path, monkeypatch)
+
+
+@pytest.mark.skipif("triton" not in current_platform().features, reason="Triton runs on a GPU, or under TRITON_INTERPRET=1")
+def test_the_triton_kernel_of_the_page_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = DOCS / "writing-a-kernel.md"
+    assert any(block.needs == "needs Triton" for block in blocks_of(page))
+    run(page, blocks_of(page), tmp_path, monkeypatch)
+    findings = conform(KernelRegistry.get().get_by_name("mine_silu_and_mul"), numerics.default_device(), Options(shrink_seconds=0))
+    assert [str(finding) for finding in findings if finding.wrong] == []
+    assert {"values", "strides", "trait edges"} <= {finding.check for finding in findings if finding.status == "passed"}
 
 
 def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
@@ -216,7 +228,7 @@ def test_commands_and_options_exist() -> None:
         assert [word for word in words if word.startswith("-") and word not in options] == [], line
 
 
-# -- links ----------------------------------------------------------------------------------------------------------------------------
+# -- links -----------------------------------------------------------------------------------------------------------------------
 
 
 def headings(page: Path) -> set[str]:
