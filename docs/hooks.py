@@ -22,6 +22,7 @@ from mkdocs.structure.pages import Page
 import tokenspeed_kernel
 from tokenspeed_kernel_base import config as settings
 from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.registry import TAGS
 
 ROOT = Path(__file__).parents[1]
 # Pages that are files at the root of the repository.
@@ -114,6 +115,11 @@ def _variables(argument: str, page: str) -> str:
     return "\n".join(["| variable | meaning |", "|---|---|", *rows])
 
 
+def _tags(argument: str, page: str) -> str:
+    """What a kernel may be tagged with, as a table."""
+    return "\n".join(["| tag | says |", "|---|---|", *(f"| `{tag}` | {meaning} |" for tag, meaning in TAGS.items())])
+
+
 def _operator_table(argument: str, page: str) -> str:
     """Families and their operators, with links into the reference."""
     rows = []
@@ -129,4 +135,5 @@ _GENERATORS: dict[str, Callable[[str, str], str]] = {
     "reference": _reference,
     "environment variables": _variables,
     "operators": _operator_table,
+    "tags": _tags,
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -19,7 +19,7 @@ import torch
 
 from tokenspeed_kernel.workbench import numerics
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
-from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base import config, selection
 from tokenspeed_kernel_base import operator as operator_module
 from tokenspeed_kernel_base.declaration import HOOKS
 from tokenspeed_kernel_base.platform import current_platform
@@ -188,17 +188,27 @@ def test_the_configuration_file_has_every_key(tmp_path: Path) -> None:
     path.write_text(example)
     settings = config.read_settings({config.PREFIX + "CONFIG": str(path)})
     assert settings.overrides == {("norm", "rmsnorm"): "triton_rmsnorm", ("attention", "mha_prefill"): "triton_mha_prefill"}
-    assert [key for key in config._KEYS if not re.search(rf"^{key} = ", example, re.MULTILINE)] == []
+    missing = [key for key in config._KEYS if not re.search(rf"^{key} = ", example, re.MULTILINE)]
+    assert missing == [], "add them to the file in docs/configuration.md"
 
 
 def test_the_page_names_every_check_and_no_other() -> None:
     section = (DOCS / "workbench" / "checking.md").read_text().partition("## The conformance kit")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `(.*?)`", section, re.MULTILINE) == list(numerics.CHECKS)
+    shown = re.findall(r"^\| `(.*?)`", section, re.MULTILINE)
+    assert shown == list(numerics.CHECKS), "mend the table of checks in docs/workbench/checking.md"
+
+
+def test_the_page_names_every_gate_in_order() -> None:
+    section = (DOCS / "selection.md").read_text().partition("## The gates")[2].partition("\n## ")[0]
+    gates = re.findall(r"""return (?:\()?"(\w+)",""", inspect.getsource(selection.gate))
+    shown = re.findall(r"^\| (\w+) \|", section, re.MULTILINE)[1:]
+    assert shown == gates, "mend the table of gates in docs/selection.md"
 
 
 def test_the_page_names_every_hook() -> None:
     text = (DOCS / "declaring-an-operator.md").read_text()
-    assert [hook for hook in HOOKS if not re.search(rf"`{hook}\b|\.{hook}\b", text)] == []
+    missing = [hook for hook in HOOKS if not re.search(rf"`{hook}\b|\.{hook}\b", text)]
+    assert missing == [], "add them to the table of hooks in docs/declaring-an-operator.md"
 
 
 def test_commands_and_options_exist() -> None:
