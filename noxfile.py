@@ -68,7 +68,8 @@ def interpret(session: nox.Session) -> None:
     session.install(TRITONS[-1])
     arguments = session.posargs or ["-n", "auto", "-m", "not slow", "-k", "triton"]
     environment = {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    session.run("python", "-m", "pytest", f"{CORE}/tests/test_kernels.py", f"{CORE}/tests/triton", *arguments, env=environment)
+    files = [f"{CORE}/tests/{name}" for name in ("test_kernels.py", "test_docs.py", "triton")]
+    session.run("python", "-m", "pytest", *files, *arguments, env=environment)
 
 
 @nox.session
@@ -98,6 +99,13 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the documentation site into build/site. A broken link, and a public name without a description, are errors."""
+    _install(session, "docs", runtime=False)
+    session.run("mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session

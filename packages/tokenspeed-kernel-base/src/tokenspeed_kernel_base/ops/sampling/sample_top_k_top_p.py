@@ -51,6 +51,10 @@ def sample_top_k_top_p(
     A token whose weight rounds to 0, less than 2^-41 of the most probable one's, is never drawn, nor is one of logit ``-inf``.
     A row whose largest logit is not finite (NaN counts as the largest), and a row of temperature 0, gives what `argmax` gives.
 
+    One setting for all rows is spelled ``torch.full((rows,), 0.8)``. Values are checked where the tensors lie in host memory.
+    Elsewhere a temperature that is negative or not finite is taken for 0, a negative top_k for 0, a top_p below 0 or NaN keeps one
+    token and one above 1 keeps all.
+
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab in 1 to 2^22.
         temperature: float32 ``[rows]``, finite, >= 0; 0 is greedy.
@@ -59,10 +63,6 @@ def sample_top_k_top_p(
         seed: int64 ``[rows]``: one for each request, say. Any value will do.
         offset: int64 ``[rows]``: which of the seed's random numbers to use: the position of the new token, say. Any value will do.
         out: int64 ``[rows]``, receives the result.
-
-        One setting for all rows is spelled ``torch.full((rows,), 0.8)``. Values are checked where the tensors lie in host
-        memory. Elsewhere a temperature that is negative or not finite is taken for 0, a negative top_k for 0, a top_p below 0
-        or NaN keeps one token and one above 1 keeps all.
 
     Returns:
         int64 ``[rows]``.

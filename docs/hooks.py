@@ -1,0 +1,139 @@
+"""What the documentation site makes from the code and from the files at the root, so that it is never written twice.
+
+MkDocs calls the ``on_*`` functions while it builds. A comment on a page stands for something generated, such as
+``<!-- reference: tokenspeed_kernel_base.traits -->``; `_GENERATORS` lists them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import tokenspeed_kernel
+from tokenspeed_kernel_base import config as settings
+from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.registry import TAGS
+
+ROOT = Path(__file__).parents[1]
+# Pages that are files at the root of the repository.
+ROOT_PAGES = {"architecture.md": "ARCHITECTURE.md", "contributing.md": "CONTRIBUTING.md"}
+FAMILY_PAGES = "reference/operators"
+
+_LOADING = re.compile(
+    r"""<(?:script|img|iframe)\s[^>]*src=["']?(?:https?:)?//|<link\s[^>]*rel=["']?stylesheet[^>]*href=["']?https?:"""
+)
+
+_described: set[str] = set()
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lists a page for each family of operators behind the page that introduces them."""
+    _described.clear()
+    for section in config.nav:
+        for entry in section.get("API reference", ()):
+            if isinstance(entry, dict) and "Operators" in entry:
+                entry["Operators"] += [{family: f"{FAMILY_PAGES}/{family}.md"} for family in _families()]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that no file in ``docs`` holds."""
+    for family in _families():
+        files.append(File.generated(config, f"{FAMILY_PAGES}/{family}.md", content=_family_page(family)))
+    for page, source in ROOT_PAGES.items():
+        files.append(File.generated(config, page, content=_root_page(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Puts what is generated where its comment stands."""
+
+    def generate(match: re.Match[str]) -> str:
+        return _GENERATORS[match[1]](match[2].strip(), page.file.src_uri)
+
+    return re.sub(rf"<!-- ({'|'.join(_GENERATORS)}):?(.*?)-->", generate, markdown)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Raises PluginError for a public name without a description, and for a page that loads anything from another host."""
+    missing = sorted(set(tokenspeed_kernel.__all__) - _described - {"__version__"})
+    if missing:
+        raise PluginError(f"no page of the API reference describes {', '.join(missing)} of tokenspeed_kernel")
+    for page in Path(config.site_dir).rglob("*.html"):
+        found = _LOADING.search(page.read_text())
+        if found:
+            raise PluginError(f"{page} loads something from another host: {found[0]}")
+
+
+# -- what is generated ---------------------------------------------------------------------------------------------------------
+
+
+def _families() -> list[str]:
+    return sorted({op.family for op in operators()})
+
+
+def _family_page(family: str) -> str:
+    """One page of the reference: every operator of a family."""
+    package: ModuleType = importlib.import_module(f"tokenspeed_kernel_base.ops.{family}")
+    members = [op for op in operators() if op.family == family]
+    _described.update(op.mode for op in members)
+    descriptions = [f"::: {op.body.__module__}.{op.mode}\n    options: {{heading_level: 2}}\n" for op in members]
+    return "\n".join([f"# {family}", "", package.__doc__ or "", "", *descriptions])
+
+
+def _root_page(source: Path) -> str:
+    """A Markdown file of the root, with links as they are from inside ``docs``."""
+    text = source.read_text().replace("](docs/", "](")
+    for page, root_file in ROOT_PAGES.items():
+        text = text.replace(f"]({root_file}", f"]({page}")
+    return text
+
+
+def _reference(module: str, page: str) -> str:
+    """The public names of tokenspeed_kernel that a module defines."""
+    names = [n for n in tokenspeed_kernel.__all__ if getattr(getattr(tokenspeed_kernel, n), "__module__", "") == module]
+    names = [name for name in names if name not in {op.mode for op in operators()}]
+    if not names:
+        raise PluginError(f"tokenspeed_kernel has no public name of {module}")
+    _described.update(names)
+    return "\n".join(f"::: {module}.{name}\n" for name in names)
+
+
+def _variables(argument: str, page: str) -> str:
+    """Environment variables, as a table."""
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in settings.VARIABLES.items()]
+    return "\n".join(["| variable | meaning |", "|---|---|", *rows])
+
+
+def _tags(argument: str, page: str) -> str:
+    """What a kernel may be tagged with, as a table."""
+    return "\n".join(["| tag | says |", "|---|---|", *(f"| `{tag}` | {meaning} |" for tag, meaning in TAGS.items())])
+
+
+def _operator_table(argument: str, page: str) -> str:
+    """Families and their operators, with links into the reference."""
+    rows = []
+    for family in _families():
+        links = [f"[`{op.mode}`][{op.body.__module__}.{op.mode}]" for op in operators() if op.family == family]
+        target = posixpath.relpath(f"{FAMILY_PAGES}/{family}.md", posixpath.dirname(page))
+        rows.append(f"| [{family}]({target}) | {' '.join(links)} |")
+    return "\n".join(["| family | operators |", "|---|---|", *rows])
+
+
+# ``generate(argument, page)``: what stands behind the colon, and the page that it is for.
+_GENERATORS: dict[str, Callable[[str, str], str]] = {
+    "reference": _reference,
+    "environment variables": _variables,
+    "operators": _operator_table,
+    "tags": _tags,
+}

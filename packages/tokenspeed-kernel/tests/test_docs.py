@@ -1,0 +1,292 @@
+"""The documentation does what it says: Python blocks run, commands work, tables are what was measured, links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tokenspeed_kernel.workbench import numerics
+from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel_base import config, selection
+from tokenspeed_kernel_base import operator as operator_module
+from tokenspeed_kernel_base.declaration import HOOKS
+from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.registry import KernelRegistry
+
+PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE.parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+READMES = sorted([*ROOT.glob("*.md"), *ROOT.glob("packages/*/README.md"), *ROOT.glob("tools/*/README.md"), ROOT / "ci/README.md"])
+
+pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="the documentation is no part of the source distribution")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page. ``needs`` is the comment above it, empty where there is none."""
+
+    language: str
+    text: str
+    needs: str
+
+    @property
+    def file(self) -> str:
+        """The path that its first line names, for blocks that are files."""
+        named = re.match(r"# (\S+\.(?:py|toml))\n", self.text)
+        return named[1] if named and self.language in ("py", "toml") else ""
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found = re.findall(r"(?:^<!-- (slow|needs[^\n]*) -->\n)?^```(\w+)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [Block(language, text, needs) for needs, language, text in found]
+
+
+def write_files(blocks: list[Block], folder: Path) -> None:
+    for block in blocks:
+        if block.file:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text)
+
+
+def left_out(block: Block) -> bool:
+    """Whether this machine lacks what the block needs."""
+    lacks = {
+        "": False,
+        "slow": False,
+        "needs Triton": "triton" not in current_platform().features,
+        "needs a GPU": not torch.cuda.is_available(),
+    }
+    return lacks[block.needs]
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def operators_are_put_back() -> Iterator[None]:
+    before = dict(operator_module._operators)
+    yield
+    operator_module._operators.clear()
+    operator_module._operators.update(before)
+
+
+def run(page: Path, blocks: list[Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the Python blocks in order, as one module, beside the files that other blocks are."""
+    write_files(blocks, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = ModuleType("page_of_the_documentation")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = set(sys.modules)
+    try:
+        for block in blocks:
+            code = compile(block.text, named(page), "exec") if block.language in ("python", "py") else None
+            if code is not None and block.language == "python" and not left_out(block):
+                exec(code, vars(module))
+    finally:
+        for name in set(sys.modules) - before:
+            if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+                del sys.modules[name]
+
+
+@pytest.mark.usefixtures("operators_are_put_back")
+@pytest.mark.parametrize("page", [page for page in PAGES if "```py" in page.read_text()], ids=named)
+def test_the_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = [block for block in blocks_of(page) if block.needs != "slow"]
+    run(page, quick, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("operators_are_put_back")
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- slow -->" in page.read_text()], ids=named)
+def test_the_slow_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(page, blocks_of(page), tmp_path, monkeypatch)
+
+
+@pytest.mark.skipif("triton" not in current_platform().features, reason="Triton runs on a GPU, or under TRITON_INTERPRET=1")
+def test_the_triton_kernel_of_the_page_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = DOCS / "writing-a-kernel.md"
+    assert any(block.needs == "needs Triton" for block in blocks_of(page))
+    run(page, blocks_of(page), tmp_path, monkeypatch)
+    findings = conform(KernelRegistry.get().get_by_name("mine_silu_and_mul"), numerics.default_device(), Options(shrink_seconds=0))
+    assert [str(finding) for finding in findings if finding.wrong] == []
+    assert {"values", "strides", "trait edges"} <= {finding.check for finding in findings if finding.status == "passed"}
+
+
+def test_ten_commands_lead_from_a_kernel_to_its_report(tmp_path: Path) -> None:
+    """The files and commands of that page, in an environment of their own."""
+    for package in ("hatchling", "typer", "jinja2", "matplotlib"):
+        pytest.importorskip(package)
+    blocks = blocks_of(DOCS / "workbench" / "ten-commands.md")
+    write_files(blocks, tmp_path)
+    (commands,) = [block.text for block in blocks if block.language == "sh"]
+    assert len(commands.splitlines()) == 10
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TOKENSPEED_KERNEL_")} | {
+        # The package goes into a folder beside, and nothing is downloaded.
+        "PIP_TARGET": str(tmp_path / "site"),
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say yes
+        "PIP_NO_INDEX": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH")])),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    said = {}
+    for command in commands.splitlines():
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        said[command] = done.stdout
+    shown = list(said.values())
+    assert re.search(r"my-kernels +loaded", shown[1])
+    assert re.search(r"10 +norm\.rmsnorm +mine_rmsnorm +x float32\[512, 2880\]", shown[3])
+    assert "failed" not in shown[4]
+    assert (tmp_path / "conformance.xml").read_text().count("<testcase") == len(
+        re.findall("^mine_rmsnorm ", shown[4], re.MULTILINE)
+    )
+    assert json.loads((tmp_path / "after.json").read_text())["rows"]
+    assert "written to" in shown[6]
+    assert re.search(r"norm\.rmsnorm +mine_rmsnorm", shown[8])
+    assert "mine_rmsnorm" in (tmp_path / "report.html").read_text()
+
+
+# -- what pages say of the code ----------------------------------------------------------------------------------------------------
+
+
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("table", PACKAGE / "benchmarks" / "table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    return table
+
+
+def test_the_figures_are_those_of_the_reports() -> None:
+    table = tables()
+    text = table.PAGE.read_text()
+    stale = [mark for mark in table.SECTIONS if table.shown(text, mark) != table.made(mark)]
+    assert stale == [], "run python packages/tokenspeed-kernel/benchmarks/table.py --write"
+
+
+def test_the_configuration_file_has_every_key(tmp_path: Path) -> None:
+    """The file on the page is accepted, and holds each key that there is."""
+    (example,) = [block.text for block in blocks_of(DOCS / "configuration.md") if block.language == "toml"]
+    path = tmp_path / "settings.toml"
+    path.write_text(example)
+    settings = config.read_settings({config.PREFIX + "CONFIG": str(path)})
+    assert settings.overrides == {("norm", "rmsnorm"): "triton_rmsnorm", ("attention", "mha_prefill"): "triton_mha_prefill"}
+    missing = [key for key in config._KEYS if not re.search(rf"^{key} = ", example, re.MULTILINE)]
+    assert missing == [], "add them to the file in docs/configuration.md"
+
+
+def test_the_page_names_every_check_and_no_other() -> None:
+    section = (DOCS / "workbench" / "checking.md").read_text().partition("## The conformance kit")[2].partition("\n## ")[0]
+    shown = re.findall(r"^\| `(.*?)`", section, re.MULTILINE)
+    assert shown == list(numerics.CHECKS), "mend the table of checks in docs/workbench/checking.md"
+
+
+def test_the_page_names_every_gate_in_order() -> None:
+    section = (DOCS / "selection.md").read_text().partition("## The gates")[2].partition("\n## ")[0]
+    gates = re.findall(r"""return (?:\()?"(\w+)",""", inspect.getsource(selection.gate))
+    shown = re.findall(r"^\| (\w+) \|", section, re.MULTILINE)[1:]
+    assert shown == gates, "mend the table of gates in docs/selection.md"
+
+
+def test_the_page_names_every_hook() -> None:
+    text = (DOCS / "declaring-an-operator.md").read_text()
+    missing = [hook for hook in HOOKS if not re.search(rf"`{hook}\b|\.{hook}\b", text)]
+    assert missing == [], "add them to the table of hooks in docs/declaring-an-operator.md"
+
+
+def test_commands_and_options_exist() -> None:
+    """Every `tokenspeed-kernel` command that a page or README shows, with its options."""
+    pytest.importorskip("typer")
+    import typer.main
+
+    from tokenspeed_kernel.workbench.cli import app
+
+    group = typer.main.get_command(app)
+    shown = {
+        line.split("#")[0].strip()
+        for page in [*PAGES, *READMES]
+        for block in blocks_of(page)
+        if block.language == "sh"
+        for line in block.text.splitlines()
+        if "tokenspeed-kernel " in line and "pip install" not in line
+    }
+    assert len(shown) > 20
+    for line in sorted(shown):
+        words = line.partition("tokenspeed-kernel ")[2].partition(" -- ")[0].split()
+        command = group
+        while words and hasattr(command, "commands"):
+            assert words[0] in command.commands, f"{line}: there is no command {words[0]}"
+            command = command.commands[words.pop(0)]
+        options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        assert [word for word in words if word.startswith("-") and word not in options] == [], line
+
+
+# -- links -----------------------------------------------------------------------------------------------------------------------
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[\s]+", "-", heading.strip()) for heading in plain}
+
+
+GENERATED = {DOCS / "architecture.md": ROOT / "ARCHITECTURE.md", DOCS / "contributing.md": ROOT / "CONTRIBUTING.md"}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        target = GENERATED.get(target, target)
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=named)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """Paths from the root of the repository, such as `packages/tokenspeed-kernel/README.md`."""
+    paths = re.findall(r"\b((?:packages|tools|ci|docs)/[\w./-]*\w/?)", page.read_text())
+    missing = sorted({path for path in paths if not (ROOT / path).exists() and not (page.parent / path).exists()})
+    assert missing == []
+
+
+@pytest.mark.parametrize(("page", "most"), [(PACKAGE / "README.md", 150), (ROOT / "README.md", 100)], ids=["package", "repository"])
+def test_readmes_stay_short(page: Path, most: int) -> None:
+    assert len(page.read_text().splitlines()) <= most
+
+
+def test_the_sessions_are_those_of_nox() -> None:
+    """The tables of sessions in README and CONTRIBUTING name every session, and no other."""
+    text = (ROOT / "noxfile.py").read_text()
+    sessions = set()
+    for options, function in re.findall(r"^@nox\.session(\(.*?\))?\n(?:@.*\n)*def (\w+)", text, re.MULTILINE):
+        renamed = re.search(r'name="([\w-]+)"', options)
+        sessions.add(renamed[1] if renamed else function)
+    for name in ("README.md", "CONTRIBUTING.md"):
+        rows = re.findall(r"^\| ((?:`[\w-]+`(?:, )?)+) \|", (ROOT / name).read_text(), re.MULTILINE)
+        shown = {session for row in rows for session in re.findall(r"`([\w-]+)`", row)}
+        assert (shown | {"demo", "tests"}) == sessions, name
