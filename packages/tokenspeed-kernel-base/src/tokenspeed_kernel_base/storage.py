@@ -231,7 +231,9 @@ class Database:
 
     def _is_ours(self, connection: sqlite3.Connection) -> bool:
         """Whether a database is one of these. False for an empty one."""
-        (application,), (version,) = (connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version"))
+        (application,), (version,) = (
+            connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
+        )
         if (application, version) == (self._application, self._version):
             return True
         if application == self._application:

@@ -18,9 +18,10 @@ from typing import Annotated, Any, Optional
 import typer
 
 from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
-from tokenspeed_kernel.workbench.call_times import CallTime, Process, read
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table
+from tokenspeed_kernel.workbench.watching import CallTime, Process, read_times
 from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.storage import replace_file
 
 
 class Order(str, Enum):
@@ -54,13 +55,11 @@ def profile(command: Command, output: Output = None, sort: Sort = None, top: Top
         fail(f"--output {output}: there is no folder {output.parent}")
     with tempfile.TemporaryDirectory(prefix="tokenspeed-kernel-profile-") as folder:
         code = _run(command, Path(folder), quiet=as_json)
-        processes, found = read(Path(folder))
+        processes, found = read_times(Path(folder))
     found = _sorted(found, sort)
     table = _table(command, code, processes, found)
     if output is not None:
-        beside = output.with_name(f".{output.name}.{os.getpid()}")
-        beside.write_text(json.dumps(table, indent=2) + "\n")
-        beside.replace(output)
+        replace_file(output, json.dumps(table, indent=2) + "\n")
     if as_json:
         print_json(table)
     else:

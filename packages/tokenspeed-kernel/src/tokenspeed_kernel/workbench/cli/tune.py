@@ -10,13 +10,13 @@ from typing import Annotated, Any, Optional
 import typer
 
 from tokenspeed_kernel.workbench import tuned
-from tokenspeed_kernel.workbench.capture import load_cases
 from tokenspeed_kernel.workbench.cli.find import find_device, find_kernels, find_operator, find_runs
 from tokenspeed_kernel.workbench.cli.options import CaseNames, Device, Large
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, progress
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel.workbench.tuned.tables import forget
 from tokenspeed_kernel.workbench.tuning import Outcome, Trial, TrialStatus, tune_case
+from tokenspeed_kernel.workbench.watching import load_cases
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
