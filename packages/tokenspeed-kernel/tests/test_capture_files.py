@@ -128,7 +128,7 @@ def test_other_databases_are_refused_and_left_alone(tmp_path: Path) -> None:
         other.execute("CREATE TABLE rows (key, value)")
     before = path.read_bytes()
     for use in (load, ShapeCapture):
-        with pytest.raises(UnreadableCaptureError, match="other holds no captured shapes: .*is a database of something else"):
+        with pytest.raises(UnreadableCaptureError, match=r"other holds no captured shapes: .*is a database of something else"):
             use(path)
     assert path.read_bytes() == before
 
@@ -158,7 +158,7 @@ def test_a_damaged_capture_is_kept_aside(tmp_path: Path) -> None:
     whole = path.read_bytes()
     damaged = whole[:4096] + bytes(len(whole) - 4096)
     path.write_bytes(damaged)
-    with pytest.raises(UnreadableCaptureError, match="shapes holds no captured shapes: .*malformed"):
+    with pytest.raises(UnreadableCaptureError, match=r"shapes holds no captured shapes: .*malformed"):
         load(path)
     with pytest.warns(storage.StorageWarning, match=r"captured shapes of .*shapes are damaged; they are kept as .*shapes\.corrupt"):
         add_to(path, Contents([record(0)]))

@@ -209,8 +209,8 @@ def counts(folder: Path) -> dict[str, int]:
 
 def test_calls_are_counted_by_kind(kept: CallTimes, tmp_path: Path) -> None:
     other = CallKind("norm.rmsnorm", "mine", "float32", "8x4")
-    for kind, times in ((KIND, 3), (other, 2)):
-        for _ in range(times):
+    for kind, count in ((KIND, 3), (other, 2)):
+        for _ in range(count):
             assert kept.timed(kind, CPU, lambda a, b: a + b)(1, 2) == 3
     kept.timed(KIND, CPU, time.sleep)(0.02)
     assert counts(tmp_path) == {}, "written now and then, not at once"

@@ -46,7 +46,7 @@ class DamagedFileError(OSError):
 
 
 def part_of(path: Path) -> Path:
-    """A name beside a file, of this thread alone, for what shall replace the file. `locked` removes those that killed writers left."""
+    """A name beside a file, of this thread alone, for what shall replace it. `locked` removes what killed writers left there."""
     return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{_PART}")
 
 

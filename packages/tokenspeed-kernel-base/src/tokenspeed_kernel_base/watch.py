@@ -51,8 +51,8 @@ class Call:
     def operand_shapes(self) -> str:
         """The shapes of the operands that the signature speaks of, in the order of the parameters, each once: ``"64x64x64,8x64"``.
 
-        A role's operand is the tensor of its name; or, where the role is of several tensors (as weights and their scales), the first
-        whose name begins with it. Of a tensor inside an object the attribute's name counts.
+        A role's operand is the tensor of its name; or, where a role has several tensors (weights and their scales), the first whose
+        name begins with the role's. Of a tensor inside an object the attribute's name counts.
         """
         roles = [role for role, _ in self.signature.roles]
         found: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Measuring which kernel, with which configuration, serves a kind of call best. What is found goes to `tokenspeed_kernel.workbench.tuned`."""
+"""Measuring which kernel, with which configuration, serves a kind of call best. What is found goes to `workbench.tuned`."""
 
 from tokenspeed_kernel.workbench.tuning.autotune import autotune
 from tokenspeed_kernel.workbench.tuning.search import Candidate, Trial, TrialStatus, search

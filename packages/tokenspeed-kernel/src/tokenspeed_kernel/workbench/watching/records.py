@@ -1,7 +1,7 @@
 """Captured calls in files: records of calls, their counts, and the values that decided how much work they were.
 
 A capture is one SQLite file (see `tokenspeed_kernel_base.storage`). Any number of processes add to it at once, it is whole whenever
-one of them is killed, and it can be copied like any file. Captures of earlier releases were JSON lines, which are not read any more.
+one of them is killed, and it can be copied like any file. Captures of earlier releases, which were JSON lines, are not read.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def merged(mine: Record | None, other: Record) -> Record:
 def merged_work(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     """The work of two records of one call.
 
-    ``seen`` is how many calls' values were read. ``samples`` are the values of a few of them: the first, which is often the largest,
-    and the latest. ``histograms`` count all values that were read: under ``name``, by the smallest power of two that is not below
+    ``seen`` is how many calls' values were read. ``samples`` are the values of a few of them: the first, often the largest, and the
+    latest. ``histograms`` count all values that were read: under ``name``, by the smallest power of two that is not below
     the value (0 apart, as ``"0"``).
     """
     samples = [*mine["samples"], *(sample for sample in other["samples"] if sample not in mine["samples"])]
