@@ -33,6 +33,7 @@ from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.noise import noise_of, warnings_of
 from tokenspeed_kernel.workbench.benchmark.roofline import share_of
 from tokenspeed_kernel_base.cases import Cost
+from tokenspeed_kernel_base.storage import StorageWarning
 
 # -- noise --------------------------------------------------------------------------------------------------------------------
 
@@ -343,8 +344,10 @@ def test_a_damaged_file_counts_as_none(tmp_path: Path, damage: Any) -> None:
     text = file.read_text()
     assert damage(text) != text
     file.write_text(damage(text))
-    cached_roofline(CPU, directory=tmp_path, measured=counter)
+    with pytest.warns(StorageWarning, match=f"the roofline in {file} is damaged, and measured again: .*; kept as {file}.corrupt"):
+        cached_roofline(CPU, directory=tmp_path, measured=counter)
     assert counter.calls == 2
+    assert file.with_name(file.name + ".corrupt").read_text() == damage(text)
     assert json.loads(file.read_text())["roofline"]["copy_gb_per_s"] == 1002.0
 
 
@@ -352,7 +355,8 @@ def test_bytes_that_are_no_text_count_as_none(tmp_path: Path) -> None:
     counter = Counter()
     cached_roofline(CPU, directory=tmp_path, measured=counter)
     next(tmp_path.glob("*.json")).write_bytes(b"\xff\xfe{")
-    cached_roofline(CPU, directory=tmp_path, measured=counter)
+    with pytest.warns(StorageWarning, match="is damaged"):
+        cached_roofline(CPU, directory=tmp_path, measured=counter)
     assert counter.calls == 2
 
 

@@ -14,10 +14,12 @@ SQLite, and a child closes the locks that it inherits, which its parent goes on 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,12 @@ _held: set[sqlite3.Connection] = set()  # locks
 
 class StorageWarning(UserWarning):
     """A file could not be read or written, and what the program does instead."""
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warns with a `StorageWarning`, of each message once in a process."""
+    warnings.warn(message, StorageWarning, stacklevel=4)
 
 
 class DamagedFileError(OSError):
@@ -68,9 +76,18 @@ def replace_file(path: Path, content: str | bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def set_aside(path: Path) -> Path:
-    """Renames a damaged file to ``<name>.corrupt``, so that it can be looked at and a new one takes its place."""
-    return path.replace(path.with_name(path.name + ".corrupt"))
+def set_aside(path: Path, problem: str) -> None:
+    """Renames a damaged file to ``<name>.corrupt``, so that it can be looked at and a new one takes its place, and warns of it.
+
+    Args:
+        path: the file.
+        problem: what is wrong with it; names it.
+    """
+    try:
+        kept = f"kept as {path.replace(path.with_name(path.name + '.corrupt'))}"
+    except OSError as error:
+        kept = f"which cannot be set aside: {error}"
+    warn_once(f"{problem}; {kept}")
 
 
 # -- locks ---------------------------------------------------------------------------------------------------------------------

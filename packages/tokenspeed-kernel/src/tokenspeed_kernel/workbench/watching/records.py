@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenspeed_kernel_base.storage import DamagedFileError, Database, StorageWarning, part_of, set_aside
+from tokenspeed_kernel_base.storage import DamagedFileError, Database, part_of, set_aside
 
 MAX_SAMPLES = 4  # of the values that decide work, for each record
 _CONTENT, _VERSION = "tkca", 2
@@ -119,7 +118,7 @@ def add_to(path: Path, contents: Contents) -> None:
     except DamagedFileError as error:
         if "malformed" not in str(error):
             raise _unreadable(path, error) from None
-        warnings.warn(f"captured shapes of {path} are damaged; they are kept as {set_aside(path)}", StorageWarning, stacklevel=2)
+        set_aside(path, f"captured shapes of {path} are damaged: {error}")
         _add_to(database, contents)
 
 
