@@ -687,6 +687,19 @@ def test_warmup_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
     assert done == ["d"]
 
 
+def test_an_interrupted_warmup_ends_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    _warms_up(monkeypatch, a=interrupted, b=lambda words: done.append("b"))
+    assert "interrupted while a compiled" in call("warmup", code=130)
+    _warms_up(monkeypatch, a=lambda words: 130, b=lambda words: done.append("b"))
+    call("warmup", code=130)
+    assert done == []
+
+
 def test_warmup_without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     _warms_up(monkeypatch)
     assert call("warmup") == "no plugin that is installed has anything to compile\n"
