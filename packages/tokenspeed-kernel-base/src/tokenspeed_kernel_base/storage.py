@@ -121,7 +121,8 @@ def locked(path: Path, patience_s: float = _PATIENCE_S) -> Iterator[None]:
 
 
 def _sqlite() -> Any:
-    """The module ``sqlite3``. Imported when it is needed: it takes time, and some builds of Python lack it."""
+    """The module ``sqlite3``. Imported when it is needed: it takes time, and some builds of Python lack it. To be called inside
+    `_inside` at first: a child that is forked while another thread imports a module can never import it."""
     try:
         import sqlite3
     except ImportError:
@@ -131,29 +132,33 @@ def _sqlite() -> Any:
 
 def _begin(path: Path, setting: str, patience_s: float) -> sqlite3.Connection:
     """A connection that alone may write to a database. Returns inside SQLite: the caller releases `_inside`."""
-    sqlite3 = _sqlite()
     until = time.monotonic() + patience_s
     while True:
         _inside.acquire()
         try:
-            connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
-            try:
-                connection.execute(f"PRAGMA {setting}")
-                connection.execute("BEGIN IMMEDIATE")
-                return connection
-            except BaseException:
-                connection.close()
-                raise
-        except sqlite3.DatabaseError as error:
+            return _begun(path, setting)
+        except TimeoutError:
             _inside.release()
-            if "locked" not in str(error):
-                raise _as_oserror(path, error) from None
-            if time.monotonic() > until:
-                raise TimeoutError(f"another process has held {path} for {patience_s:g} s") from None
         except BaseException:
             _inside.release()
             raise
+        if time.monotonic() > until:
+            raise TimeoutError(f"another process has held {path} for {patience_s:g} s")
         time.sleep(_POLL_S)
+
+
+def _begun(path: Path, setting: str) -> sqlite3.Connection:
+    sqlite3 = _sqlite()
+    connection = None
+    try:
+        connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+        connection.execute(f"PRAGMA {setting}")
+        connection.execute("BEGIN IMMEDIATE")
+        return connection
+    except sqlite3.DatabaseError as error:
+        if connection is not None:
+            connection.close()
+        raise _as_oserror(path, error) from None
 
 
 def _after_fork_in_child() -> None:
@@ -211,8 +216,9 @@ class Database:
         """
         if not self.path.exists():
             raise FileNotFoundError(f"there is no file {self.path}")
-        sqlite3 = _sqlite()
         uri = f"{self.path.absolute().as_uri()}?mode=rw"
+        with _inside:
+            sqlite3 = _sqlite()
         try:
             with _inside, contextlib.closing(sqlite3.connect(uri, timeout=_PATIENCE_S, uri=True)) as db:
                 found = db.execute("SELECT key, value FROM rows").fetchall() if self._is_ours(db) else []
@@ -230,10 +236,11 @@ class Database:
             DamagedFileError: the file is no such database, or of another version.
             OSError: it cannot be written.
         """
-        sqlite3 = _sqlite()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         connection = _begin(self.path, "synchronous = NORMAL", _PATIENCE_S)
+        sqlite3 = _sqlite()
         try:
+            connection.execute(f"PRAGMA busy_timeout = {_PATIENCE_S * 1e3:.0f}")  # for readers, which a commit must wait for
             if not self._is_ours(connection):
                 connection.execute("CREATE TABLE rows (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID")
                 connection.execute(f"PRAGMA application_id = {self._application}")
@@ -262,6 +269,8 @@ class Database:
 
 def _as_oserror(path: Path, error: sqlite3.DatabaseError) -> OSError:
     """What is wrong with a file, in the terms of those who know no SQLite."""
+    if "is locked" in str(error):
+        return TimeoutError(f"another process holds {path}")
     if type(error) is _sqlite().DatabaseError:  # not a database, or a damaged one; all else is of a class below it
         return DamagedFileError(f"{path}: {error}")
     return OSError(f"{path}: {error}")

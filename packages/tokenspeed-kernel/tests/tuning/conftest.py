@@ -87,7 +87,7 @@ def lab(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_so
     module = _operator()
     operator_module._operators["testing", "lab"] = module.lab.operator
     if known:  # importing it registered the reference, but the test before has ended
-        module.lab.operator._register_reference()
+        module.lab.operator.register_reference()
     yield Laboratory(module, where, folder)
     del operator_module._operators["testing", "lab"]
     for name in ("lab_kernels", "lab_clock"):
