@@ -149,7 +149,7 @@ def _begin(path: Path, setting: str, patience_s: float) -> sqlite3.Connection:
 
 def _begun(path: Path, setting: str) -> sqlite3.Connection:
     sqlite3 = _sqlite()
-    connection = None
+    connection: sqlite3.Connection | None = None
     try:
         connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         connection.execute(f"PRAGMA {setting}")

@@ -83,7 +83,7 @@ def replay(record: Record) -> Case:
     if arguments.keys() != set(op.names):
         differing = ", ".join(sorted(arguments.keys() ^ set(op.names)))
         raise ReplayError(f"{op} was captured with other parameters than it has here: {differing}")
-    work = max(record["work"]["samples"], key=_amount, default={})
+    work: Mapping[str, Sequence[int]] = max(record["work"]["samples"], key=_amount, default={})
     size = sum(_nbytes(told) for told in arguments.values() if _is_tensor(told))
     make = captured(op.mode, arguments, work)
     return Case(_name(op, arguments, work), make, large=size > _LARGE_BYTES, tags=frozenset({TAG}))
