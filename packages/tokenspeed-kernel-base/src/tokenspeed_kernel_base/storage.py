@@ -148,14 +148,14 @@ def _begin(path: Path, setting: str, patience_s: float) -> sqlite3.Connection:
 
 
 def _begun(path: Path, setting: str) -> sqlite3.Connection:
-    sqlite3 = _sqlite()
+    lite = _sqlite()
     connection: sqlite3.Connection | None = None
     try:
-        connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+        connection = lite.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         connection.execute(f"PRAGMA {setting}")
         connection.execute("BEGIN IMMEDIATE")
         return connection
-    except sqlite3.DatabaseError as error:
+    except lite.DatabaseError as error:
         if connection is not None:
             connection.close()
         raise _as_oserror(path, error) from None

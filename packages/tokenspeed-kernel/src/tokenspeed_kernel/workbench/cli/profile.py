@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
@@ -33,9 +33,9 @@ class Order(str, Enum):
 
 
 Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run, with its arguments.", show_default=False)]
-Output = Annotated[Optional[Path], typer.Option("--output", help="Write what was found to this JSON file, too.")]  # noqa: UP045
+Output = Annotated[Path | None, typer.Option("--output", help="Write what was found to this JSON file, too.")]
 Sort = Annotated[
-    Optional[Order],  # noqa: UP045
+    Order | None,
     typer.Option("--sort", help="Sort by this, largest first; by time on the device if left out, on the host where there is none."),
 ]
 Top = Annotated[int, typer.Option("--top", min=0, help="Print so many rows at most; 0 for all.")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from importlib import metadata
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -16,8 +16,8 @@ from tokenspeed_kernel_base.config import settings
 GROUP = "tokenspeed_kernel.warmup"
 _INTERRUPTED = 130
 
-Plugin = Annotated[Optional[str], typer.Option("--plugin", metavar="PLUGIN", help="Only this one.")]  # noqa: UP045
-Words = Annotated[Optional[list[str]], typer.Argument(metavar="[-- WORD...]", help="What to tell them.", show_default=False)]  # noqa: UP045
+Plugin = Annotated[str | None, typer.Option("--plugin", metavar="PLUGIN", help="Only this one.")]
+Words = Annotated[list[str] | None, typer.Argument(metavar="[-- WORD...]", help="What to tell them.", show_default=False)]
 
 
 def warmup(words: Words = None, plugin: Plugin = None) -> None:
