@@ -99,7 +99,7 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Gen
             with _deaf_to_interrupts():
                 running = [pool.submit(_warm, program, config) for program, config in selection]
             yield from (done.result() for done in as_completed(running))
-        except BaseException:  # somebody has had enough
+        except BaseException:  # interrupted, or closed
             pool.shutdown(wait=False, cancel_futures=True)
             _end({*multiprocessing.active_children()} - started_before)
             raise

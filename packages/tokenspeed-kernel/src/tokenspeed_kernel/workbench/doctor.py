@@ -1,4 +1,4 @@
-"""What state is this installation in: platform, versions, settings, plugins, and what to do about what is wrong."""
+"""The state of this installation: platform, versions, settings, plugins, and what to do about what is wrong."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Method:
         copies: how many copies of the arguments are called in turn, as far as they fit in a few GB.
         budget_s: seconds of timing a row, all rounds together.
         rounds: stretches of time over which this is spread; between two of a row the others are measured. Each builds the
-            arguments anew. Seven is the fewest whose comparison survives one spoilt round; see `compare`.
+            arguments anew. Seven is the least number at which `compare` still decides if one round is spoilt.
     """
 
     cache: Cache = "cold"
@@ -48,7 +48,7 @@ class Launch:
     """What a call costs besides its kernels' work, in microseconds.
 
     Attributes:
-        host_us: for which the call holds its caller up.
+        host_us: until the call returned to its caller.
         event_us: its time by events, launched alone.
         graph_us: its time in a CUDA graph; None if it was not measured. What ``event_us`` is beyond this, launching takes.
     """
@@ -71,8 +71,8 @@ class Row:
         solution: what it is made with.
         share: of what the device can do; None without a cost or a roofline.
         launch: None on a CPU.
-        warnings: what speaks against the measurement.
-        reference_us: what the reference workload took before each round: it tells of the machine.
+        warnings: why the measurement may not be trusted.
+        reference_us: what the reference workload took before each round; if that changed, the machine did.
         state: of the GPU, in the round in which its clock was slowest; None if it cannot be known.
         version: of the package that a peer is from; empty for kernels of ours, of which the metadata tell.
     """

@@ -61,7 +61,7 @@ Compare = Annotated[
 Threshold = Annotated[float, typer.Option("--threshold", min=0.0, help="With --compare: smaller differences are none. 0.03 is 3%.")]
 Confidence = Annotated[float, typer.Option("--confidence", min=0.5, max=0.9999, help="With --compare: of the intervals.")]
 
-# What a run has measured is written this often; whoever kills it loses no more.
+# What was measured is written this often. A run that is killed loses no more.
 _SAVED_EVERY_S = 10.0
 
 
@@ -221,7 +221,7 @@ def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
 def _measured(
     runs: Sequence[tuple[Contestant, Case]], where: torch.device, empty: Report, earlier: Report, output: Path | None
 ) -> Report:
-    """Measures, and writes to ``output`` now and then: what was measured must not be lost with what comes after."""
+    """Measures, and writes to ``output`` now and then, so that a failure loses little."""
     method = empty.method
     assert method is not None
     measurements = [Measurement(contestant, case, where, method) for contestant, case in runs]
@@ -243,7 +243,7 @@ def _measured(
     try:
         with progress(len(runs) * method.rounds, "measuring") as begin:
             run_rounds(measurements, begin, save_now_and_then)
-    finally:  # also when somebody has had enough
+    finally:  # also if it is interrupted
         report = save()
     return report
 

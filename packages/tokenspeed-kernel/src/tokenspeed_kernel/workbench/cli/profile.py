@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.storage import replace_file
 
 
 class Order(str, Enum):
-    """What the longest list may be sorted by."""
+    """What rows may be sorted by."""
 
     DEVICE = "device"
     HOST = "host"
@@ -47,9 +47,9 @@ FORMAT, VERSION = "tokenspeed-kernel profile", 1
 def profile(command: Command, output: Output = None, sort: Sort = None, top: Top = 30, as_json: AsJson = False) -> None:
     """Run a program and show what its operator calls took, by kernel and shape. Exit code of the program.
 
-    Totals are in milliseconds, medians of a call in microseconds. "host" is what calls held their caller up, "device" what they
-    took on a GPU, the waiting for launches left out; "share" is of all calls. What a CUDA graph replays, and kernels called
-    through bind, is not seen. With --json, what the program prints goes to stderr.
+    Totals are in milliseconds, medians of a call in microseconds. "host" is the time until calls returned to their caller, "device"
+    the time on a GPU, without waiting for launches; "share" is of all calls. What a CUDA graph replays, and kernels called through
+    bind, are not seen. With --json, what the program prints goes to stderr.
     """
     if output is not None and not output.parent.is_dir():
         fail(f"--output {output}: there is no folder {output.parent}")

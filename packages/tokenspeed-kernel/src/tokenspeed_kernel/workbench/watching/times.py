@@ -35,12 +35,12 @@ from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.storage import StorageWarning, replace_file
 
 FORMAT, VERSION = "tokenspeed-kernel call times", 2
-# Distinct kinds of calls. The shapes of further ones are not told apart.
+# At most so many kinds of calls are counted apart. The shapes of further ones are ignored.
 MAX_KINDS = 10_000
 OTHER_SHAPES = "other shapes"
 _BINS_PER_E = 1 / math.log(1.01)
 _SECONDS_BETWEEN_WRITES = 1.0
-# Calls on a device whose events have not been read: from so many on it is tried, from so many on it is waited for.
+# From so many calls on whose events have not been read, reading them is tried; from so many on, it waits for the device.
 _SOME_PENDING, _MAX_PENDING = 32, 1024
 # How long the device spins: twice what it takes to issue such a call, between these two. No device's clock is faster.
 _CYCLES_PER_US = 2500
@@ -101,7 +101,7 @@ class Times:
 
 @dataclass
 class CallTime:
-    """Of one kind of calls: the time that each held its caller up, and what it took on the device.
+    """Times of one kind of calls: until each returned to its caller, and on the device.
 
     ``device`` has fewer calls than ``host``, none on a CPU or in a CUDA graph: see this module's beginning.
     """
@@ -188,7 +188,7 @@ class CallTimes(Background):
         if host_us < spin_us:
             with self._lock:
                 self._pending.append((found, begin, end))
-        # Here and not beside what writes: while a graph is captured, looking at events would spoil it, also in another thread.
+        # Not in the thread that writes: looking at events would spoil the capture of a graph, even one in another thread.
         if len(self._pending) >= _SOME_PENDING:
             self._read_events(len(self._pending) // 2 if len(self._pending) >= _MAX_PENDING else 0)
         return result
@@ -215,7 +215,7 @@ class CallTimes(Background):
                         return
                     found.device.add(begin.elapsed_time(end) * 1e3)
                     self._pending.popleft()
-            except RuntimeError:  # the device has failed, of which the program hears by itself
+            except RuntimeError:  # the device has failed, which the program will notice
                 self._pending.clear()
 
     def write(self) -> None:
