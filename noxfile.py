@@ -132,7 +132,9 @@ def build(session: nox.Session) -> None:
         )
         session.run(str(python), "-c", listing, external=True)
         # Without the extra [tools] the command says what it needs.
-        session.run(str(Path(empty) / "bin" / "tokenspeed-kernel"), success_codes=[1], external=True)
+        command = str(Path(empty) / "bin" / "tokenspeed-kernel")
+        session.run(command, "--version", external=True)
+        session.run(command, "doctor", success_codes=[1], external=True)
 
 
 def _on_this_machine(session: nox.Session, tool: str, vendor: str) -> None:

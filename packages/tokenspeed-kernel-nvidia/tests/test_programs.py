@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from tokenspeed_kernel_base import storage
 from tokenspeed_kernel_nvidia import _machine, _programs
 
 HERE = Path(_programs.__file__).parents[1]
@@ -280,7 +280,7 @@ def test_without_a_compiler_it_says_what_to_install(scaling: Any, monkeypatch: p
 
 @needs_dsl
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty", "text", "longer"])
-def test_a_damaged_file_is_replaced(scaling: Any, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_kept_aside_and_replaced(scaling: Any, tmp_path: Path, damage: str) -> None:
     config = scaling.Config(2)
     fresh(scaling)(config)
     (name,) = files(tmp_path)
@@ -297,9 +297,10 @@ def test_a_damaged_file_is_replaced(scaling: Any, tmp_path: Path, damage: str) -
     path.unlink()  # this process has the old one mapped
     path.write_bytes(damaged)
     assert not fresh(scaling).is_kept(config)
-    assert works(fresh(scaling)(config))
+    with pytest.warns(storage.StorageWarning, match=rf"{name} is damaged, and compiled again; kept as .*{name}\.corrupt"):
+        assert works(fresh(scaling)(config))
     assert compiled(tmp_path) == 2
-    assert files(tmp_path) == [name]
+    assert files(tmp_path) == [name, f"{name}.corrupt"]
     assert works(fresh(scaling)(config))
     assert compiled(tmp_path) == 2
 
@@ -309,7 +310,7 @@ def test_a_whole_file_that_does_not_load_is_replaced(scaling: Any, sources: Path
     body = b"no library"
     (tmp_path / "cache").mkdir()
     path = tmp_path / "cache" / f"{scaling.scale.file(scaling.Config(2)).name}.so"
-    path.write_bytes(body + _programs._MARK + _programs.hashlib.sha256(body).digest())
+    path.write_bytes(_programs._sealed(body))
     assert answer(asking(sources, tmp_path, 2))[1]
     assert answer(asking(sources, tmp_path, 2))[1]
     assert compiled(tmp_path) == 1
@@ -319,8 +320,8 @@ def test_a_whole_file_that_does_not_load_is_replaced(scaling: Any, sources: Path
 def test_a_folder_that_cannot_be_written(scaling: Any, tmp_path: Path) -> None:
     """Another thing of that name is in its place: the same for root, to whom no folder is read-only."""
     (tmp_path / "cache").write_text("a file")
-    _programs._warn_once.cache_clear()
-    with pytest.warns(_programs.ProgramCacheWarning, match="compiled programs are not kept in .*cache"):
+    storage.warn_once.cache_clear()
+    with pytest.warns(storage.StorageWarning, match="compiled programs are not kept in .*cache"):
         assert works(fresh(scaling)(scaling.Config(2)))
     assert compiled(tmp_path) == 1
 
@@ -339,24 +340,9 @@ def test_without_any_place_it_is_what_the_compiler_made(scaling: Any, monkeypatc
 def test_a_folder_that_libraries_cannot_be_loaded_from(scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = _programs._read
     monkeypatch.setattr(_programs, "_read", lambda file: None if file.parent == tmp_path / "cache" else read(file))
-    _programs._warn_once.cache_clear()
-    with pytest.warns(_programs.ProgramCacheWarning, match="cannot be loaded from .*cache, and are compiled by every process"):
+    storage.warn_once.cache_clear()
+    with pytest.warns(storage.StorageWarning, match="cannot be loaded from .*cache, and are compiled by every process"):
         assert works(fresh(scaling)(scaling.Config(2)))
-
-
-def test_the_lock_is_let_go_though_a_child_has_it_open(tmp_path: Path) -> None:
-    with _programs._locked(tmp_path / "x"):
-        child = os.fork()
-        if child == 0:
-            time.sleep(60)
-            os._exit(0)
-    begun = time.monotonic()
-    try:
-        with _programs._locked(tmp_path / "x"):
-            assert time.monotonic() - begun < 5
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 @needs_dsl
@@ -368,8 +354,8 @@ def test_a_folder_that_is_read_only(scaling: Any, tmp_path: Path) -> None:
     try:
         assert works(fresh(scaling)(config))
         assert compiled(tmp_path) == 1
-        _programs._warn_once.cache_clear()
-        with pytest.warns(_programs.ProgramCacheWarning):
+        storage.warn_once.cache_clear()
+        with pytest.warns(storage.StorageWarning):
             assert works(fresh(scaling)(scaling.Config(3)))
     finally:
         (tmp_path / "cache").chmod(0o700)
@@ -388,11 +374,11 @@ def test_a_writer_that_was_killed_leaves_no_trace(scaling: Any, sources: Path, t
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     writer.stdout.close()
-    assert any(".tmp" in name for name in files(tmp_path))
+    assert any(".part" in name for name in files(tmp_path))
     assert not fresh(scaling).is_kept(config)
     assert works(fresh(scaling)(config))
     assert compiled(tmp_path) == 2
-    assert not any(".tmp" in name for name in files(tmp_path))
+    assert not any(".part" in name for name in files(tmp_path))
 
 
 # -- many at once --------------------------------------------------------------------------------------------------------------
@@ -417,14 +403,6 @@ def test_of_many_threads_one_compiles(scaling: Any, tmp_path: Path) -> None:
     assert len(found) == 8
     assert len({id(launch) for launch in found}) == 1
     assert compiled(tmp_path) == 1
-
-
-def test_who_waits_too_long_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_programs, "_PATIENCE_S", 0.1)
-    with _programs._locked(tmp_path / "x"):
-        begun = time.monotonic()
-        with _programs._locked(tmp_path / "x"):
-            assert 0.1 <= time.monotonic() - begun < 5
 
 
 # -- on the device -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +97,84 @@ def test_nothing_is_compiled_that_cannot_be_kept(two: list[Any], monkeypatch: py
     monkeypatch.setenv(_programs.VARIABLE, "off")
     with pytest.raises(RuntimeError, match="compiled programs are not kept here: set TOKENSPEED_KERNEL_PROGRAMS"):
         list(warmup.warm_up(warmup.select(), jobs=1))
+
+
+# Six configurations, of which compiling the third and later ones takes for ever, with a file that is half written and a linker that
+# is at work on another.
+SLOW = """
+import subprocess, sys, time
+from tokenspeed_kernel_base.storage import part_of
+from tokenspeed_kernel_nvidia import _programs, warmup
+
+class Slow(_programs.Program):
+    def is_kept(self, config):
+        return (_programs.cache_directory() / str(config)).exists()
+
+    def __call__(self, config):
+        file = _programs.cache_directory() / str(config)
+        if config > 2:
+            part_of(file).write_text("half")
+            subprocess.run([sys.executable, "-c", "import time; time.sleep(3); open('{part_of(file)}.so', 'w')"])
+            time.sleep(60)
+        file.write_text("whole")
+
+def slow(config): ...
+
+slow = Slow(slow, "sm_90a", lambda: [1, 2, 3, 4, 5, 6])
+
+def run(jobs):
+    warmup.programs = lambda: [slow]
+    sys.exit(warmup.main(["--jobs", jobs]))
+"""
+
+
+def test_an_interrupted_run_says_how_far_it_came(
+    two: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def enough(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    (first, second) = warmup.programs()
+    monkeypatch.setattr(
+        type(second), "__call__", lambda self, config: two.append((self.name, config)) if self is first else enough()
+    )
+    assert warmup.main(["--jobs", "1"]) == 130
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[:2]] == [["1", "of", "4"], ["2", "of", "4"]]
+    assert lines[2:] == ["", "interrupted after 2 of 4, which are kept; the same command goes on with the rest"]
+
+
+@pytest.mark.parametrize("whole_group", [True, False], ids=["Ctrl-C", "kill -INT"])
+def test_an_interrupted_run_leaves_neither_processes_nor_parts(tmp_path: Path, whole_group: bool) -> None:
+    (tmp_path / "slowly.py").write_text(SLOW)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    settings = {**os.environ, _programs.VARIABLE: str(cache), "PYTHONPATH": path}
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import slowly; slowly.run('2')"],
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # Tests in the background of a shell inherit that it is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(2)]
+    assert [line.split()[:3] for line in lines] == [["1", "of", "6"], ["2", "of", "6"]]
+    while len([*cache.glob(".*.part")]) < 2:
+        time.sleep(0.05)
+    begun = time.monotonic()
+    (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 20
+    assert process.returncode == 130
+    assert "interrupted after 2 of 6, which are kept; the same command goes on with the rest" in out
+    assert "Traceback" not in error
+    time.sleep(4)  # a linker that was left alone would be done
+    assert {file.name for file in cache.iterdir()} == {"1", "2"}
 
 
 @pytest.mark.slow

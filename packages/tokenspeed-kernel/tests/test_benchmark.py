@@ -40,7 +40,7 @@ from tokenspeed_kernel.workbench.benchmark import (
     run,
     timing,
 )
-from tokenspeed_kernel.workbench.benchmark.machine import GpuState, Monitor
+from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.operator import get_operator
@@ -350,18 +350,17 @@ def test_a_kernel_on_a_gpu(cache: Any) -> None:
     assert alone.launch.graph_us is None
 
 
-@pytest.mark.parametrize(("quick", "looks"), [(True, 3), (False, 1)])
 @pytest.mark.usefixtures("clocked")
-def test_a_slow_monitor_is_asked_once_a_row(double: Any, monkeypatch: pytest.MonkeyPatch, quick: bool, looks: int) -> None:
+def test_the_monitor_is_asked_in_every_round(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def read() -> GpuState:
         seen.append(1)
         return GpuState(1980, 1980, 40, 100.0)
 
-    monkeypatch.setattr(run, "gpu_monitor", lambda device: Monitor(read, quick))
+    monkeypatch.setattr(run, "gpu_monitor", lambda device: read)
     row = bench_case(registered(double, right), double.operator.all_cases()[0], "cpu", rounds=3)
-    assert len(seen) == looks
+    assert len(seen) == 3
     assert row.state == GpuState(1980, 1980, 40, 100.0)
 
 
@@ -399,7 +398,7 @@ def test_a_kernel_that_does_not_take_a_case_is_skipped(double: Any) -> None:
 def test_rows_say_what_speaks_against_them(double: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that throttles, on a machine that is slow while one of the rows is measured."""
     hot = GpuState(1200, 1980, 85, 700.0, ("power cap",))
-    monkeypatch.setattr(run, "gpu_monitor", lambda device: Monitor(lambda: hot, quick=True))
+    monkeypatch.setattr(run, "gpu_monitor", lambda device: lambda: hot)
     speeds = iter([100.0, 100.0, 110.0] * 2)
     monkeypatch.setattr(run, "reference_time", lambda device: next(speeds))
     rows = bench([(registered(double, right), double.operator.all_cases()[0])] * 3, "cpu", rounds=2)

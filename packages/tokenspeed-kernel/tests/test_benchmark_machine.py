@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import random
-import stat
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.noise import noise_of, warnings_of
 from tokenspeed_kernel.workbench.benchmark.roofline import share_of
 from tokenspeed_kernel_base.cases import Cost
+from tokenspeed_kernel_base.storage import StorageWarning
 
 # -- noise --------------------------------------------------------------------------------------------------------------------
 
@@ -130,11 +130,10 @@ def test_a_slower_machine_is_said() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A device whose identity is known, and neither NVML nor nvidia-smi."""
+    """A device whose identity is known, without NVML."""
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234-56"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setenv("PATH", "")
     return torch.device("cuda", 0)
 
 
@@ -182,43 +181,13 @@ class FakeNvml(types.ModuleType):
         (0x88, ("hardware slowdown", "power brake")),
     ],
 )
-def test_nvml_is_asked_first(gpu: torch.device, monkeypatch: pytest.MonkeyPatch, bits: int, said: tuple[str, ...]) -> None:
+def test_nvml_is_asked(gpu: torch.device, monkeypatch: pytest.MonkeyPatch, bits: int, said: tuple[str, ...]) -> None:
     nvml = FakeNvml("pynvml")
     nvml.reasons = bits
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monitor = machine.gpu_monitor(gpu)
     assert monitor is not None
-    assert monitor.quick
-    assert monitor.read() == GpuState(1410, 1980, 61, 698.5, said)
-
-
-def program(folder: Path, script: str) -> None:
-    file = folder / "nvidia-smi"
-    file.write_text(f"#!/bin/sh\n{script}\n")
-    file.chmod(file.stat().st_mode | stat.S_IXUSR)
-
-
-def test_without_nvml_the_program_is_asked(gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that knows the older name of the reasons only."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    program(
-        tmp_path,
-        'case "$*" in *event_reasons*) echo "not a valid field"; exit 2;; *"-i GPU-1234-56"*) '
-        'echo "1755, 1980, 47, 512.33, 0x0000000000000024";; *) exit 6;; esac',
-    )
-    monitor = machine.gpu_monitor(gpu)
-    assert monitor is not None
-    assert not monitor.quick
-    assert monitor.read() == GpuState(1755, 1980, 47, 512.33, ("power cap", "thermal slowdown"))
-
-
-@pytest.mark.parametrize("script", ["exit 9", "echo '[N/A], [N/A], 47, [N/A], 0x0'", "echo", "echo 'a, b'"])
-def test_a_program_that_does_not_know_is_no_monitor(
-    gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    program(tmp_path, script)
-    assert machine.gpu_monitor(gpu) is None
+    assert monitor() == GpuState(1410, 1980, 61, 698.5, said)
 
 
 def test_where_nothing_knows_there_is_no_monitor(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,8 +312,10 @@ def test_a_damaged_file_counts_as_none(tmp_path: Path, damage: Any) -> None:
     text = file.read_text()
     assert damage(text) != text
     file.write_text(damage(text))
-    cached_roofline(CPU, directory=tmp_path, measured=counter)
+    with pytest.warns(StorageWarning, match=f"the roofline in {file} is damaged, and measured again: .*; kept as {file}.corrupt"):
+        cached_roofline(CPU, directory=tmp_path, measured=counter)
     assert counter.calls == 2
+    assert file.with_name(file.name + ".corrupt").read_text() == damage(text)
     assert json.loads(file.read_text())["roofline"]["copy_gb_per_s"] == 1002.0
 
 
@@ -352,7 +323,8 @@ def test_bytes_that_are_no_text_count_as_none(tmp_path: Path) -> None:
     counter = Counter()
     cached_roofline(CPU, directory=tmp_path, measured=counter)
     next(tmp_path.glob("*.json")).write_bytes(b"\xff\xfe{")
-    cached_roofline(CPU, directory=tmp_path, measured=counter)
+    with pytest.warns(StorageWarning, match="is damaged"):
+        cached_roofline(CPU, directory=tmp_path, measured=counter)
     assert counter.calls == 2
 
 

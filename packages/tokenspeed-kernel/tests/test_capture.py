@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.workbench.capture import ReplayError, load, load_cases, merge, replay
-from tokenspeed_kernel.workbench.recording import Record, ShapeCapture, described
-from tokenspeed_kernel.workbench.recording.recorder import Work
+from tokenspeed_kernel.workbench.watching import Record, ReplayError, ShapeCapture, described, load, load_cases, merge, replay
+from tokenspeed_kernel.workbench.watching.captures import Work
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -120,10 +119,10 @@ def test_long_lists_are_thinned() -> None:
 
 
 def test_values_are_not_read_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenspeed_kernel.workbench.recording import recorder
+    from tokenspeed_kernel.workbench.watching import captures
 
     clock = [100.0]
-    monkeypatch.setattr(recorder.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(captures.time, "monotonic", lambda: clock[0])
     kept, reads = ShapeCapture(), []
 
     def read() -> Work:
@@ -192,6 +191,6 @@ def test_inputs_are_drawn_and_never_kept(tmp_path: Path) -> None:
     secret = torch.full((2, 8), 0.123456)
     with tk.shape_capture(tmp_path / "shapes"):
         tk.silu_and_mul(secret)
-    assert "0.1234" not in (tmp_path / "shapes").read_text()
+    assert b"0.1234" not in (tmp_path / "shapes").read_bytes()
     x: Tensor = load_cases(tmp_path / "shapes")[0].case.build()["x"]
     assert not torch.equal(x, secret)

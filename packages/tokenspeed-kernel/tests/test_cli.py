@@ -22,15 +22,18 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import typer
 from typer.testing import CliRunner
 
 from tokenspeed_kernel import plugins
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
+from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.cli import app
 from tokenspeed_kernel.workbench.cli.output import print_table
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.operator import operators
 from tokenspeed_kernel_base.registry import PriorityClashWarning, register_kernel
+from tokenspeed_kernel_command import COMMANDS
 
 runner = CliRunner()
 
@@ -660,10 +663,23 @@ def test_a_table_in_a_pipe_keeps_each_row_on_a_line(capsys: pytest.CaptureFixtur
     assert lines == ["name  text", "a     one two " + "x" * 300, "bb"]
 
 
-def test_without_a_command_the_help_is_shown() -> None:
-    result = runner.invoke(app, [])
-    for command in ("doctor", "ops", "explain", "verify", "bench", "plugins"):
-        assert re.search(rf"^  {command} ", result.output, re.MULTILINE)
+def test_help_and_version_come_without_pytorch() -> None:
+    """At once: importing PyTorch takes seconds."""
+    heavy = "[name for name in ('torch', 'tokenspeed_kernel') if name in sys.modules]"
+    program = f"import sys, tokenspeed_kernel_command as command; command.main(); print({heavy})"
+    for words in ((), ("-h",), ("--help",), ("--version",)):
+        *told, imported = process("-c", program, *words).stdout.splitlines()
+        assert imported == "[]"
+        assert told == [f"tokenspeed-kernel {__version__}"] or len(told) > len(COMMANDS)
+    assert process("-m", "tokenspeed_kernel", "--version").stdout == f"tokenspeed-kernel {__version__}\n"
+
+
+def test_the_help_names_every_command_and_says_what_its_docstring_says() -> None:
+    commands = typer.main.get_group(app).commands
+    assert [*commands] == [*COMMANDS]
+    for name, does in COMMANDS.items():
+        assert commands[name].help.startswith(does), name
+    assert re.search(r"^  bench    Time kernels, after", process("-m", "tokenspeed_kernel_command").stdout, re.MULTILINE)
 
 
 # -- warmup -------------------------------------------------------------------------------------------------------------------
@@ -696,6 +712,19 @@ def test_warmup_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
     assert result.exit_code == 1
     assert "ZeroDivisionError" in result.stderr
     assert done == ["d"]
+
+
+def test_an_interrupted_warmup_ends_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    _warms_up(monkeypatch, a=interrupted, b=lambda words: done.append("b"))
+    assert "interrupted while a compiled" in call("warmup", code=130)
+    _warms_up(monkeypatch, a=lambda words: 130, b=lambda words: done.append("b"))
+    call("warmup", code=130)
+    assert done == []
 
 
 def test_warmup_without_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -741,7 +770,7 @@ def test_plugins_by_module_shows_the_plugins_that_the_core_loaded(tmp_path: Path
     (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\ntiny = tiny_plugin:register\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     done = process("-m", "tokenspeed_kernel.plugins", "--json", PYTHONPATH=path)
-    assert [(p["name"], p["version"]) for p in json.loads(done.stdout)["loaded"]] == [("tiny", "0.5")]
+    assert ("tiny", "0.5") in [(p["name"], p["version"]) for p in json.loads(done.stdout)["loaded"]]
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -768,6 +797,7 @@ def test_a_missing_module_of_our_own_is_not_taken_for_a_missing_extra() -> None:
     program = """
     import sys
     sys.modules["tokenspeed_kernel.workbench.doctor"] = None
+    sys.argv = ["tokenspeed-kernel", "doctor"]
     from tokenspeed_kernel.__main__ import main
     main()
     """

@@ -14,9 +14,8 @@ pytest.importorskip("rich")
 from typer.testing import CliRunner
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.workbench.capture import load
 from tokenspeed_kernel.workbench.cli import app
-from tokenspeed_kernel.workbench.recording import ShapeCapture
+from tokenspeed_kernel.workbench.watching import ShapeCapture, load
 
 
 def call(*words: object, code: int = 0) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tokenspeed_kernel.workbench.profiling import shape_capture
+from tokenspeed_kernel.workbench.watching import shape_capture
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel

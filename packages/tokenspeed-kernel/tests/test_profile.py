@@ -25,10 +25,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tokenspeed_kernel
-from tokenspeed_kernel.workbench import call_times, profiling
-from tokenspeed_kernel.workbench.call_times import CallKind, CallTimes, Times, read
-from tokenspeed_kernel.workbench.profiling import kernel_scope, start_profiling, stop_profiling
-from tokenspeed_kernel_base import config
+from tokenspeed_kernel.workbench.watching import (
+    CallKind,
+    CallTimes,
+    Times,
+    background,
+    kernel_scope,
+    read_times,
+    start_profiling,
+    stop_profiling,
+    time_calls,
+    times,
+)
+from tokenspeed_kernel.workbench.watching import ranges as range_module
+from tokenspeed_kernel_base import config, storage, watch
 from tokenspeed_kernel_base.config import ConfigurationError, read_settings
 from tokenspeed_kernel_base.operator import get_operator
 
@@ -86,7 +96,7 @@ def test_ranges_of_other_profilers_are_opened_and_closed(monkeypatch: pytest.Mon
         yield
         seen.append("proton end")
 
-    monkeypatch.setattr(profiling, "_MARKS_RANGES", True)
+    monkeypatch.setattr(range_module, "_MARKS_RANGES", True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(f"nvtx {name}"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("nvtx end"))
     monkeypatch.setitem(sys.modules, "triton.profiler.scope", types.SimpleNamespace(scope=scope))
@@ -142,13 +152,13 @@ def test_profiling_from_the_start(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_to_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(self: Path, text: str) -> int:
+    def refuse(file: int) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(storage.os, "fsync", refuse)
     with pytest.raises(ConfigurationError, match=r"times of calls cannot be kept in .*Permission denied"):
-        profiling.time_calls(tmp_path)
-    assert not profiling.observing()
+        time_calls(tmp_path)
+    assert not watch.watching()
 
 
 # -- times ------------------------------------------------------------------------------------------------------------------------
@@ -186,27 +196,27 @@ def test_no_times_have_no_median() -> None:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[CallTimes]:
-    times = CallTimes(tmp_path)
-    yield times
-    atexit.unregister(times.finish)
-    call_times._all.discard(times)
-    times._writer = None
+    found = CallTimes(tmp_path)
+    yield found
+    atexit.unregister(found.finish)
+    background._kept.discard(found)
+    found._stop.set()
 
 
 def counts(folder: Path) -> dict[str, int]:
-    return {found.kind.shape: found.host.count for found in read(folder)[1]}
+    return {found.kind.shape: found.host.count for found in read_times(folder)[1]}
 
 
 def test_calls_are_counted_by_kind(kept: CallTimes, tmp_path: Path) -> None:
     other = CallKind("norm.rmsnorm", "mine", "float32", "8x4")
-    for kind, times in ((KIND, 3), (other, 2)):
-        for _ in range(times):
+    for kind, count in ((KIND, 3), (other, 2)):
+        for _ in range(count):
             assert kept.timed(kind, CPU, lambda a, b: a + b)(1, 2) == 3
     kept.timed(KIND, CPU, time.sleep)(0.02)
     assert counts(tmp_path) == {}, "written now and then, not at once"
     kept.write()
     assert counts(tmp_path) == {"2x4": 4, "8x4": 2}
-    (process,), found = read(tmp_path)
+    (process,), found = read_times(tmp_path)
     assert process.pid == os.getpid()
     assert process.command == tuple(sys.argv)
     first = next(each for each in found if each.kind == KIND)
@@ -239,17 +249,17 @@ def test_threads_lose_nothing(kept: CallTimes, tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(kept: CallTimes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_times, "MAX_KINDS", 2)
+    monkeypatch.setattr(times, "MAX_KINDS", 2)
     for n in (1, 2, 3, 4, 1):
         kept.timed(CallKind("a.b", "k", "int32", str(n)), CPU, lambda: None)()
     kept.write()
-    assert counts(tmp_path) == {"1": 2, "2": 1, call_times.OTHER_SHAPES: 2}
+    assert counts(tmp_path) == {"1": 2, "2": 1, times.OTHER_SHAPES: 2}
 
 
 def test_a_foreign_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "foreign.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"foreign.json does not hold times of calls"):
-        read(tmp_path)
+    with pytest.warns(storage.StorageWarning, match=r"foreign.json does not hold times of calls, and is left out"):
+        assert read_times(tmp_path) == ([], [])
 
 
 class Device:
@@ -304,16 +314,16 @@ def on_device(kept: CallTimes, call: Callable[[], Any], times: int = 1, kind: Ca
 
 def test_what_a_call_takes_on_the_device(kept: CallTimes, gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_FIRST_SPIN_US", "_LONGEST_SPIN_US"):
-        monkeypatch.setattr(call_times, name, 1e5)
+        monkeypatch.setattr(times, name, 1e5)
     on_device(kept, gpu.kernel(0.0, host_s=0.3))  # as one that is compiled first
     on_device(kept, gpu.kernel(40.0, host_s=0.02), times=9)
     kept.finish()
-    (found,) = read(tmp_path)[1]
+    (found,) = read_times(tmp_path)[1]
     assert (found.host.count, found.device.count) == (10, 9), "the first was not issued while the device spun"
     assert found.device.total_us == pytest.approx(360)
     assert found.device.median_us == pytest.approx(40, rel=0.006)
     assert len(gpu.spun) == 10
-    assert gpu.spun[0] == gpu.spun[1] == 1e5 * call_times._CYCLES_PER_US
+    assert gpu.spun[0] == gpu.spun[1] == 1e5 * times._CYCLES_PER_US
     assert all(spun < gpu.spun[0] for spun in gpu.spun[2:]), "then by what it took to issue such a call"
 
 
@@ -321,13 +331,13 @@ def test_in_a_graph_there_is_nothing_to_time(kept: CallTimes, gpu: Device, tmp_p
     gpu.capturing = True
     on_device(kept, gpu.kernel(40.0))
     kept.finish()
-    (found,) = read(tmp_path)[1]
+    (found,) = read_times(tmp_path)[1]
     assert (found.host.count, found.device.count, gpu.spun) == (1, 0, [])
 
 
 def test_events_do_not_pile_up(kept: CallTimes, gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_times, "_SOME_PENDING", 4)
-    monkeypatch.setattr(call_times, "_MAX_PENDING", 8)
+    monkeypatch.setattr(times, "_SOME_PENDING", 4)
+    monkeypatch.setattr(times, "_MAX_PENDING", 8)
     most = 0
     for _ in range(100):
         gpu.done = False
@@ -335,7 +345,7 @@ def test_events_do_not_pile_up(kept: CallTimes, gpu: Device, tmp_path: Path, mon
         most = max(most, len(kept._pending))
     assert 4 <= most <= 8
     kept.finish()
-    (found,) = read(tmp_path)[1]
+    (found,) = read_times(tmp_path)[1]
     assert found.device.total_us == pytest.approx(found.device.count)
 
 
@@ -501,7 +511,7 @@ def test_rows_of_a_gpu_are_ordered_by_it(kept: CallTimes, gpu: Device, tmp_path:
     for _ in range(10):
         kept.timed(CallKind("norm.rmsnorm", "on the host", "float32", "8x8"), CPU, time.sleep)(0.001)
     kept.finish()
-    processes, found = read(tmp_path)
+    processes, found = read_times(tmp_path)
     table = profile._table(["program"], 0, processes, profile._sorted(found, None))
     assert [each["kernel"] for each in table["calls"]] == ["slow", "mine", "on the host"]
     assert table["calls"][0]["device_us"] == pytest.approx(1000)

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel
-from tokenspeed_kernel.workbench import profiling
-from tokenspeed_kernel.workbench.capture import load
-from tokenspeed_kernel.workbench.profiling import (
+from tokenspeed_kernel.workbench.watching import (
+    ShapeCapture,
     kernel_scope,
+    load,
     shape_capture,
     start_profiling,
     start_shape_capture,
     stop_profiling,
     stop_shape_capture,
 )
-from tokenspeed_kernel.workbench.recording import ShapeCapture
+from tokenspeed_kernel_base import watch
 
 rmsnorm = tokenspeed_kernel.rmsnorm
 X, W = torch.ones(2, 4), torch.ones(4)
@@ -93,7 +93,7 @@ def test_start_and_stop(tmp_path: Path) -> None:
     assert load(tmp_path / "shapes.jsonl").records == load(tmp_path / "kept.jsonl").records == records
     rmsnorm(X, W)
     assert [r["count"] for r in capture.get()] == [2]
-    assert not profiling.observing()
+    assert not watch.watching()
 
 
 def test_memory_is_bounded() -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.workbench.capture import replay
 from tokenspeed_kernel.workbench.numerics import CaseResult, Status, verify_case
 from tokenspeed_kernel.workbench.numerics.narrow import axes_of, count_items, first_items, narrow, narrowed
 from tokenspeed_kernel.workbench.numerics.shrink import shrink, variations
 from tokenspeed_kernel.workbench.numerics.verify import Fault
+from tokenspeed_kernel.workbench.watching import replay
 from tokenspeed_kernel_base.cases import DEFAULT, Case, Draw, Recipe, recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
 from tokenspeed_kernel_base.parameters import tensor_arguments

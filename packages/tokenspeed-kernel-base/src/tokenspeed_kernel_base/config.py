@@ -41,7 +41,7 @@ VARIABLES: dict[str, str] = {
     PREFIX + "DISABLE_PLUGINS": "comma-separated plugin names that are not loaded; * for all",
     PREFIX + "TUNED": "directory of measured choices, instead of the user's cache directory; off: none are read or written",
     PREFIX + "PROGRAMS": "directory of kernels that plugins compile, instead of the user's cache directory; off: none are kept",
-    PREFIX + "CAPTURE_SHAPES": "path of a JSON-lines file that receives the shapes of every call",
+    PREFIX + "CAPTURE_SHAPES": "path of a file that receives the shapes of every call",
     PREFIX + "PROFILE": "1: every call in a range that profilers show; a folder: the times of all calls are written there",
     OVERRIDE_PREFIX + "<FAMILY>_<MODE>": "name of the kernel that serves this operator",
 }

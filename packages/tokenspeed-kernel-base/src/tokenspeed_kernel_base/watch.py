@@ -42,6 +42,28 @@ class Call:
     traits: Mapping[str, Any]
     read_work: Callable[[], Any]
 
+    @property
+    def first(self) -> torch.Tensor:
+        """Its first tensor."""
+        return next(iter(self.tensors.values()))
+
+    @property
+    def operand_shapes(self) -> str:
+        """The shapes of the operands that the signature speaks of, in the order of the parameters, each once: ``"64x64x64,8x64"``.
+
+        A role's operand is the tensor of its name; or, where a role has several tensors (weights and their scales), the first whose
+        name begins with the role's. Of a tensor inside an object the attribute's name counts.
+        """
+        roles = [role for role, _ in self.signature.roles]
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in self.tensors.items():
+            own = name.rpartition(".")[2]
+            role = own if own in roles else next((role for role in roles if own.startswith(role + "_")), None)
+            if role is not None:
+                found.setdefault(role, tensor)
+        shapes = ("x".join(map(str, tensor.shape)) for tensor in [*found.values()] or [self.first])
+        return ",".join(dict.fromkeys(shapes))
+
 
 # ``watcher(call, run)`` returns what is run in the place of ``run``, or ``run`` itself.
 Watcher = Callable[[Call, Callable[..., Any]], Callable[..., Any]]

@@ -12,16 +12,15 @@ process loads it from the cache, which imports neither the compiler nor the devi
 
 A file of the cache is a shared library with a checksum behind it, or an object where there is no linker; that one is loaded by
 CuteDSL. Its name says what it was made from: the sources of the declaring module and of all that it imports from this package, the
-configuration, the architecture, and the versions and settings of CuteDSL and TVM-FFI. Processes that want the same program take
-turns by a lock, so that one compiles. A file is written aside and renamed; a damaged one counts as none, and is replaced. Where
-nothing can be kept, programs are compiled for the process alone.
+configuration, the architecture, and the versions and settings of CuteDSL and TVM-FFI. Of the processes that want the same program
+one compiles it, and the others wait. A damaged file is kept aside, with a warning, and compiled again. Where nothing can be kept,
+programs are compiled for the process alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import importlib
@@ -34,12 +33,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from tokenspeed_kernel_base.config import cache_directory as user_directory
+from tokenspeed_kernel_base.storage import locked, part_of, replace_file, set_aside, warn_once
 
 VARIABLE = "TOKENSPEED_KERNEL_PROGRAMS"
 DSL = "nvidia-cutlass-dsl"
@@ -57,15 +57,11 @@ _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|
 _MARK = b"tokenspeed-kernel program"
 # CuteDSL's own variables that change what it makes.
 _SETTINGS = ("DEBUG", "LINEINFO", "ENABLE_ASSERTIONS", "COMPILER_OPT", "COMPILER_BACKEND")
-# Compiling takes seconds. Whoever holds the lock for longer is stuck, or the file system has no locks to speak of.
+# Compiling takes seconds. Whoever holds the lock for longer is stuck.
 _PATIENCE_S = 300.0
 # The compiler keeps its state in globals.
 _compiler = threading.RLock()
 _libraries: dict[Path, ctypes.CDLL] = {}
-
-
-class ProgramCacheWarning(UserWarning):
-    """Compiled programs are not kept; the next process compiles them again."""
 
 
 def program(*, arch: str, configs: Callable[[], Sequence[ConfigT]]) -> Callable[[Declaration[ConfigT]], Program[ConfigT]]:
@@ -159,7 +155,7 @@ class Program(Generic[ConfigT]):
     def is_kept(self, config: ConfigT) -> bool:
         """Whether the cache has it."""
         file = self.file(config)
-        return file is not None and any(True for _ in _whole(file))
+        return file is not None and any(whole for _, whole in _kept(file))
 
     def _load(self, config: ConfigT) -> Launch:
         with self._loading:
@@ -174,14 +170,17 @@ class Program(Generic[ConfigT]):
         found = _read(file)
         if found is not None:
             return found
-        with _locked(file):
+        with _alone(file):
             found = _read(file)  # somebody else may have made it meanwhile
             if found is None:
+                for path, whole in _kept(file):
+                    if not whole:
+                        set_aside(path, f"the compiled program {path} is damaged, and compiled again")
                 compiled = self.compile(config)
                 if _write(file, compiled):
                     found = _read(file)
                     if found is None:
-                        _warn_once(f"compiled programs cannot be loaded from {file.parent}, and are compiled by every process")
+                        warn_once(f"compiled programs cannot be loaded from {file.parent}, and are compiled by every process")
             return _unkept(compiled) if found is None else found
 
 
@@ -199,11 +198,8 @@ def cache_directory() -> Path | None:
         return None
     if chosen:
         return Path(chosen)
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(cache) / "tokenspeed_kernel" / "programs"
+    cache = user_directory()
+    return None if cache is None else cache / "programs"
 
 
 def source_digest(module: str) -> str:
@@ -316,23 +312,25 @@ def _runtime_libraries() -> list[Path]:
     return [Path(path) for path in find_runtime_libraries(enable_tvm_ffi=True)]
 
 
-def _whole(file: Path) -> Iterator[Path]:
-    """The cache's files under a name that are as they were written."""
+def _sealed(body: bytes) -> bytes:
+    """A program with its checksum behind it."""
+    return body + _MARK + hashlib.sha256(body).digest()
+
+
+def _kept(file: Path) -> Iterator[tuple[Path, bool]]:
+    """The cache's files under a name, and whether each is as it was written."""
     for path in (file.with_name(file.name + ".so"), file.with_name(file.name + ".o")):
-        try:
+        with contextlib.suppress(OSError):
             content = path.read_bytes()
-        except OSError:
-            continue
-        body, mark, checksum = content[: -len(_MARK) - 32], content[-len(_MARK) - 32 : -32], content[-32:]
-        if mark == _MARK and hashlib.sha256(body).digest() == checksum:
-            yield path
+            yield path, content == _sealed(content[: -len(_MARK) - 32])
 
 
 def _read(file: Path) -> Launch | None:
     """The program in the cache under this name; None if there is none, or it is damaged or does not load."""
-    for path in _whole(file):
-        with contextlib.suppress(OSError, RuntimeError, AttributeError):  # whole, but not for this system: as good as none
-            return _load_library(path) if path.suffix == ".so" else _load_object(path)
+    for path, whole in _kept(file):
+        if whole:
+            with contextlib.suppress(OSError, RuntimeError, AttributeError):  # not for this system: as good as none
+                return _load_library(path) if path.suffix == ".so" else _load_object(path)
     return None
 
 
@@ -369,22 +367,16 @@ def _unkept(compiled: Any) -> Launch:
 
 def _write(file: Path, compiled: Any) -> bool:
     """Puts a program into the cache, and says whether it could; called under its lock."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}.tmp.o")
-    linked = beside.with_suffix(".so")
+    part = part_of(file)
+    beside, linked = part.with_name(part.name + ".o"), part.with_name(part.name + ".so")
     try:
-        for leftover in file.parent.glob(f".{file.name}.*.tmp.*"):  # of a writer that was killed: only the lock's holder has one
-            leftover.unlink(missing_ok=True)
         beside.touch(exist_ok=False)  # the exporter's own error, where it cannot write, is one of many
         compiled.export_to_c(str(beside), function_name=_FUNCTION, export_only_tvm_ffi_symbols=True)
         made = linked if _link(beside, linked) else beside
-        with made.open("ab") as handle:
-            handle.write(_MARK + hashlib.sha256(made.read_bytes()).digest())
-            handle.flush()
-            os.fsync(handle.fileno())
-        made.replace(file.with_name(file.name + made.suffix))
+        replace_file(file.with_name(file.name + made.suffix), _sealed(made.read_bytes()))
         return True
     except OSError as error:
-        _warn_once(f"compiled programs are not kept in {file.parent}: {error.strerror}")
+        warn_once(f"compiled programs are not kept in {file.parent}: {error.strerror}")
         return False
     finally:
         with contextlib.suppress(OSError):
@@ -405,36 +397,9 @@ def _link(source: Path, target: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Holds the lock of a program, against threads and processes. It ends with its holder, however that ends.
-
-    Where it cannot be had, things go on without.
-    """
+def _alone(file: Path) -> Iterator[None]:
+    """Holds the lock of a program. Where it cannot be had, things go on without."""
     with contextlib.ExitStack() as stack:
-        try:
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle = stack.enter_context(file.with_name(file.name + ".lock").open("a"))
-        except OSError:
-            yield
-            return
-        until = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    break
-                time.sleep(0.02)
-            except OSError:  # a file system without locks
-                break
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough where a child has the file open as well
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, ProgramCacheWarning, stacklevel=5)
+        with contextlib.suppress(OSError):
+            stack.enter_context(locked(file, _PATIENCE_S))
+        yield

@@ -7,19 +7,25 @@ instance in a container's image.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import multiprocessing
 import os
 import pkgutil
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import tokenspeed_kernel_nvidia
 from tokenspeed_kernel_nvidia._programs import Program, cache_directory, toolchain
+
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,8 @@ def select(words: Sequence[str] = ()) -> list[tuple[Program[Any], Any]]:
     return [(program, config) for program, config in every if all(word in describe(program, config) for word in words)]
 
 
-def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Iterator[Warmed]:
-    """Compiles what the cache has not, and gives the outcomes as they come.
+def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Generator[Warmed, None, None]:
+    """Compiles what the cache has not, and gives the outcomes as they come. Closed early, it ends the processes that compile.
 
     Args:
         selection: see `select`.
@@ -85,10 +91,44 @@ def warm_up(selection: Sequence[tuple[Program[Any], Any]], jobs: int = 1) -> Ite
     if jobs == 1:
         yield from (_warm(program, config) for program, config in selection)
         return
-    # The compiler has threads, which do not survive a fork.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = [pool.submit(_warm, program, config) for program, config in selection]
-        yield from (done.result() for done in as_completed(running))
+    started_before = {*multiprocessing.active_children()}
+    # The compiler has threads, which do not survive a fork. Each process has a group of its own, with the linkers that it starts.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=os.setpgid, initargs=(0, 0)) as pool:
+        try:
+            with _deaf_to_interrupts():
+                running = [pool.submit(_warm, program, config) for program, config in selection]
+            yield from (done.result() for done in as_completed(running))
+        except BaseException:  # interrupted, or closed
+            pool.shutdown(wait=False, cancel_futures=True)
+            _end({*multiprocessing.active_children()} - started_before)
+            raise
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes that are started inside the block do not hear of Ctrl-C: their parent does, and ends them."""
+    if threading.current_thread() is not threading.main_thread():  # others may not say what becomes of signals
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(workers: Iterable[BaseProcess]) -> None:
+    """Ends processes and what they have started, and removes what they were writing."""
+    for worker in workers:
+        worker.kill()
+        with contextlib.suppress(OSError):  # it may not have a group yet
+            os.killpg(worker.pid or 0, signal.SIGKILL)
+    directory = cache_directory()
+    for worker in workers:
+        worker.join()
+        for part in directory.glob(f".*.{worker.pid}-*") if directory is not None else ():
+            part.unlink(missing_ok=True)
 
 
 def _warm(program: Program[Any], config: Any) -> Warmed:
@@ -104,7 +144,7 @@ def _warm(program: Program[Any], config: Any) -> Warmed:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns its exit code: 1 if something could not be compiled."""
+    """The command line. Returns its exit code: 1 if something could not be compiled, 130 if it was interrupted (Ctrl-C)."""
     parser = argparse.ArgumentParser("python -m tokenspeed_kernel_nvidia.warmup", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("words", nargs="*", metavar="WORD", help="only configurations whose line in --list has all these words")
     parser.add_argument("--arch", help="only for this architecture, as sm_90a")
@@ -118,11 +158,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for program, config in selection:
             print(f"{'kept' if program.is_kept(config) else 'to do':>8}  {describe(program, config)}")
         return 0
-    begun, compiled, failed = time.perf_counter(), 0, 0
-    for outcome in warm_up(selection, options.jobs):
-        print(outcome, flush=True)
-        compiled += outcome.seconds > 0
-        failed += bool(outcome.error)
+    begun, done, compiled, failed = time.perf_counter(), 0, 0, 0
+    try:
+        with contextlib.closing(warm_up(selection, options.jobs)) as outcomes:
+            for done, outcome in enumerate(outcomes, 1):
+                print(f"{done:>{len(str(len(selection)))}} of {len(selection)} {outcome}", flush=True)
+                compiled += outcome.seconds > 0
+                failed += bool(outcome.error)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted after {done} of {len(selection)}, which are kept; the same command goes on with the rest")
+        return INTERRUPTED
     kept, seconds = len(selection) - compiled - failed, time.perf_counter() - begun
     print(f"{compiled} compiled, {kept} kept before, {failed} failed in {seconds:.1f} s; they are in {cache_directory()}")
     print(f"for {', '.join(toolchain())}")

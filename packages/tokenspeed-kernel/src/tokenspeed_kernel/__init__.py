@@ -59,7 +59,8 @@ from tokenspeed_kernel_base.signature import (
 from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
 
 if TYPE_CHECKING:  # so that editors and type checkers know them; an operator that is not listed here works all the same
-    from tokenspeed_kernel.workbench.profiling import (
+    from tokenspeed_kernel.workbench.tuned import register_tuned_tables
+    from tokenspeed_kernel.workbench.watching import (
         kernel_scope,
         shape_capture,
         start_profiling,
@@ -67,7 +68,6 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
         stop_profiling,
         stop_shape_capture,
     )
-    from tokenspeed_kernel.workbench.tuned import register_tuned_tables
     from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
     from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
     from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
@@ -150,13 +150,13 @@ __all__ = [
 
 # What is imported when it is first used: the workbench is large, and most programs never enter it.
 _WORKBENCH = {
-    "kernel_scope": "profiling",
+    "kernel_scope": "watching",
     "register_tuned_tables": "tuned",
-    "shape_capture": "profiling",
-    "start_profiling": "profiling",
-    "start_shape_capture": "profiling",
-    "stop_profiling": "profiling",
-    "stop_shape_capture": "profiling",
+    "shape_capture": "watching",
+    "start_profiling": "watching",
+    "start_shape_capture": "watching",
+    "stop_profiling": "watching",
+    "stop_shape_capture": "watching",
 }
 
 
@@ -179,4 +179,4 @@ measured.use("tokenspeed_kernel.workbench.tuned.tables")
 set_autotuner("tokenspeed_kernel.workbench.tuning.autotune:autotune")
 discover_plugins()
 if settings().watches_calls:
-    import_module("tokenspeed_kernel.workbench.profiling").begin(settings())
+    import_module("tokenspeed_kernel.workbench.watching").begin(settings())

@@ -1,28 +1,8 @@
-"""``python -m tokenspeed_kernel``, and the entry point of ``tokenspeed-kernel``."""
+"""``python -m tokenspeed_kernel`` is ``tokenspeed-kernel``."""
 
-from __future__ import annotations
+from tokenspeed_kernel_command import main
 
-import sys
-
-_TOOLS = frozenset({"click", "rich", "typer"})
-
-
-def main(*command: str) -> None:
-    """Runs the command line and exits.
-
-    Args:
-        command: words put in front of those of ``sys.argv``.
-    """
-    try:
-        from tokenspeed_kernel.workbench.cli import app
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _TOOLS:
-            raise
-        # Not to stdout: with --json nothing but JSON belongs there.
-        print(f"The command line needs {error.name}: pip install 'tokenspeed-kernel[tools]'", file=sys.stderr)
-        raise SystemExit(1) from None
-    app(args=[*command, *sys.argv[1:]], prog_name=" ".join(("tokenspeed-kernel", *command)))
-
+__all__ = ["main"]
 
 if __name__ == "__main__":
     main()

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from tokenspeed_kernel.workbench.tuned import fingerprint, store
+from tokenspeed_kernel.workbench.tuned import fingerprint
 from tokenspeed_kernel_base import operator as operator_module
+from tokenspeed_kernel_base import storage
 
 MODULES = Path(__file__).parent / "lab_modules"
 
@@ -24,7 +25,7 @@ MODULES = Path(__file__).parent / "lab_modules"
 @pytest.fixture
 def folder(tmp_path: Path, settings_from: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where tuned results of the test lie."""
-    monkeypatch.setattr(store, "_warned", set())
+    storage.warn_once.cache_clear()
     settings_from(TUNED=str(tmp_path / "tuned"))
     return tmp_path / "tuned"
 
@@ -86,7 +87,7 @@ def lab(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_so
     module = _operator()
     operator_module._operators["testing", "lab"] = module.lab.operator
     if known:  # importing it registered the reference, but the test before has ended
-        module.lab.operator._register_reference()
+        module.lab.operator.register_reference()
     yield Laboratory(module, where, folder)
     del operator_module._operators["testing", "lab"]
     for name in ("lab_kernels", "lab_clock"):

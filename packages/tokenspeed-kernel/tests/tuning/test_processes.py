@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenspeed_kernel.workbench.capture import load
+from tokenspeed_kernel.workbench.watching import load
 
 HARNESS = Path(__file__).parent / "lab_modules" / "harness.py"
 

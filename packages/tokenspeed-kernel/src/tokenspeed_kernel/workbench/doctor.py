@@ -1,4 +1,4 @@
-"""What state is this installation in: platform, versions, settings, plugins, and what to do about what is wrong."""
+"""The state of this installation: platform, versions, settings, plugins, and what to do about what is wrong."""
 
 from __future__ import annotations
 
@@ -112,9 +112,8 @@ def _platform(findings: list[Finding]) -> dict[str, Any]:
         findings.append(Finding(True, str(error), f"correct {config.PREFIX}PLATFORM"))
         return {}
     if platform.pretended:
-        findings.append(
-            Finding(False, f"{platform.arch} is pretended: nothing launches", f"unset {config.PREFIX}PLATFORM to run kernels")
-        )
+        advice = f"unset {config.PREFIX}PLATFORM to run kernels"
+        findings.append(Finding(False, f"{platform.arch} is pretended: nothing launches", advice))
     return {
         "device": platform.device_name,
         "vendor": platform.vendor,
@@ -140,32 +139,31 @@ def _kernels() -> dict[str, int]:
 
 def _settings() -> list[Setting]:
     settings = config.settings()
-    in_file = f"{settings.source}" if settings.source else ""
+    in_file = str(settings.source) if settings.source else "default"
 
-    def source(variable: str | None, is_set: bool) -> str:
-        if variable is not None and config.PREFIX + variable in os.environ:
-            return f"environment: {config.PREFIX}{variable}"
-        return in_file if is_set and in_file else "default"
+    def setting(name: str, value: object, default: str, variable: str = "") -> Setting:
+        if variable and config.PREFIX + variable in os.environ:
+            source = f"environment: {config.PREFIX}{variable}"
+        else:
+            source = in_file if value else "default"
+        return Setting(name, str(value or default), source)
 
-    rows = [
-        Setting("objective", settings.objective or "default", source(None, settings.objective is not None)),
-        Setting("platform", settings.platform or "as found", source("PLATFORM", settings.platform is not None)),
-        Setting(
-            "disabled_plugins",
-            ", ".join(sorted(settings.disabled_plugins)) or "none",
-            source("DISABLE_PLUGINS", bool(settings.disabled_plugins)),
+    directory = str(tuned_directory() or "off")
+    profile = settings.profile_folder or ("true" if settings.profile else "")
+    return [
+        setting("objective", settings.objective, "default"),
+        setting("platform", settings.platform, "as found", "PLATFORM"),
+        setting("disabled_plugins", ", ".join(sorted(settings.disabled_plugins)), "none", "DISABLE_PLUGINS"),
+        setting("verbose", "true" if settings.verbose else "", "false", "VERBOSE"),
+        setting("tuned", settings.tuned, directory, "TUNED"),
+        setting("capture_shapes", settings.capture_path, "off", "CAPTURE_SHAPES"),
+        setting("profile", profile, "false", "PROFILE"),
+        *(
+            Setting(f"override {name}", kernel, f"environment: {config.OVERRIDE_PREFIX}{name}")
+            for name, kernel in sorted(settings.env_overrides.items())
         ),
-        Setting("verbose", str(settings.verbose).lower(), source("VERBOSE", settings.verbose)),
-        Setting("tuned", str(settings.tuned or tuned_directory() or "off"), source("TUNED", settings.tuned is not None)),
-        Setting("capture_shapes", str(settings.capture_path or "off"), source("CAPTURE_SHAPES", settings.capture_path is not None)),
-        Setting("profile", str(settings.profile_folder or str(settings.profile).lower()), source("PROFILE", settings.profile)),
+        *(Setting(f"override {f}.{m}", kernel, in_file) for (f, m), kernel in sorted(settings.overrides.items())),
     ]
-    rows += [
-        Setting(f"override {name}", kernel, f"environment: {config.OVERRIDE_PREFIX}{name}")
-        for name, kernel in sorted(settings.env_overrides.items())
-    ]
-    rows += [Setting(f"override {family}.{mode}", kernel, in_file) for (family, mode), kernel in sorted(settings.overrides.items())]
-    return rows
 
 
 def _check_settings(findings: list[Finding]) -> None:

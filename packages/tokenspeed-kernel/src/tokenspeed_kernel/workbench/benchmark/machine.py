@@ -1,12 +1,10 @@
-"""What the machine does while kernels are timed on it: clocks, what holds them back, and a workload that tells of both."""
+"""What the machine does while kernels are timed on it: its clocks, what lowers them, and a workload whose time shows both."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import shutil
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 
 from tokenspeed_kernel.workbench.benchmark.timing import sample
 
-# Bits of NVML's clock event reasons that mean less speed than the device has. Idle and clocks set by hand are none.
+# Bits of NVML's clock event reasons that mean less speed than the device has. An idle device and clocks set by hand do not.
 _HELD_BACK = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -23,7 +21,7 @@ _HELD_BACK = {
     0x40: "thermal slowdown",
     0x80: "power brake",
 }
-# Beside what is measured, these must take no time, and be long enough to be timed: 0.02 ms on an H200, 0.1 ms on a CPU core.
+# Short beside what is measured, and long enough to be timed: 0.02 ms on an H200, 0.1 ms on a CPU core.
 _GPU_MATRIX, _CPU_MATRIX = 2048, 192
 
 
@@ -38,39 +36,22 @@ class GpuState:
     held_back: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Monitor:
-    """Reads the state of a GPU; None if that fails. ``quick``: in less than a millisecond."""
-
-    read: Callable[[], GpuState | None]
-    quick: bool
+# Reads the state of a GPU in less than a millisecond; None if that fails.
+Monitor = Callable[[], GpuState | None]
 
 
 def gpu_monitor(device: torch.device) -> Monitor | None:
-    """What reads a GPU's state, or None where nothing can: on a CPU, on a GPU that NVML does not know, without NVIDIA's tools.
-
-    It asks NVML if the package ``nvidia-ml-py`` is there, and the program ``nvidia-smi`` otherwise, which takes some 50 ms a time.
-    """
+    """What reads a GPU's state, or None where nothing can: on a CPU, on a GPU that NVML does not know, without ``nvidia-ml-py``."""
     if device.type != "cuda" or torch.version.hip:
         return None
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)  # since torch 2.5 or so
-    if uuid is None:
-        return None
-    for make in (_nvml_monitor, _smi_monitor):
-        monitor = make(f"GPU-{uuid}")
-        if monitor is not None and monitor.read() is not None:
-            return monitor
-    return None
-
-
-def _nvml_monitor(uuid: str) -> Monitor | None:
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
         return None
     try:
         nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except nvml.NVMLError:
         return None
 
@@ -86,41 +67,7 @@ def _nvml_monitor(uuid: str) -> Monitor | None:
         except nvml.NVMLError:  # a partition of a GPU has no clock of its own
             return None
 
-    return Monitor(read, quick=True)
-
-
-# The second name of the reasons is the older one; each driver knows at least one.
-_QUERIES = tuple(
-    f"clocks.sm,clocks.max.sm,temperature.gpu,power.draw,clocks_{name}_reasons.active" for name in ("event", "throttle")
-)
-
-
-def _smi_monitor(uuid: str) -> Monitor | None:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-
-    def read() -> GpuState | None:
-        for query in _QUERIES:
-            command = [program, f"--query-gpu={query}", "--format=csv,noheader,nounits", "-i", uuid]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-            except (OSError, subprocess.SubprocessError):
-                return None
-            if done.returncode == 0:
-                return _parsed(done.stdout)
-        return None
-
-    return Monitor(read, quick=False)
-
-
-def _parsed(line: str) -> GpuState | None:
-    """One line of nvidia-smi's; None if the device does not say some of it."""
-    try:
-        clock, most, temperature, power, reasons = line.strip().split(", ")
-        return GpuState(int(clock), int(most), int(temperature), float(power), _reasons(int(reasons, 16)))
-    except ValueError:
-        return None
+    return read if read() is not None else None
 
 
 def _reasons(bits: int) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Can a measurement be trusted? Spread, drift and two-faced times within it, and what the machine did meanwhile."""
+"""Can a measurement be trusted? How its times spread and drift, whether they fall into two groups, and what the machine did."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.timing import Timing
 
-# Beyond these a difference of a few percent is not to be believed. What a quiet GPU shows is a tenth of them.
+# Beyond these, a difference of a few percent means nothing. A quiet GPU stays below a tenth of them.
 _SPREAD = 0.10
 _DRIFT = 0.03
 _BETWEEN_ROUNDS = 0.05
 _MACHINE = 0.03
-# Two groups of times are two, if each holds a tenth of them and their means are this many of their own deviations apart
+# Two groups of times count as two if each holds a tenth of all times and their means are so many of their deviations apart
 # (Ashman, Bird and Zepf, 1994, call it D and count from 2; the halves of a normal distribution have 2.65, of a uniform one 3.46).
 _SEPARATION = 4.0
 _MINORITY = 0.10
@@ -57,7 +57,7 @@ def noise_of(timing: Timing) -> Noise | None:
 def warnings_of(
     timing: Timing, states: Sequence[GpuState] = (), reference_us: Sequence[float] = (), usual_us: float | None = None
 ) -> tuple[str, ...]:
-    """What speaks against a measurement, in words.
+    """Why a measurement may not be trusted, in words.
 
     Args:
         timing: the measurement.

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, Share
-from tokenspeed_kernel.workbench.benchmark.timing import Cache, Round, Timing
+from tokenspeed_kernel.workbench.benchmark.timing import Cache, Timing
+from tokenspeed_kernel.workbench.plain import from_plain
+from tokenspeed_kernel_base.storage import replace_file
 
 FORMAT = 2
 # What became of a row that was not timed because something is wrong with it.
 WRONG = ("failed", "error")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Method:
         copies: how many copies of the arguments are called in turn, as far as they fit in a few GB.
         budget_s: seconds of timing a row, all rounds together.
         rounds: stretches of time over which this is spread; between two of a row the others are measured. Each builds the
-            arguments anew. Seven is the fewest whose comparison survives one spoilt round; see `compare`.
+            arguments anew. Seven is the least number at which `compare` still decides if one round is spoilt.
     """
 
     cache: Cache = "cold"
@@ -50,7 +48,7 @@ class Launch:
     """What a call costs besides its kernels' work, in microseconds.
 
     Attributes:
-        host_us: for which the call holds its caller up.
+        host_us: until the call returned to its caller.
         event_us: its time by events, launched alone.
         graph_us: its time in a CUDA graph; None if it was not measured. What ``event_us`` is beyond this, launching takes.
     """
@@ -73,8 +71,8 @@ class Row:
         solution: what it is made with.
         share: of what the device can do; None without a cost or a roofline.
         launch: None on a CPU.
-        warnings: what speaks against the measurement.
-        reference_us: what the reference workload took before each round: it tells of the machine.
+        warnings: why the measurement may not be trusted.
+        reference_us: what the reference workload took before each round; if that changed, the machine did.
         state: of the GPU, in the round in which its clock was slowest; None if it cannot be known.
         version: of the package that a peer is from; empty for kernels of ours, of which the metadata tell.
     """
@@ -136,10 +134,8 @@ class Report:
         return _NUMBERS.sub(lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
 
     def write(self, file: Path) -> None:
-        """Such that whoever reads the file finds it whole, as it was or as it is."""
-        beside = file.with_name(f".{file.name}.{os.getpid()}")
-        beside.write_text(self.to_json() + "\n")
-        beside.replace(file)
+        """Writes a file, which is whole at any moment."""
+        replace_file(file, self.to_json() + "\n")
 
 
 def appended(before: Report, now: Report) -> Report:
@@ -195,61 +191,14 @@ def load_report(file: Path | str) -> Report:
     """
     try:
         table = json.loads(Path(file).read_text())
-        return _report(table)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ReportError(f"{file} is no benchmark report: {what}") from error
-
-
-def _report(table: Any) -> Report:
-    if not isinstance(table, dict) or "rows" not in table or "metadata" not in table:
-        raise ValueError("it has no rows and metadata")
-    version = table.get("format", 1)
-    if version not in (1, FORMAT):
-        raise ValueError(f"its format is {version!r}, this release knows 1 and {FORMAT}")
-    return Report(
-        _made(Metadata, table["metadata"]),
-        tuple(_row(row) for row in table["rows"]),
-        _optional(_roofline, table.get("roofline")),
-        _optional(lambda method: _made(Method, method), table.get("method")),
-    )
-
-
-def _row(table: Mapping[str, Any]) -> Row:
-    return _made(
-        Row,
-        {
-            **table,
-            "timing": _optional(_timing, table.get("timing")),
-            "share": _optional(lambda share: _made(Share, share), table.get("share")),
-            "launch": _optional(lambda launch: _made(Launch, launch), table.get("launch")),
-            "state": _optional(_state, table.get("state")),
-            "warnings": tuple(table.get("warnings", ())),
-            "reference_us": tuple(table.get("reference_us", ())),
-        },
-    )
-
-
-def _timing(table: Mapping[str, Any]) -> Timing:
-    rounds = tuple(Round(float(of_one["median_us"]), tuple(of_one["samples_us"])) for of_one in table.get("rounds", ()))
-    return _made(Timing, {**table, "rounds": rounds})
-
-
-def _state(table: Mapping[str, Any]) -> GpuState:
-    return _made(GpuState, {**table, "held_back": tuple(table["held_back"])})
-
-
-def _roofline(table: Mapping[str, Any]) -> Roofline:
-    if "bf16_tflops" in table:  # format 1
-        table = {**table, "tflops": {"bfloat16": table["bf16_tflops"]}}
-    return _made(Roofline, table)
-
-
-def _optional(make: Callable[[Any], T], table: Any) -> T | None:
-    return None if table is None else make(table)
-
-
-def _made(cls: type[T], table: Mapping[str, Any]) -> T:
-    """An instance from a table. What it does not know is left out; what it needs and is not there raises TypeError."""
-    fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return cls(**{name: value for name, value in table.items() if name in fields})
+        if not isinstance(table, dict) or "rows" not in table or "metadata" not in table:
+            raise ValueError("it has no rows and metadata")
+        version = table.get("format", 1)
+        if version not in (1, FORMAT):
+            raise ValueError(f"its format is {version!r}, this release knows 1 and {FORMAT}")
+        roofline = table.get("roofline")
+        if isinstance(roofline, dict) and "bf16_tflops" in roofline:  # format 1
+            table["roofline"] = {**roofline, "tflops": {"bfloat16": roofline["bf16_tflops"]}}
+        return from_plain(Report, table)
+    except ValueError as error:
+        raise ReportError(f"{file} is no benchmark report: {error}") from error

@@ -1,31 +1,29 @@
 """A device's roofline, measured once and kept in the user's cache directory.
 
-One small file a device, driver and PyTorch. Two processes do not measure at once, for each would see half a device: they take
-turns by a lock, and the second finds what the first wrote. A file that cannot be understood counts as none; a directory that
-cannot be written means that nothing is kept.
+There is one small file for each device, driver and PyTorch. Two processes do not measure at once, for each would see half a device:
+the second waits, and finds what the first wrote.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline, measure_roofline
+from tokenspeed_kernel.workbench.plain import from_plain
 from tokenspeed_kernel_base.config import cache_directory
 from tokenspeed_kernel_base.platform import driver_version, platform_of
+from tokenspeed_kernel_base.storage import locked, replace_file, set_aside
 
 _FORMAT = 1
-# Measuring takes two seconds. Whoever holds the lock for longer is stuck, or the file system has no locks to speak of.
+# Measuring takes two seconds.
 _PATIENCE_S = 30.0
 
 
@@ -36,31 +34,36 @@ def cached_roofline(
     directory: Path | None = None,
     measured: Callable[[torch.device], Roofline] = measure_roofline,
 ) -> Roofline:
-    """What `measure_roofline` says, from the cache if it is there.
+    """What `measure_roofline` says, from the cache if it is there. Where nothing can be kept, it is measured every time.
 
     Args:
         device: a GPU.
         remeasure: do not look into the cache; what is measured goes there all the same.
         directory: of the cache; the user's if not given.
         measured: what measures.
+
+    Warns:
+        StorageWarning: the file is damaged. It is kept aside, and a new one takes its place.
     """
-    if directory is None:
-        cache = cache_directory()
-        if cache is None:
-            return _now(measured, device)
-        directory = cache / "roofline"
+    cache = cache_directory()
+    if directory is None and cache is None:
+        return _now(measured, device)
     key = _key(device)
-    file = directory / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    file = (directory or Path(cache or "", "roofline")) / f"{name}.json"
     found = None if remeasure else _read(file, key)
     if found is not None:
         return found
-    with _locked(file.with_suffix(".lock")) as waited:
-        found = _read(file, key) if waited and not remeasure else None
-        if found is not None:
-            return found
-        roofline = _now(measured, device)
-        _write(file, key, roofline)
-    return roofline
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # there is no place for a lock, or somebody holds it for ever
+            stack.enter_context(locked(file, _PATIENCE_S))
+        found = None if remeasure else _read(file, key)
+        if found is None:
+            found = _now(measured, device)
+            with contextlib.suppress(OSError):
+                table = {"format": _FORMAT, "key": key, "roofline": dataclasses.asdict(found)}
+                replace_file(file, json.dumps(table, indent=2) + "\n")
+        return found
 
 
 def _now(measured: Callable[[torch.device], Roofline], device: torch.device) -> Roofline:
@@ -69,51 +72,21 @@ def _now(measured: Callable[[torch.device], Roofline], device: torch.device) -> 
 
 def _key(device: torch.device) -> dict[str, str]:
     platform = platform_of(device)
-    return {"device": platform.device_name, "driver": driver_version(platform.vendor), "torch": torch.__version__}
+    return {"device": platform.device_name, "driver": driver_version(platform.vendor), "torch": str(torch.__version__)}
 
 
 def _read(file: Path, key: dict[str, str]) -> Roofline | None:
-    """None if there is no such file, or not the right thing in it."""
+    """What a file holds; None if there is none, it cannot be read, or it is damaged."""
     try:
-        table = json.loads(file.read_text())
-        if table["format"] != _FORMAT or table["key"] != key:
-            return None
-        roofline = Roofline(**table["roofline"])
-        rates = [roofline.copy_gb_per_s, roofline.read_gb_per_s, *roofline.tflops.values()]
-        return roofline if all(0 < rate < float("inf") for rate in rates) else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        table = json.loads(file.read_bytes())
+        if (table["format"], table["key"]) != (_FORMAT, key):
+            raise ValueError("it is of another format, or of another device")
+        roofline = from_plain(Roofline, table["roofline"])
+        if not all(0 < rate < float("inf") for rate in (roofline.copy_gb_per_s, roofline.read_gb_per_s, *roofline.tflops.values())):
+            raise ValueError("a rate is no positive number")
+        return roofline
+    except OSError:
         return None
-
-
-def _write(file: Path, key: dict[str, str], roofline: Roofline) -> None:
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):  # a home that cannot be written: it is measured again next time
-        file.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps({"format": _FORMAT, "key": key, "roofline": dataclasses.asdict(roofline)}, indent=2) + "\n")
-        beside.replace(file)
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[bool]:
-    """Gives whether somebody else held the lock before. Where it cannot be had, things go on without."""
-    waited = False
-    with contextlib.ExitStack() as stack:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            handle = stack.enter_context(file.open("a"))
-        except OSError:
-            yield False
-            return
-        until = time.monotonic() + _PATIENCE_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = True
-                if time.monotonic() > until:
-                    break
-                time.sleep(0.05)
-            except OSError:  # a file system without locks
-                break
-        yield waited
+    except (ValueError, TypeError, KeyError) as error:
+        set_aside(file, f"the roofline in {file} is damaged, and measured again: {error}")
+        return None

@@ -29,9 +29,9 @@ from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
 _COPIED_BYTES = 8 << 30
 # Over all rounds of a row.
 _FEWEST, _MOST = 10, 1000
-# A word on launching needs no more.
+# Enough to measure what launching takes.
 _LAUNCH_BUDGET_S, _LAUNCHES = 0.01, 20
-# A graph that takes this long has made up for its start; more calls would only take time.
+# In a graph that takes this long its start does not count any more; further calls would only take time.
 _GRAPH_US = 5000.0
 
 Contestant = KernelSpec | Peer
@@ -135,7 +135,7 @@ class Measurement:
     launch: Launch | None = None
 
     def verify(self) -> None:
-        """Whoever is wrong is not timed."""
+        """Checks the results. A kernel whose results are wrong is not timed."""
         result: CaseResult
         if isinstance(self.contestant, Peer):
             result = verify_peer(self.contestant, self.case, self.device)
@@ -196,8 +196,8 @@ class Measurement:
         method, rounds = self.method, self.method.rounds
 
         def look() -> None:
-            if monitor is not None and (monitor.quick or not self.states):
-                state = monitor.read()
+            if monitor is not None:
+                state = monitor()
                 self.states += [state] if state is not None else []
 
         options: dict[str, Any] = {

@@ -14,16 +14,16 @@ import torch
 Cache = Literal["cold", "warm"]
 Call = Callable[[], Any]
 
-# Compilation, allocator and clocks settle within a few calls. One of calls that are known to be as long as this does for three.
+# Compilation, allocator and clocks settle within three calls, or within one that is known to take this long.
 _WARMUP, _LONG_US = 3, 10_000.0
 _FEWEST, _MOST = 10, 1000
-# What is written between two calls on a GPU to push the operands out of its caches: more than the last-level cache of any
-# device at hand (256 MiB). Writing it takes longer than queueing the next call does, so the device never waits for the host.
+# So many bytes are written between two calls on a GPU, to push the operands out of its caches: more than any device's last-level
+# cache holds (256 MiB). Writing them takes longer than queueing the next call, so the device never waits for the host.
 _FLUSHED_BYTES = 512 << 20
-# With warm caches nothing is written; the device spins instead until the host has queued the next call. 0.1 ms at 2 GHz.
+# With warm caches nothing is written. The device spins instead until the host has queued the next call: 0.1 ms at 2 GHz.
 _SPUN_CYCLES = 200_000
 _TICK_US = 1e-3
-# Of each round so many samples are kept, evenly spaced. The medians are those of all.
+# At most so many samples of a round are kept, evenly spaced. Its median is that of all samples.
 _KEPT = 64
 
 
@@ -75,12 +75,12 @@ def _thinned(samples: Sequence[float]) -> tuple[float, ...]:
 
 
 def _five_digits(value: float) -> float:
-    """No clock here is better than that, and reports stay small."""
+    """More would say nothing about the time, and make reports larger."""
     return float(f"{value:.5g}")
 
 
 def default_cache(device: torch.device) -> Cache:
-    """Cold on a GPU, where the calls between two of one kernel leave nothing of its operands; warm on a CPU."""
+    """Cold on a GPU, where other kernels push a kernel's operands out of the caches between two of its calls; warm on a CPU."""
     return "cold" if device.type == "cuda" else "warm"
 
 
@@ -150,7 +150,7 @@ def sample(
         calls, device, budget_s, cache: see `measure`.
         fewest, most: how many calls are timed at least and at most.
         expected_us: what a call takes, where that is known; else it is tried first.
-        meanwhile: called once while the device still works on what was queued: to see how it does under load.
+        meanwhile: called once while the device still works on what was queued, to look at its state under load.
     """
     listed = [calls] if callable(calls) else list(calls)
     cache = cache or default_cache(device)
@@ -202,7 +202,7 @@ def captured(calls: Sequence[Call], device: torch.device, pool: Any = None) -> C
 
 
 def host_time(call: Call, device: torch.device, calls: int = 20) -> float:
-    """Microseconds for which a call holds its caller up on a GPU: until it has queued its work, which nobody waits for.
+    """Microseconds until a call returns to its caller on a GPU, when it has queued its work. Nobody waits for that work.
 
     Args:
         call: takes nothing.
@@ -244,7 +244,7 @@ def _gpu_times(
         if meanwhile is not None:
             meanwhile()
         torch.cuda.synchronize()
-    # A call that launches nothing may take less than a tick of the device's clock; rates divide by what is returned.
+    # A call that launches nothing may take less than a tick of the device's clock, and rates divide by its time.
     return [max(start.elapsed_time(end) * 1e3, _TICK_US) for start, end in zip(starts, ends, strict=True)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
 from tokenspeed_kernel.workbench.cli.bench import bench
@@ -15,32 +17,29 @@ from tokenspeed_kernel.workbench.cli.warmup import warmup
 
 __all__ = ["app"]
 
-_SETTINGS = {"help_option_names": ["-h", "--help"]}
-# Help and errors are plain text in a terminal and in a pipe alike.
+_PLAIN: dict[str, Any] = {
+    "no_args_is_help": True,
+    "rich_markup_mode": None,  # help and errors are plain text in a terminal and in a pipe alike
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
 app = typer.Typer(
     help="Operators for LLM inference, and the kernel that serves each best on the machine at hand.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings=_SETTINGS,
+    **_PLAIN,
 )
-app.command()(doctor)
-app.command()(ops)
-app.command()(explain)
-app.command()(verify)
-app.command()(bench)
-app.command()(tune)
+for command in (doctor, ops, explain, verify, bench, tune):
+    app.command()(command)
 app.command(context_settings={"allow_interspersed_args": False})(profile)
 app.command()(report)
 app.command()(warmup)
 
-_plugins = typer.Typer(help="Packages that bring kernels.", no_args_is_help=True, rich_markup_mode=None, context_settings=_SETTINGS)
+_plugins = typer.Typer(help="Packages that bring kernels.", **_PLAIN)
 _plugins.command("list")(plugin_list)
 _plugins.command("info")(plugin_info)
 app.add_typer(_plugins, name="plugins")
 
-_capture = typer.Typer(help="What was really called.", no_args_is_help=True, rich_markup_mode=None, context_settings=_SETTINGS)
+_capture = typer.Typer(help="What was really called.", **_PLAIN)
 _capture.command("show")(show_calls)
 _capture.command("merge")(merge_files)
 app.add_typer(_capture, name="capture")

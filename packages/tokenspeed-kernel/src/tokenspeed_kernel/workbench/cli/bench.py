@@ -7,7 +7,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -27,16 +27,15 @@ from tokenspeed_kernel.workbench.numerics.verify import Status, default_device
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.registry import KernelSpec
 
-# Optional rather than `| None`: typer evaluates these.
 Solutions = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option("--solutions", metavar="A,B,...", help="Only these, side by side, and how they compare with the first."),
 ]
 Peers = Annotated[
-    Optional[list[Path]],  # noqa: UP045
+    list[Path] | None,
     typer.Option("--peer", metavar="FILE.py", help="Also what this file declares with tokenspeed_kernel.workbench.benchmark.peer."),
 ]
-Output = Annotated[Optional[Path], typer.Option("--output", help="Write the report to this JSON file, too.")]  # noqa: UP045
+Output = Annotated[Path | None, typer.Option("--output", help="Write the report to this JSON file, too.")]
 Append = Annotated[bool, typer.Option("--append", help="Add to what --output holds: another run of the same command.")]
 Graph = Annotated[
     int, typer.Option("--graph", min=0, help="Calls in one CUDA graph, on inputs of their own, to time without launches.")
@@ -44,25 +43,25 @@ Graph = Annotated[
 Budget = Annotated[float, typer.Option("--budget", min=0.001, help="Seconds of measuring a case.")]
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Over how many rounds these are spread; --compare wants 4 or more.")]
 CacheState = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option(
         "--cache", metavar="cold|warm", help="The GPU's caches before each call: flushed, or as the call before left them."
     ),
 ]
 Rotate = Annotated[
-    Optional[int],  # noqa: UP045
+    int | None,
     typer.Option("--rotate", min=1, help="Copies of the inputs, used in turn. 1 if left out; with --graph as many as its calls."),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither read nor keep the device's measured roofline.")]
 Remeasure = Annotated[bool, typer.Option("--remeasure", help="Measure the device's roofline again, and keep it.")]
 Compare = Annotated[
-    Optional[tuple[Path, Path]],  # noqa: UP045
+    tuple[Path, Path] | None,
     typer.Option("--compare", metavar="A.json B.json", help="Measure nothing: compare two reports. Exit code 1 if B is worse."),
 ]
 Threshold = Annotated[float, typer.Option("--threshold", min=0.0, help="With --compare: smaller differences are none. 0.03 is 3%.")]
 Confidence = Annotated[float, typer.Option("--confidence", min=0.5, max=0.9999, help="With --compare: of the intervals.")]
 
-# What a run has measured is written this often; whoever kills it loses no more.
+# What was measured is written this often. A run that is killed loses no more.
 _SAVED_EVERY_S = 10.0
 
 
@@ -222,7 +221,7 @@ def _earlier(output: Path | None, append: bool, empty: Report) -> Report:
 def _measured(
     runs: Sequence[tuple[Contestant, Case]], where: torch.device, empty: Report, earlier: Report, output: Path | None
 ) -> Report:
-    """Measures, and writes to ``output`` now and then: what was measured must not be lost with what comes after."""
+    """Measures, and writes to ``output`` now and then, so that a failure loses little."""
     method = empty.method
     assert method is not None
     measurements = [Measurement(contestant, case, where, method) for contestant, case in runs]
@@ -244,7 +243,7 @@ def _measured(
     try:
         with progress(len(runs) * method.rounds, "measuring") as begin:
             run_rounds(measurements, begin, save_now_and_then)
-    finally:  # also when somebody has had enough
+    finally:  # also if it is interrupted
         report = save()
     return report
 

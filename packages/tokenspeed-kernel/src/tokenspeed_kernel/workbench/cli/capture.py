@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from tokenspeed_kernel.workbench.capture import Contents, ReplayError, UnreadableCaptureError, load, merge, replay
 from tokenspeed_kernel.workbench.cli.find import find_operator
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table
+from tokenspeed_kernel.workbench.watching import Contents, ReplayError, UnreadableCaptureError, load, merge, replay
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that shapes were captured to.")]
-Operator = Annotated[Optional[str], typer.Option("--op", help="Only calls of this operator.")]  # noqa: UP045
+Operator = Annotated[str | None, typer.Option("--op", help="Only calls of this operator.")]
 Into = Annotated[Path, typer.Option("-o", "--output", help="The file that receives the sum.")]
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tokenspeed_kernel.workbench.capture import ReplayError, UnreadableCaptureError, load_cases
 from tokenspeed_kernel.workbench.cli.output import fail, unknown
 from tokenspeed_kernel.workbench.numerics.conformance import plugin_kernels
+from tokenspeed_kernel.workbench.watching import ReplayError, UnreadableCaptureError, load_cases
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec

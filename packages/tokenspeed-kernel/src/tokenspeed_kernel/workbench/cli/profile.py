@@ -13,18 +13,19 @@ import tempfile
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
 from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
-from tokenspeed_kernel.workbench.call_times import CallTime, Process, read
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table
+from tokenspeed_kernel.workbench.watching import CallTime, Process, read_times
 from tokenspeed_kernel_base import config
+from tokenspeed_kernel_base.storage import replace_file
 
 
 class Order(str, Enum):
-    """What the longest list may be sorted by."""
+    """What rows may be sorted by."""
 
     DEVICE = "device"
     HOST = "host"
@@ -32,9 +33,9 @@ class Order(str, Enum):
 
 
 Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run, with its arguments.", show_default=False)]
-Output = Annotated[Optional[Path], typer.Option("--output", help="Write what was found to this JSON file, too.")]  # noqa: UP045
+Output = Annotated[Path | None, typer.Option("--output", help="Write what was found to this JSON file, too.")]
 Sort = Annotated[
-    Optional[Order],  # noqa: UP045
+    Order | None,
     typer.Option("--sort", help="Sort by this, largest first; by time on the device if left out, on the host where there is none."),
 ]
 Top = Annotated[int, typer.Option("--top", min=0, help="Print so many rows at most; 0 for all.")]
@@ -46,21 +47,19 @@ FORMAT, VERSION = "tokenspeed-kernel profile", 1
 def profile(command: Command, output: Output = None, sort: Sort = None, top: Top = 30, as_json: AsJson = False) -> None:
     """Run a program and show what its operator calls took, by kernel and shape. Exit code of the program.
 
-    Totals are in milliseconds, medians of a call in microseconds. "host" is what calls held their caller up, "device" what they
-    took on a GPU, the waiting for launches left out; "share" is of all calls. What a CUDA graph replays, and kernels called
-    through bind, is not seen. With --json, what the program prints goes to stderr.
+    Totals are in milliseconds, medians of a call in microseconds. "host" is the time until calls returned to their caller, "device"
+    the time on a GPU, without waiting for launches; "share" is of all calls. What a CUDA graph replays, and kernels called through
+    bind, are not seen. With --json, what the program prints goes to stderr.
     """
     if output is not None and not output.parent.is_dir():
         fail(f"--output {output}: there is no folder {output.parent}")
     with tempfile.TemporaryDirectory(prefix="tokenspeed-kernel-profile-") as folder:
         code = _run(command, Path(folder), quiet=as_json)
-        processes, found = read(Path(folder))
+        processes, found = read_times(Path(folder))
     found = _sorted(found, sort)
     table = _table(command, code, processes, found)
     if output is not None:
-        beside = output.with_name(f".{output.name}.{os.getpid()}")
-        beside.write_text(json.dumps(table, indent=2) + "\n")
-        beside.replace(output)
+        replace_file(output, json.dumps(table, indent=2) + "\n")
     if as_json:
         print_json(table)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -13,7 +13,7 @@ from tokenspeed_kernel.workbench.cli.output import fail
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What `bench --output` wrote.")]
 Output = Annotated[Path, typer.Option("-o", "--output", help="The HTML file.")]
-Plots = Annotated[Optional[Path], typer.Option("--plots", metavar="FOLDER", help="Write the plots there as well, as PNG and SVG.")]  # noqa: UP045
+Plots = Annotated[Path | None, typer.Option("--plots", metavar="FOLDER", help="Write the plots there as well, as PNG and SVG.")]
 Title = Annotated[str, typer.Option("--title", help="What stands at its top.")]
 
 

@@ -5,31 +5,28 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 
 from tokenspeed_kernel.workbench import tuned
-from tokenspeed_kernel.workbench.capture import load_cases
 from tokenspeed_kernel.workbench.cli.find import find_device, find_kernels, find_operator, find_runs
 from tokenspeed_kernel.workbench.cli.options import CaseNames, Device, Large
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, progress
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel.workbench.tuned.tables import forget
 from tokenspeed_kernel.workbench.tuning import Outcome, Trial, TrialStatus, tune_case
+from tokenspeed_kernel.workbench.watching import load_cases
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.traits import format_traits
 
-From = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--from", metavar="FILE", help="Tune on the calls that this file has: a shape capture."),
-]
-Op = Annotated[Optional[str], typer.Option("--op", metavar="OP", help="Tune on this operator's cases.")]  # noqa: UP045
+From = Annotated[Path | None, typer.Option("--from", metavar="FILE", help="Tune on the calls that this file has: a shape capture.")]
+Op = Annotated[str | None, typer.Option("--op", metavar="OP", help="Tune on this operator's cases.")]
 Kernels = Annotated[
-    Optional[list[str]],  # noqa: UP045
+    list[str] | None,
     typer.Option("--kernel", metavar="KERNEL", help="Only this kernel and its configurations. May be given several times."),
 ]
 Budget = Annotated[
@@ -39,7 +36,7 @@ ListThem = Annotated[bool, typer.Option("--list", help="Show the results there a
 Clear = Annotated[bool, typer.Option("--clear", help="Remove this machine's results for this device; with --op, of that operator.")]
 StaleOnly = Annotated[bool, typer.Option("--stale", help="With --clear: only those that do not hold any more.")]
 Export = Annotated[
-    Optional[Path],  # noqa: UP045
+    Path | None,
     typer.Option("--export", metavar="FILE", help="Add the results that hold for this device to a table, to ship in a wheel."),
 ]
 AllTrials = Annotated[bool, typer.Option("--trials", help="Show every candidate that was tried.")]

@@ -2,12 +2,12 @@
 
 A table says, for one operator, formats, traits and bucket of sizes on one device, how long each kernel takes with its best
 configuration. Tables lie in three places, asked in this order: what this process measured, the user's cache directory, and the
-tables that wheels ship for devices they know. Selection reads them through `find`; `tokenspeed_kernel.workbench.tuning` measures and writes.
+tables that wheels ship for devices they know. Selection reads them through `find`; the package `tuning` measures and writes.
 """
 
 from tokenspeed_kernel.workbench.tuned.entries import Device, Entry, Result, entry_key
 from tokenspeed_kernel.workbench.tuned.fingerprint import source_fingerprint, toolchain
-from tokenspeed_kernel.workbench.tuned.store import TunedTableWarning, read_table, remove_entries, save_entry
+from tokenspeed_kernel.workbench.tuned.store import read_table, remove_entries, save_entry
 from tokenspeed_kernel.workbench.tuned.tables import (
     Listed,
     all_entries,
@@ -24,7 +24,6 @@ __all__ = [
     "Entry",
     "Listed",
     "Result",
-    "TunedTableWarning",
     "all_entries",
     "entry_key",
     "find",

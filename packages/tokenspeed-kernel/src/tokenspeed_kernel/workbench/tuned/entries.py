@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tokenspeed_kernel.workbench.plain import from_plain
 from tokenspeed_kernel_base.platform import PlatformInfo
 
 FORMAT = 1
@@ -104,63 +105,17 @@ class Entry:
         return replace(self, results=(*self.results, *(r for r in older.results if r.kernel not in mine)))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "operator": self.operator,
-            "formats": self.formats,
-            "traits": dict(self.traits),
-            "sizes": dict(self.sizes),
-            "device": {"name": self.device.name, "arch": self.device.arch, "sm_count": self.device.sm_count},
-            "results": [
-                {"kernel": r.kernel, "config": dict(r.config), "us": r.us, "own_us": r.own_us, "source": r.source}
-                for r in self.results
-            ],
-            "driver": self.driver,
-            "toolchain": dict(self.toolchain),
-            "case": self.case,
-            "date": self.date,
-        }
+        """The same as plain values, for JSON."""
+        return {**asdict(self), "results": [asdict(result) for result in self.results]}
 
     @classmethod
     def from_dict(cls, value: Any) -> Entry:
         """An entry as `to_dict` gave it. Raises ValueError for anything else."""
-        table = _typed(value, dict, "an entry")
-        device = _typed(table.get("device"), dict, "device")
-        results = tuple(_result(result) for result in _typed(table.get("results"), list, "results"))
-        sizes = _typed(table.get("sizes"), dict, "sizes")
-        if not results:
+        entry = from_plain(cls, value)
+        if not entry.results:
             raise ValueError("results must not be empty")
-        return cls(
-            _typed(table.get("operator"), str, "operator"),
-            _typed(table.get("formats"), str, "formats"),
-            _typed(table.get("traits"), dict, "traits"),
-            {name: _typed(size, int, f"sizes.{name}") for name, size in sizes.items()},
-            Device(*(_typed(device.get(n), t, f"device.{n}") for n, t in (("name", str), ("arch", str), ("sm_count", int)))),
-            results,
-            _typed(table.get("driver"), str, "driver"),
-            {name: _typed(version, str, name) for name, version in _typed(table.get("toolchain"), dict, "toolchain").items()},
-            _typed(table.get("case"), str, "case"),
-            _typed(table.get("date"), str, "date"),
-        )
-
-
-def _result(value: Any) -> Result:
-    table = _typed(value, dict, "a result")
-    times = [table.get("us"), table.get("own_us")]
-    if times[1] is None:
-        times.pop()
-    for time in times:
-        if type(time) not in (int, float) or not math.isfinite(time) or time <= 0:
-            raise ValueError(f"us must be a positive number, got {time!r}")
-    return Result(
-        _typed(table.get("kernel"), str, "kernel"),
-        _typed(table.get("config"), dict, "config"),
-        float(times[0]),
-        float(times[1]) if len(times) > 1 else None,
-        _typed(table.get("source"), str, "source"),
-    )
-
-
-def _typed(value: Any, wanted: type, what: str) -> Any:
-    if type(value) is not wanted:
-        raise ValueError(f"{what} must be a {wanted.__name__}, got {value!r}")
-    return value
+        for result in entry.results:
+            for us in (result.us, result.own_us):
+                if us is not None and not 0 < us < math.inf:
+                    raise ValueError(f"us must be a positive number, got {us!r}")
+        return entry

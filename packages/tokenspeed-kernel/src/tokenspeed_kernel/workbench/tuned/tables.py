@@ -68,55 +68,42 @@ def user_table(device: Device) -> Path | None:
     return None if directory is None else directory / device.file_name
 
 
-@dataclass
-class _Loaded:
-    """A file as it was read: what told it from others, and its entries."""
+Entries = Mapping[tuple[Device, str], Entry]
 
-    state: tuple[int, ...]
-    entries: dict[tuple[Device, str], Entry]
-    operators: frozenset[tuple[Device, str]]
+_files: dict[Path, tuple[tuple[int, ...], Entries]] = {}
 
 
-_files: dict[Path, _Loaded] = {}
-_ABSENT = _Loaded((), {}, frozenset())
-
-
-def _load(path: Path, *, keep_corrupt: bool) -> _Loaded:
+def _load(path: Path, *, keep_corrupt: bool) -> Entries:
     """A file's entries; it is read again where it has changed."""
     try:
         status = path.stat()
     except OSError:
-        return _ABSENT
+        return {}
     state = (status.st_mtime_ns, status.st_size, status.st_ino)
     known = _files.get(path)
-    if known is None or known.state != state:
+    if known is None or known[0] != state:
         entries = {(entry.device, entry.key): entry for entry in read_table(path, keep_corrupt=keep_corrupt)}
-        known = _Loaded(state, entries, frozenset((device, entry.operator) for (device, _), entry in entries.items()))
-        _files[path] = known
-    return known
-
-
-def _places(device: Device, pretended: bool) -> tuple[tuple[Path, bool], ...]:
-    """The files that may have results for a device, the user's first, each with whether it was shipped."""
-    return _find_places(config.settings().tuned, tuple(_shipped), device, pretended)
+        known = _files[path] = state, entries
+    return known[1]
 
 
 @functools.lru_cache(maxsize=256)
-def _find_places(chosen: str | None, shipped: tuple[Path, ...], device: Device, pretended: bool) -> tuple[tuple[Path, bool], ...]:
+def _places(chosen: str | None, shipped: tuple[Path, ...], device: Device, pretended: bool) -> tuple[tuple[Path, bool], ...]:
+    """The files that may have results for a device, the user's first, each with whether it was shipped. ``chosen``: the setting."""
     path = user_table(device)
     own = [] if path is None or pretended else [(path, False)]
     return (*own, *((directory / f"{device.arch}.json", True) for directory in shipped if chosen != OFF))
 
 
-_known_operators: dict[Any, Any] = memo.new_memo()
-
-
-def _sources(device: Device, pretended: bool) -> Iterator[tuple[str, bool, Mapping[tuple[Device, str], Entry]]]:
+def _sources(device: Device, pretended: bool) -> Iterator[tuple[str, bool, Entries]]:
     """Name, whether it was shipped, and entries, of each source for a device, in the order in which they are asked."""
     if not pretended:
         yield "this process", False, _measured
-    for path, shipped in _places(device, pretended):
-        yield str(path), shipped, _load(path, keep_corrupt=not shipped).entries
+    for path, shipped in _places(config.settings().tuned, tuple(_shipped), device, pretended):
+        yield str(path), shipped, _load(path, keep_corrupt=not shipped)
+
+
+_known_operators: dict[Any, Any] = memo.new_memo()
 
 
 def has_results(operator: str, platform: PlatformInfo) -> bool:
@@ -126,9 +113,11 @@ def has_results(operator: str, platform: PlatformInfo) -> bool:
     known: bool | None = _known_operators.get(key)
     if known is None:
         started, device = memo.epoch(), Device.of(platform)
-        measured = any(where == device and entry.operator == operator for (where, _), entry in [*_measured.items()])
-        files = (_load(path, keep_corrupt=not shipped) for path, shipped in _places(device, platform.pretended))
-        known = not platform.emulated and (measured or any((device, operator) in file.operators for file in files))
+        known = not platform.emulated and any(
+            (entry.device, entry.operator) == (device, operator)
+            for _, _, entries in _sources(device, platform.pretended)
+            for entry in [*entries.values()]
+        )
         memo.remember(_known_operators, key, known, started, exceptions_in_key=True)
     return known
 
@@ -213,7 +202,7 @@ def record(entry: Entry) -> Path | None:
         not to be found, so that nobody could tell whether it changed.
 
     Warns:
-        TunedTableWarning: the file cannot be written; once in a process.
+        StorageWarning: the file cannot be written; once in a process.
     """
     path = user_table(entry.device)
     traceable = all(result.source for result in entry.results)

@@ -14,20 +14,13 @@ import torch
 from tokenspeed_kernel.workbench import tuned
 from tokenspeed_kernel.workbench.numerics.compare import compare, compare_tensors
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
-from tokenspeed_kernel.workbench.tuning.candidates import (
-    configurations,
-    entry_of,
-    in_order,
-    override_for,
-    result_of,
-    untuned_choice,
-)
-from tokenspeed_kernel.workbench.tuning.search import Candidate, Trial, TrialStatus, by_merit, first_line, search
+from tokenspeed_kernel.workbench.tuning.pick import candidates, pick, run
+from tokenspeed_kernel.workbench.tuning.search import Trial
 from tokenspeed_kernel_base.cases import nbytes
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import resource_arguments, tensor_arguments
 from tokenspeed_kernel_base.registry import KernelRegistry
-from tokenspeed_kernel_base.selection import Request, gate, select
+from tokenspeed_kernel_base.selection import Request, gate
 
 # Of the memory that is free, what copies of arguments that kernels write to may take.
 _COPIED_SHARE = 0.25
@@ -57,10 +50,8 @@ def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) ->
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     with _one_at_a_time, torch.no_grad():
-        if tuned.find(
-            request.operator, request.signature, request.traits, request.sizes, request.platform
-        ).results:  # another thread measured meanwhile
-            return ""
+        if tuned.find(request.operator, request.signature, request.traits, request.buckets, request.platform).results:
+            return ""  # another thread measured meanwhile
         try:
             return _measure(op, request, dict(arguments), budget_s)
         except torch.OutOfMemoryError as error:
@@ -71,66 +62,39 @@ def _measure(op: Operator[Any, Any], request: Request, arguments: dict[str, Any]
     request = dataclasses.replace(request, solution=None)  # what holds for all of them
     registry = KernelRegistry.get()
     specs = [spec for spec in registry.get_for_operator(op.family, op.mode) if gate(spec, request) is None]
-    specs = [spec for spec in specs if registry.load_or_leave_out(spec.name) is not None]
-    untuned = untuned_choice(request)
-    wanted = in_order(((spec, config) for spec in specs for config in configurations(spec, request)), untuned)
+    chosen = candidates(request, [spec for spec in specs if registry.load_or_leave_out(spec.name) is not None])
     tensors = tensor_arguments(op.parameters, arguments)
-    if len(wanted) < 2 or not all(tensor.numel() for _, tensor in tensors):
+    if len(chosen) < 2 or not all(tensor.numel() for _, tensor in tensors):
         return ""
     device = tensors[0][1].device
     written = {name: arguments[name] for name in (*op.mutates, *op.outs) if arguments[name] is not None}
     size = sum(nbytes(tensor) for name, tensor in tensors if name.partition(".")[0] in written)
-    if size > _room(device):
+    room = torch.cuda.mem_get_info(device)[0] * _COPIED_SHARE if device.type == "cuda" else _COPIED_BYTES
+    if size > room:
         return f"copies of {', '.join(written)} would take {size / 2**30:.1f} GiB"
 
-    def fresh() -> tuple[Any, ...]:
-        return tuple((arguments | copy.deepcopy(written)).values())
+    def ran(kernel: str, config: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+        """What a kernel returns, and its tensors afterwards."""
+        fresh = arguments | copy.deepcopy(written)
+        returned = run(request, kernel, config, tuple(fresh.values()))
+        return returned, dict(tensor_arguments(op.parameters, fresh))
 
-    values = fresh()
-    impls = {i: select(request, override_for(Trial(spec.name, config))).impl for i, (spec, config) in enumerate(wanted)}
-    candidates = [Candidate(spec.name, config, functools.partial(impls[i], *values)) for i, (spec, config) in enumerate(wanted)]
-    trials = search(candidates, device, budget_s)
-    own = Trial(wanted[0][0].name, {})
-    expected: Callable[[], _Ran] = functools.cache(lambda: _run(request, own, fresh()))
-    results = []
-    for name in dict.fromkeys(trial.kernel for trial in trials):
-        of_kernel = [trial for trial in trials if trial.kernel == name]
-        for trial in by_merit(of_kernel):
-            is_own = (trial.kernel, trial.config) == (own.kernel, own.config)
-            try:
-                problem = "" if is_own else _disagreement(op, request, trial, fresh(), expected())
-            except Exception as error:  # it may be the kind that fails now and then; the caller's call must not
-                problem = first_line(error)
-            if not problem:
-                results.append(result_of(trial, of_kernel))
-                break
-            trial.status, trial.reason = TrialStatus.FAILED, problem
-    if not results:
-        return "no candidate ran to the end"
+    untuned = chosen[0]
+    expected: Callable[[], Any] = functools.cache(lambda: ran(*untuned))
+
+    def check(trial: Trial) -> str:
+        """How a trial's results differ from those of the untuned choice; empty where they agree."""
+        if (trial.kernel, trial.config) == untuned:
+            return ""
+        tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)
+        (got, after), (wanted, wanted_after) = ran(trial.kernel, trial.config), expected()
+        comparisons = compare(got, wanted, tolerance)
+        for name, tensor in after.items():
+            if name.partition(".")[0] in op.mutates:
+                comparisons.append(compare_tensors(name, tensor, wanted_after[name], tolerance(tensor.dtype)))
+        faults = [comparison.fault for comparison in comparisons if comparison.fault]
+        return f"differs from the untuned choice: {faults[0]}" if faults else ""
+
+    values = tuple((arguments | copy.deepcopy(written)).values())
     sizes = ", ".join(f"{name} {size}" for name, size in request.sizes.items())
-    tuned.record(entry_of(request, sorted(results, key=lambda result: (result.us, result.kernel)), f"a call with {sizes}"))
-    return ""
-
-
-def _room(device: torch.device) -> float:
-    return torch.cuda.mem_get_info(device)[0] * _COPIED_SHARE if device.type == "cuda" else _COPIED_BYTES
-
-
-_Ran = tuple[Any, tuple[Any, ...]]  # what a kernel returned, and its arguments afterwards
-
-
-def _run(request: Request, trial: Trial, values: tuple[Any, ...]) -> _Ran:
-    return select(request, override_for(trial)).impl(*values), values
-
-
-def _disagreement(op: Operator[Any, Any], request: Request, trial: Trial, values: tuple[Any, ...], expected: _Ran) -> str:
-    """How a trial's results differ from those of the untuned choice; empty where they agree."""
-    tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)
-    got, _ = _run(request, trial, values)
-    comparisons = compare(got, expected[0], tolerance)
-    after = dict(tensor_arguments(op.parameters, dict(zip(op.names, expected[1], strict=True))))
-    for name, tensor in tensor_arguments(op.parameters, dict(zip(op.names, values, strict=True))):
-        if name.partition(".")[0] in op.mutates:
-            comparisons.append(compare_tensors(name, tensor, after[name], tolerance(tensor.dtype)))
-    faults = [comparison.fault for comparison in comparisons if comparison.fault]
-    return f"differs from the untuned choice: {faults[0]}" if faults else ""
+    return pick(request, chosen, lambda kernel: values, check, device, budget_s, f"a call with {sizes}").reason

@@ -24,12 +24,12 @@ from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
 
 # How much slower than the best a candidate may be at first sight, when clocks and caches have not settled.
 _HOPELESS = 3.0
-# At first sight, times below this say little: one call and a wait for the device take as long.
+# At first sight, times below this do not count: a single call and the wait for the device take as long.
 _BLURRED_US = 100.0
-# Calls in a round: fewer say nothing of the median, more nothing new.
+# Calls in a round: the median of fewer is not reliable, that of more no better.
 _FEWEST, _MOST = 5, 300
 _ROUNDS = 4
-# Of the time, what first sight may take, compilation included.
+# The part of the time that looking at each candidate first may take, compilation included.
 _FIRST_SHARE = 0.7
 # A configuration replaces a kernel's own choice if it is quicker by this share; less is noise.
 WORTHWHILE = 0.02
@@ -162,7 +162,7 @@ def _round(
 
 
 def _survivors(racing: list[int], trials: list[Trial]) -> list[int]:
-    """The quicker half, what is as good as its last, and each kernel's own choice."""
+    """The quicker half, what is as quick as the slowest of that, and each kernel's own choice."""
     times = {i: trials[i].us or 0.0 for i in racing}
     ordered = sorted(racing, key=times.__getitem__)
     bar = times[ordered[(len(ordered) - 1) // 2]] * (1 + WORTHWHILE / 2)

@@ -12,7 +12,6 @@ issues a call, and a call whose issuing took longer than that (the first one, wh
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import math
 import os
@@ -20,9 +19,8 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,13 +28,19 @@ from uuid import uuid4
 
 import torch
 
-FORMAT, VERSION = "tokenspeed-kernel call times", 1
-# Distinct kinds of calls. The shapes of further ones are not told apart.
+from tokenspeed_kernel.workbench.watching.background import Background
+from tokenspeed_kernel_base import watch
+from tokenspeed_kernel_base.config import ConfigurationError
+from tokenspeed_kernel_base.signature import dtype_name
+from tokenspeed_kernel_base.storage import StorageWarning, replace_file
+
+FORMAT, VERSION = "tokenspeed-kernel call times", 2
+# At most so many kinds of calls are counted apart. The shapes of further ones are ignored.
 MAX_KINDS = 10_000
 OTHER_SHAPES = "other shapes"
 _BINS_PER_E = 1 / math.log(1.01)
 _SECONDS_BETWEEN_WRITES = 1.0
-# Calls on a device whose events have not been read: from so many on it is tried, from so many on it is waited for.
+# From so many calls on whose events have not been read, reading them is tried; from so many on, it waits for the device.
 _SOME_PENDING, _MAX_PENDING = 32, 1024
 # How long the device spins: twice what it takes to issue such a call, between these two. No device's clock is faster.
 _CYCLES_PER_US = 2500
@@ -97,7 +101,7 @@ class Times:
 
 @dataclass
 class CallTime:
-    """Of one kind of calls: the time that each held its caller up, and what it took on the device.
+    """Times of one kind of calls: until each returned to its caller, and on the device.
 
     ``device`` has fewer calls than ``host``, none on a CPU or in a CUDA graph: see this module's beginning.
     """
@@ -120,32 +124,31 @@ class Process:
     seconds: float
 
 
-class CallTimes:
-    """Times of the calls of this process, kept in a folder.
+class CallTimes(Background):
+    """Times of the calls of this process, kept in a file of a folder that other processes may share.
 
     Raises:
         OSError: nothing can be written there.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._begin()
+        super().__init__(folder, "times of calls", _SECONDS_BETWEEN_WRITES)
         self.write()
         atexit.register(self.finish)
-        _all.add(self)
-        # Children of multiprocessing that were forked leave without what atexit knows.
-        from multiprocessing import util
 
-        util.register_after_fork(self, lambda times: util.Finalize(times, CallTimes.finish, (times,), exitpriority=0))
-
-    def _begin(self) -> None:
-        self._file = self._folder / f"{os.getpid()}-{uuid4().hex}.json"
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+    def _restart(self) -> None:
+        super()._restart()
+        assert self._place is not None
+        self._file = self._place / f"{os.getpid()}-{uuid4().hex}.json"
         self._found: dict[CallKind, CallTime] = {}
         self._pending: deque[tuple[CallTime, Any, Any]] = deque()
         self._started = time.monotonic()
-        self._writer: threading.Thread | None = None
         self._local = threading.local()
+
+    def watch(self, call: watch.Call, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A watcher of calls that times each one."""
+        kind = CallKind(f"{call.family}.{call.mode}", call.kernel, dtype_name(call.first.dtype), call.operand_shapes)
+        return self.timed(kind, call.first.device, run)
 
     def timed(self, kind: CallKind, device: torch.device, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, whose time is counted. A call made inside another is part of that one; one that raises does not count."""
@@ -185,16 +188,14 @@ class CallTimes:
         if host_us < spin_us:
             with self._lock:
                 self._pending.append((found, begin, end))
-        # Here and not beside what writes: while a graph is captured, looking at events would spoil it, also in another thread.
+        # Not in the thread that writes: looking at events would spoil the capture of a graph, even one in another thread.
         if len(self._pending) >= _SOME_PENDING:
             self._read_events(len(self._pending) // 2 if len(self._pending) >= _MAX_PENDING else 0)
         return result
 
     def _of(self, kind: CallKind) -> CallTime:
         with self._lock:
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._write_on, name="tokenspeed-kernel-call-times", daemon=True)
-                self._writer.start()
+            self._written_from_now_on()
             if kind not in self._found:
                 if len(self._found) >= MAX_KINDS:
                     kind = CallKind(kind.operator, kind.kernel, kind.dtype, OTHER_SHAPES)
@@ -214,88 +215,68 @@ class CallTimes:
                         return
                     found.device.add(begin.elapsed_time(end) * 1e3)
                     self._pending.popleft()
-            except RuntimeError:  # the device has failed, of which the program hears by itself
+            except RuntimeError:  # the device has failed, which the program will notice
                 self._pending.clear()
 
-    # -- in a file -----------------------------------------------------------------------------------------------------------------
-
-    def _write_on(self) -> None:
-        writer, failed = self._writer, False
-        while True:
-            time.sleep(_SECONDS_BETWEEN_WRITES)
-            if self._writer is not writer:
-                return
-            try:
-                self.write()
-                failed = False
-            except OSError as error:
-                if not failed:
-                    warnings.warn(f"times of calls cannot be written to {self._file}: {error}", stacklevel=1)
-                failed = True
-
     def write(self) -> None:
-        """Writes what is known by now, in place of what was written before. Whoever reads the file finds it whole.
-
-        Raises:
-            OSError: it cannot be written.
-        """
         with self._writing:
             with self._lock:
                 process = {"pid": os.getpid(), "command": sys.argv, "seconds": time.monotonic() - self._started}
-                text = json.dumps(
-                    {"format": FORMAT, "version": VERSION, "process": process, "calls": to_list(self._found.values())}
-                )
-            beside = self._file.with_suffix(".new")
-            beside.write_text(text)
-            beside.replace(self._file)
+                calls = to_list(self._found.values())
+            replace_file(self._file, json.dumps({"format": FORMAT, "version": VERSION, "process": process, "calls": calls}))
 
     def finish(self) -> None:
-        """Waits for the device, and writes.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Waits for the device, and writes for the last time."""
         self._read_events(len(self._pending))
-        self.write()
+        super().finish()
 
 
-_all: weakref.WeakSet[CallTimes] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for times in list(_all):
-        times._begin()  # what was counted before is the parent's
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def to_list(found: Iterable[CallTime]) -> list[dict[str, Any]]:
+def to_list(found: Iterable[CallTime]) -> list[Any]:
     """As JSON can hold it."""
-    return [{**vars(each.kind), "host": each.host.to_dict(), "device": each.device.to_dict()} for each in found]
+    return [[vars(each.kind), each.host.to_dict(), each.device.to_dict()] for each in found]
 
 
-def read(folder: Path) -> tuple[list[Process], list[CallTime]]:
-    """What the processes that kept times in a folder did, the longest-running first, and their calls added up.
+def read_times(folder: Path) -> tuple[list[Process], list[CallTime]]:
+    """What the processes that kept times in a folder did, the longest-running first, and their calls added up. A file of something
+    else is left out.
 
-    Raises:
-        ValueError: a file there holds something else.
+    Warns:
+        StorageWarning: for each file that is left out.
     """
     processes, total = [], dict[CallKind, CallTime]()
-    for process, calls in _tables(folder):
-        processes.append(Process(process["pid"], tuple(process["command"]), process["seconds"]))
-        for call in calls:
-            kind = CallKind(*(call[name] for name in CallKind.__dataclass_fields__))
-            times = CallTime(kind, Times.from_dict(call["host"]), Times.from_dict(call["device"]))
-            total.setdefault(kind, CallTime(kind)).merge(times)
+    for path in sorted(folder.glob("*.json")):
+        try:
+            table = json.loads(path.read_text())
+            if (table["format"], table["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"it is {table['format']} {table['version']}")
+            processes.append(Process(table["process"]["pid"], tuple(table["process"]["command"]), table["process"]["seconds"]))
+            found = [
+                CallTime(CallKind(**call), Times.from_dict(host), Times.from_dict(device)) for call, host, device in table["calls"]
+            ]
+        except (ValueError, TypeError, KeyError) as error:
+            warnings.warn(f"{path} does not hold times of calls, and is left out: {error!r}", StorageWarning, stacklevel=2)
+            continue
+        for times in found:
+            total.setdefault(times.kind, CallTime(times.kind)).merge(times)
     return sorted(processes, key=lambda process: -process.seconds), [*total.values()]
 
 
-def _tables(folder: Path) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    for path in sorted(folder.glob("*.json")):
-        with contextlib.suppress(FileNotFoundError):
-            table = json.loads(path.read_text())
-            if table.get("format") != FORMAT or table.get("version") != VERSION:
-                raise ValueError(f"{path} does not hold times of calls, or of another version")
-            yield table["process"], table["calls"]
+_times: CallTimes | None = None  # those that `time_calls` began
+_lock = threading.Lock()
+
+
+def time_calls(folder: Path) -> None:
+    """Counts the times of every operator call from now until the process ends, in a folder that other processes may share.
+
+    Raises:
+        ConfigurationError: nothing can be written there.
+    """
+    global _times
+    with _lock:
+        if _times is not None:
+            return
+        try:
+            _times = CallTimes(folder)
+        except OSError as error:
+            raise ConfigurationError(f"times of calls cannot be kept in {folder}: {error}") from error
+        watch.start(_times.watch)

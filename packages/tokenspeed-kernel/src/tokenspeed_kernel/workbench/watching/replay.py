@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.capture.store import load
-from tokenspeed_kernel.workbench.recording import Record
+from tokenspeed_kernel.workbench.watching.records import Record, load
 from tokenspeed_kernel_base.cases import Case, Draw, recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import Kind, Parameter
@@ -54,7 +53,7 @@ def load_cases(path: str | Path, operator: str | None = None) -> list[CapturedCa
         operator: only this one's, ``"mode"`` or ``"family.mode"``.
 
     Raises:
-        FileNotFoundError, UnreadableCaptureError: see `tokenspeed_kernel.workbench.capture.load`.
+        FileNotFoundError, UnreadableCaptureError: see `load`.
         ReplayError: a call cannot be made again: its operator does not exist here, or is another now.
     """
     wanted = None if operator is None else str(get_operator(operator))

@@ -1,12 +1,13 @@
-"""Captures in files: many processes, killed ones, cut lines."""
+"""Captures in files: many processes, killed ones, full disks, other files."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -17,8 +18,9 @@ import pytest
 import torch
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.workbench.capture import UnreadableCaptureError, load
-from tokenspeed_kernel.workbench.recording import Contents, Journal, ShapeCapture, journal, read, recorder
+from tokenspeed_kernel.workbench.watching import Contents, ShapeCapture, UnreadableCaptureError, captures, load
+from tokenspeed_kernel.workbench.watching.records import add_to
+from tokenspeed_kernel_base import storage
 
 # Counts calls of n rows until it is told to stop, and says how many of each it has made, in steps.
 WRITER = """
@@ -53,115 +55,118 @@ def start_writer(path: Path, calls: int) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_part_counts_once_it_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "shapes"
-    mine, known = Journal(path), set[int]()
-    mine.write({0: record(0), 1: record(1, 5)}, known, {})
-    assert counts(read(path)) == {"f.m0": 1, "f.m1": 5}
-    mine.write({0: record(0, 7)}, known, {"f.m9": 2})
-    assert counts(read(path)) == {"f.m0": 7, "f.m1": 5}
-    assert read(path).dropped == {"f.m9": 2}
-    mine.finish()
-    assert counts(read(path)) == {"f.m0": 7, "f.m1": 5}
-    assert read(path).dropped == {"f.m9": 2}
-    assert tidy(path)
-
-
 def test_several_add_to_one_file(tmp_path: Path) -> None:
     path = tmp_path / "shapes"
-    first, second = Journal(path), Journal(path)
-    first.write({0: record(0, 2, ({"n": [1]},))}, set(), {"f.m9": 1})
-    second.write({0: record(0, 3, ({"n": [1]}, {"n": [2]})), 1: record(1)}, set(), {"f.m9": 1, "f.m8": 1})
-    first.finish()
-    assert counts(read(path)) == {"f.m0": 5, "f.m1": 1}
-    second.finish()
-    contents = read(path)
+    add_to(path, Contents([record(0, 2, ({"n": [1]},))], {"f.m9": 1}))
+    add_to(path, Contents([record(0, 3, ({"n": [1]}, {"n": [2]})), record(1)], {"f.m9": 1, "f.m8": 1}))
+    contents = load(path)
     assert counts(contents) == {"f.m0": 5, "f.m1": 1}
     assert contents.dropped == {"f.m9": 2, "f.m8": 1}
     assert contents.records[0]["work"] == {"seen": 3, "samples": [{"n": [1]}, {"n": [2]}], "histograms": {}}
     assert tidy(path)
 
 
-def test_a_line_that_was_cut_off_is_not_looked_at(tmp_path: Path) -> None:
+def test_a_copy_is_a_capture(tmp_path: Path) -> None:
+    """Also of one that is being written to."""
+    kept = ShapeCapture(tmp_path / "shapes")
+    kept.record("f.m", "k", 1, {}, {})
+    kept.write()
+    shutil.copy(tmp_path / "shapes", tmp_path / "copy")
+    kept.finish()
+    assert counts(load(tmp_path / "copy")) == {"f.m": 1}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is read-only to root")
+def test_a_capture_in_a_read_only_folder_is_read(tmp_path: Path) -> None:
+    add_to(tmp_path / "shapes", Contents([record(0)]))
+    (tmp_path / "shapes").chmod(0o400)
+    tmp_path.chmod(0o500)
+    try:
+        assert counts(load(tmp_path / "shapes")) == {"f.m0": 1}
+        with pytest.raises(OSError, match="shapes: attempt to write a readonly database"):
+            add_to(tmp_path / "shapes", Contents([record(0)]))
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_on_a_full_disk_nothing_is_written_by_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "shapes"
-    mine = Journal(path)
-    mine.write({0: record(0, 3)}, set(), {})
-    (part,) = journal._part_files(path)
-    whole = part.read_bytes()
-    for cut in range(1, len(whole)):
-        part.write_bytes(whole[:-cut])
-        assert counts(read(path)) == {}
-    part.write_bytes(whole + b'{"record": 0, "cou')
-    assert counts(read(path)) == {"f.m0": 3}
+    add_to(path, Contents([record(0)]))
+    begin = storage._begin
 
+    def full(*args: Any) -> Any:
+        connection = begin(*args)
+        connection.execute("PRAGMA max_page_count = 4")
+        return connection
 
-def test_a_part_is_written_anew_when_most_of_it_is_superseded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_SUPERSEDED_LINES", 10)
-    path = tmp_path / "shapes"
-    mine, known = Journal(path), set[int]()
-    (part,) = journal._part_files(path)
-    for count in range(1, 100):
-        mine.write({0: record(0, count), 1: record(1, 2 * count)}, known, {})
-        assert counts(read(path)) == {"f.m0": count, "f.m1": 2 * count}
-        assert len(part.read_text().splitlines()) < 40
-    assert not journal._abandoned(path), "it is still the process's own"
-    mine.finish()
-    assert counts(read(path)) == {"f.m0": 99, "f.m1": 198}
-    assert tidy(path)
-
-
-def test_killed_between_adding_and_deleting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "shapes"
-    mine = Journal(path)
-    mine.write({0: record(0, 3)}, set(), {})
+    many = Contents([record(number) for number in range(500)])
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            mine.finish()
-    assert counts(read(path)) == {"f.m0": 3}
-    mine.discard()
-    other = Journal(path)
-    other.write({0: record(0)}, set(), {})
-    other.finish()
-    assert counts(read(path)) == {"f.m0": 4}
+        patch.setattr(storage, "_begin", full)
+        with pytest.raises(OSError, match="shapes: database or disk is full"):
+            add_to(path, many)
+    assert counts(load(path)) == {"f.m0": 1}
+    add_to(path, many)
+    assert len(counts(load(path))) == 500
     assert tidy(path)
 
 
-def test_a_full_disk_leaves_no_half_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "shapes"
-    mine, known = Journal(path), set[int]()
-    mine.write({0: record(0)}, known, {})
-    append = journal._append
-
-    def fill(file: Any, lines: Any) -> None:
-        file.write(b'{"record": 1, "op')
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(journal, "_append", fill)
-    with pytest.raises(OSError, match="No space"):
-        mine.write({1: record(1)}, known, {})
-    monkeypatch.setattr(journal, "_append", append)
-    mine.write({1: record(1)}, known, {})
-    assert counts(read(path)) == {"f.m0": 1, "f.m1": 1}
-
-
-@pytest.mark.parametrize("text", ["", "not json\n", '{"some": "json"}\n', '["list"]\n', '{"format": "tokenspeed-kernel shapes"}'])
+@pytest.mark.parametrize("text", ["not json\n", '{"some": "json"}\n', "x" * 5000])
 def test_other_files_are_refused_and_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes"
     path.write_text(text)
     with pytest.raises(UnreadableCaptureError, match="notes holds no captured shapes"):
         load(path)
-    mine = Journal(path)
-    mine.write({0: record(0)}, set(), {})
-    with pytest.raises(UnreadableCaptureError):
-        mine.finish()
+    with pytest.raises(UnreadableCaptureError, match="notes holds no captured shapes"):
+        ShapeCapture(path)
     assert path.read_text() == text
+    assert tidy(path)
 
 
-def test_another_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "shapes").write_text(json.dumps({"format": journal.FORMAT, "version": 99}) + "\n")
-    with pytest.raises(UnreadableCaptureError, match="version 99 of captured shapes, this reads version 1"):
+def test_other_databases_are_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("CREATE TABLE rows (key, value)")
+    before = path.read_bytes()
+    for use in (load, ShapeCapture):
+        with pytest.raises(UnreadableCaptureError, match=r"other holds no captured shapes: .*is a database of something else"):
+            use(path)
+    assert path.read_bytes() == before
+
+
+def test_an_empty_file_is_a_capture_of_nothing(tmp_path: Path) -> None:
+    """A process that was killed while it began one leaves it."""
+    (tmp_path / "shapes").write_bytes(b"")
+    assert load(tmp_path / "shapes") == Contents()
+    add_to(tmp_path / "shapes", Contents([record(0)]))
+    assert counts(load(tmp_path / "shapes")) == {"f.m0": 1}
+
+
+def test_captures_of_other_releases_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('{"format": "tokenspeed-kernel shapes", "version": 1}\n')
+    with pytest.raises(UnreadableCaptureError, match="lines is a capture of an older release, which this one does not read"):
+        load(tmp_path / "lines")
+    add_to(tmp_path / "shapes", Contents())
+    with contextlib.closing(sqlite3.connect(tmp_path / "shapes")) as database:
+        database.execute("PRAGMA user_version = 99")
+    with pytest.raises(UnreadableCaptureError, match="has version 99, this release reads version 2"):
         load(tmp_path / "shapes")
+
+
+def test_a_damaged_capture_is_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "shapes"
+    add_to(path, Contents([record(number) for number in range(500)]))
+    whole = path.read_bytes()
+    damaged = whole[:4096] + bytes(len(whole) - 4096)
+    path.write_bytes(damaged)
+    storage.warn_once.cache_clear()
+    with pytest.raises(UnreadableCaptureError, match=r"shapes holds no captured shapes: .*malformed"):
+        load(path)
+    with pytest.warns(
+        storage.StorageWarning, match=r"captured shapes of .*shapes are damaged: .*malformed; kept as .*shapes\.corrupt"
+    ):
+        add_to(path, Contents([record(0)]))
+    assert counts(load(path)) == {"f.m0": 1}
+    assert (tmp_path / "shapes.corrupt").read_bytes() == damaged
 
 
 def test_nothing_was_captured(tmp_path: Path) -> None:
@@ -172,7 +177,7 @@ def test_nothing_was_captured(tmp_path: Path) -> None:
 
 def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(FileExistsError):
         ShapeCapture(tmp_path / "file" / "shapes")
     environment = {**os.environ, "TOKENSPEED_KERNEL_CAPTURE_SHAPES": str(tmp_path / "file" / "shapes")}
     done = subprocess.run([sys.executable, "-c", "import tokenspeed_kernel"], env=environment, capture_output=True, text=True)
@@ -181,36 +186,36 @@ def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 
 def test_writing_goes_on_when_the_disk_has_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_SECONDS_BETWEEN_WRITES", 0.01)
+    monkeypatch.setattr(captures, "_SECONDS_BETWEEN_WRITES", 0.01)
     path = tmp_path / "shapes"
-    failing = [True]
-    write = Journal.write
+    failing = [False]
 
-    def refuse(self: Journal, *args: Any) -> None:
+    def refuse(*args: Any) -> None:
         if failing[0]:
             raise OSError(28, "No space left on device")
-        write(self, *args)
+        add_to(*args)
 
-    monkeypatch.setattr(Journal, "write", refuse)
+    monkeypatch.setattr(captures, "add_to", refuse)
     kept = ShapeCapture(path)
+    failing[0] = True
     with pytest.warns(UserWarning, match="captured shapes cannot be written to .*No space left"):  # noqa: PT031
         kept.record("f.m", "k", 1, {}, {})
         time.sleep(0.2)
-    assert counts(read(path)) == {}
+    assert counts(load(path)) == {}
     failing[0] = False
     deadline = time.monotonic() + 10
-    while not counts(read(path)) and time.monotonic() < deadline:
+    while not counts(load(path)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert counts(read(path)) == {"f.m": 1}
+    assert counts(load(path)) == {"f.m": 1}
     kept.finish()
 
 
 def test_what_was_captured_is_soon_in_the_file(tmp_path: Path) -> None:
     process = start_writer(tmp_path / "shapes", 10**9)
     try:
-        time.sleep(2.5 * recorder._SECONDS_BETWEEN_WRITES)
+        time.sleep(2.5 * captures._SECONDS_BETWEEN_WRITES)
         early = sum(counts(load(tmp_path / "shapes")).values())
-        time.sleep(2.5 * recorder._SECONDS_BETWEEN_WRITES)
+        time.sleep(2.5 * captures._SECONDS_BETWEEN_WRITES)
         late = sum(counts(load(tmp_path / "shapes")).values())
     finally:
         process.kill()
@@ -255,7 +260,7 @@ def test_processes_that_end_by_themselves_lose_nothing(tmp_path: Path, calls: in
 def _child(calls: int) -> None:
     for _ in range(calls):
         tk.silu_and_mul(torch.ones(7, 8))
-    time.sleep(4 * recorder._SECONDS_BETWEEN_WRITES)
+    time.sleep(4 * captures._SECONDS_BETWEEN_WRITES)
     os._exit(0)  # as a worker that is ended without cleaning up
 
 

@@ -1,0 +1,276 @@
+"""Files that several processes share and that stay whole if one of them is killed. Needs the standard library alone.
+
+Everything that is kept on disk is written in one of three ways:
+
+* `replace_file`: a small file that is always written whole, such as a report, a table of results or a compiled program.
+* `locked`: work that one process does while others wait for it, such as changing such a file, or compiling once.
+* `Database`: a file that many processes add to all the time, such as a capture of calls.
+
+Locks are those of SQLite. They work on every system, and the operating system releases them when their process ends. SQLite's state
+in memory must not be used on both sides of a fork. So a connection lives for one operation, forks wait until no thread is inside
+SQLite, and a child closes the locks that it inherits, which its parent goes on holding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import sqlite3
+
+# Writers hold a database for milliseconds.
+_PATIENCE_S = 10.0
+_POLL_S = 0.01
+_PART = ".part"
+
+_inside = threading.Lock()  # held while this process is inside SQLite
+_held: set[sqlite3.Connection] = set()  # locks
+
+
+class StorageWarning(UserWarning):
+    """A file could not be read or written, and what the program does instead."""
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warns with a `StorageWarning`, of each message once in a process."""
+    warnings.warn(message, StorageWarning, stacklevel=4)
+
+
+class DamagedFileError(OSError):
+    """A file is not what its name promises: it was damaged, or somebody else wrote it."""
+
+
+# -- whole files ---------------------------------------------------------------------------------------------------------------
+
+
+def part_of(path: Path) -> Path:
+    """A name beside a file, of this thread alone, for what shall replace it. `locked` removes what killed writers left there."""
+    return path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{_PART}")
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Writes a file such that whoever reads it finds the old content or the new one. Its folder is made if there is none.
+
+    Raises:
+        OSError: it cannot be written. The file is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = part_of(path)
+    try:
+        with part.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def set_aside(path: Path, problem: str) -> None:
+    """Renames a damaged file to ``<name>.corrupt``, so that it can be looked at and a new one takes its place, and warns of it.
+
+    Args:
+        path: the file.
+        problem: what is wrong with it; names it.
+    """
+    try:
+        kept = f"kept as {path.replace(path.with_name(path.name + '.corrupt'))}"
+    except OSError as error:
+        kept = f"which cannot be set aside: {error}"
+    warn_once(f"{problem}; {kept}")
+
+
+# -- locks ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked(path: Path, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+    """Holds the lock of a file against other threads and processes, and removes what killed writers of the file left beside it.
+
+    Args:
+        path: the file; need not exist. The lock is ``<name>.lock`` beside it, in a folder that is made if there is none.
+        patience_s: seconds to wait for it.
+
+    Raises:
+        TimeoutError: somebody else held it for all that time.
+        OSError: there can be no lock at this place.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = path.with_name(path.name + ".lock")
+    connection = _begin(lock, "journal_mode = MEMORY", patience_s)
+    _held.add(connection)
+    _inside.release()
+    try:
+        for left in path.parent.glob(f".{path.name}.*{_PART}*"):
+            left.unlink(missing_ok=True)
+        yield
+    finally:
+        with _inside:
+            _held.discard(connection)
+            connection.close()
+
+
+def _sqlite() -> Any:
+    """The module ``sqlite3``. Imported when it is needed: it takes time, and some builds of Python lack it. To be called inside
+    `_inside` at first: a child that is forked while another thread imports a module can never import it."""
+    try:
+        import sqlite3
+    except ImportError:
+        raise OSError("this Python was built without sqlite3, which locks and captures need") from None
+    return sqlite3
+
+
+def _begin(path: Path, setting: str, patience_s: float) -> sqlite3.Connection:
+    """A connection that alone may write to a database. Returns inside SQLite: the caller releases `_inside`."""
+    until = time.monotonic() + patience_s
+    while True:
+        _inside.acquire()
+        try:
+            return _begun(path, setting)
+        except TimeoutError:
+            _inside.release()
+        except BaseException:
+            _inside.release()
+            raise
+        if time.monotonic() > until:
+            raise TimeoutError(f"another process has held {path} for {patience_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def _begun(path: Path, setting: str) -> sqlite3.Connection:
+    lite = _sqlite()
+    connection: sqlite3.Connection | None = None
+    try:
+        connection = lite.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+        connection.execute(f"PRAGMA {setting}")
+        connection.execute("BEGIN IMMEDIATE")
+        return connection
+    except lite.DatabaseError as error:
+        if connection is not None:
+            connection.close()
+        raise _as_oserror(path, error) from None
+
+
+def _after_fork_in_child() -> None:
+    _inside.release()
+    for connection in _held:  # nothing was written through them, so closing changes no file, and the parent keeps its locks
+        connection.close()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_inside.acquire, after_in_parent=_inside.release, after_in_child=_after_fork_in_child)
+
+
+# -- databases -----------------------------------------------------------------------------------------------------------------
+
+
+class Rows:
+    """The rows of a database while they are changed. Keys are text, values what JSON can hold."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def get(self, key: str) -> Any:
+        """A row's value, or None."""
+        found = self._connection.execute("SELECT value FROM rows WHERE key = ?", (key,)).fetchone()
+        return None if found is None else json.loads(found[0])
+
+    def put(self, key: str, value: Any) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO rows VALUES (?, ?)", (key, json.dumps(value)))
+
+
+class Database:
+    """Values by key in one SQLite file, which any number of processes read and change.
+
+    Changes are all made or none, also if the process is killed. SQLite keeps a rollback journal, and no write-ahead log: a log
+    would be a second file to copy, asks readers for write access to the folder, and does not work on network file systems.
+
+    Args:
+        path: the file; need not exist.
+        content: what it holds, in four letters; together with ``version`` it tells the file from others.
+        version: of the form of its rows, 1 or more.
+    """
+
+    def __init__(self, path: Path, content: str, version: int) -> None:
+        self.path, self._version = path, version
+        self._application = int.from_bytes(content.encode("ascii"), "big")
+
+    def read(self) -> dict[str, Any]:
+        """All rows; none if the file is empty. Writes nothing, and works while others write.
+
+        Raises:
+            FileNotFoundError: there is no file.
+            DamagedFileError: it is no such database, or of another version.
+            OSError: it cannot be read.
+        """
+        if not self.path.exists():
+            raise FileNotFoundError(f"there is no file {self.path}")
+        uri = f"{self.path.absolute().as_uri()}?mode=rw"
+        with _inside:
+            sqlite3 = _sqlite()
+        try:
+            with _inside, contextlib.closing(sqlite3.connect(uri, timeout=_PATIENCE_S, uri=True)) as db:
+                found = db.execute("SELECT key, value FROM rows").fetchall() if self._is_ours(db) else []
+                return {key: json.loads(value) for key, value in found}
+        except sqlite3.DatabaseError as error:
+            raise _as_oserror(self.path, error) from None
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[Rows]:
+        """The rows, to be read and changed by nobody else inside the block. File and folder are made if there are none.
+
+        Nothing has changed if the block or this raises. Keep the block short: forks of this process wait for its end.
+
+        Raises:
+            DamagedFileError: the file is no such database, or of another version.
+            OSError: it cannot be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        connection = _begin(self.path, "synchronous = NORMAL", _PATIENCE_S)
+        sqlite3 = _sqlite()
+        try:
+            connection.execute(f"PRAGMA busy_timeout = {_PATIENCE_S * 1e3:.0f}")  # for readers, which a commit must wait for
+            if not self._is_ours(connection):
+                connection.execute("CREATE TABLE rows (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID")
+                connection.execute(f"PRAGMA application_id = {self._application}")
+                connection.execute(f"PRAGMA user_version = {self._version}")
+            yield Rows(connection)
+            connection.execute("COMMIT")
+        except sqlite3.DatabaseError as error:
+            raise _as_oserror(self.path, error) from None
+        finally:
+            connection.close()
+            _inside.release()
+
+    def _is_ours(self, connection: sqlite3.Connection) -> bool:
+        """Whether a database is one of these. False for an empty one."""
+        (application,), (version,) = (
+            connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
+        )
+        if (application, version) == (self._application, self._version):
+            return True
+        if application == self._application:
+            raise DamagedFileError(f"{self.path} has version {version}, this release reads version {self._version}")
+        if application or connection.execute("SELECT 1 FROM sqlite_master").fetchone() is not None:
+            raise DamagedFileError(f"{self.path} is a database of something else")
+        return False
+
+
+def _as_oserror(path: Path, error: sqlite3.DatabaseError) -> OSError:
+    """What is wrong with a file, in the terms of those who know no SQLite."""
+    if "is locked" in str(error):
+        return TimeoutError(f"another process holds {path}")
+    if type(error) is _sqlite().DatabaseError:  # not a database, or a damaged one; all else is of a class below it
+        return DamagedFileError(f"{path}: {error}")
+    return OSError(f"{path}: {error}")

@@ -1,0 +1,57 @@
+"""Watching the calls of a program: ranges in a profile, times of calls, captures of their shapes, and calls like captured ones.
+
+All three are watchers of calls (see `tokenspeed_kernel_base.watch`) and cost nothing while they are off.
+"""
+
+from tokenspeed_kernel.workbench.watching.captures import (
+    ShapeCapture,
+    capture_to_file,
+    described,
+    shape_capture,
+    start_shape_capture,
+    stop_shape_capture,
+)
+from tokenspeed_kernel.workbench.watching.ranges import kernel_scope, start_profiling, stop_profiling
+from tokenspeed_kernel.workbench.watching.records import Contents, Record, UnreadableCaptureError, load, merge
+from tokenspeed_kernel.workbench.watching.replay import CapturedCase, ReplayError, load_cases, replay
+from tokenspeed_kernel.workbench.watching.times import CallKind, CallTime, CallTimes, Process, Times, read_times, time_calls
+from tokenspeed_kernel_base.config import Settings
+
+__all__ = [
+    "CallKind",
+    "CallTime",
+    "CallTimes",
+    "CapturedCase",
+    "Contents",
+    "Process",
+    "Record",
+    "ReplayError",
+    "ShapeCapture",
+    "Times",
+    "UnreadableCaptureError",
+    "begin",
+    "capture_to_file",
+    "described",
+    "kernel_scope",
+    "load",
+    "load_cases",
+    "merge",
+    "read_times",
+    "replay",
+    "shape_capture",
+    "start_profiling",
+    "start_shape_capture",
+    "stop_profiling",
+    "stop_shape_capture",
+    "time_calls",
+]
+
+
+def begin(settings: Settings) -> None:
+    """Watches calls as the settings say, from the import of the package on."""
+    if settings.capture_path is not None:
+        capture_to_file(settings.capture_path)
+    if settings.profile:
+        start_profiling()
+    if settings.profile_folder is not None:
+        time_calls(settings.profile_folder)

@@ -1,0 +1,286 @@
+"""Capturing calls: counting them by what they look like."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel.workbench.watching.background import Background
+from tokenspeed_kernel.workbench.watching.records import Contents, Record, add_to, merged, merged_work, write
+from tokenspeed_kernel_base import watch
+from tokenspeed_kernel_base.config import ConfigurationError
+from tokenspeed_kernel_base.signature import dtype_name
+
+MAX_RECORDS = 10_000
+# A longer list of values is thinned to so many in a sample.
+_LONGEST_SAMPLE = 1024
+# Reading values waits for the device. Between two reads for one record pass so many seconds.
+_SECONDS_BETWEEN_READS = 0.5
+_SECONDS_BETWEEN_WRITES = 0.25
+
+Work = Mapping[str, Sequence[int]]
+
+
+def described(value: Any) -> Any:
+    """An argument as JSON can hold it, without its data."""
+    if isinstance(value, torch.Tensor):
+        told = {"dtype": dtype_name(value.dtype), "shape": list(value.shape), "device": value.device.type}
+        return told if value.is_contiguous() else {**told, "stride": list(value.stride())}
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return [described(member) for member in value]
+    fields = getattr(value, "__dataclass_fields__", None)
+    if fields is not None:
+        return {name: described(getattr(value, name)) for name in fields}
+    return type(value).__name__
+
+
+class ShapeCapture(Background):
+    """How often each operator ran with each combination of shapes, dtypes and options, which kernel served it, and the values that
+    decide how much work that was.
+
+    Memory is bounded: after ``max_records`` distinct combinations, further new ones are only counted, in ``dropped``.
+
+    Args:
+        path: a file that the records are added to as well, while they are counted. Other processes may add to it, too.
+        max_records: distinct combinations.
+
+    Raises:
+        OSError: nothing can be written there, or the file holds something else.
+    """
+
+    def __init__(self, path: str | Path | None = None, max_records: int = MAX_RECORDS) -> None:
+        self._max_records = max_records
+        if path is not None:
+            add_to(Path(path), Contents())
+        super().__init__(None if path is None else Path(path), "captured shapes", _SECONDS_BETWEEN_WRITES)
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._numbers: dict[Hashable, int] = {}
+        self._read_at: list[float] = []
+        # By number: all that was counted, and the part of it that is not in the file yet.
+        self._records: dict[int, Record] = {}
+        self._unsaved: dict[int, Record] = {}
+        self._dropped: dict[str, int] = {}
+        self._unsaved_dropped: dict[str, int] = {}
+
+    @property
+    def dropped(self) -> int:
+        """Calls that were not recorded, because there were too many different ones."""
+        with self._lock:
+            return sum(self._dropped.values())
+
+    def watch(self, call: watch.Call, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A watcher of calls that counts each one."""
+        self.record(f"{call.family}.{call.mode}", call.kernel, call.key, call.arguments, call.traits, call.read_work)
+        return run
+
+    def record(
+        self,
+        operator: str,
+        kernel: str,
+        key: Hashable,
+        arguments: Mapping[str, Any],
+        traits: Mapping[str, Any],
+        read_work: Callable[[], Work | None] | None = None,
+    ) -> None:
+        """Counts a call.
+
+        Args:
+            operator: ``"family.mode"``.
+            kernel: that serves it.
+            key: the same for calls of the same description, of one operator.
+            arguments, traits: by name. They are described when the key is new.
+            read_work: reads the values that decide how much work the call is; may wait for the device. Not called every time, nor
+                while a CUDA graph is captured.
+        """
+        with self._lock:
+            self._written_from_now_on()
+            number = self._numbers.get((operator, kernel, key))
+            if number is None:
+                if len(self._records) >= self._max_records:
+                    for dropped in (self._dropped, self._unsaved_dropped):
+                        dropped[operator] = dropped.get(operator, 0) + 1
+                    return
+                number = self._numbers[operator, kernel, key] = len(self._records)
+                self._records[number] = _new_record(operator, kernel, arguments, traits)
+                self._read_at.append(0.0)
+            for record in self._copies(number):
+                record["count"] += 1
+            now = time.monotonic()
+            if read_work is None or now < self._read_at[number] or _capturing_graph():
+                return
+            self._read_at[number] = now + _SECONDS_BETWEEN_READS
+        work = read_work()
+        if work is not None:
+            with self._lock:
+                for record in self._copies(number):
+                    record["work"] = merged_work(record["work"], _work_of_one(work))
+
+    def _copies(self, number: int) -> list[Record]:
+        """Where a record is counted."""
+        record = self._records[number]
+        if self._place is None:
+            return [record]
+        if number not in self._unsaved:
+            self._unsaved[number] = {**record, "count": 0, "work": _NO_WORK}
+        return [record, self._unsaved[number]]
+
+    def get(self) -> list[Record]:
+        """The records, the most frequent first."""
+        with self._lock:
+            return sorted(map(dict, self._records.values()), key=lambda record: -record["count"])
+
+    def clear(self) -> None:
+        """Forgets what was counted.
+
+        Raises:
+            ValueError: it is kept in a file, which would keep it.
+        """
+        if self._place is not None:
+            raise ValueError("a capture that is kept in a file cannot be cleared")
+        self._restart()
+
+    reset = clear
+
+    def contents(self) -> Contents:
+        """What was recorded, and what was not."""
+        records = self.get()
+        with self._lock:
+            return Contents(records, dict(self._dropped))
+
+    def dump(self, path: str | Path) -> None:
+        """Writes what was recorded to a file, in place of what is there. The file is whole at any time."""
+        write(path, self.contents())
+
+    def write(self) -> None:
+        assert self._place is not None
+        with self._writing:
+            with self._lock:
+                unsaved, self._unsaved = self._unsaved, {}
+                dropped, self._unsaved_dropped = self._unsaved_dropped, {}
+            if not unsaved and not dropped:
+                return
+            try:
+                add_to(self._place, Contents([*unsaved.values()], dropped))
+            except BaseException:
+                with self._lock:
+                    for number, record in unsaved.items():
+                        self._unsaved[number] = merged(self._unsaved.get(number), record)
+                    for operator, count in dropped.items():
+                        self._unsaved_dropped[operator] = self._unsaved_dropped.get(operator, 0) + count
+                raise
+
+
+_NO_WORK: dict[str, Any] = {"seen": 0, "samples": [], "histograms": {}}
+
+
+def _new_record(operator: str, kernel: str, arguments: Mapping[str, Any], traits: Mapping[str, Any]) -> Record:
+    return {
+        "operator": operator,
+        "kernel": kernel,
+        "traits": {name: described(value) for name, value in traits.items()},
+        "arguments": {name: described(value) for name, value in arguments.items()},
+        "count": 0,
+        "work": _NO_WORK,
+    }
+
+
+def _work_of_one(work: Work) -> dict[str, Any]:
+    """What was read of one call, as records keep it."""
+    histograms: dict[str, dict[str, int]] = {}
+    for name, values in work.items():
+        bins = histograms.setdefault(name, {})
+        for value in values:
+            upper = str(1 << (value - 1).bit_length() if value > 0 else 0)
+            bins[upper] = bins.get(upper, 0) + 1
+    return {"seen": 1, "samples": [{name: _thinned(values) for name, values in work.items()}], "histograms": histograms}
+
+
+def _thinned(values: Sequence[int]) -> list[int]:
+    """Values; of too many, some that are evenly spaced."""
+    if len(values) <= _LONGEST_SAMPLE:
+        return list(values)
+    return [values[i * len(values) // _LONGEST_SAMPLE] for i in range(_LONGEST_SAMPLE)]
+
+
+def _capturing_graph() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+# -- of a process --------------------------------------------------------------------------------------------------------------
+
+_started: ShapeCapture | None = None  # the one that `start_shape_capture` began
+_lock = threading.Lock()
+
+
+def start_shape_capture(path: str | Path | None = None) -> ShapeCapture:
+    """Records every operator call from now on, in this process. Returns the capture, the one begun before if it still runs.
+
+    Args:
+        path: a file that the records are added to, which other processes may do at the same time. What has been captured is there
+            a second later, also if the process is killed; `tokenspeed_kernel.workbench.watching.load` reads it.
+
+    Raises:
+        OSError: nothing can be written there, or the file holds something else.
+    """
+    global _started
+    with _lock:
+        if _started is None:
+            _started = ShapeCapture(path)
+            watch.start(_started.watch)
+        return _started
+
+
+def stop_shape_capture(output_path: str | Path | None = None) -> list[Record]:
+    """Ends what `start_shape_capture` began and writes it, if a path is given. Returns the records; none if it was not begun."""
+    global _started
+    with _lock:
+        capture, _started = _started, None
+    if capture is None:
+        return []
+    watch.stop(capture.watch)
+    capture.finish()
+    if output_path is not None:
+        capture.dump(output_path)
+    return capture.get()
+
+
+@contextlib.contextmanager
+def shape_capture(output_path: str | Path | None = None) -> Iterator[ShapeCapture]:
+    """Records the calls made while the block runs, by any thread. Blocks nest, each with a capture of its own.
+
+    Args:
+        output_path: see `start_shape_capture`.
+    """
+    capture = ShapeCapture(output_path)
+    watch.start(capture.watch)
+    try:
+        yield capture
+    finally:
+        watch.stop(capture.watch)
+        capture.finish()
+
+
+def capture_to_file(path: Path) -> None:
+    """Records the whole process.
+
+    Raises:
+        ConfigurationError: nothing can be written there.
+    """
+    try:
+        start_shape_capture(path)
+    except OSError as error:
+        raise ConfigurationError(f"shapes cannot be captured to {path}: {error}") from error
+    atexit.register(stop_shape_capture)

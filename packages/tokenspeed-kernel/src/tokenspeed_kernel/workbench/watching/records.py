@@ -1,0 +1,163 @@
+"""Captured calls in files: records of calls, their counts, and the values that decided how much work they were.
+
+A capture is one SQLite file (see `tokenspeed_kernel_base.storage`). Any number of processes add to it at once, it is whole whenever
+one of them is killed, and it can be copied like any file. Captures of earlier releases, which were JSON lines, are not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenspeed_kernel_base.storage import DamagedFileError, Database, part_of, set_aside
+
+MAX_SAMPLES = 4  # of the values that decide work, for each record
+_CONTENT, _VERSION = "tkca", 2
+_DROPPED = "dropped "
+
+Record = dict[str, Any]
+
+
+class UnreadableCaptureError(OSError, ValueError):
+    """A file holds no captured calls, or of another release; the message names it."""
+
+
+@dataclass
+class Contents:
+    """What a capture holds.
+
+    Attributes:
+        records: a call's description (``operator``, ``kernel``, ``traits``, ``arguments``), its ``count``, and ``work``, see
+            `merged_work`.
+        dropped: calls that were not recorded, because there were too many different ones, by operator.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Contents) -> None:
+        """Adds counts and work, record by record."""
+        records = {_key(record): record for record in self.records}
+        for record in other.records:
+            key = _key(record)
+            records[key] = merged(records.get(key), record)
+        self.records = [*records.values()]
+        for operator, count in other.dropped.items():
+            self.dropped[operator] = self.dropped.get(operator, 0) + count
+
+
+def _key(record: Mapping[str, Any]) -> str:
+    """What two records of the same call have in common."""
+    described = json.dumps([record[name] for name in ("operator", "kernel", "traits", "arguments")], sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
+def merged(mine: Record | None, other: Record) -> Record:
+    """One record of two of the same call."""
+    if mine is None:
+        return other
+    return {**mine, "count": mine["count"] + other["count"], "work": merged_work(mine["work"], other["work"])}
+
+
+def merged_work(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The work of two records of one call.
+
+    ``seen`` is how many calls' values were read. ``samples`` are the values of a few of them: the first, often the largest, and the
+    latest. ``histograms`` count all values that were read: under ``name``, by the smallest power of two that is not below
+    the value (0 apart, as ``"0"``).
+    """
+    samples = [*mine["samples"], *(sample for sample in other["samples"] if sample not in mine["samples"])]
+    if len(samples) > MAX_SAMPLES:
+        samples = [samples[0], *samples[1 - MAX_SAMPLES :]]
+    histograms = {name: dict(bins) for name, bins in mine["histograms"].items()}
+    for name, bins in other["histograms"].items():
+        into = histograms.setdefault(name, {})
+        for upper, count in bins.items():
+            into[upper] = into.get(upper, 0) + count
+    return {"seen": mine["seen"] + other["seen"], "samples": samples, "histograms": histograms}
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------------
+
+
+def load(path: str | Path) -> Contents:
+    """What was captured to a file, the most frequent calls first, also while processes add to it or after they were killed.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnreadableCaptureError: the file holds something else.
+    """
+    try:
+        rows = Database(Path(path), _CONTENT, _VERSION).read()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there are no captured shapes at {path}") from None
+    except DamagedFileError as error:
+        raise _unreadable(Path(path), error) from None
+    dropped = {key.removeprefix(_DROPPED): count for key, count in rows.items() if key.startswith(_DROPPED)}
+    records = [record for key, record in rows.items() if not key.startswith(_DROPPED)]
+    return Contents(sorted(records, key=lambda record: -record["count"]), dropped)
+
+
+def add_to(path: Path, contents: Contents) -> None:
+    """Adds to what a file holds: all of it, or nothing if this raises. Other processes may do the same at any time.
+
+    A capture that was damaged is kept aside, with a warning, and a new one begun.
+
+    Raises:
+        UnreadableCaptureError: the file is something else, and left alone.
+        OSError: it cannot be written.
+    """
+    database = Database(path, _CONTENT, _VERSION)
+    try:
+        _add_to(database, contents)
+    except DamagedFileError as error:
+        if "malformed" not in str(error):
+            raise _unreadable(path, error) from None
+        set_aside(path, f"captured shapes of {path} are damaged: {error}")
+        _add_to(database, contents)
+
+
+def _add_to(database: Database, contents: Contents) -> None:
+    with database.changing() as rows:
+        for record in contents.records:
+            key = _key(record)
+            rows.put(key, merged(rows.get(key), record))
+        for operator, count in contents.dropped.items():
+            rows.put(_DROPPED + operator, (rows.get(_DROPPED + operator) or 0) + count)
+
+
+def write(path: str | Path, contents: Contents) -> None:
+    """Writes a file in place of what is there."""
+    part = part_of(Path(path))
+    try:
+        add_to(part, contents)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def merge(paths: Iterable[str | Path], output: str | Path) -> Contents:
+    """Adds up captures, and writes the sum in place of what ``output`` held.
+
+    Raises:
+        FileNotFoundError, UnreadableCaptureError: see `load`; nothing has been written then.
+    """
+    total = Contents()
+    for path in paths:
+        total.add(load(path))
+    write(output, total)
+    return total
+
+
+def _unreadable(path: Path, error: Exception) -> UnreadableCaptureError:
+    beginning = b""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        beginning = file.read(64)
+    if b"tokenspeed-kernel shapes" in beginning:
+        return UnreadableCaptureError(f"{path} is a capture of an older release, which this one does not read: capture again")
+    return UnreadableCaptureError(f"{path} holds no captured shapes: {error}")
