@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._mha_call_device import columns_of, sequence_of
 from tokenspeed_kernel.triton.attention._online_softmax_device import LOG2_E, Scaling, Softmax, log_sum_exp, scale_scores
-from tokenspeed_kernel.triton.attention._views_device import Cache, Pages, Rows, Scales, head_of, pages_of
+from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from tokenspeed_kernel.triton.attention._online_softmax_device import (
     scale_scores,
     softmax_step,
 )
-from tokenspeed_kernel.triton.attention._views_device import Cache, Pages, Rows, Scales, head_of, pages_of, row_of
+from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of, row_of
 
 
 class Queries(NamedTuple):
@@ -304,17 +304,17 @@ def tiles_kernel(
     values = Cache(v_head, v_stride_p, v_stride_t, v_stride_h, v_stride_d)
     source = Source(keys, values, table, pages, start, head)
     reach = Reach(low_block, low, kv_len, full_begin, full_end, window_left)
-    what = (queries, source, k_rows, k_rows_high, v_rows, reach, scaling, SHAPE, FORMATS, MASK, TILE)
+    what = (queries, source, k_rows, k_rows_high, v_rows, reach, scaling)
     if TILE.edges == "apart":  # any order will do
         if WINDOWED:
-            state, acc = _walk(state, acc, 0, full_begin, *what, "always", TILE.edge_stages)
+            state, acc = _walk(state, acc, 0, full_begin, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
         if TILE.edges_first:
-            state, acc = _walk(state, acc, full_end, blocks, *what, "always", TILE.edge_stages)
-        state, acc = _walk(state, acc, full_begin, full_end, *what, "never", TILE.stages)
+            state, acc = _walk(state, acc, full_end, blocks, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
+        state, acc = _walk(state, acc, full_begin, full_end, *what, SHAPE, FORMATS, MASK, TILE, "never", TILE.stages)
         if not TILE.edges_first:
-            state, acc = _walk(state, acc, full_end, blocks, *what, "always", TILE.edge_stages)
+            state, acc = _walk(state, acc, full_end, blocks, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
     else:
-        state, acc = _walk(state, acc, 0, blocks, *what, "edges", TILE.stages)
+        state, acc = _walk(state, acc, 0, blocks, *what, SHAPE, FORMATS, MASK, TILE, "edges", TILE.stages)
 
     if sinks is not None:
         decay, state = join_sink(state, tl.load(sinks + q_head, mask=real, other=0.0))

@@ -17,7 +17,7 @@ from tokenspeed_kernel.triton.attention._online_softmax_device import (
     scale_scores,
     softmax_step,
 )
-from tokenspeed_kernel.triton.attention._views_device import Pages, Rows, pages_of, row_of
+from tokenspeed_kernel.triton.views_device import Pages, Rows, pages_of, row_of
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._online_softmax_device import LN_2, LOG2_E, finite_or_zero
-from tokenspeed_kernel.triton.attention._views_device import Rows, row_of
+from tokenspeed_kernel.triton.views_device import Rows, row_of
 
 
 class Lengths(NamedTuple):

@@ -27,7 +27,7 @@ from tokenspeed_kernel.triton.attention._split_kv_device import (
     served_length,
     units_of,
 )
-from tokenspeed_kernel.triton.attention._views_device import Cache, Pages, Rows, Scales, head_of, pages_of, row_of
+from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of, row_of
 
 
 @triton.jit

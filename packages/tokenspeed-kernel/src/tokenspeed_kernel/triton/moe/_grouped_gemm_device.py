@@ -336,10 +336,10 @@ def grouped_gemm_kernel(
     scales = (w_scale, scale_row_stride, scale_column_stride)
     weight = Weight(w, w_up, first_gate, first_up, w_row_stride, w_column_stride, *scales, bias, bias_stride)
     rows = Block(order, first, end, top_k)
-    what = (inputs, weight, Output(y, y_row_stride), rows, feature, Sizes(N, K), Swiglu(alpha, limit, beta), OPTIONS, TILE)
+    what = (inputs, weight, Output(y, y_row_stride), rows, feature, Sizes(N, K), Swiglu(alpha, limit, beta))
     if TAIL_T > 0 and end - first <= TAIL_T:
-        _block(*what, TAIL_T, 0)
+        _block(*what, OPTIONS, TILE, TAIL_T, 0)
     elif EXTRA_T > 0 and end - first > BLOCK_T:
-        _block(*what, BLOCK_T, EXTRA_T)
+        _block(*what, OPTIONS, TILE, BLOCK_T, EXTRA_T)
     else:
-        _block(*what, BLOCK_T, 0)
+        _block(*what, OPTIONS, TILE, BLOCK_T, 0)

@@ -225,10 +225,11 @@ def product_kernel(
         epilogue_ptr + expert.to(tl.int64) * 4 * rows,
     )
     inputs = Inputs(x_ptr, x_stride_row, x_stride_k, x_scale_ptr)
-    work = (Part(row_tile, part, first_chunk, last_chunk), Sizes(rows, k, top_k), Swiglu(alpha, limit, beta))
-    what = (inputs, weight, Output(out_ptr, out_stride_pair), *work, OPTIONS, TILE)
+    out = Output(out_ptr, out_stride_pair)
+    work = Part(row_tile, part, first_chunk, last_chunk)
+    what = (inputs, weight, out, work, Sizes(rows, k, top_k), Swiglu(alpha, limit, beta))
     if PAIRS > 0:
-        _multiply_tile(pair, valid, *what, COLUMNS)
+        _multiply_tile(pair, valid, *what, OPTIONS, TILE, COLUMNS)
     else:
         first_row = tl.load(block_row_ptr + block)
         count = tl.load(expert_start_ptr + expert + 1) - first_row
@@ -236,15 +237,15 @@ def product_kernel(
         if TAIL >= 32 and TAIL < COLUMNS and count <= TAIL // 2:
             fewest = tl.arange(0, TAIL // 2) < count
             fewest_pairs = tl.load(order_ptr + tl.arange(0, TAIL // 2), mask=fewest, other=0)
-            _multiply_tile(fewest_pairs, fewest, *what, TAIL // 2)
+            _multiply_tile(fewest_pairs, fewest, *what, OPTIONS, TILE, TAIL // 2)
         elif TAIL < COLUMNS and count <= TAIL:
             few = tl.arange(0, TAIL) < count
             few_pairs = tl.load(order_ptr + tl.arange(0, TAIL), mask=few, other=0)
-            _multiply_tile(few_pairs, few, *what, TAIL)
+            _multiply_tile(few_pairs, few, *what, OPTIONS, TILE, TAIL)
         else:
             all_valid = tl.arange(0, COLUMNS) < count
             all_pairs = tl.load(order_ptr + tl.arange(0, COLUMNS), mask=all_valid, other=0)
-            _multiply_tile(all_pairs, all_valid, *what, COLUMNS)
+            _multiply_tile(all_pairs, all_valid, *what, OPTIONS, TILE, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["pairs"])
