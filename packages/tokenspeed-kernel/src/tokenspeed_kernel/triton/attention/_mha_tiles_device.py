@@ -151,6 +151,7 @@ def _walk(
                     visible &= first + n[None, :] >= queries.position[:, None] - window_left
                 scores = tl.where(visible, scores, -float("inf"))
         weights, decay, state = softmax_step(state, scores, factor)
+        weights = weights.to(DTYPE)
 
         if DESCRIBED:
             v = widened(v_rows.load([first_slot, head * V_HEAD_DIM]), DTYPE, KV_FP8)
@@ -158,7 +159,7 @@ def _walk(
                 v = tl.where(((first + n >= low) & (first + n < kv_len))[:, None], v, 0.0)
         else:
             v = columns_of(v_at, w, values.dim_stride, W_WIDTH, DTYPE, KV_FP8)
-        acc = tl.dot(weights.to(DTYPE), v, acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
     return state, acc
 
 
