@@ -258,16 +258,21 @@ class Recorder:
                 name = f"{self.kernel}.{compiled.name}.{self.arch}.{compiled.hash[:8]}.{kind}"
                 (self.dump / name).write_bytes(content if isinstance(content, bytes) else str(content).encode())
         registers, spilled, sgpr_spills = _resources(compiled)
-        constants = {str(k): v for k, v in compiled.src.constants.items() if isinstance(v, (int, bool))}
         names = compiled.src.fn.arg_names
-        shown = {names[int(k.strip("(),"))]: v for k, v in constants.items() if k.strip("(),").isdigit()}
+        shown: dict[str, Any] = {}
+        for (index, *inner), value in compiled.src.constants.items():
+            if not inner and hasattr(value, "_asdict"):  # a struct of constants
+                shown.update({f"{names[index]}.{field}": v for field, v in value._asdict().items() if isinstance(v, (int, str))})
+            elif not inner and isinstance(value, int):
+                shown[names[index]] = value
         meta = compiled.metadata
         self.compiled.append(
             Compiled(
                 arch=self.arch,
                 kernel=self.kernel,
                 function=compiled.name,
-                configuration=", ".join(f"{k}={v}" for k, v in shown.items() if k.isupper()) + f" hash={compiled.hash[:8]}",
+                configuration=", ".join(f"{k}={v}" for k, v in shown.items() if k.partition(".")[0].isupper())
+                + f" hash={compiled.hash[:8]}",
                 case=self.case,
                 warps=meta.num_warps,
                 registers=registers,

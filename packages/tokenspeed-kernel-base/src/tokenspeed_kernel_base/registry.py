@@ -114,11 +114,25 @@ class KernelSpec:
                 f"{self.name}: priority must be an int from 0 to {MAX_PRIORITY}, got {self.priority!r} ({self.origin})"
             )
         object.__setattr__(self, "priority", int(self.priority))
-        if isinstance(self.tags, str) or not all(isinstance(tag, str) for tag in self.tags):
+        if not isinstance(self.capability, CapabilityRequirement):
+            raise RegistrationError(
+                f"{self.name}: capability must be a CapabilityRequirement, got {self.capability!r} ({self.origin})"
+            )
+        several = isinstance(self.tags, Iterable) and not isinstance(self.tags, str)
+        if not several or not all(isinstance(tag, str) for tag in self.tags):
             raise RegistrationError(f"{self.name}: tags must be a set of str, got {self.tags!r} ({self.origin})")
         object.__setattr__(self, "tags", frozenset(self.tags))
         for tag in sorted(self.tags - TAGS.keys()):
             raise RegistrationError(f"{self.name}: tags must be among {', '.join(TAGS)}, got {tag!r} ({self.origin})")
+        preprocessor = self.weight_preprocessor
+        if not (preprocessor is None or callable(preprocessor) or isinstance(preprocessor, str)):
+            raise RegistrationError(
+                f'{self.name}: weight_preprocessor must be a function or "module:function", got {preprocessor!r} ({self.origin})'
+            )
+        if not isinstance(self.traits, Mapping) or not all(isinstance(trait, str) for trait in self.traits):
+            raise RegistrationError(
+                f"{self.name}: traits must be a dict of constraints by trait, got {self.traits!r} ({self.origin})"
+            )
         self._check_signatures()
         self._check_tunables()
         object.__setattr__(self, "traits", MappingProxyType({name: self._constraint(name) for name in self.traits}))
@@ -135,10 +149,11 @@ class KernelSpec:
     def _check_signatures(self) -> None:
         if self.format_signatures is None:
             return
-        object.__setattr__(self, "format_signatures", frozenset(self.format_signatures))
-        for signature in self.format_signatures:
+        listed = tuple(self.format_signatures) if isinstance(self.format_signatures, Iterable) else (self.format_signatures,)
+        for signature in listed:
             if not isinstance(signature, FormatSignature):
                 raise RegistrationError(f"{self.name}: signatures must be FormatSignature, got {signature!r} ({self.origin})")
+        object.__setattr__(self, "format_signatures", frozenset(listed))
         if not self.format_signatures:
             raise RegistrationError(
                 f"{self.name}: signatures is empty, so no request could reach it; None means all ({self.origin})"
@@ -597,7 +612,7 @@ def register_kernel(
         solution=solution,
         capability=capability or CapabilityRequirement(),
         format_signatures=signatures,  # type: ignore[arg-type]
-        traits=dict(traits or {}),
+        traits=traits or {},
         priority=priority,
         tags=tags or frozenset(),  # type: ignore[arg-type]  # checked and frozen by KernelSpec
         only_by_name=only_by_name,

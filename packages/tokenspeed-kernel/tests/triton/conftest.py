@@ -1,4 +1,7 @@
-"""Tests of device code by itself: on a GPU or interpreted. Elsewhere their modules are skipped before they import any of it."""
+"""Tests of device code by itself: on a GPU or interpreted. Elsewhere their modules are skipped before they import any of it.
+
+On a GPU each test carries the mark of its vendor, so that ``-m nvidia`` runs it there and ``-m "not nvidia"`` leaves it out.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import pytest
 
 from tokenspeed_kernel_base.platform import current_platform
 
+PLATFORM = current_platform()
+ON_GPU = not PLATFORM.is_cpu and not PLATFORM.pretended and not PLATFORM.emulated
+
 
 class _Skipped(pytest.Module):
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
@@ -16,6 +22,14 @@ class _Skipped(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    if "triton" in current_platform().features:
+    if "triton" in PLATFORM.features:
         return None  # an ordinary module
     return _Skipped.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sees the items of the whole session."""
+    here = Path(__file__).parent
+    for item in items:
+        if ON_GPU and here in item.path.parents:
+            item.add_marker(getattr(pytest.mark, PLATFORM.vendor))

@@ -1,20 +1,166 @@
-"""The conformance kit on every portable Triton kernel: edges of what is declared, strides, bounds, padding, empty calls."""
+"""The conformance kit on every portable Triton kernel: edges of what is declared, strides, bounds, padding, empty calls.
+
+One small case of each kernel on every change; all cases and the edges of traits where there is time, and on a GPU.
+"""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
 import tokenspeed_kernel  # noqa: F401  (its operators register their kernels)
 from tokenspeed_kernel.workbench.numerics import default_device
-from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel.workbench.numerics.conformance import Finding, Options, conform
+from tokenspeed_kernel.workbench.numerics.verify import refusal
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import Operator, get_operator
+from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, register_package
 
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "triton"]
+QUICK = Options(shrink_seconds=0, leave_out=frozenset({"trait edges"}))  # its cases are up to the largest sizes declared
+each_kernel = pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+
+
+def small_case(spec: KernelSpec) -> Case:
+    """The smallest case that a kernel takes, of those with the fewest axes of one element: such an axis has no stride to get wrong.
+    It has rows, and something to do."""
+    op = get_operator(spec.operator)
+    found = []
+    for case in op.all_cases():
+        if not case.large:
+            arguments = op.complete(case.build(default_device()))
+            tensors = [tensor for _, tensor in tensor_arguments(op.parameters, arguments)]
+            usable = all(tensor.numel() for tensor in tensors) and tensors[0].dim() > 1
+            if usable and refusal(op, spec, arguments) is None and _does_something(op, arguments):
+                single = sum(size == 1 for tensor in tensors for size in tensor.shape)
+                found.append((single, sum(tensor.numel() for tensor in tensors), case))
+    return min(found, key=lambda entry: entry[:2])[2]
+
+
+def _does_something(op: Operator[Any, Any], arguments: dict[str, Any]) -> bool:
+    """False of a write to a cache in which every token is padding."""
+    before = [arguments[name].clone() for name in op.mutates if arguments[name] is not None]
+    if not before:
+        return True
+    op.reference(*arguments.values())
+    after = [arguments[name] for name in op.mutates if arguments[name] is not None]
+    return not all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, after, strict=True))
+
+
+def wrong(findings: list[Finding]) -> list[str]:
+    return [f"{finding}: {finding.detail}" for finding in findings if finding.wrong]
+
+
+def passed(findings: list[Finding]) -> set[str]:
+    return {finding.check for finding in findings if finding.status == "passed"}
+
+
+@each_kernel
+def test_the_kit_finds_nothing_in_a_small_case(spec: KernelSpec) -> None:
+    findings = conform(spec, default_device(), QUICK, [small_case(spec)])
+    assert wrong(findings) == []
+    assert {"values", "strides", "bounds"} <= passed(findings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+@each_kernel
 def test_the_kit_finds_nothing(spec: KernelSpec) -> None:
     findings = conform(spec, default_device(), Options(shrink_seconds=0))
-    assert [str(finding) for finding in findings if finding.wrong] == []
-    assert {"values", "strides", "bounds"} <= {finding.check for finding in findings if finding.status == "passed"}
+    assert wrong(findings) == []
+    assert {"values", "strides", "bounds"} <= passed(findings)
+
+
+# -- a kernel as somebody writes it -----------------------------------------------------------------------------------------------
+
+LAUNCHER = """
+import torch
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.platform import CapabilityRequirement
+from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+
+device_code = DeviceModule(__name__ + "_device")
+
+
+@register_kernel(
+    "norm",
+    "rmsnorm",
+    name="planted_rmsnorm",
+    solution="planted",
+    capability=CapabilityRequirement(required_features=frozenset({"triton"})),
+    signatures=format_signatures("x", "dense", {torch.float16, torch.bfloat16, torch.float32}),
+    priority=Priority.REFERENCE + 1,
+)
+def rmsnorm(x, weight, eps=1e-5, residual=None, out=None, residual_out=None):
+    rows = x.reshape(-1, x.shape[-1])
+    made = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    if rows.numel():
+        strides = (*rows.stride(), weight.stride(0))
+        device_code.rmsnorm_kernel[(rows.shape[0],)](rows, weight, made, eps, rows.shape[1], *strides, BLOCK=1024)
+    made = made.view(x.shape)
+    return made if out is None else out.copy_(made)
+"""
+DEVICE_CODE = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rmsnorm_kernel(x, weight, out, eps, hidden, row_stride, column_stride, weight_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    squares = 0.0
+    for start in range(0, hidden, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * row_stride + column * column_stride, mask=column < hidden, other=0.0).to(tl.float32)
+        squares += tl.sum(value * value)
+    inverse = tl.rsqrt(squares / hidden + eps)
+    for start in range(0, hidden, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < hidden
+        value = tl.load(x + row * row_stride + column * column_stride, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(weight + column * weight_stride, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + row * hidden + column, (value * inverse * scale).to(out.dtype.element_ty), mask=inside)
+"""
+Planted = Callable[[str], KernelSpec]
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
+    """Writes a package with a kernel of this device code, and registers it."""
+
+    def make(device_code: str) -> KernelSpec:
+        name = f"planted_{tmp_path.name}"
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+        (tmp_path / name / "rmsnorm.py").write_text(LAUNCHER)
+        (tmp_path / name / "rmsnorm_device.py").write_text(device_code)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        importlib.invalidate_caches()
+        (spec,) = register_package(name)
+        return spec
+
+    return make
+
+
+def test_two_files_are_a_kernel(planted: Planted) -> None:
+    spec = planted(DEVICE_CODE)
+    findings = conform(spec, default_device(), QUICK, [small_case(spec)])
+    assert wrong(findings) == []
+    assert {"values", "strides", "bounds"} <= passed(findings)
+
+
+@pytest.mark.parametrize(
+    ("right", "fault"),
+    [("row * row_stride", "row * hidden"), ("column * column_stride", "column"), ("column * weight_stride", "column")],
+)
+def test_a_stride_fault_is_found_in_the_small_case(planted: Planted, right: str, fault: str) -> None:
+    assert right in DEVICE_CODE
+    spec = planted(DEVICE_CODE.replace(right, fault))
+    findings = conform(spec, default_device(), QUICK, [small_case(spec)])
+    assert [finding.check for finding in findings if finding.wrong] == ["strides"]

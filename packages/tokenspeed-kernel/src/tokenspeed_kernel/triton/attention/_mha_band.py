@@ -8,6 +8,7 @@ loop, so that all its loads are on the way together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenspeed_kernel.triton.attention._mha_call import Call
 from tokenspeed_kernel.triton.common import next_power_of_2
@@ -29,6 +30,18 @@ class Band:
     num_warps: int
 
 
+class Tile(NamedTuple):
+    """What a program computes: rows, keys up to its first position and after it, columns of keys and of values (powers of two).
+    ``at_once``: see `Call.at_once`."""
+
+    block_m: int
+    main: int
+    tail: int
+    block_d: int
+    block_w: int
+    at_once: int
+
+
 def band_widths(block_m: int, group: int, window_left: int) -> tuple[int, int]:
     """``(MAIN, TAIL)`` of `band_kernel`, which wants ``TAIL <= window_left + 1``: no row may leave a later position behind."""
     later = (block_m - 1) // group + (block_m % group != 0)  # positions of a tile after its first
@@ -44,11 +57,14 @@ def attend(band: Band, call: Call) -> None:
     device_code.band_kernel[(slots * call.kv_heads,)](
         *call.operands(),
         **call.constants(),
-        BLOCK_M=band.block_m,
-        MAIN=main,
-        TAIL=tail,
-        BLOCK_D=max(16, next_power_of_2(call.q.shape[2])),
-        BLOCK_W=max(16, next_power_of_2(call.v.shape[-1])),
+        TILE=Tile(
+            block_m=band.block_m,
+            main=main,
+            tail=tail,
+            block_d=max(16, next_power_of_2(call.q.shape[2])),
+            block_w=max(16, next_power_of_2(call.v.shape[-1])),
+            at_once=call.at_once,
+        ),
         num_warps=band.num_warps,
         num_stages=1,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.attention import _online_softmax_device as softmax
 from tokenspeed_kernel.triton.attention._mha_call_device import columns_of, sequence_of
+from tokenspeed_kernel.triton.attention._online_softmax_device import LOG2_E, Scaling, Softmax, log_sum_exp, scale_scores
+from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of
 
 
 @triton.jit
@@ -44,29 +45,31 @@ def band_kernel(
     window_left,
     multiplier,
     cap_log2,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,  # 0: not paged
-    Q_SCALES: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    DTYPE: tl.constexpr,
-    Q_FP8: tl.constexpr,
-    KV_FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    MAIN: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    SHAPE: tl.constexpr,
+    FORMATS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One tile of one key head."""
+    KV_HEADS: tl.constexpr = SHAPE.heads
+    GROUP: tl.constexpr = SHAPE.group
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    V_HEAD_DIM: tl.constexpr = SHAPE.v_head_dim
+    PAGE_SIZE: tl.constexpr = SHAPE.page_size
+    DTYPE: tl.constexpr = FORMATS.dtype
+    Q_FP8: tl.constexpr = FORMATS.q_fp8
+    KV_FP8: tl.constexpr = FORMATS.kv_fp8
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_D: tl.constexpr = TILE.block_d
+    BLOCK_W: tl.constexpr = TILE.block_w
+    q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)
+    out_rows = Rows(out, out_stride_t, out_stride_h, out_stride_d)
+    keys = Cache(k, k_stride_p, k_stride_t, k_stride_h, k_stride_d)
+    values = Cache(v, v_stride_p, v_stride_t, v_stride_h, v_stride_d)
+    table = Pages(page_table, page_table_stride_b, page_table_stride_p)
+    scales = Scales(q_scale, k_scale, v_scale)
     head = tl.program_id(0) % KV_HEADS
     slot = tl.program_id(0) // KV_HEADS
-    sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, AT_ONCE)
+    sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, TILE.at_once)
     start = tl.load(cu_seqlens + sequence)
     q_len = tl.load(cu_seqlens + sequence + 1) - start
     first_row = (slot - sequence - start * GROUP // BLOCK_M) * BLOCK_M
@@ -88,72 +91,75 @@ def band_kernel(
     w = tl.arange(0, BLOCK_W)
     D_WIDTH: tl.constexpr = None if BLOCK_D == HEAD_DIM else HEAD_DIM
     W_WIDTH: tl.constexpr = None if BLOCK_W == V_HEAD_DIM else V_HEAD_DIM
-    q_first = q + (start + first_position).to(tl.int64) * q_stride_t + head * GROUP * q_stride_h
-    q_rows = q_first + (held_row // GROUP - first_position) * q_stride_t + held_row % GROUP * q_stride_h
+    # Offsets from the tile's first position fit 32 bits.
+    q_first = q + (start + first_position).to(tl.int64) * q_rows.token_stride + head * GROUP * q_rows.head_stride
+    q_at = q_first + (held_row // GROUP - first_position) * q_rows.token_stride + held_row % GROUP * q_rows.head_stride
 
     # Keys, by their positions after the oldest row's. Those that no row sees are not read, they may be NaN: the nearest one that
     # some row sees stands in.
-    main = tl.arange(0, MAIN) - (MAIN - 1)
-    tail = tl.arange(0, TAIL) + 1
+    main = tl.arange(0, TILE.main) - (TILE.main - 1)
+    tail = tl.arange(0, TILE.tail) + 1
     main_held = tl.maximum(main, -tl.minimum(oldest, window_left))
     tail_held = tl.minimum(tail, kv_len - 1 - oldest)
-    k_head = k + head.to(tl.int64) * k_stride_h
-    v_head = v + head.to(tl.int64) * v_stride_h
+    k_head = head_of(keys, head)
+    v_head = head_of(values, head)
     if PAGE_SIZE:
-        pages = page_table + sequence.to(tl.int64) * page_table_stride_b
-        main_page = tl.load(pages + (oldest + main_held) // PAGE_SIZE * page_table_stride_p).to(tl.int64)
-        tail_page = tl.load(pages + (oldest + tail_held) // PAGE_SIZE * page_table_stride_p).to(tl.int64)
+        pages = pages_of(table, sequence)
+        main_page = tl.load(pages + (oldest + main_held) // PAGE_SIZE * table.page_stride).to(tl.int64)
+        tail_page = tl.load(pages + (oldest + tail_held) // PAGE_SIZE * table.page_stride).to(tl.int64)
         main_slot = (oldest + main_held) % PAGE_SIZE
         tail_slot = (oldest + tail_held) % PAGE_SIZE
-        k_main = k_head + main_page * k_stride_p + main_slot * k_stride_t
-        v_main = v_head + main_page * v_stride_p + main_slot * v_stride_t
-        k_tail = k_head + tail_page * k_stride_p + tail_slot * k_stride_t
-        v_tail = v_head + tail_page * v_stride_p + tail_slot * v_stride_t
+        k_main = k_head + main_page * keys.page_stride + main_slot * keys.slot_stride
+        v_main = v_head + main_page * values.page_stride + main_slot * values.slot_stride
+        k_tail = k_head + tail_page * keys.page_stride + tail_slot * keys.slot_stride
+        v_tail = v_head + tail_page * values.page_stride + tail_slot * values.slot_stride
     else:
-        k_head += (start + oldest).to(tl.int64) * k_stride_t
-        v_head += (start + oldest).to(tl.int64) * v_stride_t
-        k_main = k_head + main_held * k_stride_t
-        v_main = v_head + main_held * v_stride_t
-        k_tail = k_head + tail_held * k_stride_t
-        v_tail = v_head + tail_held * v_stride_t
-    queries = columns_of(q_rows, d, q_stride_d, D_WIDTH, DTYPE, Q_FP8)
-    keys = columns_of(k_main, d, k_stride_d, D_WIDTH, DTYPE, KV_FP8)
-    later_keys = columns_of(k_tail, d, k_stride_d, D_WIDTH, DTYPE, KV_FP8)
-    values = columns_of(v_main, w, v_stride_d, W_WIDTH, DTYPE, KV_FP8)
-    later_values = columns_of(v_tail, w, v_stride_d, W_WIDTH, DTYPE, KV_FP8)
+        k_head += (start + oldest).to(tl.int64) * keys.slot_stride
+        v_head += (start + oldest).to(tl.int64) * values.slot_stride
+        k_main = k_head + main_held * keys.slot_stride
+        v_main = v_head + main_held * values.slot_stride
+        k_tail = k_head + tail_held * keys.slot_stride
+        v_tail = v_head + tail_held * values.slot_stride
+    queries = columns_of(q_at, d, q_rows.dim_stride, D_WIDTH, DTYPE, Q_FP8)
+    main_keys = columns_of(k_main, d, keys.dim_stride, D_WIDTH, DTYPE, KV_FP8)
+    tail_keys = columns_of(k_tail, d, keys.dim_stride, D_WIDTH, DTYPE, KV_FP8)
+    main_values = columns_of(v_main, w, values.dim_stride, W_WIDTH, DTYPE, KV_FP8)
+    tail_values = columns_of(v_tail, w, values.dim_stride, W_WIDTH, DTYPE, KV_FP8)
 
-    if q_scale is not None:
-        multiplier *= tl.load(q_scale + head * Q_SCALES)
-    if k_scale is not None:
-        multiplier *= tl.load(k_scale + head * K_SCALES)
-    products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-    later_products = tl.dot(queries, tl.trans(later_keys), input_precision="ieee")
-    scores, factor = softmax.scored(products, multiplier, cap_log2, HAS_CAP)
-    later_scores, _ = softmax.scored(later_products, multiplier, cap_log2, HAS_CAP)
+    # The softmax, in one step.
+    if scales.q is not None:
+        multiplier *= tl.load(scales.q + head * SHAPE.q_scales)
+    if scales.k is not None:
+        multiplier *= tl.load(scales.k + head * SHAPE.k_scales)
+    scaling = Scaling(multiplier, cap_log2)
+    main_products = tl.dot(queries, tl.trans(main_keys), input_precision="ieee")
+    tail_products = tl.dot(queries, tl.trans(tail_keys), input_precision="ieee")
+    main_scores, factor = scale_scores(main_products, scaling, SHAPE.has_cap)
+    tail_scores, _ = scale_scores(tail_products, scaling, SHAPE.has_cap)
     later_by = row // GROUP - first_position  # of positions, than the oldest row
     earliest = tl.maximum(later_by - window_left, -oldest)
-    scores = tl.where(main[None, :] >= earliest[:, None], scores, -float("inf"))
-    later_scores = tl.where(tail[None, :] <= later_by[:, None], later_scores, -float("inf"))
-    largest = tl.maximum(tl.max(scores, 1), tl.max(later_scores, 1)) * factor
+    main_scores = tl.where(main[None, :] >= earliest[:, None], main_scores, -float("inf"))
+    tail_scores = tl.where(tail[None, :] <= later_by[:, None], tail_scores, -float("inf"))
+    row_max = tl.maximum(tl.max(main_scores, 1), tl.max(tail_scores, 1)) * factor
     if sinks is not None:
-        sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * softmax.LOG2_E
-        largest = tl.maximum(largest, sink)
-    weights = tl.exp2(scores * factor - largest[:, None])
-    later_weights = tl.exp2(later_scores * factor - largest[:, None])
-    total = tl.sum(weights, 1) + tl.sum(later_weights, 1)  # a row sees itself at least
+        sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32) * LOG2_E
+        row_max = tl.maximum(row_max, sink)
+    main_weights = tl.exp2(main_scores * factor - row_max[:, None])
+    tail_weights = tl.exp2(tail_scores * factor - row_max[:, None])
+    row_sum = tl.sum(main_weights, 1) + tl.sum(tail_weights, 1)  # a row sees itself at least
     if sinks is not None:
-        total += tl.exp2(sink - largest)
-    acc = tl.dot(weights.to(DTYPE), values, input_precision="ieee")
-    acc = tl.dot(later_weights.to(DTYPE), later_values, acc, input_precision="ieee")
-    out_factor = 1.0 / total
-    if v_scale is not None:
-        out_factor *= tl.load(v_scale + head * V_SCALES)
+        row_sum += tl.exp2(sink - row_max)
+    acc = tl.dot(main_weights.to(DTYPE), main_values, input_precision="ieee")
+    acc = tl.dot(tail_weights.to(DTYPE), tail_values, acc, input_precision="ieee")
+    out_factor = 1.0 / row_sum
+    if scales.v is not None:
+        out_factor *= tl.load(scales.v + head * SHAPE.v_scales)
 
-    out_first = out + (start + first_position).to(tl.int64) * out_stride_t + head * GROUP * out_stride_h
-    out_rows = out_first + later_by * out_stride_t + row % GROUP * out_stride_h
-    held = real[:, None] if W_WIDTH is None else real[:, None] & (w < V_HEAD_DIM)[None, :]
+    out_first = out + (start + first_position).to(tl.int64) * out_rows.token_stride + head * GROUP * out_rows.head_stride
+    out_at = out_first + later_by * out_rows.token_stride + row % GROUP * out_rows.head_stride
+    stored = real[:, None] if W_WIDTH is None else real[:, None] & (w < V_HEAD_DIM)[None, :]
     x = (acc * out_factor[:, None]).to(out.dtype.element_ty)
-    tl.store(out_rows[:, None] + w[None, :] * out_stride_d, x, mask=held)
+    tl.store(out_at[:, None] + w[None, :] * out_rows.dim_stride, x, mask=stored)
     if lse is not None:
         at = (start + row // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + row % GROUP
-        tl.store(lse + at, softmax.log_sum_exp(largest, total), mask=real)
+        tl.store(lse + at, log_sum_exp(Softmax(row_max, row_sum)), mask=real)

@@ -1,26 +1,40 @@
-"""A call of multi-head attention to many queries, and what its kernels take of it.
+"""A call of multi-head attention of many queries, and the arguments that its kernels take of it.
 
 Rows are *packed*: row r of a sequence is position ``r // GROUP`` and, of the query heads that share a key head, ``r % GROUP``. So
 a key is read once for all of them, and a tile of rows spans few positions.
 
-Lengths are known on the device only. The rows of all sequences share a grid of *slots*, each of so many rows; sequence b owns those
-from ``cu_seqlens[b] * GROUP // rows + b`` on: always enough for its rows, never more than one too many.
+Only the device knows the lengths. The rows of all sequences share a grid of *slots* of equally many rows; sequence b owns the slots
+from ``cu_seqlens[b] * GROUP // rows + b`` on, which are enough for its rows and at most one too many.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
+from tokenspeed_kernel.triton.attention._shape import Shape
 from tokenspeed_kernel.triton.common import common_device, dense, for_architecture, next_power_of_2
 from tokenspeed_kernel_base.checks import FP8
 
 _SEQUENCES_AT_ONCE = 256
+
+
+class Formats(NamedTuple):
+    """What is multiplied.
+
+    Attributes:
+        dtype: of the products' operands, Triton's.
+        q_fp8, kv_fp8: how 8-bit queries, keys and values become operands, see `_fp8`; None where they are none.
+    """
+
+    dtype: Any
+    q_fp8: str | None
+    kv_fp8: str | None
 
 
 @dataclass(frozen=True)
@@ -90,22 +104,19 @@ class Call:
         ]
 
     def constants(self) -> dict[str, Any]:
-        """Constants of a kernel."""
+        """What a kernel is compiled for, but for its tiles."""
         # Every fp8 number is a bfloat16.
         dtype = torch.bfloat16 if self.q.dtype in FP8 else self.q.dtype
-        scales = {"Q_SCALES": self.q_scale, "K_SCALES": self.k_scale, "V_SCALES": self.v_scale}
+        dtype = for_architecture({"cpu": torch.float32, "any": dtype}, self.q.device)  # interpreted products of bfloat16 are wrong
+        # Scales have been made dense.
+        scales = (int(scale is not None and scale.numel() > 1) for scale in (self.q_scale, self.k_scale, self.v_scale))
+        sizes = (self.kv_heads, self.group, self.q.shape[2], self.v.shape[-1], self.page_size)
         return {
-            "KV_HEADS": self.kv_heads,
-            "GROUP": self.group,
-            "HEAD_DIM": self.q.shape[2],
-            "V_HEAD_DIM": self.v.shape[-1],
-            "PAGE_SIZE": self.page_size,
-            # The distance between the scales of neighbouring heads: 0 where there is one for all.
-            **{name: int(scale is not None and scale.numel() > 1) for name, scale in scales.items()},
-            "HAS_CAP": self.logit_cap > 0,
-            # The interpreter's products of bfloat16 are wrong.
-            "DTYPE": common_device.DTYPES[for_architecture({"cpu": torch.float32, "any": dtype}, self.q.device)],
-            "Q_FP8": fp8_operand(self.q)[1],
-            "KV_FP8": fp8_operand(self.k)[1],
-            "AT_ONCE": min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(self.batch))),
+            "SHAPE": Shape(*sizes, *scales, self.logit_cap > 0),
+            "FORMATS": Formats(common_device.DTYPES[dtype], fp8_operand(self.q)[1], fp8_operand(self.k)[1]),
         }
+
+    @property
+    def at_once(self) -> int:
+        """Sequences that a program looks at together, to find its own."""
+        return min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(self.batch)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -42,6 +42,39 @@ class Tiles:
     edge_stages: int = 1
     registers: int | None = None
     edges_first: bool = False
+
+
+class Mask(NamedTuple):
+    """Which keys a query may not see: later ones, and those before its window."""
+
+    causal: bool
+    windowed: bool
+
+
+class Tile(NamedTuple):
+    """What a program computes, and how; where not said, see `Tiles`.
+
+    Attributes:
+        d_low, d_high: columns of a head, as two powers of two; the second may be 0. See `split_width`.
+        block_w: columns of values, a power of two.
+        heads_first: whether programs of all heads of a tile follow each other, rather than those of all tiles of a head.
+        stages, edge_stages: of the loops over blocks without and with a mask.
+        shortest: sequences of fewer queries are passed over.
+        at_once: see `Call.at_once`.
+    """
+
+    block_m: int
+    block_n: int
+    d_low: int
+    d_high: int
+    block_w: int
+    heads_first: bool
+    edges: str
+    edges_first: bool
+    stages: int
+    edge_stages: int
+    shortest: int
+    at_once: int
 
 
 def split_width(width: int, v_width: int) -> tuple[int, int]:
@@ -83,19 +116,21 @@ def attend(tiles: Tiles, call: Call) -> None:
         *(_rows(x, tiles.block_n, width) if described else None for x, width in ((k, d_low), (k, d_high), (v, block_w))),
         slots,
         **call.constants(),
-        CAUSAL=call.causal,
-        WINDOWED=call.window_left >= 0,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        D_LOW=d_low,
-        D_HIGH=d_high,
-        BLOCK_W=block_w,
-        HEADS_FIRST=call.longest * token_bytes <= _HEADS_TOGETHER_BYTES,
-        EDGES=tiles.edges,
-        STAGES=tiles.num_stages,
-        EDGE_STAGES=tiles.edge_stages,
-        EDGES_FIRST=tiles.edges_first,
-        SHORTEST=call.shortest,
+        MASK=Mask(call.causal, call.window_left >= 0),
+        TILE=Tile(
+            block_m=tiles.block_m,
+            block_n=tiles.block_n,
+            d_low=d_low,
+            d_high=d_high,
+            block_w=block_w,
+            heads_first=call.longest * token_bytes <= _HEADS_TOGETHER_BYTES,
+            edges=tiles.edges,
+            edges_first=tiles.edges_first,
+            stages=tiles.num_stages,
+            edge_stages=tiles.edge_stages,
+            shortest=call.shortest,
+            at_once=call.at_once,
+        ),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **({} if tiles.registers is None else {"maxnreg": tiles.registers}),

@@ -2,48 +2,100 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.attention import _online_softmax_device as softmax
 from tokenspeed_kernel.triton.attention._fp8_device import widened
 from tokenspeed_kernel.triton.attention._mha_call_device import columns_of, sequence_of
+from tokenspeed_kernel.triton.attention._online_softmax_device import (
+    Scaling,
+    join_sink,
+    log_sum_exp,
+    no_keys_yet,
+    reciprocal_of,
+    scale_scores,
+    softmax_step,
+)
+from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of, row_of
+
+
+class Queries(NamedTuple):
+    """A tile's queries, their columns in two parts (the second one is not read where there is one), and their positions."""
+
+    low: Any
+    high: Any
+    position: Any
+
+
+class Source(NamedTuple):
+    """Where a tile's keys and values are: those of its head, each with its strides.
+
+    Fields:
+        keys, values: `Cache`, ``first`` being the head's first of the sequence, or of all pages.
+        table, pages: `Pages`, and the sequence's first page number.
+        start, head: the sequence's first token, and the head; for descriptors.
+    """
+
+    keys: Any
+    values: Any
+    table: Any
+    pages: Any
+    start: Any
+    head: Any
+
+
+class Reach(NamedTuple):
+    """Which keys a tile sees.
+
+    Fields:
+        low_block: the first key of block 0.
+        low, kv_len: the first key that some row sees, and the end of the sequence.
+        full_begin, full_end: the blocks that every row sees whole.
+        window_left: keys before its own that a row sees, where there is a window.
+    """
+
+    low_block: Any
+    low: Any
+    kv_len: Any
+    full_begin: Any
+    full_end: Any
+    window_left: Any
 
 
 @triton.jit
 def _walk(
-    state,  # (largest, total, acc)
+    state,
+    acc,
     begin,
     end,
-    tile,  # what all walks of a program share: the tuples that are taken apart below
-    k_rows,
-    k_rows_high,
-    v_rows,
-    KIND: tl.constexpr,
-    SIZES: tl.constexpr,
+    queries,
+    source,
+    k_rows,  # descriptors of [tokens or slots, heads * columns], or None: of the first D_LOW columns of a head of keys,
+    k_rows_high,  # of the D_HIGH columns after those,
+    v_rows,  # and of values
+    reach,
+    scaling,
+    SHAPE: tl.constexpr,
+    FORMATS: tl.constexpr,
+    MASK: tl.constexpr,
+    TILE: tl.constexpr,
     MASKED: tl.constexpr,  # "never"; "always"; or "edges": blocks before full_begin and from full_end on
     STAGES: tl.constexpr,
 ):
-    """Attention to blocks begin to end, of which block i begins with key ``low_block + i * BLOCK_N``."""
-    queries, position, source, strides, reach, scaling = tile
-    q_low, q_high = queries
-    k_head, v_head, pages, start, head = source
-    k_stride_p, k_stride_t, k_stride_d, v_stride_p, v_stride_t, v_stride_d, page_table_stride_p = strides
+    """Attention to blocks begin to end, of which block i begins with key ``low_block + i * block_n``."""
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    V_HEAD_DIM: tl.constexpr = SHAPE.v_head_dim
+    PAGE_SIZE: tl.constexpr = SHAPE.page_size
+    DTYPE: tl.constexpr = FORMATS.dtype
+    KV_FP8: tl.constexpr = FORMATS.kv_fp8
+    BLOCK_N: tl.constexpr = TILE.block_n
+    D_LOW: tl.constexpr = TILE.d_low
+    D_HIGH: tl.constexpr = TILE.d_high
+    BLOCK_W: tl.constexpr = TILE.block_w
+    keys, values, table, pages, start, head = source
     low_block, low, kv_len, full_begin, full_end, window_left = reach
-    multiplier, cap_log2 = scaling
-    PAGE_SIZE: tl.constexpr = KIND[0]
-    CAUSAL: tl.constexpr = KIND[1]
-    WINDOWED: tl.constexpr = KIND[2]
-    HAS_CAP: tl.constexpr = KIND[3]
-    DTYPE: tl.constexpr = KIND[4]
-    KV_FP8: tl.constexpr = KIND[5]
-    BLOCK_N: tl.constexpr = SIZES[0]
-    HEAD_DIM: tl.constexpr = SIZES[1]
-    D_LOW: tl.constexpr = SIZES[2]
-    D_HIGH: tl.constexpr = SIZES[3]
-    V_HEAD_DIM: tl.constexpr = SIZES[4]
-    BLOCK_W: tl.constexpr = SIZES[5]
-    largest, total, acc = state
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D_LOW)
     w = tl.arange(0, BLOCK_W)
@@ -63,52 +115,52 @@ def _walk(
         else:
             held = tl.maximum(tl.minimum(first + n, kv_len - 1), low) - first
         if SCATTERED:
-            page = tl.load(pages + (first + held) // PAGE_SIZE * page_table_stride_p).to(tl.int64)
+            page = tl.load(pages + (first + held) // PAGE_SIZE * table.page_stride).to(tl.int64)
             slot = (first + held) % PAGE_SIZE
-            k_at = k_head + page * k_stride_p + slot * k_stride_t
-            v_at = v_head + page * v_stride_p + slot * v_stride_t
+            k_at = keys.first + page * keys.page_stride + slot * keys.slot_stride
+            v_at = values.first + page * values.page_stride + slot * values.slot_stride
         elif PAGE_SIZE:
-            page = tl.load(pages + first // PAGE_SIZE * page_table_stride_p).to(tl.int64)
+            page = tl.load(pages + first // PAGE_SIZE * table.page_stride).to(tl.int64)
             first_slot = page.to(tl.int32) * PAGE_SIZE + first % PAGE_SIZE
-            k_at = k_head + page * k_stride_p + first % PAGE_SIZE * k_stride_t + held * k_stride_t
-            v_at = v_head + page * v_stride_p + first % PAGE_SIZE * v_stride_t + held * v_stride_t
+            k_at = keys.first + page * keys.page_stride + first % PAGE_SIZE * keys.slot_stride + held * keys.slot_stride
+            v_at = values.first + page * values.page_stride + first % PAGE_SIZE * values.slot_stride + held * values.slot_stride
         else:
             first_slot = start + first
-            k_at = k_head + first.to(tl.int64) * k_stride_t + held * k_stride_t
-            v_at = v_head + first.to(tl.int64) * v_stride_t + held * v_stride_t
+            k_at = keys.first + first.to(tl.int64) * keys.slot_stride + held * keys.slot_stride
+            v_at = values.first + first.to(tl.int64) * values.slot_stride + held * values.slot_stride
 
         if DESCRIBED:
             k = widened(k_rows.load([first_slot, head * HEAD_DIM]), DTYPE, KV_FP8)
         else:
-            k = columns_of(k_at, d, k_stride_d, D_LOW_WIDTH, DTYPE, KV_FP8)
-        products = tl.dot(q_low, tl.trans(k), input_precision="ieee")
+            k = columns_of(k_at, d, keys.dim_stride, D_LOW_WIDTH, DTYPE, KV_FP8)
+        products = tl.dot(queries.low, tl.trans(k), input_precision="ieee")
         if D_HIGH:
             if DESCRIBED:
                 k = widened(k_rows_high.load([first_slot, head * HEAD_DIM + D_LOW]), DTYPE, KV_FP8)
             else:
-                k = columns_of(k_at, d_high, k_stride_d, D_WIDTH, DTYPE, KV_FP8)
-            products = tl.dot(q_high, tl.trans(k), products, input_precision="ieee")
+                k = columns_of(k_at, d_high, keys.dim_stride, D_WIDTH, DTYPE, KV_FP8)
+            products = tl.dot(queries.high, tl.trans(k), products, input_precision="ieee")
 
-        scores, factor = softmax.scored(products, multiplier, cap_log2, HAS_CAP)
+        scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
         if MASKED != "never":  # noqa: SIM102 (this is known at compile time)
             if MASKED == "always" or (block < full_begin) | (block >= full_end):
                 visible = (first + n < kv_len)[None, :]
-                if CAUSAL:
-                    visible &= first + n[None, :] <= position[:, None]
-                if WINDOWED:
-                    visible &= first + n[None, :] >= position[:, None] - window_left
+                if MASK.causal:
+                    visible &= first + n[None, :] <= queries.position[:, None]
+                if MASK.windowed:
+                    visible &= first + n[None, :] >= queries.position[:, None] - window_left
                 scores = tl.where(visible, scores, -float("inf"))
-        weights, decay, largest, total = softmax.step_scored(largest, total, scores, factor)
-
+        weights, decay, state = softmax_step(state, scores, factor)
         weights = weights.to(DTYPE)
+
         if DESCRIBED:
             v = widened(v_rows.load([first_slot, head * V_HEAD_DIM]), DTYPE, KV_FP8)
             if MASKED != "never":
                 v = tl.where(((first + n >= low) & (first + n < kv_len))[:, None], v, 0.0)
         else:
-            v = columns_of(v_at, w, v_stride_d, W_WIDTH, DTYPE, KV_FP8)
+            v = columns_of(v_at, w, values.dim_stride, W_WIDTH, DTYPE, KV_FP8)
         acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
-    return largest, total, acc
+    return state, acc
 
 
 @triton.jit
@@ -150,49 +202,46 @@ def tiles_kernel(
     k_rows_high,  # the D_HIGH columns after those
     v_rows,
     slots,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,  # 0: not paged
-    Q_SCALES: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    DTYPE: tl.constexpr,
-    Q_FP8: tl.constexpr,
-    KV_FP8: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    D_LOW: tl.constexpr,  # a head is D_LOW columns and D_HIGH more, powers of two; D_HIGH may be 0
-    D_HIGH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    HEADS_FIRST: tl.constexpr,
-    EDGES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    STAGES: tl.constexpr,
-    EDGE_STAGES: tl.constexpr,
-    EDGES_FIRST: tl.constexpr,
-    SHORTEST: tl.constexpr,  # sequences of fewer queries are passed over
+    SHAPE: tl.constexpr,
+    FORMATS: tl.constexpr,
+    MASK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One tile of queries of one key head."""
+    KV_HEADS: tl.constexpr = SHAPE.heads
+    GROUP: tl.constexpr = SHAPE.group
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    PAGE_SIZE: tl.constexpr = SHAPE.page_size
+    CAUSAL: tl.constexpr = MASK.causal
+    WINDOWED: tl.constexpr = MASK.windowed
+    DTYPE: tl.constexpr = FORMATS.dtype
+    Q_FP8: tl.constexpr = FORMATS.q_fp8
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    D_LOW: tl.constexpr = TILE.d_low
+    D_HIGH: tl.constexpr = TILE.d_high
+    BLOCK_W: tl.constexpr = TILE.block_w
+    q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)
+    out_rows = Rows(out, out_stride_t, out_stride_h, out_stride_d)
+    keys = Cache(k, k_stride_p, k_stride_t, k_stride_h, k_stride_d)
+    values = Cache(v, v_stride_p, v_stride_t, v_stride_h, v_stride_d)
+    table = Pages(page_table, page_table_stride_b, page_table_stride_p)
+    scales = Scales(q_scale, k_scale, v_scale)
     # The last tiles see the most keys, and go first.
-    if HEADS_FIRST:
+    if TILE.heads_first:
         head = tl.program_id(0) % KV_HEADS
         slot = slots - 1 - tl.program_id(0) // KV_HEADS
     else:
         head = tl.program_id(0) // slots
         slot = slots - 1 - tl.program_id(0) % slots
-    sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, AT_ONCE)
+    sequence = sequence_of(slot, cu_seqlens, batch, GROUP, BLOCK_M, TILE.at_once)
     start = tl.load(cu_seqlens + sequence)
     q_len = tl.load(cu_seqlens + sequence + 1) - start
     first_row = (slot - sequence - start * GROUP // BLOCK_M) * BLOCK_M
     if first_row >= q_len * GROUP:
         return
-    if SHORTEST > 1:  # noqa: SIM102 (this is known at compile time)
-        if q_len < SHORTEST:
+    if TILE.shortest > 1:  # noqa: SIM102 (this is known at compile time)
+        if q_len < TILE.shortest:
             return
     if PAGE_SIZE:
         kv_len = tl.minimum(tl.load(cache_seqlens + sequence), capacity)
@@ -206,20 +255,21 @@ def tiles_kernel(
     token = (start + row // GROUP).to(tl.int64)
     q_head = head * GROUP + row % GROUP
     position = ahead + row // GROUP
-    q_rows = q + token[:, None] * q_stride_t + q_head[:, None] * q_stride_h
+    q_at = row_of(q_rows, token[:, None], q_head[:, None])
     d = tl.arange(0, D_LOW)
-    q_low = tl.load(q_rows + d[None, :] * q_stride_d, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    q_low = tl.load(q_at + d[None, :] * q_rows.dim_stride, mask=real[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     q_low = widened(q_low, DTYPE, Q_FP8)
     if D_HIGH:
         d_high = D_LOW + tl.arange(0, D_HIGH)
-        q_high = tl.load(q_rows + d_high[None, :] * q_stride_d, mask=real[:, None] & (d_high < HEAD_DIM)[None, :], other=0.0)
-        queries = (q_low, widened(q_high, DTYPE, Q_FP8))
+        q_high = tl.load(q_at + d_high[None, :] * q_rows.dim_stride, mask=real[:, None] & (d_high < HEAD_DIM)[None, :], other=0.0)
+        queries = Queries(q_low, widened(q_high, DTYPE, Q_FP8), position)
     else:
-        queries = (q_low, q_low)  # no second part
-    if q_scale is not None:
-        multiplier *= tl.load(q_scale + head * Q_SCALES)
-    if k_scale is not None:
-        multiplier *= tl.load(k_scale + head * K_SCALES)
+        queries = Queries(q_low, q_low, position)
+    if scales.q is not None:
+        multiplier *= tl.load(scales.q + head * SHAPE.q_scales)
+    if scales.k is not None:
+        multiplier *= tl.load(scales.k + head * SHAPE.k_scales)
+    scaling = Scaling(multiplier, cap_log2)
 
     # Keys that some row sees are low to high; those that every row sees are full_low to full_high.
     oldest = ahead + first_row // GROUP
@@ -241,51 +291,44 @@ def tiles_kernel(
     full_begin = tl.minimum((full_low - low_block + BLOCK_N - 1) // BLOCK_N, blocks)
     full_end = tl.maximum(tl.minimum(tl.maximum(full_high - low_block, 0) // BLOCK_N, blocks), full_begin)
 
-    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    state = no_keys_yet(BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
-
-    k_head = k + head.to(tl.int64) * k_stride_h
-    v_head = v + head.to(tl.int64) * v_stride_h
+    k_head = head_of(keys, head)
+    v_head = head_of(values, head)
     pages = cu_seqlens  # none
     if PAGE_SIZE:
-        pages = page_table + sequence.to(tl.int64) * page_table_stride_b
+        pages = pages_of(table, sequence)
     else:
         k_head += start.to(tl.int64) * k_stride_t
         v_head += start.to(tl.int64) * v_stride_t
-    source = (k_head, v_head, pages, start, head)
-    strides = (k_stride_p, k_stride_t, k_stride_d, v_stride_p, v_stride_t, v_stride_d, page_table_stride_p)
-    reach = (low_block, low, kv_len, full_begin, full_end, window_left)
-    tile = (queries, position, source, strides, reach, (multiplier, cap_log2))
-    KIND: tl.constexpr = (PAGE_SIZE, CAUSAL, WINDOWED, HAS_CAP, DTYPE, KV_FP8)
-    SIZES: tl.constexpr = (BLOCK_N, HEAD_DIM, D_LOW, D_HIGH, V_HEAD_DIM, BLOCK_W)
-    state = (largest, total, acc)
-    if EDGES == "apart":  # any order will do
+    keys = Cache(k_head, k_stride_p, k_stride_t, k_stride_h, k_stride_d)
+    values = Cache(v_head, v_stride_p, v_stride_t, v_stride_h, v_stride_d)
+    source = Source(keys, values, table, pages, start, head)
+    reach = Reach(low_block, low, kv_len, full_begin, full_end, window_left)
+    what = (queries, source, k_rows, k_rows_high, v_rows, reach, scaling)
+    if TILE.edges == "apart":  # any order will do
         if WINDOWED:
-            state = _walk(state, 0, full_begin, tile, k_rows, k_rows_high, v_rows, KIND, SIZES, "always", EDGE_STAGES)
-        if EDGES_FIRST:
-            state = _walk(state, full_end, blocks, tile, k_rows, k_rows_high, v_rows, KIND, SIZES, "always", EDGE_STAGES)
-        state = _walk(state, full_begin, full_end, tile, k_rows, k_rows_high, v_rows, KIND, SIZES, "never", STAGES)
-        if not EDGES_FIRST:
-            state = _walk(state, full_end, blocks, tile, k_rows, k_rows_high, v_rows, KIND, SIZES, "always", EDGE_STAGES)
+            state, acc = _walk(state, acc, 0, full_begin, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
+        if TILE.edges_first:
+            state, acc = _walk(state, acc, full_end, blocks, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
+        state, acc = _walk(state, acc, full_begin, full_end, *what, SHAPE, FORMATS, MASK, TILE, "never", TILE.stages)
+        if not TILE.edges_first:
+            state, acc = _walk(state, acc, full_end, blocks, *what, SHAPE, FORMATS, MASK, TILE, "always", TILE.edge_stages)
     else:
-        state = _walk(state, 0, blocks, tile, k_rows, k_rows_high, v_rows, KIND, SIZES, "edges", STAGES)
-    largest, total, acc = state
+        state, acc = _walk(state, acc, 0, blocks, *what, SHAPE, FORMATS, MASK, TILE, "edges", TILE.stages)
 
     if sinks is not None:
-        sink = tl.load(sinks + q_head, mask=real, other=0.0)
-        decay, largest, total = softmax.join_sink(largest, total, sink)
-        factor = decay * softmax.reciprocal_of(total)
+        decay, state = join_sink(state, tl.load(sinks + q_head, mask=real, other=0.0))
+        factor = decay * reciprocal_of(state.row_sum)
     else:
-        factor = softmax.reciprocal_of(total)
-    if v_scale is not None:
-        factor *= tl.load(v_scale + head * V_SCALES)
+        factor = reciprocal_of(state.row_sum)
+    if scales.v is not None:
+        factor *= tl.load(scales.v + head * SHAPE.v_scales)
     w = tl.arange(0, BLOCK_W)
-    out_rows = out + token[:, None] * out_stride_t + q_head[:, None] * out_stride_h
     tl.store(
-        out_rows + w[None, :] * out_stride_d,
+        row_of(out_rows, token[:, None], q_head[:, None]) + w[None, :] * out_rows.dim_stride,
         (acc * factor[:, None]).to(out.dtype.element_ty),
-        mask=real[:, None] & (w < V_HEAD_DIM)[None, :],
+        mask=real[:, None] & (w < SHAPE.v_head_dim)[None, :],
     )
     if lse is not None:
-        tl.store(lse + token * (KV_HEADS * GROUP) + q_head, softmax.log_sum_exp(largest, total), mask=real)
+        tl.store(lse + token * (KV_HEADS * GROUP) + q_head, log_sum_exp(state), mask=real)

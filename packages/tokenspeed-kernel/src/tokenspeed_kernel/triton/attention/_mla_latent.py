@@ -7,11 +7,13 @@ products. The rows of a tile are heads, then tokens, so that 128 heads make two 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
+from tokenspeed_kernel.triton.attention._mha_call import Formats
 from tokenspeed_kernel.triton.attention._mla_schedule import schedule_units
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
 from tokenspeed_kernel.triton.attention._split_kv import OVERLAPPING, merge_units
@@ -21,6 +23,18 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
 
 device_code = DeviceModule(__name__ + "_device")
+
+
+class Shape(NamedTuple):
+    """Sizes that a model fixes, and options that change what is computed: query heads, columns of a latent and of its rotary part,
+    tokens of a page, whether later keys are hidden, whether scores have a logit cap."""
+
+    heads: int
+    rank: int
+    rope: int
+    page_size: int
+    causal: bool
+    has_cap: bool
 
 
 @dataclass(frozen=True)
@@ -43,6 +57,21 @@ class Tile:
     transposed: bool = False
     apart: bool = False
     parts: int = 1
+
+
+class Program(NamedTuple):
+    """What a program computes, and how: a `Tile`, the columns of latents and of rotary parts as powers of two, the stages of its
+    loop, and whether it may start before the schedule is made."""
+
+    block_m: int
+    block_n: int
+    block_c: int
+    block_r: int
+    transposed: bool
+    apart: bool
+    parts: int
+    stages: int
+    early: bool
 
 
 # By the most rows of a sequence. On an H200, bfloat16, 64 sequences of 8192 keys:
@@ -152,30 +181,26 @@ def attend_latent(
         tiles,
         multiplier,
         cap_log2,
-        HEADS=heads,
-        RANK=kv_lora_rank,
-        ROPE=rope,
-        PAGE_SIZE=page_size,
-        CAUSAL=is_causal,
-        HAS_CAP=logit_cap > 0,
-        DTYPE=common_device.DTYPES[dtype],
-        Q_FP8=q_fp8,
-        FP8=fp8,
-        TRANSPOSED=tile.transposed,
-        APART=tile.apart and rope > 0,
-        PARTS=tile.parts,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_C=block_c,
-        BLOCK_R=block_r,
-        STAGES=tile.num_stages,
-        EARLY=early,
+        SHAPE=Shape(heads, kv_lora_rank, rope, page_size, is_causal, logit_cap > 0),
+        FORMATS=Formats(common_device.DTYPES[dtype], q_fp8, fp8),
+        TILE=Program(
+            block_m=tile.block_m,
+            block_n=tile.block_n,
+            block_c=block_c,
+            block_r=block_r,
+            transposed=tile.transposed,
+            apart=tile.apart and rope > 0,
+            parts=tile.parts,
+            stages=tile.num_stages,
+            early=early,
+        ),
         num_warps=tile.num_warps,
         **({"launch_pdl": True} if early else {}),
     )
     if schedule is not None and partial is not None and partial_lse is not None:
         merge_units(
             schedule.plan,
+            schedule.plan.walk(q_bound, -1, tile.block_n),
             partial,
             partial_lse,
             out,
@@ -183,9 +208,7 @@ def attend_latent(
             None,
             cache_seqlens,
             capacity,
-            q_bound,
             -1,
-            tile.block_n,
             sm_count,
             early,
             cu_seqlens_q=cu_seqlens_q,

@@ -5,8 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.attention import _online_softmax_device as softmax
 from tokenspeed_kernel.triton.attention._fp8_device import widened
+from tokenspeed_kernel.triton.attention._online_softmax_device import (
+    Scaling,
+    Softmax,
+    finite_or_zero,
+    log2_sum_exp,
+    log_sum_exp,
+    no_keys_yet,
+    reciprocal_of,
+    scale_scores,
+    softmax_step,
+)
+from tokenspeed_kernel.triton.views_device import Pages, Rows, pages_of, row_of
 
 
 @triton.jit
@@ -17,6 +28,19 @@ def _scores(q, k, acc, TRANSPOSED: tl.constexpr):
     else:
         products = tl.dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32) + acc, input_precision="ieee")
     return products
+
+
+@triton.jit
+def _softmax_step_in_parts(state, scores, factor, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
+    """`softmax_step` with ``row_sum`` [M, PARTS]: sums over each of PARTS ranges of columns, which a warp has alone."""
+    row_max = tl.maximum(state.row_max, tl.max(scores, 1) * factor)
+    shift = finite_or_zero(row_max)
+    weights = tl.exp2(scores * factor - shift[:, None])
+    decay = tl.exp2(state.row_max - shift)
+    # `decay` in the layout of the sums.
+    decayed = tl.reshape(tl.broadcast_to(decay[:, None], [BLOCK_M, BLOCK_N]), [BLOCK_M, PARTS, BLOCK_N // PARTS])
+    row_sum = state.row_sum * tl.max(decayed, 2) + tl.sum(tl.reshape(weights, [BLOCK_M, PARTS, BLOCK_N // PARTS]), 2)
+    return weights, decay, Softmax(row_max, row_sum)
 
 
 @triton.jit(do_not_specialize=["batch", "capacity", "q_bound", "tiles"])
@@ -50,27 +74,29 @@ def attend_latent_kernel(
     tiles,
     multiplier,
     cap_log2,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    DTYPE: tl.constexpr,
-    Q_FP8: tl.constexpr,
-    FP8: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    APART: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    SHAPE: tl.constexpr,
+    FORMATS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One tile of the rows of a sequence, and all of its keys or a unit of them."""
-    if EARLY:
+    HEADS: tl.constexpr = SHAPE.heads
+    RANK: tl.constexpr = SHAPE.rank
+    ROPE: tl.constexpr = SHAPE.rope
+    PAGE_SIZE: tl.constexpr = SHAPE.page_size
+    CAUSAL: tl.constexpr = SHAPE.causal
+    DTYPE: tl.constexpr = FORMATS.dtype
+    Q_FP8: tl.constexpr = FORMATS.q_fp8
+    FP8: tl.constexpr = FORMATS.kv_fp8
+    TRANSPOSED: tl.constexpr = TILE.transposed
+    PARTS: tl.constexpr = TILE.parts
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_C: tl.constexpr = TILE.block_c
+    BLOCK_R: tl.constexpr = TILE.block_r
+    q_rows = Rows(q, q_stride_t, q_stride_h, q_stride_d)
+    out_rows = Rows(out, out_stride_t, out_stride_h, out_stride_d)
+    table = Pages(page_table, page_table_stride_b, page_table_stride_p)
+    if TILE.early:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # for the schedule
     # Tiles of the same keys lie side by side: the second finds them in the cache of the device.
@@ -107,11 +133,11 @@ def attend_latent_kernel(
     end = tl.minimum(end, (seen + BLOCK_N - 1) // BLOCK_N)
 
     c = tl.arange(0, BLOCK_C)
-    q_at = q + token * q_stride_t + head * q_stride_h
-    q_latent = tl.load(q_at[:, None] + c[None, :] * q_stride_d, mask=real[:, None] & (c < RANK)[None, :], other=0.0)
+    q_at = row_of(q_rows, token, head)
+    q_latent = tl.load(q_at[:, None] + c[None, :] * q_rows.dim_stride, mask=real[:, None] & (c < RANK)[None, :], other=0.0)
     r = tl.arange(0, BLOCK_R)
     if ROPE > 0:
-        q_rope_at = q_at[:, None] + (RANK + r)[None, :] * q_stride_d
+        q_rope_at = q_at[:, None] + (RANK + r)[None, :] * q_rows.dim_stride
         q_rope = tl.load(q_rope_at, mask=real[:, None] & (r < ROPE)[None, :], other=0.0)
     q_latent = widened(q_latent, DTYPE, Q_FP8)
     if ROPE > 0:
@@ -120,22 +146,22 @@ def attend_latent_kernel(
         multiplier *= tl.load(q_scale)
     if kv_scale is not None:
         multiplier *= tl.load(kv_scale)
+    scaling = Scaling(multiplier, cap_log2)
 
-    pages = page_table + sequence.to(tl.int64) * page_table_stride_b
+    pages = pages_of(table, sequence)
     n = tl.arange(0, BLOCK_N)
-    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     if PARTS == 1:
-        total = tl.zeros([BLOCK_M], tl.float32)
+        state = no_keys_yet(BLOCK_M)
     else:
-        total = tl.zeros([BLOCK_M, PARTS], tl.float32)
+        state = Softmax(tl.full([BLOCK_M], -float("inf"), tl.float32), tl.zeros([BLOCK_M, PARTS], tl.float32))
     if TRANSPOSED:
         acc = tl.zeros([BLOCK_C, BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     page = begin * 0
     if PAGE_SIZE % BLOCK_N == 0 and begin < end:
-        page = tl.load(pages + begin // (PAGE_SIZE // BLOCK_N) * page_table_stride_p)
-    for block in tl.range(begin, end, num_stages=STAGES):
+        page = tl.load(pages + begin // (PAGE_SIZE // BLOCK_N) * table.page_stride)
+    for block in tl.range(begin, end, num_stages=TILE.stages):
         # Keys that no query sees are not read, as they may be NaN: the last one that some query sees stands in.
         key = block * BLOCK_N + n
         held = tl.minimum(n, seen - 1 - block * BLOCK_N)
@@ -143,10 +169,10 @@ def attend_latent_kernel(
             block_at = kv_cache + page.to(tl.int64) * kv_stride_p + block % (PAGE_SIZE // BLOCK_N) * (BLOCK_N * kv_stride_t)
             latent_at = block_at + (held[:, None] * kv_stride_t + c[None, :] * kv_stride_d)
             rope_at = block_at + (held[:, None] * kv_stride_t + (RANK + r)[None, :] * kv_stride_d)
-            page = tl.load(pages + tl.minimum(block + 1, end - 1) // (PAGE_SIZE // BLOCK_N) * page_table_stride_p)
+            page = tl.load(pages + tl.minimum(block + 1, end - 1) // (PAGE_SIZE // BLOCK_N) * table.page_stride)
         else:
             held += block * BLOCK_N
-            page_of = tl.load(pages + held // PAGE_SIZE * page_table_stride_p).to(tl.int64)
+            page_of = tl.load(pages + held // PAGE_SIZE * table.page_stride).to(tl.int64)
             key_at = kv_cache + (page_of * kv_stride_p + held % PAGE_SIZE * kv_stride_t)
             latent_at = key_at[:, None] + c[None, :] * kv_stride_d
             rope_at = key_at[:, None] + (RANK + r)[None, :] * kv_stride_d
@@ -164,7 +190,7 @@ def attend_latent_kernel(
             values = widened(latent, DTYPE, FP8)
             if ROPE > 0:
                 rotary = widened(rope, DTYPE, FP8)
-            if APART:
+            if TILE.apart:
                 # Always so, again. The compiler lays the warps out for a product by what its result leads to, as far as a branch's
                 # end: for another product, in a column, each half of the warps would repeat the other's scores. The other branches
                 # hold what costs enough not to be moved out.
@@ -184,18 +210,12 @@ def attend_latent_kernel(
                 visible = key[None, :] <= position[:, None]
             else:
                 visible = (key < length)[None, :]
-            scores, factor = softmax.scored(products, multiplier, cap_log2, HAS_CAP)
+            scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
             scores = tl.where(visible, scores, -float("inf"))
             if PARTS == 1:
-                weights, decay, largest, total = softmax.step_scored(largest, total, scores, factor)
-            else:  # the sums over the columns of each warp alone; `decayed` is `decay` in the same layout
-                raised = tl.maximum(largest, tl.max(scores, 1) * factor)
-                shift = tl.where(raised == -float("inf"), 0.0, raised)
-                weights = tl.exp2(scores * factor - shift[:, None])
-                decay = tl.exp2(largest - shift)
-                decayed = tl.reshape(tl.broadcast_to(decay[:, None], [BLOCK_M, BLOCK_N]), [BLOCK_M, PARTS, BLOCK_N // PARTS])
-                total = total * tl.max(decayed, 2) + tl.sum(tl.reshape(weights, [BLOCK_M, PARTS, BLOCK_N // PARTS]), 2)
-                largest = raised
+                weights, decay, state = softmax_step(state, scores, factor)
+            else:
+                weights, decay, state = _softmax_step_in_parts(state, scores, factor, BLOCK_M, BLOCK_N, PARTS)
             weights = weights.to(DTYPE)
             if TRANSPOSED:
                 acc = tl.dot(tl.trans(values), tl.trans(weights), acc * decay[None, :], input_precision="ieee")
@@ -203,20 +223,20 @@ def attend_latent_kernel(
                 acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
 
     if PARTS > 1:
-        total = tl.sum(total, 1)
+        state = Softmax(state.row_max, tl.sum(state.row_sum, 1))
     if TRANSPOSED:
         acc = tl.trans(acc)
-    acc *= softmax.reciprocal_of(total)[:, None]
+    acc *= reciprocal_of(state.row_sum)[:, None]
     if kv_scale is not None:
         acc *= tl.load(kv_scale)
     stored = real[:, None] & (c < RANK)[None, :]
     if units is not None and part >= 0:
         at_row = part.to(tl.int64) * (q_bound * HEADS) + row
-        shift = tl.where(largest == -float("inf"), 0.0, largest)
-        tl.store(partial_lse + at_row, shift + tl.log2(total), mask=real)
+        tl.store(partial_lse + at_row, log2_sum_exp(state), mask=real)
         tl.store(partial + at_row[:, None] * RANK + c[None, :], acc, mask=stored)
         return
-    out_at = out + (token * out_stride_t + head * out_stride_h)[:, None] + c[None, :] * out_stride_d
+    out_offset = token * out_rows.token_stride + head * out_rows.head_stride
+    out_at = out + out_offset[:, None] + c[None, :] * out_rows.dim_stride
     tl.store(out_at, acc.to(out.dtype.element_ty), mask=stored)
     if lse is not None:
-        tl.store(lse + token * HEADS + head, softmax.log_sum_exp(largest, total), mask=real)
+        tl.store(lse + token * HEADS + head, log_sum_exp(state), mask=real)

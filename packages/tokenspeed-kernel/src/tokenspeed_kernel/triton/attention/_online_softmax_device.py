@@ -1,14 +1,42 @@
-"""Device code of `_online_softmax`."""
+"""Device code of the softmax that all attention kernels share: scores, one step over a block of keys, and its end.
+
+Everything is in base 2, because the hardware's exponential is: with ``multiplier = softmax_scale * log2(e)`` a score is
+``products * multiplier`` and its weight ``exp2(score - row_max)``. Under a logit cap ``multiplier`` is ``softmax_scale / cap`` and
+``cap_log2 = cap * log2(e)``, so that a score is ``cap_log2 * tanh(products * multiplier)``.
+
+A row that has seen no key has ``row_max = -inf`` and ``row_sum = 0``, and no step makes it NaN.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
+
+
+class Scaling(NamedTuple):
+    """How products of queries and keys become scores, see above. ``cap_log2`` is not read where there is no cap."""
+
+    multiplier: Any
+    cap_log2: Any
+
+
+class Softmax(NamedTuple):
+    """The state of some rows, float32 [M] each: the largest score so far, and the sum of weights relative to it."""
+
+    row_max: Any
+    row_sum: Any
+
+
+@triton.jit
+def no_keys_yet(ROWS: tl.constexpr):
+    """The state before the first step."""
+    return Softmax(tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32))
 
 
 @triton.jit
@@ -18,67 +46,67 @@ def tanh(x):
 
 
 @triton.jit
-def scored(products, multiplier, cap_log2, HAS_CAP: tl.constexpr):
-    """``(scores, factor)``: the scores in base 2 are ``scores * factor``, factor positive.
+def scale_scores(products, scaling, HAS_CAP: tl.constexpr):
+    """``(scores, factor)``: the scores in base 2 are ``scores * factor``, and factor is positive.
 
-    Without a cap those are the arguments, so that scaling and shifting become one instruction in `step_scored`.
+    Without a cap scores are the products, so that scaling them and subtracting the maximum become one instruction.
     """
     if HAS_CAP:
-        scores = cap_log2 * tanh(products * multiplier)
+        scores = scaling.cap_log2 * tanh(products * scaling.multiplier)
         factor = 1.0
     else:
         scores = products
-        factor = multiplier
+        factor = scaling.multiplier
     return scores, factor
 
 
 @triton.jit
-def step_scored(largest, total, scores, factor):
-    """`step` for scores of `scored`, -inf where a key is not visible."""
-    raised = tl.maximum(largest, tl.max(scores, 1) * factor)
-    shift = tl.where(raised == -float("inf"), 0.0, raised)
-    weights = tl.exp2(scores * factor - shift[:, None])
-    decay = tl.exp2(largest - shift)
-    return weights, decay, raised, total * decay + tl.sum(weights, 1)
-
-
-@triton.jit
-def step(largest, total, products, multiplier, cap_log2, visible, HAS_CAP: tl.constexpr, MASKED: tl.constexpr):
+def softmax_step(state, scores, factor):
     """One block of keys.
 
     Args:
-        largest, total: float32 [M], the state.
-        products: float32 [M, N], q . k.
-        visible: bool, broadcastable to [M, N]; looked at where MASKED.
+        state: of the rows.
+        scores, factor: of `scale_scores`, [M, N]; -inf where a key is not visible.
 
     Returns:
-        ``(weights, decay, largest, total)``: what has been accumulated is to be multiplied by ``decay`` [M] before
-        ``weights @ v`` is added.
+        ``(weights, decay, state)``: what has been accumulated is to be multiplied by ``decay`` [M] before ``weights @ v`` is added.
     """
-    scores, factor = scored(products, multiplier, cap_log2, HAS_CAP)
-    if MASKED:
-        scores = tl.where(visible, scores, -float("inf"))
-    return step_scored(largest, total, scores, factor)
+    row_max = tl.maximum(state.row_max, tl.max(scores, 1) * factor)
+    shift = finite_or_zero(row_max)
+    weights = tl.exp2(scores * factor - shift[:, None])
+    decay = tl.exp2(state.row_max - shift)
+    return weights, decay, Softmax(row_max, state.row_sum * decay + tl.sum(weights, 1))
 
 
 @triton.jit
-def join_sink(largest, total, sink):
-    """The state with one more score, ``sink`` [M] in natural units. Returns ``(decay, largest, total)``."""
+def join_sink(state, sink):
+    """The state with one more score, ``sink`` [M] in natural units. Returns ``(decay, state)``."""
     sink = sink.to(tl.float32) * LOG2_E
-    raised = tl.maximum(largest, sink)
-    shift = tl.where(raised == -float("inf"), 0.0, raised)
-    decay = tl.exp2(largest - shift)
-    return decay, raised, total * decay + tl.exp2(sink - shift)
+    row_max = tl.maximum(state.row_max, sink)
+    shift = finite_or_zero(row_max)
+    decay = tl.exp2(state.row_max - shift)
+    return decay, Softmax(row_max, state.row_sum * decay + tl.exp2(sink - shift))
 
 
 @triton.jit
-def log_sum_exp(largest, total):
-    """The natural logarithm of the softmax's denominator; -inf of a row that has seen nothing."""
-    shift = tl.where(largest == -float("inf"), 0.0, largest)
-    return (shift + tl.log2(total)) * LN_2
+def finite_or_zero(row_max):
+    """The largest score, or 0 of a row that has seen no key: what scores are taken relative to, so that none becomes NaN."""
+    return tl.where(row_max == -float("inf"), 0.0, row_max)
 
 
 @triton.jit
-def reciprocal_of(total):
-    """``1 / total``, and 1 for a row that has seen nothing: its accumulated values are 0."""
-    return 1.0 / tl.where(total == 0.0, 1.0, total)
+def log2_sum_exp(state):
+    """The logarithm in base 2 of the softmax's denominator; -inf of a row that has seen no key."""
+    return finite_or_zero(state.row_max) + tl.log2(state.row_sum)
+
+
+@triton.jit
+def log_sum_exp(state):
+    """The natural logarithm of the softmax's denominator; -inf of a row that has seen no key."""
+    return log2_sum_exp(state) * LN_2
+
+
+@triton.jit
+def reciprocal_of(row_sum):
+    """``1 / row_sum``, and 1 for a row that has seen no key: its accumulated values are 0."""
+    return 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)

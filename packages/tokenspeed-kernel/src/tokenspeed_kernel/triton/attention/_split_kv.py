@@ -12,6 +12,7 @@ fixed order. A sequence of a single unit needs none of that: its program writes 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +22,46 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
 
-
 _LENGTHS_AT_ONCE = 1024
 _MERGED_AT_ONCE = 2048  # elements of partial outputs: 16 a thread
-_FEW = 4  # programs of a multiprocessor that cost no time
-_MANY = 256  # and of those that end at once
+_FEW = 4  # programs of a multiprocessor that take no longer together than one
+_MANY = 256  # the same of programs that return at once
 # Where a kernel may be launched while the one before it is still at work.
 OVERLAPPING = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
+
+
+class Walk(NamedTuple):
+    """How keys are cut into blocks; known when a kernel is compiled.
+
+    Attributes:
+        q_len: new tokens of a sequence, at most.
+        windowed: whether queries see a window of the keys only.
+        block_n: keys of a block.
+        at_once: lengths that are looked at together.
+    """
+
+    q_len: int
+    windowed: bool
+    block_n: int
+    at_once: int
+
+
+class Merge(NamedTuple):
+    """How `merge_units_kernel` is compiled.
+
+    Attributes:
+        heads, group, width: key heads, query heads of each, columns of a value.
+        units, rows, block_w: partial results at once, rows of a tile, and ``width`` as a power of two.
+        early: whether it may start before the units are made.
+    """
+
+    heads: int
+    group: int
+    width: int
+    units: int
+    rows: int
+    block_w: int
+    early: bool
 
 
 @dataclass(frozen=True)
@@ -53,6 +87,10 @@ class SplitPlan:
     waves_units: int
     long: int
     at_once: int
+
+    def walk(self, q_len: int, window_left: int, block_n: int) -> Walk:
+        """How kernels that follow the plan walk the keys of sequences of ``q_len`` new tokens at most."""
+        return Walk(q_len, window_left >= 0, block_n, self.at_once)
 
     def partials(self, heads: int, rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Room for partial outputs ``[units, heads, rows, width]`` and their log-sum-exps ``[units, heads, rows]``."""
@@ -86,6 +124,7 @@ def plan_units(
 
 def merge_units(
     plan: SplitPlan,
+    walk: Walk,
     partial: Tensor,
     partial_lse: Tensor,
     out: Tensor,
@@ -93,38 +132,36 @@ def merge_units(
     sinks: Tensor | None,
     cache_seqlens: Tensor,
     capacity: int,
-    q_len: int,
     window_left: int,
-    block_n: int,
     multiprocessors: int,
     early: bool = False,
     cu_seqlens_q: Tensor | None = None,
     parts: Tensor | None = None,
 ) -> None:
-    """Makes the units of every sequence that has several one, and adds the sinks.
+    """Merges the units of every sequence that has several, and adds the sinks.
 
     Args:
+        walk: what the units were made with, as were ``capacity`` and ``window_left``.
         partial, partial_lse: as `SplitPlan.partials` made them; filled, the log-sum-exp in base 2 and without sinks. Row r of
             head h is token ``r // group`` and query head ``h * group + r % group`` of the sequence.
-        capacity: bounds lengths, in tokens; with ``q_len``, ``window_left`` and ``block_n`` what the units were made with.
+        capacity: bounds lengths, in tokens.
         lse: contiguous.
-        cu_seqlens_q: where a sequence may have fewer than ``q_len`` queries; or, without parts, more: those are passed over.
-        parts: int32 ``[batch, 2]``, the first partial result of a sequence and their number (1: there is none), where that has been
-            decided otherwise than here.
-        early: launched before the kernel that fills the partials has ended, which is waited for on the device.
+        cu_seqlens_q: where a sequence may have fewer than ``walk.q_len`` queries; or, without parts, more: those are passed over.
+        parts: int32 ``[batch, 2]``, the first partial result of a sequence and their number (1: there is none), where another
+            kernel has decided that.
+        early: whether to launch before the kernel that fills the partials has ended; the device waits for it.
     """
     _, heads, rows, width = partial.shape
     block_w = next_power_of_2(width)
-    # Where there are few sequences a program has one row and, at once, all units of it; elsewhere all rows of a head. Where there
-    # are many, mostly unsplit, a program has several heads: that a sequence is not split is all that most programs find.
-    # Where it has been decided elsewhere, that costs next to nothing.
-    few = plan.batch * heads * rows < (_FEW if parts is None else _MANY) * multiprocessors
+    # With few sequences a program merges one row, all of its units at once; with more, all rows of a head. With many, of which few
+    # are split, a program takes several heads: most programs only find that their sequence is not split, which is quicker to find
+    # where ``parts`` says so.
+    programs = (_FEW if parts is None else _MANY) * multiprocessors
+    few = plan.batch * heads * rows < programs
     at_once = 1 if few else min(next_power_of_2(rows), max(1, _MERGED_AT_ONCE // (2 * block_w)))
     units = min(next_power_of_2(plan.most), max(2, (2 if few else 1) * _MERGED_AT_ONCE // (block_w * at_once)))
     items = heads * cdiv(rows, at_once)
-    device_code.merge_units_kernel[
-        (plan.batch, items if few else min(items, max(1, (_FEW if parts is None else _MANY) * multiprocessors // plan.batch)))
-    ](
+    device_code.merge_units_kernel[(plan.batch, items if few else min(items, max(1, programs // plan.batch)))](
         partial,
         partial_lse,
         out,
@@ -141,17 +178,8 @@ def merge_units(
         plan.waves_units,
         plan.long,
         *out.stride(),
-        HEADS=heads,
-        GROUP=rows // q_len,
-        Q_LEN=q_len,
-        WIDTH=width,
-        WINDOWED=window_left >= 0,
-        BLOCK_N=block_n,
-        AT_ONCE=plan.at_once,
-        UNITS=units,
-        ROWS=at_once,
-        BLOCK_W=block_w,
-        EARLY=early,
+        WALK=walk,
+        MERGE=Merge(heads, rows // walk.q_len, width, units, at_once, block_w, early),
         num_warps=4,
         **({"launch_pdl": True} if early else {}),
     )

@@ -8,6 +8,7 @@ the way. Long sequences are split over programs, see `_split_kv`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from tokenspeed_kernel.triton.attention._formats import CACHED, MHA
 from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._fp8_pairs import pairable, paired
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
+from tokenspeed_kernel.triton.attention._shape import Shape, scales_apart
 from tokenspeed_kernel.triton.attention._split_kv import OVERLAPPING, merge_units, plan_units
 from tokenspeed_kernel.triton.common import TRITON, cdiv, common_device, dense, for_architecture, multiprocessors, next_power_of_2
 from tokenspeed_kernel_base.checks import FP8
@@ -99,6 +101,49 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
     return Config(block_n, num_warps, num_stages, min(8, max(1, resident)))
 
 
+class Formats(NamedTuple):
+    """What is multiplied.
+
+    Attributes:
+        dtype: of the products' operands, Triton's.
+        rescaled: whether queries are brought to float16's range, by a power of two that scores are multiplied with again.
+        q_fp8, kv_fp8: how 8-bit queries, keys and values become operands, see `_fp8` and `_fp8_pairs`; None where they are none.
+        pairs: whether the cache is read as pairs of 8-bit numbers.
+    """
+
+    dtype: Any
+    rescaled: bool
+    q_fp8: str | None
+    kv_fp8: str | None
+    pairs: bool
+
+
+class Tile(NamedTuple):
+    """What a program computes, and how.
+
+    Attributes:
+        packed: key heads that are one wide head for the program.
+        split: whether a sequence may have several units.
+        alike: whether keys and values lie at the same places of their caches.
+        far: whether offsets within a cache need 64 bits.
+        block_m, block_n: query rows, and keys at once.
+        block_d, block_w: columns of keys and values, powers of two.
+        stages: of the loop over keys.
+        early: whether it may start before the kernel in front of it has ended.
+    """
+
+    packed: int
+    split: bool
+    alike: bool
+    far: bool
+    block_m: int
+    block_n: int
+    block_d: int
+    block_w: int
+    stages: int
+    early: bool
+
+
 _LEAST_ROWS = 16  # of a product's tile
 # Key heads are packed until a key takes so many bytes, a line of the cache. With an fp8 cache, 64 x 8K: 146, unpacked 208; with
 # 256 bytes, bfloat16: 261 for 264, but 1 x 1K 7.5 for 6.7.
@@ -121,11 +166,6 @@ def _packed(k_cache: Tensor, v_cache: Tensor, rows: int) -> int:
 def _reach(x: Tensor) -> int:
     """How far the last element is from the first, in elements."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _scales(scale: Tensor | None) -> int:
-    """The stride of the scales of key heads: 0 if they share one."""
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
 
 
 @register_kernel(
@@ -238,6 +278,7 @@ def attend_newest(
         cdiv(config.least, config.block_n),
         cdiv(config.whole, config.block_n),
     )
+    walk = plan.walk(max_seqlen_q, window_left, config.block_n)
     split = plan.most > 1
     partial, partial_lse = plan.partials(heads, rows, v_head_dim, device)
     q, q_fp8 = fp8_operand(q)
@@ -277,39 +318,28 @@ def attend_newest(
         plan.wave,
         plan.waves_units,
         plan.long,
-        HEADS=heads,
-        GROUP=group,
-        Q_LEN=max_seqlen_q,
-        HEAD_DIM=head_dim,
-        V_HEAD_DIM=v_head_dim,
-        PAGE_SIZE=page_size,
-        Q_SCALES=_scales(q_scale),
-        K_SCALES=_scales(k_scale),
-        V_SCALES=_scales(v_scale),
-        HAS_CAP=logit_cap > 0,
-        WINDOWED=window_left >= 0,
-        SPLIT=split,
-        DTYPE=common_device.DTYPES[dtype],
-        RESCALED=rescaled,
-        Q_FP8=q_fp8,
-        FP8=fp8,
-        PAIRS=pairs,
-        PACKED=packed,
-        ALIKE=k_cache.stride()[:2] == v_cache.stride()[:2],
-        FAR=max(_reach(k_cache), _reach(v_cache)) >= 2**31,
-        BLOCK_M=block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=block_d,
-        BLOCK_W=block_w,
-        AT_ONCE=plan.at_once,
-        EARLY=early,
-        STAGES=config.num_stages,
+        SHAPE=Shape(heads, group, head_dim, v_head_dim, page_size, *map(scales_apart, (q_scale, k_scale, v_scale)), logit_cap > 0),
+        FORMATS=Formats(common_device.DTYPES[dtype], rescaled, q_fp8, fp8, pairs),
+        WALK=walk,
+        TILE=Tile(
+            packed=packed,
+            split=split,
+            alike=k_cache.stride()[:2] == v_cache.stride()[:2],
+            far=max(_reach(k_cache), _reach(v_cache)) >= 2**31,
+            block_m=block_m,
+            block_n=config.block_n,
+            block_d=block_d,
+            block_w=block_w,
+            stages=config.num_stages,
+            early=early,
+        ),
         num_warps=config.num_warps,
         **({"launch_pdl": True} if early else {}),
     )
     if split:
         merge_units(
             plan,
+            walk,
             partial,
             partial_lse,
             out,
@@ -317,9 +347,7 @@ def attend_newest(
             sinks,
             cache_seqlens,
             capacity,
-            max_seqlen_q,
             window_left,
-            config.block_n,
             sm_count,
             early,
             cu_seqlens_q,

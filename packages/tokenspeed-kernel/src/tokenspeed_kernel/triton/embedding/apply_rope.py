@@ -6,7 +6,7 @@ A program takes a tile of heads, of q or of k; one of k takes v's heads along wh
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,32 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 
-@dataclass(frozen=True)
-class Tile:
+class Shape(NamedTuple):
+    """Sizes that a model fixes: heads of q and of k, columns of a head, and how many are turned, as neighbours or as halves."""
+
+    q_heads: int
+    k_heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
+
+
+class Write(NamedTuple):
+    """The write into the cache.
+
+    Attributes:
+        wanted: whether there is one.
+        page_size: tokens of a page.
+        format, native: see `_write_device.as_stored`.
+    """
+
+    wanted: bool
+    page_size: int
+    format: str
+    native: bool
+
+
+class Tile(NamedTuple):
     """What one program turns; all but warps are powers of two.
 
     Attributes:
@@ -130,20 +154,9 @@ def apply_rope(
             table.stride(0),
             slots_stride,
             *cache_strides,
-            Q_HEADS=max(q_heads, 1),
-            K_HEADS=max(k_heads, 1),
-            HEAD_DIM=head_dim,
-            ROTARY_DIM=rotary_dim,
-            INTERLEAVED=interleaved,
-            WRITE=write,
-            PAGE_SIZE=page_size,
-            FORMAT=form,
-            NATIVE=native,
-            Q_TILE=tile.q_heads,
-            K_TILE=tile.k_heads,
-            PAIRS=tile.pairs,
-            TAIL=tile.tail,
-            BLOCK=tile.block,
+            SHAPE=Shape(max(q_heads, 1), max(k_heads, 1), head_dim, rotary_dim, interleaved),
+            WRITE=Write(write, page_size, form, native),
+            TILE=tile,
             num_warps=tile.warps,
         )
     if q_out is not None and q_out is not new_q:

@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.kvcache._write_device import as_stored, locate_slots
+from tokenspeed_kernel.triton.kvcache._write_device import as_stored, slot_of
+from tokenspeed_kernel.triton.views_device import Cache
+
+
+class Heads(NamedTuple):
+    """``[tokens, heads, dim]``, columns of unit stride."""
+
+    first: Any  # a pointer to the first element
+    token_stride: Any
+    head_stride: Any
+
+
+class Angles(NamedTuple):
+    """Positions of the tokens, and the table ``[positions, rotary_dim]`` of their cosines and sines."""
+
+    positions: Any
+    positions_stride: Any
+    table: Any
+    table_stride: Any
+
+
+class Slots(NamedTuple):
+    """Where tokens go in the cache."""
+
+    first: Any
+    stride: Any
 
 
 @triton.jit
-def _load_heads(
-    base, inside,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Heads that begin at ``base``, ``[TILE, 1]``: the two elements of every pair, ``[TILE, PAIRS]`` each, and those that are in
-    none, ``[TILE, TAIL]``."""
+def _head_of(heads, token, head):
+    """Pointers to the first elements of some heads."""
+    return heads.first + token * heads.token_stride + head * heads.head_stride
+
+
+@triton.jit
+def _load_heads(base, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Heads that begin at ``base``, ``[HEADS, 1]``: the two elements of every pair, ``[HEADS, pairs]`` each, and those that are in
+    none, ``[HEADS, tail]``."""
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    ROTARY_DIM: tl.constexpr = SHAPE.rotary_dim
+    INTERLEAVED: tl.constexpr = SHAPE.interleaved
+    PAIRS: tl.constexpr = TILE.pairs
+    TAIL: tl.constexpr = TILE.tail
     if INTERLEAVED:
         both = tl.arange(0, 2 * PAIRS)[None, :]
         loaded = tl.load(base + both, mask=inside & (both < ROTARY_DIM), other=0.0)
@@ -33,11 +68,13 @@ def _load_heads(
 
 
 @triton.jit
-def _store_heads(
-    base, dim_stride, a, b, tail, inside,
-    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Puts what `_load_heads` gives to where it finds it."""
+def _store_heads(base, dim_stride, a, b, tail, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Stores what `_load_heads` loads."""
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    ROTARY_DIM: tl.constexpr = SHAPE.rotary_dim
+    INTERLEAVED: tl.constexpr = SHAPE.interleaved
+    PAIRS: tl.constexpr = TILE.pairs
+    TAIL: tl.constexpr = TILE.tail
     if INTERLEAVED:
         both = tl.arange(0, 2 * PAIRS)[None, :]
         joined = tl.reshape(tl.join(a, b), (a.shape[0], 2 * PAIRS))
@@ -53,10 +90,10 @@ def _store_heads(
 
 
 @triton.jit
-def _turn(a, b, table, position, inside, table_stride, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """Pairs turned by the angles of their positions, ``[TILE, 1]`` or ``[1, 1]``, and rounded."""
+def _turn(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """Pairs turned by the angles of their positions, ``[HEADS, 1]`` or ``[1, 1]``, and rounded."""
     pair = tl.arange(0, PAIRS)[None, :]
-    at = table + position.to(tl.int64) * table_stride + pair
+    at = angles.table + position.to(tl.int64) * angles.table_stride + pair
     there = inside & (pair < ROTARY_DIM // 2)
     cos = tl.load(at, mask=there, other=0.0)
     sin = tl.load(at + ROTARY_DIM // 2, mask=there, other=0.0)
@@ -65,59 +102,61 @@ def _turn(a, b, table, position, inside, table_stride, ROTARY_DIM: tl.constexpr,
 
 
 @triton.jit
-def _turn_queries(
-    q, q_out, positions, table, program, tokens, token_stride, head_stride, out_token_stride, out_head_stride, positions_stride,
-    table_stride, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    TILE: tl.constexpr, PAIRS: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    row = program * TILE + tl.arange(0, TILE)[:, None]
-    token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+def _turn_queries(q, q_out, angles, program, tokens, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    ROTARY_DIM: tl.constexpr = SHAPE.rotary_dim
+    PAIRS: tl.constexpr = TILE.pairs
+    HEADS: tl.constexpr = TILE.q_heads
+    row = program * HEADS + tl.arange(0, HEADS)[:, None]
+    token, head = (row // SHAPE.q_heads).to(tl.int64), (row % SHAPE.q_heads).to(tl.int64)
     inside = token < tokens
-    base = q + token * token_stride + head * head_stride
-    a, b, tail = _load_heads(base, inside, HEAD_DIM, ROTARY_DIM, PAIRS, TAIL, INTERLEAVED)
-    if HEADS % TILE == 0:  # The whole tile is of one token: angles are loaded once.
-        at = (program * TILE // HEADS) * positions_stride + tl.zeros((1, 1), tl.int64)
-        a, b = _turn(a, b, table, tl.load(positions + at), at >= 0, table_stride, ROTARY_DIM, PAIRS)
+    a, b, tail = _load_heads(_head_of(q, token, head), inside, SHAPE, TILE)
+    if SHAPE.q_heads % HEADS == 0:  # The whole tile is of one token: angles are loaded once.
+        at = (program * HEADS // SHAPE.q_heads) * angles.positions_stride + tl.zeros((1, 1), tl.int64)
+        a, b = _turn(a, b, angles, tl.load(angles.positions + at), at >= 0, ROTARY_DIM, PAIRS)
     else:
-        position = tl.load(positions + token * positions_stride, mask=inside, other=0)
-        a, b = _turn(a, b, table, position, inside, table_stride, ROTARY_DIM, PAIRS)
-    out_base = q_out + token * out_token_stride + head * out_head_stride
-    _store_heads(out_base, 1, a, b, tail, inside, HEAD_DIM, ROTARY_DIM, PAIRS, TAIL, INTERLEAVED)
+        position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
+        a, b = _turn(a, b, angles, position, inside, ROTARY_DIM, PAIRS)
+    _store_heads(_head_of(q_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
 
 
 @triton.jit
 def _turn_keys(
-    k, v, k_out, k_cache, v_cache, positions, table, slot_mapping, program, tokens, token_stride, head_stride, v_token_stride,
-    v_head_stride, out_token_stride, out_head_stride, positions_stride, table_stride, slot_mapping_stride, k_page_stride,
-    k_slot_stride, k_cache_head_stride, k_cache_dim_stride, v_page_stride, v_slot_stride, v_cache_head_stride, v_cache_dim_stride,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, WRITE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
-    TAIL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = program * TILE + tl.arange(0, TILE)[:, None]
-    token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+    k,
+    v,
+    k_out,
+    k_cache,
+    v_cache,
+    slots,
+    angles,
+    program,
+    tokens,
+    SHAPE: tl.constexpr,
+    WRITE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Heads of k, and the write of k and v where there is one."""
+    HEADS: tl.constexpr = TILE.k_heads
+    FORMAT: tl.constexpr = WRITE.format
+    NATIVE: tl.constexpr = WRITE.native
+    row = program * HEADS + tl.arange(0, HEADS)[:, None]
+    token, head = (row // SHAPE.k_heads).to(tl.int64), (row % SHAPE.k_heads).to(tl.int64)
     inside = token < tokens
-    position = tl.load(positions + token * positions_stride, mask=inside, other=0)
-    base = k + token * token_stride + head * head_stride
-    a, b, tail = _load_heads(base, inside, HEAD_DIM, ROTARY_DIM, PAIRS, TAIL, INTERLEAVED)
-    if WRITE:  # all loads before the first store, which they could not be moved across
-        slot = tl.load(slot_mapping + token * slot_mapping_stride, mask=inside, other=-1)
+    position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
+    a, b, tail = _load_heads(_head_of(k, token, head), inside, SHAPE, TILE)
+    if WRITE.wanted:  # all loads before the first store, which they could not be moved across
+        slot = tl.load(slots.first + token * slots.stride, mask=inside, other=-1)
         written = slot >= 0
-        column = tl.arange(0, BLOCK)[None, :]
-        v_base = v + token * v_token_stride + head * v_head_stride
-        values = tl.load(v_base + column, mask=inside & (column < HEAD_DIM), other=0.0)
-    a, b = _turn(a, b, table, position, inside, table_stride, ROTARY_DIM, PAIRS)
-    out_base = k_out + token * out_token_stride + head * out_head_stride
-    _store_heads(out_base, 1, a, b, tail, inside, HEAD_DIM, ROTARY_DIM, PAIRS, TAIL, INTERLEAVED)
-    if WRITE:
-        k_place = locate_slots(slot, PAGE_SIZE, k_page_stride, k_slot_stride) + head * k_cache_head_stride
-        v_place = locate_slots(slot, PAGE_SIZE, v_page_stride, v_slot_stride) + head * v_cache_head_stride
-        _store_heads(
-            k_cache + k_place, k_cache_dim_stride, as_stored(a, FORMAT, NATIVE), as_stored(b, FORMAT, NATIVE),
-            as_stored(tail, FORMAT, NATIVE), written, HEAD_DIM, ROTARY_DIM, PAIRS, TAIL, INTERLEAVED,
-        )  # fmt: skip
-        v_places = v_cache + v_place + column * v_cache_dim_stride
-        tl.store(v_places, as_stored(values, FORMAT, NATIVE), mask=written & (column < HEAD_DIM))
+        column = tl.arange(0, TILE.block)[None, :]
+        values = tl.load(_head_of(v, token, head) + column, mask=inside & (column < SHAPE.head_dim), other=0.0)
+    a, b = _turn(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
+    _store_heads(_head_of(k_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
+    if WRITE.wanted:
+        k_at = slot_of(k_cache, slot, head, WRITE.page_size)
+        v_at = slot_of(v_cache, slot, head, WRITE.page_size)
+        a, b, tail = as_stored(a, FORMAT, NATIVE), as_stored(b, FORMAT, NATIVE), as_stored(tail, FORMAT, NATIVE)
+        _store_heads(k_at, k_cache.dim_stride, a, b, tail, written, SHAPE, TILE)
+        v_at += column * v_cache.dim_stride
+        tl.store(v_at, as_stored(values, FORMAT, NATIVE), mask=written & (column < SHAPE.head_dim))
 
 
 @triton.jit(do_not_specialize=["tokens", "k_programs"])
@@ -155,32 +194,29 @@ def apply_rope_kernel(
     v_slot_stride,
     v_cache_head_stride,
     v_cache_dim_stride,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    SHAPE: tl.constexpr,
     WRITE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    NATIVE: tl.constexpr,
-    Q_TILE: tl.constexpr,
-    K_TILE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TAIL: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
+    """The first ``k_programs`` programs take k and v, the others q."""
+    angles = Angles(positions, positions_stride, table, table_stride)
     program = tl.program_id(0)
     if program < k_programs:
         _turn_keys(
-            k, v, k_out, k_cache, v_cache, positions, table, slot_mapping, program, tokens, k_token_stride, k_head_stride,
-            v_token_stride, v_head_stride, k_out_token_stride, k_out_head_stride, positions_stride, table_stride,
-            slot_mapping_stride, k_page_stride, k_slot_stride, k_cache_head_stride, k_cache_dim_stride, v_page_stride,
-            v_slot_stride, v_cache_head_stride, v_cache_dim_stride, K_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, WRITE, PAGE_SIZE,
-            FORMAT, NATIVE, K_TILE, PAIRS, TAIL, BLOCK,
-        )  # fmt: skip
+            Heads(k, k_token_stride, k_head_stride),
+            Heads(v, v_token_stride, v_head_stride),
+            Heads(k_out, k_out_token_stride, k_out_head_stride),
+            Cache(k_cache, k_page_stride, k_slot_stride, k_cache_head_stride, k_cache_dim_stride),
+            Cache(v_cache, v_page_stride, v_slot_stride, v_cache_head_stride, v_cache_dim_stride),
+            Slots(slot_mapping, slot_mapping_stride),
+            angles,
+            program,
+            tokens,
+            SHAPE,
+            WRITE,
+            TILE,
+        )
     else:
-        _turn_queries(
-            q, q_out, positions, table, program - k_programs, tokens, q_token_stride, q_head_stride, q_out_token_stride,
-            q_out_head_stride, positions_stride, table_stride, Q_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, Q_TILE, PAIRS, TAIL,
-        )  # fmt: skip
+        q_heads = Heads(q, q_token_stride, q_head_stride)
+        q_out_heads = Heads(q_out, q_out_token_stride, q_out_head_stride)
+        _turn_queries(q_heads, q_out_heads, angles, program - k_programs, tokens, SHAPE, TILE)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.gemm._split_k import COLUMNS, ROWS
-from tokenspeed_kernel.triton.gemm._tiles_device import store_tile
+from tokenspeed_kernel.triton.gemm._tiles_device import Output, store_tile
 
 _ROWS, _COLUMNS = tl.constexpr(ROWS), tl.constexpr(COLUMNS)
 
@@ -34,4 +34,4 @@ def sum_splits_kernel(
     acc = tl.zeros([_ROWS, _COLUMNS], tl.float32)
     for split in tl.static_range(SPLITS):
         acc += tl.load(partial_ptr + split * elements + at, mask=inside, other=0.0)
-    store_tile(acc, out_ptr + batch * stride_batch, bias_ptr, m, n, M, N, stride_m, stride_n, INTERPRETED)
+    store_tile(acc, Output(out_ptr + batch * stride_batch, stride_m, stride_n, bias_ptr), m, n, M, N, INTERPRETED)

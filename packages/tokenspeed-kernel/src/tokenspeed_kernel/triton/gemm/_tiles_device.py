@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.quantization._encode_device import round_to
+
+
+class Operand(NamedTuple):
+    """One matrix of an operand, as lines along k: the rows of a, the columns of b. See `_operands.Operand`.
+
+    Fields:
+        data: a pointer to its first element; None where a descriptor is in its place.
+        line_stride, k_stride: of the data.
+        scale: a pointer to its scales; not read where it has none.
+        scale_line_stride, scale_k_stride: of the scales.
+    """
+
+    data: Any
+    line_stride: Any
+    k_stride: Any
+    scale: Any
+    scale_line_stride: Any
+    scale_k_stride: Any
+
+
+class Output(NamedTuple):
+    """One matrix of the result, ``[M, N]``, and the bias, ``[N]`` or None."""
+
+    first: Any  # a pointer to the first element
+    m_stride: Any
+    n_stride: Any
+    bias: Any
 
 
 @triton.jit
@@ -18,30 +47,19 @@ def tile_of(index, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def scale_of_lines(scale_ptr, line, inside, line_stride, SCALING: tl.constexpr):
+def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
     """Scales that apply to whole sums: one a line, or one for all."""
     if SCALING == "line":
-        scale = tl.load(scale_ptr + line.to(tl.int64) * line_stride, mask=inside, other=0.0)
+        scale = tl.load(operand.scale + line.to(tl.int64) * operand.scale_line_stride, mask=inside, other=0.0)
     else:
-        scale = tl.load(scale_ptr)
+        scale = tl.load(operand.scale)
     return scale
 
 
 @triton.jit
-def store_tile(
-    acc,
-    out_ptr,
-    bias_ptr,
-    m,
-    n,
-    M,
-    N,
-    stride_m,
-    stride_n,
-    INTERPRETED: tl.constexpr,
-):
+def store_tile(acc, out, m, n, M, N, INTERPRETED: tl.constexpr):
     """Adds the bias, rounds, stores. ``m`` and ``n`` are its rows and columns, which broadcast to acc's shape."""
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    value = round_to(acc, out_ptr.dtype.element_ty, INTERPRETED)
-    tl.store(out_ptr + m.to(tl.int64) * stride_m + n.to(tl.int64) * stride_n, value, mask=(m < M) & (n < N))
+    if out.bias is not None:
+        acc += tl.load(out.bias + n, mask=n < N, other=0.0).to(tl.float32)
+    value = round_to(acc, out.first.dtype.element_ty, INTERPRETED)
+    tl.store(out.first + m.to(tl.int64) * out.m_stride + n.to(tl.int64) * out.n_stride, value, mask=(m < M) & (n < N))

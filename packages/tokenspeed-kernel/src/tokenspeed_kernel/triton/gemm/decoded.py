@@ -10,6 +10,7 @@ multiply sums.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,37 @@ from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
+
+
+class Formats(NamedTuple):
+    """What is multiplied, and how.
+
+    Attributes:
+        a, b, a_scaling, b_scaling: see `Operand`.
+        split_a: whether a is the sum of two bfloat16.
+        compute, precision: dtype of the products' operands, Triton's, and precision of float32 products.
+        native, interpreted: see `Abilities`.
+    """
+
+    a: str
+    b: str
+    a_scaling: str
+    b_scaling: str
+    split_a: bool
+    compute: Any
+    precision: str | None
+    native: bool
+    interpreted: bool
+
+
+class Program(NamedTuple):
+    """A `Tile` as the kernel has it, whether its ``k`` divides all of k, and rows of tiles that are done together (`tile_of`)."""
+
+    m: int
+    n: int
+    k: int
+    even_k: bool
+    group: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +76,8 @@ _TILES = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4,
 
 # Programs with small tiles that a multiprocessor needs at least, for one decodes while another one's loads are under way.
 _PROGRAMS = 3
+# Rows of tiles that are done together.
+_GROUP = 8
 
 
 def tile_for(x: Operand, w: Operand) -> Tile:
@@ -86,20 +120,18 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Til
         *strides,
         out.numel(),
         k_per_split,
-        A_FORMAT=x.format,
-        B_FORMAT=w.format,
-        A_SCALING=x.scaling,
-        B_SCALING=w.scaling,
-        SPLIT_A=split_a,
-        COMPUTE=common_device.DTYPES[compute],
-        PRECISION="ieee" if wide else None,
-        BLOCK_M=tile.m,
-        BLOCK_N=tile.n,
-        BLOCK_K=tile.k,
-        GROUP=8,
-        EVEN_K=k % tile.k == 0,
-        NATIVE=able.native,
-        INTERPRETED=able.interpreted,
+        FORMATS=Formats(
+            a=x.format,
+            b=w.format,
+            a_scaling=x.scaling,
+            b_scaling=w.scaling,
+            split_a=split_a,
+            compute=common_device.DTYPES[compute],
+            precision="ieee" if wide else None,
+            native=able.native,
+            interpreted=able.interpreted,
+        ),
+        TILE=Program(tile.m, tile.n, tile.k, even_k=k % tile.k == 0, group=_GROUP),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

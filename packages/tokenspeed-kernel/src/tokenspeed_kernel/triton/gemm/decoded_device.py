@@ -6,22 +6,17 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import wait_for_products
-from tokenspeed_kernel.triton.gemm._tiles_device import scale_of_lines, store_tile, tile_of
+from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_of_lines, store_tile, tile_of
 from tokenspeed_kernel.triton.quantization._encode_device import decode_e2m1, decode_e8m0, decode_fp8, unpack_e2m1
 
 
 @triton.jit
 def _decoded_lines(
-    data_ptr,
-    scale_ptr,
+    operand,
     line,
     inside,
     k0,
     K,
-    stride,
-    stride_k,
-    scale_stride,
-    scale_stride_k,
     LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -30,15 +25,17 @@ def _decoded_lines(
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """``[LINES, BLOCK_K]`` of COMPUTE, from element k0 on; zeros beyond K."""
+    """``[LINES, BLOCK_K]`` of COMPUTE, from element k0 on; zeros beyond K. ``line``, ``inside``: the lines, and which exist."""
     if FORMAT == "e2m1":
         at = k0 // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
         mask = inside if EVEN_K else inside & (at < K // 2)
-        value = decode_e2m1(unpack_e2m1(tl.load(data_ptr + line.to(tl.int64) * stride + at * stride_k, mask=mask, other=0)))
+        value = decode_e2m1(
+            unpack_e2m1(tl.load(operand.data + line.to(tl.int64) * operand.line_stride + at * operand.k_stride, mask=mask, other=0))
+        )
     else:
         at = k0 + tl.arange(0, BLOCK_K)[None, :]
         mask = inside if EVEN_K else inside & (at < K)
-        loaded = tl.load(data_ptr + line.to(tl.int64) * stride + at * stride_k, mask=mask, other=0)
+        loaded = tl.load(operand.data + line.to(tl.int64) * operand.line_stride + at * operand.k_stride, mask=mask, other=0)
         if FORMAT == "dense":
             value = loaded
         else:
@@ -46,7 +43,11 @@ def _decoded_lines(
     if MX:
         block = k0 // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
         mask = inside if EVEN_K else inside & (block < K // 32)
-        scale = decode_e8m0(tl.load(scale_ptr + line.to(tl.int64) * scale_stride + block * scale_stride_k, mask=mask, other=0))
+        scale = decode_e8m0(
+            tl.load(
+                operand.scale + line.to(tl.int64) * operand.scale_line_stride + block * operand.scale_k_stride, mask=mask, other=0
+            )
+        )
         value = tl.reshape(value, [LINES, BLOCK_K // 32, 32]) * scale[:, :, None]
         value = tl.reshape(value, [LINES, BLOCK_K])
     return value.to(COMPUTE)
@@ -80,25 +81,26 @@ def decoded_mm_kernel(
     stride_out_n,
     stride_split: tl.int64,
     k_per_split,
-    A_FORMAT: tl.constexpr,
-    B_FORMAT: tl.constexpr,
-    A_SCALING: tl.constexpr,
-    B_SCALING: tl.constexpr,
-    SPLIT_A: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    FORMATS: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One tile of one matrix of the batch (grid axis 0), from one range of k (axis 1)."""
+    A_FORMAT: tl.constexpr = FORMATS.a
+    B_FORMAT: tl.constexpr = FORMATS.b
+    A_SCALING: tl.constexpr = FORMATS.a_scaling
+    B_SCALING: tl.constexpr = FORMATS.b_scaling
+    SPLIT_A: tl.constexpr = FORMATS.split_a
+    COMPUTE: tl.constexpr = FORMATS.compute
+    A_COMPUTE: tl.constexpr = tl.float16 if SPLIT_A else COMPUTE
+    PRECISION: tl.constexpr = FORMATS.precision
+    NATIVE: tl.constexpr = FORMATS.native
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
+    EVEN_K: tl.constexpr = TILE.even_k
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     batch, split = (tl.program_id(0) // (tiles_m * tiles_n)).to(tl.int64), tl.program_id(1)
-    tile_m, tile_n = tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    tile_m, tile_n = tile_of(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, TILE.group)
     a_ptr += batch * stride_a_batch
     b_ptr += batch * stride_b_batch
     out_ptr += batch * stride_out_batch + split * stride_split
@@ -108,47 +110,20 @@ def decoded_mm_kernel(
         a_scale_ptr += batch * stride_as_batch
     if B_SCALING != "none":
         b_scale_ptr += batch * stride_bs_batch
+    a_operand = Operand(a_ptr, stride_am, stride_ak, a_scale_ptr, stride_asm, stride_ask)
+    b_operand = Operand(b_ptr, stride_bn, stride_bk, b_scale_ptr, stride_bsn, stride_bsk)
+    out = Output(out_ptr, stride_out_m, stride_out_n, bias_ptr)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     first = split * k_per_split
     for k0 in range(first, tl.minimum(first + k_per_split, K), BLOCK_K):
         wait_for_products()
+        b_mx: tl.constexpr = B_SCALING == "mx"
+        a_mx: tl.constexpr = A_SCALING == "mx"
         b = _decoded_lines(
-            b_ptr,
-            b_scale_ptr,
-            n[:, None],
-            (n < N)[:, None],
-            k0,
-            K,
-            stride_bn,
-            stride_bk,
-            stride_bsn,
-            stride_bsk,
-            BLOCK_N,
-            BLOCK_K,
-            B_FORMAT,
-            B_SCALING == "mx",
-            EVEN_K,
-            COMPUTE,
-            NATIVE,
+            b_operand, n[:, None], (n < N)[:, None], k0, K, BLOCK_N, BLOCK_K, B_FORMAT, b_mx, EVEN_K, COMPUTE, NATIVE
         )
         a = _decoded_lines(
-            a_ptr,
-            a_scale_ptr,
-            m[:, None],
-            (m < M)[:, None],
-            k0,
-            K,
-            stride_am,
-            stride_ak,
-            stride_asm,
-            stride_ask,
-            BLOCK_M,
-            BLOCK_K,
-            A_FORMAT,
-            A_SCALING == "mx",
-            EVEN_K,
-            tl.float16 if SPLIT_A else COMPUTE,
-            NATIVE,
+            a_operand, m[:, None], (m < M)[:, None], k0, K, BLOCK_M, BLOCK_K, A_FORMAT, a_mx, EVEN_K, A_COMPUTE, NATIVE
         )
         if A_SCALING == "block" or B_SCALING == "block":
             block = k0 // 128
@@ -165,8 +140,7 @@ def decoded_mm_kernel(
         else:
             acc = tl.dot(b, tl.trans(a), acc, input_precision=PRECISION)
     if A_SCALING == "line" or A_SCALING == "whole":
-        a_scale = scale_of_lines(a_scale_ptr, m[None, :], (m < M)[None, :], stride_asm, A_SCALING)
-        acc *= a_scale
+        acc *= scale_of_lines(a_operand, m[None, :], (m < M)[None, :], A_SCALING)
     if B_SCALING == "line" or B_SCALING == "whole":
-        acc *= scale_of_lines(b_scale_ptr, n[:, None], (n < N)[:, None], stride_bsn, B_SCALING)
-    store_tile(acc, out_ptr, bias_ptr, m[None, :], n[:, None], M, N, stride_out_m, stride_out_n, INTERPRETED)
+        acc *= scale_of_lines(b_operand, n[:, None], (n < N)[:, None], B_SCALING)
+    store_tile(acc, out, m[None, :], n[:, None], M, N, FORMATS.interpreted)

@@ -9,6 +9,7 @@ sums; those of blocks multiply the products of 128 elements along k before these
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,27 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.platform import ArchVersion, platform_of
 
 device_code = DeviceModule(__name__ + "_device")
+
+
+class Scaling(NamedTuple):
+    """What the scales of a and of b belong to; see `_operands`."""
+
+    a: str
+    b: str
+
+
+class Program(NamedTuple):
+    """A `Config` as the kernel has it; ``even_k``: whether its ``k`` divides all of k."""
+
+    m: int
+    n: int
+    k: int
+    even_k: bool
+    group: int
+    persistent: bool
+    partial: bool
+    descriptors: bool
+    interpreted: bool
 
 
 @dataclass(frozen=True)
@@ -168,17 +190,18 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: C
         *strides,
         out.numel(),
         k_per_split,
-        A_SCALING=x.scaling,
-        B_SCALING=w.scaling,
-        PARTIAL=config.partial,
-        BLOCK_M=config.m,
-        BLOCK_N=config.n,
-        BLOCK_K=config.k,
-        GROUP=config.group,
-        DESCRIPTORS=descriptors,
-        PERSISTENT=config.persistent > 0,
-        EVEN_K=k % config.k == 0,
-        INTERPRETED=platform_of(device).is_cpu,
+        SCALING=Scaling(x.scaling, w.scaling),
+        TILE=Program(
+            m=config.m,
+            n=config.n,
+            k=config.k,
+            even_k=k % config.k == 0,
+            group=config.group,
+            persistent=config.persistent > 0,
+            partial=config.partial,
+            descriptors=descriptors,
+            interpreted=platform_of(device).is_cpu,
+        ),
         num_warps=config.warps,
         num_stages=config.stages,
     )

@@ -5,30 +5,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.gemm._tiles_device import scale_of_lines, store_tile, tile_of
+from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_of_lines, store_tile, tile_of
 
 
 @triton.jit
 def _lines(
-    source,
+    operand,
     line0,
     lines,
     k0,
     K,
-    stride,
-    stride_k,
     LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    DESC: tl.constexpr,
+    DESCRIPTOR: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
     """``[LINES, BLOCK_K]`` from line ``line0`` and element k0 on. Beyond the last line anything, beyond K zeros."""
-    if DESC:
-        tile = source.load([line0, k0])
+    if DESCRIPTOR:
+        tile = operand.data.load([line0, k0])
     else:
         line = (line0 + tl.arange(0, LINES)) % lines
         at = k0 + tl.arange(0, BLOCK_K)
-        pointers = source + line.to(tl.int64)[:, None] * stride + at[None, :] * stride_k
+        pointers = operand.data + line.to(tl.int64)[:, None] * operand.line_stride + at[None, :] * operand.k_stride
         if EVEN_K:
             tile = tl.load(pointers)
         else:
@@ -65,18 +63,18 @@ def direct_mm_kernel(
     stride_out_n,
     stride_split: tl.int64,
     k_per_split,
-    A_SCALING: tl.constexpr,
-    B_SCALING: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    SCALING: tl.constexpr,
+    TILE: tl.constexpr,
 ):
+    """Tiles of one or more matrices, from one range of k (grid axis 1). a and b are tensors, or descriptors of them."""
+    A_SCALING: tl.constexpr = SCALING.a
+    B_SCALING: tl.constexpr = SCALING.b
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_K: tl.constexpr = TILE.k
+    DESCRIPTORS: tl.constexpr = TILE.descriptors
+    PERSISTENT: tl.constexpr = TILE.persistent
+    EVEN_K: tl.constexpr = TILE.even_k
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     split = tl.program_id(1)
@@ -88,7 +86,7 @@ def direct_mm_kernel(
         step = tiles * batches
     for index in tl.range(tl.program_id(0), tiles * batches, step, flatten=PERSISTENT):
         batch = (index // tiles).to(tl.int64)
-        tile_m, tile_n = tile_of(index % tiles, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = tile_of(index % tiles, tiles_m, tiles_n, TILE.group)
         m0, n0 = tile_m * BLOCK_M, tile_n * BLOCK_N
         m = (m0 + tl.arange(0, BLOCK_M))[:, None]
         n = (n0 + tl.arange(0, BLOCK_N))[None, :]
@@ -96,14 +94,17 @@ def direct_mm_kernel(
             a_from, b_from = a, b
         else:
             a_from, b_from = a + batch * stride_a_batch, b + batch * stride_b_batch
+        a_scale, b_scale = a_scale_ptr, b_scale_ptr
         if A_SCALING != "none":
-            a_scale = a_scale_ptr + batch * stride_as_batch
+            a_scale += batch * stride_as_batch
         if B_SCALING != "none":
-            b_scale = b_scale_ptr + batch * stride_bs_batch
+            b_scale += batch * stride_bs_batch
+        a_operand = Operand(a_from, stride_am, stride_ak, a_scale, stride_asm, stride_ask)
+        b_operand = Operand(b_from, stride_bn, stride_bk, b_scale, stride_bsn, stride_bsk)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k0 in range(first, last, BLOCK_K):
-            x = _lines(a_from, m0, M, k0, K, stride_am, stride_ak, BLOCK_M, BLOCK_K, DESCRIPTORS, EVEN_K)
-            w = _lines(b_from, n0, N, k0, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, DESCRIPTORS, EVEN_K)
+            x = _lines(a_operand, m0, M, k0, K, BLOCK_M, BLOCK_K, DESCRIPTORS, EVEN_K)
+            w = _lines(b_operand, n0, N, k0, K, BLOCK_N, BLOCK_K, DESCRIPTORS, EVEN_K)
             if B_SCALING == "block":
                 tl.static_assert(128 % BLOCK_K == 0 and 128 % BLOCK_N == 0)
                 block = k0 // 128
@@ -111,13 +112,13 @@ def direct_mm_kernel(
                 if A_SCALING == "block":
                     scale *= tl.load(a_scale + m.to(tl.int64) * stride_asm + block * stride_ask, mask=m < M, other=0.0)
                 acc += tl.dot(x, tl.trans(w)) * scale
-            elif PARTIAL:
+            elif TILE.partial:
                 acc += tl.dot(x, tl.trans(w))
             else:
                 acc = tl.dot(x, tl.trans(w), acc)
         if A_SCALING == "line" or A_SCALING == "whole":
-            acc *= scale_of_lines(a_scale, m, m < M, stride_asm, A_SCALING)
+            acc *= scale_of_lines(a_operand, m, m < M, A_SCALING)
         if B_SCALING == "line" or B_SCALING == "whole":
-            acc *= scale_of_lines(b_scale, n, n < N, stride_bsn, B_SCALING)
+            acc *= scale_of_lines(b_operand, n, n < N, B_SCALING)
         target = out_ptr + batch * stride_out_batch + split * stride_split
-        store_tile(acc, target, bias_ptr, m, n, M, N, stride_out_m, stride_out_n, INTERPRETED)
+        store_tile(acc, Output(target, stride_out_m, stride_out_n, bias_ptr), m, n, M, N, TILE.interpreted)

@@ -9,10 +9,11 @@ from tokenspeed_kernel.triton.quantization._encode_device import encode_fp8
 
 
 @triton.jit
-def locate_slots(slots, PAGE_SIZE: tl.constexpr, page_stride, slot_stride):
-    """Offsets, int64, of slots within a cache; meaningless where a slot is negative."""
-    slots = slots.to(tl.int64)
-    return (slots // PAGE_SIZE) * page_stride + (slots % PAGE_SIZE) * slot_stride
+def slot_of(cache, slot, head, PAGE_SIZE: tl.constexpr):
+    """Pointers to heads of slots of a `Cache`; meaningless where a slot is negative."""
+    slot = slot.to(tl.int64)
+    offset = (slot // PAGE_SIZE) * cache.page_stride + (slot % PAGE_SIZE) * cache.slot_stride
+    return cache.first + (offset + head * cache.head_stride)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +18,32 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 
-@dataclass(frozen=True)
-class Tile:
+class Shape(NamedTuple):
+    """Heads of a token, columns of a head, tokens of a page."""
+
+    heads: int
+    head_dim: int
+    page_size: int
+
+
+class Encoding(NamedTuple):
+    """How values are stored.
+
+    Attributes:
+        format, native: see `_write_device.as_stored`.
+        k_scales, v_scales: how many scales there are, 0 for none.
+        interpreted, steps: see `_encode_device.divide`.
+    """
+
+    format: str
+    k_scales: int
+    v_scales: int
+    native: bool
+    interpreted: bool
+    steps: int
+
+
+class Tile(NamedTuple):
     """What one program writes: this many heads of k and of v, each of a power of two of columns."""
 
     heads: int
@@ -97,16 +121,8 @@ def store_kv_cache(
         *k_cache.stride(),
         *v_cache.stride(),
         slot_mapping.stride(0),
-        HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        PAGE_SIZE=k_cache.shape[1],
-        FORMAT=form,
-        K_SCALES=0 if k_scale is None else k_scale.numel(),
-        V_SCALES=0 if v_scale is None else v_scale.numel(),
-        NATIVE=native,
-        INTERPRETED=interpreted,
-        STEPS=steps,
-        TILE=tile.heads,
-        BLOCK=tile.block,
+        SHAPE=Shape(kv_heads, head_dim, k_cache.shape[1]),
+        ENCODING=Encoding(form, *(0 if s is None else s.numel() for s in (k_scale, v_scale)), native, interpreted, steps),
+        TILE=tile,
         num_warps=tile.warps,
     )

@@ -5,20 +5,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.kvcache._write_device import as_stored, locate_slots
+from tokenspeed_kernel.triton.kvcache._write_device import as_stored, slot_of
 from tokenspeed_kernel.triton.quantization._encode_device import divide, prepare_divisor
+from tokenspeed_kernel.triton.views_device import Cache
 
 
 @triton.jit
-def _divided(values, scale, head, SCALES: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
+def _divided(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
     """Values over their head's scale, float32. SCALES: how many there are, 0 for none."""
     if SCALES == 0:
         quotient = values
     else:
         loaded = tl.load(scale + (head if SCALES > 1 else tl.zeros_like(head)))
-        factor, divisor, reciprocal = prepare_divisor(loaded, INTERPRETED)
+        factor, divisor, reciprocal = prepare_divisor(loaded, ENCODING.interpreted)
         values = values.to(tl.float32)
-        quotient = divide(values, factor, divisor, reciprocal, INTERPRETED, STEPS)
+        quotient = divide(values, factor, divisor, reciprocal, ENCODING.interpreted, ENCODING.steps)
         # Quotients that overflow come out as NaN, as do infinite values; they are to saturate.
         quotient = tl.where(quotient != quotient, values * float("inf"), quotient)
     return quotient
@@ -47,28 +48,26 @@ def store_kv_cache_kernel(
     v_cache_head_stride,
     v_cache_dim_stride,
     slot_mapping_stride,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    NATIVE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    STEPS: tl.constexpr,
+    SHAPE: tl.constexpr,
+    ENCODING: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
-    token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
+    """A tile of heads, of whatever tokens."""
+    HEADS: tl.constexpr = TILE.heads
+    FORMAT: tl.constexpr = ENCODING.format
+    NATIVE: tl.constexpr = ENCODING.native
+    keys_to = Cache(k_cache, k_page_stride, k_slot_stride, k_cache_head_stride, k_cache_dim_stride)
+    values_to = Cache(v_cache, v_page_stride, v_slot_stride, v_cache_head_stride, v_cache_dim_stride)
+    row = tl.program_id(0) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, TILE.block)[None, :]
+    token, head = (row // SHAPE.heads).to(tl.int64), (row % SHAPE.heads).to(tl.int64)
     slot = tl.load(slot_mapping + token * slot_mapping_stride, mask=token < tokens, other=-1)
-    written = (slot >= 0) & (column < HEAD_DIM)
+    written = (slot >= 0) & (column < SHAPE.head_dim)
     keys = tl.load(k + token * k_token_stride + head * k_head_stride + column, mask=written)
     values = tl.load(v + token * v_token_stride + head * v_head_stride + column, mask=written)
-    keys = as_stored(_divided(keys, k_scale, head, K_SCALES, INTERPRETED, STEPS), FORMAT, NATIVE)
-    values = as_stored(_divided(values, v_scale, head, V_SCALES, INTERPRETED, STEPS), FORMAT, NATIVE)
-    k_place = locate_slots(slot, PAGE_SIZE, k_page_stride, k_slot_stride) + head * k_cache_head_stride
-    v_place = locate_slots(slot, PAGE_SIZE, v_page_stride, v_slot_stride) + head * v_cache_head_stride
-    tl.store(k_cache + k_place + column * k_cache_dim_stride, keys, mask=written)
-    tl.store(v_cache + v_place + column * v_cache_dim_stride, values, mask=written)
+    keys = as_stored(_divided(keys, k_scale, head, ENCODING.k_scales, ENCODING), FORMAT, NATIVE)
+    values = as_stored(_divided(values, v_scale, head, ENCODING.v_scales, ENCODING), FORMAT, NATIVE)
+    k_at = slot_of(keys_to, slot, head, SHAPE.page_size)
+    v_at = slot_of(values_to, slot, head, SHAPE.page_size)
+    tl.store(k_at + column * keys_to.dim_stride, keys, mask=written)
+    tl.store(v_at + column * values_to.dim_stride, values, mask=written)

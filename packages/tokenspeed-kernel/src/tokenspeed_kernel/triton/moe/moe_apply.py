@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,47 @@ class Blocks:
     first: Tile
     second: Tile
     descriptors: bool = False
+
+
+class Options(NamedTuple):
+    """What `grouped_gemm_kernel` computes; known when it is compiled.
+
+    Attributes:
+        gated: the first projection, with the activation; else the second.
+        interleaved: whether gates and ups take turns as rows of the weight.
+        format: of the weight: ``"dense"``, ``"mxfp4"`` (packed e2m1 with an e8m0 scale for each 32 of a row), ``"fp8"`` (e4m3 with
+            a float32 scale for each 128 x 128), or ``"fp8 in bits"``, decoded by integer operations where the target has no e4m3.
+        bias, limit, x_scale: whether there is such a thing.
+        round_mxfp4: whether results are rounded to what mxfp4 holds.
+        interpreted: whether Triton's interpreter runs it.
+        compute, precision: dtype of the products' operands, Triton's, and precision of float32 products.
+        descriptor: whether the weight is read by tensor descriptors.
+    """
+
+    gated: bool
+    interleaved: bool
+    format: str
+    bias: bool
+    limit: bool
+    x_scale: bool
+    round_mxfp4: bool
+    interpreted: bool
+    compute: Any
+    precision: str
+    descriptor: bool
+
+
+class Program(NamedTuple):
+    """Tiles of `grouped_gemm_kernel`: rows of a block, extra rows, rows of a tail (see `Blocks`), features, elements along k,
+    whether these divide all of k, and blocks that take the same features in turn."""
+
+    block_t: int
+    extra_t: int
+    tail_t: int
+    block_n: int
+    block_k: int
+    even_k: bool
+    group: int
 
 
 # tf32 holds float16 and mxfp4 values exactly.
@@ -306,24 +347,28 @@ def _project(
         float(plan.alpha),
         0.0 if plan.limit is None else float(plan.limit),
         float(plan.beta),
-        GATED=gated,
-        INTERLEAVED=plan.w13_interleaved,
-        FORMAT=formats.weight,
-        BIAS=bias is not None,
-        LIMIT=plan.limit is not None,
-        X_SCALE=x_scale is not None,
-        ROUND_MXFP4=gated and plan.activation_dtype == "mxfp4",
-        INTERPRETED=abilities(x.device).interpreted,
-        COMPUTE=common_device.DTYPES[formats.compute],
-        PRECISION=formats.precision,
-        DESCRIPTOR=by_rows is not None,
-        BLOCK_T=blocks.rows,
-        EXTRA_T=blocks.extra,
-        TAIL_T=blocks.tail,
-        BLOCK_N=tile.features,
-        BLOCK_K=tile.k,
-        EVEN_K=k % tile.k == 0,
-        GROUP=_GROUP,
+        OPTIONS=Options(
+            gated=gated,
+            interleaved=plan.w13_interleaved,
+            format=formats.weight,
+            bias=bias is not None,
+            limit=plan.limit is not None,
+            x_scale=x_scale is not None,
+            round_mxfp4=gated and plan.activation_dtype == "mxfp4",
+            interpreted=abilities(x.device).interpreted,
+            compute=common_device.DTYPES[formats.compute],
+            precision=formats.precision,
+            descriptor=by_rows is not None,
+        ),
+        TILE=Program(
+            block_t=blocks.rows,
+            extra_t=blocks.extra,
+            tail_t=blocks.tail,
+            block_n=tile.features,
+            block_k=tile.k,
+            even_k=k % tile.k == 0,
+            group=_GROUP,
+        ),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,41 @@ class Tile:
     split_k: int = 1
     tail: int = 0
     separate: bool = True
+
+
+class Options(NamedTuple):
+    """What `product_kernel` computes; known when it is compiled.
+
+    Attributes:
+        scaled: whether inputs have scales.
+        gated: the first product, whose inputs are gathered from the tokens.
+        activated: whether its result is activated at once.
+        limited: whether gate and up are clamped.
+        dtype: of the products' operands, Triton's.
+        ptx, drain: see `_mxfp4_decode_device.decode`.
+    """
+
+    scaled: bool
+    gated: bool
+    activated: bool
+    limited: bool
+    dtype: Any
+    ptx: bool
+    drain: bool
+
+
+class Program(NamedTuple):
+    """A `Tile` as the kernel has it: ``tail`` is ``columns`` for one size, ``unroll`` divides the chunks of k. ``whole_k``: whether
+    chunks divide all of k."""
+
+    rows: int
+    columns: int
+    tail: int
+    split_k: int
+    whole_k: bool
+    separate: bool
+    unroll: int
+    stages: int
 
 
 @dataclass(frozen=True)
@@ -290,22 +325,26 @@ def _product(
         plan.alpha,
         0.0 if plan.limit is None else plan.limit,
         plan.beta,
-        SCALED=x_scale is not None,
-        GATED=gated,
-        ACTIVATED=gated and tile.split_k == 1,
-        LIMITED=plan.limit is not None,
+        OPTIONS=Options(
+            scaled=x_scale is not None,
+            gated=gated,
+            activated=gated and tile.split_k == 1,
+            limited=plan.limit is not None,
+            dtype=common_device.DTYPES[dtype],
+            ptx=native,
+            drain=asynchronous and tile.warps % 4 == 0,
+        ),
+        TILE=Program(
+            rows=tile.rows,
+            columns=tile.columns,
+            tail=tile.tail or tile.columns,
+            split_k=tile.split_k,
+            whole_k=k % CHUNK == 0,
+            separate=tile.separate,
+            unroll=next(u for u in range(tile.unroll, 0, -1) if chunks % u == 0),
+            stages=tile.stages,
+        ),
         PAIRS=0 if schedule is not None else 16 if pairs <= 16 else _DIRECT_PAIRS,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        TAIL=tile.tail or tile.columns,
-        SPLIT_K=tile.split_k,
-        WHOLE_K=k % CHUNK == 0,
-        DTYPE=common_device.DTYPES[dtype],
-        PTX=native,
-        DRAIN=asynchronous and tile.warps % 4 == 0,
-        SEPARATE=tile.separate,
-        UNROLL=next(u for u in range(tile.unroll, 0, -1) if chunks % u == 0),
-        STAGES=tile.stages,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.activation.gated_device import clamp_gated
 from tokenspeed_kernel.triton.moe._mxfp4_decode_device import decode
 
 
@@ -24,110 +27,143 @@ def _own_pairs(ids_ptr, stride_token, stride_slot, me, pairs, top_k, PAIRS: tl.c
     return tl.where(before % COLUMNS == 0, expert, -1), pair, valid
 
 
-@triton.jit
-def _activated(gate, up, alpha, limit, beta, LIMITED: tl.constexpr):
-    if LIMITED:  # comparisons that leave NaN as it is
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return (up + beta) * gate / (1.0 + tl.exp(-alpha * gate))
+class Inputs(NamedTuple):
+    """The rows that are multiplied, and their float32 scales where they have some: ``[rows, k]``."""
+
+    first: Any  # a pointer to the first element
+    row_stride: Any
+    k_stride: Any
+    scale: Any
+
+
+class Weight(NamedTuple):
+    """Pointers to what the layout of `_mxfp4_layout` has of one expert: words, exponents, and factors and biases of its rows."""
+
+    words: Any
+    exponents: Any
+    epilogue: Any
+
+
+class Output(NamedTuple):
+    """Results: ``[pairs, features]``, features of unit stride."""
+
+    first: Any
+    pair_stride: Any
+
+
+class Part(NamedTuple):
+    """What of a product a program computes: a tile of rows, and chunks of k. ``index`` is 0 for the part that adds the bias."""
+
+    row_tile: Any
+    index: Any
+    first_chunk: Any
+    last_chunk: Any
+
+
+class Sizes(NamedTuple):
+    """Pairs of weight rows, elements along k, experts of a token."""
+
+    rows: Any
+    k: Any
+    top_k: Any
+
+
+class Swiglu(NamedTuple):
+    """What the activation takes besides gate and up."""
+
+    alpha: Any
+    limit: Any
+    beta: Any
 
 
 @triton.jit
-def _tile(
-    x_ptr,
-    x_stride_row,
-    x_stride_k,
-    x_scale_ptr,
-    weight_ptr,
-    scale_ptr,
-    epilogue_ptr,
-    out_ptr,
-    out_stride_pair,
+def _activated(gate, up, swiglu, LIMITED: tl.constexpr):
+    if LIMITED:
+        gate, up = clamp_gated(gate, up, swiglu.limit)
+    return (up + swiglu.beta) * gate / (1.0 + tl.exp(-swiglu.alpha * gate))
+
+
+@triton.jit
+def _multiply_tile(
     pair,
     valid,
-    row_tile,
+    inputs,
+    weight,
+    out,
     part,
-    first_chunk,
-    last_chunk,
-    rows,
-    k,
-    top_k,
-    alpha,
-    limit,
-    beta,
-    SCALED: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    LIMITED: tl.constexpr,
-    ROWS: tl.constexpr,
+    sizes,
+    swiglu,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-    DRAIN: tl.constexpr,
-    SEPARATE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """A tile of one expert's product; pointers are the expert's. ``pair``, ``valid``: a column's pair, and whether there is one."""
-    row = row_tile * ROWS + tl.arange(0, ROWS)
+    """A tile of one expert's product. ``pair``, ``valid``: a column's pair, and whether there is one."""
+    ROWS: tl.constexpr = TILE.rows
+    SEPARATE: tl.constexpr = TILE.separate
+    UNROLL: tl.constexpr = TILE.unroll
+    WHOLE_K: tl.constexpr = TILE.whole_k
+    DTYPE: tl.constexpr = OPTIONS.dtype
+    rows = sizes.rows
+    k = sizes.k
+    first_chunk = part.first_chunk
+    row = part.row_tile * ROWS + tl.arange(0, ROWS)
     # Rows beyond the last compute it again, and are not stored.
     own = tl.minimum(row, rows - 1)
     lane = tl.arange(0, 32)
     wide = tl.arange(0, 64)
-    words = weight_ptr + (first_chunk.to(tl.int64) * rows * 32) + own[:, None] * 32 + lane[None, :]
-    exponents = scale_ptr + first_chunk.to(tl.int64) * rows + own
-    source_row = pair // top_k if GATED else pair
-    source = source_row.to(tl.int64) * x_stride_row
-    values = x_ptr + source[None, :] + (first_chunk * 64 + lane[:, None]).to(tl.int64) * x_stride_k
-    inputs = x_ptr + source[None, :] + (first_chunk * 64 + wide[:, None]).to(tl.int64) * x_stride_k
+    words = weight.words + (first_chunk.to(tl.int64) * rows * 32) + own[:, None] * 32 + lane[None, :]
+    exponents = weight.exponents + first_chunk.to(tl.int64) * rows + own
+    source_row = pair // sizes.top_k if OPTIONS.gated else pair
+    source = source_row.to(tl.int64) * inputs.row_stride
+    values = inputs.first + source[None, :] + (first_chunk * 64 + lane[:, None]).to(tl.int64) * inputs.k_stride
+    wide_values = inputs.first + source[None, :] + (first_chunk * 64 + wide[:, None]).to(tl.int64) * inputs.k_stride
     acc0 = tl.zeros([ROWS, COLUMNS], tl.float32)
     acc1 = tl.zeros([ROWS, COLUMNS], tl.float32)
     if SEPARATE:
         acc2 = tl.zeros([ROWS, COLUMNS], tl.float32)
         acc3 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for chunk in tl.range(first_chunk, last_chunk, UNROLL, num_stages=STAGES):
+    for chunk in tl.range(first_chunk, part.last_chunk, UNROLL, num_stages=TILE.stages):
         for ahead in tl.static_range(UNROLL):
             word = tl.load(words + ahead * rows * 32)
-            a0, a1, b0, b1 = decode(word, tl.load(exponents + ahead * rows)[:, None], DTYPE, PTX, DRAIN)
+            a0, a1, b0, b1 = decode(word, tl.load(exponents + ahead * rows)[:, None], DTYPE, OPTIONS.ptx, OPTIONS.drain)
             if SEPARATE:
-                x0 = tl.load(values + ahead * 64 * x_stride_k, mask=valid[None, :], other=0.0).to(DTYPE)
+                x0 = tl.load(values + ahead * 64 * inputs.k_stride, mask=valid[None, :], other=0.0).to(DTYPE)
                 present = valid[None, :] if WHOLE_K else valid[None, :] & ((chunk + ahead) * 64 + 32 + lane[:, None] < k)
-                x1 = tl.load(values + (ahead * 64 + 32) * x_stride_k, mask=present, other=0.0).to(DTYPE)
+                x1 = tl.load(values + (ahead * 64 + 32) * inputs.k_stride, mask=present, other=0.0).to(DTYPE)
                 acc0 = tl.dot(a0, x0, acc0)
                 acc1 = tl.dot(b0, x0, acc1)
                 acc2 = tl.dot(a1, x1, acc2)
                 acc3 = tl.dot(b1, x1, acc3)
             else:
                 present = valid[None, :] if WHOLE_K else valid[None, :] & ((chunk + ahead) * 64 + wide[:, None] < k)
-                x = tl.load(inputs + ahead * 64 * x_stride_k, mask=present, other=0.0).to(DTYPE)
+                x = tl.load(wide_values + ahead * 64 * inputs.k_stride, mask=present, other=0.0).to(DTYPE)
                 acc0 = tl.dot(tl.reshape(tl.permute(tl.join(a0, a1), 0, 2, 1), (ROWS, 64)), x, acc0)
                 acc1 = tl.dot(tl.reshape(tl.permute(tl.join(b0, b1), 0, 2, 1), (ROWS, 64)), x, acc1)
         words += UNROLL * rows * 32
         exponents += UNROLL * rows
-        values += UNROLL * 64 * x_stride_k
-        inputs += UNROLL * 64 * x_stride_k
+        values += UNROLL * 64 * inputs.k_stride
+        wide_values += UNROLL * 64 * inputs.k_stride
     if SEPARATE:
         acc0 += acc2
         acc1 += acc3
-    factors = epilogue_ptr + own
+    factors = weight.epilogue + own
     acc0 *= tl.load(factors)[:, None]
     acc1 *= tl.load(factors + rows)[:, None]
-    if SCALED:
-        step = tl.load(x_scale_ptr + source_row)[None, :]
+    if OPTIONS.scaled:
+        step = tl.load(inputs.scale + source_row)[None, :]
         acc0 *= step
         acc1 *= step
-    if part == 0:
+    if part.index == 0:
         acc0 += tl.load(factors + 2 * rows)[:, None]
         acc1 += tl.load(factors + 3 * rows)[:, None]
     mask = (row < rows)[:, None] & valid[None, :]
-    target = out_ptr + pair.to(tl.int64)[None, :] * out_stride_pair + row[:, None]
-    if ACTIVATED:
-        result = _activated(acc0, acc1, alpha, limit, beta, LIMITED)
-        tl.store(target, result.to(out_ptr.dtype.element_ty), mask=mask)
+    target = out.first + pair.to(tl.int64)[None, :] * out.pair_stride + row[:, None]
+    if OPTIONS.activated:
+        result = _activated(acc0, acc1, swiglu, OPTIONS.limited)
+        tl.store(target, result.to(out.first.dtype.element_ty), mask=mask)
     else:
-        tl.store(target, acc0.to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(target + rows, acc1.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(target, acc0.to(out.first.dtype.element_ty), mask=mask)
+        tl.store(target + rows, acc1.to(out.first.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["pairs", "row_tiles", "chunks"])
@@ -159,25 +195,15 @@ def product_kernel(
     alpha,
     limit,
     beta,
-    SCALED: tl.constexpr,
-    GATED: tl.constexpr,
-    ACTIVATED: tl.constexpr,
-    LIMITED: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    TILE: tl.constexpr,
     PAIRS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TAIL: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-    DRAIN: tl.constexpr,
-    SEPARATE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """A tile of one product. GATED: the first, whose tokens are gathered and whose result is activated. PAIRS: if there is no
-    schedule, how many pairs there are at most. TAIL: columns of blocks that have no more."""
+    """A tile of one product. PAIRS: if there is no schedule, how many pairs there are at most, else 0."""
+    COLUMNS: tl.constexpr = TILE.columns
+    TAIL: tl.constexpr = TILE.tail
+    UNROLL: tl.constexpr = TILE.unroll
+    SPLIT_K: tl.constexpr = TILE.split_k
     block = tl.program_id(0) // row_tiles
     row_tile = tl.program_id(0) % row_tiles
     part = tl.program_id(1)
@@ -193,15 +219,17 @@ def product_kernel(
         expert = tl.load(block_expert_ptr + block)
     if expert < 0:
         return
-    weight_ptr += expert.to(tl.int64) * chunks * rows * 32
-    scale_ptr += expert.to(tl.int64) * chunks * rows
-    epilogue_ptr += expert.to(tl.int64) * 4 * rows
+    weight = Weight(
+        weight_ptr + expert.to(tl.int64) * chunks * rows * 32,
+        scale_ptr + expert.to(tl.int64) * chunks * rows,
+        epilogue_ptr + expert.to(tl.int64) * 4 * rows,
+    )
+    inputs = Inputs(x_ptr, x_stride_row, x_stride_k, x_scale_ptr)
+    out = Output(out_ptr, out_stride_pair)
+    work = Part(row_tile, part, first_chunk, last_chunk)
+    what = (inputs, weight, out, work, Sizes(rows, k, top_k), Swiglu(alpha, limit, beta))
     if PAIRS > 0:
-        _tile(
-            x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
-            pair, valid, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
-            SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
-        )  # fmt: skip
+        _multiply_tile(pair, valid, *what, OPTIONS, TILE, COLUMNS)
     else:
         first_row = tl.load(block_row_ptr + block)
         count = tl.load(expert_start_ptr + expert + 1) - first_row
@@ -209,27 +237,15 @@ def product_kernel(
         if TAIL >= 32 and TAIL < COLUMNS and count <= TAIL // 2:
             fewest = tl.arange(0, TAIL // 2) < count
             fewest_pairs = tl.load(order_ptr + tl.arange(0, TAIL // 2), mask=fewest, other=0)
-            _tile(
-                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
-                fewest_pairs, fewest, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
-                SCALED, GATED, ACTIVATED, LIMITED, ROWS, TAIL // 2, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
-            )  # fmt: skip
+            _multiply_tile(fewest_pairs, fewest, *what, OPTIONS, TILE, TAIL // 2)
         elif TAIL < COLUMNS and count <= TAIL:
             few = tl.arange(0, TAIL) < count
             few_pairs = tl.load(order_ptr + tl.arange(0, TAIL), mask=few, other=0)
-            _tile(
-                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
-                few_pairs, few, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
-                SCALED, GATED, ACTIVATED, LIMITED, ROWS, TAIL, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
-            )  # fmt: skip
+            _multiply_tile(few_pairs, few, *what, OPTIONS, TILE, TAIL)
         else:
             all_valid = tl.arange(0, COLUMNS) < count
             all_pairs = tl.load(order_ptr + tl.arange(0, COLUMNS), mask=all_valid, other=0)
-            _tile(
-                x_ptr, x_stride_row, x_stride_k, x_scale_ptr, weight_ptr, scale_ptr, epilogue_ptr, out_ptr, out_stride_pair,
-                all_pairs, all_valid, row_tile, part, first_chunk, last_chunk, rows, k, top_k, alpha, limit, beta,
-                SCALED, GATED, ACTIVATED, LIMITED, ROWS, COLUMNS, WHOLE_K, DTYPE, PTX, DRAIN, SEPARATE, UNROLL, STAGES,
-            )  # fmt: skip
+            _multiply_tile(all_pairs, all_valid, *what, OPTIONS, TILE, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -246,5 +262,5 @@ def activate_kernel(
         source = gate_up_ptr + (part * pairs.to(tl.int64) + pair) * 2 * features + feature
         gate += tl.load(source, mask=mask, other=0.0)
         up += tl.load(source + features, mask=mask, other=0.0)
-    result = _activated(gate, up, alpha, limit, beta, LIMITED)
+    result = _activated(gate, up, Swiglu(alpha, limit, beta), LIMITED)
     tl.store(out_ptr + pair * features + feature, result.to(out_ptr.dtype.element_ty), mask=mask)

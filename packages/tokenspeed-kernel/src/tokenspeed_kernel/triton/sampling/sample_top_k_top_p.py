@@ -4,11 +4,11 @@ What is drawn depends on three places in a row's order: the last token of top-k,
 the first at which a sum along the order, of tokens or of their weights, crosses a bound, and each bound needs the place before
 it. Sums of integers are exact in any order of addition.
 
-1. `_group_maxima` cuts a row into groups and takes the largest logit of each.
-2. `_threshold` takes the k-th largest of those: at least k of the row's logits are at or above it, and seldom many more.
-3. `_candidates` lists the tokens at or above it and, where top-k does not rule the rest out, sums the weights of all.
-4. `find_places` finds the three places, if all of them lie among the candidates.
-5. Where they do not, which is seldom, `sum_levels` and `collect` list other tokens, in which it finds them then.
+1. `group_maxima_kernel` cuts a row into groups and takes the largest logit of each.
+2. `threshold_kernel` takes the k-th largest of those: at least k of the row's logits are at or above it, and seldom many more.
+3. `candidates_kernel` lists the tokens at or above it and, where top-k does not rule the rest out, sums the weights of all.
+4. `find_places_kernel` finds the three places, if all of them lie among the candidates.
+5. Where they do not, which is seldom, `sum_levels_kernel` and `collect_kernel` list other tokens, in which it finds them then.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Tiles:
         threshold_warps: of `threshold_kernel`.
         rank: the group maximum that is the threshold where top-k gives none; the largest top-k that candidates can serve.
         capacity: candidates of a row, a power of two, well above rank: groups may hold several.
-        list_block, list_warps: of `candidates_kernel` and `collect`. 64 rows of 201088 float32 with top-k 40, on an H200: 79 us in all;
-            85 with blocks of 1024, 114 with 2048, 88 with 256.
+        list_block, list_warps: of `candidates_kernel` and `collect_kernel`. 64 rows of 201088 float32 with top-k 40, on an H200:
+            79 us in all; 85 with blocks of 1024, 114 with 2048, 88 with 256.
         list_stages: of `candidates_kernel`, to load ahead: 72 us in all rather than 76.
-        lanes, unroll: of `sum_levels`: threads, and tokens that each has in flight.
-        candidate_lanes, list_lanes: of `find_places` for candidates, of which there are few, and for longer lists.
-        place_unroll: of `find_places`.
+        lanes, unroll: of `sum_levels_kernel`: threads, and tokens that each has in flight.
+        candidate_lanes, list_lanes: of `find_places_kernel` for candidates, of which there are few, and for longer lists.
+        place_unroll: of `find_places_kernel`.
         warp: threads of a warp.
     """
 
