@@ -3,7 +3,8 @@
 Importing this declares the operators, registers their kernels, and lets installed plugins register theirs. It imports no
 compiler and touches no GPU.
 
-Every operator is an attribute of this package, `mha_prefill` say: each is found where it is declared, in ``tokenspeed_kernel_base.ops``.
+Every operator is an attribute of this package, `mha_prefill` for one. Each is found where it is declared, in
+``tokenspeed_kernel_base.ops``.
 """
 
 import logging
@@ -172,7 +173,7 @@ if settings().verbose:
     logging.getLogger(__name__).addHandler(logging.StreamHandler())
 import_modules("tokenspeed_kernel_base.ops")
 globals().update({operator.mode: operator.function for operator in operators()})
-__all__ += [operator.mode for operator in operators()]  # noqa: PLE0605
+__all__ += [operator.mode for operator in operators()]
 register_package("tokenspeed_kernel.torch")
 register_package("tokenspeed_kernel.triton")
 measured.use("tokenspeed_kernel.workbench.tuned.tables")

@@ -364,7 +364,7 @@ def emulated_gfx950(
 ) -> Iterator[Emulator]:
     """Inside the block, Triton and Gluon kernels are compiled for gfx950 and executed on CPU tensors.
 
-    With tokenspeed-kernel-base installed, its platform is an emulated MI355X, so that operators select and run what they would there.
+    With tokenspeed-kernel-base installed, its platform is an emulated MI355X, so that operators select and run what they do there.
 
     Args:
         sanitize: check for races, missing waits, uninitialised data and more (`gfx950_emulator.sanitizer`). Accesses beyond the

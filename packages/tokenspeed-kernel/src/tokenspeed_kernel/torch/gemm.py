@@ -46,7 +46,7 @@ for _dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         signatures=_served,
         traits={"bias": any, "wide_bias": False, "out_dtype": _name},
         priority=Priority.PORTABLE,
-        )(torch_mm)
+    )(torch_mm)
     register_kernel(
         "gemm",
         "bmm",
@@ -55,4 +55,4 @@ for _dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         signatures=_served,
         traits={"out_dtype": _name},
         priority=Priority.PORTABLE,
-        )(torch_bmm)
+    )(torch_bmm)

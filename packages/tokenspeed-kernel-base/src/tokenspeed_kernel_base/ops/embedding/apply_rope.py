@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, check_write, padding_of, store_slots
+from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, check_write, store_slots
 from tokenspeed_kernel_base.variation import Variation, Want
 
 

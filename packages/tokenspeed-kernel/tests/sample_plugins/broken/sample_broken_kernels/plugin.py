@@ -43,9 +43,7 @@ def name_clash() -> None:
 
 
 def equal_priority() -> None:
-    register_kernel("norm", "rmsnorm", name="zz_equal_rmsnorm", solution="equal", signatures=None, priority=16)(
-        _rmsnorm
-    )
+    register_kernel("norm", "rmsnorm", name="zz_equal_rmsnorm", solution="equal", signatures=None, priority=16)(_rmsnorm)
 
 
 def half() -> None:
