@@ -170,8 +170,8 @@ class Measurement:
             fewest, budget_s = max(1, fewest // 4), 0.0
         several = [between.after(self.calls[index % len(self.calls)]) for index in range(in_graph)]
         options: dict[str, Any] = {"budget_s": budget_s, "fewest": fewest, "most": 4 * fewest}
-        if monitor is not None and monitor.quick:
-            options["meanwhile"] = lambda: self.states.extend(filter(None, [monitor.read()]))
+        if monitor is not None:
+            options["meanwhile"] = lambda: self.states.extend(filter(None, [monitor()]))
         expected_us = statistics.median(self.rounds[0]) if self.rounds else self.alone_us
         times = sample_graph(several, device, expected_us=expected_us, **options)
         self.between_us = between.us
