@@ -69,6 +69,17 @@ def test_routing_keeps_its_skew() -> None:
     assert all(len({e for e in row if e >= 0}) == sum(e >= 0 for e in row) for row in again.tolist())
 
 
+@pytest.mark.parametrize("mode", ["apply_rope", "store_kv_cache"])
+def test_padding_is_kept(mode: str) -> None:
+    op = tk.get_operator(mode)
+    padded = [c for c in op.all_cases() if not c.large and (c.build().get("slot_mapping", torch.ones(1)) < 0).any()]
+    assert padded
+    for case in padded:
+        arguments = op.complete(case.build())
+        again = replay(capture(op, arguments)).build()
+        assert (again["slot_mapping"] < 0).sum() == (arguments["slot_mapping"] < 0).sum()
+
+
 def test_every_tensor_keeps_its_dtype() -> None:
     """Also where the operator's own cases give it another one."""
     op = tk.get_operator("mha_prefill")

@@ -37,7 +37,7 @@ def modules() -> dict[str, Path]:
         for path in sorted(root.rglob("*.py")):
             parts = [root.name, *path.relative_to(root).with_suffix("").parts]
             named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return named
+    return {**named, **{path.stem: path for path in PACKAGES.glob("*/src/*.py")}}
 
 
 @cache
@@ -90,6 +90,8 @@ KERNELS = {"framework", "operators"}
 def area(name: str) -> str:
     wheel, _, rest = name.partition(".")
     part = rest.partition(".")[0]
+    if modules().get(name, Path()).parent.name == "src":
+        return "entry"  # a command that lies beside its package
     if wheel == BASE:
         return "operators" if part == "ops" else "framework"
     if wheel != CORE:
@@ -227,6 +229,7 @@ def test_the_public_names_exist() -> None:
         (f"{CORE}.workbench.numerics", "workbench"),
         (f"{CORE}.workbench.numerics.__main__", "entry"),
         (CORE, "entry"),
+        (f"{CORE}_command", "entry"),
         ("some_kernels.sm90.attention", "some_kernels"),
     ],
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, check_write, store_slots
+from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, check_write, padding_of, store_slots
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
@@ -262,6 +262,11 @@ def _(
     table = _table(variation.draw, *cos_sin_cache.shape)
     drawn = variation.draw.integers(0, len(table), *positions.shape, dtype=positions.dtype)
     return {"positions": drawn, "cos_sin_cache": table, **given}
+
+
+@apply_rope.work
+def _(slot_mapping: Tensor | None) -> dict[str, list[int]] | None:
+    return None if slot_mapping is None else padding_of(slot_mapping)
 
 
 @apply_rope.cost

@@ -203,7 +203,7 @@ def p_value(a: Sequence[float], b: Sequence[float]) -> float | None:
 
     Example:
         >>> round(p_value([10.0, 10.1, 9.9, 10.0], [10.0, 11.1, 10.9, 11.0]), 3)
-        0.057
+        0.114
     """
     if not a or not b:
         return None
