@@ -80,6 +80,7 @@ def _valid() -> dict[str, dict[str, Any]]:
             "x": ones(3, 8), "weights": weights, "topk_weights": ones(3, 2, dtype=F32), "topk_ids": ints([0, 1], [2, 3], [1, 0]),
             "plan": tk.moe_plan(4, 2, 8, 6),
         },
+        "all_reduce": {"x": ones(3, 8), "group": tk.ProcessGroup.of()},
         "rmsnorm": {"x": ones(3, 8), "weight": ones(8)},
         "qk_rmsnorm": {"q": ones(3, 4, 8), "k": ones(3, 2, 8), "q_weight": ones(8), "k_weight": ones(8)},
         "quantize_fp8": {"x": ones(3, 256)},
@@ -101,6 +102,11 @@ T, V = TypeError, ValueError
 
 # operator, what is changed in its valid call, error, what the message says
 MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    # comm
+    ("all_reduce", {"group": None}, T, r"group must be ProcessGroup, got NoneType None"),
+    ("all_reduce", {"group": "gloo"}, T, r"group must be ProcessGroup, got str 'gloo'"),
+    ("all_reduce", {"x": ones(3, 8) > 0}, T, r"x must be a tensor of bfloat16 or .*, got bool"),
+    ("all_reduce", {"out": ones(3, 4)}, V, r"out must have shape \[3, 8\], got a bfloat16 tensor of shape \[3, 4\]"),
     # activation
     ("silu_and_mul", {"x": ones(3, 7)}, V, r"x must be of shape \[\.\.\., 2 \* d\], even in the last axis, got \[3, 7\]"),
     ("silu_and_mul", {"x": ints(1, 2)}, T, r"x must be a tensor of bfloat16 or .*, got int32"),

@@ -93,7 +93,8 @@ class Caller:
             return call
         memo.remember(self._memo, key, entry, started)
         if recent_entry is not None and self._recent is not None:
-            memo.remember(self._recent, *recent_entry(args, override, solution, limits, call), started)
+            key, entry = recent_entry(args, override, solution, limits, call)
+            memo.remember(self._recent, key, entry, started)
         return call
 
     def forget(self) -> None:

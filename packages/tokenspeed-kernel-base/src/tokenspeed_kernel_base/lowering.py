@@ -159,9 +159,11 @@ def _handle_of(name: str, parameter: Parameter, resource: Any) -> int | None:
     """The handle of a resource. Raises TypeError for an object of another class."""
     if resource is None and parameter.optional:
         return None
-    if not isinstance(resource, parameter.types):
+    wrong = not isinstance(resource, parameter.types)
+    if wrong:
         raise TypeError(f"{name}: {parameter.name} must be {parameter.type_error(resource)}, got {kind_of(resource)}")
-    return resource.handle  # type: ignore[no-any-return]
+    handle: int = resource.handle
+    return handle
 
 
 def as_list(result: Any) -> list[torch.Tensor]:

@@ -45,6 +45,9 @@ result is an ordinary function with the body's signature plus the keywords ``ove
 carries the hooks, ``bind``, ``explain`` and ``operator``. Operators are for inference: a call whose arguments require gradients
 raises RuntimeError.
 
+A parameter is a tensor, a plain option, a dataclass of such, or a resource, which outlives the call: a process group, say
+(`tokenspeed_kernel_base.resources`).
+
 The body runs as solution ``reference``. It takes ``out`` in its signature only; writing into it is done here, for every
 operator alike.
 """

@@ -13,7 +13,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,7 +120,7 @@ class Parameter:
     def _expected(self) -> str:
         spelled = {torch.Tensor: "a tensor", tuple: "tuple of int"}
         if self.kind is Kind.HINT:
-            spelled[Sequence] = "a sequence of int"  # type: ignore[index]
+            spelled[Sequence] = "a sequence of int"
         *others, last = [*(spelled.get(t, t.__name__) for t in self.types), *["None"] * self.optional]
         return f"{', '.join(others)} or {last}" if others else last
 
@@ -178,7 +178,7 @@ def _parse(name: str, annotation: Any, default: Any, hint: bool, where: str) -> 
         raise TypeError(f"{where}: cannot handle the annotation {annotation}")
     if classes == (torch.Tensor,):
         return Parameter(name, Kind.TENSOR, classes, optional, default)
-    if len(classes) == 1 and dataclasses.is_dataclass(classes[0]) and not issubclass(classes[0], Resource):
+    if len(classes) == 1 and not issubclass(classes[0], Resource) and dataclasses.is_dataclass(classes[0]):
         cls: Any = classes[0]
         annotations = resolved_annotations(cls)
         fields = tuple(
@@ -224,7 +224,7 @@ def kind_of(value: Any) -> str:
     return f"{describe(value)}" if isinstance(value, (torch.Tensor, torch.dtype)) else f"{type(value).__name__} {describe(value)}"
 
 
-def tensor_arguments(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def tensor_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
     """Every tensor among the arguments, with its name."""
     found = []
     for parameter in parameters:
@@ -238,7 +238,7 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: dict[str, Any])
     return found
 
 
-def resource_arguments(parameters: Iterable[Parameter], arguments: dict[str, Any]) -> list[tuple[str, Resource]]:
+def resource_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> list[tuple[str, Resource]]:
     """Every resource among the arguments, with its name. What stands in for an object is none."""
     named = ((p.name, arguments[p.name]) for p in parameters if p.kind is Kind.RESOURCE)
     return [(name, resource) for name, resource in named if resource is not None]

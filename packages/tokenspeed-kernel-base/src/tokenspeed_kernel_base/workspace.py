@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.resources import Resource
 
-# What says so of PyTorch itself: a Python function around it would take longer than it does. A PyTorch without CUDA lacks it.
+# PyTorch's C function itself: a Python one around it would take longer than the question does. Builds without CUDA lack it.
 _CAPTURING: Callable[[], Any] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)
 
 # Counters of an arena: of about 1000 captured launches of a decode on a device of 132 multiprocessors.

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # Before it is killed, a process that is to end has this long.
 _GRACE_S = 5.0
@@ -101,7 +102,8 @@ def run_world(
     """
     kind = torch.device(device).type
     # The operating system chooses a free port, and this process keeps it: none can take it in between.
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=time_limit_s))
+    limit = timedelta(seconds=time_limit_s)
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=limit)
     context = multiprocessing.get_context("spawn")
     processes, connections = [], []
     try:
@@ -175,7 +177,7 @@ def _run_rank(parent: Connection, settings: tuple[int, int, str, int, float], fu
     try:
         if kind == "cuda":
             torch.cuda.set_device(rank)
-        store = dist.TCPStore(_HOST, port, is_master=False, timeout=limit)
+        store = TCPStore(_HOST, port, is_master=False, timeout=limit)
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         outcome = True, function(*args)

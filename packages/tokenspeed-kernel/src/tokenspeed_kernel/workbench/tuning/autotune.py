@@ -45,7 +45,7 @@ def autotune(request: Request, arguments: Mapping[str, Any], budget_s: float) ->
         which is never measured.
     """
     op = get_operator(request.operator)
-    if any(resource.world_size > 1 for _, resource in resource_arguments(op.parameters, dict(arguments))):
+    if any(resource.world_size > 1 for _, resource in resource_arguments(op.parameters, arguments)):
         return ""  # the others would have to measure the same calls as this process, and to decide alike
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
