@@ -1,7 +1,7 @@
 """What the documentation site makes from the code and from the files at the root, so that it is never written twice.
 
 MkDocs calls the ``on_*`` functions while it builds. A comment on a page stands for something generated, such as
-``<!-- reference: tokenspeed_kernel_base.traits -->``; `_GENERATORS` lists them.
+``<!-- reference: Platforms: platform -->``; `_GENERATORS` lists them.
 """
 
 from __future__ import annotations
@@ -99,14 +99,25 @@ def _root_page(source: Path) -> str:
     return text
 
 
-def _reference(module: str, page: str) -> str:
-    """The public names of tokenspeed_kernel that a module defines."""
-    names = [n for n in tokenspeed_kernel.__all__ if getattr(getattr(tokenspeed_kernel, n), "__module__", "") == module]
-    names = [name for name in names if name not in {op.mode for op in operators()}]
-    if not names:
-        raise PluginError(f"tokenspeed_kernel has no public name of {module}")
-    _described.update(names)
-    return "\n".join(f"::: {module}.{name}\n" for name in names)
+def _reference(argument: str, page: str) -> str:
+    """A section with the public names of tokenspeed_kernel that some modules define.
+
+    ``"Selection: selection, explanation"`` gives the heading and the last parts of the modules' names; ``*`` stands for all names
+    that no section before has.
+    """
+    heading, _, modules = argument.partition(": ")
+    operator_names = {op.mode for op in operators()}
+    chosen = []
+    for name in tokenspeed_kernel.__all__:
+        module = getattr(getattr(tokenspeed_kernel, name), "__module__", "")
+        if (
+            module
+            and name not in _described | operator_names
+            and (modules == "*" or module.rpartition(".")[2] in modules.split(", "))
+        ):
+            chosen.append(f"::: {module}.{name}\n")
+            _described.add(name)
+    return "\n".join([f"## {heading}", "", *chosen]) if chosen else ""
 
 
 def _variables(argument: str, page: str) -> str:

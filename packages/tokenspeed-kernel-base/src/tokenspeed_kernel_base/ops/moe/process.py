@@ -40,8 +40,7 @@ def moe_plan(
     or configured in between, it arrives at ``plan.kernel``. To insist on that kernel, call it with ``override=plan.kernel``.
 
     Args:
-        num_experts, top_k, hidden_size, intermediate_size, dtype, weight_format, activation_dtype, w13_interleaved, bias,
-            activation, alpha, limit, beta: see `MoEPlan`. float32, float64 and the halves are dtypes.
+        num_experts to beta: see `MoEPlan`. float32, float64 and the halves are dtypes.
         device: where the tensors will be; by default what `current_platform` stands for.
         platform: where the kernel shall run, in place of device.
         override: only this kernel; the platform and format gates still hold.

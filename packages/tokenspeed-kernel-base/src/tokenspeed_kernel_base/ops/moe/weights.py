@@ -28,19 +28,11 @@ class MoEWeights:
     canonical. In the canonical layout the out-features come first, as in ``torch.nn.Linear``; with ``H`` the hidden and ``I``
     the intermediate size:
 
-    ============  =================================================  ==================================================
-    format        weight                                             scale
-    ============  =================================================  ==================================================
-    dense         the plan's dtype; w13 ``[experts, 2I, H]``,        None
-                  w2 ``[experts, H, I]``
-    fp8_block     float8_e4m3fn; shapes as above                     float32, to be multiplied; one for each block of
-                                                                     128 x 128: w13 ``[experts, ceil(2I/128),
-                                                                     ceil(H/128)]``, w2 ``[experts, ceil(H/128),
-                                                                     ceil(I/128)]``
-    mxfp4         uint8, two e2m1 codes a byte, the lower nibble     uint8 (e8m0); w13 ``[experts, 2I, H/32]``,
-                  first; w13 ``[experts, 2I, H/2]``,                 w2 ``[experts, H, I/32]``
-                  w2 ``[experts, H, I/2]``
-    ============  =================================================  ==================================================
+    * dense: weights of the plan's dtype, w13 ``[experts, 2I, H]`` and w2 ``[experts, H, I]``; no scales.
+    * fp8_block: weights float8_e4m3fn of the same shapes; scales float32, to be multiplied, one for each block of 128 x 128: w13
+      ``[experts, ceil(2I/128), ceil(H/128)]`` and w2 ``[experts, ceil(H/128), ceil(I/128)]``.
+    * mxfp4: weights uint8, two e2m1 codes a byte, the lower nibble first, w13 ``[experts, 2I, H/2]`` and w2 ``[experts, H, I/2]``;
+      scales uint8 (e8m0), w13 ``[experts, 2I, H/32]`` and w2 ``[experts, H, I/32]``.
 
     The rows of w13 (of its scales under mxfp4, and of its bias) are gate 0, up 0, gate 1, up 1, ... if the plan says
     ``w13_interleaved``, else all gates and then all ups. The blocks of fp8_block count the rows as they lie.
