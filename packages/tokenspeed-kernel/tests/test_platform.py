@@ -104,6 +104,26 @@ def test_only_missing_features_are_named(hopper: PlatformInfo) -> None:
     assert CapabilityRequirement(required_features=frozenset({"tma", "fp8"})).gap(hopper) == "needs fp8, which this platform lacks"
 
 
+def test_a_probe_is_asked_last_and_told_apart(hopper: PlatformInfo) -> None:
+    asked: list[str] = []
+
+    def nothing() -> str | None:
+        asked.append("nothing")
+        return "needs a compiler, there is none"
+
+    def everything() -> str | None:
+        return None
+
+    low = ArchVersion(9, 0)
+    assert CapabilityRequirement(low, probe=nothing).gap(hopper) == "needs a compiler, there is none"
+    assert CapabilityRequirement(low, probe=everything).gap(hopper) is None
+    assert CapabilityRequirement(ArchVersion(9, 5), probe=nothing).gap(hopper).startswith("needs architecture 9.5")  # type: ignore[union-attr]
+    assert asked == ["nothing"]
+    assert CapabilityRequirement(low, probe=nothing) == CapabilityRequirement(low, probe=nothing)
+    assert CapabilityRequirement(low, probe=nothing) != CapabilityRequirement(low, probe=everything)
+    assert CapabilityRequirement(low, probe=nothing).overlaps(CapabilityRequirement(low, probe=everything))
+
+
 def test_bounds_in_the_wrong_order() -> None:
     with pytest.raises(ValueError, match=r"min_arch_version 10.0 is above max_arch_version 9.0"):
         CapabilityRequirement(ArchVersion(10, 0), ArchVersion(9, 0))
