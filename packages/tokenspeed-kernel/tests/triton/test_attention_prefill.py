@@ -99,9 +99,19 @@ def test_few_new_tokens(new: int, window_left: int) -> None:
 def test_fp8_formats(cache: torch.dtype, dtype: torch.dtype, window_left: int) -> None:
     scales = ["k_scale", "v_scale", *(["q_scale"] if dtype in (E4M3, E5M2) else [])]
     make = paged(
-        [40, 30], [12, 30], 4, 2, 32, dtype=dtype, cache_dtype=cache, scales=scales, scale_per_head=True,
-        is_causal=True, window_left=window_left, stale=True,
-    )  # fmt: skip
+        [40, 30],
+        [12, 30],
+        4,
+        2,
+        32,
+        dtype=dtype,
+        cache_dtype=cache,
+        scales=scales,
+        scale_per_head=True,
+        is_causal=True,
+        window_left=window_left,
+        stale=True,
+    )
     _agrees(tk.mha_extend_with_kvcache, _draw(make))
 
 

@@ -184,9 +184,13 @@ def test_a_graph_follows_the_routing(options: dict[str, str]) -> None:
     if "weight_format" in options:
         weights = layer["weights"]
         layer["weights"] = MoEWeights(
-            weights.w13_weight.to(torch.float8_e4m3fn), torch.rand(8, 2, 2, device=DEVICE), None,
-            weights.w2_weight.to(torch.float8_e4m3fn), torch.rand(8, 2, 1, device=DEVICE), None,
-        )  # fmt: skip
+            weights.w13_weight.to(torch.float8_e4m3fn),
+            torch.rand(8, 2, 2, device=DEVICE),
+            None,
+            weights.w2_weight.to(torch.float8_e4m3fn),
+            torch.rand(8, 2, 1, device=DEVICE),
+            None,
+        )
     plan: MoEPlan = layer["plan"]
     layer["plan"] = replace(plan, **options)
     moe_apply(**layer, override="triton_moe_apply")

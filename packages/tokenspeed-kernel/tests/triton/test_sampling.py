@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenspeed_kernel import argmax, sample_top_k_top_p
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
-from tokenspeed_kernel.triton.sampling._weights_device import uniform, weigh
+from tokenspeed_kernel.triton.sampling._weights_device import token_weights, uniform
 from tokenspeed_kernel.triton.sampling.sample_top_k_top_p import sample_top_k_top_p as launcher
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel_base.ops.sampling import philox
@@ -26,7 +26,7 @@ INF, NAN = float("inf"), float("nan")
 @triton.jit
 def _weigh(x, largest, scale, out, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + index, weigh(tl.load(x + index), tl.load(largest), tl.load(scale)))
+    tl.store(out + index, token_weights(tl.load(x + index), tl.load(largest), tl.load(scale)))
 
 
 @pytest.mark.parametrize("scale", [definition.LOG2_E, 0.0137, 100.0])

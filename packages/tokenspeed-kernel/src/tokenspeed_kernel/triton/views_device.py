@@ -21,6 +21,14 @@ class Rows(NamedTuple):
     dim_stride: Any
 
 
+class Heads(NamedTuple):
+    """``[tokens, heads, dim]``, columns of unit stride."""
+
+    first: Any
+    token_stride: Any
+    head_stride: Any
+
+
 class Cache(NamedTuple):
     """Keys or values: ``[pages, slots, heads, dim]``; or ``[tokens, heads, dim]``, then slots are tokens and there are no pages."""
 
@@ -49,7 +57,7 @@ class Scales(NamedTuple):
 
 @triton.jit
 def row_of(rows, token, head):
-    """Pointers to the rows of some tokens and heads."""
+    """Pointers to some tokens and heads of `Rows` or `Heads`."""
     return rows.first + token * rows.token_stride + head * rows.head_stride
 
 

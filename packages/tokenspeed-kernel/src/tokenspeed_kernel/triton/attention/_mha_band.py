@@ -2,7 +2,7 @@
 
 A tile of few positions sees the window of its first position, MAIN keys that end with that position, and the positions after it,
 at most TAIL. Only the former are masked at their window's start, only the latter on the diagonal. A program is one tile, without a
-loop, so that all its loads are on the way together.
+loop, so that all its loads are in flight together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Tile(NamedTuple):
 
 
 def band_widths(block_m: int, group: int, window_left: int) -> tuple[int, int]:
-    """``(MAIN, TAIL)`` of `band_kernel`, which wants ``TAIL <= window_left + 1``: no row may leave a later position behind."""
+    """``(MAIN, TAIL)`` of `band_kernel`. It wants ``TAIL <= window_left + 1``: keys after the first position are not masked at the
+    start of a window, so no window may start after them."""
     later = (block_m - 1) // group + (block_m % group != 0)  # positions of a tile after its first
     return max(16, next_power_of_2(window_left + 1)), max(16, next_power_of_2(later))
 

@@ -95,8 +95,8 @@ def band_kernel(
     q_first = q + (start + first_position).to(tl.int64) * q_rows.token_stride + head * GROUP * q_rows.head_stride
     q_at = q_first + (held_row // GROUP - first_position) * q_rows.token_stride + held_row % GROUP * q_rows.head_stride
 
-    # Keys, by their positions after the oldest row's. Those that no row sees are not read, they may be NaN: the nearest one that
-    # some row sees stands in.
+    # Keys, by their positions after the oldest row's. A key that no row sees may be NaN, and is not read: the nearest key that some
+    # row sees is read in its place.
     main = tl.arange(0, TILE.main) - (TILE.main - 1)
     tail = tl.arange(0, TILE.tail) + 1
     main_held = tl.maximum(main, -tl.minimum(oldest, window_left))

@@ -108,11 +108,18 @@ class Call:
         # Every fp8 number is a bfloat16.
         dtype = torch.bfloat16 if self.q.dtype in FP8 else self.q.dtype
         dtype = for_architecture({"cpu": torch.float32, "any": dtype}, self.q.device)  # interpreted products of bfloat16 are wrong
-        # Scales have been made dense.
-        scales = (int(scale is not None and scale.numel() > 1) for scale in (self.q_scale, self.k_scale, self.v_scale))
-        sizes = (self.kv_heads, self.group, self.q.shape[2], self.v.shape[-1], self.page_size)
         return {
-            "SHAPE": Shape(*sizes, *scales, self.logit_cap > 0),
+            "SHAPE": Shape(
+                heads=self.kv_heads,
+                group=self.group,
+                head_dim=self.q.shape[2],
+                v_head_dim=self.v.shape[-1],
+                page_size=self.page_size,
+                q_scales=_dense_distance(self.q_scale),
+                k_scales=_dense_distance(self.k_scale),
+                v_scales=_dense_distance(self.v_scale),
+                has_cap=self.logit_cap > 0,
+            ),
             "FORMATS": Formats(common_device.DTYPES[dtype], fp8_operand(self.q)[1], fp8_operand(self.k)[1]),
         }
 
@@ -120,3 +127,8 @@ class Call:
     def at_once(self) -> int:
         """Sequences that a program looks at together, to find its own."""
         return min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(self.batch)))
+
+
+def _dense_distance(scale: Tensor | None) -> int:
+    """`scales_apart` of a dense copy, which kernels get."""
+    return int(scale is not None and scale.numel() > 1)

@@ -109,7 +109,7 @@ def _walk(
 
     for block in tl.range(begin, end, num_stages=STAGES):
         first = low_block + block * BLOCK_N
-        # Where the block is. Keys that no row sees are not read, they may be NaN: the nearest one that some row sees stands in.
+        # A key that no row sees may be NaN, and is not read: the nearest key that some row sees is read in its place.
         if MASKED == "never":
             held = n
         else:

@@ -88,7 +88,7 @@ _TILES = {
     "gfx942": {16: Tile(16, 32, 4, 1)},
     "gfx950": {16: Tile(16, 32, 4, 1)},
     "any": {16: Tile(16, 64, 8, 2)},
-    # The interpreter takes its time by the operation.
+    # The interpreter takes about as long for an operation on a large tile as on a small one.
     "cpu": {16: Tile(16, 64, 1, 1), 128: Tile(128, 64, 1, 1)},
 }
 _FLOAT32 = Tile(16, 16, 4, 2)

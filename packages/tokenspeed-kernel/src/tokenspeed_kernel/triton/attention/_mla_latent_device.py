@@ -162,7 +162,7 @@ def attend_latent_kernel(
     if PAGE_SIZE % BLOCK_N == 0 and begin < end:
         page = tl.load(pages + begin // (PAGE_SIZE // BLOCK_N) * table.page_stride)
     for block in tl.range(begin, end, num_stages=TILE.stages):
-        # Keys that no query sees are not read, as they may be NaN: the last one that some query sees stands in.
+        # A key that no query sees may be NaN, and is not read: the last key that some query sees is read in its place.
         key = block * BLOCK_N + n
         held = tl.minimum(n, seen - 1 - block * BLOCK_N)
         if PAGE_SIZE % BLOCK_N == 0:
@@ -184,16 +184,16 @@ def attend_latent_kernel(
             rope = tl.load(rope_at)
         elif ROPE > 0:
             rope = tl.load(rope_at, mask=(r < ROPE)[None, :], other=0.0)
-        # Always so. But what is in a branch comes behind the loads of the next block, which are then on the way meanwhile; without,
-        # the compiler puts them behind the products.
+        # This condition always holds. The compiler puts the code of a branch after the loads of the next block, which are then in
+        # flight during the products; without the branch it puts those loads after the products.
         if block >= begin:
             values = widened(latent, DTYPE, FP8)
             if ROPE > 0:
                 rotary = widened(rope, DTYPE, FP8)
             if TILE.apart:
-                # Always so, again. The compiler lays the warps out for a product by what its result leads to, as far as a branch's
-                # end: for another product, in a column, each half of the warps would repeat the other's scores. The other branches
-                # hold what costs enough not to be moved out.
+                # These conditions always hold, too. The compiler chooses how warps share a product by how its result is used, up to
+                # the end of a branch. For the second product it would put all warps in one column, and each half of them would
+                # compute the other's scores again. The branches that never run hold code that costs too much to be moved out.
                 if block < end:
                     products = _scores(q_rope, rotary, 0.0, TRANSPOSED)
                 else:

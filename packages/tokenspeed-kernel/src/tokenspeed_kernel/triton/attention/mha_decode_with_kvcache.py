@@ -205,9 +205,25 @@ def mha_decode_with_kvcache(
         out = torch.empty((*q.shape[:2], v_cache.shape[3]), dtype=output_dtype(q), device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     attend_newest(
-        q, None, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, max_seqlen_q, window_left, logit_cap, sinks,
-        softmax_scale, q_scale, k_scale, v_scale, out, lse, Measured(block_n, num_warps),
-    )  # fmt: skip
+        q,
+        None,
+        k_cache,
+        v_cache,
+        page_table,
+        cache_seqlens,
+        max_seqlen_k,
+        max_seqlen_q,
+        window_left,
+        logit_cap,
+        sinks,
+        softmax_scale,
+        q_scale,
+        k_scale,
+        v_scale,
+        out,
+        lse,
+        Measured(block_n, num_warps),
+    )
     return out if lse is None else (out, lse)
 
 
@@ -318,7 +334,17 @@ def attend_newest(
         plan.wave,
         plan.waves_units,
         plan.long,
-        SHAPE=Shape(heads, group, head_dim, v_head_dim, page_size, *map(scales_apart, (q_scale, k_scale, v_scale)), logit_cap > 0),
+        SHAPE=Shape(
+            heads=heads,
+            group=group,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            page_size=page_size,
+            q_scales=scales_apart(q_scale),
+            k_scales=scales_apart(k_scale),
+            v_scales=scales_apart(v_scale),
+            has_cap=logit_cap > 0,
+        ),
         FORMATS=Formats(common_device.DTYPES[dtype], rescaled, q_fp8, fp8, pairs),
         WALK=walk,
         TILE=Tile(

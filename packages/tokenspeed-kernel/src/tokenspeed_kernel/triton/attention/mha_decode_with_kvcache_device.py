@@ -242,7 +242,7 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
     acc_odd = acc
     for block in tl.range(begin, end, num_stages=TILE.stages):
-        # Keys that no query sees are not read, as they may be NaN: the nearest one that some query sees stands in.
+        # A key that no query sees may be NaN, and is not read: the nearest key that some query sees is read in its place.
         key = block * BLOCK_N + n
         held = tl.maximum(tl.minimum(key, length - 1), low)
         slot = held % PAGE_SIZE

@@ -50,9 +50,25 @@ def mha_extend_with_kvcache(
         out = q.new_empty(tokens, heads, v_cache.shape[3], dtype=output_dtype(q))
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
     attend_stretches(
-        q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_q, max_seqlen_k, is_causal, window_left,
-        logit_cap, sinks, softmax_scale, q_scale, k_scale, v_scale, out, lse,
-    )  # fmt: skip
+        q,
+        cu_seqlens_q,
+        k_cache,
+        v_cache,
+        page_table,
+        cache_seqlens,
+        max_seqlen_q,
+        max_seqlen_k,
+        is_causal,
+        window_left,
+        logit_cap,
+        sinks,
+        softmax_scale,
+        q_scale,
+        k_scale,
+        v_scale,
+        out,
+        lse,
+    )
     return out if lse is None else (out, lse)
 
 

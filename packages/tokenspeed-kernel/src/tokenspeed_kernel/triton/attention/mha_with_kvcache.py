@@ -60,12 +60,44 @@ def mha_with_kvcache(
         decoded = 0
     if longest_q > decoded:
         attend_stretches(
-            q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, longest_q, max_seqlen_k, True, window_left,
-            logit_cap, sinks, softmax_scale, q_scale, k_scale, v_scale, out, lse, shortest=decoded + 1,
-        )  # fmt: skip
+            q,
+            cu_seqlens_q,
+            k_cache,
+            v_cache,
+            page_table,
+            cache_seqlens,
+            longest_q,
+            max_seqlen_k,
+            True,
+            window_left,
+            logit_cap,
+            sinks,
+            softmax_scale,
+            q_scale,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            shortest=decoded + 1,
+        )
     if decoded:
         attend_newest(
-            q, cu_seqlens_q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, min(longest_q, decoded), window_left,
-            logit_cap, sinks, softmax_scale, q_scale, k_scale, v_scale, out, lse,
-        )  # fmt: skip
+            q,
+            cu_seqlens_q,
+            k_cache,
+            v_cache,
+            page_table,
+            cache_seqlens,
+            max_seqlen_k,
+            min(longest_q, decoded),
+            window_left,
+            logit_cap,
+            sinks,
+            softmax_scale,
+            q_scale,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+        )
     return out if lse is None else (out, lse)

@@ -8,15 +8,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.kvcache._write_device import as_stored, slot_of
-from tokenspeed_kernel.triton.views_device import Cache
-
-
-class Heads(NamedTuple):
-    """``[tokens, heads, dim]``, columns of unit stride."""
-
-    first: Any  # a pointer to the first element
-    token_stride: Any
-    head_stride: Any
+from tokenspeed_kernel.triton.views_device import Cache, Heads, row_of
 
 
 class Angles(NamedTuple):
@@ -33,12 +25,6 @@ class Slots(NamedTuple):
 
     first: Any
     stride: Any
-
-
-@triton.jit
-def _head_of(heads, token, head):
-    """Pointers to the first elements of some heads."""
-    return heads.first + token * heads.token_stride + head * heads.head_stride
 
 
 @triton.jit
@@ -109,14 +95,14 @@ def _turn_queries(q, q_out, angles, program, tokens, SHAPE: tl.constexpr, TILE: 
     row = program * HEADS + tl.arange(0, HEADS)[:, None]
     token, head = (row // SHAPE.q_heads).to(tl.int64), (row % SHAPE.q_heads).to(tl.int64)
     inside = token < tokens
-    a, b, tail = _load_heads(_head_of(q, token, head), inside, SHAPE, TILE)
+    a, b, tail = _load_heads(row_of(q, token, head), inside, SHAPE, TILE)
     if SHAPE.q_heads % HEADS == 0:  # The whole tile is of one token: angles are loaded once.
         at = (program * HEADS // SHAPE.q_heads) * angles.positions_stride + tl.zeros((1, 1), tl.int64)
         a, b = _turn(a, b, angles, tl.load(angles.positions + at), at >= 0, ROTARY_DIM, PAIRS)
     else:
         position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
         a, b = _turn(a, b, angles, position, inside, ROTARY_DIM, PAIRS)
-    _store_heads(_head_of(q_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
+    _store_heads(row_of(q_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
 
 
 @triton.jit
@@ -142,14 +128,14 @@ def _turn_keys(
     token, head = (row // SHAPE.k_heads).to(tl.int64), (row % SHAPE.k_heads).to(tl.int64)
     inside = token < tokens
     position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
-    a, b, tail = _load_heads(_head_of(k, token, head), inside, SHAPE, TILE)
+    a, b, tail = _load_heads(row_of(k, token, head), inside, SHAPE, TILE)
     if WRITE.wanted:  # all loads before the first store, which they could not be moved across
         slot = tl.load(slots.first + token * slots.stride, mask=inside, other=-1)
         written = slot >= 0
         column = tl.arange(0, TILE.block)[None, :]
-        values = tl.load(_head_of(v, token, head) + column, mask=inside & (column < SHAPE.head_dim), other=0.0)
+        values = tl.load(row_of(v, token, head) + column, mask=inside & (column < SHAPE.head_dim), other=0.0)
     a, b = _turn(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
-    _store_heads(_head_of(k_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
+    _store_heads(row_of(k_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
     if WRITE.wanted:
         k_at = slot_of(k_cache, slot, head, WRITE.page_size)
         v_at = slot_of(v_cache, slot, head, WRITE.page_size)

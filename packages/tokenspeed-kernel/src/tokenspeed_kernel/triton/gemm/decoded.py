@@ -1,8 +1,8 @@
 """Products of operands that are decoded in registers: the weight-only and mx formats, 8-bit floats where the matrix units do not
 take them, and dense operands of the dtypes and with the options that solution ``torch`` does not have.
 
-b's lines are the matrix unit's first operand: where that may lie in registers (Hopper), what was decoded needs no way through
-shared memory, and few tokens pad to 16, not to 64. Codes of at most 8 bits and their e8m0 scales are exact in bfloat16. So are
+b's lines are the matrix unit's first operand: where that may lie in registers (Hopper), decoded values are not copied to shared
+memory, and few tokens are padded to 16, not to 64. Codes of at most 8 bits and their e8m0 scales are exact in bfloat16. So are
 float16 values as sums of two bfloat16 (``SPLIT_A``), which meet mx weights, whose range float16 does not have. Float32 scales
 multiply sums.
 """
@@ -74,7 +74,7 @@ _UNALIGNED = Tile(16, 64, 64, 4, 2)
 _BLOCKS = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 64, 4, 3))
 _TILES = (Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3))
 
-# Programs with small tiles that a multiprocessor needs at least, for one decodes while another one's loads are under way.
+# Programs with small tiles that a multiprocessor needs at least: one decodes while the loads of another are in flight.
 _PROGRAMS = 3
 # Rows of tiles that are done together.
 _GROUP = 8

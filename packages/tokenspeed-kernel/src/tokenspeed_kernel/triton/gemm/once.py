@@ -20,13 +20,13 @@ from tokenspeed_kernel_base.platform import platform_of
 # stays in the cache.
 _SLICE_BYTES = 64 << 20
 
-# Rows of a from which on it pays. One H200, 8192 x 8192 weights: 4096 rows take 694 us (mxfp4) and 708 us (8-bit), decoded in
-# registers 1704 and 1177; in registers 512 rows take 208 and 146.
+# Rows of a from which on decoding to memory pays. One H200, 8192 x 8192 weights: 4096 rows take 694 us (mxfp4) and 708 us (8-bit),
+# decoded in registers 1704 and 1177; in registers 512 rows take 208 and 146.
 _FEWEST_MX, _FEWEST_FP8 = 512, 1024
 
 
 def serves(x: Operand, w: Operand) -> bool:
-    """Whether it pays, and bfloat16 (weight-only: a's dtype) holds the values exactly, with or without the weights' scales."""
+    """Whether decoding to memory pays, and bfloat16 (weight-only: a's dtype) holds the decoded values exactly."""
     if x.tensor.ndim != 2 or platform_of(x.tensor.device).is_cpu or x.k % 16:
         return False
     if x.lines < (_FEWEST_MX if w.scaling == MX else _FEWEST_FP8):

@@ -122,7 +122,14 @@ def store_kv_cache(
         *v_cache.stride(),
         slot_mapping.stride(0),
         SHAPE=Shape(kv_heads, head_dim, k_cache.shape[1]),
-        ENCODING=Encoding(form, *(0 if s is None else s.numel() for s in (k_scale, v_scale)), native, interpreted, steps),
+        ENCODING=Encoding(
+            format=form,
+            k_scales=0 if k_scale is None else k_scale.numel(),
+            v_scales=0 if v_scale is None else v_scale.numel(),
+            native=native,
+            interpreted=interpreted,
+            steps=steps,
+        ),
         TILE=tile,
         num_warps=tile.warps,
     )

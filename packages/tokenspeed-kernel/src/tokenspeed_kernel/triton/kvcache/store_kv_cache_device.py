@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.kvcache._write_device import as_stored, slot_of
 from tokenspeed_kernel.triton.quantization._encode_device import divide, prepare_divisor
-from tokenspeed_kernel.triton.views_device import Cache
+from tokenspeed_kernel.triton.views_device import Cache, Heads, row_of
 
 
 @triton.jit
@@ -63,8 +63,8 @@ def store_kv_cache_kernel(
     token, head = (row // SHAPE.heads).to(tl.int64), (row % SHAPE.heads).to(tl.int64)
     slot = tl.load(slot_mapping + token * slot_mapping_stride, mask=token < tokens, other=-1)
     written = (slot >= 0) & (column < SHAPE.head_dim)
-    keys = tl.load(k + token * k_token_stride + head * k_head_stride + column, mask=written)
-    values = tl.load(v + token * v_token_stride + head * v_head_stride + column, mask=written)
+    keys = tl.load(row_of(Heads(k, k_token_stride, k_head_stride), token, head) + column, mask=written)
+    values = tl.load(row_of(Heads(v, v_token_stride, v_head_stride), token, head) + column, mask=written)
     keys = as_stored(_divided(keys, k_scale, head, ENCODING.k_scales, ENCODING), FORMAT, NATIVE)
     values = as_stored(_divided(values, v_scale, head, ENCODING.v_scales, ENCODING), FORMAT, NATIVE)
     k_at = slot_of(keys_to, slot, head, SHAPE.page_size)

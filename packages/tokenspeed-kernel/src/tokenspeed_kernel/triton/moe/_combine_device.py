@@ -23,7 +23,7 @@ def combine_kernel(
     out_stride_feature,
     hidden,
     num_experts,
-    TOP_K: tl.constexpr,  # known, so that the loads of all slots are on their way together
+    TOP_K: tl.constexpr,  # constexpr, so that the loads of all slots are in flight together
     PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -34,14 +34,14 @@ def combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
         expert = tl.load(ids_ptr + token * ids_stride_token + slot * ids_stride_slot)
-        # A slot without an expert has no row: what lies there may be NaN, and so may its weight.
-        here = (expert >= 0) & (expert < num_experts)
-        present = tl.where(here, hidden, 0)
+        # The row of a slot without an expert was not written, and may be NaN; so may its weight.
+        has_expert = (expert >= 0) & (expert < num_experts)
+        present = tl.where(has_expert, hidden, 0)
         weight = tl.load(weights_ptr + token * weights_stride_token + slot * weights_stride_slot)
         source = slots_ptr + (token * TOP_K + slot) * hidden + feature
         value = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
             value += tl.load(source + part * slots_stride_part, mask=feature < present, other=0.0).to(tl.float32)
-        total += tl.where(here, weight * value, 0.0)
+        total += tl.where(has_expert, weight * value, 0.0)
     target = out_ptr + token * out_stride_token + feature * out_stride_feature
     tl.store(target, round_to(total, out_ptr.dtype.element_ty, INTERPRETED), mask=inside)

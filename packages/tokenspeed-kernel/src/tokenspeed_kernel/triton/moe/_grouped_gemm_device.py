@@ -224,7 +224,7 @@ def _block(
         scaled_rows: tl.constexpr = 1 if FORMAT == "mxfp4" else _BLOCK_FP8
         s_gate = weight.scale + gate_row // scaled_rows * weight.scale_row_stride
         s_up = weight.scale + up_row // scaled_rows * weight.scale_row_stride
-    # The scales of fp8 blocks multiply the product of one step, and are fetched one step ahead, as nothing else hides the latency.
+    # The scales of fp8 blocks multiply the product of one step, and are loaded one step ahead to hide their latency.
     scaled: tl.constexpr = FORMAT == "fp8" or FORMAT == "fp8 in bits"
     if scaled:
         by_gate = tl.load(s_gate)

@@ -150,7 +150,7 @@ def topk_kernel(
 ):
     group_size: tl.constexpr = EXPERTS // GROUPS
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = (token < num_tokens)[:, None]
+    real = (token < num_tokens)[:, None]
     # Groups are padded one by one, so that they can be seen as an axis. Positions grow with expert ids.
     position = tl.arange(0, GROUPS_PADDED * GROUP_PADDED)
     group = position // GROUP_PADDED
@@ -158,7 +158,7 @@ def topk_kernel(
     expert = (group * group_size + member)[None, :]
     exists = ((group < GROUPS) & (member < group_size))[None, :]
     row = logits + token[:, None] * logits_row
-    loaded = tl.load(row + expert * logits_column, mask=here & exists, other=0.0)
+    loaded = tl.load(row + expert * logits_column, mask=real & exists, other=0.0)
     wide = loaded.to(tl.float32)
 
     if PACKED:
@@ -178,7 +178,7 @@ def topk_kernel(
     chosen = _best(keys, expert, TOP_K, TOP_K_PADDED, PACKED)
 
     slot = tl.arange(0, TOP_K_PADDED)[None, :]
-    wanted = here & (slot < TOP_K)
+    wanted = real & (slot < TOP_K)
     logit = tl.load(row + chosen * logits_column, mask=wanted, other=0.0).to(tl.float32)
     if SIGMOID:
         weight = tl.where(slot < TOP_K, _sigmoid(logit), 0.0)

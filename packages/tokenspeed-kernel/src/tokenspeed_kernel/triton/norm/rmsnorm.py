@@ -25,7 +25,7 @@ class Tile:
     """What one program works on.
 
     Attributes:
-        rows: that it normalises together.
+        rows: rows that it normalises together.
         block: columns held at once, a power of two; fewer than the row has means two passes.
         warps: of the program.
     """

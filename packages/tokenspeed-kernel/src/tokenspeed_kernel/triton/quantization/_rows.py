@@ -100,7 +100,7 @@ def as_matrix(x: Tensor, whole: bool = False) -> Tensor:
 
 
 def matrix_tile(matrix: Tensor, most_columns: int | None = None) -> MatrixTile:
-    """A tile for what is done element by element. A power of two as ``most_columns`` is heeded, but for small ones."""
+    """A tile for element-wise work. ``most_columns`` limits its columns where it is a power of two from 32 on."""
     config = config_for(matrix.numel())
     columns = min(next_power_of_2(matrix.shape[1]), config.tile)
     if most_columns is not None and most_columns >= 32 and most_columns & (most_columns - 1) == 0:

@@ -22,17 +22,17 @@ from tokenspeed_kernel.triton.sampling._state_device import (
     SUMS,
     WEIGHT_MASK,
 )
-from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS, limit_of, scale_of, target_of, uniform, weigh
+from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS, limit_of, scale_of, target_of, token_weights, uniform
 
 
 @triton.jit
 def level_end(step, state, scale, logits):
     """The logit at which level ``step`` (1 to LEVELS) ends, one that the format holds: equal parts of the range in which tokens
     weigh something. The last level takes all that is left. Level 0 stands for what is above the first."""
-    top = from_sort_key(tl.load(state + LARGEST).to(tl.int32)).to(tl.float64)
+    largest_logit = from_sort_key(tl.load(state + LARGEST).to(tl.int32)).to(tl.float64)
     least = from_sort_key(tl.load(state + LEAST).to(tl.int32)).to(tl.float64)
-    reach = tl.minimum(top - least, WEIGHTLESS / scale)
-    ends = (top - reach * (step.to(tl.float64) / LEVELS)).to(tl.float32).to(logits.dtype.element_ty).to(tl.float32)
+    reach = tl.minimum(largest_logit - least, WEIGHTLESS / scale)
+    ends = (largest_logit - reach * (step.to(tl.float64) / LEVELS)).to(tl.float32).to(logits.dtype.element_ty).to(tl.float32)
     return tl.where(step >= LEVELS, float("-inf"), tl.where(step <= 0, float("inf"), ends))
 
 
@@ -54,7 +54,7 @@ def sum_levels_kernel(
     span = tl.program_id(0) % spans
     state += row * STATE
     if tl.load(state + PENDING) != 0:
-        top = from_sort_key(tl.load(state + LARGEST).to(tl.int32)).to(tl.float64)
+        largest_logit = from_sort_key(tl.load(state + LARGEST).to(tl.int32)).to(tl.float64)
         scale = scale_of(tl.load(temperature + row))
         step = tl.arange(0, LEVELS)
         ends = level_end(step + 1, state, scale, logits)
@@ -66,7 +66,7 @@ def sum_levels_kernel(
                 live = ids < end
                 offsets = ids.to(tl.int64) * vocab_stride
                 x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)
-                packed = tl.where(live, weigh(x, top, scale) | ONE_TOKEN, 0)
+                packed = tl.where(live, token_weights(x, largest_logit, scale) | ONE_TOKEN, 0)
                 added += tl.where(x[None, :] >= ends[:, None], packed[None, :], 0)
         tl.atomic_add(state + SUMS + step, tl.sum(added >> COUNT_SHIFT, axis=1), sem="relaxed")
         tl.atomic_add(state + SUMS + LEVELS + step, tl.sum(added & WEIGHT_MASK, axis=1), sem="relaxed")

@@ -27,7 +27,7 @@ from tokenspeed_kernel.triton.sampling._state_device import (
     TOTAL,
     WEIGHT_MASK,
 )
-from tokenspeed_kernel.triton.sampling._weights_device import is_drawn, limit_of, scale_of, target_of, uniform, weigh
+from tokenspeed_kernel.triton.sampling._weights_device import is_drawn, limit_of, scale_of, target_of, token_weights, uniform
 
 # What a list would hold for -inf and token 0.
 _NO_TOKEN = tl.constexpr(-0x7F80000100000000)
@@ -66,7 +66,7 @@ def _sums_down_to(
     drawn_key,
     high,
     vocab,
-    top,
+    largest_logit,
     scale,
     LANES: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -82,7 +82,7 @@ def _sums_down_to(
                 index = start + part * LANES + tl.arange(0, LANES)
                 packed = tl.load(listed + index, mask=index < number, other=_NO_TOKEN)
                 key = _listed_keys(packed, index < number, stage, drawn_key, high, vocab, UNUSED_BITS)
-                both = weigh(from_sort_key((packed >> 32).to(tl.int32)), top, scale) | ONE_TOKEN
+                both = token_weights(from_sort_key((packed >> 32).to(tl.int32)), largest_logit, scale) | ONE_TOKEN
                 added += tl.where(key[None, :] >= ends[:, None], both[None, :], 0)
         counts += tl.sum(added >> COUNT_SHIFT, axis=1)
         weights += tl.sum(added & WEIGHT_MASK, axis=1)
@@ -164,7 +164,7 @@ def find_places_kernel(
         draws = is_drawn(warmth, largest_key)
         known = (number <= capacity) | (~draws)
     if draws & known:
-        top = largest.to(tl.float64)
+        largest_logit = largest.to(tl.float64)
         scale = scale_of(warmth)
         step = tl.arange(0, LEVELS)
         k = tl.load(top_k + row)
@@ -188,7 +188,7 @@ def find_places_kernel(
                 drawn_key,
                 largest_key,
                 vocab,
-                top,
+                largest_logit,
                 scale,
                 LANES,
                 UNROLL,
@@ -230,7 +230,7 @@ def find_places_kernel(
                     stride = ((high - low) >> LEVEL_BITS) + 1
                     ends = (low + step * stride).to(tl.int32)
                     counts, weights = _sums_down_to(
-                        ends, listed, number, stage, drawn_key, high, vocab, top, scale, LANES, UNROLL, UNUSED_BITS
+                        ends, listed, number, stage, drawn_key, high, vocab, largest_logit, scale, LANES, UNROLL, UNUSED_BITS
                     )
                     counts += base_count
                     weights += base_weight
@@ -247,7 +247,7 @@ def find_places_kernel(
                 if stage == 3:
                     token = vocab - 1 - low
                 else:
-                    weight = weigh(_from_short_key(low, UNUSED_BITS), top, scale)
+                    weight = token_weights(_from_short_key(low, UNUSED_BITS), largest_logit, scale)
                     if stage == 0:
                         kept = base_weight + (bound_count - base_count) * weight
                         limit = limit_of(p, kept)

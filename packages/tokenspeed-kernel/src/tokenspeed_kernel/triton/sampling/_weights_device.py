@@ -29,7 +29,7 @@ _KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 
 @triton.jit
-def weigh(x, largest, scale):
+def token_weights(x, largest, scale):
     """int64 weights of float32 logits, bit for bit those of the definition. largest, scale: float64."""
     y = (x.to(tl.float64) - largest) * scale
     y = tl.where(y > _LEAST_EXPONENT, y, _LEAST_EXPONENT)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 from tokenspeed_kernel.triton.sampling._state_device import CANDIDATES, FIRST, LARGEST, LEAST, STATE, THRESHOLD, TOTAL
-from tokenspeed_kernel.triton.sampling._weights_device import is_drawn, scale_of, weigh
+from tokenspeed_kernel.triton.sampling._weights_device import is_drawn, scale_of, token_weights
 
 _PARTS = tl.constexpr(16)
 _PART_BITS = tl.constexpr(4)
@@ -90,7 +90,7 @@ def candidates_kernel(
     k = tl.load(top_k + row)
     draws = is_drawn(warmth, largest)
     sums = draws & ((k <= 0) | (k >= vocab))
-    top = from_sort_key(largest).to(tl.float64)
+    largest_logit = from_sort_key(largest).to(tl.float64)
     scale = scale_of(tl.where(draws, warmth, 1.0))
     end = tl.minimum(vocab, (span + 1) * length)
     total = tl.zeros([BLOCK], tl.int64)
@@ -105,7 +105,7 @@ def candidates_kernel(
         x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)
         if sums:
             # Beyond the end are weights of -inf, which are 0.
-            total += weigh(x, top, scale)
+            total += token_weights(x, largest_logit, scale)
         key = sort_key(x)
         found = live & (key >= threshold)
         if draws:
