@@ -1,4 +1,4 @@
-"""Lets Griffe, which reads the docstrings for the reference, see two sections as they are meant."""
+"""Lets Griffe, which reads the docstrings for the reference, see some of what they say as it is meant."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from typing import Any
 
 import griffe
 
+_CHANGES = (
+    # Griffe shows as code what stands under Examples.
+    (r"^( *)Example:$", r"\1Examples:"),
+    # Warns may follow Raises without an empty line.
+    (r"(?<=\S)\n( *)Warns:$", r"\n\n\1Warns:"),
+    # Two colons announce code that is indented; Markdown wants none.
+    (r"^ *::$", ""),
+    (r"(?<=\S)::$", ":"),
+)
+
 
 class Sections(griffe.Extension):
-    """``Example:`` is shown as code, as Griffe does with ``Examples:``; ``Warns:`` may follow ``Raises:`` without an empty line."""
+    """Changes the text of docstrings before they are taken apart."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
-            obj.docstring.value = re.sub(r"(?<=\S)\n( *)Warns:$", r"\n\n\1Warns:", text, flags=re.MULTILINE)
+            for pattern, replacement in _CHANGES:
+                obj.docstring.value = re.sub(pattern, replacement, obj.docstring.value, flags=re.MULTILINE)
