@@ -13,7 +13,7 @@ _CHANGES = (
     # Warns may follow Raises without an empty line.
     (r"(?<=\S)\n( *)Warns:$", r"\n\n\1Warns:"),
     # Two colons announce code that is indented; Markdown wants none.
-    (r"^ *::$", ""),
+    (r"^( *)::$", r"\1For example, in code:"),
     (r"(?<=\S)::$", ":"),
 )
 
