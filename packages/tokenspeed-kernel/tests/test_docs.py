@@ -18,7 +18,7 @@ import torch
 
 from tokenspeed_kernel.workbench import numerics
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
-from tokenspeed_kernel_base import config, selection
+from tokenspeed_kernel_base import config, registry, selection
 from tokenspeed_kernel_base import operator as operator_module
 from tokenspeed_kernel_base.declaration import HOOKS
 from tokenspeed_kernel_base.platform import current_platform
@@ -99,6 +99,7 @@ def run(page: Path, blocks: list[Block], tmp_path: Path, monkeypatch: pytest.Mon
         for name in set(sys.modules) - before:
             if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
                 del sys.modules[name]
+                registry._declared.pop(name, None)
 
 
 @pytest.mark.usefixtures("operators_are_put_back")
