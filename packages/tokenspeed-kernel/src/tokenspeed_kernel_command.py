@@ -31,22 +31,19 @@ Options:
 
 Commands:
 """
-_TOOLS = frozenset({"click", "rich", "typer"})
 
 
-def main(*command: str) -> None:
-    """Runs the command line and exits.
-
-    Args:
-        command: words put in front of those of ``sys.argv``.
-    """
-    words = [*command, *sys.argv[1:]]
+def main() -> None:
+    """Runs the command line and exits."""
+    words = sys.argv[1:]
     if words in ([], ["-h"], ["--help"]):
         print(_HELP + "\n".join(f"  {name:<7}  {does}" for name, does in COMMANDS.items()))
     elif words == ["--version"]:
         print(f"tokenspeed-kernel {_version()}")
     else:
-        _run(words, " ".join(("tokenspeed-kernel", *command)))
+        from tokenspeed_kernel.__main__ import main as run
+
+        run()
 
 
 def _version() -> str:
@@ -58,18 +55,6 @@ def _version() -> str:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     return str(run_path(f"{spec.submodule_search_locations[0]}/version.py")["__version__"])
-
-
-def _run(words: list[str], name: str) -> None:
-    try:
-        from tokenspeed_kernel.workbench.cli import app
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _TOOLS:
-            raise
-        # Not to stdout: with --json nothing but JSON belongs there.
-        print(f"The command line needs {error.name}: pip install 'tokenspeed-kernel[tools]'", file=sys.stderr)
-        raise SystemExit(1) from None
-    app(args=words, prog_name=name)
 
 
 if __name__ == "__main__":

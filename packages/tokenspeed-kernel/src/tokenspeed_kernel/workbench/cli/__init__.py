@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.cli.bench import bench
 from tokenspeed_kernel.workbench.cli.capture import merge_files, show_calls
 from tokenspeed_kernel.workbench.cli.profile import profile
@@ -23,11 +24,26 @@ _PLAIN: dict[str, Any] = {
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
 app = typer.Typer(
-    help="Operators for LLM inference, and the kernel that serves each best on the machine at hand.",
     add_completion=False,
     pretty_exceptions_enable=False,
     **_PLAIN,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tokenspeed-kernel {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)]
+
+
+@app.callback()
+def _root(version: Version = False) -> None:
+    """Operators for LLM inference, and the kernel that serves each best on the machine at hand."""
+
+
 for command in (doctor, ops, explain, verify, bench, tune):
     app.command()(command)
 app.command(context_settings={"allow_interspersed_args": False})(profile)

@@ -9,7 +9,7 @@ import typer
 
 from tokenspeed_kernel.workbench.cli.find import find_operator
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table
-from tokenspeed_kernel.workbench.watching import Contents, ReplayError, UnreadableCaptureError, load, merge, replay
+from tokenspeed_kernel.workbench.watching import Contents, ReplayError, load, merge, replay
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that shapes were captured to.")]
 Operator = Annotated[str | None, typer.Option("--op", help="Only calls of this operator.")]
@@ -45,7 +45,7 @@ def merge_files(files: Files, output: Into, as_json: AsJson = False) -> None:
     """Add up captures in one file. What that file held is replaced."""
     try:
         total = merge(files, output)
-    except (FileNotFoundError, UnreadableCaptureError) as error:
+    except OSError as error:
         fail(error)
     calls = sum(record["count"] for record in total.records)
     if as_json:
@@ -57,5 +57,5 @@ def merge_files(files: Files, output: Into, as_json: AsJson = False) -> None:
 def _load(file: Path) -> Contents:
     try:
         return load(file)
-    except (FileNotFoundError, UnreadableCaptureError) as error:
+    except OSError as error:
         fail(error)

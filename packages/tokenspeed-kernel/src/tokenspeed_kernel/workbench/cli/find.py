@@ -10,7 +10,7 @@ import torch
 
 from tokenspeed_kernel.workbench.cli.output import fail, unknown
 from tokenspeed_kernel.workbench.numerics.conformance import plugin_kernels
-from tokenspeed_kernel.workbench.watching import ReplayError, UnreadableCaptureError, load_cases
+from tokenspeed_kernel.workbench.watching import ReplayError, load_cases
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
 from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
@@ -74,7 +74,7 @@ def find_captured(file: Path) -> dict[str, list[Case]]:
     try:
         for found in load_cases(file):
             cases.setdefault(found.operator, []).append(found.case)
-    except (FileNotFoundError, ReplayError, UnreadableCaptureError) as error:
+    except (OSError, ReplayError) as error:
         fail(error)
     return cases
 

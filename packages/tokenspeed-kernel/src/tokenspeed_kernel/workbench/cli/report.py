@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from tokenspeed_kernel.workbench.benchmark.results import ReportError, load_report
 from tokenspeed_kernel.workbench.cli.output import fail
+from tokenspeed_kernel_base.storage import replace_file
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE.json...", help="What `bench --output` wrote.")]
 Output = Annotated[Path, typer.Option("-o", "--output", help="The HTML file.")]
@@ -37,9 +37,7 @@ def report(files: Files, output: Output = Path("report.html"), plots: Plots = No
         fail(error)
     if not any(device.rows() for device in devices):
         fail("there is nothing to show: no row was measured")
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
-    beside.write_text(render_page(devices, title), encoding="utf-8")
-    beside.replace(output)
+    replace_file(output, render_page(devices, title))
     typer.echo(f"{output}: {output.stat().st_size / 1e6:.1f} MB")
     if plots is not None:
         typer.echo(f"{plots}: {len(write_plots(devices, plots))} plots")
