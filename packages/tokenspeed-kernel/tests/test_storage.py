@@ -31,7 +31,7 @@ def database(folder: Path) -> Database:
 
 
 def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "file"
+    path = tmp_path / "file"
     replace_file(path, "text")
     replace_file(path, b"\xff\n")
     assert path.read_bytes() == b"\xff\n"
@@ -50,7 +50,7 @@ def test_a_file_that_cannot_be_replaced_is_as_it_was(tmp_path: Path, monkeypatch
         replace_file(path, "new")
     assert path.read_text() == "old"
     assert names(tmp_path) == {"file"}
-    with pytest.raises(OSError, match=r"File exists|Not a directory"):
+    with pytest.raises(OSError, match=r"Not a directory"):
         replace_file(path / "below", "new")
 
 

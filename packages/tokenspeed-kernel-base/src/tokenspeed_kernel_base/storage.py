@@ -59,12 +59,11 @@ def part_of(path: Path) -> Path:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Writes a file such that whoever reads it finds the old content or the new one. Its folder is made if there is none.
+    """Writes a file such that whoever reads it finds the old content or the new one.
 
     Raises:
         OSError: it cannot be written. The file is as it was.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = part_of(path)
     try:
         with part.open("wb") as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, defa
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.platform import current_platform
 from tokenspeed_kernel_base.registry import KernelSpec
+from tokenspeed_kernel_base.storage import replace_file
 
 # Optional rather than `| None`: typer evaluates these.
 Repeat = Annotated[
@@ -94,11 +94,8 @@ def verify(
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a file whole, or not at all."""
-    aside = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(file)
+        replace_file(file, text)
     except OSError as error:
         fail(f"{file} cannot be written: {error}")
 
