@@ -24,7 +24,7 @@ _OPERATORS = "tokenspeed_kernel_base.ops"
 def source_fingerprint(module: str) -> str:
     """A hash of a module and of every module of its package that it imports, directly or through others.
 
-    Device code that a launcher reaches through `DeviceModule` counts, and so does what is imported from the operators' declarations.
+    Device code that a launcher reaches through `DeviceModule` counts, and so does what it imports from operators' declarations.
     A package's ``__init__`` counts where something is imported from it that is not a module. For a module in no package, the
     modules beside it count. Read once in a process: what was imported before a file changed is what runs.
 
