@@ -279,6 +279,11 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", [*PAGES, *READMES], ids=named)
+def test_merges_are_finished(page: Path) -> None:
+    assert not re.search(r"^(<{7}|={7}|>{7})( |$)", page.read_text(), re.MULTILINE)
+
+
 @pytest.mark.parametrize(("page", "most"), [(PACKAGE / "README.md", 150), (ROOT / "README.md", 100)], ids=["package", "repository"])
 def test_readmes_stay_short(page: Path, most: int) -> None:
     assert len(page.read_text().splitlines()) <= most
