@@ -22,7 +22,7 @@ from mkdocs.structure.pages import Page
 import tokenspeed_kernel
 from tokenspeed_kernel_base import config as settings
 from tokenspeed_kernel_base.operator import operators
-from tokenspeed_kernel_base.registry import TAGS
+from tokenspeed_kernel_base.spec import TAGS
 
 ROOT = Path(__file__).parents[1]
 # Pages that are files at the root of the repository.

@@ -16,7 +16,8 @@ from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, register_package
+from tokenspeed_kernel_base.registry import KernelRegistry, register_package
+from tokenspeed_kernel_base.spec import KernelSpec
 
 ERROR = 5e-3  # relative, of the whole output
 LSE_ERROR = 1e-3

@@ -32,7 +32,8 @@ from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 from tokenspeed_kernel_base.platform import named_platform, use_platform
-from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, KernelSpec, Priority, register_package
+from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, register_package
+from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
 # Read from ROCm/aiter at commit e4048607a535ace3a2b51ded31b1c8c2d45c0879 (22 August 2026, 46 commits after v0.1.20), where they
 # are those of v0.1.20, commit fc2e5d57fb5b8ad8e7e23f7103071dde798ea618. Annotations are left out.

@@ -19,7 +19,8 @@ from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, register_kernel
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel_base.spec import KernelSpec
 
 from .paging import kernel_of
 

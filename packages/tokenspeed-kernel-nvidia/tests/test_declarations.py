@@ -12,7 +12,8 @@ import tokenspeed_kernel
 import tokenspeed_kernel_nvidia
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import named_platform, use_platform
-from tokenspeed_kernel_base.registry import KernelRegistry, Priority
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia import _machine
 
 MODES = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill"]

@@ -34,7 +34,8 @@ from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 from tokenspeed_kernel_base.platform import named_platform, platform_of, use_platform
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec, Priority
 from tokenspeed_kernel_base.workspace import Keeper
 from tokenspeed_kernel_nvidia.flashinfer import _memory
 from tokenspeed_kernel_nvidia.flashinfer import package as _package

@@ -27,7 +27,8 @@ import torch
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.workbench.benchmark import collect_metadata
 from tokenspeed_kernel_base import memo
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 CALLS, RUNS = 500, 401
 

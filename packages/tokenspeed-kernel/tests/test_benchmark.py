@@ -44,7 +44,8 @@ from tokenspeed_kernel.workbench.benchmark.machine import GpuState
 from tokenspeed_kernel.workbench.benchmark.roofline import Roofline
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 COMMITTED = Path(__file__).parents[1] / "benchmarks" / "h200.json"
 

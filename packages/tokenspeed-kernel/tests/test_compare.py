@@ -37,7 +37,8 @@ from tokenspeed_kernel.workbench.benchmark import (
 )
 from tokenspeed_kernel.workbench.benchmark.compare import _arrangements, _beyond_t, _cut, adjusted, p_value
 from tokenspeed_kernel_base.cases import Case
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 COMMITTED = Path(__file__).parents[1] / "benchmarks" / "h200.json"
 HERE = Metadata("a device", "sm_90", "1.0", "3.12", "2.11", "3.6", "0.2", "abc", "the command", "2026-01-01T00:00:00+00:00")

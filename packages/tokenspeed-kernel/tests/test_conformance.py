@@ -38,7 +38,8 @@ from tokenspeed_kernel.workbench.numerics.conformance import (
 )
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import CapabilityRequirement, named_platform, use_platform
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, PriorityClashWarning
+from tokenspeed_kernel_base.registry import KernelRegistry, PriorityClashWarning
+from tokenspeed_kernel_base.spec import KernelSpec
 
 SAMPLES = Path(__file__).parent / "wrong_kernels"
 CPU = torch.device("cpu")

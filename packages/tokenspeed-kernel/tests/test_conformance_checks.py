@@ -17,7 +17,8 @@ from tokenspeed_kernel_base.cases import Case, Draw, recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
 from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.platform import CapabilityRequirement
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.traits import ANY, as_constraint, at_least, at_most, between, multiple_of, one_of
 from tokenspeed_kernel_base.variation import Variation, Want
 

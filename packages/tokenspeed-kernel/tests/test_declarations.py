@@ -27,8 +27,9 @@ from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.discovery import DEVICE_SUFFIX
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
-from tokenspeed_kernel_base.parameters import Kind, tensor_arguments
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 OPERATORS = [op for op in operators() if op.body.__module__.startswith(ops.__name__ + ".")]
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.package == tokenspeed_kernel.__name__]

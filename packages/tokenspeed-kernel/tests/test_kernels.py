@@ -17,7 +17,8 @@ from tokenspeed_kernel.workbench.numerics.verify import default_device, refusal
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
 from tokenspeed_kernel_base.platform import current_platform
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 PLATFORM = current_platform()
 ON_GPU = not PLATFORM.is_cpu and not PLATFORM.pretended and not PLATFORM.emulated

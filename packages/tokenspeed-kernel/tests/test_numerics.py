@@ -32,9 +32,10 @@ from tokenspeed_kernel.workbench.numerics.places import describe_places
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import CapabilityRequirement, named_platform, use_platform
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Request
 from tokenspeed_kernel_base.signature import FormatSignature, ScaleFormat, TensorFormat, dense_tensor_format, format_signature
+from tokenspeed_kernel_base.spec import KernelSpec
 
 LOOSE = Tolerance(0.01, 0.0, 1.0, "a hundredth of each value")
 NAN, INF = math.nan, math.inf

@@ -68,7 +68,7 @@ def ranges(run: Callable[[], Any]) -> list[str]:
 def test_a_range_says_operator_kernel_and_shapes_of_the_operands() -> None:
     op = get_operator("mha_decode_with_kvcache")
     arguments = op.all_cases()[0].build()
-    chosen = op.explain(**arguments).chosen
+    chosen = op.function.explain(**arguments).chosen
     assert chosen is not None
     shapes = ["x".join(map(str, arguments[name].shape)) for name in ("q", "k_cache")]
     dtype = str(arguments["q"].dtype).removeprefix("torch.")

@@ -14,7 +14,7 @@ import torch
 from tokenspeed_kernel.workbench.numerics.conformance.reach import reach
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.registry import KernelSpec
+from tokenspeed_kernel_base.spec import KernelSpec
 
 SAMPLES = Path(__file__).parent / "wrong_kernels"
 DECODE = "attention.mha_decode_with_kvcache"

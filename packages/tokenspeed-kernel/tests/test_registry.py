@@ -17,17 +17,10 @@ import torch
 from tokenspeed_kernel_base import registry as registry_module
 from tokenspeed_kernel_base import selection
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement
-from tokenspeed_kernel_base.registry import (
-    KernelRegistry,
-    KernelSpec,
-    Priority,
-    PriorityClashWarning,
-    RegistrationError,
-    describe_kernel,
-    register_kernel,
-)
+from tokenspeed_kernel_base.registry import KernelRegistry, PriorityClashWarning, describe_kernel, register_kernel
 from tokenspeed_kernel_base.selection import NoKernelFoundError, select_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel_base.spec import KernelSpec, Priority, RegistrationError
 from tokenspeed_kernel_base.traits import at_most, multiple_of
 
 BF16 = format_signatures("x", "dense", {torch.bfloat16})

@@ -16,7 +16,8 @@ import torch
 
 import tokenspeed_kernel
 from tokenspeed_kernel_base.discovery import DEVICE_SUFFIX, import_modules
-from tokenspeed_kernel_base.registry import KernelRegistry, RegistrationError, register_package
+from tokenspeed_kernel_base.registry import KernelRegistry, register_package
+from tokenspeed_kernel_base.spec import RegistrationError
 
 PORTABLE = "tokenspeed_kernel.triton"
 ROOT = Path(tokenspeed_kernel.__file__).parent / "triton"
@@ -82,7 +83,8 @@ def test_launchers_name_device_code_that_exists_and_all_device_code_is_wanted() 
 LAUNCHER = """
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.platform import CapabilityRequirement
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.signature import format_signatures
 import torch
 

@@ -22,7 +22,7 @@ import torch
 from tokenspeed_kernel_base import measured, memo, selection
 from tokenspeed_kernel_base.config import ConfigurationError
 from tokenspeed_kernel_base.platform import CapabilityRequirement, PlatformInfo, named_platform, use_platform
-from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, KernelSpec, PriorityClashWarning
+from tokenspeed_kernel_base.registry import KernelLoadWarning, KernelRegistry, PriorityClashWarning
 from tokenspeed_kernel_base.selection import (
     NoKernelFoundError,
     SelectedKernel,
@@ -39,6 +39,7 @@ from tokenspeed_kernel_base.selection import (
     warmup_selection,
 )
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel_base.spec import KernelSpec
 
 X = format_signature(x=dense_tensor_format(torch.bfloat16))
 BF16 = format_signatures("x", "dense", {torch.bfloat16})

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tokenspeed_kernel_base import measured, selection
 from tokenspeed_kernel_base.measured import Found, Tuned
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, PlatformInfo
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, PriorityClashWarning
+from tokenspeed_kernel_base.registry import KernelRegistry, PriorityClashWarning
 from tokenspeed_kernel_base.selection import (
     NoKernelFoundError,
     Override,
@@ -34,6 +34,7 @@ from tokenspeed_kernel_base.selection import (
     select,
 )
 from tokenspeed_kernel_base.signature import FormatSignature, ScaleFormat, TensorFormat
+from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
 
 # -- constraints: ("value", v), ("set", (v, ...)), ("any",), ("least", n), ("most", n), ("between", a, b), ("multiple", n),
@@ -131,7 +132,7 @@ SIGNATURES = tuple(
 )
 FEATURES = ("triton", "tma", "fp8")
 SOLUTIONS = ("triton", "cutedsl", "torch")
-TAGS = ("latency", "throughput", "determinism", "portability")
+TAGS = ("latency", "throughput", "determinism")
 ARCHES = (None, (0, 0), (8, 0), (9, 0), (9, 5), (10, 0))
 
 

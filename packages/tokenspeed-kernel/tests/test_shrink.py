@@ -21,7 +21,8 @@ from tokenspeed_kernel.workbench.watching import replay
 from tokenspeed_kernel_base.cases import DEFAULT, Case, Draw, Recipe, recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
 from tokenspeed_kernel_base.parameters import tensor_arguments
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 Impl = Callable[..., Any]
 

@@ -15,7 +15,8 @@ from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import operators
 from tokenspeed_kernel_base.platform import current_platform
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 CPU = torch.device("cpu")
 # Cases of a kernel that run by default: the first, the last, and some between. The rest is slow.

@@ -27,10 +27,11 @@ from tokenspeed_kernel_base.parameters import (
     tensor_arguments,
 )
 from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority
+from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.resources import same_place
 from tokenspeed_kernel_base.selection import consider, selection_policy
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format
+from tokenspeed_kernel_base.spec import KernelSpec, Priority
 from tokenspeed_kernel_base.variation import Variation
 
 P = ParamSpec("P")

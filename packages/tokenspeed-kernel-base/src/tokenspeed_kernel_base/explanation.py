@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenspeed_kernel_base.platform import PlatformInfo
-from tokenspeed_kernel_base.registry import KernelSpec
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat
+from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.traits import format_traits
 
 

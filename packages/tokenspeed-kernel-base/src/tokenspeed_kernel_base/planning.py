@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenspeed_kernel_base.checks import Checker
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, load_object
+from tokenspeed_kernel_base.registry import KernelRegistry, load_object
 from tokenspeed_kernel_base.selection import Explanation, Override, Request, Verdict, consider
+from tokenspeed_kernel_base.spec import KernelSpec
 
 # The layout in which an object is made and checked; every other one belongs to a kernel.
 CANONICAL = "canonical"

@@ -32,8 +32,9 @@ from tokenspeed_kernel_base.explanation import (
 )
 from tokenspeed_kernel_base.measured import Found, Tuned
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, Priority, load_object
+from tokenspeed_kernel_base.registry import KernelRegistry, load_object
 from tokenspeed_kernel_base.signature import FormatSignature
+from tokenspeed_kernel_base.spec import KernelSpec, Priority
 from tokenspeed_kernel_base.traits import format_traits
 
 __all__ = [

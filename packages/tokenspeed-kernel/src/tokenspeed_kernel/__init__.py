@@ -29,14 +29,7 @@ from tokenspeed_kernel_base.platform import (
     named_platform,
     use_platform,
 )
-from tokenspeed_kernel_base.registry import (
-    KernelRegistry,
-    Priority,
-    RegistrationError,
-    describe_kernel,
-    register_kernel,
-    register_package,
-)
+from tokenspeed_kernel_base.registry import KernelRegistry, describe_kernel, register_kernel, register_package
 from tokenspeed_kernel_base.selection import (
     Explanation,
     NoKernelFoundError,
@@ -57,6 +50,7 @@ from tokenspeed_kernel_base.signature import (
     format_signatures,
     tensor_format,
 )
+from tokenspeed_kernel_base.spec import Priority, RegistrationError
 from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
 
 if TYPE_CHECKING:  # so that editors and type checkers know them; an operator that is not listed here works all the same

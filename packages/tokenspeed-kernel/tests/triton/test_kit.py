@@ -20,7 +20,8 @@ from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec, register_package
+from tokenspeed_kernel_base.registry import KernelRegistry, register_package
+from tokenspeed_kernel_base.spec import KernelSpec
 
 KERNELS = [spec for spec in KernelRegistry.get().list_kernels() if spec.solution == "triton"]
 QUICK = Options(shrink_seconds=0, leave_out=frozenset({"trait edges"}))  # its cases are up to the largest sizes declared
@@ -82,7 +83,8 @@ LAUNCHER = """
 import torch
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.platform import CapabilityRequirement
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.signature import format_signatures
 
 device_code = DeviceModule(__name__ + "_device")

@@ -14,8 +14,9 @@ from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.platform import current_platform
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import kernel_override
+from tokenspeed_kernel_base.spec import KernelSpec
 
 TUNABLE = [spec for spec in KernelRegistry.get().list_kernels() if spec.tunables and spec.solution == "triton"]
 INTERPRETED = current_platform().is_cpu

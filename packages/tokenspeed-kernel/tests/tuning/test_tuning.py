@@ -12,10 +12,11 @@ import torch
 
 from tokenspeed_kernel.workbench.tuning import Candidate, TrialStatus, search, tune_case
 from tokenspeed_kernel.workbench.tuning.search import by_merit
-from tokenspeed_kernel_base.registry import KernelRegistry, RegistrationError, register_kernel
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import (
     kernel_override,
 )
+from tokenspeed_kernel_base.spec import RegistrationError
 
 # -- the whole loop ------------------------------------------------------------------------------------------------------------
 

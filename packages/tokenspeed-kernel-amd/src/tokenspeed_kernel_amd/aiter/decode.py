@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tokenspeed_kernel_amd.aiter.paged import SIGNATURES, WIDTHS, traits
 from tokenspeed_kernel_amd.capability import AITER
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
 
 for _width in WIDTHS:
     register_kernel(

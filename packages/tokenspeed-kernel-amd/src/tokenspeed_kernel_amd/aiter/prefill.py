@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 
 from tokenspeed_kernel_amd.capability import AITER
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 
 _ADAPTER = f"{__name__}_device:mha_prefill"
 _SIGNATURES = format_signatures(("q", "k", "v"), "dense", {torch.bfloat16, torch.float16})

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.capability import blackwell, blackwell_workstation, flashinfer_gap, hopper
 
 _SIGNATURES = format_signatures(("q", "k_cache", "v_cache"), "dense", {torch.bfloat16, torch.float16})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.capability import blackwell, flashinfer_gap
 
 for _width in (64, 128):

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tokenspeed_kernel_base.platform import CapabilityRequirement
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 
 
 # Above the portable kernels that can be interpreted on a CPU: this one is compiled.

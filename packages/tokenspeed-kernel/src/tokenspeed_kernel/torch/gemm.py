@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dtype_name, format_signatures
+from tokenspeed_kernel_base.spec import Priority
 
 
 def torch_mm(

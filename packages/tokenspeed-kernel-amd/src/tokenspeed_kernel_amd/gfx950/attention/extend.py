@@ -22,7 +22,8 @@ from tokenspeed_kernel_amd.capability import GLUON_CDNA4
 from tokenspeed_kernel_amd.gfx950.attention.call import PAGED_SIGNATURES, PAGED_TRAITS, Call, TileShape, called
 from tokenspeed_kernel_amd.gfx950.attention.decode import CONFIG, attend_split_kv
 from tokenspeed_kernel_base.discovery import DeviceModule
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
 
 device = DeviceModule(__name__ + "_device")
 

@@ -18,8 +18,9 @@ from tokenspeed_kernel_amd._rows import aligned_rows, deliver, rows_to_write
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
 from tokenspeed_kernel_amd.gfx950.attention.call import score_scaling
 from tokenspeed_kernel_base.discovery import DeviceModule
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 
 device = DeviceModule(__name__ + "_device")
 

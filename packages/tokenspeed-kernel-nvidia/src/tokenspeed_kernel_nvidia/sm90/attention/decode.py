@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most, between
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program

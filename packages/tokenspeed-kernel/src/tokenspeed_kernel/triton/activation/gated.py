@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, has_rows, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 

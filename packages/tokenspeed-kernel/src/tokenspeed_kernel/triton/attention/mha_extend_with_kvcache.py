@@ -10,7 +10,8 @@ from tokenspeed_kernel.triton.attention._mha_call import Call
 from tokenspeed_kernel.triton.attention._mha_choice import attend, choose
 from tokenspeed_kernel.triton.common import TRITON
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype, softmax_scale_of
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
 
 
 @register_kernel(

@@ -15,8 +15,9 @@ from tokenspeed_kernel.triton.attention._mha_choice import attend, choose
 from tokenspeed_kernel.triton.attention._mha_tiles import Tiles
 from tokenspeed_kernel.triton.common import FLOATS, TRITON
 from tokenspeed_kernel_base.ops.attention._softmax import softmax_scale_of
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 
 
 def _tiles_of_rows(request: Any, config: Mapping[str, Any]) -> str | None:

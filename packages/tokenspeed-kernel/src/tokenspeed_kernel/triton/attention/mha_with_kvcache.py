@@ -14,7 +14,8 @@ from tokenspeed_kernel.triton.attention.mha_decode_with_kvcache import attend_ne
 from tokenspeed_kernel.triton.attention.mha_extend_with_kvcache import attend_stretches
 from tokenspeed_kernel.triton.common import TRITON
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
 
 _DECODED_ROWS = 16  # query rows of a key head that decoding has in its least tile
 _FEW_KEYS = 256  # in a window

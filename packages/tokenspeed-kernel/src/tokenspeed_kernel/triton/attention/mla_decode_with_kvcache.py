@@ -7,7 +7,8 @@ from torch import Tensor
 from tokenspeed_kernel.triton.attention._formats import LATENT, MLA
 from tokenspeed_kernel.triton.attention._mla_latent import attend_latent
 from tokenspeed_kernel.triton.common import TRITON
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
 
 
 @register_kernel(

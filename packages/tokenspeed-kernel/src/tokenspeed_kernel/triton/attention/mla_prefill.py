@@ -13,8 +13,9 @@ from tokenspeed_kernel.triton.attention._mha_choice import attend, choose
 from tokenspeed_kernel.triton.attention._mha_tiles import Tiles
 from tokenspeed_kernel.triton.common import FLOATS, TRITON, for_architecture
 from tokenspeed_kernel_base.ops.attention._softmax import softmax_scale_of
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
 # Keys of 192 columns, values of 128. On an H200 4 x 4096 tokens, 128 heads: 434 TFLOP/s. With tensor maps 420, 4 stages 430, edges

@@ -15,8 +15,9 @@ from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, next_power_of_2
 from tokenspeed_kernel.triton.kvcache._write import COPIED, as_storable, cache_format
 from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")

@@ -10,7 +10,8 @@ from tokenspeed_kernel.triton.gemm import decoded, direct, once
 from tokenspeed_kernel.triton.gemm._formats import DENSE, SCALED
 from tokenspeed_kernel.triton.gemm._operands import operand
 from tokenspeed_kernel_base.ops.gemm.operands import default_out_dtype
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
 
 
 @register_kernel(

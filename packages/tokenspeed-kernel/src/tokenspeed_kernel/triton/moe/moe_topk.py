@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, multiprocessors, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")

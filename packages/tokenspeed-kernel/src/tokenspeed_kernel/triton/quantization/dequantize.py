@@ -20,7 +20,8 @@ from tokenspeed_kernel.triton.quantization._rows import (
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
 from tokenspeed_kernel_base.ops.quantization.formats import scale_layout, scale_layouts
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 

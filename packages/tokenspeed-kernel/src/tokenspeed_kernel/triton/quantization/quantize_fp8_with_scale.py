@@ -9,8 +9,9 @@ from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv
 from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES, abilities, division_steps
 from tokenspeed_kernel.triton.quantization._rows import as_matrix, finish, made_or, matrix_tile
 from tokenspeed_kernel_base.discovery import DeviceModule
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 

@@ -10,8 +10,9 @@ from tokenspeed_kernel.triton.quantization._encode import abilities, division_st
 from tokenspeed_kernel.triton.quantization._rows import config_for, finish, grid, groups_of, made_or, rows_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_NVFP4
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 

@@ -22,8 +22,9 @@ from tokenspeed_kernel.triton.common import FLOATS, TRITON, for_architecture, ne
 from tokenspeed_kernel.triton.sampling._rows import Spans, spans_of
 from tokenspeed_kernel.triton.sampling._state import STATE
 from tokenspeed_kernel_base.discovery import DeviceModule
-from tokenspeed_kernel_base.registry import Priority, register_kernel
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 levels_device = DeviceModule("tokenspeed_kernel.triton.sampling._levels_device")

@@ -24,7 +24,8 @@ from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, defa
 from tokenspeed_kernel_base.cases import Case, Cost, nbytes
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 _COPIED_BYTES = 8 << 30
 # Over all rounds of a row.

@@ -25,7 +25,7 @@ from tokenspeed_kernel.workbench.cli.options import Captured, CaseNames, Device,
 from tokenspeed_kernel.workbench.cli.output import AsJson, fail, print_json, print_table, progress, unknown
 from tokenspeed_kernel.workbench.numerics.verify import Status, default_device
 from tokenspeed_kernel_base.cases import Case
-from tokenspeed_kernel_base.registry import KernelSpec
+from tokenspeed_kernel_base.spec import KernelSpec
 
 Solutions = Annotated[
     str | None,

@@ -13,7 +13,8 @@ from tokenspeed_kernel.workbench.numerics.conformance import plugin_kernels
 from tokenspeed_kernel.workbench.watching import ReplayError, load_cases
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 
 def find_operator(name: str) -> Operator[Any, Any]:

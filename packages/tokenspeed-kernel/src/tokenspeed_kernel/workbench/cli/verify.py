@@ -20,7 +20,7 @@ from tokenspeed_kernel.workbench.numerics.shrink import Shrunk, shrink
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, default_device, verify_case
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.platform import current_platform
-from tokenspeed_kernel_base.registry import KernelSpec
+from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.storage import replace_file
 
 # Optional rather than `| None`: typer evaluates these.

@@ -21,7 +21,7 @@ from tokenspeed_kernel.workbench.numerics.verify import CaseResult, default_devi
 from tokenspeed_kernel_base.cases import DEFAULT, Case, Recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
-from tokenspeed_kernel_base.registry import KernelSpec
+from tokenspeed_kernel_base.spec import KernelSpec
 
 # How many elements of a list are tried one by one. Halves of longer lists are tried first.
 _MOST_ELEMENTS = 12

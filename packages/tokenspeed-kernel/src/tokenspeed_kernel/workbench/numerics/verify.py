@@ -26,8 +26,9 @@ from tokenspeed_kernel_base.cases import Case, Recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
 from tokenspeed_kernel_base.platform import current_platform, platform_of
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import gate
+from tokenspeed_kernel_base.spec import KernelSpec
 
 
 class Status(str, enum.Enum):

@@ -19,8 +19,9 @@ from tokenspeed_kernel.workbench.tuned import Device, Entry, Result, source_fing
 from tokenspeed_kernel.workbench.tuning.search import Candidate, Trial, TrialStatus, by_merit, first_line, search
 from tokenspeed_kernel_base.measured import Found
 from tokenspeed_kernel_base.platform import driver_version
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Override, Request, consider, select
+from tokenspeed_kernel_base.spec import KernelSpec
 
 Config = Mapping[str, Any]
 

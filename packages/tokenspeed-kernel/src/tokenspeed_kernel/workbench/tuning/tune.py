@@ -14,8 +14,9 @@ from tokenspeed_kernel.workbench.tuning.search import Trial
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import platform_of
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Request, gate, kernel_override
+from tokenspeed_kernel_base.spec import KernelSpec
 
 
 def tune_case(

@@ -19,8 +19,8 @@ from tokenspeed_kernel.workbench.numerics.verify import refusal
 from tokenspeed_kernel_base.cases import Case, Recipe
 from tokenspeed_kernel_base.operator import Operator
 from tokenspeed_kernel_base.parameters import tensor_arguments
-from tokenspeed_kernel_base.registry import KernelSpec
 from tokenspeed_kernel_base.selection import gate
+from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.traits import Constraint
 
 # Elements of all arguments together; larger cases take too long for a check.

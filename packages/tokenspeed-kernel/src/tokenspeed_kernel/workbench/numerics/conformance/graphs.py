@@ -22,8 +22,8 @@ from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import Operator, get_operator
 from tokenspeed_kernel_base.parameters import Kind
-from tokenspeed_kernel_base.registry import KernelSpec
 from tokenspeed_kernel_base.selection import gate
+from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.variation import Variation, Want
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Fault, Status, run_kernel
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_base.variation import Variation, Want
 
 # Importing, compiling and running a few small calls takes seconds.

@@ -20,7 +20,8 @@ from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status, defa
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import platform_of
-from tokenspeed_kernel_base.registry import KernelRegistry, KernelSpec
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,214 @@
+"""A kernel's declaration: what it serves, what it needs, and what it promises."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from tokenspeed_kernel_base.platform import CapabilityRequirement
+from tokenspeed_kernel_base.signature import FormatSignature
+from tokenspeed_kernel_base.traits import Constraint, as_constraint, trait_gaps, traits_overlap
+
+
+class Priority(enum.IntEnum):
+    """How good a kernel claims to be; the higher is preferred. Values between the named ones order kernels of one kind."""
+
+    REFERENCE = 0
+    PORTABLE = 4
+    PERFORMANT = 8
+    SPECIALIZED = 12
+
+
+MAX_PRIORITY = 19
+
+TAGS = {
+    "latency": "the objective of that name prefers it",
+    "throughput": "the objective of that name prefers it",
+    "determinism": "it gives the same bits from run to run, which the conformance kit checks; the objective prefers it",
+    "batch_invariant": "an item's result does not depend on what else is in its batch, which the conformance kit checks",
+    "waits": "it may wait for the device, so that it is not for CUDA graphs",
+}
+"""What a kernel may be tagged with, and what that says of it."""
+
+
+class RegistrationError(ValueError):
+    """A kernel's declaration cannot be taken; the message names the kernel, where it was declared, and what is wrong."""
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel's declaration.
+
+    Attributes:
+        name: unique among all kernels.
+        family, mode: the operator it implements.
+        solution: the toolkit or library it is made with: ``"triton"``, ``"torch"``...
+        capability: what it needs of the platform.
+        format_signatures: the operand formats it serves; None for all.
+        traits: constraints by trait; see `tokenspeed_kernel_base.traits` for what silence means.
+        universal: silence means support: it serves every flag, but for what ``traits`` restrict. Only an
+            operator's reference may claim that.
+        priority: 0 to 19, see `Priority`.
+        tags: some of `TAGS`.
+        only_by_name: why the kernel serves only requests that name it; empty where it serves all that it declares.
+        weight_preprocessor: arranges weights for this kernel once, when a model is loaded.
+        tunables: what of it is measured rather than known, by name: the values to try. See `register_kernel`.
+        tunable_if: says why a configuration will not do for a request, or None where it will.
+        package: the top-level package that declares it.
+        origin: where it was declared: ``file:line``.
+    """
+
+    name: str
+    family: str
+    mode: str
+    solution: str = ""
+    capability: CapabilityRequirement = field(default_factory=CapabilityRequirement)
+    format_signatures: frozenset[FormatSignature] | None = frozenset()
+    traits: Mapping[str, Constraint] = field(default_factory=dict)
+    priority: int = Priority.PERFORMANT
+    tags: frozenset[str] = frozenset()
+    only_by_name: str = ""
+    weight_preprocessor: Callable[..., Any] | str | None = None
+    universal: bool = False
+    tunables: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    tunable_if: Callable[[Any, Mapping[str, Any]], str | None] | None = None
+    package: str = ""
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        for what in ("name", "family", "mode", "solution"):
+            value = getattr(self, what)
+            if not isinstance(value, str) or not value:
+                raise RegistrationError(f"{what} of a kernel must be a non-empty str, got {value!r} ({self.origin})")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or not 0 <= self.priority <= MAX_PRIORITY:
+            raise RegistrationError(
+                f"{self.name}: priority must be an int from 0 to {MAX_PRIORITY}, got {self.priority!r} ({self.origin})"
+            )
+        object.__setattr__(self, "priority", int(self.priority))
+        if not isinstance(self.capability, CapabilityRequirement):
+            raise RegistrationError(
+                f"{self.name}: capability must be a CapabilityRequirement, got {self.capability!r} ({self.origin})"
+            )
+        several = isinstance(self.tags, Iterable) and not isinstance(self.tags, str)
+        if not several or not all(isinstance(tag, str) for tag in self.tags):
+            raise RegistrationError(f"{self.name}: tags must be a set of str, got {self.tags!r} ({self.origin})")
+        object.__setattr__(self, "tags", frozenset(self.tags))
+        for tag in sorted(self.tags - TAGS.keys()):
+            raise RegistrationError(f"{self.name}: tags must be among {', '.join(TAGS)}, got {tag!r} ({self.origin})")
+        preprocessor = self.weight_preprocessor
+        if not (preprocessor is None or callable(preprocessor) or isinstance(preprocessor, str)):
+            raise RegistrationError(
+                f'{self.name}: weight_preprocessor must be a function or "module:function", got {preprocessor!r} ({self.origin})'
+            )
+        if not isinstance(self.traits, Mapping) or not all(isinstance(trait, str) for trait in self.traits):
+            raise RegistrationError(
+                f"{self.name}: traits must be a dict of constraints by trait, got {self.traits!r} ({self.origin})"
+            )
+        self._check_signatures()
+        self._check_tunables()
+        object.__setattr__(self, "traits", MappingProxyType({name: self._constraint(name) for name in self.traits}))
+
+    def _constraint(self, trait: str) -> Constraint:
+        try:
+            constraint = as_constraint(self.traits[trait])
+        except TypeError as error:
+            raise RegistrationError(f"{self.name}: trait {trait}: {error} ({self.origin})") from None
+        if not constraint.satisfiable():
+            raise RegistrationError(f"{self.name}: trait {trait} is constrained such that no value will do ({self.origin})")
+        return constraint
+
+    def _check_signatures(self) -> None:
+        if self.format_signatures is None:
+            return
+        listed = tuple(self.format_signatures) if isinstance(self.format_signatures, Iterable) else (self.format_signatures,)
+        for signature in listed:
+            if not isinstance(signature, FormatSignature):
+                raise RegistrationError(f"{self.name}: signatures must be FormatSignature, got {signature!r} ({self.origin})")
+        object.__setattr__(self, "format_signatures", frozenset(listed))
+        if not self.format_signatures:
+            raise RegistrationError(
+                f"{self.name}: signatures is empty, so no request could reach it; None means all ({self.origin})"
+            )
+
+    def _check_tunables(self) -> None:
+        if not isinstance(self.tunables, Mapping):
+            raise RegistrationError(
+                f"{self.name}: tunables must be a dict of names to values, got {self.tunables!r} ({self.origin})"
+            )
+        frozen: dict[str, tuple[Any, ...]] = {}
+        for name, values in self.tunables.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise RegistrationError(f"{self.name}: a tunable must be the name of a keyword, got {name!r} ({self.origin})")
+            if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+                raise RegistrationError(f"{self.name}: tunable {name} must be a list of values, got {values!r} ({self.origin})")
+            listed = frozen[name] = tuple(values)
+            if not listed or any(value is not None and type(value) not in (bool, int, float, str) for value in listed):
+                raise RegistrationError(
+                    f"{self.name}: tunable {name} must have one or more values of bool, int, float, str or None, got {listed!r} "
+                    f"({self.origin})"
+                )
+        if self.tunable_if is not None and not (callable(self.tunable_if) and self.tunables):
+            what = f"a function, got {self.tunable_if!r}" if self.tunables else "left out where there are no tunables"
+            raise RegistrationError(f"{self.name}: tunable_if must be {what} ({self.origin})")
+        object.__setattr__(self, "tunables", MappingProxyType(frozen))
+
+    def configurations(self) -> Iterator[dict[str, Any]]:
+        """Every combination of the tunables' values; nothing where there are none."""
+        if self.tunables:
+            for values in itertools.product(*self.tunables.values()):
+                yield dict(zip(self.tunables, values, strict=True))
+
+    def undeclared(self, config: Mapping[str, Any]) -> str | None:
+        """Why a configuration is none of this kernel's, or None where it is. The empty one, its own choice, always is."""
+        if not config:
+            return None
+        if config.keys() != self.tunables.keys():
+            declared = ", ".join(self.tunables) or "nothing"
+            return f"sets {', '.join(config)}, where {self.name} lets {declared} be set"
+        for name, value in config.items():
+            if not any(type(value) is type(allowed) and value == allowed for allowed in self.tunables[name]):
+                return f"{name}={value!r} is not among {', '.join(map(repr, self.tunables[name]))}"
+        return None
+
+    def configuration_gap(self, config: Mapping[str, Any], request: Any) -> str | None:
+        """Why a configuration will not do for a request: it is not among those declared, or ``tunable_if`` refuses it."""
+        gap = self.undeclared(config)
+        return self.tunable_if(request, config) if gap is None and config and self.tunable_if is not None else gap
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process is for reading: its functions stay behind."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields.update(traits=dict(self.traits), tunables=dict(self.tunables), tunable_if=None)
+        if not isinstance(self.weight_preprocessor, str):
+            fields["weight_preprocessor"] = None
+        return functools.partial(KernelSpec, **fields), ()
+
+    @property
+    def operator(self) -> str:
+        return f"{self.family}.{self.mode}"
+
+    def overlaps(self, other: KernelSpec) -> bool:
+        """Whether some request could be served by both."""
+        if self.operator != other.operator or not self.capability.overlaps(other.capability):
+            return False
+        mine, theirs = self.format_signatures, other.format_signatures
+        if mine is not None and theirs is not None and not mine & theirs:
+            return False
+        return traits_overlap(self.traits, other.traits, left_universal=self.universal, right_universal=other.universal)
+
+    def trait_gaps(self, requested: Mapping[str, Any], only: Iterable[str] | None = None) -> list[str]:
+        """Why it cannot serve these traits (or only those named), one phrase a trait; empty where it can."""
+        if only is None:
+            return trait_gaps(self.traits, requested, universal=self.universal)
+        names = set(only)
+        declared = {name: constraint for name, constraint in self.traits.items() if name in names}
+        return trait_gaps(declared, {n: v for n, v in requested.items() if n in names}, universal=self.universal)
