@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -44,7 +43,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of few keys, and lengths looked at in several parts."""
     choose = kernel._config
     small = {"block_n": 16, "least": 16, "long": 16, "whole": 16, "resident": 1, "waves": 1}
-    monkeypatch.setattr(kernel, "_config", lambda *args: dataclasses.replace(choose(*args), **small))
+    monkeypatch.setattr(kernel, "_config", lambda *args: choose(*args)._replace(**small))
     monkeypatch.setattr(_split_kv, "_LENGTHS_AT_ONCE", 16)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,8 +20,7 @@ from tokenspeed_kernel_base.spec import Priority
 device_code = DeviceModule(__name__ + "_device")
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """What one program makes: rows and columns of the result, both powers of two."""
 
     rows: int

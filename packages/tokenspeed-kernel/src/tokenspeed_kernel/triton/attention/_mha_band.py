@@ -7,7 +7,6 @@ loop, so that all its loads are in flight together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tokenspeed_kernel.triton.attention._mha_call import Call
@@ -17,8 +16,7 @@ from tokenspeed_kernel_base.discovery import DeviceModule
 device_code = DeviceModule(__name__ + "_device")
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """The tile of a program.
 
     Attributes:

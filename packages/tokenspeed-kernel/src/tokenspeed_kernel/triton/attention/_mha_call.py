@@ -9,7 +9,6 @@ from ``cu_seqlens[b] * GROUP // rows + b`` on, which are enough for its rows and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +36,7 @@ class Formats(NamedTuple):
     kv_fp8: str | None
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of `mha_prefill` or `mha_extend_with_kvcache`, with defaults and outputs filled in.
 
     Attributes:

@@ -5,7 +5,7 @@ Figures are TFLOP/s on an H200, causal, 8192 tokens in a sequence unless said ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ from tokenspeed_kernel.triton.attention._mha_tiles import Tiles
 from tokenspeed_kernel.triton.common import for_architecture
 
 
-@dataclass(frozen=True)
-class Choices:
+class Choices(NamedTuple):
     """Tiles by the wider of a head's key and value: up to 64, 128 and 256 columns. An fp8 cache may have others for 128."""
 
     narrow: Tiles

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,8 +17,7 @@ device_code = DeviceModule(__name__ + "_device")
 _HEADS_TOGETHER_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """How a program walks its keys.
 
     Attributes:

@@ -6,7 +6,6 @@ products. The rows of a tile are heads, then tokens, so that 128 heads make two 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -37,8 +36,7 @@ class Shape(NamedTuple):
     has_cap: bool
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """How a program walks its keys.
 
     Attributes:

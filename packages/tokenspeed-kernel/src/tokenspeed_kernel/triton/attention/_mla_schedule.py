@@ -7,7 +7,7 @@ the programs read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ _LEAST = 2  # blocks of a unit, at least
 _LENGTHS_AT_ONCE = 256
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """Units of sequences.
 
     Attributes:

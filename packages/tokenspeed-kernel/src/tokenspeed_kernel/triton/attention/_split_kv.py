@@ -11,7 +11,6 @@ fixed order. A sequence of a single unit needs none of that: its program writes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -64,8 +63,7 @@ class Merge(NamedTuple):
     early: bool
 
 
-@dataclass(frozen=True)
-class SplitPlan:
+class SplitPlan(NamedTuple):
     """What the host decides from capacities. Lengths are in blocks.
 
     Attributes:

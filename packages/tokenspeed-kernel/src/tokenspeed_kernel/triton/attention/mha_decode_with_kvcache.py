@@ -7,7 +7,6 @@ the way. Long sequences are split over programs, see `_split_kv`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +29,7 @@ from tokenspeed_kernel_base.spec import Priority
 device_code = DeviceModule(__name__ + "_device")
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """How a program walks its keys, and how work is cut.
 
     The figures beside the constants are microseconds on an H200, in a CUDA graph, of 64 query heads and 8 key heads of dimension
@@ -63,8 +61,7 @@ _SHARED_BYTES = {"sm_80": 160_000, "sm_90": 225_000, "sm_100": 225_000, "sm_103"
 _OTHER_BYTES = 4_000  # of a program, besides those keys
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """What tuning found for a call in the place of what `_config` knows: see `Config`."""
 
     block_n: int | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +73,6 @@ def mha_prefill(
     if isinstance(tiles, Tiles) and block_m is not None:
         assert num_warps is not None
         assert num_stages is not None
-        tiles = replace(tiles, block_m=block_m, num_warps=num_warps, num_stages=num_stages)
+        tiles = tiles._replace(block_m=block_m, num_warps=num_warps, num_stages=num_stages)
     attend(tiles, call)
     return out if lse is None else (out, lse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ NO_SCALE, WHOLE, LINE, BLOCK, MX = "none", "whole", "line", "block", "mx"
 """No scale; one for all; one a row of a, column of b; one for 128 elements along k (and 128 columns of b); e8m0 for 32 along k."""
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One operand, as lines along k: the rows of a, the columns of b.
 
     Attributes:

@@ -9,7 +9,6 @@ multiply sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +54,7 @@ class Program(NamedTuple):
     group: int
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Rows of a, columns of b and elements along k of a program's tile, its warps, and how many loads are under way."""
 
     m: int

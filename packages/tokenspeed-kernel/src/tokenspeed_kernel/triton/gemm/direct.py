@@ -8,7 +8,6 @@ sums; those of blocks multiply the products of 128 elements along k before these
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,8 +43,7 @@ class Program(NamedTuple):
     interpreted: bool
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """How a product is computed.
 
     Attributes:
@@ -68,8 +66,7 @@ class Config:
     group: int = 8
 
 
-@dataclass(frozen=True)
-class Configs:
+class Configs(NamedTuple):
     """For few rows of a (at most 64, or 128 with scales of blocks), scales of blocks, scales of lines. ``best`` is for products
     that fill the device, of at most ``best_k`` elements along k, to half precision.
     """

@@ -5,8 +5,6 @@ Decoding in registers would decode every weight once for each 128 rows of a.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -52,7 +50,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor) -> None:
             values = operand(dequantize_fp8(lines, one, a.dtype, 1, None).mT, None, -1)
             scale = _scales_of(scales, w.scaling, first, last)
             strides = (0, scale.stride(1), scale.stride(0)) if scale.ndim == 2 else (0, 0, 0)
-            values = replace(values, scale=scale, scaling=w.scaling, scale_strides=strides)
+            values = values._replace(scale=scale, scaling=w.scaling, scale_strides=strides)
         direct.multiply(operand(a, None, -2), values, None if bias is None else bias[first:last], out[:, first:last])
 
 

@@ -7,7 +7,7 @@ number of blocks depends on the routing and is never read by the host: grids cov
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ _CHUNK = 1024
 _PARTS = 16
 
 
-@dataclass(frozen=True)
-class BlockSchedule:
+class BlockSchedule(NamedTuple):
     """Rows sorted by expert, and the blocks that they were cut into. All int32, on the device.
 
     A pair ``(token, slot)`` has the number ``token * top_k + slot``. A row is a position in ``order``.

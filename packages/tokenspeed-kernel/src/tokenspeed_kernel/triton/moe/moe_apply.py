@@ -7,7 +7,6 @@ projection with the activation, round again (fp8 only: its scale is a whole row'
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +36,7 @@ grouped_gemm_device = DeviceModule("tokenspeed_kernel.triton.moe._grouped_gemm_d
 rounding_device = DeviceModule("tokenspeed_kernel.triton.moe._rounding_device")
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """How one projection is cut.
 
     Attributes:
@@ -53,8 +51,7 @@ class Tile:
     stages: int
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """How rows are cut into blocks, and the tiles of both projections that go with it.
 
     Attributes:
@@ -216,8 +213,7 @@ def moe_apply(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Te
     return out
 
 
-@dataclass(frozen=True)
-class _Formats:
+class _Formats(NamedTuple):
     """What is multiplied, and how.
 
     Attributes:
@@ -264,15 +260,15 @@ def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.dev
     blocks = next(blocks for most, blocks in table.items() if share <= most)
     if abilities(device).interpreted:
         return blocks
-    return replace(blocks, first=_fitted(blocks.first, formats, 64), second=_fitted(blocks.second, formats, 128))
+    return blocks._replace(first=_fitted(blocks.first, formats, 64), second=_fitted(blocks.second, formats, 128))
 
 
 def _fitted(tile: Tile, formats: _Formats, features: int) -> Tile:
     """A tile for dense 16-bit weights, made to suit others. ``features``: as many as registers hold beside what decoding takes."""
     if formats.compute == torch.float32:
-        return replace(tile, features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
+        return tile._replace(features=max(32, tile.features // 2), k=32, stages=min(tile.stages, 2))
     if formats.weight != "dense" and formats.compute != torch.float8_e4m3fn:
-        return replace(tile, features=min(tile.features, features), k=min(tile.k, 64), stages=min(tile.stages, 3))
+        return tile._replace(features=min(tile.features, features), k=min(tile.k, 64), stages=min(tile.stages, 3))
     return tile
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,8 +34,7 @@ device_code = DeviceModule(__name__ + "_device")
 rounding_device = DeviceModule("tokenspeed_kernel.triton.moe._rounding_device")
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """What a program computes, and how.
 
     Attributes:
@@ -94,8 +92,7 @@ class Program(NamedTuple):
     stages: int
 
 
-@dataclass(frozen=True)
-class Regime:
+class Regime(NamedTuple):
     """Tiles of both products, used up to so many (token, slot) pairs an expert."""
 
     pairs_per_expert: float

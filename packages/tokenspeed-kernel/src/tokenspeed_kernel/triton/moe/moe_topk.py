@@ -8,7 +8,7 @@ again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 
-@dataclass(frozen=True)
-class TopkConfig:
+class TopkConfig(NamedTuple):
     """How tokens are shared out.
 
     Attributes:

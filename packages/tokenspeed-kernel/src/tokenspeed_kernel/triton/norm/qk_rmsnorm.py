@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """What one program works on: this many heads (of whatever tokens), each of a power of two of columns."""
 
     heads: int

@@ -7,7 +7,7 @@ are read twice.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from tokenspeed_kernel_base.spec import Priority
 device_code = DeviceModule(__name__ + "_device")
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """What one program works on.
 
     Attributes:

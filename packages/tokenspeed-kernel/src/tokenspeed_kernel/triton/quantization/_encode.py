@@ -7,7 +7,7 @@ elsewhere integer arithmetic does. Which of the two is decided on the host (`abi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ _BFLOAT16_PAIRS_SINCE = ArchVersion(9, 0)
 FP8_NAMES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", torch.float8_e4m3fnuz: "e4m3fnuz"}
 
 
-@dataclass(frozen=True)
-class Abilities:
+class Abilities(NamedTuple):
     """What a device does by itself.
 
     Attributes:

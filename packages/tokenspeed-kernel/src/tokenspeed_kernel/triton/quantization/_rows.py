@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel.triton.common import as_rows, cdiv, next_power_of_2
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(NamedTuple):
     """Elements of a program's tile, and its warps.
 
     With 8 warps and 4096 elements a thread has two loads of 16 bytes of half-precision values in flight, and eight such programs
@@ -86,8 +86,7 @@ def rows_of(x: Tensor) -> Tensor:
     return as_rows(x.view(torch.uint8) if x.element_size() == 1 else x)
 
 
-@dataclass(frozen=True)
-class MatrixTile:
+class MatrixTile(NamedTuple):
     rows: int
     columns: int
     warps: int

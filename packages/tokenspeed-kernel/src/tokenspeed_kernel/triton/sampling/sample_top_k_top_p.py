@@ -13,7 +13,7 @@ it. Sums of integers are exact in any order of addition.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ levels_device = DeviceModule("tokenspeed_kernel.triton.sampling._levels_device")
 places_device = DeviceModule("tokenspeed_kernel.triton.sampling._places_device")
 
 
-@dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Sizes of blocks.
 
     Attributes:
