@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia.sm90.attention import decode
-from tokenspeed_kernel_nvidia.sm90.common import scratch
 
 from . import oracle
 from .oracle import Options
@@ -311,54 +309,3 @@ def test_configurations() -> None:
         assert config.stages >= 3
         assert config.stages % config.parts == 0
         assert config.block % config.box == 0
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Fresh scratch memory, on the host; whether a graph is being captured is what the list's last element says."""
-    state = [False]
-    for name, value in (("_of_stream", {}), ("_arenas", {}), ("_low", set()), ("_outgrown", []), ("ARENA", 1000)):
-        monkeypatch.setattr(scratch, name, value)
-    monkeypatch.setattr(scratch, "_capturing", lambda: state[-1])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return state
-
-
-def _places(found: scratch.Scratch) -> range:
-    return range(found.counters_at, found.counters_at + 4 * found.numbers)
-
-
-@pytest.mark.usefixtures("captures")
-def test_scratch_is_kept() -> None:
-    first = scratch.scratch_of(0, 1, 100, 10)
-    assert scratch.scratch_of(0, 1, 50, 10) is first
-    assert scratch.scratch_of(0, 2, 50, 10).partial_at != first.partial_at
-    larger = scratch.scratch_of(0, 1, 200, 5)
-    assert larger.floats >= 200
-    assert larger.numbers >= 10
-    assert not larger.counters.any()
-    assert scratch._outgrown == [first]  # a kernel may be using it
-    assert scratch.scratch_of(0, 1, 100, 10) is larger
-
-
-def test_captured_launches_share_no_counters(captures: list[bool]) -> None:
-    """Not even on one stream, which all captures of PyTorch use; and there are always some, before and after the arena's end."""
-    eager = [scratch.scratch_of(0, 1, 100, 30)]
-    found = []
-    for _ in range(5):
-        captures.append(True)
-        found += [scratch.scratch_of(0, 7, 100, 30) for _ in range(25)]
-        captures.append(False)
-        eager.append(scratch.scratch_of(0, 1, 100, 30))
-    assert all(one is eager[0] for one in eager)
-    assert not any(one.counters.any() for one in found)
-    taken = sorted((_places(one) for one in [eager[0], *found]), key=lambda places: places.start)
-    assert all(before.stop <= after.start for before, after in itertools.pairwise(taken))
-
-
-def test_a_capture_without_a_call_before(captures: list[bool]) -> None:
-    captures.append(True)
-    first, second = (scratch.scratch_of(0, 7, 100, 30) for _ in range(2))
-    assert not first.counters.any()
-    assert first.counters_at != second.counters_at
-    assert len(scratch._outgrown) == 2  # their memory stays theirs

@@ -56,7 +56,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any, tupl
     for module in MODULES:
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
         if module is not window:
-            monkeypatch.setattr(module, "scratch_of", lambda *_: SimpleNamespace(partial_at=0, counters_at=0))
+            monkeypatch.setattr(module, "keeper", SimpleNamespace(get=lambda *_: SimpleNamespace(memory_at=0, counters_at=0)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     yield found
     _forget()

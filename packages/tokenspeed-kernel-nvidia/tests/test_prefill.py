@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia.sm90.attention import prefill
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config
 from tokenspeed_kernel_nvidia.sm90.attention.served import GQA_RATIOS, HEAD_DIMS, PAGE_SIZES
-from tokenspeed_kernel_nvidia.sm90.common import scratch
 
 from . import oracle
 from .oracle import Options
@@ -211,4 +211,4 @@ def test_streams_side_by_side(sm90: torch.device) -> None:
 def test_a_launch_leaves_its_counters_at_zero(sm90: torch.device) -> None:
     _prefill(sm90, [300, 40])
     torch.cuda.synchronize()
-    assert not scratch.scratch_of(sm90.index, torch.cuda.current_stream(sm90).cuda_stream, 0, 2).counters.any()
+    assert not keeper.get(sm90.index, torch.cuda.current_stream(sm90).cuda_stream, 0, 2).counters.any()

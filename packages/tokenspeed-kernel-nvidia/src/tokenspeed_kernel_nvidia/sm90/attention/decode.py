@@ -21,13 +21,13 @@ from torch import Tensor
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most, between
+from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.decode_config import CONSUMERS, PIECES, ROWS, Config, Work, config_of, every_config
 from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, traits
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, sinks_at
-from tokenspeed_kernel_nvidia.sm90.common.scratch import scratch_of
 
 WHOLE = 256  # keys of a sequence that are not worth dividing
 LITTLE = 2048  # keys of all sequences together that are little work
@@ -72,7 +72,8 @@ def mha_decode_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens to a paged cache: launches on checked arguments.
 
-    For where partial results go, see `scratch`. See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`.
+    Partial results go to a workspace, see `tokenspeed_kernel_base.workspace`; the public function is
+    `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`.
     """
     tokens, heads, head_dim = q.shape
     pages, page_size, kv_heads, _ = k_cache.shape
@@ -88,11 +89,11 @@ def mha_decode_with_kvcache(
         elif window_left >= 0 and batch * kv_heads >= MANY and kv_heads % CONSUMERS == 0:
             work = "many short"
         launch, groups, floats = _program_of(q.dtype, head_dim, page_size, heads, kv_heads, max_seqlen_q, work, device)
-        scratch = None  # kept until the launch
+        workspace = None  # kept until the launch
         partial_at = counters_at = 0
         if shown > WHOLE:
-            scratch = scratch_of(device, torch._C._cuda_getCurrentRawStream(device), floats, groups * kv_heads)
-            partial_at, counters_at = scratch.partial_at, scratch.counters_at
+            workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 4 * floats, groups * kv_heads)
+            partial_at, counters_at = workspace.memory_at, workspace.counters_at
             if groups > PIECES * batch:  # a CTA a multiprocessor, rather than more to merge
                 groups = max(PIECES * batch, groups // 2)
         elif groups > batch:

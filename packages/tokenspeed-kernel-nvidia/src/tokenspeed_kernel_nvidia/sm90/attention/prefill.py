@@ -21,13 +21,13 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.workspace import keeper
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.attention.prefill_config import Config, every_config
 from tokenspeed_kernel_nvidia.sm90.attention.served import HEAD_DIMS, PAGE_SIZES, PAGED, RAGGED, traits
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched, sinks_at
-from tokenspeed_kernel_nvidia.sm90.common.scratch import scratch_of
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -115,10 +115,10 @@ def _launch(
     if tokens:
         device = q.get_device()
         launch, processors = _program_of(q.dtype, head_dim, heads, kv_heads, page_size, device)
-        scratch = scratch_of(device, torch._C._cuda_getCurrentRawStream(device), 0, 2)
+        workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 0, 2)
         sinks, *its = sinks_at(sinks)
         scale = LOG2_E * (head_dim**-0.5 if softmax_scale is None else softmax_scale)
-        others = scratch.counters_at, 0 if lse is None else lse.data_ptr(), *its, scale, causal, processors
+        others = workspace.counters_at, 0 if lse is None else lse.data_ptr(), *its, scale, causal, processors
         out = launched(launch, q, k, v, out, (cu_seqlens, cache_seqlens, page_table), others)
     elif out is None:
         out = torch.empty_like(q)
