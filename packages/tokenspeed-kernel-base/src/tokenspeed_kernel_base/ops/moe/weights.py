@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.ops.moe.plan import BLOCK_FP8, MoEPlan
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
 from tokenspeed_kernel_base.ops.quantization.formats import blocks
 from tokenspeed_kernel_base.planning import CANONICAL
 from tokenspeed_kernel_base.resources import Resource
-
-if TYPE_CHECKING:
-    from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
-
-BLOCK_FP8 = 128
 
 
 @dataclass
