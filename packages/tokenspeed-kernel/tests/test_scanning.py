@@ -84,8 +84,8 @@ LAUNCHER = """
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 import torch
 
 device_code = DeviceModule(__name__ + "_device")
@@ -132,7 +132,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 def test_a_new_kernel_is_its_files_and_no_other_edit(package: Callable[..., str]) -> None:
     name = package(rms=LAUNCHER, rms_device=DEVICE_CODE)
     (spec,) = register_package(name)
-    assert (spec.name, spec.package, spec.origin) == ("lately_rmsnorm", name, f"{sys.modules[name + '.sm90.rms'].__file__}:11")
+    assert (spec.name, spec.package, spec.origin) == ("lately_rmsnorm", name, f"{sys.modules[name + '.sm90.rms'].__file__}:12")
     assert f"{name}.sm90.rms_device" not in sys.modules, "device code is imported at the first launch"
     x, weight = torch.randn(3, 8), torch.randn(8)
     got = tokenspeed_kernel.rmsnorm(x, weight, override="lately_rmsnorm")
@@ -171,6 +171,6 @@ def test_a_wrong_declaration_says_file_and_line(package: Callable[..., str], dec
         register_package(name)
     message = str(raised.value)
     assert said in message
-    assert re.search(rf"{name}/sm90/rms\.py:11\b", message.replace("\\", "/")), message
+    assert re.search(rf"{name}/sm90/rms\.py:12\b", message.replace("\\", "/")), message
     assert not any(spec.package == name for spec in KernelRegistry.get().list_kernels()), "all of a package or nothing"
     assert f"{name}.sm90.rms" not in sys.modules, "it runs again when it is imported again"

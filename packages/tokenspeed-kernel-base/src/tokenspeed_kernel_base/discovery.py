@@ -54,6 +54,8 @@ class DeviceModule:
         self.__name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # asked by tools that look at every object, for which nothing is to be imported
+            raise AttributeError(attribute)
         value = getattr(importlib.import_module(self.__name), attribute)
         self.__dict__[attribute] = value
         return value

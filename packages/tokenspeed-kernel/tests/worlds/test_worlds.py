@@ -30,7 +30,7 @@ FOLDER = os.path.dirname(__file__)
 
 @pytest.fixture(autouse=True)
 def _processes_find_this_module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As pytest imports it, it lies in no folder of sys.path."""
+    """As pytest imports it, it lies in no folder of sys.path. The tests' own folder has another one named triton."""
     monkeypatch.syspath_prepend(FOLDER)
     yield
     assert multiprocessing.active_children() == []
