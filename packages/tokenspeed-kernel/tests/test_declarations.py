@@ -206,7 +206,7 @@ def test_an_operator_is_declared_completely(op: Operator[Any, Any]) -> None:
         faults.unless(anywhere, f"its reference does not run everywhere ({gap})", "the body must be plain PyTorch")
         specs = registry.get_for_operator(op.family, op.mode)
         portable = [spec for spec in specs if spec.solution == "triton" and spec.capability == TRITON]
-        # How processes reach one another is the platform's, so nothing that is between them is portable.
+        # How processes reach one another depends on the platform, so an operator between processes needs no portable kernel.
         between_processes = any(case.world_size > 1 for case in op.all_cases())
         wanted = f"add triton/{op.family}/{op.mode}.py with capability=TRITON"
         faults.unless(portable or between_processes, "no portable kernel", wanted)

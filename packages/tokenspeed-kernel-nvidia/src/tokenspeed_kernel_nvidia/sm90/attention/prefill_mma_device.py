@@ -256,7 +256,7 @@ class Consumers(Tiles):
         first_key: Int32,
         columns: cutlass.Constexpr[int],
     ):
-        """From a tile to the next: the next one's first scores, and meanwhile the last product with values of the one before.
+        """Goes on to the next tile: computes its first scores while the last product of weights and values of this tile runs.
 
         Args:
             qk, k, columns: the first scores' product, its keys, and how many those are: a block, or half of it.

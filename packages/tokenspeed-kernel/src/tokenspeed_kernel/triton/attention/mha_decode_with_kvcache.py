@@ -62,7 +62,7 @@ _OTHER_BYTES = 4_000  # of a program, besides those keys
 
 
 class Measured(NamedTuple):
-    """What tuning found for a call in the place of what `_config` knows: see `Config`."""
+    """What tuning found for a call; it replaces what `_config` would choose. For the fields, see `Config`."""
 
     block_n: int | None = None
     num_warps: int | None = None

@@ -44,7 +44,8 @@ def threshold_kernel(maxima, temperature, top_k, state, vocab, rank, groups, GRO
     k = tl.load(top_k + row)
     wanted = tl.where((k > 0) & (k < vocab) & (k < rank), k, rank)
     wanted = tl.where(is_drawn(tl.load(temperature + row), largest), wanted, 1)
-    # A key that as many maxima reach as are wanted, or a few more; all do where there are fewer.
+    # Search for the largest threshold that at least `wanted` of the maxima reach, and only a few more than that. Where there are
+    # fewer maxima than wanted, the threshold is the least of them.
     low = tl.min(tl.where(group < groups, keys, largest), axis=0).to(tl.int64)
     high = largest.to(tl.int64)
     part = tl.arange(0, _PARTS)

@@ -1,4 +1,4 @@
-"""Changes of a case's recipe that give its call a trait, or another dtype of an operand.
+"""How to change a case's recipe so that its call has a wanted trait, or an operand another dtype.
 
 A trait is a function of the arguments, and a recipe draws arguments from plain values. Which values give a trait the value that is
 wanted is found by trial, from the most likely change to the least, so nothing here knows an operator.
