@@ -1,4 +1,4 @@
-"""Memory that outlives launches, on the host: streams are numbers, and whether one is captured is said."""
+"""Memory that outlives launches, on the host: a stream is a number, and each test says whether it is captured."""
 
 from __future__ import annotations
 

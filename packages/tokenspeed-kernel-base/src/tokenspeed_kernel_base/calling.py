@@ -154,8 +154,8 @@ class Caller:
         if not pairs:
             return call
         tensors = dict(tensor_arguments(self.op.parameters, arguments))
-        build = functools.partial(dispatch.build_overlap_guard, self.op.mode, self.op.parameters, pairs, tensors)
-        return build()(self._checked_by(self.op.check_overlaps), call)  # type: ignore[no-any-return]
+        guard = dispatch.build_overlap_guard(self.op.mode, self.op.parameters, pairs, tensors)
+        return guard(self._checked_by(self.op.check_overlaps), call)  # type: ignore[no-any-return]
 
     def _with_value_guard(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
         """``call``, preceded by the check of those values that lie in host memory, if there are any."""

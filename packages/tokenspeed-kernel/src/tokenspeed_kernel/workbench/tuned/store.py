@@ -1,4 +1,5 @@
-"""Tables on disk. Writers take the table's lock and merge what they have into what is there, so that two of them lose nothing."""
+"""Tables on disk. A writer takes the table's lock and merges what it has into what is there, so that neither of two writers at
+once loses the other's results."""
 
 from __future__ import annotations
 
