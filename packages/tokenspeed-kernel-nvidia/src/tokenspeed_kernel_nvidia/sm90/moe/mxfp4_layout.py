@@ -1,0 +1,122 @@
+"""The layout ``"sm90_mxfp4"`` of mxfp4 expert weights: what the kernels of this folder read, made once when a model is loaded.
+
+A projection ``[rows, k]`` is cut into *strips* of 16 rows, and a strip into *blocks* of 64 elements of k. In w13 the rows of a strip
+are the gates of eight features and then the ups of the same features, so that a gate meets its up in one thread; in w2 they are 16
+rows in order. All that a strip needs lies in one piece, because it is streamed:
+
+    128 bytes          float32 [2, 16]       factors of the rows, then their biases
+    544 bytes a block  int32 [32, 4]         codes: four words for each lane of a warp
+                       uint8 [8, 2, 2]       scales: [row, half of the block, first or second eight rows]
+
+The codes of a block are the left operand of four products m16n8k16 of `mma`, or of one warp's part of m64nNk16 of `wgmma`, whose
+operands lie alike: word ``s`` of lane ``4 g + t`` holds, for each of the two neighbouring elements of k that a register has, the codes
+of the four registers of the ``s``-th product,
+
+    register        a0            a1            a2            a3
+    row             g             g + 8         g             g + 8
+    k               16 s + 2 t    16 s + 2 t    16 s + 8 + 2 t    16 s + 8 + 2 t
+
+The lower 16 bits are for the even element. Where in them the bits of a code stand is chosen for few instructions: the sign and the
+magnitude of a code (s, e, e, m) belong at bits 15 and 8...6 of a bfloat16, whose value then is that of the code times 2^-126.
+
+    bit   15  14  13  12   11 10 9    8 7 6      5 4 3      2 1 0
+    code  0s  2s  3s  1s   3 e e m    0 e e m    1 e e m    2 e e m
+
+A scale is the exponent field of the bfloat16 by which such a number is to be multiplied, relative to the largest of its row: that
+has 253 (2^126), and the row's factor is what it stands for. Rows and k are padded with zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, e8m0_to_float
+
+LAYOUT = "sm90_mxfp4"
+STRIP = 16  # rows
+BLOCK = 64  # elements of k
+HEAD_BYTES = 128  # factors and biases of a strip
+CODE_BYTES = STRIP * BLOCK // 2
+BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX
+_LARGEST = 253
+# Where the sign of each register's code and the lowest of its other three bits stand.
+_SIGN_BITS = (15, 12, 14, 13)
+_LOW_BITS = (6, 3, 0, 9)
+# Experts that are arranged together. Intermediates are as large as so many experts' weights, some times over.
+_AT_ONCE = 4
+
+
+def blocks_of(k: int) -> int:
+    """Blocks of a strip."""
+    return -(-k // BLOCK)
+
+
+def strip_bytes(k: int) -> int:
+    """Bytes of a strip."""
+    return HEAD_BYTES + blocks_of(k) * BLOCK_BYTES
+
+
+def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
+    """Canonical mxfp4 weights in the layout above: both ``uint8 [experts, strips, bytes of a strip]``, scales and biases inside."""
+    device = weights.w13_weight.device
+    features = torch.arange(2 * plan.intermediate_size, device=device)
+    gate_up = features.view(-1, 2).t() if plan.w13_interleaved else features.view(2, -1)  # [2, features]
+    w13_rows = gate_up.reshape(2, -1, STRIP // 2).transpose(0, 1).flatten()
+    w2_rows = torch.arange(plan.hidden_size, device=device)
+    w13 = _arranged(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, w13_rows)
+    w2 = _arranged(weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias, w2_rows)
+    return MoEWeights(w13, None, None, w2, None, None, layout=LAYOUT)
+
+
+def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> Tensor:
+    """One projection. ``rows``: the canonical row of each row of the strips, in their order."""
+    assert scale is not None  # checked by the operator
+    experts, _, half_k = codes.shape
+    strips, k_blocks = len(rows) // STRIP, blocks_of(2 * half_k)
+    result = torch.empty(experts, strips, strip_bytes(2 * half_k), dtype=torch.uint8, device=codes.device)
+    for first in range(0, experts, _AT_ONCE):
+        some = slice(first, first + _AT_ONCE)
+        relative, factor = _exponents(scale[some].index_select(1, rows))
+        head = torch.zeros(len(factor), strips, 2, STRIP, dtype=torch.float32, device=codes.device)
+        head[:, :, 0] = factor.unflatten(1, (strips, STRIP))
+        if bias is not None:
+            head[:, :, 1] = bias[some].index_select(1, rows).float().unflatten(1, (strips, STRIP))
+        result[some, :, :HEAD_BYTES] = head.flatten(2).view(torch.uint8)
+        blocks = result[some, :, HEAD_BYTES:].unflatten(2, (k_blocks, BLOCK_BYTES))
+        blocks[..., :CODE_BYTES] = _words(codes[some].index_select(1, rows)).flatten(3).view(torch.uint8)
+        blocks[..., CODE_BYTES:] = _scale_bytes(relative)
+    return result
+
+
+def _words(codes: Tensor) -> Tensor:
+    """uint8 ``[experts, rows, k / 2]`` to int32 ``[experts, strips, blocks, lane, 4]``."""
+    experts, rows, half_k = codes.shape
+    padded = torch.nn.functional.pad(codes, (0, blocks_of(2 * half_k) * BLOCK // 2 - half_k))
+    # [experts, strip, second eight rows, g, block, s, second eight of k, t] -> [second eight of k, of rows, ..., block, g, t, s]
+    bytes_of = padded.view(experts, rows // STRIP, 2, 8, -1, 4, 2, 4).permute(6, 2, 0, 1, 4, 3, 7, 5)
+    word = torch.zeros((), dtype=torch.int32, device=codes.device)
+    for register in range(4):
+        pair = bytes_of[register // 2, register % 2].to(torch.int32)
+        pair = (pair | pair << 12) & 0x000F000F  # a code in each half
+        word = word | (pair & 0x00080008) << (_SIGN_BITS[register] - 3) | (pair & 0x00070007) << _LOW_BITS[register]
+    return word.flatten(3, 4).contiguous()
+
+
+def _exponents(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales relative to their row's largest, and the rows' factors, float32.
+
+    A scale 2^253 times smaller than its row's largest becomes 0. A NaN makes its row's results NaN, which they are in any case.
+    """
+    largest = scale.amax(-1)
+    relative = (scale.int() - largest.int().unsqueeze(-1) + _LARGEST).clamp(min=0).to(torch.uint8)
+    return relative, e8m0_to_float(largest)
+
+
+def _scale_bytes(relative: Tensor) -> Tensor:
+    """uint8 ``[experts, rows, k / 32]`` to ``[experts, strips, blocks, 32]``."""
+    experts, rows, halves = relative.shape
+    padded = torch.nn.functional.pad(relative, (0, halves % 2))
+    return padded.view(experts, rows // STRIP, 2, 8, -1, 2).permute(0, 1, 4, 3, 5, 2).flatten(3)

@@ -1,0 +1,118 @@
+"""The layout of mxfp4 expert weights for Hopper, against the canonical one, element by element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_layout as layout
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.encodings import decode_mxfp4
+from tokenspeed_kernel_base.platform import cpu_platform
+
+SIGN_OF = {0: 15, 1: 12, 2: 14, 3: 13}
+MAGNITUDE_OF = {0: 6, 1: 3, 2: 0, 3: 9}
+MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def read_back(arranged: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Weights ``[experts, rows of strips, k]`` and biases as the docstring of the layout says they are found, one by one."""
+    experts, strips, _ = arranged.shape
+    head = arranged[:, :, :128].contiguous().view(torch.float32).view(experts, strips, 2, 16)
+    blocks = arranged[:, :, 128:].reshape(experts, strips, -1, 544)
+    words = blocks[..., :512].contiguous().view(torch.int32).view(experts, strips, -1, 32, 4).long()
+    scales = blocks[..., 512:].reshape(experts, strips, -1, 8, 2, 2)
+    weight = torch.empty(experts, strips, 16, blocks.shape[2] * 64, dtype=torch.float64)
+    for lane in range(32):
+        g, t = divmod(lane, 4)
+        for s in range(4):
+            for register in range(4):
+                row, offset = g + 8 * (register % 2), 16 * s + 8 * (register // 2) + 2 * t
+                for half in range(2):
+                    bits = words[..., lane, s] >> (16 * half)
+                    sign = 1 - 2 * ((bits >> SIGN_OF[register]) & 1)
+                    value = sign * MAGNITUDES[(bits >> MAGNITUDE_OF[register]) & 7].double()
+                    field = scales[..., g, s // 2, register % 2].double()
+                    weight[:, :, row, offset + half :: 64] = torch.where(field > 0, value * torch.exp2(field - 253), 0.0)
+    weight *= head[:, :, 0].double().unsqueeze(-1)
+    return weight.flatten(1, 2)[..., :k], head[:, :, 1].flatten(1)
+
+
+def plan_of(hidden: int, intermediate: int, interleaved: bool, bias: bool) -> MoEPlan:
+    plan: MoEPlan = moe_apply.plan(
+        3,
+        2,
+        hidden,
+        intermediate,
+        weight_format="mxfp4",
+        w13_interleaved=interleaved,
+        bias=bias,
+        platform=cpu_platform(),
+        override="reference_moe_apply",
+    )
+    return plan
+
+
+def draw(plan: MoEPlan) -> MoEWeights:
+    random = torch.Generator().manual_seed(7)
+    hidden, intermediate = plan.hidden_size, plan.intermediate_size
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=random, dtype=torch.uint8)
+
+    def projection(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        codes, scale = integers(0, 256, 3, rows, k // 2), integers(100, 140, 3, rows, k // 32)
+        return codes, scale, torch.randn(3, rows, generator=random) if plan.bias else None
+
+    return MoEWeights(*projection(2 * intermediate, hidden), *projection(hidden, intermediate))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "interleaved", "bias"), [(96, 64, True, True), (64, 160, False, False), (2880, 32, True, False)]
+)
+def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, interleaved: bool, bias: bool) -> None:
+    plan = plan_of(hidden, intermediate, interleaved, bias)
+    weights = draw(plan)
+    arranged = layout.prepare_weights(weights, plan)
+    assert arranged.layout == layout.LAYOUT
+    assert arranged.w13_weight.shape == (3, intermediate // 8, layout.strip_bytes(hidden))
+    assert arranged.w2_weight.shape == (3, hidden // 16, layout.strip_bytes(intermediate))
+
+    w13, b13 = read_back(arranged.w13_weight, hidden)
+    feature, ups = torch.arange(intermediate), torch.arange(intermediate * 2)
+    at = feature // 8 * 16 + feature % 8  # where a feature's gate is; its up is eight rows on
+    gates = ups[::2] if interleaved else ups[:intermediate]
+    others = ups[1::2] if interleaved else ups[intermediate:]
+    assert weights.w13_weight_scale is not None and weights.w2_weight_scale is not None
+    canonical = decode_mxfp4(weights.w13_weight, weights.w13_weight_scale, torch.float64)
+    torch.testing.assert_close(w13[:, at], canonical[:, gates], rtol=0, atol=0)
+    torch.testing.assert_close(w13[:, at + 8], canonical[:, others], rtol=0, atol=0)
+    w2, b2 = read_back(arranged.w2_weight, intermediate)
+    torch.testing.assert_close(w2, decode_mxfp4(weights.w2_weight, weights.w2_weight_scale, torch.float64), rtol=0, atol=0)
+    if bias:
+        assert weights.w13_weight_bias is not None and weights.w2_weight_bias is not None
+        torch.testing.assert_close(b13[:, at], weights.w13_weight_bias[:, gates], rtol=0, atol=0)
+        torch.testing.assert_close(b2, weights.w2_weight_bias, rtol=0, atol=0)
+    else:
+        assert not b13.any() and not b2.any()
+
+
+def test_weights_that_are_given_stay_as_they_are() -> None:
+    plan = plan_of(64, 64, True, True)
+    weights = draw(plan)
+    before = weights.w13_weight.clone()
+    layout.prepare_weights(weights, plan)
+    assert torch.equal(weights.w13_weight, before)
+
+
+def test_a_scale_that_is_nan_makes_its_row_nan_alone() -> None:
+    plan = plan_of(64, 64, False, False)
+    weights = draw(plan)
+    assert weights.w2_weight_scale is not None
+    weights.w2_weight_scale[1, 5, 0] = 255
+    w2, _ = read_back(layout.prepare_weights(weights, plan).w2_weight, 64)
+    assert w2[1, 5].isnan().all()
+    assert not torch.cat((w2[1, :5], w2[1, 6:])).isnan().any()
