@@ -1,0 +1,110 @@
+"""From codes and scales as `mxfp4_layout` has them to registers of a left operand of `mma` or `wgmma`, two numbers each."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Numeric, Uint32, cute
+
+# A word becomes four registers. A multiplication puts the two parts of a code where they belong; what it puts elsewhere is cut
+# away. Adding -0 is what multiplies bfloat16 in one instruction and keeps the sign of a zero.
+BFLOAT16 = """{
+.reg .b32 a, s, z;
+mov.b32 z, 0x80008000;
+and.b32 a, {$r0}, 0x81C081C0;
+fma.rn.bf16x2 {$w0}, a, {$r1}, z;
+shl.b32 a, {$r0}, 3;
+and.b32 a, a, 0x81C081C0;
+fma.rn.bf16x2 {$w1}, a, {$r2}, z;
+and.b32 a, {$r0}, 0x40074007;
+mul.lo.u32 a, a, 66;
+and.b32 a, a, 0x81C081C0;
+fma.rn.bf16x2 {$w2}, a, {$r1}, z;
+shr.u32 a, {$r0}, 3;
+shl.b32 s, {$r0}, 2;
+and.b32 s, s, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 {$w3}, a, {$r2}, z;
+}"""
+# A code's bits belong at 15 and 11...9, which makes it 2^-14 times its value.
+FLOAT16 = """{
+.reg .b32 a, s;
+shl.b32 a, {$r0}, 3;
+and.b32 s, {$r0}, 0x80008000;
+lop3.b32 a, a, 0x0E000E00, s, 0xEA;
+mul.rn.f16x2 {$w0}, a, {$r1};
+and.b32 a, {$r0}, 0x10381038;
+mul.lo.u32 a, a, 72;
+and.b32 a, a, 0x8E008E00;
+mul.rn.f16x2 {$w1}, a, {$r2};
+and.b32 a, {$r0}, 0x40074007;
+mul.lo.u32 a, a, 514;
+and.b32 a, a, 0x8E008E00;
+mul.rn.f16x2 {$w2}, a, {$r1};
+shl.b32 s, {$r0}, 2;
+and.b32 s, s, 0x80008000;
+lop3.b32 a, {$r0}, 0x0E000E00, s, 0xEA;
+mul.rn.f16x2 {$w3}, a, {$r2};
+}"""
+
+# The four scales of a lane's two rows become two pairs of numbers, {first half of k, second half}, by their exponent fields.
+BFLOAT16_PAIRS = """{
+.reg .b32 a;
+shl.b32 a, {$r0}, 7;
+and.b32 {$w0}, a, 0x7F807F80;
+shr.u32 a, {$r0}, 1;
+and.b32 {$w1}, a, 0x7F807F80;
+}"""
+# 253 stands for 2^14 here, whose field is 29: a byte keeps its lower five bits where the upper three are ones, and becomes 0, like
+# a scale 2^29 times smaller than its row's largest, where they are not.
+FLOAT16_PAIRS = """{
+.reg .b32 a, b;
+shl.b32 a, {$r0}, 1;
+shl.b32 b, {$r0}, 2;
+and.b32 a, a, b;
+and.b32 a, a, {$r0};
+shr.u32 a, a, 7;
+and.b32 a, a, 0x01010101;
+mul.lo.u32 a, a, 31;
+and.b32 a, a, {$r0};
+shl.b32 b, a, 10;
+and.b32 {$w0}, b, 0x7C007C00;
+shl.b32 b, a, 2;
+and.b32 {$w1}, b, 0x7C007C00;
+}"""
+# Instructions on two 16-bit numbers can take either half of an operand for both, so this costs nothing.
+BOTH = """{
+.reg .b16 low, high;
+mov.b32 {low, high}, {$r0};
+mov.b32 {$w0}, {low, low};
+mov.b32 {$w1}, {high, high};
+}"""
+
+
+def multipliers(dtype: type[Numeric], scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
+    """What the codes of a block are multiplied by.
+
+    Args:
+        dtype: of the operand, BFloat16 or Float16.
+        scales: four bytes, those of row ``lane / 4`` of a block.
+
+    Returns:
+        for each half of the block's k, the multipliers of the lane's first and second row, each twice in a register.
+    """
+    code = BFLOAT16_PAIRS if dtype is cutlass.BFloat16 else FLOAT16_PAIRS
+    first, second = cute.arch.inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[scales])
+    first_of, second_of = (cute.arch.inline_ptx(BOTH, write_only_types=[Uint32] * 2, read_only_args=[x]) for x in (first, second))
+    return tuple(zip(first_of, second_of, strict=True))
+
+
+def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """The four registers of one product's left operand, 16 rows by 16 of k.
+
+    Args:
+        dtype: of the operand, BFloat16 or Float16.
+        word: the lane's word of the product: of the ``s``-th of a block, whose k are in half ``s / 2``.
+        first, second: `multipliers` of the half, for rows ``lane / 4`` and eight below.
+    """
+    code = BFLOAT16 if dtype is cutlass.BFloat16 else FLOAT16
+    return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[word, first, second])
