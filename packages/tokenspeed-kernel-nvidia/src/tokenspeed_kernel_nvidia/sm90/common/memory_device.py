@@ -1,0 +1,81 @@
+"""Global memory that CTAs share while they run, and bulk copies of bytes.
+
+A flag is an int32 in global memory. Whoever has written what others will read adds to it (`release_add`), and whoever has seen the
+sum that he waited for (`wait_for`) may read that. Both speak for the calling lane; `cute.arch.sync_warp` extends what they order to the
+warp, and a barrier to the CTA.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Uint32, cute
+
+
+def acquire_int(address: Any) -> Any:
+    """A flag, and what was written before it got this value may be read."""
+    return cute.arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def release_add(address: Any, value: Any) -> None:
+    """Adds to a flag after all that was written before."""
+    cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def exchange_add(address: Any, value: Any) -> Any:
+    """Adds to a flag, and gives what it was: both of `acquire_int` and `release_add`."""
+    return cute.arch.inline_ptx(
+        "atom.acq_rel.gpu.global.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value]
+    )
+
+
+def take_ticket(address: Any) -> Any:
+    """Adds 1 to a counter that orders nothing, and gives what it was."""
+    return cute.arch.inline_ptx(
+        "atom.relaxed.gpu.global.add.s32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
+    )
+
+
+@cute.jit
+def wait_for(address: Any, value: Int32) -> None:
+    """Waits until a flag has a value."""
+    while acquire_int(address) != value:
+        pass
+
+
+def shared_add(address: Any, value: Any) -> Any:
+    """Adds to an int32 in shared memory, and gives what it was."""
+    return cute.arch.inline_ptx(
+        "atom.shared.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value]
+    )
+
+
+def bulk_load(to: Any, source: Any, count: Any, barrier: Any) -> None:
+    """Starts the copy of bytes from global to shared memory; ``barrier``, an address like ``to``, counts them.
+
+    All of them are multiples of 16.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[to, source, count, barrier],
+    )
+
+
+def load_words(space: str, address: Any, count: int) -> Any:
+    """1, 2 or 4 neighbouring words."""
+    if count == 1:
+        return cute.arch.inline_ptx(f"ld.{space}.b32 {{$w0}}, [{{$r0}}];", write_only_types=[Uint32], read_only_args=[address])
+    to = ", ".join(f"{{$w{at}}}" for at in range(count))
+    return cute.arch.inline_ptx(
+        f"ld.{space}.v{count}.b32 {{{to}}}, [{{$r0}}];", write_only_types=[Uint32] * count, read_only_args=[address]
+    )
+
+
+def store_half(address: Any, value: Any) -> None:
+    """A 16-bit number, the lower half of a word, to global memory."""
+    cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r1}; st.global.b16 [{$r0}], low; }", read_only_args=[address, value]
+    )

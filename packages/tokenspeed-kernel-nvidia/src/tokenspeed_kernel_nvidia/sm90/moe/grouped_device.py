@@ -1,0 +1,90 @@
+"""The device code of the products of `grouped`: the launch, and which warp does what.
+
+`grouped_load_device` loads, `grouped_mma_device` computes.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.utils
+from cutlass import Float32, Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, CONSUMERS, THREADS, Product
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_mma_device import Consumers
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call
+
+
+def host(config: Product) -> Any:
+    """The function that launches a program."""
+    return GroupedProduct(config)
+
+
+def fake_arguments(config: Product) -> tuple[Any, ...]:
+    """Stand-ins for what `host` takes."""
+    size, rows = arguments.size, arguments.rows
+    tensors = (rows(config.dtype, size(), size(divisibility=32)) for _ in range(2))
+    addresses = (Int64(0) for _ in range(4))
+    return *tensors, *addresses, Int32(0), Int32(0), *(Float32(0) for _ in range(3)), arguments.stream()
+
+
+class GroupedProduct(Loader, Consumers):
+    """The kernel of one configuration."""
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Tensor,
+        out: cute.Tensor,
+        weights: Int64,
+        sources: Int64,
+        tiles: Int64,
+        tile_count: Int64,
+        strips: Int32,
+        ctas: Int32,
+        alpha: Float32,
+        limit: Float32,
+        beta: Float32,
+        stream: cuda.CUstream,
+    ):
+        call = Call(
+            weights, strips, rows.shape[1], rows.iterator.toint(), rows.stride[0], sources, tiles, tile_count, out.iterator.toint(),
+            out.stride[0], alpha, limit, beta,
+        )  # fmt: skip
+        self.kernel(call).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(self, call: Call):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        if warp == 0:
+            weight_pipe, column_pipe = self.weight_pipe(storage), self.column_pipe(storage)
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(c.weight_stages):
+                    weight_pipe.init(stage, CONSUMERS)
+                for stage in cutlass.range_constexpr(c.column_stages):
+                    column_pipe.full.init(stage, 32 * COLUMN_WARPS)
+                    column_pipe.empty.init(stage, CONSUMERS)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        # Up to here the kernel before may still run. The next one waits for this one to end before it reads anything.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(c.producer_registers)
+            if warp == 0:
+                self.load_weights(call, storage)
+            else:
+                self.load_columns(call, storage, warp - 1)
+        else:
+            cute.arch.setmaxregister_increase(c.consumer_registers)
+            self.consume(call, storage)

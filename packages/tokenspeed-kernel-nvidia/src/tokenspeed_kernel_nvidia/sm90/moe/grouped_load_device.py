@@ -1,0 +1,123 @@
+"""The warps of `grouped_device` that load: one streams weights, the others gather columns."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, STRIPS
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, BLOCK_BYTES, HEAD_BYTES
+
+PIECE = 16  # bytes of a copy
+ROW_BYTES = 2 * BLOCK  # of a column in a stage
+AT_ONCE = 4  # columns that a warp copies with one instruction, eight lanes each
+
+
+def copy_piece(to: Any, source: Any, count: Any) -> None:
+    """Starts the copy of 16 bytes from global to shared memory, of which those beyond the first ``count`` become 0."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[to, source, count]
+    )
+
+
+class Loader(Shapes):
+    """The part of the kernel that loads."""
+
+    @cute.jit
+    def load_weights(self, call: Call, storage: Any):
+        """Streams the strips of all items of this CTA, by one warp: a lane for each strip of a tile."""
+        c = self.config
+        pipe = self.weight_pipe(storage)
+        lane = cute.arch.lane_idx()
+        slot = storage.weights.data_ptr().toint() + lane * c.slot_bytes
+        blocks, strip_bytes = call.blocks, call.strip_bytes
+        grid, _, _ = cute.arch.grid_dim()
+        index, _, _ = cute.arch.block_idx()
+        items = self.count_items(call)
+        at = first_to_fill()
+        while index < items:
+            item = self.read_item(call, index)
+            strips = cutlass.min(call.strips - item.strip, STRIPS)
+            source = call.weights + (Int64(item.expert) * call.strips + item.strip + lane) * strip_bytes
+            # The head of a strip comes with its first blocks.
+            head = Int32(HEAD_BYTES)
+            left = blocks
+            while left > 0:
+                size = head + cutlass.min(left, c.blocks) * BLOCK_BYTES
+                pipe.acquire(at)
+                if lane == 0:
+                    pipe.commit(at, strips * size)
+                cute.arch.sync_warp()
+                if lane < strips:
+                    to = slot + at.stage * (STRIPS * c.slot_bytes) + HEAD_BYTES - head
+                    bulk_load(to, source, size, pipe.full.of(at).toint())
+                source += size
+                head = Int32(0)
+                left -= c.blocks
+                at = advance(at, c.weight_stages)
+            index += grid
+
+    @cute.jit
+    def load_columns(self, call: Call, storage: Any, warp: Int32):
+        """Gathers the columns of all items of this CTA, by some warps: each copies four columns, then four more, in turn.
+
+        A column lies as a row of 128 bytes in the 128-byte swizzle: its 16-byte pieces are permuted by its number modulo 8.
+
+        Args:
+            warp: which of the warps.
+        """
+        c = self.config
+        pipe = self.column_pipe(storage)
+        lane = cute.arch.lane_idx()
+        piece = lane % 8
+        turns = -(-c.columns // (AT_ONCE * COLUMN_WARPS))
+        own = AT_ONCE * warp + lane // 8  # this lane's first column
+        step = AT_ONCE * COLUMN_WARPS  # to its next one; odd in fours, so that places alternate between two halves of eight
+        begin = storage.columns.data_ptr().toint() + own * ROW_BYTES
+        places = [begin + ((piece ^ (own % 8)) * PIECE), begin + ((piece ^ ((own + step) % 8)) * PIECE)]
+        offsets = cute.make_rmem_tensor((turns,), Int32)
+        blocks = call.blocks
+        grid, _, _ = cute.arch.grid_dim()
+        index, _, _ = cute.arch.block_idx()
+        items = self.count_items(call)
+        at = first_to_fill()
+        while index < items:
+            item = self.read_item(call, index)
+            self.find_columns(call, item, own, offsets)
+            source = call.rows + piece * PIECE
+            # In the last block, what lies beyond k must not be NaN. Weights are zero there.
+            left = call.k - piece * (PIECE // 2)
+            for _ in cutlass.range(blocks, unroll=1):
+                pipe.acquire(at)
+                count = Int32(PIECE) if left > 0 else Int32(0)
+                stage = at.stage * c.column_bytes
+                for turn in cutlass.range_constexpr(turns):
+                    if offsets[turn] >= 0:
+                        to = places[turn % 2] + stage + turn * (step * ROW_BYTES)
+                        copy_piece(to, source + Int64(offsets[turn]) * PIECE, count)
+                cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full.of(at))
+                source += ROW_BYTES
+                left -= BLOCK
+                at = advance(at, c.column_stages)
+            index += grid
+
+    @cute.jit
+    def find_columns(self, call: Call, item: Item, own: Int32, offsets: cute.Tensor):
+        """Where the columns of a lane begin, in pieces from the first row on; -1 for those that the tile does not have."""
+        pieces = Int32(call.row_stride // (PIECE // 2))
+        for turn in cutlass.range_constexpr(cute.size(offsets)):
+            column = own + turn * (AT_ONCE * COLUMN_WARPS)
+            offsets[turn] = Int32(-1)
+            if column < item.count:
+                row = item.first + column
+                if const_expr(self.config.gated):
+                    row = load_int(call.sources + Int64(row) * 4, False)
+                offsets[turn] = row * pieces
