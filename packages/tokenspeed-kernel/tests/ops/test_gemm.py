@@ -249,7 +249,7 @@ def test_mx_formats_and_traits() -> None:
             request = _signature(tk.mm, **a, **b, bias=torch.ones(5), out_dtype=BF16)
             assert request.signature.format_for("a") == a_format
             assert request.signature.format_for("b") == b_format
-            assert request.traits == {"k": 64, "n": 5, "out_dtype": "bfloat16", "bias": True, "wide_bias": True}
+            assert request.traits == {"m": 4, "k": 64, "n": 5, "out_dtype": "bfloat16", "bias": True, "wide_bias": True}
             assert tk.mm(**a, **b).shape == (3, 5)
     batched = {name: t[None] for name, t in {**four, **four_b}.items()}
     assert _signature(tk.bmm, **batched).traits == {"k_multiple": 64, "n_multiple": 1, "out_dtype": "bfloat16"}

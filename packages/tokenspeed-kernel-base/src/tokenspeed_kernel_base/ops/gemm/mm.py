@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case, Cost, nbytes
 from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.explanation import bucket
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, mx
 from tokenspeed_kernel_base.ops.gemm.operands import check_out_dtype, decode_operands, default_out_dtype, logical_k, recognise
@@ -89,6 +90,8 @@ def _(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> F
 def _(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> dict[str, object]:
     result = out_dtype or default_out_dtype(a)
     return {
+        # Rounded up to a power of two, as sizes that vary are: what was measured holds for all that share it.
+        "m": bucket(a.shape[0]),
         "k": logical_k(a),
         "n": b.shape[1],
         "out_dtype": dtype_name(result),

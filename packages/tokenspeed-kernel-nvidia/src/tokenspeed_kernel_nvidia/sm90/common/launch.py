@@ -13,21 +13,21 @@ from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 
 # Of q, keys, values and the output, as configurations have them.
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# As the device code tells them apart; 0 is none.
-SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+# How device code tells dtypes of sinks and biases apart; 0 is none.
+KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 LOG2_E = math.log2(math.e)
 
 
 def sinks_at(sinks: Tensor | None) -> tuple[Tensor | None, int, int]:
-    """Sinks as programs get them: the tensor, which must live until the launch, its address, and its entry of SINKS.
+    """Sinks as programs get them: the tensor, which must live until the launch, its address, and its entry of KINDS.
 
     float64, and what is not contiguous, is copied to float32.
     """
     if sinks is None:
         return None, 0, 0
-    kind = SINKS.get(sinks.dtype, 0)
+    kind = KINDS.get(sinks.dtype, 0)
     if not (kind and sinks.is_contiguous()):
-        sinks, kind = sinks.float().contiguous(), SINKS[torch.float32]
+        sinks, kind = sinks.float().contiguous(), KINDS[torch.float32]
     return sinks, sinks.data_ptr(), kind
 
 

@@ -125,7 +125,7 @@ class Sinks:
 
     Attributes:
         address: where they lie.
-        kind: their dtype, see `launch.SINKS`; 0 for none.
+        kind: their dtype, see `launch.KINDS`; 0 for none.
     """
 
     address: Int64
