@@ -1,0 +1,81 @@
+"""Experts for few tokens, with mxfp4 weights, on Hopper: one kernel for both products, the activation and the sum over slots.
+
+Weights decide the speed: each expert's that is wanted is read once, so every multiprocessor has to have as much to read as any other,
+from beginning to end. A CTA a multiprocessor takes an equal range of all wanted strips of w13, then of w2, and then of the output. One
+warp of it streams strips to a ring in shared memory by bulk copies and never waits for results: while the last strips of w13 are
+computed, those of w2 arrive. Others compute, with weights as the left operand and pairs of tokens and slots as columns. An expert's
+strips of w2 wait until all of its strips of w13 are done, which a counter of each expert says.
+
+Which CTA does what is decided as they come, by a counter, so that nothing depends on all of them running at once. Results do not
+depend on it: every sum has a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.workspace import keeper
+from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._programs import program
+from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_PAIRS, Config, config_of, entries_of, every_config
+
+COUNTERS = 4  # in front of those of entries
+
+
+@program(arch="sm_90a", configs=every_config)
+def stream_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.moe import stream_device
+
+    return stream_device.host(config), stream_device.fake_arguments(config)
+
+
+@functools.cache
+def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> tuple[Callable[..., Any], int, int, int]:
+    """The program, CTAs, bytes of what is between the products, and counters."""
+    k = max(plan.hidden_size, plan.intermediate_size)
+    config = config_of(DTYPES[dtype], k, pairs / plan.num_experts)
+    counters = COUNTERS + entries_of(config, pairs, plan.num_experts)
+    return stream_program(config), multiprocessors(device), pairs * plan.intermediate_size * 2, counters
+
+
+def moe_apply_few(
+    x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None
+) -> Tensor:
+    """`moe_apply` on checked arguments, weights in the layout of `mxfp4_layout`.
+
+    More pairs than a launch takes are done in several launches, each of which reads weights anew.
+    """
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows, written = aligned(x), to_write(out, x, x.shape)
+    topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
+    most = MAX_PAIRS // plan.top_k
+    for first in range(0, len(x), most):
+        some = slice(first, first + most)
+        _launch(rows[some], weights, topk_weights[some], topk_ids[some], plan, written[some])
+    return deliver(written, out)
+
+
+def _launch(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor) -> None:
+    device, pairs = x.get_device(), topk_ids.numel()
+    launch, ctas, activated_bytes, counters = _program_of(x.dtype, plan, pairs, device)
+    slots_at = -(-activated_bytes // 256) * 256
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    workspace = keeper.get(device, stream, slots_at + pairs * plan.hidden_size * 4, counters)
+    memory_at = workspace.memory_at
+    limit = math.inf if plan.limit is None else plan.limit
+    launch(
+        x, out, weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(),
+        memory_at, memory_at + slots_at, workspace.counters_at, plan.num_experts, plan.intermediate_size, plan.top_k, ctas,
+        plan.alpha, limit, plan.beta,
+    )  # fmt: skip

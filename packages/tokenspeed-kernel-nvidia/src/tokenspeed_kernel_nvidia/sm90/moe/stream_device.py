@@ -1,0 +1,205 @@
+"""The device code of `stream`: the launch, which warp does what, and the warp that loads.
+
+`stream_schedule_device` finds the pairs of each expert, `stream_mma_device` computes.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.utils
+from cutlass import Float32, Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, take_ticket
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, pipeline
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK_BYTES, HEAD_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, Config
+from tokenspeed_kernel_nvidia.sm90.moe.stream_mma_device import Consumers
+from tokenspeed_kernel_nvidia.sm90.moe.stream_schedule_device import Schedule
+from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
+    COMBINE,
+    END,
+    ENTRIES,
+    TICKET,
+    W2,
+    W13,
+    Call,
+    Layer,
+    entry_of,
+    unit_code,
+)
+
+
+def host(config: Config) -> Any:
+    """The function that launches a program."""
+    return Stream(config)
+
+
+def fake_arguments(config: Config) -> tuple[Any, ...]:
+    """Stand-ins for what `host` takes."""
+    rows, size = arguments.rows, arguments.size
+    tokens, hidden = size(), size(divisibility=32)
+    x, out = (rows(config.dtype, tokens, hidden) for _ in range(2))
+    numbers = [*(Int64(0) for _ in range(7)), *(Int32(0) for _ in range(4)), *(Float32(0) for _ in range(3))]
+    return x, out, *numbers, arguments.stream()
+
+
+class Stream(Schedule, Consumers):
+    """The kernel of one configuration."""
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        out: cute.Tensor,
+        w13: Int64,
+        w2: Int64,
+        ids: Int64,
+        weights: Int64,
+        activated: Int64,
+        slots: Int64,
+        counters: Int64,
+        experts: Int32,
+        intermediate: Int32,
+        top_k: Int32,
+        ctas: Int32,
+        alpha: Float32,
+        limit: Float32,
+        beta: Float32,
+        stream: cuda.CUstream,
+    ):
+        hidden = x.shape[1]
+        w13_blocks, w2_blocks = (hidden + 63) // 64, (intermediate + 63) // 64
+        layer = Layer(
+            w13, w2, intermediate // 8, hidden // 16, HEAD_BYTES + w13_blocks * BLOCK_BYTES, HEAD_BYTES + w2_blocks * BLOCK_BYTES,
+            w13_blocks, w2_blocks, experts, hidden, intermediate, top_k, alpha, limit, beta,
+        )  # fmt: skip
+        self.kernel(
+            layer, x.iterator.toint(), x.stride[0], ids, weights, out.iterator.toint(), out.stride[0], x.shape[0], activated, slots,
+            counters,
+        ).launch(grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        layer: Layer,
+        x: Int64,
+        x_stride: Int64,
+        ids: Int64,
+        weights: Int64,
+        out: Int64,
+        out_stride: Int64,
+        tokens: Int32,
+        activated: Int64,
+        slots: Int64,
+        counters: Int64,
+    ):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        call = Call(
+            layer, x, x_stride, ids, weights, out, out_stride, tokens, activated, slots, counters,
+            pipeline(storage.full, storage.empty), pipeline(storage.summed, storage.taken), storage.ring.data_ptr().toint(),
+            storage.units.data_ptr(), storage.partial_units.data_ptr(), storage.sums.data_ptr().toint(),
+            storage.heads.data_ptr().toint(), storage.sizes.data_ptr(), storage.starts.data_ptr(), storage.entries.data_ptr(),
+            storage.order.data_ptr(),
+        )  # fmt: skip
+        counts = storage.counts.data_ptr()
+        if warp == self.config.load_warp:
+            if cute.arch.lane_idx() == 0:
+                for stage in cutlass.range_constexpr(self.stages):
+                    call.pipe.init(stage, self.warps)
+                for buffer in cutlass.range_constexpr(BUFFERS):
+                    call.partial.full.init(buffer, self.warps)
+                    call.partial.empty.init(buffer, 1)
+            cute.arch.mbarrier_init_fence()
+        self.clear(counts)
+        # Which experts there are to read is known only when the kernel before has ended.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        ticket = Int32(0)
+        if warp == self.config.load_warp:
+            ticket = self.next_ticket(call)
+        self.sort_pairs(call, counts)
+        if warp == self.config.load_warp:
+            self.load(call, ticket)
+        elif warp == self.config.finish_warp:
+            self.finish(call)
+        else:
+            self.consume(call, warp)
+        cute.arch.sync_threads()
+        if warp == 0:
+            self.leave(call)
+
+    @cute.jit
+    def next_ticket(self, call: Call):
+        """The next range, for all lanes of a warp."""
+        ticket = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            ticket = take_ticket(call.counter(TICKET))
+        return cute.arch.shuffle_sync(ticket, 0)
+
+    @cute.jit
+    def load(self, call: Call, ticket: Int32):
+        """Takes ranges, and brings their strips to the ring, until there are none."""
+        layer = call.layer
+        ctas, _, _ = cute.arch.grid_dim()
+        entries = call.sizes[ENTRIES]
+        w13_units, w2_units, quads = entries * layer.w13_strips, entries * layer.w2_strips, call.tokens * (layer.hidden // 4)
+        w13_share, w2_share = (cutlass.max((units + ctas - 1) // ctas, 1) for units in (w13_units, w2_units))
+        w13_ranges = (w13_units + w13_share - 1) // w13_share
+        strips_end = w13_ranges + (w2_units + w2_share - 1) // w2_share
+        ranges = strips_end + cutlass.min(quads, ctas)
+        at = first_to_fill()
+        while ticket < ranges:
+            if ticket < w13_ranges:
+                at = self.load_range(call, at, W13, ticket * w13_share, cutlass.min((ticket + 1) * w13_share, w13_units))
+            elif ticket < strips_end:
+                first = (ticket - w13_ranges) * w2_share
+                at = self.load_range(call, at, W2, first, cutlass.min(first + w2_share, w2_units))
+            else:
+                at = self.tell(call, at, unit_code(COMBINE, 0, ticket - strips_end, 0))
+            ticket = self.next_ticket(call)
+        self.tell(call, at, unit_code(END, 0, 0, 0))
+
+    @cute.jit
+    def load_range(self, call: Call, at: Any, kind: cutlass.Constexpr[int], first: Int32, end: Int32):
+        """Brings units to the ring. Returns where the ring goes on."""
+        layer = call.layer
+        strips, size, weights = layer.w13_strips, layer.w13_bytes, layer.w13
+        if cutlass.const_expr(kind == W2):
+            strips, size, weights = layer.w2_strips, layer.w2_bytes, layer.w2
+        index = first // strips
+        strip = first - index * strips
+        expert = entry_of(call.entries[index]).expert
+        left = end - first
+        while left > 0:
+            last = cutlass.select_(left == 1 or strip == strips - 1, Int32(1), Int32(0))
+            call.pipe.acquire(at)
+            if cute.arch.lane_idx() == 0:
+                call.units[at.stage] = unit_code(kind, index, strip, last)
+                call.pipe.commit(at, size)
+                source = weights + (Int64(expert) * strips + strip) * size
+                to = call.ring + at.stage * self.config.stage_bytes
+                bulk_load(to, source, size, call.pipe.full.of(at).toint())
+            at = advance(at, self.stages)
+            left -= 1
+            strip += 1
+            if strip == strips and left > 0:
+                strip = Int32(0)
+                index += 1
+                expert = entry_of(call.entries[index]).expert
+        return at
+
+    @cute.jit
+    def tell(self, call: Call, at: Any, unit: Int32):
+        """A stage that brings no bytes. Returns where the ring goes on."""
+        call.pipe.acquire(at)
+        if cute.arch.lane_idx() == 0:
+            call.units[at.stage] = unit
+            call.pipe.full.arrive(at)
+        return advance(at, self.stages)

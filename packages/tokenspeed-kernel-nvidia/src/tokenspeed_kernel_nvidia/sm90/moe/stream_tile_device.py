@@ -1,0 +1,193 @@
+"""What all warps of `stream_device` share: the call, the lists of pairs, and what a stage of the ring is about.
+
+An *entry* is some pairs of one expert, at most as many as a program computes at once: the reading of weights is shared among them. A
+*unit* is a strip of one entry. Units of w13 and of w2, and parts of the output, are handed out in *ranges* by a counter in global
+memory, all of w13 before any of w2, and those before the output. So whoever waits for something waits for a CTA that runs already,
+however many CTAs there is room for.
+"""
+
+# mypy: ignore-errors
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, cute
+
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import HEAD_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, MAX_EXPERTS, MAX_PAIRS, Config
+
+# Counters in global memory: the next range, units of w2 that are done, CTAs that are done, and from READY on units of w13 that are
+# done, of each entry.
+TICKET, DONE, LEFT, READY = 0, 1, 2, 4
+# What a stage brings: a strip of a product, the order to add up a part of the output, or the end.
+W13, W2, COMBINE, END = range(4)
+_LAST_BIT, _ENTRY_BIT, _STRIP_BIT = 2, 3, 14
+_EXPERT_BITS, _FIRST_BITS = 9, 11
+# Of `sizes` in shared memory.
+ENTRIES = 0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the plan says, and where the weights are.
+
+    Attributes:
+        w13, w2: addresses of the strips.
+        w13_strips, w2_strips: of each expert.
+        w13_bytes, w2_bytes: of a strip.
+        w13_blocks, w2_blocks: of a strip.
+        experts, hidden, intermediate, top_k: as the plan's.
+        alpha, limit, beta: as the plan's; infinity for no limit.
+    """
+
+    w13: Int64
+    w2: Int64
+    w13_strips: Int32
+    w2_strips: Int32
+    w13_bytes: Int32
+    w2_bytes: Int32
+    w13_blocks: Int32
+    w2_blocks: Int32
+    experts: Int32
+    hidden: Int32
+    intermediate: Int32
+    top_k: Int32
+    alpha: Float32
+    limit: Float32
+    beta: Float32
+
+
+@dataclass(frozen=True)
+class Call:
+    """A launch, and the shared memory of a CTA. What is far away is given by its address.
+
+    Attributes:
+        layer: what the weights are.
+        x, x_stride: tokens, and elements from one to the next.
+        ids, weights: int32 and float32 ``[tokens, top_k]``, contiguous.
+        out, out_stride: as x.
+        tokens: how many.
+        activated: the results of the first product, of the tokens' dtype ``[pairs, intermediate]``.
+        slots: those of the second, weighted, float32 ``[pairs, hidden]``.
+        counters: see TICKET.
+        pipe: the barriers of the ring.
+        partial: those of the buffers of partial sums.
+        ring: address of the ring.
+        units: what each stage is about, see `unit_of`.
+        partial_units: what each buffer is about.
+        sums, heads: addresses of the buffers: partial sums, and the strip's factors and biases.
+        sizes, starts, entries, order: see `stream_schedule_device`.
+    """
+
+    layer: Layer
+    x: Int64
+    x_stride: Int64
+    ids: Int64
+    weights: Int64
+    out: Int64
+    out_stride: Int64
+    tokens: Int32
+    activated: Int64
+    slots: Int64
+    counters: Int64
+    pipe: Pipeline
+    partial: Pipeline
+    ring: Int32
+    units: cute.Pointer
+    partial_units: cute.Pointer
+    sums: Int32
+    heads: Int32
+    sizes: cute.Pointer
+    starts: cute.Pointer
+    entries: cute.Pointer
+    order: cute.Pointer
+
+    def counter(self, index: Any) -> Int64:
+        """The address of a counter."""
+        return self.counters + Int64(index) * 4
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Some pairs of an expert: the first of them in ``order``, and how many."""
+
+    expert: Int32
+    first: Int32
+    count: Int32
+
+
+def entry_code(expert: Int32, first: Int32, count: Int32) -> Int32:
+    """An entry as a number."""
+    return expert | first << _EXPERT_BITS | count << (_EXPERT_BITS + _FIRST_BITS)
+
+
+def entry_of(code: Int32) -> Entry:
+    """The entry that a number stands for."""
+    first = (code >> _EXPERT_BITS) & ((1 << _FIRST_BITS) - 1)
+    return Entry(code & ((1 << _EXPERT_BITS) - 1), first, code >> (_EXPERT_BITS + _FIRST_BITS))
+
+
+def unit_code(kind: Any, entry: Any, strip: Any, last: Any) -> Int32:
+    """A unit as a number. ``last``: 1 for the last of an entry in its range. Of COMBINE, ``strip`` is the part."""
+    return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(strip) << _STRIP_BIT
+
+
+def kind_of(unit: Int32) -> Int32:
+    return unit & ((1 << _LAST_BIT) - 1)
+
+
+def is_last(unit: Int32) -> Any:
+    return (unit >> _LAST_BIT & 1) == 1
+
+
+def index_of(unit: Int32) -> Int32:
+    """The index of a unit's entry."""
+    return unit >> _ENTRY_BIT & ((1 << (_STRIP_BIT - _ENTRY_BIT)) - 1)
+
+
+def strip_of(unit: Int32) -> Int32:
+    return unit >> _STRIP_BIT
+
+
+def rows_of(unit: Int32) -> Int32:
+    """Equal for units whose products have the same right operand."""
+    return unit & ((1 << _STRIP_BIT) - 1 - (1 << _LAST_BIT))
+
+
+class Shapes:
+    """What follows from a configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.dtype = dtype_of(config.dtype)
+        self.warps = config.warps
+        self.span = config.span
+        self.tiles = config.tiles
+        self.stages = config.stages
+        # Of a tile: with two, a product need not wait for the one before. Two tiles alternate anyway, and wide rows need the registers.
+        self.sums = 2 if config.tiles == 1 and config.span <= 6 else 1
+
+    def storage(self) -> Any:
+        config = self.config
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, config.stages]
+            empty: cute.struct.MemRange[Int64, config.stages]
+            summed: cute.struct.MemRange[Int64, BUFFERS]
+            taken: cute.struct.MemRange[Int64, BUFFERS]
+            units: cute.struct.MemRange[Int32, config.stages]
+            partial_units: cute.struct.MemRange[Int32, BUFFERS]
+            sizes: cute.struct.MemRange[Int32, 2]
+            heads: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * HEAD_BYTES // 4], 16]
+            counts: cute.struct.MemRange[Int32, MAX_EXPERTS]
+            starts: cute.struct.MemRange[Int32, MAX_EXPERTS]
+            entries: cute.struct.MemRange[Int32, MAX_PAIRS]
+            order: cute.struct.MemRange[Int32, MAX_PAIRS]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * config.partial_floats], 16]
+            ring: cute.struct.Align[cute.struct.MemRange[Uint8, config.stages * config.stage_bytes], 128]
+
+        return Storage
