@@ -109,3 +109,17 @@ def test_every_word(kind: str) -> None:
                 else:
                     wanted = torch.where(field >= 225, value, 0.0).to(torch.float16)
                 assert torch.equal(got[:, element], wanted.double())
+
+
+def test_bytes_of_e5m2() -> None:
+    """All words' codes, each in the byte that `decode_e5m2` names."""
+    word = words(2)
+    rows = execute(device.E5M2, word)
+    for register in range(4):
+        for element in range(2):
+            bits = word >> 16 * element
+            sign = 1 - 2 * ((bits >> SIGN_OF[register]) & 1)
+            wanted = sign * MAGNITUDES[(bits >> MAGNITUDE_OF[register]) & 7] * 2.0**-14
+            place = 2 * element + register // 2  # of elements 0, 8, 1, 9
+            got = (rows[register % 2] >> 8 * place & 0xFF).to(torch.uint8).view(torch.float8_e5m2).float()
+            assert torch.equal(got, wanted)

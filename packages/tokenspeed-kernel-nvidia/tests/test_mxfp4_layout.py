@@ -13,8 +13,8 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.ops.quantization.encodings import decode_mxfp4
 from tokenspeed_kernel_base.platform import cpu_platform
 
-SIGN_OF = {0: 15, 1: 12, 2: 14, 3: 13}
-MAGNITUDE_OF = {0: 6, 1: 3, 2: 0, 3: 9}
+SIGN_OF = {0: 7, 1: 0, 2: 15, 3: 8}
+MAGNITUDE_OF = {0: 1, 1: 4, 2: 9, 3: 12}
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 

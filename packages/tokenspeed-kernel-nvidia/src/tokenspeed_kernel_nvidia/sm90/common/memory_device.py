@@ -46,13 +46,6 @@ def wait_for(address: Any, value: Int32) -> None:
         pass
 
 
-def shared_add(address: Any, value: Any) -> Any:
-    """Adds to an int32 in shared memory, and gives what it was."""
-    return cute.arch.inline_ptx(
-        "atom.shared.add.s32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32], read_only_args=[address, value]
-    )
-
-
 def bulk_load(to: Any, source: Any, count: Any, barrier: Any) -> None:
     """Starts the copy of bytes from global to shared memory; ``barrier``, an address like ``to``, counts them.
 

@@ -61,6 +61,11 @@ def ballot(condition: Boolean) -> Int32:
     return Int32(cute.arch.vote_ballot_sync(condition))
 
 
+def lanes_with(x: Int32) -> Int32:
+    """A bit for each lane that has the same value as this one."""
+    return cute.arch.inline_ptx("match.any.sync.b32 {$w0}, {$r0}, 0xFFFFFFFF;", write_only_types=[Int32], read_only_args=[x])
+
+
 @cute.jit
 def warp_prefix_sum(x: Int32, lane: Int32) -> Int32:
     """The sum of this lane's and all lower lanes' values."""

@@ -7,45 +7,56 @@ from __future__ import annotations
 import cutlass
 from cutlass import Numeric, Uint32, cute
 
-# A word becomes four registers. A multiplication puts the two parts of a code where they belong; what it puts elsewhere is cut
-# away. Adding -0 is what multiplies bfloat16 in one instruction and keeps the sign of a zero.
+# A word becomes four registers. A multiplication puts the two parts of a
+# code where they belong; what it puts elsewhere is cut away. A bfloat16 has them at bits 15 and 8...6, which makes it 2^-126 times its
+# value. Adding -0 is what multiplies bfloat16 in one instruction and keeps the sign of a zero.
 BFLOAT16 = """{
 .reg .b32 a, s, z;
 mov.b32 z, 0x80008000;
-and.b32 a, {$r0}, 0x81C081C0;
+and.b32 a, {$r0}, 0x008E008E;
+mul.lo.u32 a, a, 288;
+and.b32 a, a, 0x81C081C0;
 fma.rn.bf16x2 {$w0}, a, {$r1}, z;
-shl.b32 a, {$r0}, 3;
+shr.u32 a, {$r0}, 3;
+and.b32 s, {$r0}, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 {$w2}, a, {$r1}, z;
+and.b32 a, {$r0}, 0x00710071;
+mul.lo.u32 a, a, 32772;
 and.b32 a, a, 0x81C081C0;
 fma.rn.bf16x2 {$w1}, a, {$r2}, z;
-and.b32 a, {$r0}, 0x40074007;
-mul.lo.u32 a, a, 66;
-and.b32 a, a, 0x81C081C0;
-fma.rn.bf16x2 {$w2}, a, {$r1}, z;
-shr.u32 a, {$r0}, 3;
-shl.b32 s, {$r0}, 2;
+shr.u32 a, {$r0}, 6;
+shl.b32 s, {$r0}, 7;
 and.b32 s, s, 0x80008000;
 lop3.b32 a, a, 0x01C001C0, s, 0xEA;
 fma.rn.bf16x2 {$w3}, a, {$r2}, z;
 }"""
-# A code's bits belong at 15 and 11...9, which makes it 2^-14 times its value.
+# A float16 has them at bits 15 and 11...9, which makes it 2^-14 times its value.
 FLOAT16 = """{
 .reg .b32 a, s;
-shl.b32 a, {$r0}, 3;
-and.b32 s, {$r0}, 0x80008000;
-lop3.b32 a, a, 0x0E000E00, s, 0xEA;
+shl.b32 a, {$r0}, 8;
+and.b32 a, a, 0x8E008E00;
 mul.rn.f16x2 {$w0}, a, {$r1};
-and.b32 a, {$r0}, 0x10381038;
-mul.lo.u32 a, a, 72;
+and.b32 a, {$r0}, 0x8E008E00;
+mul.rn.f16x2 {$w2}, a, {$r1};
+and.b32 a, {$r0}, 0x00710071;
+mul.lo.u32 a, a, 32800;
 and.b32 a, a, 0x8E008E00;
 mul.rn.f16x2 {$w1}, a, {$r2};
-and.b32 a, {$r0}, 0x40074007;
-mul.lo.u32 a, a, 514;
-and.b32 a, a, 0x8E008E00;
-mul.rn.f16x2 {$w2}, a, {$r1};
-shl.b32 s, {$r0}, 2;
+shr.u32 a, {$r0}, 3;
+shl.b32 s, {$r0}, 7;
 and.b32 s, s, 0x80008000;
-lop3.b32 a, {$r0}, 0x0E000E00, s, 0xEA;
+lop3.b32 a, a, 0x0E000E00, s, 0xEA;
 mul.rn.f16x2 {$w3}, a, {$r2};
+}"""
+# Two registers of float8_e5m2, 2^-14 times their value: the codes of each of the two rows, whose order along k is that of bits.
+E5M2 = """{
+.reg .b32 a, s;
+and.b32 {$w0}, {$r0}, 0x8E8E8E8E;
+shr.u32 a, {$r0}, 3;
+shl.b32 s, {$r0}, 7;
+and.b32 s, s, 0x80808080;
+lop3.b32 {$w1}, a, 0x0E0E0E0E, s, 0xEA;
 }"""
 
 # The four scales of a lane's two rows become two pairs of numbers, {first half of k, second half}, by their exponent fields.
@@ -108,3 +119,11 @@ def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) ->
     """
     code = BFLOAT16 if dtype is cutlass.BFloat16 else FLOAT16
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[word, first, second])
+
+
+def decode_e5m2(word: Uint32) -> tuple[Uint32, Uint32]:
+    """The codes of rows ``lane / 4`` and eight below, four each, as float8_e5m2 with 2^-14 times their value.
+
+    The bytes are for elements 0, 8, 1 and 9 of k, counted from the first that the lane has of the word.
+    """
+    return cute.arch.inline_ptx(E5M2, write_only_types=[Uint32] * 2, read_only_args=[word])

@@ -16,14 +16,15 @@ of the four registers of the ``s``-th product,
     row             g             g + 8         g             g + 8
     k               16 s + 2 t    16 s + 2 t    16 s + 8 + 2 t    16 s + 8 + 2 t
 
-The lower 16 bits are for the even element. Where in them the bits of a code stand is chosen for few instructions: the sign and the
-magnitude of a code (s, e, e, m) belong at bits 15 and 8...6 of a bfloat16, whose value then is that of the code times 2^-126.
+The lower 16 bits are for the even element. Where in them the bits of a code (s, e, e, m) stand is chosen for few instructions: those
+of a0 and a2, which are of one row, are bytes of float8_e5m2 as they stand, and those of a1 and a3 after two shifts. In that type
+they have 2^-14 times their value.
 
-    bit   15  14  13  12   11 10 9    8 7 6      5 4 3      2 1 0
-    code  0s  2s  3s  1s   3 e e m    0 e e m    1 e e m    2 e e m
+    bit   15   14 13 12   11 10 9   8     7    6 5 4   3 2 1   0
+    code  2s   3 e e m    2 e e m   3s    0s   1 e e m 0 e e m 1s
 
-A scale is the exponent field of the bfloat16 by which such a number is to be multiplied, relative to the largest of its row: that
-has 253 (2^126), and the row's factor is what it stands for. Rows and k are padded with zeros.
+A scale is an exponent field relative to the largest of its row: that has 253, and the row's factor is what it stands for. Rows and k
+are padded with zeros.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ HEAD_BYTES = 128  # factors and biases of a strip
 CODE_BYTES = STRIP * BLOCK // 2
 BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX
 _LARGEST = 253
+_LEAST = 64  # so that kernels can subtract from a field; nothing so much smaller than the rest of a row adds to a sum
 # Where the sign of each register's code and the lowest of its other three bits stand.
-_SIGN_BITS = (15, 12, 14, 13)
-_LOW_BITS = (6, 3, 0, 9)
+_SIGN_BITS = (7, 0, 15, 8)
+_LOW_BITS = (1, 4, 9, 12)
 # Experts that are arranged together. Intermediates are as large as so many experts' weights, some times over.
 _AT_ONCE = 4
 
@@ -101,17 +103,18 @@ def _words(codes: Tensor) -> Tensor:
     for register in range(4):
         pair = bytes_of[register // 2, register % 2].to(torch.int32)
         pair = (pair | pair << 12) & 0x000F000F  # a code in each half
-        word = word | (pair & 0x00080008) << (_SIGN_BITS[register] - 3) | (pair & 0x00070007) << _LOW_BITS[register]
+        word = word | (pair >> 3 & 0x00010001) << _SIGN_BITS[register] | (pair & 0x00070007) << _LOW_BITS[register]
     return word.flatten(3, 4).contiguous()
 
 
 def _exponents(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Scales relative to their row's largest, and the rows' factors, float32.
 
-    A scale 2^253 times smaller than its row's largest becomes 0. A NaN makes its row's results NaN, which they are in any case.
+    A scale more than 2^189 times smaller than its row's largest becomes that. A NaN makes its row's results NaN, which they are in
+    any case.
     """
     largest = scale.amax(-1)
-    relative = (scale.int() - largest.int().unsqueeze(-1) + _LARGEST).clamp(min=0).to(torch.uint8)
+    relative = (scale.int() - largest.int().unsqueeze(-1) + _LARGEST).clamp(min=_LEAST).to(torch.uint8)
     return relative, e8m0_to_float(largest)
 
 

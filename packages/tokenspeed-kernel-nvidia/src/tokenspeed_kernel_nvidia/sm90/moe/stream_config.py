@@ -14,7 +14,7 @@ MAX_TOP_K = 8
 STAGES = 24  # strips on their way, at most
 BUFFERS = 2  # strips whose partial sums the finishing warp has not added up yet
 SHARED_BYTES = 227 * 1024  # of a CTA
-LIST_BYTES = 4 * (2 * MAX_EXPERTS + 2 * MAX_PAIRS)  # of experts and pairs, see `stream_tile_device`
+LIST_BYTES = 4 * (2 * MAX_EXPERTS + 3 * MAX_PAIRS)  # of experts and pairs, see `stream_tile_device`
 OTHER_BYTES = 3 * 1024  # barriers and what else is small
 WARPS = 14  # that compute
 # Blocks of the widest strips that programs are made for: inputs of 768, 2880, 4096 and 7168 features. And tiles of pairs of an expert

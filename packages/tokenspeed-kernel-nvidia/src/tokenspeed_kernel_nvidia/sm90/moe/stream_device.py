@@ -124,7 +124,7 @@ class Stream(Schedule, Consumers):
         ticket = Int32(0)
         if warp == self.config.load_warp:
             ticket = self.next_ticket(call)
-        self.sort_pairs(call, counts)
+        self.sort_pairs(call, counts, storage.places.data_ptr())
         if warp == self.config.load_warp:
             self.load(call, ticket)
         elif warp == self.config.finish_warp:

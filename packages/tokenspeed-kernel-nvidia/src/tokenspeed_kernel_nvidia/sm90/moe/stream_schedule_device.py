@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Int64, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import exchange_add, shared_add
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int, warp_prefix_sum
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import exchange_add
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import lanes_with, load_int, warp_prefix_sum
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAIRS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import DONE, ENTRIES, LEFT, READY, TICKET, Call, Shapes, entry_code
 
+_PLACE_BIT = 9  # of what is known of a pair: below is its expert
 _EXPERTS = MAX_EXPERTS // 32  # experts of a lane
 
 
@@ -27,33 +28,51 @@ class Schedule(Shapes):
         cute.arch.sync_threads()
 
     @cute.jit
-    def sort_pairs(self, call: Call, counts: cute.Pointer):
+    def sort_pairs(self, call: Call, counts: cute.Pointer, places: cute.Pointer):
         """Lists the pairs of each expert, and the entries. By all threads of a CTA, each CTA for itself.
 
-        ``order`` has the pairs, expert by expert; which pair of an expert comes first is not determined, and changes no result.
+        ``order`` has the pairs, expert by expert, in their order: all CTAs must have the same pairs in an entry.
         """
         thread, _, _ = cute.arch.thread_idx()
         threads = self.config.threads
         turns = -(-MAX_PAIRS // threads)  # pairs of a thread
         pairs = call.tokens * call.layer.top_k
-        ids = cute.make_rmem_tensor((turns,), Int32)
-        places = cute.make_rmem_tensor((turns,), Int32)
         for turn in cutlass.range_constexpr(turns):
             pair = thread + turn * threads
-            ids[turn] = Int32(-1)
             if pair < pairs:
-                expert = load_int(call.ids + cutlass.Int64(pair) * 4, False)
-                if expert >= 0 and expert < call.layer.experts:
-                    ids[turn] = expert
-                    places[turn] = shared_add((counts + expert).toint(), Int32(1))
+                expert = load_int(call.ids + Int64(pair) * 4, False)
+                places[pair] = cutlass.select_(expert < call.layer.experts, expert, Int32(-1))
         cute.arch.sync_threads()
         if thread < 32:
+            self.count_pairs(pairs, counts, places)
             self.list_entries(call, counts)
         cute.arch.sync_threads()
         for turn in cutlass.range_constexpr(turns):
-            if ids[turn] >= 0:
-                call.order[call.starts[ids[turn]] + places[turn]] = thread + turn * threads
+            pair = thread + turn * threads
+            if pair < pairs:
+                place = places[pair]
+                if place >= 0:
+                    call.order[call.starts[place & (1 << _PLACE_BIT) - 1] + (place >> _PLACE_BIT)] = pair
         cute.arch.sync_threads()
+
+    @cute.jit
+    def count_pairs(self, pairs: Int32, counts: cute.Pointer, places: cute.Pointer):
+        """Counts the pairs of each expert, by one warp. To the expert of a pair is added how many it has before."""
+        lane = cute.arch.lane_idx()
+        for first in cutlass.range(0, pairs, 32, unroll=1):
+            pair = first + lane
+            expert = Int32(-1)
+            if pair < pairs:
+                expert = places[pair]
+            alike = lanes_with(expert)
+            before = cute.arch.popc(alike & ((Int32(1) << lane) - 1))
+            if expert >= 0:
+                count = counts[expert]
+                cute.arch.sync_warp(alike)
+                places[pair] = expert | (count + before) << _PLACE_BIT
+                if before == 0:
+                    counts[expert] = count + cute.arch.popc(alike)
+            cute.arch.sync_warp()
 
     @cute.jit
     def list_entries(self, call: Call, counts: cute.Pointer):

@@ -187,6 +187,7 @@ class Shapes:
             starts: cute.struct.MemRange[Int32, MAX_EXPERTS]
             entries: cute.struct.MemRange[Int32, MAX_PAIRS]
             order: cute.struct.MemRange[Int32, MAX_PAIRS]
+            places: cute.struct.MemRange[Int32, MAX_PAIRS]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * config.partial_floats], 16]
             ring: cute.struct.Align[cute.struct.MemRange[Uint8, config.stages * config.stage_bytes], 128]
 
