@@ -158,6 +158,8 @@ class Consumers(Shapes):
             self.store_activated(call, storage, item, acc, heads, thread, wg, width)
         else:
             self.store_sums(call, storage, item, acc, heads, thread, wg, width)
+        if const_expr(-(-width // CHUNK) % 2 == 1):  # the next item begins with the buffer that others may still read
+            self.sync_warpgroup(wg)
         return weights, columns
 
     # -- the loop over blocks --------------------------------------------------------------------------------------------------
@@ -213,9 +215,7 @@ class Consumers(Shapes):
         return advance(columns, self.config.column_stages)
 
     @cute.jit
-    def decode_block(
-        self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, left: cute.Tensor, last: Boolean
-    ):
+    def decode_block(self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, left: cute.Tensor, last: Boolean):
         """Decodes a block when it is there. Returns where the ring goes on."""
         words, scales = self.load_block(storage, weights, slot, lane)
         self.decode_words(call, words, scales, left)
@@ -345,9 +345,7 @@ class Consumers(Shapes):
         if inside and column < item.count:
             a, b, c, d = load_words("shared", place, 4)
             at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 2
-            cute.arch.inline_ptx(
-                "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, a, b, c, d]
-            )
+            cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, a, b, c, d])
 
     @cute.jit
     def sync_warpgroup(self, wg: Int32):
