@@ -23,9 +23,10 @@ RECORD = 4  # numbers of a tile in the schedule
 # Widths that tiles of at most so many columns are computed in.
 _WIDTHS = {
     64: (8, 16, 24, 32, 40, 48, 64),
+    160: (16, 32, 48, 64, 80, 96, 112, 128, 144, 160),
     192: (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192),
 }
-FEW_COLUMNS, MANY_COLUMNS = _WIDTHS
+FEW_COLUMNS, MANY_COLUMNS = 64, 160
 _FEW_PAIRS = 56  # pairs an expert up to which tiles are narrow
 
 

@@ -57,9 +57,7 @@ class GroupedProduct(Loader, Consumers):
             weights, strips, rows.shape[1], rows.iterator.toint(), rows.stride[0], sources, tiles, tile_count, out.iterator.toint(),
             out.stride[0], alpha, limit, beta,
         )  # fmt: skip
-        self.kernel(call).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
-        )
+        self.kernel(call).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1)
 
     @cute.kernel
     def kernel(self, call: Call):

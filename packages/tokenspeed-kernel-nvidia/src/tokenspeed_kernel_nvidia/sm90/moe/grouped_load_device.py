@@ -23,9 +23,7 @@ AT_ONCE = 4  # columns that a warp copies with one instruction, eight lanes each
 
 def copy_piece(to: Any, source: Any, count: Any) -> None:
     """Starts the copy of 16 bytes from global to shared memory, of which those beyond the first ``count`` become 0."""
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[to, source, count]
-    )
+    cute.arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[to, source, count])
 
 
 class Loader(Shapes):

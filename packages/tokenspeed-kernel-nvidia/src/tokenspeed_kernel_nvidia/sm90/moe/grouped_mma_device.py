@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import pack
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import opt_barrier, pack
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK, ROWS, STRIPS, WARPGROUPS
@@ -64,14 +64,14 @@ class Consumers(Shapes):
     @cute.jit
     def consume(self, call: Call, storage: Any):
         """All items of the CTA, 64 rows of each by a warpgroup."""
-        c = self.config
-        thread, _, _ = cute.arch.thread_idx()
-        thread -= 128
-        wg = cute.arch.make_warp_uniform(thread // 128)
         grid, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
+        mma = self.mma_of(8).get_slice(0)
+        left = [mma.make_fragment_A(mma.partition_shape_A((ROWS, BLOCK))) for _ in range(2 if self.config.double else 1)]
+        for registers in left:
+            registers.fill(0.0)
         if index < items:
             item = self.read_item(call, index)
             working = Boolean(True)
@@ -83,11 +83,18 @@ class Consumers(Shapes):
                 if working:
                     following = self.read_item(call, index)
                 least = 0
-                for width in c.widths:
+                for width in self.config.widths:
                     if item.count > least and item.count <= width:
-                        weights, columns = self.compute(call, storage, item, weights, columns, thread, wg, width)
+                        weights, columns = self.compute(call, storage, item, left, weights, columns, width)
                     least = width
                 item = following
+
+    def mma_of(self, width: int) -> cute.TiledMma:
+        """The products of a tile of some columns."""
+        op = warpgroup.MmaF16BF16Op(
+            self.dtype, Float32, (64, width, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
+        )
+        return cute.make_tiled_mma(op, cute.make_layout((WARPGROUPS, 1, 1)))
 
     @cute.jit
     def compute(
@@ -95,22 +102,20 @@ class Consumers(Shapes):
         call: Call,
         storage: Any,
         item: Item,
+        left: list,
         weights: Weights,
         columns: Cursor,
-        thread: Int32,
-        wg: Int32,
         width: cutlass.Constexpr[int],
     ):
         """One item, whose columns are at most ``width``. Returns where the rings go on."""
         c = self.config
-        op = warpgroup.MmaF16BF16Op(
-            self.dtype, Float32, (64, width, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
-        )
-        mma = cute.make_tiled_mma(op, cute.make_layout((WARPGROUPS, 1, 1)))
+        # What follows from the thread's number is computed anew here, or it would take registers in the loops of all widths.
+        thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
+        wg = cute.arch.make_warp_uniform(thread // 128)
+        mma = self.mma_of(width)
         mine = mma.get_slice(wg * 128)
         right = mine.make_fragment_B(mine.partition_B(self.ring.tiles(storage.columns, width)))
         acc = cute.make_rmem_tensor(mine.partition_shape_C((ROWS, width)), Float32)
-        left = [mine.make_fragment_A(mine.partition_shape_A((ROWS, BLOCK))) for _ in range(2 if c.double else 1)]
         lane = thread % 32
         slot = storage.weights.data_ptr().toint() + thread // 32 * c.slot_bytes
         blocks = call.blocks
@@ -121,40 +126,40 @@ class Consumers(Shapes):
         heads = [load_float(head + 4 * at) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
         acc.fill(0.0)
         if const_expr(c.double):
-            weights = self.decode_block(storage, weights, slot, lane, left[0], blocks == 1)
-            # Blocks two by two, so that each of a pair has registers of its own.
-            pairs = (blocks - 1) // 2
+            weights = self.decode_block(call, storage, weights, slot, lane, left[0], blocks == 1)
+            # Blocks two by two, so that each of a pair has registers of its own, but the first one of an even number.
+            if blocks % 2 == 0:
+                self.multiply(storage, mma, acc, left[0], right, columns)
+                columns = self.finish_block(storage, columns)
+                weights = self.decode_block(call, storage, weights, slot, lane, left[0], blocks == 2)
             before = columns
+            pairs = (blocks - 1) // 2
             for pair in cutlass.range(pairs, unroll=1):
                 weights, before, columns = self.step(
-                    storage, mma, acc, left, right, weights, before, columns, slot, lane, 0, pair == 0, Boolean(False)
-                )
+                    call, storage, mma, acc, left[0], left[1], right, weights, before, columns, slot, lane, pair == 0,
+                    Boolean(False),
+                )  # fmt: skip
                 weights, before, columns = self.step(
-                    storage, mma, acc, left, right, weights, before, columns, slot, lane, 1, Boolean(False), 2 * pair + 3 == blocks
-                )
-            if blocks % 2 == 0:
-                weights, before, columns = self.step(
-                    storage, mma, acc, left, right, weights, before, columns, slot, lane, 0, blocks == 2, Boolean(True)
-                )
-                self.multiply(storage, mma, acc, left[1], right, columns)
-            else:
-                self.multiply(storage, mma, acc, left[0], right, columns)
-            warpgroup.wait_group(0)
-            if blocks > 1:
+                    call, storage, mma, acc, left[1], left[0], right, weights, before, columns, slot, lane, Boolean(False),
+                    pair + 1 == pairs,
+                )  # fmt: skip
+            self.multiply(storage, mma, acc, left[0], right, columns)
+            if pairs > 0:
+                warpgroup.wait_group(1)
                 self.column_pipe(storage).release(before)
-            self.column_pipe(storage).release(columns)
-            columns = advance(columns, c.column_stages)
+            columns = self.finish_block(storage, columns)
         else:
+            # Meanwhile other warpgroups multiply.
             for block in cutlass.range(blocks, unroll=1):
-                weights = self.decode_block(storage, weights, slot, lane, left[0], block + 1 == blocks)
+                weights = self.decode_block(call, storage, weights, slot, lane, left[0], block + 1 == blocks)
                 self.multiply(storage, mma, acc, left[0], right, columns)
-                warpgroup.wait_group(0)
-                self.column_pipe(storage).release(columns)
-                columns = advance(columns, c.column_stages)
+                columns = self.finish_block(storage, columns)
         if const_expr(c.gated):
             self.store_activated(call, storage, item, acc, heads, thread, wg, width)
         else:
             self.store_sums(call, storage, item, acc, heads, thread, wg, width)
+        if const_expr(-(-width // CHUNK) % 2 == 1):  # the next item begins with the buffer that others may still read
+            self.sync_warpgroup(wg)
         return weights, columns
 
     # -- the loop over blocks --------------------------------------------------------------------------------------------------
@@ -163,52 +168,57 @@ class Consumers(Shapes):
     def multiply(self, storage: Any, mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, columns: Cursor):
         """Starts the products of a block of weights, when its columns are there."""
         self.column_pipe(storage).wait(columns)
-        # Columns were written by ordinary copies, which products in shared memory do not see without this.
-        cute.arch.fence_view_async_shared()
         start_mma(mma, acc, left, right[None, None, None, columns.stage], True)
 
     @cute.jit
     def step(
         self,
+        call: Call,
         storage: Any,
         mma: cute.TiledMma,
         acc: cute.Tensor,
-        left: list,
+        left: cute.Tensor,
+        following: cute.Tensor,
         right: cute.Tensor,
         weights: Weights,
         before: Cursor,
         columns: Cursor,
         slot: Int32,
         lane: Int32,
-        buffer: cutlass.Constexpr[int],
         first: Boolean,
         last: Boolean,
     ):
         """Multiplies a block that is decoded, and meanwhile decodes the next one.
 
         Args:
+            following: receives the next block.
             before: the columns of the block before, which may still be in use.
-            buffer: which registers have the block.
             first: whether there is no block before.
             last: whether the next block is the last one.
 
         Returns:
             where the rings go on, with the columns of this block and of the next.
         """
-        self.multiply(storage, mma, acc, left[buffer], right, columns)
+        self.multiply(storage, mma, acc, left, right, columns)
         words, scales = self.load_block(storage, weights, slot, lane)
         warpgroup.wait_group(1)
         if not first:
             self.column_pipe(storage).release(before)
-        self.decode_words(words, scales, left[1 - buffer])
-        weights = self.leave_block(storage, weights, last)
-        return weights, columns, advance(columns, self.config.column_stages)
+        self.decode_words(call, words, scales, following)
+        return self.leave_block(storage, weights, last), columns, advance(columns, self.config.column_stages)
 
     @cute.jit
-    def decode_block(self, storage: Any, weights: Weights, slot: Int32, lane: Int32, left: cute.Tensor, last: Boolean):
+    def finish_block(self, storage: Any, columns: Cursor) -> Cursor:
+        """Waits for the products of a block. Returns where the ring of columns goes on."""
+        warpgroup.wait_group(0)
+        self.column_pipe(storage).release(columns)
+        return advance(columns, self.config.column_stages)
+
+    @cute.jit
+    def decode_block(self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, left: cute.Tensor, last: Boolean):
         """Decodes a block when it is there. Returns where the ring goes on."""
         words, scales = self.load_block(storage, weights, slot, lane)
-        self.decode_words(words, scales, left)
+        self.decode_words(call, words, scales, left)
         return self.leave_block(storage, weights, last)
 
     @cute.jit
@@ -221,14 +231,20 @@ class Consumers(Shapes):
         return words, load_words("shared", begin + lane // 4 * 4 + CODE_BYTES, 1)
 
     @cute.jit
-    def decode_words(self, words: Any, scales: Uint32, left: cute.Tensor):
-        """Makes the left operand of a block's four products."""
-        halves = multipliers(self.dtype, scales)
-        registers = cute.recast_tensor(left, Uint32)
-        for s in cutlass.range_constexpr(4):
-            decoded = decode(self.dtype, words[s], *halves[s // 2])
-            for at in cutlass.range_constexpr(4):
-                registers[4 * s + at] = decoded[at]
+    def decode_words(self, call: Call, words: Any, scales: Uint32, left: cute.Tensor):
+        """Makes the left operand of a block's four products.
+
+        The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them:
+        ptxas uses registers of wgmma's left operands for nothing else, and those that have nothing to do with one another would be
+        others for each width, soon all that there are.
+        """
+        if call.strips != 0:
+            halves = multipliers(self.dtype, scales)
+            registers = cute.recast_tensor(left, Uint32)
+            for s in cutlass.range_constexpr(4):
+                decoded = decode(self.dtype, words[s], *halves[s // 2])
+                for at in cutlass.range_constexpr(4):
+                    registers[4 * s + at] = decoded[at]
 
     @cute.jit
     def leave_block(self, storage: Any, weights: Weights, last: Boolean) -> Weights:
@@ -262,7 +278,6 @@ class Consumers(Shapes):
             words = []
             for j in cutlass.range_constexpr(CHUNK // 8):
                 at = 4 * (chunk * (CHUNK // 8) + j)
-                word = Uint32(0)
                 if const_expr(at < cute.size(acc)):
                     results = []
                     for column in cutlass.range_constexpr(2):
@@ -270,8 +285,9 @@ class Consumers(Shapes):
                         up = at_most(acc[at + 2 + column] * heads[1] + heads[3], call.limit)
                         up = at_least(up, -call.limit)
                         results.append((up + call.beta) * gate * cute.arch.rcp_approx(1.0 + exp2(scale * gate)))
-                    word = pack(self.dtype, *results)
-                words.append(word)
+                    words.append(pack(self.dtype, *results))
+                else:
+                    words.append(words[0])  # of columns beyond the tile's, which nobody stores
             # A lane gives the address of a column, where a warp's eight features are one piece of four.
             buffer = self.buffer(storage, wg, chunk)
             store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words)
@@ -302,12 +318,8 @@ class Consumers(Shapes):
                 for j in cutlass.range_constexpr(2):
                     at = 4 * (chunk * (CHUNK // 8) + 2 * half + j)
                     for r in cutlass.range_constexpr(2):
-                        word = Uint32(0)
-                        if const_expr(at < cute.size(acc)):
-                            word = pack(
-                                self.dtype, *(acc[at + 2 * r + column] * heads[r] + heads[2 + r] for column in range(2))
-                            )
-                        words.append(word)
+                        first = at + 2 * r if at < cute.size(acc) else 2 * r  # of columns beyond the tile's, which nobody stores
+                        words.append(pack(self.dtype, *(acc[first + column] * heads[r] + heads[2 + r] for column in range(2))))
                 # A lane gives the address of a column: of the first or second eight features of a warp, two pieces of eight.
                 column = 16 * half + lane // 16 * 8 + lane % 8
                 piece = 2 * warp + lane // 8 % 2
@@ -333,9 +345,7 @@ class Consumers(Shapes):
         if inside and column < item.count:
             a, b, c, d = load_words("shared", place, 4)
             at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 2
-            cute.arch.inline_ptx(
-                "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, a, b, c, d]
-            )
+            cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, a, b, c, d])
 
     @cute.jit
     def sync_warpgroup(self, wg: Int32):

@@ -1,0 +1,137 @@
+"""The device code of the end of `grouped`: what a token's slots have, weighted and added up."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int, pack
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import Combine
+
+THREADS = 256
+NUMBERS = 8  # of a thread: 16 bytes
+AT_ONCE = 4  # slots that are read together
+
+
+def host(config: Combine) -> Any:
+    """The function that launches the program."""
+    return CombineSlots(config)
+
+
+def fake_arguments(config: Combine) -> tuple[Any, ...]:
+    """Stand-ins for what `host` takes."""
+    size, rows = arguments.size, arguments.rows
+    tokens, hidden = size(), size(divisibility=32)
+    results, out = rows(config.dtype, size(), hidden), rows(config.dtype, tokens, hidden)
+    return results, out, *(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(1)), arguments.stream()
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What is added up, as addresses.
+
+    Attributes:
+        results, result_stride: 16-bit, one row a sorted pair, and elements from one to the next.
+        positions: int32 ``[tokens, top_k]``, the row of each pair, or -1.
+        weights: float32 ``[tokens, top_k]``.
+        out, out_stride: like results, one row a token.
+        tokens, top_k, hidden: sizes.
+    """
+
+    results: Int64
+    result_stride: Int64
+    positions: Int64
+    weights: Int64
+    out: Int64
+    out_stride: Int64
+    tokens: Int32
+    top_k: Int32
+    hidden: Int32
+
+
+class CombineSlots:
+    """The kernel of one configuration."""
+
+    def __init__(self, config: Combine):
+        self.dtype = dtype_of(config.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        results: cute.Tensor,
+        out: cute.Tensor,
+        positions: Int64,
+        weights: Int64,
+        top_k: Int32,
+        stream: cuda.CUstream,
+    ):
+        tokens, hidden = out.shape
+        slots = Slots(
+            results.iterator.toint(),
+            results.stride[0],
+            positions,
+            weights,
+            out.iterator.toint(),
+            out.stride[0],
+            tokens,
+            top_k,
+            hidden,
+        )
+        chunks = (hidden // NUMBERS + (THREADS - 1)) // THREADS
+        self.kernel(slots).launch(grid=(tokens, chunks, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(self, slots: Slots):
+        token, chunk, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        feature = (chunk * THREADS + thread) * NUMBERS
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if feature < slots.hidden:
+            totals = cute.make_rmem_tensor((NUMBERS,), Float32)
+            totals.fill(0.0)
+            for first in cutlass.range(0, slots.top_k, AT_ONCE, unroll=1):
+                words = cute.make_rmem_tensor((AT_ONCE, NUMBERS // 2), Uint32)
+                weights = cute.make_rmem_tensor((AT_ONCE,), Float32)
+                present = cute.make_rmem_tensor((AT_ONCE,), Int32)
+                for each in cutlass.range_constexpr(AT_ONCE):
+                    present[each] = Int32(-1)
+                    if first + each < slots.top_k:
+                        at = (Int64(token) * slots.top_k + first + each) * 4
+                        present[each] = load_int(slots.positions + at, False)
+                        if present[each] >= 0:  # what others have is not even defined
+                            weights[each] = load_float(slots.weights + at)
+                            row = slots.results + (Int64(present[each]) * slots.result_stride + feature) * 2
+                            loaded = load_words("global", row, NUMBERS // 2)
+                            for word in cutlass.range_constexpr(NUMBERS // 2):
+                                words[each, word] = loaded[word]
+                for each in cutlass.range_constexpr(AT_ONCE):
+                    if present[each] >= 0:
+                        for word in cutlass.range_constexpr(NUMBERS // 2):
+                            low, high = self.widened(words[each, word])
+                            totals[2 * word] += weights[each] * low
+                            totals[2 * word + 1] += weights[each] * high
+            packed = [pack(self.dtype, totals[2 * word], totals[2 * word + 1]) for word in range(NUMBERS // 2)]
+            at = slots.out + (Int64(token) * slots.out_stride + feature) * 2
+            cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, *packed])
+
+    def widened(self, word: Uint32) -> Any:
+        """The two numbers of a word."""
+        if self.dtype is cutlass.BFloat16:
+            code = "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xFFFF0000; }"
+        else:
+            code = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
+        return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
+
+
+def load_float(address: Any) -> Float32:
+    """A number of global memory."""
+    return cute.arch.inline_ptx("ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])

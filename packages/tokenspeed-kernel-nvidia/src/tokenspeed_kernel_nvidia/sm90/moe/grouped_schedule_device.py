@@ -1,0 +1,236 @@
+"""The device code of the schedule of `grouped`: pairs sorted by expert, and cut into tiles, by one CTA.
+
+Each warp has a range of the pairs. It counts those of each expert in a row of its own of a table in shared memory; sums over the rows
+then say where each warp's pairs of an expert belong. So pairs of an expert stay in order, and nothing depends on who is first.
+"""
+
+# mypy: ignore-errors
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.utils
+from cutlass import Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int, warp_prefix_sum
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import MAX_EXPERTS, RECORD, Schedule
+
+WARPS = 32
+THREADS = 32 * WARPS
+AT_ONCE = 4  # ids that a lane reads together
+EVERY_LANE = 0xFFFFFFFF
+
+
+def host(config: Schedule) -> Any:
+    """The function that launches the program."""
+    return SchedulePairs(config)
+
+
+def fake_arguments(config: Schedule) -> tuple[Any, ...]:
+    """Stand-ins for what `host` takes."""
+    ids = arguments.ints(arguments.size(), arguments.size(), contiguous=False)
+    return ids, *(Int64(0) for _ in range(4)), Int32(0), arguments.stream()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The ids, and what becomes of them.
+
+    Attributes:
+        ids, token_stride, slot_stride: int32 ``[tokens, top_k]``.
+        count: of pairs.
+        top_k, experts: as the plan's.
+        sources: int32 ``[pairs]``, receives the token of each pair, sorted.
+        positions: int32 ``[tokens, top_k]``, receives where each pair is among the sorted, -1 for those without an expert.
+        tiles: int32 ``[tiles, RECORD]``, receives expert, first sorted pair, and pairs of each tile; those with most pairs first.
+        tile_count: int32, receives how many.
+    """
+
+    ids: Int64
+    token_stride: Int64
+    slot_stride: Int64
+    count: Int32
+    top_k: Int32
+    experts: Int32
+    sources: Int64
+    positions: Int64
+    tiles: Int64
+    tile_count: Int64
+
+
+def store_int(address: Any, value: Any) -> None:
+    """To global memory."""
+    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+class SchedulePairs:
+    """The kernel of one configuration."""
+
+    def __init__(self, config: Schedule):
+        self.config = config
+
+    def storage(self) -> Any:
+        @cute.struct
+        class Storage:
+            counts: cute.struct.MemRange[Int32, WARPS * MAX_EXPERTS]
+            # Of each expert: the columns of its last tile and of the one before where those are divided evenly, and how many tiles
+            # that are not full.
+            rests: cute.struct.MemRange[Int32, MAX_EXPERTS]
+            pair_sums: cute.struct.MemRange[Int32, WARPS]
+            full_sums: cute.struct.MemRange[Int32, WARPS]
+
+        return Storage
+
+    @cute.jit
+    def __call__(
+        self,
+        ids: cute.Tensor,
+        sources: Int64,
+        positions: Int64,
+        tiles: Int64,
+        tile_count: Int64,
+        experts: Int32,
+        stream: cuda.CUstream,
+    ):
+        tokens, top_k = ids.shape
+        pairs = Pairs(
+            ids.iterator.toint(),
+            ids.stride[0],
+            ids.stride[1],
+            tokens * top_k,
+            top_k,
+            experts,
+            sources,
+            positions,
+            tiles,
+            tile_count,
+        )
+        self.kernel(pairs).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(self, pairs: Pairs):
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        counts = storage.counts.data_ptr()
+        thread, _, _ = cute.arch.thread_idx()
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        for turn in cutlass.range_constexpr(WARPS * MAX_EXPERTS // THREADS):
+            counts[turn * THREADS + thread] = Int32(0)
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        # Of this warp, in rounds of AT_ONCE times a warp's lanes.
+        rounds = (pairs.count + (THREADS * AT_ONCE - 1)) // (THREADS * AT_ONCE)
+        first = warp * rounds * (32 * AT_ONCE)
+        own = counts + warp * MAX_EXPERTS
+        ids = cute.make_rmem_tensor((AT_ONCE,), Int32)
+        for turn in cutlass.range(rounds, unroll=1):
+            self.read_ids(pairs, first + turn * (32 * AT_ONCE) + lane, ids)
+            for each in cutlass.range_constexpr(AT_ONCE):
+                self.count_pair(own, ids[each], lane)
+        cute.arch.sync_threads()
+        self.place_experts(pairs, storage, thread, warp, lane)
+        for turn in cutlass.range(rounds, unroll=1):
+            begin = first + turn * (32 * AT_ONCE) + lane
+            self.read_ids(pairs, begin, ids)
+            for each in cutlass.range_constexpr(AT_ONCE):
+                place = self.count_pair(own, ids[each], lane)
+                pair = begin + each * 32
+                if pair < pairs.count:
+                    if ids[each] < 0:
+                        place = Int32(-1)
+                    else:
+                        store_int(pairs.sources + Int64(place) * 4, pair // pairs.top_k)
+                    store_int(pairs.positions + Int64(pair) * 4, place)
+
+    @cute.jit
+    def read_ids(self, pairs: Pairs, first: Int32, ids: cute.Tensor):
+        """The experts of every 32nd pair from ``first`` on; -1 for none."""
+        for each in cutlass.range_constexpr(AT_ONCE):
+            pair = first + each * 32
+            ids[each] = Int32(-1)
+            if pair < pairs.count:
+                token = pair // pairs.top_k
+                slot = pair - token * pairs.top_k
+                at = pairs.ids + (Int64(token) * pairs.token_stride + Int64(slot) * pairs.slot_stride) * 4
+                expert = load_int(at, False)
+                if expert >= 0 and expert < pairs.experts:
+                    ids[each] = expert
+
+    @cute.jit
+    def count_pair(self, own: cute.Pointer, expert: Int32, lane: Int32) -> Int32:
+        """Adds a warp's pairs, one a lane, to its counts of their experts. Returns each one's number. By whole warps."""
+        same = Int32(cute.arch.match_sync(EVERY_LANE, expert, "any"))
+        below = cute.arch.popc(same & ((1 << lane) - 1))
+        place = Int32(0)
+        if expert >= 0:
+            place = own[expert] + below
+        cute.arch.sync_warp()
+        if expert >= 0 and below == 0:
+            own[expert] = place + cute.arch.popc(same)
+        cute.arch.sync_warp()
+        return place
+
+    @cute.jit
+    def place_experts(self, pairs: Pairs, storage: Any, thread: Int32, warp: Int32, lane: Int32):
+        """Makes counts the places of the first ones, and lists the tiles. A thread has an expert."""
+        c = self.config
+        counts = storage.counts.data_ptr()
+        rests, pair_sums, full_sums = storage.rests.data_ptr(), storage.pair_sums.data_ptr(), storage.full_sums.data_ptr()
+        count = Int32(0)
+        if thread < MAX_EXPERTS:
+            for other in cutlass.range_constexpr(WARPS):
+                count += counts[other * MAX_EXPERTS + thread]
+        # All tiles but the last are full. Where that would have few pairs, it shares those of the one before with it.
+        tiles = (count + (c.columns - 1)) // c.columns
+        left = count - (tiles - 1) * c.columns  # of the last one
+        parts, rest = cutlass.min(tiles, 1), left
+        if tiles > 1 and left < c.least:
+            parts = Int32(2)
+            rest = (left + (c.columns + 15)) // 16 * 8
+        full = tiles - parts
+        pairs_end, full_end = warp_prefix_sum(count, lane), warp_prefix_sum(full, lane)
+        if lane == 31:
+            pair_sums[warp] = pairs_end
+            full_sums[warp] = full_end
+        if thread < MAX_EXPERTS:
+            rests[thread] = rest * 4 + parts if parts > 0 else Int32(0)
+        cute.arch.sync_threads()
+        if thread < MAX_EXPERTS:
+            start, full_at, all_full = pairs_end - count, full_end - full, Int32(0)
+            for other in cutlass.range_constexpr(MAX_EXPERTS // 32):
+                if other < warp:
+                    start += pair_sums[other]
+                    full_at += full_sums[other]
+                all_full += full_sums[other]
+            place = start
+            for other in cutlass.range_constexpr(WARPS):
+                of_warp = counts[other * MAX_EXPERTS + thread]
+                counts[other * MAX_EXPERTS + thread] = place
+                place += of_warp
+            # Tiles with more pairs come first; among those with as many, lower experts.
+            rest_at, all_rest = all_full, Int32(0)
+            for other in cutlass.range(pairs.experts, unroll=8):
+                theirs = rests[other]
+                if theirs // 4 > rest or (theirs // 4 == rest and other < thread):
+                    rest_at += theirs % 4
+                all_rest += theirs % 4
+            if thread == 0:
+                store_int(pairs.tile_count, all_full + all_rest)
+            for tile in cutlass.range(full, unroll=1):
+                self.write_tile(pairs, full_at + tile, thread, start + tile * c.columns, Int32(c.columns))
+            if parts > 0:
+                begin = start + full * c.columns
+                self.write_tile(pairs, rest_at, thread, begin, rest)
+                if parts > 1:
+                    self.write_tile(pairs, rest_at + 1, thread, begin + rest, start + count - begin - rest)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def write_tile(self, pairs: Pairs, tile: Int32, expert: Int32, first: Int32, count: Int32):
+        at = pairs.tiles + Int64(tile) * (4 * RECORD)
+        cute.arch.inline_ptx(
+            "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, expert, first, count, count]
+        )
