@@ -67,6 +67,11 @@ def load_words(space: str, address: Any, count: int) -> Any:
     )
 
 
+def store_words_shared(address: Any, words: Any) -> None:
+    """Four neighbouring words, to shared memory."""
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
+
+
 def store_half(address: Any, value: Any) -> None:
     """A 16-bit number, the lower half of a word, to global memory."""
     cute.arch.inline_ptx(

@@ -5,22 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, HEAD_BYTES, blocks_of, strip_bytes
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, BLOCK_BYTES, HEAD_BYTES, blocks_of
 
-COLUMNS = 8  # pairs of a tile: the columns of a product
+GROUPS = 3  # warpgroups that compute
+MULTIPLIERS = 4 * GROUPS  # their warps
+LOAD_WARP = MULTIPLIERS  # the warp that loads
+FINISH_WARP = MULTIPLIERS + 1  # the first of the warps that add up what the warpgroups have computed
+FINISHERS = 2
+THREADS = 32 * (FINISH_WARP + FINISHERS)
+STRIPS = 4  # of a unit: one for each warp of a warpgroup
+PARTS = 2  # columns of a pair: what is left of its numbers after they are rounded has one too
 MAX_PAIRS = 1024  # (token, slot) pairs of a launch
 MAX_EXPERTS = 384
 MAX_TOP_K = 8
-STAGES = 24  # strips on their way, at most
-BUFFERS = 2  # strips whose partial sums the finishing warp has not added up yet
+STAGES = 24  # slabs on their way, at most
+BUFFERS = 2  # units whose sums have not been added up yet
 SHARED_BYTES = 227 * 1024  # of a CTA
 LIST_BYTES = 4 * (2 * MAX_EXPERTS + 3 * MAX_PAIRS)  # of experts and pairs, see `stream_tile_device`
 OTHER_BYTES = 3 * 1024  # barriers and what else is small
-WARPS = 14  # that compute
-# Blocks of the widest strips that programs are made for: inputs of 768, 2880, 4096 and 7168 features. And tiles of pairs of an expert
-# that are computed at once: a warp keeps its part of their rows in registers, which limits it.
-_TILES = {12: (1, 2), 45: (1, 2), 64: (1,), 112: (1,)}
-_FEW_PAIRS = 2.0  # pairs an expert up to which most experts have no more than a tile
+# Blocks of the widest strips that programs are made for: inputs of 768, 2880, 4096 and 7168 features; and columns, as many as memory
+# allows. Each with the blocks of a slab.
+_SLABS = {12: {8: 4, 16: 4, 32: 4}, 45: {8: 5, 16: 5, 32: 3}, 64: {8: 5, 16: 5, 32: 3}, 112: {8: 5, 16: 3}}
 
 
 @dataclass(frozen=True)
@@ -30,66 +35,61 @@ class Config:
     Attributes:
         dtype: of tokens and output.
         blocks: of a strip, at most.
-        tiles: tiles of 8 pairs that an expert's rows are cut into.
-        warps: that compute.
+        columns: of a product: two for each pair of an expert that is computed at once.
+        slab: blocks of a stage of the ring.
     """
 
     dtype: str
     blocks: int
-    tiles: int
-    warps: int = WARPS
-
-    @property
-    def span(self) -> int:
-        """Blocks of a strip that each warp computes, at most."""
-        return -(-self.blocks // self.warps)
-
-    @property
-    def load_warp(self) -> int:
-        """The warp that loads."""
-        return self.warps
-
-    @property
-    def finish_warp(self) -> int:
-        """The warp that adds up what the others have computed."""
-        return self.warps + 1
-
-    @property
-    def threads(self) -> int:
-        return 32 * (self.warps + 2)
+    columns: int
+    slab: int
 
     @property
     def pairs(self) -> int:
         """Pairs of an expert that share the reading of its weights."""
-        return self.tiles * COLUMNS
+        return self.columns // PARTS
 
     @property
-    def partial_floats(self) -> int:
-        """Partial sums of a strip: of each warp, four numbers a lane and tile."""
-        return self.warps * self.tiles * 128
+    def tiles(self) -> int:
+        """Tiles of 8 columns."""
+        return self.columns // 8
 
     @property
-    def stage_bytes(self) -> int:
-        """A strip, as wide as it may be."""
-        return strip_bytes(self.blocks * BLOCK)
+    def rows_bytes(self) -> int:
+        """Shared memory for the rows of an entry."""
+        return self.blocks * BLOCK * self.columns
+
+    @property
+    def sums_bytes(self) -> int:
+        """Shared memory for sums of a unit: of each row and pair, one of each warpgroup."""
+        return GROUPS * STRIPS * self.tiles * 256
+
+    @property
+    def piece_bytes(self) -> int:
+        """One strip's part of a slab, with room for the strip's head."""
+        return HEAD_BYTES + self.slab * BLOCK_BYTES
 
     @property
     def stages(self) -> int:
-        """Strips on their way."""
-        sums = BUFFERS * 4 * (self.partial_floats + HEAD_BYTES // 4)
-        return min(STAGES, (SHARED_BYTES - LIST_BYTES - OTHER_BYTES - sums) // self.stage_bytes)
+        """Slabs on their way. A multiple of the warpgroups, so that each always has the same ones."""
+        used = LIST_BYTES + OTHER_BYTES + self.rows_bytes + BUFFERS * (self.sums_bytes + STRIPS * HEAD_BYTES)
+        return min(STAGES, (SHARED_BYTES - used) // (STRIPS * self.piece_bytes)) // GROUPS * GROUPS
 
 
 def max_k() -> int:
     """The widest input of a product that there is a program for."""
-    return max(_TILES) * BLOCK
+    return max(_SLABS) * BLOCK
 
 
 def config_of(dtype: str, k: int, pairs_per_expert: float) -> Config:
-    """The program for a layer, both of whose products have inputs of at most ``k`` features."""
-    blocks = next(blocks for blocks in _TILES if blocks >= blocks_of(k))
-    tiles = _TILES[blocks]
-    return Config(dtype, blocks, tiles[0] if pairs_per_expert <= _FEW_PAIRS else tiles[-1])
+    """The program for a layer, both of whose products have inputs of at most ``k`` features.
+
+    An expert rarely has more than twice as many pairs as all have on average, or three.
+    """
+    blocks = next(blocks for blocks in _SLABS if blocks >= blocks_of(k))
+    slabs = _SLABS[blocks]
+    columns = next((columns for columns in slabs if columns >= PARTS * (2 * pairs_per_expert + 2)), max(slabs))
+    return Config(dtype, blocks, columns, slabs[columns])
 
 
 def entries_of(config: Config, pairs: int, experts: int) -> int:
@@ -99,5 +99,9 @@ def entries_of(config: Config, pairs: int, experts: int) -> int:
 
 def every_config() -> list[Config]:
     """All that is served."""
-    return [Config(dtype, blocks, count) for dtype in DTYPES.values() for blocks, tiles in _TILES.items() for count in tiles]
-
+    return [
+        Config(dtype, blocks, columns, slab)
+        for dtype in DTYPES.values()
+        for blocks, slabs in _SLABS.items()
+        for columns, slab in slabs.items()
+    ]

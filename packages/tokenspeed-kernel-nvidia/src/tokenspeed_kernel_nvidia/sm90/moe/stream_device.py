@@ -17,8 +17,8 @@ from cutlass import Float32, Int32, Int64, cute
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, take_ticket
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, pipeline
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK_BYTES, HEAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, Config
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, BLOCK_BYTES, HEAD_BYTES, STRIP
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, FINISHERS, GROUPS, LOAD_WARP, MULTIPLIERS, STRIPS, THREADS, Config
 from tokenspeed_kernel_nvidia.sm90.moe.stream_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.stream_schedule_device import Schedule
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
@@ -74,15 +74,17 @@ class Stream(Schedule, Consumers):
         stream: cuda.CUstream,
     ):
         hidden = x.shape[1]
-        w13_blocks, w2_blocks = (hidden + 63) // 64, (intermediate + 63) // 64
+        w13_blocks, w2_blocks = (hidden + BLOCK - 1) // BLOCK, (intermediate + BLOCK - 1) // BLOCK
+        w13_strips, w2_strips = intermediate * 2 // STRIP, hidden // STRIP
         layer = Layer(
-            w13, w2, intermediate // 8, hidden // 16, HEAD_BYTES + w13_blocks * BLOCK_BYTES, HEAD_BYTES + w2_blocks * BLOCK_BYTES,
-            w13_blocks, w2_blocks, experts, hidden, intermediate, top_k, alpha, limit, beta,
+            w13, w2, w13_strips, w2_strips, HEAD_BYTES + w13_blocks * BLOCK_BYTES, HEAD_BYTES + w2_blocks * BLOCK_BYTES,
+            w13_blocks, w2_blocks, (w13_strips + STRIPS - 1) // STRIPS, (w2_strips + STRIPS - 1) // STRIPS, experts, hidden,
+            intermediate, top_k, alpha, limit, beta,
         )  # fmt: skip
         self.kernel(
             layer, x.iterator.toint(), x.stride[0], ids, weights, out.iterator.toint(), out.stride[0], x.shape[0], activated, slots,
             counters,
-        ).launch(grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -104,31 +106,31 @@ class Stream(Schedule, Consumers):
         call = Call(
             layer, x, x_stride, ids, weights, out, out_stride, tokens, activated, slots, counters,
             pipeline(storage.full, storage.empty), pipeline(storage.summed, storage.taken), storage.ring.data_ptr().toint(),
-            storage.units.data_ptr(), storage.partial_units.data_ptr(), storage.sums.data_ptr().toint(),
+            storage.rows.data_ptr().toint(), storage.maxima.data_ptr().toint(), storage.units.data_ptr(), storage.partial_units.data_ptr(), storage.sums.data_ptr().toint(),
             storage.heads.data_ptr().toint(), storage.sizes.data_ptr(), storage.starts.data_ptr(), storage.entries.data_ptr(),
             storage.order.data_ptr(),
         )  # fmt: skip
         counts = storage.counts.data_ptr()
-        if warp == self.config.load_warp:
+        if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(self.stages):
-                    call.pipe.init(stage, self.warps)
+                    call.pipe.init(stage, STRIPS)
                 for buffer in cutlass.range_constexpr(BUFFERS):
-                    call.partial.full.init(buffer, self.warps)
-                    call.partial.empty.init(buffer, 1)
+                    call.partial.full.init(buffer, MULTIPLIERS)
+                    call.partial.empty.init(buffer, FINISHERS)
             cute.arch.mbarrier_init_fence()
         self.clear(counts)
         # Which experts there are to read is known only when the kernel before has ended.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         ticket = Int32(0)
-        if warp == self.config.load_warp:
+        if warp == LOAD_WARP:
             ticket = self.next_ticket(call)
-        self.sort_pairs(call, counts, storage.places.data_ptr())
-        if warp == self.config.load_warp:
+        self.sort_pairs(call, counts, storage.places.data_ptr(), storage.totals.data_ptr())
+        if warp == LOAD_WARP:
             self.load(call, ticket)
-        elif warp == self.config.finish_warp:
-            self.finish(call)
+        elif warp > LOAD_WARP:
+            self.finish(call, warp)
         else:
             self.consume(call, warp)
         cute.arch.sync_threads()
@@ -149,7 +151,7 @@ class Stream(Schedule, Consumers):
         layer = call.layer
         ctas, _, _ = cute.arch.grid_dim()
         entries = call.sizes[ENTRIES]
-        w13_units, w2_units, quads = entries * layer.w13_strips, entries * layer.w2_strips, call.tokens * (layer.hidden // 4)
+        w13_units, w2_units, quads = entries * layer.w13_units, entries * layer.w2_units, call.tokens * (layer.hidden // 4)
         w13_share, w2_share = (cutlass.max((units + ctas - 1) // ctas, 1) for units in (w13_units, w2_units))
         w13_ranges = (w13_units + w13_share - 1) // w13_share
         strips_end = w13_ranges + (w2_units + w2_share - 1) // w2_share
@@ -170,34 +172,54 @@ class Stream(Schedule, Consumers):
     def load_range(self, call: Call, at: Any, kind: cutlass.Constexpr[int], first: Int32, end: Int32):
         """Brings units to the ring. Returns where the ring goes on."""
         layer = call.layer
-        strips, size, weights = layer.w13_strips, layer.w13_bytes, layer.w13
+        units, strips, size, blocks, weights = layer.w13_units, layer.w13_strips, layer.w13_bytes, layer.w13_blocks, layer.w13
         if cutlass.const_expr(kind == W2):
-            strips, size, weights = layer.w2_strips, layer.w2_bytes, layer.w2
-        index = first // strips
-        strip = first - index * strips
+            units, strips, size, blocks, weights = layer.w2_units, layer.w2_strips, layer.w2_bytes, layer.w2_blocks, layer.w2
+        index = first // units
+        place = first - index * units
         expert = entry_of(call.entries[index]).expert
         left = end - first
         while left > 0:
-            last = cutlass.select_(left == 1 or strip == strips - 1, Int32(1), Int32(0))
-            call.pipe.acquire(at)
-            if cute.arch.lane_idx() == 0:
-                call.units[at.stage] = unit_code(kind, index, strip, last)
-                call.pipe.commit(at, size)
-                source = weights + (Int64(expert) * strips + strip) * size
-                to = call.ring + at.stage * self.config.stage_bytes
-                bulk_load(to, source, size, call.pipe.full.of(at).toint())
-            at = advance(at, self.stages)
+            last = cutlass.select_(left == 1 or place == units - 1, Int32(1), Int32(0))
+            unit = unit_code(kind, index, place, last)
+            strip = place * STRIPS + cute.arch.lane_idx()
+            there = cutlass.min(strips - place * STRIPS, STRIPS)
+            source = weights + (Int64(expert) * strips + strip) * size
+            for slab in cutlass.range(0, (blocks + self.slab - 1) // self.slab, unroll=1):
+                # The first slab brings the strip's head as well.
+                head = cutlass.select_(slab == 0, Int32(HEAD_BYTES), Int32(0))
+                count = cutlass.min(blocks - slab * self.slab, self.slab) * BLOCK_BYTES + head
+                call.pipe.acquire(at)
+                if cute.arch.lane_idx() == 0:
+                    call.units[at.stage] = unit
+                    call.pipe.commit(at, count * there)
+                cute.arch.sync_warp()
+                if cute.arch.lane_idx() < there:
+                    to = call.ring + (at.stage * STRIPS + cute.arch.lane_idx()) * self.config.piece_bytes + HEAD_BYTES - head
+                    begin = source + (HEAD_BYTES - head + slab * (self.slab * BLOCK_BYTES))
+                    bulk_load(to, begin, count, call.pipe.full.of(at).toint())
+                at = advance(at, self.stages)
+            # Each warpgroup has as many stages of a unit as the others.
+            for _ in cutlass.range((GROUPS - (blocks + self.slab - 1) // self.slab % GROUPS) % GROUPS, unroll=1):
+                at = self.tell_one(call, at, unit)
             left -= 1
-            strip += 1
-            if strip == strips and left > 0:
-                strip = Int32(0)
+            place += 1
+            if place == units and left > 0:
+                place = Int32(0)
                 index += 1
                 expert = entry_of(call.entries[index]).expert
         return at
 
     @cute.jit
     def tell(self, call: Call, at: Any, unit: Int32):
-        """A stage that brings no bytes. Returns where the ring goes on."""
+        """Stages that bring no bytes, one for each warpgroup. Returns where the ring goes on."""
+        for _ in cutlass.range_constexpr(GROUPS):
+            at = self.tell_one(call, at, unit)
+        return at
+
+    @cute.jit
+    def tell_one(self, call: Call, at: Any, unit: Int32):
+        """A stage that brings no bytes. Returns the next."""
         call.pipe.acquire(at)
         if cute.arch.lane_idx() == 0:
             call.units[at.stage] = unit

@@ -1,7 +1,9 @@
-"""The warps of `stream_device` that compute: the products of strips, what becomes of them, and the weighted sums over slots.
+"""The warps of `stream_device` that compute: the products of units, what becomes of them, and the weighted sums over slots.
 
-The blocks of a strip are dealt out to the warps, each of which keeps its part of an entry's rows in registers for all of the entry's strips. So
-nothing but weights is read in the loop. Sums over a strip meet in shared memory, where another warp adds them up, in a fixed order.
+A unit has four strips, one for each warp of a warpgroup, and its blocks are dealt out to the warpgroups. Weights are the left operand,
+decoded in registers; the right one, the rows of an entry, stays in shared memory for all of its units. Each half of a block has scales
+of its own, so products are added up in registers. Sums over a unit meet in shared memory, where other warps add them up, in a fixed
+order.
 """
 
 # mypy: ignore-errors
@@ -15,20 +17,13 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.launch import LOG2_E
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, release_add, store_half, wait_for
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
-    load_floats,
-    load_int,
-    load_word,
-    mma_m16n8k16,
-    pack,
-    store_floats,
-    store_words,
-)
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_fill, first_to_read, skip
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, load_int, pack, store_floats, store_words
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import exp2
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, multipliers
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode_e5m2
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK_BYTES, CODE_BYTES, HEAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, COLUMNS, MAX_TOP_K
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, FINISH_WARP, FINISHERS, GROUPS, MAX_TOP_K, MULTIPLIERS, STRIPS
+from tokenspeed_kernel_nvidia.sm90.moe.stream_rows_device import CORE_BYTES, REST, Rows, as_float, shared_int
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     COMBINE,
     DONE,
@@ -38,30 +33,43 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     W2,
     W13,
     Call,
-    Shapes,
     entry_of,
     index_of,
     is_last,
     kind_of,
+    place_of,
     rows_of,
-    strip_of,
 )
 
 CONSUMING = 1  # the named barrier of the warps that compute
+COMPUTING_THREADS = 32 * MULTIPLIERS
+# Codes are 2^-14 times their value, and scales 2^(126 - 64) times.
+UNIT_FACTOR = 2.0 ** (14 - 62)
+# Four scales, of rows g and g + 8 in the first half of a block, and of both in the second, become float32. An exponent field of 253
+# would leave no room for sums, so 64 is subtracted.
+_SCALES = "{ .reg .b32 a;" + "".join(
+    f"bfe.u32 a, {{$r0}}, {8 * byte}, 8; mad.lo.u32 a, a, 0x00800000, 0xE0000000; mov.b32 {{$w{byte}}}, a;" for byte in range(4)
+) + "}"
 
 
-class Consumers(Shapes):
+def scales_of(scales: Uint32) -> Any:
+    """The four scales of a lane."""
+    return cute.arch.inline_ptx(_SCALES, write_only_types=[Float32] * 4, read_only_args=[scales])
+
+
+class Consumers(Rows):
     """The part of the kernel that computes."""
 
     # -- products ----------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def consume(self, call: Call, warp: Int32):
-        """Computes the strips that the loading warp brings."""
-        rows = cute.make_rmem_tensor((self.span, self.tiles, 8), Uint32)
-        rows.fill(0)
-        known = Int32(-1)  # whose rows these are
-        at, to = first_to_read(), first_to_fill()
+        """Computes the units that the loading warp brings. A warpgroup has every third slab."""
+        factors = cute.make_rmem_tensor((self.tiles,), Float32)
+        factors.fill(0.0)
+        known = Int32(-1)  # whose rows there are
+        group = warp // STRIPS
+        at, to = Cursor(group, Int32(0)), first_to_fill()
         kind = Int32(COMBINE)
         while kind != END:
             call.pipe.wait(at)
@@ -69,15 +77,16 @@ class Consumers(Shapes):
             kind = kind_of(unit)
             if kind == COMBINE:
                 self.release(call, at)
-                self.combine(call, warp, strip_of(unit))
+                at = skip(at, GROUPS, self.stages)
+                self.combine(call, warp, place_of(unit))
             else:
                 if kind != END and rows_of(unit) != known:
                     known = rows_of(unit)
                     if kind == W2:
-                        self.meet(warp, call.counter(READY + index_of(unit)), call.layer.w13_strips)
-                    self.load_rows(call, warp, unit, rows)
-                to = self.multiply(call, warp, at, to, unit, rows)
-            at = advance(at, self.stages)
+                        self.meet(warp, call.counter(READY + index_of(unit)), call.layer.w13_units * FINISHERS)
+                    self.prepare_rows(call, unit, factors)
+                at = self.multiply(call, warp, group, at, to, unit, factors)
+                to = advance(to, BUFFERS)
 
     @cute.jit
     def release(self, call: Call, at: Any):
@@ -93,78 +102,101 @@ class Consumers(Shapes):
             if cute.arch.lane_idx() == 0:
                 wait_for(flag, value)
             cute.arch.sync_warp()
-        cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=32 * self.warps)
+        cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=COMPUTING_THREADS)
 
     @cute.jit
-    def load_rows(self, call: Call, warp: Int32, unit: Int32, rows: cute.Tensor):
-        """Loads this warp's part of an entry's rows, as right operands: zeros beyond k, and where there is no pair."""
+    def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, unit: Int32, factors: cute.Tensor):
+        """This warpgroup's part of a unit's product goes to a buffer. Returns where the ring goes on."""
         lane = cute.arch.lane_idx()
-        layer = call.layer
-        entry = entry_of(call.entries[index_of(unit)])
-        first = kind_of(unit) == W13
-        k = cutlass.select_(first, layer.hidden, layer.intermediate)
-        for tile in cutlass.range_constexpr(self.tiles):
-            column = tile * COLUMNS + lane // 4
-            pair = call.order[entry.first + cutlass.min(column, entry.count - 1)]
-            token_at = call.x + Int64(pair // layer.top_k) * (call.x_stride * 2)
-            row_at = cutlass.select_(first, token_at, call.activated + Int64(pair) * (layer.intermediate * 2))
-            for each in cutlass.range_constexpr(self.span):
-                for half in cutlass.range_constexpr(2):
-                    at = (warp + each * self.warps) * 64 + half * 32
-                    for place in cutlass.range_constexpr(4):
-                        rows[each, tile, 4 * half + place] = Uint32(0)
-                    if column < entry.count and at < k:
-                        for place in cutlass.range_constexpr(4):
-                            source = row_at + (at + place * 8 + lane % 4 * 2) * 2
-                            rows[each, tile, 4 * half + place] = load_word(source)
-
-    @cute.jit
-    def multiply(self, call: Call, warp: Int32, at: Any, to: Any, unit: Int32, rows: cute.Tensor):
-        """This warp's part of a strip's product goes to a buffer. Returns the next buffer."""
-        lane = cute.arch.lane_idx()
+        strip = warp % STRIPS
         kind = kind_of(unit)
-        acc = [[[Float32(0.0)] * 4 for _ in range(self.sums)] for _ in range(self.tiles)]
-        strip_at = call.ring + at.stage * self.config.stage_bytes
         blocks = cutlass.select_(kind == W13, call.layer.w13_blocks, call.layer.w2_blocks)
-        for each in cutlass.range_constexpr(self.span):
-            # Beyond the last block rows are zero, and any weights will do.
-            block = cutlass.min(warp + each * self.warps, blocks - 1)
-            block_at = strip_at + HEAD_BYTES + block * BLOCK_BYTES
-            words = load_words("shared", block_at + lane * 16, 4)
-            scales = multipliers(self.dtype, load_words("shared", block_at + CODE_BYTES + lane // 4 * 4, 1))
-            for step in cutlass.range_constexpr(4):
-                a = decode(self.dtype, words[step], *scales[step // 2])
-                for tile in cutlass.range_constexpr(self.tiles):
-                    b = [rows[each, tile, 2 * step], rows[each, tile, 2 * step + 1]]
-                    which = step % self.sums
-                    acc[tile][which] = mma_m16n8k16(self.dtype, acc[tile][which], a, b)
-        head = load_words("shared", strip_at + lane * 4, 1)
-        self.release(call, at)
+        blocks = cutlass.select_(kind == END, Int32(0), blocks)
+        sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # of both rows of a lane
+        sums.fill(0.0)
+        slab = Int32(0)
+        head = Uint32(0)
+        first_slab = group * self.slab
+        while slab * self.slab < cutlass.max(blocks, 1):
+            if slab > 0:
+                call.pipe.wait(at)
+            piece_at = call.ring + (at.stage * STRIPS + strip) * self.config.piece_bytes
+            if slab == 0 and group == 0:
+                head = load_words("shared", piece_at + lane * 4, 1)
+            first = slab * self.slab + first_slab
+            count = cutlass.min(blocks - first, self.slab)
+            block_at = piece_at + HEAD_BYTES
+            for each in cutlass.range(count, unroll=1):
+                self.multiply_block(call, block_at, first + each, lane, sums)
+                block_at += BLOCK_BYTES
+            self.release(call, at)
+            at = skip(at, GROUPS, self.stages)
+            slab += GROUPS
         call.partial.acquire(to)
-        sums_at = call.sums + (to.stage * self.warps + warp) * (self.tiles * 512) + lane * 16
+        sums_at = call.sums + ((to.stage * GROUPS + group) * STRIPS + strip) * (self.tiles * 256) + lane * 8
         for tile in cutlass.range_constexpr(self.tiles):
-            total = acc[tile][0]
-            if const_expr(self.sums == 2):
-                total = [total[each] + acc[tile][1][each] for each in range(4)]
-            store_floats("shared", sums_at + tile * 512, total)
-        if warp == 0:
-            cute.make_ptr(Uint32, call.heads + to.stage * HEAD_BYTES, cute.AddressSpace.smem)[lane] = head
-            if lane == 0:
+            store_floats("shared", sums_at + tile * 256, [sums[tile, row] * factors[tile] * UNIT_FACTOR for row in range(2)])
+        if group == 0:
+            shared_int(call.heads + (to.stage * STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
+            if warp == 0 and lane == 0:
                 call.partial_units[to.stage] = unit
         cute.arch.sync_warp()
         if lane == 0:
             call.partial.full.arrive(to)
-        return advance(to, BUFFERS)
+        return at
+
+    @cute.jit
+    def multiply_block(self, call: Call, block_at: Int32, block: Int32, lane: Int32, sums: cute.Tensor):
+        """Adds the product of a block to this lane's sums."""
+        words = load_words("shared", block_at + lane * 16, 4)
+        scales = scales_of(load_words("shared", block_at + CODE_BYTES + lane // 4 * 4, 1))
+        a = [decode_e5m2(word) for word in words]  # of each 16 elements of k: rows g, rows g + 8
+        products = self.multiply_halves(call.rows + block * (4 * self.tiles * CORE_BYTES), a)
+        for half in cutlass.range_constexpr(2):
+            for tile in cutlass.range_constexpr(self.tiles):
+                for row in cutlass.range_constexpr(2):
+                    number, rest = products[half][4 * tile + 2 * row], products[half][4 * tile + 2 * row + 1]
+                    sums[tile, row] += (number + rest * (1.0 / REST)) * scales[2 * half + row]
+
+    def multiply_halves(self, rows_at: Int32, a: Any) -> Any:
+        """The products of both halves of a block: a warpgroup's 64 rows, and all columns. Each lane has four numbers of 8 columns."""
+        each = 4 * self.tiles
+        step = 2 * self.tiles * CORE_BYTES  # from one half to the next
+        lines = ["{", ".reg .pred none;", ".reg .b64 first, second;", "setp.ne.b32 none, 0, 0;"]
+        # A descriptor: the address, the bytes to the next 16 elements of k, and those to the next eight columns, over 16 each.
+        high = CORE_BYTES // 16
+        low = (self.tiles * CORE_BYTES // 16) << 16
+        lines += [
+            ".reg .b32 at;",
+            "shr.u32 at, {$r0}, 4;",
+            f"or.b32 at, at, {low};",
+            f"mov.b64 first, {{at, {high}}};",
+            f"add.u32 at, at, {step // 16};",
+            f"mov.b64 second, {{at, {high}}};",
+            "wgmma.fence.sync.aligned;",
+        ]
+        for half, descriptor in enumerate(("first", "second")):
+            to = ", ".join(f"{{$w{half * each + number}}}" for number in range(each))
+            left = ", ".join(f"{{$r{1 + half * 4 + number}}}" for number in range(4))
+            shape = f"m64n{8 * self.tiles}k32"
+            lines.append(f"wgmma.mma_async.sync.aligned.{shape}.f32.e5m2.e4m3 {{{to}}}, {{{left}}}, {descriptor}, none, 1, 1;")
+        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
+        registers = [a[2 * half + k16][row] for half in range(2) for k16 in range(2) for row in range(2)]
+        results = cute.arch.inline_ptx(
+            "\n".join(lines), write_only_types=[Float32] * (2 * each), read_only_args=[rows_at, *registers]
+        )
+        return results[:each], results[each:]
 
     # -- what becomes of a strip -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def finish(self, call: Call):
-        """Adds up the parts of strips: the first product's are activated, the second's weighted, and both stored."""
+    def finish(self, call: Call, warp: Int32):
+        """Adds up the parts of units: the first product's are activated, the second's weighted, and both stored. A warp has every
+        other strip."""
         lane = cute.arch.lane_idx()
         layer = call.layer
-        pairs = cute.make_rmem_tensor((self.tiles, 2), Int32)
-        weights = cute.make_rmem_tensor((self.tiles, 2), Float32)
+        pairs = cute.make_rmem_tensor((self.tiles,), Int32)
+        weights = cute.make_rmem_tensor((self.tiles,), Float32)
         pairs.fill(-1)
         weights.fill(0.0)
         known, done = Int32(-1), Int32(0)
@@ -179,25 +211,8 @@ class Consumers(Shapes):
                 if rows_of(unit) != known:
                     known = rows_of(unit)
                     self.load_pairs(call, unit, pairs, weights)
-                head_at = call.heads + at.stage * HEAD_BYTES + lane // 4 * 4
-                first, second, first_bias, second_bias = (self.head_number(head_at + each * 32) for each in range(4))
-                for tile in cutlass.range_constexpr(self.tiles):
-                    sums = self.add_up(call, at, tile, lane)
-                    for c in cutlass.range_constexpr(2):
-                        pair = pairs[tile, c]
-                        upper, lower = sums[c] * first + first_bias, sums[2 + c] * second + second_bias
-                        if pair >= 0:
-                            if kind == W13:
-                                feature = strip_of(unit) * 8 + lane // 4
-                                to = call.activated + (Int64(pair) * layer.intermediate + feature) * 2
-                                value = self.activate(call, upper, lower)
-                                store_half(to, pack(self.dtype, value, value))
-                            else:
-                                row = strip_of(unit) * 16 + lane // 4
-                                to = cute.make_ptr(Float32, call.slots, cute.AddressSpace.gmem)
-                                place = Int64(pair) * layer.hidden + row
-                                to[place] = upper * weights[tile, c]
-                                to[place + 8] = lower * weights[tile, c]
+                for strip in cutlass.range(warp - FINISH_WARP, STRIPS, FINISHERS, unroll=1):
+                    self.finish_strip(call, at, unit, strip, lane, pairs, weights)
                 cute.arch.sync_warp()
                 if lane == 0:
                     call.partial.empty.arrive(at)
@@ -209,33 +224,49 @@ class Consumers(Shapes):
                     done = Int32(0)
             at = advance(at, BUFFERS)
 
-    def head_number(self, address: Int32) -> Float32:
-        """A factor or bias of a strip."""
-        return cute.make_ptr(Float32, address, cute.AddressSpace.smem)[0]
-
     @cute.jit
     def load_pairs(self, call: Call, unit: Int32, pairs: cute.Tensor, weights: cute.Tensor):
         """The pairs of this lane's columns, -1 where there is none, and for the second product their weights."""
         entry = entry_of(call.entries[index_of(unit)])
         for tile in cutlass.range_constexpr(self.tiles):
-            for c in cutlass.range_constexpr(2):
-                column = tile * COLUMNS + cute.arch.lane_idx() % 4 * 2 + c
-                pairs[tile, c] = Int32(-1)
-                if column < entry.count:
-                    pair = call.order[entry.first + column]
-                    pairs[tile, c] = pair
-                    if kind_of(unit) == W2:
-                        weights[tile, c] = cute.make_ptr(Float32, call.weights, cute.AddressSpace.gmem)[pair]
+            column = tile * 4 + cute.arch.lane_idx() % 4
+            pairs[tile] = Int32(-1)
+            if column < entry.count:
+                pair = call.order[entry.first + column]
+                pairs[tile] = pair
+                if kind_of(unit) == W2:
+                    weights[tile] = cute.make_ptr(Float32, call.weights, cute.AddressSpace.gmem)[pair]
 
     @cute.jit
-    def add_up(self, call: Call, at: Any, tile: cutlass.Constexpr[int], lane: Int32):
-        """The sum of all warps' parts, in their order: four numbers of a lane."""
-        sums_at = call.sums + at.stage * (self.warps * self.tiles * 512) + tile * 512 + lane * 16
-        sums = [Float32(0.0)] * 4
-        for warp in cutlass.range_constexpr(self.warps):
-            part = load_floats("shared", sums_at + warp * (self.tiles * 512), 4)
-            sums = [sums[each] + part[each] for each in range(4)]
-        return sums
+    def finish_strip(self, call: Call, at: Any, unit: Int32, strip: Int32, lane: Int32, pairs: cute.Tensor, weights: cute.Tensor):
+        """The sums of a strip, each lane's of two rows."""
+        layer = call.layer
+        whole = place_of(unit) * STRIPS + strip
+        first = kind_of(unit) == W13
+        if whole < cutlass.select_(first, layer.w13_strips, layer.w2_strips):
+            head_at = call.heads + (at.stage * STRIPS + strip) * HEAD_BYTES + lane // 4 * 4
+            factor, factor8, bias, bias8 = (as_float(load_words("shared", head_at + each * 32, 1)) for each in range(4))
+            for tile in cutlass.range_constexpr(self.tiles):
+                sums_at = call.sums + (at.stage * GROUPS * STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
+                upper, lower = Float32(0.0), Float32(0.0)
+                for group in cutlass.range_constexpr(GROUPS):
+                    part = load_floats("shared", sums_at + group * (STRIPS * self.tiles * 256), 2)
+                    upper += part[0]
+                    lower += part[1]
+                upper = upper * factor + bias
+                lower = lower * factor8 + bias8
+                pair = pairs[tile]
+                if pair >= 0:
+                    if first:
+                        feature = whole * 8 + lane // 4
+                        to = call.activated + (Int64(pair) * layer.intermediate + feature) * 2
+                        value = self.activate(call, upper, lower)
+                        store_half(to, pack(self.dtype, value, value))
+                    else:
+                        to = cute.make_ptr(Float32, call.slots, cute.AddressSpace.gmem)
+                        place = Int64(pair) * layer.hidden + whole * 16 + lane // 4
+                        to[place] = upper * weights[tile]
+                        to[place + 8] = lower * weights[tile]
 
     @cute.jit
     def activate(self, call: Call, gate: Float32, up: Float32) -> Float32:
@@ -279,4 +310,4 @@ class Consumers(Shapes):
                 total = [total[each] + parts_of[slot, each] for each in range(4)]
             to = call.out + (Int64(token) * call.out_stride + column) * 2
             store_words(to, [pack(self.dtype, total[0], total[1]), pack(self.dtype, total[2], total[3])])
-            quad += 32 * self.warps
+            quad += COMPUTING_THREADS

@@ -9,11 +9,11 @@ from cutlass import Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import exchange_add
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import lanes_with, load_int, warp_prefix_sum
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAIRS
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import DONE, ENTRIES, LEFT, READY, TICKET, Call, Shapes, entry_code
 
 _PLACE_BIT = 9  # of what is known of a pair: below is its expert
-_EXPERTS = MAX_EXPERTS // 32  # experts of a lane
+_TOTAL_BIT = 16  # above are entries, below are pairs
 
 
 class Schedule(Shapes):
@@ -28,31 +28,26 @@ class Schedule(Shapes):
         cute.arch.sync_threads()
 
     @cute.jit
-    def sort_pairs(self, call: Call, counts: cute.Pointer, places: cute.Pointer):
+    def sort_pairs(self, call: Call, counts: cute.Pointer, places: cute.Pointer, totals: cute.Pointer):
         """Lists the pairs of each expert, and the entries. By all threads of a CTA, each CTA for itself.
 
-        ``order`` has the pairs, expert by expert, in their order: all CTAs must have the same pairs in an entry.
+        ``order`` has the pairs, expert by expert, in their order: all CTAs must have the same pairs in an entry. Loops are short,
+        because most of this code is new to a multiprocessor at each launch, and reading it takes longer than running it.
         """
         thread, _, _ = cute.arch.thread_idx()
-        threads = self.config.threads
-        turns = -(-MAX_PAIRS // threads)  # pairs of a thread
         pairs = call.tokens * call.layer.top_k
-        for turn in cutlass.range_constexpr(turns):
-            pair = thread + turn * threads
-            if pair < pairs:
-                expert = load_int(call.ids + Int64(pair) * 4, False)
-                places[pair] = cutlass.select_(expert < call.layer.experts, expert, Int32(-1))
+        for pair in cutlass.range(thread, pairs, THREADS, unroll=1):
+            expert = load_int(call.ids + Int64(pair) * 4, False)
+            places[pair] = cutlass.select_(expert < call.layer.experts, expert, Int32(-1))
         cute.arch.sync_threads()
         if thread < 32:
             self.count_pairs(pairs, counts, places)
-            self.list_entries(call, counts)
         cute.arch.sync_threads()
-        for turn in cutlass.range_constexpr(turns):
-            pair = thread + turn * threads
-            if pair < pairs:
-                place = places[pair]
-                if place >= 0:
-                    call.order[call.starts[place & (1 << _PLACE_BIT) - 1] + (place >> _PLACE_BIT)] = pair
+        self.list_entries(call, counts, totals)
+        for pair in cutlass.range(thread, pairs, THREADS, unroll=1):
+            place = places[pair]
+            if place >= 0:
+                call.order[call.starts[place & (1 << _PLACE_BIT) - 1] + (place >> _PLACE_BIT)] = pair
         cute.arch.sync_threads()
 
     @cute.jit
@@ -66,38 +61,44 @@ class Schedule(Shapes):
                 expert = places[pair]
             alike = lanes_with(expert)
             before = cute.arch.popc(alike & ((Int32(1) << lane) - 1))
+            count = Int32(0)
             if expert >= 0:
                 count = counts[expert]
-                cute.arch.sync_warp(alike)
+            cute.arch.sync_warp()
+            if expert >= 0:
                 places[pair] = expert | (count + before) << _PLACE_BIT
                 if before == 0:
                     counts[expert] = count + cute.arch.popc(alike)
             cute.arch.sync_warp()
 
     @cute.jit
-    def list_entries(self, call: Call, counts: cute.Pointer):
-        """Where the pairs of each expert begin, and the entries, by one warp: a lane has neighbouring experts."""
-        lane = cute.arch.lane_idx()
+    def list_entries(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
+        """Where the pairs of each expert begin, and the entries: a thread has an expert."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane, warp = thread % 32, thread // 32
         step = self.config.pairs
-        pairs, entries = Int32(0), Int32(0)
-        for each in cutlass.range_constexpr(_EXPERTS):
-            count = counts[lane * _EXPERTS + each]
-            pairs += count
-            entries += (count + step - 1) // step
-        pairs_end, entries_end = warp_prefix_sum(pairs, lane), warp_prefix_sum(entries, lane)
-        at, entry = pairs_end - pairs, entries_end - entries
-        for each in cutlass.range_constexpr(_EXPERTS):
-            expert = lane * _EXPERTS + each
-            count = counts[expert]
-            call.starts[expert] = at
-            done = Int32(0)
-            while done < count:
-                call.entries[entry] = entry_code(expert, at + done, cutlass.min(count - done, step))
-                done += step
-                entry += 1
-            at += count
+        count = Int32(0)
+        if thread < MAX_EXPERTS:
+            count = counts[thread]
+        # Pairs and entries together, as one number.
+        both = count | (count + step - 1) // step << _TOTAL_BIT
+        ends = warp_prefix_sum(both, lane)
         if lane == 31:
-            call.sizes[ENTRIES] = entries_end
+            totals[warp] = ends
+        cute.arch.sync_threads()
+        before = Int32(0)
+        if lane < warp:
+            before = totals[lane]
+        before = cute.arch.warp_redux_sync(before, "add") + ends - both
+        at, entry = before & (1 << _TOTAL_BIT) - 1, before >> _TOTAL_BIT
+        if thread < MAX_EXPERTS:
+            call.starts[thread] = at
+            for done in cutlass.range(0, count, step, unroll=1):
+                call.entries[entry] = entry_code(thread, at + done, cutlass.min(count - done, step))
+                entry += 1
+        if thread == MAX_EXPERTS - 1:
+            call.sizes[ENTRIES] = entry
+        cute.arch.sync_threads()
 
     @cute.jit
     def leave(self, call: Call):

@@ -17,17 +17,18 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import HEAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, MAX_EXPERTS, MAX_PAIRS, Config
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, MAX_EXPERTS, MAX_PAIRS, MULTIPLIERS, STRIPS, Config
 
 # Counters in global memory: the next range, units of w2 that are done, CTAs that are done, and from READY on units of w13 that are
 # done, of each entry.
 TICKET, DONE, LEFT, READY = 0, 1, 2, 4
-# What a stage brings: a strip of a product, the order to add up a part of the output, or the end.
+# What a stage brings: a slab of a product, the order to add up a part of the output, or the end.
 W13, W2, COMBINE, END = range(4)
-_LAST_BIT, _ENTRY_BIT, _STRIP_BIT = 2, 3, 14
+_LAST_BIT, _ENTRY_BIT, _PLACE_BIT = 2, 3, 14
 _EXPERT_BITS, _FIRST_BITS = 9, 11
 # Of `sizes` in shared memory.
 ENTRIES = 0
+ROWS_AT_ONCE = 4  # rows that are prepared together
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Layer:
         w13_strips, w2_strips: of each expert.
         w13_bytes, w2_bytes: of a strip.
         w13_blocks, w2_blocks: of a strip.
+        w13_units, w2_units: of each expert.
         experts, hidden, intermediate, top_k: as the plan's.
         alpha, limit, beta: as the plan's; infinity for no limit.
     """
@@ -51,6 +53,8 @@ class Layer:
     w2_bytes: Int32
     w13_blocks: Int32
     w2_blocks: Int32
+    w13_units: Int32
+    w2_units: Int32
     experts: Int32
     hidden: Int32
     intermediate: Int32
@@ -76,6 +80,8 @@ class Call:
         pipe: the barriers of the ring.
         partial: those of the buffers of partial sums.
         ring: address of the ring.
+        rows: address of an entry's rows, see `stream_rows_device`.
+        maxima: address of largest numbers of rows, of each warp.
         units: what each stage is about, see `unit_of`.
         partial_units: what each buffer is about.
         sums, heads: addresses of the buffers: partial sums, and the strip's factors and biases.
@@ -96,6 +102,8 @@ class Call:
     pipe: Pipeline
     partial: Pipeline
     ring: Int32
+    rows: Int32
+    maxima: Int32
     units: cute.Pointer
     partial_units: cute.Pointer
     sums: Int32
@@ -130,9 +138,9 @@ def entry_of(code: Int32) -> Entry:
     return Entry(code & ((1 << _EXPERT_BITS) - 1), first, code >> (_EXPERT_BITS + _FIRST_BITS))
 
 
-def unit_code(kind: Any, entry: Any, strip: Any, last: Any) -> Int32:
-    """A unit as a number. ``last``: 1 for the last of an entry in its range. Of COMBINE, ``strip`` is the part."""
-    return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(strip) << _STRIP_BIT
+def unit_code(kind: Any, entry: Any, place: Any, last: Any) -> Int32:
+    """A unit as a number. ``last``: 1 for the last of an entry in its range. Of COMBINE, ``place`` is the part of the output."""
+    return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _PLACE_BIT
 
 
 def kind_of(unit: Int32) -> Int32:
@@ -145,16 +153,17 @@ def is_last(unit: Int32) -> Any:
 
 def index_of(unit: Int32) -> Int32:
     """The index of a unit's entry."""
-    return unit >> _ENTRY_BIT & ((1 << (_STRIP_BIT - _ENTRY_BIT)) - 1)
+    return unit >> _ENTRY_BIT & ((1 << (_PLACE_BIT - _ENTRY_BIT)) - 1)
 
 
-def strip_of(unit: Int32) -> Int32:
-    return unit >> _STRIP_BIT
+def place_of(unit: Int32) -> Int32:
+    """The number of a unit among those of its expert."""
+    return unit >> _PLACE_BIT
 
 
 def rows_of(unit: Int32) -> Int32:
     """Equal for units whose products have the same right operand."""
-    return unit & ((1 << _STRIP_BIT) - 1 - (1 << _LAST_BIT))
+    return unit & ((1 << _PLACE_BIT) - 1 - (1 << _LAST_BIT))
 
 
 class Shapes:
@@ -163,12 +172,9 @@ class Shapes:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dtype = dtype_of(config.dtype)
-        self.warps = config.warps
-        self.span = config.span
         self.tiles = config.tiles
         self.stages = config.stages
-        # Of a tile: with two, a product need not wait for the one before. Two tiles alternate anyway, and wide rows need the registers.
-        self.sums = 2 if config.tiles == 1 and config.span <= 6 else 1
+        self.slab = config.slab
 
     def storage(self) -> Any:
         config = self.config
@@ -182,13 +188,16 @@ class Shapes:
             units: cute.struct.MemRange[Int32, config.stages]
             partial_units: cute.struct.MemRange[Int32, BUFFERS]
             sizes: cute.struct.MemRange[Int32, 2]
-            heads: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * HEAD_BYTES // 4], 16]
+            totals: cute.struct.MemRange[Int32, 32]
+            maxima: cute.struct.MemRange[Int32, MULTIPLIERS * ROWS_AT_ONCE]
             counts: cute.struct.MemRange[Int32, MAX_EXPERTS]
             starts: cute.struct.MemRange[Int32, MAX_EXPERTS]
             entries: cute.struct.MemRange[Int32, MAX_PAIRS]
             order: cute.struct.MemRange[Int32, MAX_PAIRS]
             places: cute.struct.MemRange[Int32, MAX_PAIRS]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, BUFFERS * config.partial_floats], 16]
-            ring: cute.struct.Align[cute.struct.MemRange[Uint8, config.stages * config.stage_bytes], 128]
+            heads: cute.struct.Align[cute.struct.MemRange[Uint8, BUFFERS * STRIPS * HEAD_BYTES], 128]
+            sums: cute.struct.Align[cute.struct.MemRange[Uint8, BUFFERS * config.sums_bytes], 128]
+            rows: cute.struct.Align[cute.struct.MemRange[Uint8, config.rows_bytes], 128]
+            ring: cute.struct.Align[cute.struct.MemRange[Uint8, config.stages * STRIPS * config.piece_bytes], 128]
 
         return Storage
