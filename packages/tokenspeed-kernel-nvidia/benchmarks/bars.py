@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from judging import Bar, Measure, Times, least_ratio, mean_ratio, us_of
+from judging import Bar, Measure, Times, least_ratio, mean_ratio, of_ours
 from shapes import SHAPES, Shape
 
 # What an output may be away from the float32 reference; see `measuring.relative_error`.
@@ -60,7 +60,7 @@ def _bars() -> list[Bar]:
         ("decode 1K x 1", 7.0),
         ("window decode 8K x 64", 6.0),
     ):
-        bars.append(Bar(f"{shape}: us", bound, True, (shape,), us_of(shape)))
+        bars.append(Bar(f"{shape}: us", bound, True, (shape,), of_ours(shape)))
     bars.append(Bar("decode of 4 over decode of 1, 8K x 16", 1.15, True, four, lambda t: t[four[0]]["ours"] / t[four[1]]["ours"]))
     return bars
 

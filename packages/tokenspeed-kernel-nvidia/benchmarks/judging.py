@@ -46,7 +46,8 @@ class Bar:
         return {"name": self.name, "bound": self.bound, "most": self.most, "value": value, "holds": holds}
 
 
-def us_of(shape: str) -> Measure:
+def of_ours(shape: str) -> Measure:
+    """The number of this package at a shape."""
     return lambda times: times[shape]["ours"]
 
 
