@@ -69,6 +69,15 @@ class Loaded:
 
     @classmethod
     def of(cls, contestant: Contestant, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
+        """Arranges the layers for a contestant. Raises RuntimeError if it changes what it was given: others are given the same."""
+        sums = [layer.checksum() for layer in layers]
+        loaded = cls._of(contestant, shape, layers, device)
+        if sums != [layer.checksum() for layer in layers]:
+            raise RuntimeError(f"{contestant.name} has changed the weights that all are given")
+        return loaded
+
+    @classmethod
+    def _of(cls, contestant: Contestant, shape: Shape, layers: Sequence[Layer], device: torch.device) -> Loaded:
         loaded, took, most, kept = cls(contestant), [], [0], [0]
         on_gpu = device.type == "cuda"
         try:

@@ -263,7 +263,8 @@ def _humming_layer(shape: Shape, layer: Layer) -> torch.nn.Module:
     inputs = schemas.HummingInputSchema(a_dtype=dtypes.float8e4m3) if shape.activation_dtype == "fp8" else None
     sizes = {"w13": (2 * model.intermediate, model.hidden), "w2": (model.hidden, model.intermediate)}
     for name, (rows, columns) in sizes.items():
-        tensors = {part: getattr(weights, f"{name}_{part}") for part in ("weight", "weight_scale")}
+        # A copy, because scales are folded into weights in place where activations are fp8.
+        tensors = {part: getattr(weights, f"{name}_{part}").clone() for part in ("weight", "weight_scale")}
         if model.weight_format == "fp8_block":
             tensors["weight_scale_inv"] = tensors.pop("weight_scale")
         bias = getattr(weights, f"{name}_weight_bias")

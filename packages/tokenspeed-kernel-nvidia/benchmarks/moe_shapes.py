@@ -123,6 +123,11 @@ class Layer:
         made = shape.recipe()(Draw(device, seed))
         return cls(made["weights"], made["plan"])
 
+    def checksum(self) -> int:
+        """Of all bytes of the weights."""
+        tensors = (getattr(self.weights, f"{name}_weight{part}") for name in ("w13", "w2") for part in ("", "_scale", "_bias"))
+        return sum(int(tensor.view(torch.uint8).sum(dtype=torch.int64)) for tensor in tensors if tensor is not None)
+
 
 @dataclass
 class Batch:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
@@ -124,6 +125,36 @@ def test_what_nobody_can_do_is_said(modules: dict[str, ModuleType]) -> None:
             everyone[name].setup(shape, layer)
 
 
+def test_peers_are_called_as_they_are_declared(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are arranged by vLLM's own functions as far as they need no GPU; what is launched takes what it is given."""
+    pytest.importorskip("vllm")
+    shapes, contestants = modules["moe_shapes"], modules["moe_contestants"]
+    real, routing = contestants._from_vllm, (torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int32), None)
+    launched = {
+        "triton_kernel_moe_forward": torch.zeros(5, 256),
+        "fused_marlin_moe": torch.zeros(5, 256),
+        "fused_experts": torch.zeros(5, 256),
+        "fused_topk": routing,
+        "marlin_make_workspace_new": torch.zeros(1),
+    }
+
+    def declared(module: str, name: str) -> Any:
+        function = real(module, name)
+        return mock.create_autospec(function, return_value=launched[name]) if name in launched else function
+
+    def repacked(b_q_weight: Any, perm: Any, size_k: int, size_n: int, num_bits: int, **_: Any) -> Any:
+        return torch.zeros(size_k // 16, size_n * num_bits // 2, dtype=torch.int32)
+
+    monkeypatch.setattr(contestants, "_from_vllm", declared)
+    monkeypatch.setattr("vllm._custom_ops.gptq_marlin_repack", repacked)
+    gpt_oss = shapes.Shape(shapes.Model("gpt-oss", 4, 2, 256, 192, gpt_oss=True), 5)
+    parallel = shapes.Shape(shapes.Model("parallel", 4, 2, 256, 256, "fp8_block", of=8), 5, "fp8")
+    everyone = {each.name: each for each in contestants.contestants()}
+    for name, shape in (("triton_kernels", gpt_oss), ("marlin", gpt_oss), ("vllm_triton", parallel)):
+        (layer,), (batch,) = _layers(shapes, shape, 1), shapes.batches(shape, 1, 1, CPU)
+        assert everyone[name].setup(shape, layer)(batch)().shape == (5, 256)
+
+
 def test_padding(modules: dict[str, ModuleType]) -> None:
     padded = modules["moe_contestants"]._padded(torch.ones(2, 3, 5), 4, 8)
     assert padded.shape == (2, 4, 8)
@@ -155,7 +186,7 @@ def test_graphs_hold_whole_turns_of_the_layers(modules: dict[str, ModuleType]) -
 
 
 def _who(modules: dict[str, ModuleType]) -> list[Any]:
-    """One that is right, one wrong, one that fails while weights are arranged, one later, one that is not there, one that cannot."""
+    """One that is right, one wrong, one that fails when weights are arranged, one later, one that is not there, one that cannot."""
     contestants = modules["moe_contestants"]
     right = contestants.of_solution("reference")
 
@@ -220,6 +251,18 @@ def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest
     table = h200_moe.short_table(made["rows"]).splitlines()
     assert table[1].split()[-6:] == ["28.0", "failed", "error", "error", "absent", "skipped"]
     assert len(table) == 5
+
+
+def test_who_changes_the_weights_stops_the_program(modules: dict[str, ModuleType]) -> None:
+    shapes, contestants = modules["moe_shapes"], modules["moe_contestants"]
+    shape = _small(shapes)[0]
+
+    def changes(shape: Any, layer: Any) -> Any:
+        layer.weights.w2_weight[1, 2, 3] ^= 1
+        raise ValueError("too late")
+
+    with pytest.raises(RuntimeError, match="marlin has changed"):
+        modules["h200_moe"].Loaded.of(contestants.Contestant("marlin", changes, ""), shape, _layers(shapes, shape), CPU)
 
 
 def test_outputs_can_be_checked_alone(modules: dict[str, ModuleType]) -> None:
