@@ -247,12 +247,21 @@ def main(words: Sequence[str] | None = None) -> None:
         if not site.is_dir():
             print(f"there is no {site}")
     device = torch.device("cuda", torch.cuda.current_device())
-    who = [each for each in everyone if each.name in names]
     effort = measuring.effort_of(given)
     report = measuring.empty_report(given, effort, sys.argv if words is None else ["h200_moe.py", *words], _LAYERS, device)
+    made = measure(shapes, [each for each in everyone if each.name in names], device, effort, report, given.output)
+    for row in {row["kernel"]: row for row in made["rows"] if row["status"] in ("error", "failed", "skipped")}.values():
+        print(f"{row['status']}: {row['kernel']} at {row['case']}: {row['reason']}")
+    measuring.print_outcome(made)
+    print(short_table(made["rows"]))
+
+
+def measure(
+    shapes: Sequence[Shape], who: Sequence[Contestant], device: torch.device, effort: Effort, report: Report, output: Path | None
+) -> dict[str, Any]:
+    """Measures contestants at all shapes, of one model after another. Returns the document, which is written after each shape."""
     rows: list[dict[str, Any]] = []
     made: dict[str, Any] = {}
-    lost = ""
     for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
         of_group = list(group)
         layers = [Layer.drawn(of_group[0], device, seed) for seed in range(_LAYERS)]
@@ -260,7 +269,7 @@ def main(words: Sequence[str] | None = None) -> None:
         for each in who:
             loaded.append(Loaded.of(each, of_group[0], layers, device))
             torch.cuda.empty_cache()
-            if torch.cuda.memory_allocated(device) > _MOST_BYTES:
+            if device.type == "cuda" and torch.cuda.memory_allocated(device) > _MOST_BYTES:
                 loaded[-1].experts.clear()
                 loaded[-1].failure = MemoryError(f"all together would keep more than {_MOST_BYTES >> 30} GiB")
         print(f"{of_group[0].group}: a layer arranged in ms: " + _prepared(loaded), flush=True)
@@ -268,21 +277,16 @@ def main(words: Sequence[str] | None = None) -> None:
             found = measure_shape(shape, loaded, layers, device, effort)
             rows += found
             print(line_of(shape, found), flush=True)
-            made = document(rows, who, report, back_to_back=given.back_to_back)
-            if given.output is not None:
-                measuring.write(given.output, made)
+            made = document(rows, who, report, back_to_back=effort.back_to_back)
+            if output is not None:
+                measuring.write(output, made)
             lost = measuring.lost(device)
             if lost:
-                break
+                print(f"stopped: {lost}")
+                return made
+        # Before those of the next model are drawn.
         del layers, loaded
-        if lost:
-            print(f"stopped: {lost}")
-            break
-        torch.cuda.empty_cache()
-    for row in {row["kernel"]: row for row in rows if row["status"] in ("error", "failed", "skipped")}.values():
-        print(f"{row['status']}: {row['kernel']} at {row['case']}: {row['reason']}")
-    measuring.print_outcome(made)
-    print(short_table(made["rows"]))
+    return made
 
 
 def _prepared(loaded: Iterable[Loaded]) -> str:

@@ -372,6 +372,8 @@ def empty_report(given: argparse.Namespace, effort: Effort, words: Sequence[str]
 
 def lost(device: torch.device) -> str:
     """Why nothing more can be measured in this process, if a kernel has broken it; else empty. Frees memory."""
+    if device.type != "cuda":
+        return ""
     try:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

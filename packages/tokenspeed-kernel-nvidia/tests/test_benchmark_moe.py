@@ -253,6 +253,23 @@ def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest
     assert len(table) == 5
 
 
+def test_models_are_measured_one_after_another(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    h200_moe, shapes, measuring = modules["h200_moe"], modules["moe_shapes"], modules["measuring"]
+    measure_on_the_cpu(measuring, monkeypatch)
+    monkeypatch.setattr(h200_moe, "_BATCHES", 4)
+    monkeypatch.setattr(measuring, "IN_GRAPH", 4)
+    first = _small(shapes)[0]
+    wanted = [first, shapes.Shape(first.model, 2), *_small(shapes)[1:3]]
+    file, report = tmp_path / "report.json", Report(collect_metadata("h200_moe.py"), (), None, Method())
+    made = h200_moe.measure(wanted, _who(modules)[:2], CPU, measuring.Effort(1, 3, 0.0), report, file)
+    assert [row["case"] for row in made["rows"]] == [shape.name for shape in wanted for _ in range(2)]
+    assert json.loads(file.read_text()) == json.loads(json.dumps(made))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": a layer")[0] for line in lines if "arranged" in line] == ["mxfp4", "dense", "fp8 fp8"]
+
+
 def test_who_changes_the_weights_stops_the_program(modules: dict[str, ModuleType]) -> None:
     shapes, contestants = modules["moe_shapes"], modules["moe_contestants"]
     shape = _small(shapes)[0]
