@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from judging import Bar, Measure, Times, least_ratio, mean_ratio, of_ours
 from shapes import SHAPES, Shape
 
-# Microseconds by shape and contestant.
-Times = Mapping[str, Mapping[str, float]]
-Measure = Callable[[Times], float]
-
-# What an output may be away from the float32 reference; see `shapes.relative_error`.
+# What an output may be away from the float32 reference; see `measuring.relative_error`.
 LARGEST_ERROR = 5e-3
 # And one row of it: what rounding to bfloat16 takes averages out less over the 64 numbers of a row than over all.
 LARGEST_ROW_ERROR = 2e-2
@@ -21,46 +17,8 @@ LARGEST_ROW_ERROR = 2e-2
 PREFILL_PEERS, DECODE_PEERS = ("fa3", "fa4", "cudnn"), ("fa3", "flashinfer")
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One of them.
-
-    Attributes:
-        name: what is asked.
-        bound: the number to hold, at least or at most.
-        most: whether it is the largest that will do; else the smallest.
-        shapes: names of those that must have been measured.
-        measure: from times to the number.
-        peers: those of these that are installed must have been measured for each shape, and one at least must be.
-    """
-
-    name: str
-    bound: float
-    most: bool
-    shapes: tuple[str, ...]
-    measure: Measure
-    peers: tuple[str, ...] = ()
-
-    def judged(self, times: Times, absent: Iterable[str] = ()) -> dict[str, Any]:
-        """The name, the bound, the number (None if something was not measured) and whether it holds.
-
-        Args:
-            absent: peers that are not installed.
-        """
-        installed = {*self.peers} - {*absent}
-        known = bool(installed) or not self.peers
-        known = known and all({"ours", *installed} <= times.get(shape, {}).keys() for shape in self.shapes)
-        value = self.measure(times) if known else None
-        holds = None if value is None else value <= self.bound if self.most else value >= self.bound
-        return {"name": self.name, "bound": self.bound, "most": self.most, "value": value, "holds": holds}
-
-
 def _named(group: str, wanted: Callable[[Shape], bool] = lambda shape: True) -> tuple[str, ...]:
     return tuple(shape.name for shape in SHAPES if shape.group == group and wanted(shape))
-
-
-def _us(shape: str) -> Measure:
-    return lambda times: times[shape]["ours"]
 
 
 def _tflops(names: Sequence[str]) -> Measure:
@@ -78,31 +36,18 @@ def _tflops(names: Sequence[str]) -> Measure:
     return measure
 
 
-def _ratios(times: Times, names: Iterable[str], peers: Sequence[str]) -> list[float]:
-    """How many times as long as ours the best peer takes, by shape."""
-    return [min(times[name][peer] for peer in peers if peer in times[name]) / times[name]["ours"] for name in names]
-
-
-def _mean_ratio(names: Sequence[str], peers: Sequence[str]) -> Measure:
-    return lambda times: statistics.geometric_mean(_ratios(times, names, peers))
-
-
-def _least_ratio(names: Sequence[str], peers: Sequence[str]) -> Measure:
-    return lambda times: min(_ratios(times, names, peers))
-
-
 def _bars() -> list[Bar]:
     prefill, decode, wide = _named("prefill"), _named("decode"), _named("prefill head_dim 128")
     long = _named("prefill", lambda shape: shape.length == 8192)
     many = ("prefill 1K x 16",)
     four = ("decode of 4 8K x 16", "decode 8K x 16")
     bars = [
-        Bar("prefill: best peer, geometric mean", 1.05, False, prefill, _mean_ratio(prefill, PREFILL_PEERS), PREFILL_PEERS),
-        Bar("prefill: best peer, worst shape", 0.97, False, prefill, _least_ratio(prefill, PREFILL_PEERS), PREFILL_PEERS),
+        Bar("prefill: best peer, geometric mean", 1.05, False, prefill, mean_ratio(prefill, PREFILL_PEERS), PREFILL_PEERS),
+        Bar("prefill: best peer, worst shape", 0.97, False, prefill, least_ratio(prefill, PREFILL_PEERS), PREFILL_PEERS),
         Bar("prefill 8K: TFLOP/s, worst batch", 530, False, long, _tflops(long)),
         Bar("prefill 1K x 16: TFLOP/s", 380, False, many, _tflops(many)),
-        Bar("prefill head_dim 128: FA3, worst shape", 1.0, False, wide, _least_ratio(wide, ("fa3",)), ("fa3",)),
-        Bar("decode: best peer, geometric mean", 1.15, False, decode, _mean_ratio(decode, DECODE_PEERS), DECODE_PEERS),
+        Bar("prefill head_dim 128: FA3, worst shape", 1.0, False, wide, least_ratio(wide, ("fa3",)), ("fa3",)),
+        Bar("decode: best peer, geometric mean", 1.15, False, decode, mean_ratio(decode, DECODE_PEERS), DECODE_PEERS),
     ]
     for shape, bound in (
         ("window prefill 8K x 16", 850.0),
@@ -115,7 +60,7 @@ def _bars() -> list[Bar]:
         ("decode 1K x 1", 7.0),
         ("window decode 8K x 64", 6.0),
     ):
-        bars.append(Bar(f"{shape}: us", bound, True, (shape,), _us(shape)))
+        bars.append(Bar(f"{shape}: us", bound, True, (shape,), of_ours(shape)))
     bars.append(Bar("decode of 4 over decode of 1, 8K x 16", 1.15, True, four, lambda t: t[four[0]]["ours"] / t[four[1]]["ours"]))
     return bars
 

@@ -13,42 +13,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import measuring
 import torch
+from measuring import Call
 from shapes import PAGE_SIZE, Shape
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.benchmark import Unsupported
-from tokenspeed_kernel.workbench.benchmark.metadata import package_version
 from tokenspeed_kernel_base.operator import get_operator
 
 Arguments = Mapping[str, Any]
-Call = Callable[[], Any]
 PREFILL, EXTEND, DECODE = "mha_prefill", "mha_extend_with_kvcache", "mha_decode_with_kvcache"
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """One of those who are measured.
+class Contestant(measuring.Contestant):
+    """One of those who are measured. ``setup``: see the module.
 
     Attributes:
-        name: what it is called in tables.
-        setup: see the module.
-        package: the distribution whose version is reported.
-        ours: it is no peer.
-        portable: it is ours, and there for comparison: where it takes long it is measured a few times only.
         sinks: whether its softmax has them; one without is checked against a softmax without.
     """
 
-    name: str
-    setup: Callable[[Shape, Arguments], Call]
-    package: str
-    ours: bool = False
-    portable: bool = False
     sinks: bool = True
-
-    @property
-    def version(self) -> str:
-        return package_version(self.package) if self.package else ""
 
 
 def output_of(result: Any) -> Tensor:

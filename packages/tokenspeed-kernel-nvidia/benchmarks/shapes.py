@@ -51,6 +51,10 @@ class Shape:
         return f"{self.group} {length} x {self.batch}"
 
     @property
+    def operator(self) -> str:
+        return f"attention.{self.mode}"
+
+    @property
     def paged(self) -> bool:
         return self.mode != "mha_prefill"
 
@@ -145,15 +149,3 @@ def _keys_and_values(shape: Shape, arguments: Mapping[str, Any], sequence: int) 
     pages = arguments["page_table"][sequence, : -(-shape.length // PAGE_SIZE)].long()
     k, v = (arguments[name][pages].flatten(0, 1)[: shape.length] for name in ("k_cache", "v_cache"))
     return k, v
-
-
-def worst_row_error(got: Tensor, expected: Tensor) -> float:
-    """The largest `relative_error` of any row ``[head_dim]``: among many right ones a wrong one is lost."""
-    errors = (got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    return float(errors.max()) if bool(errors.isfinite().all()) else math.inf
-
-
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of what is expected; infinite where something is no number."""
-    error = float((got.float() - expected).norm() / expected.norm())
-    return error if math.isfinite(error) else math.inf

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
+import tokenspeed_kernel_nvidia
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_nvidia import _machine
+
+from .flashinfer_stand_in import source_reader
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,3 +30,32 @@ def sm90() -> torch.device:
     except RuntimeError as error:
         pytest.skip(str(error))
     return device
+
+
+@pytest.fixture
+def source() -> Callable[[str], str]:
+    """What reads FlashInfer's files."""
+    found = source_reader()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+@pytest.fixture
+def flashinfer_kernels() -> Iterator[dict[str, KernelSpec]]:
+    """FlashInfer's kernels as the package declares them, none of them loaded or found wanting before or afterwards."""
+    registry = KernelRegistry.get()
+    installed = _unregister_all(registry)
+    tokenspeed_kernel_nvidia.register()
+    yield {spec.name: spec for spec in registry.list_kernels() if spec.solution == "flashinfer"}
+    _unregister_all(registry)
+    if installed:
+        tokenspeed_kernel_nvidia.register()
+
+
+def _unregister_all(registry: KernelRegistry) -> bool:
+    """Whether there were any of this package."""
+    names = [spec.name for spec in registry.list_kernels() if spec.solution in ("cutedsl", "flashinfer")]
+    for name in names:
+        registry.unregister(name)
+    return bool(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import sys
@@ -15,26 +14,19 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from tokenspeed_kernel.workbench.benchmark import Unsupported, load_report
+from tokenspeed_kernel.workbench.benchmark import Method, Report, Unsupported, collect_metadata, load_report
+from tokenspeed_kernel_base.cases import Cost
 from tokenspeed_kernel_base.operator import get_operator
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("shapes", "contestants", "bars", "h200", "plot")
+from .benchmark_programs import FOLDER, loaded, measure_on_the_cpu
+
+NAMES = ("measuring", "shapes", "contestants", "bars", "h200", "plot")
 
 
 @pytest.fixture
 def modules() -> Iterator[dict[str, ModuleType]]:
-    """The programs, whose modules find each other as they do when one is run."""
-    before = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
-    path = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield {name: importlib.import_module(name) for name in NAMES if name != "plot" or importlib.util.find_spec("matplotlib")}
-    finally:
-        sys.path[:] = path
-        for name in NAMES:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
+    with loaded(NAMES) as programs:
+        yield programs
 
 
 def _small(shapes: ModuleType) -> list[Any]:
@@ -61,7 +53,7 @@ def test_shapes_are_those_of_the_bars(modules: dict[str, ModuleType]) -> None:
 
 @pytest.mark.parametrize("index", range(5))
 def test_the_reference_of_rows_is_that_of_the_operator(modules: dict[str, ModuleType], index: int) -> None:
-    shapes, contestants = modules["shapes"], modules["contestants"]
+    shapes, contestants, measuring = modules["shapes"], modules["contestants"], modules["measuring"]
     shape = _small(shapes)[index]
     op = get_operator(f"attention.{shape.mode}")
     arguments = op.complete(shape.case().build("cpu"))
@@ -75,21 +67,21 @@ def test_the_reference_of_rows_is_that_of_the_operator(modules: dict[str, Module
         out = contestants.output_of(op.reference(*given.values()))
         assert out.shape == arguments["q"].shape
         expected = shapes.reference_rows(shape, given, rows, sinks=sinks)
-        assert shapes.relative_error(out[rows], expected) < 3e-3  # what rounding to bfloat16 takes
-        assert shapes.relative_error(out[rows] * 1.01, expected) > modules["bars"].LARGEST_ERROR
-        assert shapes.worst_row_error(out[rows], expected) < 0.5 * modules["bars"].LARGEST_ROW_ERROR
-    assert shapes.relative_error(torch.full_like(expected, torch.nan), expected) == math.inf
+        assert measuring.relative_error(out[rows], expected) < 3e-3  # what rounding to bfloat16 takes
+        assert measuring.relative_error(out[rows] * 1.01, expected) > modules["bars"].LARGEST_ERROR
+        assert measuring.worst_row_error(out[rows], expected) < 0.5 * modules["bars"].LARGEST_ROW_ERROR
+    assert measuring.relative_error(torch.full_like(expected, torch.nan), expected) == math.inf
 
 
 def test_one_wrong_row_among_many_is_seen(modules: dict[str, ModuleType]) -> None:
-    shapes, bars = modules["shapes"], modules["bars"]
+    measuring, bars = modules["measuring"], modules["bars"]
     expected = torch.randn(64, 64, 64, generator=torch.Generator().manual_seed(0))
     got = expected.clone()
     got[31, 5] *= 1.1
-    assert shapes.relative_error(got, expected) < bars.LARGEST_ERROR
-    assert shapes.worst_row_error(got, expected) == pytest.approx(0.1)
+    assert measuring.relative_error(got, expected) < bars.LARGEST_ERROR
+    assert measuring.worst_row_error(got, expected) == pytest.approx(0.1)
     got[31, 5] = torch.nan
-    assert shapes.worst_row_error(got, expected) == math.inf
+    assert measuring.worst_row_error(got, expected) == math.inf
 
 
 def test_contestants_say_what_they_cannot_do(modules: dict[str, ModuleType]) -> None:
@@ -111,30 +103,13 @@ def test_our_functions_get_the_arguments_by_name(modules: dict[str, ModuleType],
     assert setup(shape, {"q": 1, "window_left": -1})() == {"q": 1, "window_left": -1}
 
 
-def _on_the_cpu(h200: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls run, times are invented."""
-
-    def sample(calls: Any, device: Any, **options: Any) -> list[float]:
-        return [float(index + 10) for index in range(5)]
-
-    def sample_graph(calls: Any, device: Any, *, fewest: int, **options: Any) -> list[float]:
-        for call in calls:
-            call()
-        if len(calls) == h200._BETWEEN:
-            return [1.5] * fewest
-        return [21.5 + index for index in range(fewest)]
-
-    monkeypatch.setattr(h200, "sample", sample)
-    monkeypatch.setattr(h200, "sample_graph", sample_graph)
-    monkeypatch.setattr(h200, "host_time", lambda call, device, calls: 3.0)
-    for name in ("_COPIES", "_PREFILL_COPIES"):
-        monkeypatch.setattr(h200, name, 2)
-
-
 def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that is right, one wrong, one that fails, one that is not there and one that cannot: into a report that is read."""
     h200, shapes, contestants = modules["h200"], modules["shapes"], modules["contestants"]
-    _on_the_cpu(h200, monkeypatch)
+    measuring = modules["measuring"]
+    measure_on_the_cpu(measuring, monkeypatch)
+    for name in ("_COPIES", "_PREFILL_COPIES"):
+        monkeypatch.setattr(h200, name, 2)
 
     def reference(shape: Any, arguments: Any, factor: float = 1.0) -> Any:
         op = get_operator(f"attention.{shape.mode}")
@@ -155,7 +130,7 @@ def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest
     ]
     rows = []
     for shape in _small(shapes):
-        rows += h200.measure_shape(shape, who, torch.device("cpu"), rounds=3, fewest=17, budget_s=0.0)
+        rows += h200.measure_shape(shape, who, torch.device("cpu"), measuring.Effort(3, 17, 0.0))
         assert "ours 28.00 us" in h200.line_of(shape, rows[-5:])
     assert [row["status"] for row in rows] == ["measured", "failed", "error", "absent", "skipped"] * 5
     assert "above 0.005" in rows[1]["reason"]
@@ -166,19 +141,19 @@ def test_a_shape_is_measured(modules: dict[str, ModuleType], monkeypatch: pytest
     assert 0 < ours["relative_error"] < 3e-3
     assert ours["relative_error"] < ours["worst_row_error"] < 1e-2
     assert (ours["between_us"], rows[3]["between_us"]) == (1.5, None)
-    made = h200.document(rows, who, h200.Report(h200.collect_metadata("h200.py"), (), None, h200.Method()))
+    made = h200.document(rows, who, Report(collect_metadata("h200.py"), (), None, Method()))
     assert made["absent"] == {"fa4": "there is no such package"}
     assert "fa4" not in made["versions"]
     assert "between_us" in made["method"]["between"]
     file = tmp_path / "report.json"
-    h200.write(file, made)
+    measuring.write(file, made)
     assert json.loads(file.read_text()) == json.loads(json.dumps(made))
     assert [row.kernel for row in load_report(file).rows] == [row["kernel"] for row in rows]
     assert sum(line.startswith('    {"kernel"') for line in file.read_text().splitlines()) == len(rows)
 
 
 def test_another_kernel_stands_after_each_call(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    h200, captured, launched = modules["h200"], [], []
+    measuring, captured, launched = modules["measuring"], [], []
 
     def sample_graph(calls: Any, device: Any, **options: Any) -> list[float]:
         captured.append(len(calls))
@@ -186,15 +161,15 @@ def test_another_kernel_stands_after_each_call(modules: dict[str, ModuleType], m
             call()
         return [1.0, 3.0, 2.0]
 
-    monkeypatch.setattr(h200, "sample_graph", sample_graph)
-    between = h200.Between(torch.device("cpu"), 3)
-    assert (between.us, captured) == (2.0, [h200._BETWEEN])
+    monkeypatch.setattr(measuring, "sample_graph", sample_graph)
+    between = measuring.Between(torch.device("cpu"), 3)
+    assert (between.us, captured) == (2.0, [measuring._BETWEEN])
     small = between._launch.func.__self__
-    assert (small == h200._BETWEEN).all()
+    assert (small == measuring._BETWEEN).all()
     both = between.after(lambda: launched.append(float(small[0])))
     both()
     both()
-    assert launched == [h200._BETWEEN, h200._BETWEEN + 1]
+    assert launched == [measuring._BETWEEN, measuring._BETWEEN + 1]
 
 
 def test_a_wrong_row_fails(modules: dict[str, ModuleType]) -> None:
@@ -207,7 +182,7 @@ def test_a_wrong_row_fails(modules: dict[str, ModuleType]) -> None:
         return lambda: out
 
     (row,) = modules["h200"].measure_shape(
-        shape, [contestants.Contestant("ours", spoilt, "", ours=True)], torch.device("cpu"), rounds=0, fewest=1, budget_s=0.0
+        shape, [contestants.Contestant("ours", spoilt, "", ours=True)], torch.device("cpu"), modules["measuring"].Effort(0, 1, 0.0)
     )
     assert row["status"] == "failed"
     assert row["reason"].endswith("of the worst row is above 0.02")
@@ -217,7 +192,7 @@ def test_outputs_can_be_checked_alone(modules: dict[str, ModuleType]) -> None:
     shape, contestants = _small(modules["shapes"])[3], modules["contestants"]
     op = get_operator(f"attention.{shape.mode}")
     who = [contestants.Contestant("ours", lambda s, a: lambda: op.reference(*a.values()), "", ours=True)]
-    (row,) = modules["h200"].measure_shape(shape, who, torch.device("cpu"), rounds=0, fewest=1, budget_s=0.0)
+    (row,) = modules["h200"].measure_shape(shape, who, torch.device("cpu"), modules["measuring"].Effort(0, 1, 0.0))
     assert row["timing"] is None
     assert "ours err 1." in modules["h200"].line_of(shape, [row])
 
@@ -292,22 +267,22 @@ def _report(modules: dict[str, ModuleType]) -> dict[str, Any]:
         flops = 2 * shape.batch * shape.length**2 * shape.heads * shape.head_dim
         moved = 2.0 * shape.batch * shape.length * shape.kv_heads * shape.head_dim * 2
         for each in everyone:
-            measurement = h200.Measurement(each, shape, error=2e-3, row_error=4e-3)
+            measurement = modules["measuring"].Measurement(each, shape, error=2e-3, row_error=4e-3)
             if each.name in times:
                 measurement.between_us = 1.25
                 measurement.rounds.append([times[each.name]] * 3)
             else:
                 measurement.status = "skipped"
-            rows.append(measurement.row(h200.Cost(flops, moved)))
-    metadata = h200.collect_metadata("h200.py --output h200.json")
-    return h200.document(rows, everyone, h200.Report(metadata, (), None, h200.Method()))
+            rows.append(measurement.row(Cost(flops, moved)))
+    metadata = collect_metadata("h200.py --output h200.json")
+    return h200.document(rows, everyone, Report(metadata, (), None, Method()))
 
 
 def test_the_picture(modules: dict[str, ModuleType], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = _report(modules)
     file = tmp_path / "report.json"
-    modules["h200"].write(file, report)
+    modules["measuring"].write(file, report)
     for name in ("a.svg", "b.svg", "c.png"):
         modules["plot"].main([str(file), "--output", str(tmp_path / name)])
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
@@ -341,13 +316,13 @@ def test_the_section_of_the_readme(modules: dict[str, ModuleType], monkeypatch: 
     plot, report = modules["plot"], _report(modules)
     (tmp_path / "report.json").write_text(json.dumps(report))
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{plot.MARKS[0]}\n\n## After\n")
+    readme.write_text(f"before\n{plot.MARKS.begin}\n\n## After\n")
     monkeypatch.setattr(plot, "README", readme)
     for _ in range(2):
         plot.main([str(tmp_path / "report.json"), "--output", str(tmp_path / "picture.svg"), "--readme"])
-        assert plot.in_readme(readme.read_text()) == plot.section(report, "picture.svg")
+        assert plot.MARKS.inside(readme.read_text()) == plot.section(report, "picture.svg")
         assert readme.read_text().startswith("before\n")
-        assert readme.read_text().endswith(f"{plot.MARKS[1]}\n\n## After\n")
+        assert readme.read_text().endswith(f"{plot.MARKS.end}\n\n## After\n")
 
 
 def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
@@ -357,10 +332,10 @@ def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
         pytest.skip("nothing has been measured yet")
     report = json.loads(file.read_text())
     assert {row["case"] for row in report["rows"]} == {shape.name for shape in modules["shapes"].SHAPES}
-    times = modules["h200"].times_of(report["rows"])
+    times = modules["measuring"].times_of(report["rows"])
     errors = {r["case"]: r["relative_error"] for r in report["rows"] if r["kernel"] == "ours" and r["relative_error"] is not None}
     assert report["bars"] == json.loads(json.dumps(modules["bars"].judge(times, errors, report["absent"])))
     if "plot" in modules:
-        assert modules["plot"].in_readme((FOLDER.parent / "README.md").read_text()) == modules["plot"].section(
+        assert modules["plot"].MARKS.inside((FOLDER.parent / "README.md").read_text()) == modules["plot"].section(
             report, "benchmarks/h200.svg"
         )

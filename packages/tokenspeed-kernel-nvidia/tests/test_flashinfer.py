@@ -8,19 +8,11 @@ the real one.
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
 import itertools
 import math
-import os
-import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,17 +20,17 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel
-import tokenspeed_kernel_nvidia
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.attention._inputs import paged, ragged
 from tokenspeed_kernel_base.platform import named_platform, platform_of, use_platform
-from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec, Priority
 from tokenspeed_kernel_base.workspace import Keeper
 from tokenspeed_kernel_nvidia.flashinfer import _memory
 from tokenspeed_kernel_nvidia.flashinfer import package as _package
+
+from .flashinfer_stand_in import declared, forget_adapters, installed, unparsed, with_signature
 
 # Read from flashinfer-python 0.7.2. Annotations are left out.
 SIGNATURES = {
@@ -107,53 +99,10 @@ KERNELS = [
 # -- against the source --------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _source() -> Callable[[str], str] | str:
-    """What reads a file of FlashInfer 0.7.2: as installed, or from a wheel that TOKENSPEED_FLASHINFER_WHEEL names; or why nothing
-    does. Imports none of it."""
-    wheel = os.environ.get("TOKENSPEED_FLASHINFER_WHEEL")
-    if wheel is not None:
-        archive = zipfile.ZipFile(wheel)
-        version = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA")).split("-")[1].partition(".dist")[0]
-
-        def read(name: str) -> str:
-            return archive.read(name).decode()
-
-    else:
-        try:
-            distribution = metadata.distribution(_package.DISTRIBUTION)
-        except metadata.PackageNotFoundError:
-            return "needs flashinfer-python 0.7.2, installed or as a wheel that TOKENSPEED_FLASHINFER_WHEEL names"
-        version = distribution.version
-
-        def read(name: str) -> str:
-            return Path(str(distribution.locate_file(name))).read_text()
-
-    return read if version == "0.7.2" else f"needs flashinfer-python 0.7.2, this is {version}"
-
-
-@pytest.fixture
-def source() -> Callable[[str], str]:
-    found = _source()
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
-
-
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_are_those_of_the_source(source: Callable[[str], str], name: str) -> None:
     module, _, function = name.rpartition(".")
-    body = ast.parse(source(module.replace(".", "/") + ".py")).body
-    (found,) = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == function]
-    for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs):
-        argument.annotation = None
-    assert f"({ast.unparse(found.args)})" == _unparsed(SIGNATURES[name])
-
-
-def _unparsed(signature: str) -> str:
-    (function,) = ast.parse(f"def function{signature}: ...").body
-    assert isinstance(function, ast.FunctionDef)
-    return f"({ast.unparse(function.args)})"
+    assert declared(source(module.replace(".", "/") + ".py"), function) == unparsed(SIGNATURES[name])
 
 
 @pytest.mark.parametrize("fact", FACTS)
@@ -163,27 +112,6 @@ def test_conventions_are_those_of_the_source(source: Callable[[str], str], fact:
 
 
 # -- the stand-in --------------------------------------------------------------------------------------------------------------
-
-
-def _with_signature(name: str, read: str) -> Callable[[Callable[[dict[str, Any]], Any]], Callable[..., Any]]:
-    """A function that takes what the real one takes, and hands its body the arguments by name; ``read``: those it knows."""
-    namespace: dict[str, Any] = {}
-    exec(f"def function{SIGNATURES[name]}: ...", namespace)
-    signature = inspect.signature(namespace["function"])
-    known = set(read.split())
-
-    def decorate(body: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            unknown = {p for p, v in bound.arguments.items() if p not in known and v is not signature.parameters[p].default}
-            assert not unknown, f"the stand-in does not know {unknown}"
-            bound.apply_defaults()
-            _CALLS.append(name)
-            return body(bound.arguments)
-
-        return call
-
-    return decorate
 
 
 def _attend(
@@ -235,8 +163,8 @@ def _check_pages(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-@_with_signature(
-    "flashinfer.decode.trtllm_batch_decode_with_kv_cache",
+@with_signature(
+    SIGNATURES["flashinfer.decode.trtllm_batch_decode_with_kv_cache"],
     "query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out sinks kv_layout lse "
     "return_lse multi_ctas_kv_counter_buffer",
 )
@@ -259,8 +187,8 @@ def _decode(given: dict[str, Any]) -> Any:
     return (out, lse) if lse is not None else out
 
 
-@_with_signature(
-    "flashinfer.prefill.trtllm_batch_context_with_kv_cache",
+@with_signature(
+    SIGNATURES["flashinfer.prefill.trtllm_batch_context_with_kv_cache"],
     "query kv_cache workspace_buffer block_tables seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale batch_size cum_seq_lens_q "
     "cum_seq_lens_kv window_left out kv_layout sinks causal multi_ctas_kv_counter_buffer",
 )
@@ -288,8 +216,8 @@ def _context(given: dict[str, Any]) -> Any:
     return out
 
 
-@_with_signature(
-    "flashinfer.prefill.trtllm_ragged_attention_deepseek",
+@with_signature(
+    SIGNATURES["flashinfer.prefill.trtllm_ragged_attention_deepseek"],
     "query key value workspace_buffer seq_lens max_q_len max_kv_len bmm1_scale bmm2_scale o_sf_scale batch_size window_left "
     "cum_seq_lens_q cum_seq_lens_kv enable_pdl is_causal return_lse attention_sinks out lse",
 )
@@ -319,48 +247,14 @@ _FUNCTIONS = dict(zip(SIGNATURES, (_decode, _context, _ragged), strict=True))
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The stand-in, installed, on an sm_100 whose tensors lie on the CPU."""
-    for path in ("flashinfer", "flashinfer.decode", "flashinfer.prefill"):
-        module = ModuleType(path)
-        module.__path__ = []
-        monkeypatch.setitem(sys.modules, path, module)
-    for name, function in _FUNCTIONS.items():
-        module_name, _, last = name.rpartition(".")
-        monkeypatch.setattr(sys.modules[module_name], last, function, raising=False)
-    monkeypatch.setattr(_package, "gap", lambda: None)
     _CALLS.clear()
-    _forget_adapters()
-    with use_platform(replace(named_platform("sm_100"), pretended=False, emulated=True)):
+    with installed(monkeypatch, _FUNCTIONS, "sm_100", _CALLS.append):
         yield
-    _forget_adapters()
-
-
-def _forget_adapters() -> None:
-    """They hold the function that they found when they were imported."""
-    for name in [name for name in sys.modules if name.startswith("tokenspeed_kernel_nvidia.flashinfer.")]:
-        parent, _, last = name.rpartition(".")
-        if last.endswith("_device"):
-            del sys.modules[name]
-            delattr(sys.modules[parent], last)
 
 
 @pytest.fixture
-def specs() -> Iterator[dict[str, KernelSpec]]:
-    """The kernels as the package declares them, none of them loaded or found wanting before or afterwards."""
-    registry = KernelRegistry.get()
-    installed = _unregister_all(registry)
-    tokenspeed_kernel_nvidia.register()
-    yield {spec.name: spec for spec in registry.list_kernels() if spec.solution == "flashinfer"}
-    _unregister_all(registry)
-    if installed:
-        tokenspeed_kernel_nvidia.register()
-
-
-def _unregister_all(registry: KernelRegistry) -> bool:
-    """Whether there were any of this package."""
-    names = [spec.name for spec in registry.list_kernels() if spec.solution in ("cutedsl", "flashinfer")]
-    for name in names:
-        registry.unregister(name)
-    return bool(names)
+def specs(flashinfer_kernels: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
+    return {name: spec for name, spec in flashinfer_kernels.items() if spec.family == "attention"}
 
 
 # -- where there is none -------------------------------------------------------------------------------------------------------
@@ -649,7 +543,7 @@ def test_on_the_device(specs: dict[str, KernelSpec], name: str) -> None:
     gap = spec.capability.gap(platform_of(device))
     if gap is not None:
         pytest.skip(gap)
-    _forget_adapters()
+    forget_adapters()
     cases = [case for case in (*_cases(spec.mode), *get_operator(spec.operator).all_cases()) if not case.large]
     if spec.mode == "mha_extend_with_kvcache":  # see there
         cases = [case for case in cases if "NaN" not in case.name]

@@ -1,0 +1,382 @@
+"""How contestants are measured on one GPU, whatever they compute: in CUDA graphs, in alternating rounds, into a report.
+
+A time is the median of 51 or more: one call in a CUDA graph of several, which take turns on copies of the inputs, more than caches
+hold; the rounds of all contestants alternate. In the graph a small kernel of PyTorch's stands after each call. Some contestants
+launch with programmatic dependence, and so would begin while the one before still ends if it were a call of their own, as it never
+is in a model. What that kernel takes, in a graph of such kernels alone, is measured at each shape (``between_us``) and subtracted
+from all times there. With ``--back-to-back`` nothing stands there, as in most published figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.benchmark import (
+    Launch,
+    Metadata,
+    Method,
+    Report,
+    Row,
+    Timing,
+    Unsupported,
+    collect_metadata,
+    measure_roofline,
+)
+from tokenspeed_kernel.workbench.benchmark.machine import GpuState, Monitor
+from tokenspeed_kernel.workbench.benchmark.metadata import package_version
+from tokenspeed_kernel.workbench.benchmark.timing import host_time, sample, sample_graph
+from tokenspeed_kernel_base.cases import Cost
+
+Call = Callable[[], Any]
+
+# So much memory is touched between two calls on the same; the device caches 50 MB.
+TOUCHED = 224 << 20
+# A graph's start, of about ten microseconds, is part of what is measured. So there are as many calls in it, of all contestants, as
+# take this long at a rate that no kernel reaches; or a number that makes it less than a tenth of a microsecond a call.
+GRAPH_US, IN_GRAPH = 2000.0, 128
+_LAUNCHES = 20
+_LONG_US = 1000.0
+# So many of the kernels between calls stand in the graph that measures them: what starting it takes is nothing among them.
+_BETWEEN = 256
+_BETWEEN_IS = "a small kernel stands after each call, so that calls do not overlap; its own time (between_us) is subtracted"
+_BACK_TO_BACK_IS = "nothing stands between calls: those that launch with programmatic dependence begin while the one before ends"
+
+
+class Shape(Protocol):
+    """One call of an operator: its name is unique, its group is what it belongs to in tables and plots."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def operator(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One of those who are measured.
+
+    Attributes:
+        name: what it is called in tables.
+        setup: makes what may be made once; of what, the benchmark says.
+        package: the distribution whose version is reported.
+        ours: it is no peer.
+        portable: it is ours, and there for comparison: where it takes long it is measured a few times only.
+    """
+
+    name: str
+    setup: Callable[..., Any]
+    package: str
+    ours: bool = False
+    portable: bool = False
+
+    @property
+    def version(self) -> str:
+        return package_version(self.package) if self.package else ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest errors that will do: of all rows together, and of the worst."""
+
+    error: float
+    row_error: float
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: rounds (0: outputs are checked only), graphs in each at least, and seconds of each."""
+
+    rounds: int
+    fewest: int
+    budget_s: float
+    back_to_back: bool = False
+
+
+class Between:
+    """The kernel that stands after each call in a graph: an ordinary one, on 32 numbers of its own.
+
+    Attributes:
+        us: microseconds that it takes, with what the device needs from one kernel to the next; None if there is none.
+    """
+
+    def __init__(self, device: torch.device, samples: int, back_to_back: bool = False) -> None:
+        self.us: float | None = None
+        if back_to_back:
+            return
+        self._launch = functools.partial(torch.zeros(32, device=device).add_, 1.0)
+        self.us = statistics.median(sample_graph([self._launch] * _BETWEEN, device, budget_s=0.0, fewest=samples, most=samples))
+
+    def after(self, call: Call) -> Call:
+        """The call, and then this."""
+        if self.us is None:
+            return call
+
+        def both() -> None:
+            call()
+            self._launch()
+
+        return both
+
+
+@dataclass
+class Measurement:
+    """A contestant at a shape, while it is being measured."""
+
+    contestant: Contestant
+    shape: Shape
+    status: str = "measured"
+    reason: str = ""
+    error: float | None = None
+    row_error: float | None = None
+    first_ms: float | None = None
+    alone_us: float = 0.0
+    host_us: float = 0.0
+    between_us: float | None = None
+    rounds: list[list[float]] = field(default_factory=list)
+    states: list[GpuState] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """Runs a step of it. Whatever a peer does, the others must not be lost with it."""
+        if self.status != "measured":
+            return
+        try:
+            with torch.no_grad():
+                step()
+        except Unsupported as error:
+            self.status, self.reason = "skipped", str(error)
+        except ImportError as error:
+            self.status, self.reason = "absent", str(error)
+        except Exception as error:
+            self.status, self.reason = "error", f"{type(error).__name__}: {str(error)[:500]}"
+
+    def check(self, make: Callable[[], Call], errors_of: Callable[[Any], tuple[float, float]], limits: Limits) -> None:
+        """Holds what a call returns against the reference: its error, and the worst row's. Of several checks the largest stay."""
+        start = time.perf_counter()
+        result = make()()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if self.first_ms is None:
+            self.first_ms = (time.perf_counter() - start) * 1e3
+        error, row_error = errors_of(result)
+        self.error, self.row_error = max(error, self.error or 0.0), max(row_error, self.row_error or 0.0)
+        if self.error > limits.error:
+            self.status, self.reason = "failed", f"relative error {self.error:.2g} is above {limits.error}"
+        elif self.row_error > limits.row_error:
+            self.status, self.reason = "failed", f"relative error {self.row_error:.2g} of the worst row is above {limits.row_error}"
+
+    def time(
+        self,
+        make: Callable[[], list[Call]],
+        in_graph: int,
+        device: torch.device,
+        between: Between,
+        monitor: Monitor | None,
+        effort: Effort,
+    ) -> None:
+        """One round, of graphs of ``in_graph`` calls. The monitor looks at the device while it works."""
+        fewest, budget_s = effort.fewest, effort.budget_s
+        if not self.rounds:
+            self.calls = make()
+            self.alone_us = statistics.median(sample(self.calls, device, budget_s=0.0, fewest=3, most=3))
+            # More than a few long ones would keep the device busy for nothing: the host is done with each at once.
+            self.host_us = host_time(self.calls[0], device, _LAUNCHES if self.alone_us < _LONG_US else 3)
+        if self.contestant.portable and self.alone_us > _LONG_US:
+            if self.rounds:
+                return
+            fewest, budget_s = max(1, fewest // 4), 0.0
+        several = [between.after(self.calls[index % len(self.calls)]) for index in range(in_graph)]
+        options: dict[str, Any] = {"budget_s": budget_s, "fewest": fewest, "most": 4 * fewest}
+        if monitor is not None:
+            options["meanwhile"] = lambda: self.states.extend(filter(None, [monitor()]))
+        expected_us = statistics.median(self.rounds[0]) if self.rounds else self.alone_us
+        times = sample_graph(several, device, expected_us=expected_us, **options)
+        self.between_us = between.us
+        self.rounds.append([time_us - (between.us or 0.0) for time_us in times])
+
+    def row(self, cost: Cost) -> dict[str, Any]:
+        """A `Row` of the core's reports, and what else is known.
+
+        ``first_ms`` is what the first call took, which may have compiled a kernel or read it from a cache.
+        """
+        known = Row(
+            self.contestant.name, self.shape.operator, self.shape.name, self.status, self.reason,
+            solution=self.contestant.name, version=self.contestant.version,
+        )  # fmt: skip
+        if self.rounds and self.status == "measured":
+            timing = Timing.of(self.rounds)
+            known = dataclasses.replace(
+                known,
+                timing=timing,
+                tflops=cost.flops / timing.median_us / 1e6,
+                gb_per_s=cost.bytes / timing.median_us / 1e3,
+                launch=Launch(self.host_us, self.alone_us, timing.median_us),
+                state=min(self.states, key=lambda state: state.sm_clock_mhz, default=None),
+            )
+        errors = {"relative_error": self.error, "worst_row_error": self.row_error}
+        extra = {"group": self.shape.group, **errors, "first_ms": self.first_ms, "between_us": self.between_us}
+        return {**dataclasses.asdict(known), **extra}
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm of what is expected; infinite where something is no number."""
+    error = float((got.float() - expected).norm() / expected.norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def worst_row_error(got: Tensor, expected: Tensor) -> float:
+    """The largest `relative_error` of any row, along the last axis: among many right ones a wrong one is lost."""
+    errors = (got.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(errors.max()) if bool(errors.isfinite().all()) else math.inf
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------------------
+
+
+def times_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Microseconds by shape and contestant."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["timing"] is not None:
+            times.setdefault(row["case"], {})[row["kernel"]] = row["timing"]["median_us"]
+    return times
+
+
+def errors_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Relative errors by shape and contestant."""
+    errors: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["relative_error"] is not None:
+            errors.setdefault(row["case"], {})[row["kernel"]] = row["relative_error"]
+    return errors
+
+
+def absent_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Contestants that are not installed, and the reason."""
+    return {row["kernel"]: row["reason"] for row in rows if row["status"] == "absent"}
+
+
+def document(
+    rows: Sequence[dict[str, Any]],
+    who: Iterable[Contestant],
+    report: Report,
+    shapes: Iterable[Shape],
+    judged: Sequence[Mapping[str, Any]],
+    *,
+    back_to_back: bool = False,
+) -> dict[str, Any]:
+    """What is written: a report of the core's with more in it, ``load_report`` reads it. Rows are in the shapes' order."""
+    places = {shape.name: place for place, shape in enumerate(shapes)}
+    absent = absent_of(rows)
+    made = report.to_dict()
+    more = {
+        "method": {**made["method"], "between": _BACK_TO_BACK_IS if back_to_back else _BETWEEN_IS},
+        "rows": sorted(rows, key=lambda row: places.get(row["case"], len(places))),
+        "versions": {each.name: each.version for each in who if each.name not in absent},
+        "absent": absent,
+        "bars": judged,
+    }
+    return {**made, **more}
+
+
+def write(file: Path, made: Mapping[str, Any]) -> None:
+    """Such that whoever reads the file finds it whole. A row a line."""
+    rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in made["rows"])
+    text = json.dumps({**made, "rows": []}, indent=2, allow_nan=False).replace('"rows": []', f'"rows": [\n{rows}\n  ]')
+    beside = file.with_name(f".{file.name}.new")
+    beside.write_text(text + "\n")
+    beside.replace(file)
+
+
+def cells(rows: Iterable[Mapping[str, Any]], rate_of: Callable[[Mapping[str, Any]], str]) -> list[str]:
+    """Of each contestant at a shape, for one line: microseconds, rate and error, or what became of it."""
+    said = []
+    for row in rows:
+        error = row["relative_error"]
+        if row["timing"] is None:
+            if row["status"] == "measured":
+                said.append(f"{row['kernel']} err {error:.1e}")
+            elif row["status"] not in ("skipped", "absent"):
+                said.append(f"{row['kernel']} {row['status']}: {row['reason'][:200]}")
+            continue
+        us = row["timing"]["median_us"]
+        said.append(f"{row['kernel']} {us:.2f} us {rate_of(row)} err {error:.1e} host {row['launch']['host_us']:.1f}")
+    return said
+
+
+def print_outcome(made: Mapping[str, Any]) -> None:
+    """Who was not there, and which bars hold."""
+    for name, reason in made["absent"].items():
+        print(f"absent: {name}: {reason}")
+    for bar in made["bars"]:
+        if bar["value"] is not None:
+            bound = f"{'<=' if bar['most'] else '>='} {bar['bound']:g}"
+            print(f"{'holds ' if bar['holds'] else 'MISSED'} {bar['name']}: {bar['value']:.4g} ({bound})")
+
+
+# -- the command line --------------------------------------------------------------------------------------------------------------
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """What all benchmarks of this folder take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], metavar="REGEX", help="shapes whose name matches; repeatable")
+    parser.add_argument("--contestants", default="", metavar="NAMES", help="separated by commas; all if not given")
+    parser.add_argument("--quick", action="store_true", help="one round of ten, no roofline")
+    parser.add_argument("--back-to-back", action="store_true", help="nothing between calls in a graph")
+    parser.add_argument("--check", action="store_true", help="check the outputs, time nothing")
+    parser.add_argument("--list", action="store_true", help="print the shapes, measure nothing")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there")
+    return parser
+
+
+def named(shapes: Iterable[Any], patterns: Sequence[str]) -> list[Any]:
+    """The shapes whose name matches one of the patterns; all without any."""
+    return [shape for shape in shapes if not patterns or any(re.search(pattern, shape.name) for pattern in patterns)]
+
+
+def effort_of(given: argparse.Namespace) -> Effort:
+    rounds, fewest, budget_s = (1, 10, 0.02) if given.quick else (3, 17, 0.03)
+    return Effort(0 if given.check else rounds, fewest, budget_s, given.back_to_back)
+
+
+def empty_report(given: argparse.Namespace, effort: Effort, words: Sequence[str], copies: int, device: torch.device) -> Report:
+    """A report without rows: on what, with what and how it is measured.
+
+    Args:
+        words: the command's, the program first.
+        copies: of the inputs, which are called in turn.
+    """
+    metadata: Metadata = collect_metadata(shlex.join([Path(sys.executable).name, *words]), device)
+    method = Method("cold", IN_GRAPH, copies, effort.budget_s * effort.rounds, effort.rounds)
+    return Report(metadata, (), None if given.quick or given.check else measure_roofline(device), method)
+
+
+def lost(device: torch.device) -> str:
+    """Why nothing more can be measured in this process, if a kernel has broken it; else empty. Frees memory."""
+    if device.type != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""

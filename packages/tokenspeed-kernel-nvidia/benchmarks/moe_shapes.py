@@ -1,0 +1,199 @@
+"""What is measured of mixtures of experts: layers in the sizes of models, batches of tokens, and what their outputs are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import DEFAULT, Cost, Draw, Recipe
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+
+# What an H200 reaches of its memory and of its tensor cores at best, a microsecond: bytes, and floating-point operations by the
+# dtype of activations. A floor is what these take at least for the experts that a batch touches.
+BYTES_PER_US = 4.35e6
+FLOPS_PER_US = {"none": 800e6, "fp8": 1500e6}
+# The operator's cases are recipes; this one, with other values, makes any layer.
+_CASE = "gpt-oss-120b decode 1"
+_GPT_OSS_OPTIONS = ("w13_interleaved", "bias", "alpha", "limit", "beta")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A layer in the sizes of a model.
+
+    Attributes:
+        experts: whose weights are here.
+        weight_format: as in `MoEPlan`.
+        of: experts of all ranks together, if not all are here.
+        gpt_oss: interleaved gates and ups, biases and the clamped activation of GPT-OSS; else none of them.
+    """
+
+    name: str
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    weight_format: str = "mxfp4"
+    of: int = 0
+    gpt_oss: bool = False
+
+    @property
+    def routed(self) -> int:
+        """Experts that the router chooses from."""
+        return self.of or self.experts
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call: router logits and tokens to the combined output.
+
+    Attributes:
+        activation_dtype: as in `MoEPlan`.
+        more: it has no bar, and is measured on demand.
+    """
+
+    model: Model
+    tokens: int
+    activation_dtype: str = "none"
+    more: bool = False
+
+    operator = "moe.moe_apply"
+
+    @property
+    def group(self) -> str:
+        return self.model.name + (f" {self.activation_dtype}" if self.activation_dtype != "none" else "")
+
+    @property
+    def name(self) -> str:
+        """``"gpt-oss-120b 8192 fp8"``: the model, the tokens, and what activations are rounded to; unique."""
+        return " ".join([self.model.name, str(self.tokens), *([self.activation_dtype] if self.activation_dtype != "none" else [])])
+
+    def recipe(self) -> Recipe:
+        """A call of ``moe_apply`` as the operator's cases make it: its weights and its canonical plan."""
+        (case,) = (case for case in get_operator(self.operator).all_cases() if case.name == _CASE)
+        assert isinstance(case.make, Recipe)
+        model = self.model
+        return case.make.vary(
+            tokens=1,
+            experts=model.experts,
+            top_k=model.top_k,
+            hidden=model.hidden,
+            intermediate=model.intermediate,
+            weight_format=DEFAULT if model.weight_format == "dense" else model.weight_format,
+            activation_dtype=DEFAULT if self.activation_dtype == "none" else self.activation_dtype,
+            **({} if model.gpt_oss else dict.fromkeys(_GPT_OSS_OPTIONS, DEFAULT)),
+        )
+
+
+GPT_OSS_120B = Model("gpt-oss-120b", 128, 4, 2880, 2880, gpt_oss=True)
+GPT_OSS_20B = Model("gpt-oss-20b", 32, 4, 2880, 2880, gpt_oss=True)
+QWEN3 = Model("qwen3-235b", 128, 8, 4096, 1536, "dense")
+QWEN3_FP8 = Model("qwen3-235b fp8 blocks", 128, 8, 4096, 1536, "fp8_block")
+DEEPSEEK_V3 = Model("deepseek-v3 32 of 256", 32, 8, 7168, 2048, "fp8_block", of=256)
+
+
+def _shapes() -> Iterator[Shape]:
+    for tokens in (1, 2, 4, 8, 16, 64, 256, 1024, 8192):
+        yield Shape(GPT_OSS_120B, tokens)
+    yield Shape(GPT_OSS_120B, 8192, "fp8")
+    for model in (GPT_OSS_20B, QWEN3, QWEN3_FP8, DEEPSEEK_V3):
+        for activation_dtype in ("none", "fp8") if model.weight_format == "fp8_block" else ("none",):
+            for tokens in (1, 4, 16, 64, 256, 1024, 8192):
+                yield Shape(model, tokens, activation_dtype, more=True)
+
+
+SHAPES = tuple(_shapes())
+
+
+@dataclass
+class Layer:
+    """The weights of one layer, as a checkpoint has them, and what they are to compute."""
+
+    weights: MoEWeights
+    plan: MoEPlan
+
+    @classmethod
+    def drawn(cls, shape: Shape, device: torch.device, seed: int) -> Layer:
+        made = shape.recipe()(Draw(device, seed))
+        return cls(made["weights"], made["plan"])
+
+    def checksum(self) -> int:
+        """Of all bytes of the weights."""
+        tensors = (getattr(self.weights, f"{name}_weight{part}") for name in ("w13", "w2") for part in ("", "_scale", "_bias"))
+        return sum(int(tensor.view(torch.uint8).sum(dtype=torch.int64)) for tensor in tensors if tensor is not None)
+
+
+@dataclass
+class Batch:
+    """Tokens and router logits, and the index of the layer that they go to.
+
+    Attributes:
+        topk_ids: what the router chooses, by the operator's definition; negative for experts of other ranks.
+    """
+
+    x: Tensor
+    logits: Tensor
+    layer: int
+    topk_weights: Tensor = field(init=False)
+    topk_ids: Tensor = field(init=False)
+
+    def routed(self, model: Model) -> Batch:
+        """Itself, with what the router chooses."""
+        topk = get_operator("moe.moe_topk")
+        self.topk_weights, ids = topk.reference(*topk.complete({"logits": self.logits, "top_k": model.top_k}).values())
+        self.topk_ids = torch.where(ids < model.experts, ids, -1)
+        return self
+
+    @property
+    def experts(self) -> int:
+        """How many different ones it touches."""
+        return len({*self.topk_ids.flatten().tolist()} - {-1})
+
+    def arguments(self, layer: Layer) -> dict[str, Any]:
+        """Of ``moe_apply``, canonical."""
+        routing = {"topk_weights": self.topk_weights, "topk_ids": self.topk_ids}
+        return get_operator(Shape.operator).complete({"x": self.x, "weights": layer.weights, **routing, "plan": layer.plan})
+
+
+def batches(shape: Shape, count: int, layers: int, device: torch.device, seed: int = 0) -> list[Batch]:
+    """Batches of tokens with independent uniform routing, for layers in turn."""
+    draw, model = Draw(device, seed + shape.tokens), shape.model
+    made = []
+    for index in range(count):
+        x = draw.normal(shape.tokens, model.hidden, dtype=torch.bfloat16)
+        made.append(Batch(x, router_logits(draw, shape.tokens, model), index % layers).routed(model))
+    return made
+
+
+def router_logits(draw: Draw, tokens: int, model: Model) -> Tensor:
+    """bfloat16 ``[tokens, experts]``. The last expert that is chosen is never as good as the next: there implementations differ,
+    and bfloat16 makes equal logits common."""
+    logits = draw.normal(tokens, model.routed, dtype=torch.bfloat16)
+    if model.routed == model.top_k:
+        return logits
+    while True:
+        best = logits.topk(model.top_k + 1, dim=-1).values
+        tied = (best[:, -1] == best[:, -2]).nonzero().flatten()
+        if not len(tied):
+            return logits
+        logits[tied] = draw.normal(len(tied), model.routed, dtype=torch.bfloat16)
+
+
+def expected(batch: Batch, layer: Layer) -> Tensor:
+    """What the output should be, by the operator's definition, before it is rounded to bfloat16: float32 ``[tokens, hidden]``."""
+    arguments = batch.arguments(layer)
+    # The definition rounds to the dtype of x, which float32 holds exactly.
+    result = get_operator(Shape.operator).reference(*{**arguments, "x": arguments["x"].float()}.values())
+    assert isinstance(result, Tensor)
+    return result
+
+
+def floor_us(cost: Cost, activation_dtype: str) -> float:
+    """What a call takes at least: its bytes or its arithmetic, whichever is longer."""
+    return max(cost.bytes / BYTES_PER_US, cost.flops / FLOPS_PER_US[activation_dtype])
