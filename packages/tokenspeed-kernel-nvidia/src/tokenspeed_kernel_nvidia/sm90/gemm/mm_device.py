@@ -174,7 +174,6 @@ class Mm:
     @cute.jit
     def load(self, call: Call):
         """Fills the ring."""
-        lane = cute.arch.lane_idx()
         at = first_to_fill()
         for begin in cutlass.range(0, call.rows, self.group, unroll=1):
             rows = cutlass.min(call.rows - begin, self.group)
@@ -183,14 +182,14 @@ class Mm:
                 for row in cutlass.range(0, rows, ROWS, unroll=1):
                     live = cutlass.min(rows - row, ROWS)
                     call.pipe.acquire(at)
-                    if lane == 0:
-                        call.pipe.commit(at, live * size)
-                    cute.arch.sync_warp()
-                    if lane < live:
-                        to = call.ring + at.stage * self.config.stage_bytes + lane * self.config.pitch
-                        copy_to_shared(
-                            to, call.weights.row(call.first + begin + row + lane) + done, size, call.pipe.full.of(at).toint()
-                        )
+                    full = call.pipe.full.of(at)
+                    to = call.ring + at.stage * self.config.stage_bytes
+                    from_ = call.weights.row(call.first + begin + row) + done
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, live * size)
+                        for each in cutlass.range_constexpr(ROWS):
+                            if each < live:
+                                copy_to_shared(to + each * self.config.pitch, from_ + each * call.weights.pitch, size, full.toint())
                     at = advance(at, self.config.stages)
 
     @cute.jit
