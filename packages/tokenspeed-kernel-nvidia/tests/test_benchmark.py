@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.operator import get_operator
 
 from .benchmark_programs import FOLDER, loaded, measure_on_the_cpu
 
-NAMES = ("measuring", "shapes", "contestants", "bars", "h200", "plot")
+NAMES = ("measuring", "shapes", "contestants", "bars", "h200", "h200_mm", "plot")
 
 
 @pytest.fixture
@@ -339,3 +339,60 @@ def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
         assert modules["plot"].MARKS.inside((FOLDER.parent / "README.md").read_text()) == modules["plot"].section(
             report, "benchmarks/h200.svg"
         )
+
+
+# -- products ------------------------------------------------------------------------------------------------------------------
+
+
+def test_products_are_listed(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    modules["h200_mm"].main(["--quick", "--variants", "ring", "--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "gpt-oss-120b qkv: k 2880, n 5120",
+        "gpt-oss-120b output: k 4096, n 2880",
+        "gpt-oss-120b router: k 2880, n 128",
+    ]
+    assert {"torch", "ours", "ring 96K"} <= {*lines}
+    with pytest.raises(SystemExit):
+        modules["h200_mm"].main(["--only", "nothing has this name"])
+
+
+def test_variants_of_products_fit(modules: dict[str, ModuleType]) -> None:
+    """Each has a ring, or none, that a multiprocessor has room for, and sums for all rows of its CTAs in turn."""
+    h200_mm = modules["h200_mm"]
+    for changes in h200_mm.VARIANTS.values():
+        for shape in h200_mm.SHAPES:
+            for m in h200_mm.TOKENS:
+                config, ctas, ahead = h200_mm.configured(m, shape.n, 132, changes)
+                assert config.direct or config.stages >= 1
+                assert 1 <= ctas <= min(shape.n, 264)
+                assert ahead >= 0
+                assert config.tokens >= m
+
+
+def test_what_is_said_of_products(modules: dict[str, ModuleType]) -> None:
+    h200_mm = modules["h200_mm"]
+    shape = h200_mm.SHAPES[0]
+    quick, slow, wrong = (h200_mm.Measurement(name, None, 1e-3) for name in ("ours", "torch", "ring 96K"))
+    quick.rounds, slow.rounds, wrong.reason = [7.0, 7.5, 8.0], [12.0], "wrong: relative error 1"
+    rows = [h200_mm.row_of(shape, m, each) for m in (1, 16) for each in (slow, quick, wrong)]
+    assert rows[1]["us"] == 7.5
+    assert rows[1]["tb_per_s"] == pytest.approx(2 * 2880 * 5120 / 7.5e6)
+    assert "wrong: relative error 1" in h200_mm.line_of(rows[2])
+    bars = h200_mm.judged(rows)
+    assert [(bar["holds"], bar["bound"]) for bar in bars] == [(True, 7.8), (True, pytest.approx(8.97))]
+    head, *lines = h200_mm.table(rows).splitlines()
+    assert head.split() == ["qkv", "1", "qkv", "16"]
+    assert [line.split()[-1] for line in lines] == ["12.00", "7.50", "-"]
+
+
+def test_a_contestant_that_fails_does_not_stop_the_others(modules: dict[str, ModuleType]) -> None:
+    h200_mm = modules["h200_mm"]
+
+    def broken(inputs: Any) -> Any:
+        raise RuntimeError("no such configuration")
+
+    found = h200_mm.Measurement("broken", broken)
+    found.guarded(lambda: found.check(h200_mm.inputs_of(h200_mm.Shape("small", 16, 8), 2, torch.device("cpu")), torch.zeros(2, 8)))
+    assert found.us is None
+    assert "no such configuration" in found.reason

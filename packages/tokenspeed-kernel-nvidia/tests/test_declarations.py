@@ -16,7 +16,12 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia import _machine
 
-MODES = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill"]
+OPERATORS = [
+    ("attention", "mha_decode_with_kvcache"),
+    ("attention", "mha_extend_with_kvcache"),
+    ("attention", "mha_prefill"),
+    ("gemm", "mm"),
+]
 
 
 @pytest.fixture
@@ -95,6 +100,25 @@ def test_as_many_new_tokens_as_there_are_rows_for(registered: KernelRegistry, he
     assert not name(most + 1).startswith("cutedsl")
 
 
+def _product(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "sm_90", **options: Any) -> str:
+    a, weight = torch.zeros(m, k, dtype=dtype), torch.zeros(48, k, dtype=dtype)
+    with use_platform(named_platform(platform)):
+        return str(tokenspeed_kernel.mm.explain(a, weight.t(), **options).chosen.name)
+
+
+def test_products_of_few_rows(registered: KernelRegistry) -> None:
+    """Up to 16 of them; k in whole 16 bytes; any bias, and results in float32."""
+    for m in (1, 8, 16):
+        assert _product(m, 72) == "cutedsl_mm_bfloat16"
+        assert _product(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
+        assert _product(m, 72, bias=torch.zeros(48)) == "cutedsl_mm_bfloat16"
+        assert _product(m, 72, platform="sm_80") == "torch_mm_bfloat16"
+    assert _product(17, 72) == "torch_mm_bfloat16"
+    assert _product(1, 76) == "torch_mm_bfloat16"
+    assert _product(1, 72, torch.float32) == "torch_mm_float32"
+    assert not _product(1, 72, out_dtype=torch.float16).startswith("cutedsl")
+
+
 def test_without_a_compiler_it_says_why(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_machine, "dsl_gap", lambda: "needs nvidia-cutlass-dsl >= 4.8, there is none")
     op = get_operator("attention.mha_prefill")
@@ -109,12 +133,12 @@ def test_without_a_compiler_it_says_why(registered: KernelRegistry, monkeypatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_the_kit_finds_nothing(registered: KernelRegistry, sm90: torch.device, mode: str) -> None:
+@pytest.mark.parametrize(("family", "mode"), OPERATORS)
+def test_the_kit_finds_nothing(registered: KernelRegistry, sm90: torch.device, family: str, mode: str) -> None:
     from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 
     wrong = []
-    for spec in registered.get_for_operator("attention", mode):
+    for spec in registered.get_for_operator(family, mode):
         if spec.solution == "cutedsl":
             wrong += [f"{finding}: {finding.detail}" for finding in conform(spec, sm90, Options(shrink_seconds=0)) if finding.wrong]
     assert wrong == []

@@ -1,8 +1,8 @@
 """Products of a few rows of activations with weights, as in a decode step, on Hopper.
 
 Memory decides the speed: each weight is read once, for at most 16 rows of activations. Every multiprocessor has one CTA and equally
-many rows of the weights, to a row; no row is divided among CTAs, so there is nothing to add up afterwards, and the bits are the same
-in every run. A quarter of what a CTA reads, or all of it, is on its way at once: see `mm_device`.
+many rows of the weights, to a row. No row is divided among CTAs, so that nothing is to be added up afterwards, and the bits are the
+same in every run. Much of what a CTA reads is on its way at once, see `mm_device`.
 
 Weights may be what the kernel before writes: nothing in a call says that they are not. So they are brought to the L2 cache before
 that kernel has ended, which is right whatever it does, and to the multiprocessors after. `multiply` reads them at once where its
@@ -83,8 +83,8 @@ def mm(
 ) -> Tensor:
     """A product of at most 16 rows with dense weights: launches on checked arguments.
 
-    The public function is `tokenspeed_kernel_nvidia.mm`. Weights that do not lie in rows along k go to PyTorch's own product, or are
-    copied where that has not the result's dtype.
+    The public function is `tokenspeed_kernel_nvidia.mm`. Weights that do not lie in rows along k go to PyTorch's own product, or
+    are copied where that has not the result's dtype.
     """
     dtype = out_dtype or a.dtype
     if bias is not None and not bias.is_contiguous():

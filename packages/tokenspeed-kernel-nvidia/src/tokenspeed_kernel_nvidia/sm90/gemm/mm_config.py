@@ -18,7 +18,7 @@ OTHER_BYTES = 1024  # of that, besides the ring and the results
 
 # How weights are stored, and how many of them 16 bytes hold.
 Weights = Literal["dense"]
-ELEMENTS: dict[str, int] = {"dense": 8}
+ELEMENTS: dict[Weights, int] = {"dense": 8}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ class Config:
 def config_of(dtype: str, weights: Weights, out: str, tokens: int, rows: int, early: bool) -> Config:
     """The program for some work. ``rows``: of weights, that a CTA has."""
     room = next(room for room in TOKENS if room >= tokens)
-    return Config(dtype, weights, out, room, 1 if rows <= ROWS else 8, early=early)
+    if rows <= ROWS:  # little work: what activations a thread needs, it asks for at once
+        return Config(dtype, weights, out, room, 1, warps=16, early=early)
+    return Config(dtype, weights, out, room, 8, early=early)
 
 
 def every_config() -> list[Config]:

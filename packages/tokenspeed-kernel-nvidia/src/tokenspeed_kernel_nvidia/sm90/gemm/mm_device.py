@@ -23,7 +23,14 @@ from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline, advance, first_to_fill, first_to_read, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import mma_m16n8k16, store_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import LOAD_BYTES, QUAD_BYTES, ROWS, Config
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Vector, copy_to_shared, load_words_if, prefetch_to_l2, storage_of, type_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
+    Vector,
+    copy_to_shared,
+    load_words_if,
+    prefetch_to_l2,
+    storage_of,
+    type_of,
+)
 
 COMPUTE = 1  # the named barrier of the warps that compute
 
@@ -37,7 +44,9 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     """Stand-ins for what `host` takes."""
     m, n, k = (arguments.size() for _ in range(3))
     weights = make_fake_tensor(type_of(config.dtype), (k, n), (1, cute.sym_int64(divisibility=8)), assumed_align=16)
-    out = make_fake_tensor(type_of(config.out), (m, n), (cute.sym_int64(), cute.sym_int64()), assumed_align=type_of(config.out).width // 8)
+    out = make_fake_tensor(
+        type_of(config.out), (m, n), (cute.sym_int64(), cute.sym_int64()), assumed_align=type_of(config.out).width // 8
+    )
     scalars = Int64(0), Int32(0), Int32(0), Int32(0)
     return arguments.rows(config.dtype, m, k), weights, out, *scalars, arguments.stream()
 
@@ -165,7 +174,6 @@ class Mm:
     @cute.jit
     def load(self, call: Call):
         """Fills the ring."""
-        lane = cute.arch.lane_idx()
         at = first_to_fill()
         for begin in cutlass.range(0, call.rows, self.group, unroll=1):
             rows = cutlass.min(call.rows - begin, self.group)
@@ -174,14 +182,14 @@ class Mm:
                 for row in cutlass.range(0, rows, ROWS, unroll=1):
                     live = cutlass.min(rows - row, ROWS)
                     call.pipe.acquire(at)
-                    if lane == 0:
-                        call.pipe.commit(at, live * size)
-                    cute.arch.sync_warp()
-                    if lane < live:
-                        to = call.ring + at.stage * self.config.stage_bytes + lane * self.config.pitch
-                        copy_to_shared(
-                            to, call.weights.row(call.first + begin + row + lane) + done, size, call.pipe.full.of(at).toint()
-                        )
+                    full = call.pipe.full.of(at)
+                    to = call.ring + at.stage * self.config.stage_bytes
+                    from_ = call.weights.row(call.first + begin + row) + done
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, live * size)
+                        for each in cutlass.range_constexpr(ROWS):
+                            if each < live:
+                                copy_to_shared(to + each * self.config.pitch, from_ + each * call.weights.pitch, size, full.toint())
                     at = advance(at, self.config.stages)
 
     @cute.jit
@@ -274,7 +282,7 @@ class Mm:
 
     @cute.jit
     def load_activations(self, call: Call, begin: Int32, to: cute.Tensor):
-        """A lane's activations of a chunk; zeros where there are none. ``begin``: where its weights begin in their rows, in bytes."""
+        """A lane's activations of a chunk; zeros where there are none. ``begin``: where its weights begin in a row, in bytes."""
         token = cute.arch.lane_idx() // 4
         for each in cutlass.range_constexpr(self.config.loads):
             at = begin + each * self.config.warps * QUAD_BYTES

@@ -1,0 +1,320 @@
+"""Products of a decode step, ours beside PyTorch's, on one H200.
+
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.json
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --quick --only "qkv|output|router" --variants .
+
+All contestants run in one process on the same random numbers. Each result is checked first against a product in float32. A time is
+the median of one call in a CUDA graph of several, which take turns on copies of the weights: together more than twice what the L2
+cache holds. As in `h200.py` a small kernel of PyTorch's stands after each call, and its own time is subtracted; with
+``--back-to-back`` nothing stands there. Rounds of all contestants alternate.
+
+``--variants`` also measures other configurations of our programs, which no call chooses: see `VARIANTS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measuring import Between
+
+from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
+from tokenspeed_kernel_nvidia import _machine
+from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import ROWS, Config
+
+Call = Callable[[], Any]
+_TOUCHED = 130e6  # bytes of weights, of a cache of 50 MB
+_LEAST_CALLS = 24  # of a graph, which takes some microseconds to start
+_BYTES_PER_US = 4.35e6  # what reading takes on this device, measured
+_LARGEST_ERROR = 4e-3  # of a result's norm; rounding to bfloat16 alone is 1.7e-3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product ``[m, k] x [k, n]`` in bfloat16, with a bias; weights are stored ``[n, k]``.
+
+    Attributes:
+        bar: microseconds that one row may take; 16 rows may take 15% more.
+    """
+
+    name: str
+    k: int
+    n: int
+    bar: float | None = None
+
+    @property
+    def bytes(self) -> int:
+        return 2 * self.k * self.n
+
+
+SHAPES = (
+    Shape("gpt-oss-120b qkv", 2880, 5120, 7.8),
+    Shape("gpt-oss-120b output", 4096, 2880, 6.4),
+    Shape("gpt-oss-120b router", 2880, 128, 1.8),
+    Shape("gpt-oss-120b unembedding", 2880, 201088),
+    Shape("gpt-oss-20b router", 2880, 32),
+    Shape("llama-8b gate and up", 4096, 28672),
+    Shape("llama-8b down", 14336, 4096),
+    Shape("deepseek-v3 q and kv down", 7168, 2112),
+    Shape("deepseek-v3 router", 7168, 256),
+    Shape("qwen3-235b router", 4096, 128),
+)
+TOKENS = (1, 2, 4, 8, 16)
+
+_KB = 1024
+# What is changed of the program that serves a call, and how many bytes a CTA brings to the L2 cache ahead.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "ahead 0": {"ahead": 0},
+    "ahead 64K": {"ahead": 64 * _KB},
+    "ring 48K": {"ring": 48 * _KB},
+    "ring 96K": {"ring": 96 * _KB},
+    "ring 200K": {"ring": 200 * _KB},
+    "ring 200K, ahead 0": {"ring": 200 * _KB, "ahead": 0},
+    "two of 96K": {"ring": 96 * _KB, "resident": 2},
+    "two of 96K, ahead 0": {"ring": 96 * _KB, "resident": 2, "ahead": 0},
+    "4 loads, 4 warps": {"warps": 4},
+    "8 loads, 4 warps": {"loads": 8, "warps": 4},
+    "8 loads, 8 warps": {"loads": 8, "ring": 200 * _KB},
+    "2 loads, 8 warps": {"loads": 2},
+    "2 loads, 16 warps": {"loads": 2, "warps": 16},
+    "early": {"early": True, "ahead": 0},
+    "early, ring 200K": {"early": True, "ring": 200 * _KB, "ahead": 0},
+    "early, 8 loads": {"early": True, "loads": 8, "ring": 200 * _KB, "ahead": 0},
+    "direct": {"direct": True},
+    "direct, ahead 0": {"direct": True, "ahead": 0},
+    "direct, early": {"direct": True, "early": True, "ahead": 0},
+    "direct, 2 loads, 16 warps": {"direct": True, "loads": 2, "warps": 16, "ahead": 0},
+    "direct, 6 loads, 16 warps": {"direct": True, "loads": 6, "warps": 16, "ahead": 0},  # a row of 2880 at once
+    "6 loads, 16 warps": {"loads": 6, "warps": 16, "ahead": 0},
+    "direct, 2 loads, 8 warps": {"direct": True, "loads": 2, "ahead": 0},
+    "direct, two, 2 loads": {"direct": True, "loads": 2, "resident": 2, "ahead": 0},
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    a: Tensor
+    weight: Tensor
+    bias: Tensor
+    out: Tensor
+
+
+Setup = Callable[[Inputs], Call]
+
+
+def torchs(inputs: Inputs) -> Call:
+    return functools.partial(torch.addmm, inputs.bias, inputs.a, inputs.weight.t(), out=inputs.out)
+
+
+def own(inputs: Inputs) -> Call:
+    return functools.partial(ours.mm, inputs.a, inputs.weight.t(), bias=inputs.bias, out=inputs.out)
+
+
+def early(inputs: Inputs) -> Call:
+    return functools.partial(ours.multiply, inputs.a, inputs.weight.t(), inputs.bias, inputs.out, early=True)
+
+
+def configured(m: int, n: int, count: int, changes: Mapping[str, Any]) -> tuple[Config, int, int]:
+    """A variant's program, its CTAs, and the bytes that each brings to the L2 cache ahead."""
+    changed = {**changes}
+    ahead = changed.pop("ahead", ours.AHEAD)
+    ctas = min(n, changed.get("resident", 1) * count)
+    rows = -(-n // ctas)
+    config = ours.config_of("bfloat16", "dense", "bfloat16", m, rows, False)
+    if changed.get("direct"):
+        tiles = -(-rows // ROWS)
+        groups = -(-tiles // 5)  # what registers allow
+        changed["tiles"] = -(-tiles // groups)
+    return dataclasses.replace(config, **changed), ctas, ahead
+
+
+def variant(changes: Mapping[str, Any]) -> Setup:
+    """Other configurations, launched as `ours.multiply` does."""
+
+    def setup(inputs: Inputs) -> Call:
+        (m, _), n = inputs.a.shape, len(inputs.weight)
+        config, ctas, ahead = configured(m, n, _machine.multiprocessors(inputs.a.get_device()), changes)
+        kind = ours.KINDS[inputs.bias.dtype]
+        return functools.partial(
+            ours.mm_program(config), inputs.a, inputs.weight.t(), inputs.out, inputs.bias.data_ptr(), kind, ctas, ahead
+        )  # fmt: skip
+
+    return setup
+
+
+@dataclass
+class Measurement:
+    """A contestant at a shape."""
+
+    name: str
+    setup: Setup
+    error: float | None = None
+    reason: str = ""
+    first_ms: float = 0.0
+    between_us: float | None = None
+    rounds: list[float] = field(default_factory=list)
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """One that fails must not stop the others."""
+        if self.reason:
+            return
+        try:
+            step()
+        except Exception as error:
+            self.reason = f"{type(error).__name__}: {str(error)[:300]}"
+
+    def check(self, inputs: Inputs, wanted: Tensor) -> None:
+        inputs.out.fill_(torch.nan)
+        start = time.perf_counter()
+        self.setup(inputs)()
+        torch.cuda.synchronize()
+        self.first_ms = (time.perf_counter() - start) * 1e3
+        self.error = float((inputs.out.float() - wanted).norm() / wanted.norm())
+        worst = float((inputs.out.float() - wanted).abs().max() / wanted.abs().max())
+        if not (self.error <= _LARGEST_ERROR and worst <= 4 * _LARGEST_ERROR):
+            self.reason = f"wrong: relative error {self.error:.2g}, of the worst number {worst:.2g}"
+
+    def time(self, copies: Sequence[Inputs], between: Between, fewest: int) -> None:
+        calls = [self.setup(inputs) for inputs in copies]
+        count = max(_LEAST_CALLS, len(calls))
+        several = [between.after(calls[index % len(calls)]) for index in range(count)]
+        options: dict[str, Any] = {"budget_s": 0.0, "fewest": fewest, "most": fewest}
+        times = sample_graph(several, copies[0].a.device, **options)
+        self.between_us = between.us
+        self.rounds.append(statistics.median(times) - (between.us or 0.0))
+
+    @property
+    def us(self) -> float | None:
+        return statistics.median(self.rounds) if self.rounds and not self.reason else None
+
+
+def inputs_of(shape: Shape, m: int, device: torch.device) -> Inputs:
+    a = torch.randn(m, shape.k, device=device).bfloat16()
+    weight = (torch.randn(shape.n, shape.k, device=device) / math.sqrt(shape.k)).bfloat16()
+    return Inputs(a, weight, torch.randn(shape.n, device=device).bfloat16(), a.new_empty(m, shape.n))
+
+
+def measure(
+    shape: Shape, tokens: Iterable[int], setups: Mapping[str, Setup], device: torch.device, rounds: int, fewest: int, alone: bool
+) -> list[dict[str, Any]]:
+    """All contestants at one shape."""
+    count = max(1, math.ceil(_TOUCHED / shape.bytes))
+    weights = [inputs_of(shape, 1, device) for _ in range(count)]
+    rows = []
+    for m in tokens:
+        a = torch.randn(m, shape.k, device=device).bfloat16()
+        copies = [Inputs(a.clone(), each.weight, each.bias, a.new_empty(m, shape.n)) for each in weights]
+        wanted = a.float() @ copies[0].weight.float().t() + copies[0].bias.float()
+        measurements = [Measurement(name, setup) for name, setup in setups.items()]
+        for each in measurements:
+            each.guarded(functools.partial(each.check, copies[0], wanted))
+        between = Between(device, fewest, alone)
+        for _ in range(rounds):
+            for each in measurements:
+                each.guarded(functools.partial(each.time, copies, between, fewest))
+        for each in measurements:
+            rows.append(row_of(shape, m, each))
+            print(line_of(rows[-1]), flush=True)
+    return rows
+
+
+def row_of(shape: Shape, m: int, found: Measurement) -> dict[str, Any]:
+    us = found.us
+    return {
+        "case": shape.name, "m": m, "k": shape.k, "n": shape.n, "contestant": found.name, "us": us, "rounds_us": found.rounds,
+        "floor_us": shape.bytes / _BYTES_PER_US, "bar_us": None if shape.bar is None else shape.bar * (1.0 if m == 1 else 1.15),
+        "tb_per_s": None if us is None else shape.bytes / us / 1e6, "relative_error": found.error, "reason": found.reason,
+        "between_us": found.between_us, "first_ms": found.first_ms,
+    }  # fmt: skip
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    head = f"{row['case']:<26} m {row['m']:>2}  {row['contestant']:<26}"
+    if row["us"] is None:
+        return f"{head} {row['reason'] or 'not timed'}" + (f" err {row['relative_error']:.1e}" if row["relative_error"] else "")
+    return f"{head} {row['us']:8.2f} us  {row['tb_per_s']:.2f} TB/s  floor {row['floor_us']:.2f}  err {row['relative_error']:.1e}"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Microseconds: a contestant a line, a shape and number of rows a column."""
+    columns = list(dict.fromkeys((row["case"], row["m"]) for row in rows))
+    times = {(row["contestant"], row["case"], row["m"]): row["us"] for row in rows}
+    words = [f"{case.split()[-1][:8]} {m}" for case, m in columns]
+    lines = [f"{'':<26}" + "".join(f"{word:>12}" for word in words)]
+    for name in dict.fromkeys(row["contestant"] for row in rows):
+        cells = [times.get((name, *column)) for column in columns]
+        lines.append(f"{name:<26}" + "".join(f"{'-' if us is None else format(us, '.2f'):>12}" for us in cells))
+    return "\n".join(lines)
+
+
+def judged(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What of the bars holds, for one row and for 16."""
+    return [
+        {"name": f"{row['case']}, m = {row['m']}: us", "bound": row["bar_us"], "value": row["us"],
+         "holds": row["us"] is not None and row["us"] <= row["bar_us"]}
+        for row in rows if row["contestant"] == "ours" and row["bar_us"] is not None and row["m"] in (1, 16)
+    ]  # fmt: skip
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="REGEX", help="shapes whose name has it")
+    parser.add_argument("--tokens", default="", metavar="NUMBERS", help="rows of activations, separated by commas")
+    parser.add_argument("--variants", default="", metavar="REGEX", help="other configurations whose name has it")
+    parser.add_argument("--quick", action="store_true", help="one round of ten; 1 and 16 rows, shapes with bars, unless given")
+    parser.add_argument("--back-to-back", action="store_true", help="nothing between calls in a graph")
+    parser.add_argument("--check", action="store_true", help="check results, time nothing")
+    parser.add_argument("--list", action="store_true", help="print shapes and variants, measure nothing")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there")
+    given = parser.parse_args(words)
+    shapes = [shape for shape in SHAPES if re.search(given.only, shape.name) and (given.only or shape.bar or not given.quick)]
+    tokens = [int(word) for word in given.tokens.split(",") if word] or ([1, 16] if given.quick else list(TOKENS))
+    setups: dict[str, Setup] = {"torch": torchs, "ours": own, "ours, early": early}
+    setups |= {name: variant(each) for name, each in VARIANTS.items() if given.variants and re.search(given.variants, name)}
+    if given.list:
+        print("\n".join([*(f"{shape.name}: k {shape.k}, n {shape.n}" for shape in shapes), *setups]))
+        return
+    if not shapes or any(not 0 < m <= 16 for m in tokens):
+        parser.error("no shape has such a name, or rows are not between 1 and 16")
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    rounds, fewest = (0, 1) if given.check else (1, 10) if given.quick else (3, 17)
+    command = shlex.join([Path(sys.executable).name, *(sys.argv if words is None else ["h200_mm.py", *words])])
+    made: dict[str, Any] = {"metadata": dataclasses.asdict(collect_metadata(command, device)), "back_to_back": given.back_to_back}
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for shape in shapes:
+            rows += measure(shape, tokens, setups, device, rounds, fewest, given.back_to_back)
+            torch.cuda.empty_cache()
+            if given.output is not None:
+                report = {**made, "bars": judged(rows), "rows": rows}
+                beside = given.output.with_name(f".{given.output.name}.new")
+                beside.write_text(json.dumps(report, indent=1, default=str) + "\n")
+                beside.replace(given.output)
+    print(table(rows))
+    for bar in [] if given.check else judged(rows):
+        print(f"{'holds ' if bar['holds'] else 'MISSED'} {bar['name']}: {bar['value']} (<= {bar['bound']:g})")
+
+
+if __name__ == "__main__":
+    main()

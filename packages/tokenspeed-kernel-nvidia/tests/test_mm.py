@@ -1,0 +1,302 @@
+"""Products of few rows against float32."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.checks import HALVES
+from tokenspeed_kernel_nvidia import _programs
+from tokenspeed_kernel_nvidia.sm90.gemm import mm as module
+from tokenspeed_kernel_nvidia.sm90.gemm.mm import mm, multiply
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import SHARED_BYTES, every_config
+
+DTYPES = sorted(HALVES, key=str)
+SINGLE = torch.float32
+# Of a result's norm. One number that is rounded to bfloat16 is off by 3.9e-3 at most, to float16 by 4.9e-4.
+TOLERANCE = {torch.bfloat16: 4.5e-3, torch.float16: 6e-4, SINGLE: 1e-5}
+
+
+def _numbers(device: torch.device, *shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+    draw = torch.Generator(device).manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=draw, device=device) * scale).to(dtype)
+
+
+def _wanted(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = a.double() @ b.double()
+    return product if bias is None else product + bias.double()
+
+
+def _check(got: Tensor, wanted: Tensor) -> None:
+    """All together, and the worst number: one that is another's, or lacks a part of k, is far off."""
+    assert got.shape == wanted.shape
+    assert got.isfinite().all(), f"{int((~got.isfinite()).sum())} of {got.numel()} numbers are not finite"
+    off, limit = got.double() - wanted, TOLERANCE[got.dtype]
+    assert float(off.norm()) <= limit * float(wanted.norm()), f"relative error {float(off.norm() / wanted.norm()):.2e}"
+    size = wanted.norm() / wanted.numel() ** 0.5
+    assert float(off.abs().max()) <= 8 * limit * float(size), f"worst number {float(off.abs().max() / size):.2e} of what is usual"
+
+
+def _run(
+    device: torch.device,
+    m: int,
+    k: int,
+    n: int,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: torch.dtype | None = None,
+    **options: Any,
+) -> Tensor:
+    a, weight = _numbers(device, m, k, dtype=dtype), _numbers(device, n, k, dtype=dtype, seed=1, scale=k**-0.5)
+    given = None if bias is None else _numbers(device, n, dtype=bias)
+    out = torch.full((m, n), torch.nan, dtype=options.get("out_dtype") or dtype, device=device)
+    got = mm(a, weight.t(), bias=given, out=out, **options)
+    assert got is out
+    _check(got, _wanted(a, weight.t(), given))
+    return got
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 15, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows(sm90: torch.device, dtype: torch.dtype, m: int) -> None:
+    _run(sm90, m, 2880, 5120, dtype)
+    _run(sm90, m, 2880, 128, dtype, dtype)
+
+
+@pytest.mark.parametrize(("k", "n"), [(2880, 5120), (4096, 2880), (2880, 128), (7168, 2112), (2880, 20000), (28672, 300)])
+@pytest.mark.parametrize("m", [1, 16])
+def test_shapes_of_models(sm90: torch.device, m: int, k: int, n: int) -> None:
+    _run(sm90, m, k, n, bias=torch.bfloat16)
+
+
+@pytest.mark.parametrize("k", [8, 16, 24, 40, 64, 504, 512, 520, 1016, 1024, 1032, 2048, 2056, 4096, 4104, 9000])
+def test_edges_of_k(sm90: torch.device, k: int) -> None:
+    """Loads, chunks and stages that are not full."""
+    for n in (3, 1500):
+        _run(sm90, 5, k, n, out_dtype=SINGLE)
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 131, 132, 133, 264, 1055, 1056, 1057, 1188, 8447, 8448, 8449, 17000])
+def test_edges_of_n(sm90: torch.device, n: int) -> None:
+    """Fewer rows of weights than CTAs, and tiles and groups that are not full."""
+    for m in (3, 12):
+        _run(sm90, m, 264, n, bias=SINGLE)
+
+
+@pytest.mark.parametrize("out_dtype", [None, SINGLE], ids=str)
+@pytest.mark.parametrize("bias", [None, "own", SINGLE], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_biases_and_results(sm90: torch.device, dtype: torch.dtype, bias: Any, out_dtype: torch.dtype | None) -> None:
+    for m, n in itertools.product((1, 11), (40, 2000)):
+        _run(sm90, m, 512, n, dtype, (out_dtype or dtype) if bias == "own" else bias, out_dtype=out_dtype)
+
+
+def test_random_calls(sm90: torch.device) -> None:
+    """200 of them, of every kind."""
+    draw = random.Random(3)
+    for _ in range(200):
+        dtype = draw.choice(DTYPES)
+        out_dtype = draw.choice([None, SINGLE])
+        bias = draw.choice([None, SINGLE, out_dtype or dtype])
+        k, n = 8 * draw.randrange(1, draw.choice([20, 200, 900])), draw.randrange(1, draw.choice([50, 300, 3000, 12000]))
+        _run(sm90, draw.randrange(1, 17), k, n, dtype, bias, out_dtype=out_dtype)
+
+
+def test_infinities_and_nan(sm90: torch.device) -> None:
+    """They stay in their rows and columns, and nothing is made of what lies behind a row's end."""
+    k, n = 328, 500
+    a, weight = (_numbers(sm90, rows, k, dtype=torch.bfloat16) for rows in (6, n))
+    weight[3, 7], weight[40, k - 1], a[2, 0] = torch.inf, torch.nan, torch.inf
+    got, wanted = mm(a, weight.t(), out_dtype=SINGLE), (a.float() @ weight.float().t())
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3, equal_nan=True)
+
+
+def test_strides(sm90: torch.device) -> None:
+    """Slices of larger tensors, results with gaps, and weights that lie otherwise."""
+    dtype = torch.bfloat16
+    wide, stack = _numbers(sm90, 9, 1000, dtype=dtype), _numbers(sm90, 700, 1000, dtype=dtype, scale=0.05)
+    bias = _numbers(sm90, 700, 2, dtype=dtype)[:, 0]
+    for a, weight in ((wide[:, :400], stack[:, 8:408]), (wide[::2, 3:403], stack[::2, 1:401]), (wide[:, ::2], stack[:, 1::2])):
+        b = weight.t()
+        given = bias[: len(weight)]
+        field = torch.full((b.shape[1], 2 * len(a)), 7.0, dtype=dtype, device=sm90)
+        out = field[:, ::2].t()
+        assert mm(a, b, bias=given, out=out) is out
+        _check(out, _wanted(a, b, given))
+        assert (field[:, 1::2] == 7).all()
+        for other in (b.contiguous(), b.contiguous().t().contiguous().t()):
+            _check(mm(a, other, bias=given), _wanted(a, b, given))
+            _check(mm(a, other, bias=given.float(), out_dtype=SINGLE), _wanted(a, b, given))
+
+
+def test_the_same_again(sm90: torch.device) -> None:
+    for m, k, n in ((1, 2880, 5120), (16, 4096, 2880), (3, 2880, 128)):
+        first = _run(sm90, m, k, n)
+        for _ in range(20):
+            assert torch.equal(first, _run(sm90, m, k, n))
+
+
+def test_a_row_alone(sm90: torch.device) -> None:
+    """A row's result does not depend on the rows beside it, as long as the same program serves them."""
+    a, weight = _numbers(sm90, 8, 2880, dtype=torch.bfloat16), _numbers(sm90, 700, 2880, dtype=torch.bfloat16)
+    together = mm(a, weight.t())
+    for row in range(8):
+        assert torch.equal(together[row : row + 1], mm(a[row : row + 1], weight.t()))
+
+
+def test_a_graph_whose_inputs_change(sm90: torch.device) -> None:
+    a, weight = _numbers(sm90, 16, 2880, dtype=torch.bfloat16), _numbers(sm90, 3000, 2880, dtype=torch.bfloat16, scale=0.02)
+    bias = _numbers(sm90, 3000, dtype=torch.bfloat16)
+    mm(a, weight.t(), bias=bias)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        few, many = mm(a[:3], weight.t(), bias=bias), mm(a, weight.t(), bias=bias)
+    for seed in range(5):
+        a.copy_(_numbers(sm90, 16, 2880, dtype=torch.bfloat16, seed=seed))
+        weight.copy_(_numbers(sm90, 3000, 2880, dtype=torch.bfloat16, seed=seed + 50, scale=0.02))
+        bias.copy_(_numbers(sm90, 3000, dtype=torch.bfloat16, seed=seed))
+        graph.replay()
+        wanted = _wanted(a, weight.t(), bias)
+        _check(few, wanted[:3])
+        _check(many, wanted)
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_what_the_kernel_before_wrote(sm90: torch.device, graphed: bool) -> None:
+    """Kernels overlap, but each result is the next one's activations, and another's weights right after."""
+    n, k = 2000, 2048
+    weight, back = (_numbers(sm90, *shape, dtype=torch.bfloat16, scale=0.05) for shape in ((n, k), (k, n)))
+    start = _numbers(sm90, 16, k, dtype=torch.bfloat16)
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def chain() -> None:
+        x = start
+        for _ in range(20):
+            wide = mm(x, weight.t())
+            narrow = mm(wide, back.t())
+            scores = mm(x, narrow.t())  # the kernel before wrote these weights
+            steps.append((x, wide, scores))
+            x = narrow
+
+    chain()
+    if graphed:
+        torch.cuda.synchronize()
+        steps.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        for _ in range(3):
+            for _, wide, scores in steps:
+                wide.fill_(torch.nan)
+                scores.fill_(torch.nan)
+            graph.replay()
+    torch.cuda.synchronize()
+    for (x, wide, scores), (narrow, _, _) in itertools.pairwise(steps):
+        _check(wide, _wanted(x, weight.t()))
+        _check(narrow, _wanted(wide, back.t()))
+        _check(scores, _wanted(x, narrow.t()))
+
+
+def test_weights_that_are_read_early(sm90: torch.device) -> None:
+    """Activations are not, whatever is queued before."""
+    weight = _numbers(sm90, 2048, 2048, dtype=torch.bfloat16, scale=0.05)
+    x = _numbers(sm90, 8, 2048, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    steps = [x]
+    for _ in range(40):
+        steps.append(torch.empty_like(x))
+        multiply(steps[-2], weight.t(), None, steps[-1], early=True)
+    for before, after in itertools.pairwise(steps):
+        _check(after, _wanted(before, weight.t()))
+
+
+def test_two_streams(sm90: torch.device) -> None:
+    inputs = [(_numbers(sm90, m, k, dtype=torch.bfloat16), _numbers(sm90, n, k, dtype=torch.bfloat16)) for m, k, n in
+              ((1, 2880, 5120), (16, 4096, 2880))]  # fmt: skip
+    wanted = [_wanted(a, weight.t()) for a, weight in inputs]
+    streams = [torch.cuda.Stream(sm90) for _ in inputs]
+    torch.cuda.synchronize()
+    found: list[list[Tensor]] = [[], []]
+    for _ in range(20):
+        for index, (a, weight) in enumerate(inputs):
+            with torch.cuda.stream(streams[index]):
+                found[index].append(mm(a, weight.t()))
+    torch.cuda.synchronize()
+    for several, each in zip(found, wanted, strict=True):
+        for got in several:
+            _check(got, each)
+            assert torch.equal(got, several[0])
+
+
+# -- what needs no GPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_configurations() -> None:
+    """Every program has a ring of several tiles, in the shared memory that there is."""
+    every = every_config()
+    assert len(set(every)) == len(every)
+    for config in every:
+        assert config.stages >= 4
+        assert config.stages * config.stage_bytes + 4 * config.result_floats + 16 * config.stages <= SHARED_BYTES // config.resident
+        assert config.pitch % 128 == 64
+        assert config.result_pitch % 32 in (8, 24)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
+    """Configurations and arguments of launches, which are recorded. What is asked of tensors is that of compiled programs."""
+    found: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def record(program: Any, config: Any) -> Any:
+        def launch(a: Tensor, b: Tensor, out: Tensor, *others: Any) -> None:
+            if a.stride(1) != 1 or a.stride(0) % 8 or b.stride(0) != 1 or b.stride(1) % 8 or a.data_ptr() % 16 or b.data_ptr() % 16:
+                raise ValueError("refused")
+            found.append((config, (a, b, out, *others)))
+
+        return launch
+
+    module._program_of.cache_clear()
+    monkeypatch.setattr(_programs.Program, "__call__", record)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    yield found
+    module._program_of.cache_clear()
+
+
+def test_what_is_asked_for_is_compiled_ahead_of_time(asked: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    listed = set(every_config())
+    for dtype, out_dtype, m, n in itertools.product(DTYPES, (None, SINGLE), (1, 8, 9, 16), (1, 100, 1056, 1057, 5120)):
+        mm(torch.zeros(m, 64, dtype=dtype), torch.zeros(n, 64, dtype=dtype).t(), out_dtype=out_dtype)
+        config, (_, _, out, _, _, ctas, _) = asked.pop()
+        assert config in listed
+        assert config.tokens >= m
+        assert out.dtype == (out_dtype or dtype)
+        assert 1 <= ctas <= n
+        assert config.tiles > 1 or -(-n // ctas) <= 8
+
+
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, SINGLE], ids=str)
+def test_other_layouts(asked: list[tuple[Any, tuple[Any, ...]]], bias: torch.dtype | None) -> None:
+    """PyTorch multiplies what lies otherwise, where it can; else there is a copy."""
+    device = torch.device("cpu")
+    a, weight = (_numbers(device, rows, 72, dtype=torch.bfloat16) for rows in (5, 30))
+    given = None if bias is None else _numbers(device, 60, dtype=bias)[::2]
+    out = torch.zeros(5, 30, dtype=torch.bfloat16)
+    b = weight.t().contiguous()
+    assert mm(a, b, bias=given, out=out) is out
+    if bias == SINGLE:
+        (_, (_, copy, _, *others)) = asked.pop()
+        assert torch.equal(copy, b)
+        assert copy.stride() == (1, 72)
+        assert others[1] == 1
+    else:
+        assert not asked
+        _check(out, _wanted(a, b, given))
+    mm(a[:, :64].t().contiguous().t(), weight[:, :64].t(), bias=given)
+    _, (copy, kept, *_) = asked.pop()
+    assert copy.is_contiguous()
+    assert kept.data_ptr() == weight.data_ptr()
