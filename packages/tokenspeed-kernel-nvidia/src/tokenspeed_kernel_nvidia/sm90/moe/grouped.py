@@ -67,10 +67,10 @@ class _Programs(NamedTuple):
 
 
 @functools.cache
-def _programs_of(dtype: torch.dtype, columns: int, device: int) -> _Programs:
+def _programs_of(dtype: torch.dtype, columns: int, double: bool, device: int) -> _Programs:
     """The programs, and the CTAs of a product."""
     name = DTYPES[dtype]
-    products = (product_program(Product(name, gated, columns)) for gated in (True, False))
+    products = (product_program(Product(name, gated, columns, double)) for gated in (True, False))
     return _Programs(schedule_program(Schedule(columns)), *products, combine_program(Combine(name)), multiprocessors(device))
 
 
@@ -83,11 +83,13 @@ def moe_apply_many(
     out: Tensor | None = None,
     *,
     columns: int | None = None,
+    double: bool = True,
 ) -> Tensor:
     """`moe_apply` on checked arguments, weights in the layout of `mxfp4_layout`.
 
     Args:
         columns: the widest tile, one of those in `grouped_config`; chosen by the number of pairs if None.
+        double: see `grouped_config.Product`.
     """
     tokens, hidden = x.shape
     pairs, experts = tokens * plan.top_k, plan.num_experts
@@ -96,7 +98,7 @@ def moe_apply_many(
         return deliver(written, out)
     columns = columns or columns_for(pairs, experts)
     device = x.get_device()
-    programs = _programs_of(x.dtype, columns, device)
+    programs = _programs_of(x.dtype, columns, double, device)
     # One allocation. What a launch leaves in it only the launches of this call read.
     tiles = most_tiles(pairs, experts, columns)
     lengths = (pairs * plan.intermediate_size * 2, pairs * hidden * 2, pairs * 4, pairs * 4, tiles * RECORD * 4, 4)

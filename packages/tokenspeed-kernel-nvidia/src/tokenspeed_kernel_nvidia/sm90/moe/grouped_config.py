@@ -26,7 +26,7 @@ _WIDTHS = {
     160: (16, 32, 48, 64, 80, 96, 112, 128, 144, 160),
     192: (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192),
 }
-FEW_COLUMNS, MANY_COLUMNS = 64, 160
+SERVED = FEW_COLUMNS, MANY_COLUMNS = 64, 160
 _FEW_PAIRS = 56  # pairs an expert up to which tiles are narrow
 
 
@@ -136,12 +136,12 @@ def most_tiles(pairs: int, experts: int, columns: int) -> int:
 
 def every_schedule() -> list[Schedule]:
     """All that is served."""
-    return [Schedule(columns) for columns in _WIDTHS]
+    return [Schedule(columns) for columns in SERVED]
 
 
 def every_product() -> list[Product]:
     """All that is served."""
-    return [Product(dtype, gated, columns) for dtype in DTYPES.values() for gated in (True, False) for columns in _WIDTHS]
+    return [Product(dtype, gated, columns) for dtype in DTYPES.values() for gated in (True, False) for columns in SERVED]
 
 
 def every_combine() -> list[Combine]:

@@ -12,7 +12,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, CONSUMERS, THREADS, Product
@@ -74,14 +74,18 @@ class GroupedProduct(Loader, Consumers):
                     column_pipe.empty.init(stage, CONSUMERS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # Up to here the kernel before may still run. The next one waits for this one to end before it reads anything.
-        cute.arch.griddepcontrol_wait()
+        # Up to here the kernel before may still run. The first product is what has waited for the schedule when the second one
+        # begins: that one need only wait before it reads columns, and weights are on their way before.
+        if const_expr(c.gated):
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == 0:
                 self.load_weights(call, storage)
             else:
+                if const_expr(not c.gated):
+                    cute.arch.griddepcontrol_wait()
                 self.load_columns(call, storage, warp - 1)
         else:
             cute.arch.setmaxregister_increase(c.consumer_registers)

@@ -1,0 +1,141 @@
+"""Experts for many tokens in the size of GPT-OSS-120B's layer: how wide tiles should be, and what each kernel of a call takes.
+
+python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py
+python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py --tokens 1024 8192 --variants 64 160 160s 192s --no-portable
+
+A variant is the most columns of a tile; ``s`` stands for one set of registers for weights. Results of each are first compared with
+float32 at some tokens. Times are medians of calls in a CUDA graph, without the router. Tokens are routed to experts at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.platform import cpu_platform
+from tokenspeed_kernel_nvidia.sm90.moe import grouped, mxfp4_layout
+
+EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 4, 2880, 2880
+_CHECKED = 48  # tokens that are compared with float32
+_GRAPH_US = 8000.0  # of a graph, at least
+_REPLAYS = 9
+Call = Callable[[], Tensor]
+
+
+def draw_weights(device: torch.device) -> MoEWeights:
+    random = torch.Generator(device).manual_seed(0)
+
+    def projection(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        codes = torch.randint(0, 256, (EXPERTS, rows, k // 2), generator=random, device=device, dtype=torch.uint8)
+        scale = torch.randint(118, 121, (EXPERTS, rows, k // 32), generator=random, device=device, dtype=torch.uint8)
+        return codes, scale, torch.randn(EXPERTS, rows, generator=random, device=device) * 0.2
+
+    return MoEWeights(*projection(2 * INTERMEDIATE, HIDDEN), *projection(HIDDEN, INTERMEDIATE))
+
+
+def draw_tokens(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator(device).manual_seed(count)
+    x = torch.randn(count, HIDDEN, generator=random, device=device).to(torch.bfloat16)
+    logits = torch.randn(count, EXPERTS, generator=random, device=device)
+    best = logits.topk(TOP_K)
+    return x, torch.softmax(best.values, -1), best.indices.int()
+
+
+def microseconds(call: Call) -> float:
+    """Of one call in a graph of several: the median of replays."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(3):
+        call()
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    calls = max(2, min(40, round(_GRAPH_US / (1000 * begin.elapsed_time(end)))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times = []
+    for _ in range(_REPLAYS):
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1000 * begin.elapsed_time(end) / calls)
+    return statistics.median(times)
+
+
+def kernels_of(call: Call) -> str:
+    """Microseconds of each kernel of a call, in order, by PyTorch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    found = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found.sort(key=lambda event: event.time_range.start)
+    last = found[-(len(found) // 3) :]
+    return " ".join(f"{event.time_range.elapsed_us():.0f}" for event in last)
+
+
+def variant_of(name: str) -> dict[str, Any]:
+    return {"columns": int(name.rstrip("s")), "double": not name.endswith("s")}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 8192])
+    parser.add_argument("--variants", nargs="+", default=["64", "160", "160s", "192s"])
+    parser.add_argument("--no-portable", action="store_true", help="without the portable kernel")
+    parser.add_argument("--profile", action="store_true", help="with the times of each kernel")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda", 0)
+    plan = moe_apply.plan(
+        EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, weight_format="mxfp4", w13_interleaved=True, bias=True, alpha=1.702, limit=7.0, beta=1.0,
+        platform=cpu_platform(), override="reference_moe_apply",
+    )  # fmt: skip
+    given = draw_weights(device)
+    prepared = mxfp4_layout.prepare_weights(given, plan)
+    portable = None
+    if not options.no_portable:
+        from tokenspeed_kernel.triton.moe import moe_apply_mxfp4
+
+        portable = moe_apply_mxfp4.moe_apply, moe_apply_mxfp4.prepare_weights(given, plan)
+    lines = []
+    for tokens in options.tokens:
+        x, weights, ids = draw_tokens(tokens, device)
+        some = torch.arange(0, tokens, max(1, tokens // _CHECKED), device=device)
+        wanted = moe_apply.operator.body(x[some].float(), given, weights[some], ids[some], plan)
+        calls: dict[str, Call] = {}
+        for name in options.variants:
+            calls[name] = lambda of=variant_of(name): grouped.moe_apply_many(x, prepared, weights, ids, plan, **of)
+        if portable is not None:
+            calls["portable"] = lambda: portable[0](x, portable[1], weights, ids, plan)
+        for name, call in calls.items():
+            try:
+                error = (call()[some].float() - wanted).norm() / wanted.norm()
+                again = all(torch.equal(call(), call()) for _ in range(3))
+                took = microseconds(call)
+                flops = 6.0 * tokens * TOP_K * HIDDEN * INTERMEDIATE
+                line = f"{tokens:6} {name:>9} {took:9.1f} us {flops / took / 1e6:7.0f} TFLOP/s  error {error:.1e}"
+                line += "" if again else "  NOT THE SAME BITS"
+                if options.profile:
+                    line += f"  kernels {kernels_of(call)}"
+            except Exception as problem:  # one variant must not end the others
+                traceback.print_exc()
+                line = f"{tokens:6} {name:>9} failed: {type(problem).__name__}: {str(problem)[:80]}"
+            print(line, flush=True)
+            lines.append(line)
+    print("\n" + "\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
