@@ -284,7 +284,7 @@ class Consumers(Rows):
     def combine(self, call: Call, warp: Int32, part: Int32):
         """Writes a part of the output: sums over slots, in their order. By all computing warps, when all products are done."""
         layer = call.layer
-        self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_strips)
+        self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_units * FINISHERS)
         ctas, _, _ = cute.arch.grid_dim()
         width = layer.hidden // 4
         quads = call.tokens * width
