@@ -35,8 +35,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from measuring import Between
 
-from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.benchmark import Unsupported, collect_metadata
 from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, mx
+from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
+from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import ROWS, Config
@@ -45,27 +50,43 @@ Call = Callable[[], Any]
 _TOUCHED = 130e6  # bytes of weights, of a cache of 50 MB
 _LEAST_CALLS = 24  # of a graph, which takes some microseconds to start
 _BYTES_PER_US = 4.35e6  # what reading takes on this device, measured
+_ROWS = 16  # of activations, at most
 _LARGEST_ERROR = 4e-3  # of a result's norm; rounding to bfloat16 alone is 1.7e-3
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A product ``[m, k] x [k, n]`` in bfloat16, with a bias; weights are stored ``[n, k]``.
+    """A product ``[m, k] x [k, n]``, with a bfloat16 bias and result; weights are stored ``[n, k]``.
 
     Attributes:
         bar: microseconds that one row may take; 16 rows may take 15% more.
+        weights: see `_MADE`.
     """
 
     name: str
     k: int
     n: int
     bar: float | None = None
+    weights: str = "bfloat16"
 
     @property
-    def bytes(self) -> int:
-        return 2 * self.k * self.n
+    def bytes(self) -> float:
+        return self.k * self.n * _BYTES[self.weights]
+
+    def case(self, m: int) -> Case:
+        return Case(self.name, _MADE[self.weights](m, self.k, self.n), large=True)
 
 
+# Random operands, and bytes of a weight with its share of scales.
+_MADE: Mapping[str, Callable[[int, int, int], Any]] = {
+    "bfloat16": functools.partial(dense, bias=torch.bfloat16),
+    "fp8 weights": functools.partial(fp8, a_scale="", b_scale="channel", a_dtype=torch.bfloat16, bias=torch.bfloat16),
+    "fp8 weights, blocks": functools.partial(fp8, a_scale="", b_scale="block", a_dtype=torch.bfloat16, bias=torch.bfloat16),
+    "fp8": functools.partial(fp8, a_scale="token", b_scale="channel", bias=torch.bfloat16),
+    "fp8, blocks": functools.partial(fp8, a_scale="block", b_scale="block", bias=torch.bfloat16),
+    "mxfp4 weights": functools.partial(mx, a="dense", b="mxfp4", bias=torch.bfloat16),
+}
+_BYTES = {"bfloat16": 2.0, "mxfp4 weights": 17 / 32, **dict.fromkeys([name for name in _MADE if name.startswith("fp8")], 1.0)}
 SHAPES = (
     Shape("gpt-oss-120b qkv", 2880, 5120, 7.8),
     Shape("gpt-oss-120b output", 4096, 2880, 6.4),
@@ -77,6 +98,9 @@ SHAPES = (
     Shape("deepseek-v3 q and kv down", 7168, 2112),
     Shape("deepseek-v3 router", 7168, 256),
     Shape("qwen3-235b router", 4096, 128),
+    *(Shape(f"gpt-oss-120b qkv, {name}", 2880, 5120, weights=name) for name in _MADE if name != "bfloat16"),
+    Shape("llama-8b gate and up, fp8", 4096, 28672, weights="fp8"),
+    Shape("deepseek-v3 q and kv down, fp8, blocks", 7168, 2112, weights="fp8, blocks"),
 )
 TOKENS = (1, 2, 4, 8, 16)
 
@@ -110,55 +134,58 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Inputs:
-    a: Tensor
-    weight: Tensor
-    bias: Tensor
-    out: Tensor
-
-
+Inputs = Mapping[str, Any]  # all arguments of the operator
 Setup = Callable[[Inputs], Call]
 
 
 def torchs(inputs: Inputs) -> Call:
-    return functools.partial(torch.addmm, inputs.bias, inputs.a, inputs.weight.t(), out=inputs.out)
+    if inputs["b_scale"] is not None:
+        raise Unsupported("PyTorch multiplies dense operands here")
+    return functools.partial(torch.addmm, inputs["bias"], inputs["a"], inputs["b"], out=inputs["out"])
+
+
+def portable(inputs: Inputs) -> Call:
+    values = list(inputs.values())
+    return functools.partial(get_operator("gemm.mm").function.bind(*values, solution="triton"), *values)
 
 
 def own(inputs: Inputs) -> Call:
-    return functools.partial(ours.mm, inputs.a, inputs.weight.t(), bias=inputs.bias, out=inputs.out)
+    return functools.partial(ours.mm, **inputs)
+
+
+def _operands(inputs: Inputs) -> dict[str, Any]:
+    return {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
 
 
 def early(inputs: Inputs) -> Call:
-    return functools.partial(ours.multiply, inputs.a, inputs.weight.t(), inputs.bias, inputs.out, early=True)
-
-
-def configured(m: int, n: int, count: int, changes: Mapping[str, Any]) -> tuple[Config, int, int]:
-    """A variant's program, its CTAs, and the bytes that each brings to the L2 cache ahead."""
-    changed = {**changes}
-    ahead = changed.pop("ahead", ours.AHEAD)
-    ctas = min(n, changed.get("resident", 1) * count)
-    rows = -(-n // ctas)
-    config = ours.config_of("bfloat16", "dense", "bfloat16", m, rows, False)
-    if changed.get("direct"):
-        tiles = -(-rows // ROWS)
-        groups = -(-tiles // 5)  # what registers allow
-        changed["tiles"] = -(-tiles // groups)
-    return dataclasses.replace(config, **changed), ctas, ahead
+    return functools.partial(ours.multiply, **_operands(inputs), early=True)
 
 
 def variant(changes: Mapping[str, Any]) -> Setup:
-    """Other configurations, launched as `ours.multiply` does."""
+    """Another configuration, launched as ours is."""
+    changed = {**changes}
+    ahead = changed.pop("ahead", ours.AHEAD)
 
     def setup(inputs: Inputs) -> Call:
-        (m, _), n = inputs.a.shape, len(inputs.weight)
-        config, ctas, ahead = configured(m, n, _machine.multiprocessors(inputs.a.get_device()), changes)
-        kind = ours.KINDS[inputs.bias.dtype]
-        return functools.partial(
-            ours.mm_program(config), inputs.a, inputs.weight.t(), inputs.out, inputs.bias.data_ptr(), kind, ctas, ahead
-        )  # fmt: skip
+        n, count = inputs["b"].shape[1], _machine.multiprocessors(inputs["a"].get_device())
+        ctas = min(n, changed.get("resident", 1) * count)
+        program = ours.mm_program(reconfigured(inputs, ctas, changed))
+        arguments = ours.arguments_of(**_operands(inputs), ctas=ctas, ahead=ahead)
+        return functools.partial(program, *arguments)
 
     return setup
+
+
+def reconfigured(inputs: Inputs, ctas: int, changes: Mapping[str, Any]) -> Config:
+    """The program of a call with something changed."""
+    weights, scales = ours.kinds_of(inputs["b"], inputs["b_scale"])
+    rows = -(-inputs["b"].shape[1] // ctas)
+    config = ours.config_of(dtype_name(inputs["a"].dtype), weights, scales, "bfloat16", len(inputs["a"]), rows, False)
+    changed = {**changes}
+    if changed.get("direct"):
+        tiles = -(-rows // ROWS)
+        changed["tiles"] = -(-tiles // -(-tiles // 5))  # what registers allow, and in groups of one size
+    return dataclasses.replace(config, **changed)
 
 
 @dataclass
@@ -183,13 +210,14 @@ class Measurement:
             self.reason = f"{type(error).__name__}: {str(error)[:300]}"
 
     def check(self, inputs: Inputs, wanted: Tensor) -> None:
-        inputs.out.fill_(torch.nan)
+        out = inputs["out"]
+        out.fill_(torch.nan)
         start = time.perf_counter()
         self.setup(inputs)()
         torch.cuda.synchronize()
         self.first_ms = (time.perf_counter() - start) * 1e3
-        self.error = float((inputs.out.float() - wanted).norm() / wanted.norm())
-        worst = float((inputs.out.float() - wanted).abs().max() / wanted.abs().max())
+        self.error = float((out.float() - wanted).norm() / wanted.norm())
+        worst = float((out.float() - wanted).abs().max() / wanted.abs().max())
         if not (self.error <= _LARGEST_ERROR and worst <= 4 * _LARGEST_ERROR):
             self.reason = f"wrong: relative error {self.error:.2g}, of the worst number {worst:.2g}"
 
@@ -198,7 +226,7 @@ class Measurement:
         count = max(_LEAST_CALLS, len(calls))
         several = [between.after(calls[index % len(calls)]) for index in range(count)]
         options: dict[str, Any] = {"budget_s": 0.0, "fewest": fewest, "most": fewest}
-        times = sample_graph(several, copies[0].a.device, **options)
+        times = sample_graph(several, copies[0]["a"].device, **options)
         self.between_us = between.us
         self.rounds.append(statistics.median(times) - (between.us or 0.0))
 
@@ -207,10 +235,18 @@ class Measurement:
         return statistics.median(self.rounds) if self.rounds and not self.reason else None
 
 
-def inputs_of(shape: Shape, m: int, device: torch.device) -> Inputs:
-    a = torch.randn(m, shape.k, device=device).bfloat16()
-    weight = (torch.randn(shape.n, shape.k, device=device) / math.sqrt(shape.k)).bfloat16()
-    return Inputs(a, weight, torch.randn(shape.n, device=device).bfloat16(), a.new_empty(m, shape.n))
+def inputs_of(shape: Shape, device: torch.device, seed: int) -> dict[str, Any]:
+    op = get_operator("gemm.mm")
+    return op.complete(shape.case(_ROWS).build(device, seed))
+
+
+def first_rows(inputs: Inputs, m: int) -> dict[str, Any]:
+    """The first rows of activations, and memory for the result."""
+    a, a_scale = inputs["a"][:m].clone(), inputs["a_scale"]
+    if a_scale is not None and a_scale.ndim == 2:
+        a_scale = a_scale[:m].clone()
+    out = torch.empty(m, inputs["b"].shape[1], dtype=torch.bfloat16, device=a.device)
+    return {**inputs, "a": a, "a_scale": a_scale, "out": out}
 
 
 def measure(
@@ -218,12 +254,12 @@ def measure(
 ) -> list[dict[str, Any]]:
     """All contestants at one shape."""
     count = max(1, math.ceil(_TOUCHED / shape.bytes))
-    weights = [inputs_of(shape, 1, device) for _ in range(count)]
+    every = [inputs_of(shape, device, seed) for seed in range(count)]
     rows = []
     for m in tokens:
-        a = torch.randn(m, shape.k, device=device).bfloat16()
-        copies = [Inputs(a.clone(), each.weight, each.bias, a.new_empty(m, shape.n)) for each in weights]
-        wanted = a.float() @ copies[0].weight.float().t() + copies[0].bias.float()
+        copies = [first_rows(inputs, m) for inputs in every]
+        wide = decode_operands("mm", *(copies[0][name] for name in ("a", "b", "a_scale", "b_scale")))
+        wanted = wide[0] @ wide[1] + copies[0]["bias"].float()
         measurements = [Measurement(name, setup) for name, setup in setups.items()]
         for each in measurements:
             each.guarded(functools.partial(each.check, copies[0], wanted))
@@ -240,7 +276,8 @@ def measure(
 def row_of(shape: Shape, m: int, found: Measurement) -> dict[str, Any]:
     us = found.us
     return {
-        "case": shape.name, "m": m, "k": shape.k, "n": shape.n, "contestant": found.name, "us": us, "rounds_us": found.rounds,
+        "case": shape.name, "weights": shape.weights, "m": m, "k": shape.k, "n": shape.n,
+        "contestant": found.name, "us": us, "rounds_us": found.rounds,
         "floor_us": shape.bytes / _BYTES_PER_US, "bar_us": None if shape.bar is None else shape.bar * (1.0 if m == 1 else 1.15),
         "tb_per_s": None if us is None else shape.bytes / us / 1e6, "relative_error": found.error, "reason": found.reason,
         "between_us": found.between_us, "first_ms": found.first_ms,
@@ -248,21 +285,22 @@ def row_of(shape: Shape, m: int, found: Measurement) -> dict[str, Any]:
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    head = f"{row['case']:<26} m {row['m']:>2}  {row['contestant']:<26}"
+    head = f"{row['case']:<38} m {row['m']:>2}  {row['contestant']:<26}"
+    error = "" if row["relative_error"] is None else f"  err {row['relative_error']:.1e}"
     if row["us"] is None:
-        return f"{head} {row['reason'] or 'not timed'}" + (f" err {row['relative_error']:.1e}" if row["relative_error"] else "")
-    return f"{head} {row['us']:8.2f} us  {row['tb_per_s']:.2f} TB/s  floor {row['floor_us']:.2f}  err {row['relative_error']:.1e}"
+        return f"{head} {row['reason'] or 'not timed'}{error}"
+    return f"{head} {row['us']:8.2f} us  {row['tb_per_s']:.2f} TB/s  floor {row['floor_us']:.2f}{error}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Microseconds: a contestant a line, a shape and number of rows a column."""
     columns = list(dict.fromkeys((row["case"], row["m"]) for row in rows))
     times = {(row["contestant"], row["case"], row["m"]): row["us"] for row in rows}
-    words = [f"{case.split()[-1][:8]} {m}" for case, m in columns]
-    lines = [f"{'':<26}" + "".join(f"{word:>12}" for word in words)]
+    words = [f"{case.partition(' ')[2][:12]} {m}" for case, m in columns]
+    lines = [f"{'':<26}" + "".join(f"{word:>16}" for word in words)]
     for name in dict.fromkeys(row["contestant"] for row in rows):
         cells = [times.get((name, *column)) for column in columns]
-        lines.append(f"{name:<26}" + "".join(f"{'-' if us is None else format(us, '.2f'):>12}" for us in cells))
+        lines.append(f"{name:<26}" + "".join(f"{'-' if us is None else format(us, '.2f'):>16}" for us in cells))
     return "\n".join(lines)
 
 
@@ -288,7 +326,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     shapes = [shape for shape in SHAPES if re.search(given.only, shape.name) and (given.only or shape.bar or not given.quick)]
     tokens = [int(word) for word in given.tokens.split(",") if word] or ([1, 16] if given.quick else list(TOKENS))
-    setups: dict[str, Setup] = {"torch": torchs, "ours": own, "ours, early": early}
+    setups: dict[str, Setup] = {"torch": torchs, "portable": portable, "ours": own, "ours, early": early}
     setups |= {name: variant(each) for name, each in VARIANTS.items() if given.variants and re.search(given.variants, name)}
     if given.list:
         print("\n".join([*(f"{shape.name}: k {shape.k}, n {shape.n}" for shape in shapes), *setups]))

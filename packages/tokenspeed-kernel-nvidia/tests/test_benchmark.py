@@ -360,14 +360,18 @@ def test_products_are_listed(modules: dict[str, ModuleType], capsys: pytest.Capt
 def test_variants_of_products_fit(modules: dict[str, ModuleType]) -> None:
     """Each has a ring, or none, that a multiprocessor has room for, and sums for all rows of its CTAs in turn."""
     h200_mm = modules["h200_mm"]
-    for changes in h200_mm.VARIANTS.values():
-        for shape in h200_mm.SHAPES:
-            for m in h200_mm.TOKENS:
-                config, ctas, ahead = h200_mm.configured(m, shape.n, 132, changes)
+    for weights in h200_mm._MADE:
+        small = h200_mm.Shape("small", 128, 2880, weights=weights)
+        inputs = h200_mm.inputs_of(small, torch.device("cpu"), 0)
+        for m in (1, 16):
+            some = h200_mm.first_rows(inputs, m)
+            assert (some["a"].shape[0], some["out"].shape) == (m, (m, 2880))
+            for changes in h200_mm.VARIANTS.values():
+                changed = {name: value for name, value in changes.items() if name != "ahead"}
+                config = h200_mm.reconfigured(some, 132 * changed.get("resident", 1), changed)
                 assert config.direct or config.stages >= 1
-                assert 1 <= ctas <= min(shape.n, 264)
-                assert ahead >= 0
-                assert config.tokens >= m
+                assert config.tokens == (8 if m == 1 else 16)
+        assert small.bytes == pytest.approx(sum(t.nbytes for t in (inputs["b"], inputs["b_scale"]) if t is not None), rel=0.05)
 
 
 def test_what_is_said_of_products(modules: dict[str, ModuleType]) -> None:
@@ -393,6 +397,7 @@ def test_a_contestant_that_fails_does_not_stop_the_others(modules: dict[str, Mod
         raise RuntimeError("no such configuration")
 
     found = h200_mm.Measurement("broken", broken)
-    found.guarded(lambda: found.check(h200_mm.inputs_of(h200_mm.Shape("small", 16, 8), 2, torch.device("cpu")), torch.zeros(2, 8)))
+    inputs = h200_mm.inputs_of(h200_mm.Shape("small", 16, 8), torch.device("cpu"), 0)
+    found.guarded(lambda: found.check(h200_mm.first_rows(inputs, 2), torch.zeros(2, 8)))
     assert found.us is None
     assert "no such configuration" in found.reason

@@ -119,6 +119,29 @@ def test_products_of_few_rows(registered: KernelRegistry) -> None:
     assert not _product(1, 72, out_dtype=torch.float16).startswith("cutedsl")
 
 
+PRODUCTS = [
+    ("fp8 per tensor", "cutedsl_mm_fp8"),
+    ("fp8 per token and channel, bias", ""),  # k = 300
+    ("fp8 per token and tensor, one token", "cutedsl_mm_fp8"),
+    ("fp8 per block, one block", "cutedsl_mm_fp8"),
+    ("fp8 e5m2 with e4m3fn", ""),
+    ("fp8 weight only, per channel", "cutedsl_mm_fp8_weights_bfloat16"),
+    ("fp8 weight only, per block", "cutedsl_mm_fp8_weights_float16"),
+    ("mxfp4 weight only", "cutedsl_mm_mxfp4_weights_bfloat16"),
+    ("mxfp4, bias", ""),
+    ("mxfp8 weight only", ""),
+]
+
+
+@pytest.mark.parametrize(("case", "name"), PRODUCTS, ids=[case for case, _ in PRODUCTS])
+def test_products_with_scales(registered: KernelRegistry, case: str, name: str) -> None:
+    op = get_operator("gemm.mm")
+    arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))
+    with use_platform(named_platform("sm_90")):
+        found = str(tokenspeed_kernel.mm.explain(**arguments).chosen.name)
+    assert found == name if name else not found.startswith("cutedsl")
+
+
 def test_without_a_compiler_it_says_why(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_machine, "dsl_gap", lambda: "needs nvidia-cutlass-dsl >= 4.8, there is none")
     op = get_operator("attention.mha_prefill")

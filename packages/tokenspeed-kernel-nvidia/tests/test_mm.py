@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.checks import HALVES
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.gemm._inputs import fp8, mx
+from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_nvidia import _programs
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as module
 from tokenspeed_kernel_nvidia.sm90.gemm.mm import mm, multiply
@@ -233,6 +238,110 @@ def test_two_streams(sm90: torch.device) -> None:
             assert torch.equal(got, several[0])
 
 
+# -- weights with scales -------------------------------------------------------------------------------------------------------
+
+E4M3 = torch.float8_e4m3fn
+SCALED = {
+    **{f"fp8 weights, {b}": (E4M3, partial(fp8, a_scale="", b_scale=b)) for b in ("tensor", "channel", "block")},
+    **{f"fp8, {a} and {b}": (E4M3, partial(fp8, a_scale=a, b_scale=b)) for a, b in
+       (("tensor", "tensor"), ("token", "tensor"), ("tensor", "channel"), ("token", "channel"), ("block", "block"))},
+    "mxfp4 weights": (torch.uint8, partial(mx, a="dense", b="mxfp4")),
+}  # fmt: skip
+
+
+def _scaled(device: torch.device, name: str, m: int, k: int, n: int, dtype: torch.dtype | None, seed: int = 0) -> dict[str, Any]:
+    """Arguments of a product, with a result to write; ``dtype``: of activations, if they are dense."""
+    options: dict[str, Any] = {} if dtype is None or name == "mxfp4 weights" else {"a_dtype": dtype}
+    arguments = get_operator("gemm.mm").complete(Case(name, SCALED[name][1](m, k, n, **options)).build(device, seed))
+    return {**arguments, "out": torch.full((m, n), torch.nan, dtype=dtype or torch.bfloat16, device=device)}
+
+
+def _run_scaled(device: torch.device, name: str, m: int, k: int, n: int, dtype: torch.dtype | None, **changed: Any) -> Tensor:
+    arguments = {**_scaled(device, name, m, k, n, dtype, k + n), **changed}
+    if changed.get("out_dtype"):
+        arguments["out"] = arguments["out"].to(changed["out_dtype"])
+    got = mm(**arguments)
+    assert got is arguments["out"]
+    operands = decode_operands("mm", *(arguments[each] for each in ("a", "b", "a_scale", "b_scale")))
+    _check(got, _wanted(*operands, arguments["bias"]))
+    return got
+
+
+def _dtypes(name: str) -> list[torch.dtype | None]:
+    """Dtypes of activations that go with such weights."""
+    return list(DTYPES) if name.startswith("fp8 weights") else [torch.bfloat16] if name.startswith("mx") else [None]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scales(sm90: torch.device, name: str) -> None:
+    for dtype, m in itertools.product(_dtypes(name), (1, 8, 16)):
+        for k, n in ((2880, 5120), (4096, 2880), (2880, 128), (7168, 2112), (96, 40), (2880, 20000)):
+            _run_scaled(sm90, name, m, k, n, dtype)
+            _run_scaled(sm90, name, m, k, n, dtype, out_dtype=SINGLE, bias=_numbers(sm90, n, dtype=SINGLE))
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_random_scaled_calls(sm90: torch.device, name: str) -> None:
+    draw = random.Random(name)
+    for _ in range(60):
+        k, n = 32 * draw.randrange(1, draw.choice([5, 60, 300])), draw.randrange(1, draw.choice([50, 300, 3000, 12000]))
+        _run_scaled(sm90, name, draw.randrange(1, 17), k - 16 * (k > 32 and name != "mxfp4 weights"), n, draw.choice(_dtypes(name)))
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_strides(sm90: torch.device, name: str) -> None:
+    """Scales that lie otherwise, slices of wider weights, and weights that are not stored in rows."""
+    dtype = _dtypes(name)[0]
+    arguments = _scaled(sm90, name, 5, 512, 700, dtype)
+    first = mm(**arguments).clone()
+    for each in ("a_scale", "b_scale"):
+        if arguments[each] is not None and arguments[each].ndim == 2:
+            turned = arguments[each].mT.contiguous().mT
+            assert torch.equal(mm(**{**arguments, each: turned}), first)
+    b = arguments["b"]
+    stack = torch.zeros(b.shape[1], b.shape[0] + 48, dtype=torch.uint8, device=sm90)
+    stack[:, 16:-32] = b.t().view(torch.uint8)
+    sliced = stack[:, 16:-32].view(b.dtype).t()
+    for other in (sliced, b.view(torch.uint8).contiguous().view(b.dtype)):
+        assert torch.equal(mm(**{**arguments, "b": other}), first)
+
+
+def test_every_fp8_number(sm90: torch.device) -> None:
+    """As weights and as activations, NaN left out."""
+    codes = torch.tensor([code for code in range(256) if code % 128 != 127], dtype=torch.uint8, device=sm90).view(E4M3)
+    one = torch.ones(1, device=sm90)
+    k = 256
+    diagonal = torch.zeros(254, k, device=sm90)
+    diagonal[range(254), range(254)] = codes.float()
+    for dtype in (*DTYPES, E4M3):
+        a = torch.ones(3, k, device=sm90).to(dtype)
+        scale = one if dtype == E4M3 else None
+        got = mm(a, diagonal.to(E4M3).t(), scale, one, out_dtype=SINGLE)
+        assert torch.equal(got, codes.float().expand(3, -1))
+    a = torch.zeros(2, 256, device=sm90)
+    a[:, :254] = codes.float()
+    eye = torch.eye(256, device=sm90).to(E4M3)
+    assert torch.equal(mm(a.to(E4M3), eye.t(), one, one, out_dtype=SINGLE), a)
+
+
+def test_every_mxfp4_number(sm90: torch.device) -> None:
+    """Each code with each scale, also the smallest, the largest, and NaN."""
+    row = torch.arange(256, device=sm90)
+    packed = torch.zeros(256, 256, 16, dtype=torch.uint8, device=sm90)  # [row, scale, byte], k = 256 * 32
+    packed[row, row] = torch.arange(16, dtype=torch.uint8, device=sm90) * 17
+    scale = torch.full((256, 256), 127, dtype=torch.uint8, device=sm90)
+    scale[row, row] = row.to(torch.uint8)
+    b, b_scale = packed.view(256, -1).t(), scale.t()
+    for place in (0, 1, 5, 14, 30, 31):  # in a block of 32
+        a = torch.zeros(4, 256, 32, dtype=torch.bfloat16, device=sm90)
+        a[:, :, place] = 1
+        a = a.view(4, -1)
+        wanted = a.cpu().float() @ decode_operands("mm", a, b, None, b_scale)[1].cpu()
+        got = mm(a, b, None, b_scale, out_dtype=SINGLE)
+        # Denormal results may be 0.
+        torch.testing.assert_close(got.cpu(), wanted, rtol=0, atol=2.0**-126, equal_nan=True)
+
+
 # -- what needs no GPU ---------------------------------------------------------------------------------------------------------
 
 
@@ -254,8 +363,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any
 
     def record(program: Any, config: Any) -> Any:
         def launch(a: Tensor, b: Tensor, out: Tensor, *others: Any) -> None:
-            if a.stride(1) != 1 or a.stride(0) % 8 or b.stride(0) != 1 or b.stride(1) % 8 or a.data_ptr() % 16 or b.data_ptr() % 16:
-                raise ValueError("refused")
+            for rows in (a, b.t()):
+                if rows.stride(1) != 1 or rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
+                    raise ValueError("refused")
             found.append((config, (a, b, out, *others)))
 
         return launch
@@ -271,7 +381,7 @@ def test_what_is_asked_for_is_compiled_ahead_of_time(asked: list[tuple[Any, tupl
     listed = set(every_config())
     for dtype, out_dtype, m, n in itertools.product(DTYPES, (None, SINGLE), (1, 8, 9, 16), (1, 100, 1056, 1057, 5120)):
         mm(torch.zeros(m, 64, dtype=dtype), torch.zeros(n, 64, dtype=dtype).t(), out_dtype=out_dtype)
-        config, (_, _, out, _, _, ctas, _) = asked.pop()
+        config, (_, _, out, _, _, ctas, *_) = asked.pop()
         assert config in listed
         assert config.tokens >= m
         assert out.dtype == (out_dtype or dtype)
@@ -300,3 +410,24 @@ def test_other_layouts(asked: list[tuple[Any, tuple[Any, ...]]], bias: torch.dty
     _, (copy, kept, *_) = asked.pop()
     assert copy.is_contiguous()
     assert kept.data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_are_handed_over(asked: list[tuple[Any, tuple[Any, ...]]], name: str) -> None:
+    """By address, with steps of 0 where one serves all; programs are those that are compiled ahead of time."""
+    device = torch.device("cpu")
+    for dtype, m, n in itertools.product(_dtypes(name), (1, 16), (100, 5120)):
+        arguments = _scaled(device, name, m, 320, n, dtype)
+        for out_dtype in (None, SINGLE):
+            mm(**{**arguments, "out": None, "out_dtype": out_dtype})
+            config, (a, b, out, _, _, _, _, *tables) = asked.pop()
+            assert config in set(every_config())
+            assert out.dtype == (out_dtype or dtype or torch.bfloat16)
+            assert {a.dtype, b.dtype} <= {torch.uint8, *DTYPES}
+            for scale, table in zip((arguments["a_scale"], arguments["b_scale"]), (tables[:3], tables[3:]), strict=True):
+                if scale is None:
+                    assert table == [0, 0, 0]
+                else:
+                    assert table == [scale.data_ptr(), *(scale.stride() if scale.ndim == 2 else (0, 0))]
+    block = name.rpartition(" ")[2] == "block"
+    assert config.scales == ("mx" if name.startswith("mx") else "block" if block else "row")

@@ -255,6 +255,13 @@ def test_mx_formats_and_traits() -> None:
     assert _signature(tk.bmm, **batched).traits == {"k_multiple": 64, "n_multiple": 1, "out_dtype": "bfloat16"}
 
 
+@pytest.mark.parametrize(("rows", "stated"), [(0, 0), (1, 1), (3, 4), (16, 16), (17, 32), (1000, 1024)])
+def test_rows_are_a_trait_in_powers_of_two(rows: int, stated: int) -> None:
+    """So a kernel can be for few rows, and what was measured still holds for all sizes of a bucket."""
+    request = _signature(tk.mm, a=torch.ones(rows, 8), b=torch.ones(8, 3))
+    assert request.traits["m"] == stated == request.buckets["m"]
+
+
 def _opcheck_cases() -> list[Any]:
     wanted = ("dense, odd sizes", "dense, no tokens", "fp8 per block, short", "mxfp4, bias", "mxfp4 weight only", "dense, float16")
     return [p for p in CASES if p.values[1].name.startswith(wanted)]  # type: ignore[union-attr]

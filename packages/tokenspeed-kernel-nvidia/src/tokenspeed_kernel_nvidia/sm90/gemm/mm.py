@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.signature import dtype_name, format_signatures
+from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
 from tokenspeed_kernel_nvidia._machine import multiprocessors
@@ -27,10 +28,20 @@ from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import aligned, is_aligned
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, KINDS
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import ELEMENTS, TOKENS, Config, config_of, every_config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
+    ELEMENTS,
+    TOKENS,
+    Config,
+    Scales,
+    Weights,
+    config_of,
+    every_config,
+    results_of,
+)
 
 # Bytes of weights that a CTA brings to the L2 cache before it may read: all of them together are half of that.
 AHEAD = 192 * 1024
+E4M3 = torch.float8_e4m3fn
 
 Launch = Callable[..., Any]
 
@@ -43,33 +54,74 @@ def mm_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 @functools.cache
-def _program_of(dtype: torch.dtype, out: torch.dtype, tokens: int, n: int, early: bool, device: int) -> tuple[Launch, int]:
+def _program_of(
+    a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, tokens: int, n: int, early: bool, device: int
+) -> tuple[Launch, int]:
     """The program and its CTAs."""
     count = multiprocessors(device)
-    config = config_of(DTYPES[dtype], "dense", dtype_name(out), tokens, -(-n // count), early)
+    config = config_of(dtype_name(a), weights, scales, dtype_name(out), tokens, -(-n // count), early)
     return mm_program(config), min(n, config.resident * count)
 
 
-def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, *, early: bool = False) -> None:
+def _table(scale: Tensor | None) -> tuple[int, int, int]:
+    """Where scales are: the first, and steps to the next row and column; 0 where one serves all."""
+    if scale is None:
+        return 0, 0, 0
+    row, column = scale.stride() if scale.ndim == 2 else (0, 0)
+    return scale.data_ptr(), row, column
+
+
+def kinds_of(b: Tensor, b_scale: Tensor | None) -> tuple[Weights, Scales]:
+    """How weights are stored, and what scales they have."""
+    if b_scale is None:
+        return "dense", "none"
+    if b.dtype == torch.uint8:
+        return "mxfp4", "mx"
+    # A shape that is both means the same in both.
+    return "float8_e4m3fn", "row" if b_scale.ndim < 2 or b_scale.shape == (1, b.shape[1]) else "block"
+
+
+def arguments_of(
+    a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, ctas: int, ahead: int
+) -> tuple[Any, ...]:
+    """What a program takes. All tensors must live until it is launched."""
+    if b.dtype == E4M3:  # programs take 8-bit floats as bytes, which every version of PyTorch hands over
+        b = b.view(torch.uint8)
+        if a.dtype == E4M3:
+            a = a.view(torch.uint8)
+    bias_at = kind = 0
+    if bias is not None:
+        bias_at, kind = bias.data_ptr(), KINDS[bias.dtype]
+    return a, b, out, bias_at, kind, ctas, ahead, *_table(a_scale), *_table(b_scale)
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    *,
+    early: bool = False,
+) -> None:
     """``out = a @ b + bias``: launches on checked arguments.
 
     Args:
         a: ``[m, k]``, m at most 16.
-        b: ``[k, n]``; a transposed view of rows.
-        bias: ``[n]`` in bfloat16, float16 or float32.
-        out: ``[m, n]``, in a's dtype or float32.
+        b: ``[k, n]``, or ``[k/2, n]`` in mxfp4; a transposed view of rows.
+        bias: ``[n]`` in bfloat16, float16 or float32; contiguous.
+        out: ``[m, n]``, in bfloat16, float16 or float32.
+        a_scale, b_scale: as the operator has them.
         early: whether b is read before kernels that were queued before have ended. None of them may write it.
 
     Raises:
         ValueError: rows of a or b do not begin at multiples of 16 bytes, or have gaps between their elements.
     """
-    device = a.get_device()
     tokens = TOKENS[0] if a.shape[0] <= TOKENS[0] else TOKENS[1]
-    launch, ctas = _program_of(a.dtype, out.dtype, tokens, b.shape[1], early, device)
-    bias_at = kind = 0
-    if bias is not None:
-        bias_at, kind = bias.data_ptr(), KINDS[bias.dtype]
-    launch(a, b, out, bias_at, kind, ctas, 0 if early else AHEAD)
+    kinds = kinds_of(b, b_scale)
+    launch, ctas = _program_of(a.dtype, *kinds, out.dtype, tokens, b.shape[1], early, a.get_device())
+    launch(*arguments_of(a, b, bias, out, a_scale, b_scale, ctas, 0 if early else AHEAD))
 
 
 def mm(
@@ -81,40 +133,64 @@ def mm(
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A product of at most 16 rows with dense weights: launches on checked arguments.
+    """A product of at most 16 rows: launches on checked arguments.
 
-    The public function is `tokenspeed_kernel_nvidia.mm`. Weights that do not lie in rows along k go to PyTorch's own product, or
-    are copied where that has not the result's dtype.
+    The public function is `tokenspeed_kernel_nvidia.mm`. Weights that do not lie in rows along k are copied, or go to PyTorch's own
+    product where that does the same.
     """
-    dtype = out_dtype or a.dtype
+    dtype = out_dtype or (torch.bfloat16 if a.dtype == E4M3 else a.dtype)
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     made = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device) if out is None else out
     try:
-        multiply(a, b, bias, made)
+        multiply(a, b, bias, made, a_scale, b_scale)
     except ValueError:
         rows = b.mT
-        if not is_aligned(rows) and dtype == a.dtype and (bias is None or bias.dtype == dtype):
+        if b_scale is None and not is_aligned(rows) and dtype == a.dtype and (bias is None or bias.dtype == dtype):
             return torch.mm(a, b, out=made) if bias is None else torch.addmm(bias, a, b, out=made)
-        multiply(aligned(a), aligned(rows).mT, bias, made)
+        multiply(aligned(a), aligned(rows).mT, bias, made, a_scale, b_scale)
     return made
 
 
-for _dtype in DTYPES:
+_FP8_ROWS = [fp8_format(E4M3, granularity) for granularity in ("tensor", "channel")]
+_FP8_BLOCKS = fp8_format(E4M3, "block", (128, 128))
+
+
+def _declare(name: str, a: torch.dtype, signatures: set[FormatSignature], step: int) -> None:
+    """``step``: what k is a multiple of."""
     register_kernel(
         "gemm",
         "mm",
-        name=f"cutedsl_mm_{dtype_name(_dtype)}",
+        name=f"cutedsl_mm_{name}",
         solution="cutedsl",
         capability=CUTEDSL_HOPPER,
-        signatures=format_signatures(("a", "b"), "dense", [_dtype]),
+        signatures=signatures,
         traits={
             "m": at_most(max(TOKENS)),
-            "k": at_least(ELEMENTS["dense"]) & multiple_of(ELEMENTS["dense"]),
-            "out_dtype": {dtype_name(_dtype), "float32"},
+            "k": at_least(step) & multiple_of(step),
+            "out_dtype": {*results_of(dtype_name(a))},
             "bias": any,
             "wide_bias": any,
         },
         priority=Priority.SPECIALIZED,
         tags={"determinism"},
     )(mm)
+
+
+for _dtype, _name in DTYPES.items():
+    _a = dense_tensor_format(_dtype)
+    _declare(_name, _dtype, {format_signature(a=_a, b=_a)}, ELEMENTS["dense"])
+    _only = {format_signature(a=_a, b=b) for b in (*_FP8_ROWS, _FP8_BLOCKS)}
+    _declare(f"fp8_weights_{_name}", _dtype, _only, ELEMENTS["float8_e4m3fn"])
+_declare(
+    "fp8",
+    E4M3,
+    {
+        *(format_signature(a=fp8_format(E4M3, granularity), b=b) for granularity in ("tensor", "token") for b in _FP8_ROWS),
+        format_signature(a=fp8_format(E4M3, "block", (1, 128)), b=_FP8_BLOCKS),
+    },
+    ELEMENTS["float8_e4m3fn"],
+)
+# Of a row of 32 a scale may leave float16's range, so that these are for bfloat16 alone.
+_mxfp4 = {format_signature(a=dense_tensor_format(torch.bfloat16), b=mxfp4_format((32, 1)))}
+_declare("mxfp4_weights_bfloat16", torch.bfloat16, _mxfp4, ELEMENTS["mxfp4"])

@@ -17,8 +17,12 @@ SHARED_BYTES = 227 * 1024  # that a CTA may have
 OTHER_BYTES = 1024  # of that, besides the ring and the results
 
 # How weights are stored, and how many of them 16 bytes hold.
-Weights = Literal["dense"]
-ELEMENTS: dict[Weights, int] = {"dense": 8}
+Weights = Literal["dense", "float8_e4m3fn", "mxfp4"]
+ELEMENTS: dict[Weights, int] = {"dense": 8, "float8_e4m3fn": 16, "mxfp4": 32}
+# What scales there are: of whole rows, of activations as of weights; of 128 of a row's activations and of 128 x 128 weights; or of
+# 32 of a row's weights.
+Scales = Literal["none", "row", "block", "mx"]
+BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Config:
     Attributes:
         dtype: of the activations.
         weights: how the weights are stored.
+        scales: of weights, and of activations of 8 bits.
         out: dtype of the result.
         tokens: rows of activations that there is room for.
         tiles: of weights' rows, whose sums are in registers together. The activations are read once for all of them.
@@ -41,6 +46,7 @@ class Config:
 
     dtype: str
     weights: Weights
+    scales: Scales
     out: str
     tokens: int
     tiles: int
@@ -50,6 +56,15 @@ class Config:
     resident: int = 1
     direct: bool = False
     early: bool = False
+
+    @property
+    def activation_bytes(self) -> int:
+        return 1 if self.dtype.startswith("float8") else 2
+
+    @property
+    def product_dtype(self) -> str:
+        """What both operands are brought to, exactly: 8-bit floats are in float16, mxfp4 with its scales is in bfloat16."""
+        return "float16" if self.activation_bytes == 1 else self.dtype
 
     @property
     def elements(self) -> int:
@@ -89,21 +104,34 @@ class Config:
         return min(self.ring, room) // self.stage_bytes
 
 
-def config_of(dtype: str, weights: Weights, out: str, tokens: int, rows: int, early: bool) -> Config:
+def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int, rows: int, early: bool) -> Config:
     """The program for some work. ``rows``: of weights, that a CTA has."""
     room = next(room for room in TOKENS if room >= tokens)
+    loads = {"dense": 4, "float8_e4m3fn": 2, "mxfp4": 1}[weights]  # with more, activations want more registers than there are
     if rows <= ROWS:  # little work: what activations a thread needs, it asks for at once
-        return Config(dtype, weights, out, room, 1, warps=16, early=early)
-    return Config(dtype, weights, out, room, 8, early=early)
+        return Config(dtype, weights, scales, out, room, 1, warps=16 if weights == "dense" else 12, loads=loads, early=early)
+    return Config(dtype, weights, scales, out, room, 8, loads=loads, early=early)
+
+
+# Activations' dtypes, weights and scales that go together.
+SERVED: tuple[tuple[str, Weights, Scales], ...] = (
+    *((dtype, "dense", "none") for dtype in DTYPES.values()),
+    *((dtype, "float8_e4m3fn", scales) for dtype in (*DTYPES.values(), "float8_e4m3fn") for scales in ("row", "block")),
+    ("bfloat16", "mxfp4", "mx"),
+)
+
+
+def results_of(dtype: str) -> tuple[str, ...]:
+    """The dtypes of results for a dtype of activations."""
+    return (*DTYPES.values(), "float32") if dtype.startswith("float8") else (dtype, "float32")
 
 
 def every_config() -> list[Config]:
     """All that is served."""
     return [
-        config_of(dtype, weights, out, tokens, rows, early)
-        for dtype in DTYPES.values()
-        for weights in ELEMENTS
-        for out in (dtype, "float32")
+        config_of(dtype, weights, scales, out, tokens, rows, early)
+        for dtype, weights, scales in SERVED
+        for out in results_of(dtype)
         for tokens in TOKENS
         for rows in (1, 64)
         for early in (False, True)
