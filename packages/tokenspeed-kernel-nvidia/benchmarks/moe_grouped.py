@@ -10,6 +10,7 @@ float32 at some tokens. Times are medians of calls in a CUDA graph, without the 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import traceback
 from collections.abc import Callable, Sequence
@@ -98,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = torch.device("cuda", 0)
     plan = moe_apply.plan(
-        EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, weight_format="mxfp4", w13_interleaved=True, bias=True, alpha=1.702, limit=7.0, beta=1.0,
-        platform=cpu_platform(), override="reference_moe_apply",
+        EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, weight_format="mxfp4", w13_interleaved=True, bias=True, alpha=1.702, limit=7.0,
+        beta=1.0, platform=cpu_platform(), override="reference_moe_apply",
     )  # fmt: skip
     given = draw_weights(device)
     prepared = mxfp4_layout.prepare_weights(given, plan)
@@ -113,11 +114,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         x, weights, ids = draw_tokens(tokens, device)
         some = torch.arange(0, tokens, max(1, tokens // _CHECKED), device=device)
         wanted = moe_apply.operator.body(x[some].float(), given, weights[some], ids[some], plan)
-        calls: dict[str, Call] = {}
-        for name in options.variants:
-            calls[name] = lambda of=variant_of(name): grouped.moe_apply_many(x, prepared, weights, ids, plan, **of)
+        given_tokens = x, prepared, weights, ids, plan
+        calls: dict[str, Call] = {
+            name: functools.partial(grouped.moe_apply_many, *given_tokens, **variant_of(name)) for name in options.variants
+        }
         if portable is not None:
-            calls["portable"] = lambda: portable[0](x, portable[1], weights, ids, plan)
+            calls["portable"] = functools.partial(portable[0], x, portable[1], weights, ids, plan)
         for name, call in calls.items():
             try:
                 error = (call()[some].float() - wanted).norm() / wanted.norm()

@@ -10,9 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
-from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_decode_device as device  # noqa: E402
+from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_decode_device as device
 
-from .test_mxfp4_layout import MAGNITUDE_OF, MAGNITUDES, SIGN_OF  # noqa: E402
+from .test_mxfp4_layout import MAGNITUDE_OF, MAGNITUDES, SIGN_OF
 
 MASK = 0xFFFFFFFF
 HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -72,8 +72,8 @@ def execute(code: str, *given: Tensor) -> list[Tensor]:
             assert rest[2] == 0xEA  # (a and b) or c
             value = a & rest[0] | rest[1]
         else:
-            operation, kind = re.fullmatch(r"(mul|fma)\.rn\.(bf16|f16)x2", name).groups()  # type: ignore[union-attr]
-            value = multiply(kind, a, *rest)
+            assert name in ("fma.rn.bf16x2", "mul.rn.f16x2")
+            value = multiply(name.split(".")[-1].removesuffix("x2"), a, *rest)
         registers[target] = value & MASK
     return [registers[f"{{$w{at}}}"] for at in range(4) if f"{{$w{at}}}" in registers]
 

@@ -1,10 +1,10 @@
 """Experts for many tokens, with mxfp4 weights, on Hopper: two grouped products, and a weighted sum over slots.
 
-Pairs of tokens and slots are sorted by expert on the device and cut into tiles of several widths, the widest first, so that a captured
-graph stays right when the routing changes. In both products weights are the left operand of wgmma, decoded in registers, and pairs
-are columns: a tile is 192 rows of weights, which divide both projections of GPT-OSS, times up to 64 or 160 columns. One warp of a CTA
-streams weights by bulk copies, three gather the columns of tokens, and three warpgroups compute. Bias and activation happen in
-registers, where gate and up of a feature have met; the sum over slots is a kernel of its own, in the order of slots.
+Pairs of tokens and slots are sorted by expert on the device and cut into tiles of several widths, the widest first, so that a
+captured graph stays right when the routing changes. In both products weights are the left operand of wgmma, decoded in registers,
+and pairs are columns: a tile is 192 rows of weights, which divide both projections of GPT-OSS, times up to 64 or 160 columns. One
+warp of a CTA streams weights by bulk copies, three gather the columns of tokens, and three warpgroups compute. Bias and activation
+happen in registers, where gate and up of a feature have met; the sum over slots is a kernel of its own, in the order of slots.
 """
 
 from __future__ import annotations

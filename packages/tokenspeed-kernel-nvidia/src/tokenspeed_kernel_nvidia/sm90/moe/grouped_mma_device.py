@@ -1,7 +1,7 @@
 """The warpgroups of `grouped_device` that compute: weights decoded into registers, products, and what becomes of the sums.
 
-Weights are the left operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of its warpgroup's 64. Gate and up of
-a feature are rows g and g + 8 of a strip, which one thread has.
+Weights are the left operand of wgmma, in registers. A warp has one strip of a tile: its 16 rows of its warpgroup's 64. Gate and up
+of a feature are rows g and g + 8 of a strip, which one thread has.
 """
 
 # mypy: ignore-errors

@@ -1,7 +1,7 @@
 """The device code of the schedule of `grouped`: pairs sorted by expert, and cut into tiles, by one CTA.
 
-Each warp has a range of the pairs. It counts those of each expert in a row of its own of a table in shared memory; sums over the rows
-then say where each warp's pairs of an expert belong. So pairs of an expert stay in order, and nothing depends on who is first.
+Each warp has a range of the pairs. It counts those of each expert in a row of its own of a table in shared memory; sums over the
+rows then say where each warp's pairs of an expert belong. So pairs of an expert stay in order, and nothing depends on who is first.
 """
 
 # mypy: ignore-errors
