@@ -14,7 +14,8 @@ FINISH_WARP = MULTIPLIERS + 1  # the first of the warps that add up what the war
 FINISHERS = 2
 THREADS = 32 * (FINISH_WARP + FINISHERS)
 STRIPS = 4  # of a unit: one for each warp of a warpgroup
-PARTS = 2  # columns of a pair: what is left of its numbers after they are rounded has one too
+# Bytes that a number of a row is split into, each with four of its significant bits: bfloat16 has 8, float16 11.
+PARTS = {"bfloat16": 2, "float16": 3}
 MAX_PAIRS = 1024  # (token, slot) pairs of a launch
 MAX_EXPERTS = 384
 MAX_TOP_K = 8
@@ -35,7 +36,7 @@ class Config:
     Attributes:
         dtype: of tokens and output.
         blocks: of a strip, at most.
-        columns: of a product: two for each pair of an expert that is computed at once.
+        columns: of a product: two for each pair of an expert that is computed at once, four where its numbers have three parts.
         slab: blocks of a stage of the ring.
     """
 
@@ -45,14 +46,29 @@ class Config:
     slab: int
 
     @property
-    def pairs(self) -> int:
-        """Pairs of an expert that share the reading of its weights."""
-        return self.columns // PARTS
+    def parts(self) -> int:
+        """Of a number of a row."""
+        return PARTS[self.dtype]
+
+    @property
+    def layers(self) -> int:
+        """Tiles of 8 columns that 4 pairs need."""
+        return -(-self.parts // 2)
 
     @property
     def tiles(self) -> int:
-        """Tiles of 8 columns."""
-        return self.columns // 8
+        """Times 4 pairs of an expert that share the reading of its weights."""
+        return self.columns // (8 * self.layers)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of an expert that share the reading of its weights."""
+        return 4 * self.tiles
+
+    @property
+    def group(self) -> int:
+        """Blocks whose products are begun together: as many as registers have room for the results of."""
+        return max(1, 40 // self.columns)
 
     @property
     def rows_bytes(self) -> int:
@@ -87,9 +103,14 @@ def config_of(dtype: str, k: int, pairs_per_expert: float) -> Config:
     An expert rarely has more than twice as many pairs as all have on average, or three.
     """
     blocks = next(blocks for blocks in _SLABS if blocks >= blocks_of(k))
-    slabs = _SLABS[blocks]
-    columns = next((columns for columns in slabs if columns >= PARTS * (2 * pairs_per_expert + 2)), max(slabs))
-    return Config(dtype, blocks, columns, slabs[columns])
+    configs = _configs(dtype, blocks)
+    return next((config for config in configs if config.pairs >= 2 * pairs_per_expert + 2), configs[-1])
+
+
+def _configs(dtype: str, blocks: int) -> list[Config]:
+    """Those for strips of so many blocks, from few columns to many."""
+    every = [Config(dtype, blocks, columns, slab) for columns, slab in _SLABS[blocks].items()]
+    return [config for config in every if config.tiles]
 
 
 def entries_of(config: Config, pairs: int, experts: int) -> int:
@@ -99,9 +120,4 @@ def entries_of(config: Config, pairs: int, experts: int) -> int:
 
 def every_config() -> list[Config]:
     """All that is served."""
-    return [
-        Config(dtype, blocks, columns, slab)
-        for dtype in DTYPES.values()
-        for blocks, slabs in _SLABS.items()
-        for columns, slab in slabs.items()
-    ]
+    return [config for dtype in DTYPES.values() for blocks in _SLABS for config in _configs(dtype, blocks)]

@@ -30,6 +30,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     W13,
     Call,
     Layer,
+    ahead_of,
     entry_of,
     unit_code,
 )
@@ -179,6 +180,7 @@ class Stream(Schedule, Consumers):
         place = first - index * units
         expert = entry_of(call.entries[index]).expert
         left = end - first
+        at = self.tell(call, at, ahead_of(unit_code(kind, index, 0, 0)))
         while left > 0:
             last = cutlass.select_(left == 1 or place == units - 1, Int32(1), Int32(0))
             unit = unit_code(kind, index, place, last)
@@ -208,6 +210,7 @@ class Stream(Schedule, Consumers):
                 place = Int32(0)
                 index += 1
                 expert = entry_of(call.entries[index]).expert
+                at = self.tell(call, at, ahead_of(unit_code(kind, index, 0, 0)))
         return at
 
     @cute.jit

@@ -35,6 +35,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     Call,
     entry_of,
     index_of,
+    is_ahead,
     is_last,
     kind_of,
     place_of,
@@ -67,7 +68,6 @@ class Consumers(Rows):
         """Computes the units that the loading warp brings. A warpgroup has every third slab."""
         factors = cute.make_rmem_tensor((self.tiles,), Float32)
         factors.fill(0.0)
-        known = Int32(-1)  # whose rows there are
         group = warp // STRIPS
         at, to = Cursor(group, Int32(0)), first_to_fill()
         kind = Int32(COMBINE)
@@ -75,16 +75,16 @@ class Consumers(Rows):
             call.pipe.wait(at)
             unit = call.units[at.stage]
             kind = kind_of(unit)
-            if kind == COMBINE:
+            if kind == COMBINE or is_ahead(unit):
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
-                self.combine(call, warp, place_of(unit))
-            else:
-                if kind != END and rows_of(unit) != known:
-                    known = rows_of(unit)
+                if kind == COMBINE:
+                    self.combine(call, warp, place_of(unit))
+                else:
                     if kind == W2:
                         self.meet(warp, call.counter(READY + index_of(unit)), call.layer.w13_units * FINISHERS)
                     self.prepare_rows(call, unit, factors)
+            else:
                 at = self.multiply(call, warp, group, at, to, unit, factors)
                 to = advance(to, BUFFERS)
 
@@ -126,9 +126,13 @@ class Consumers(Rows):
             first = slab * self.slab + first_slab
             count = cutlass.min(blocks - first, self.slab)
             block_at = piece_at + HEAD_BYTES
-            for each in cutlass.range(count, unroll=1):
-                self.multiply_block(call, block_at, first + each, lane, sums)
-                block_at += BLOCK_BYTES
+            if count == self.slab:
+                for begin in cutlass.range_constexpr(0, self.slab, self.group):
+                    some = min(self.group, self.slab - begin)
+                    self.multiply_blocks(call, block_at + begin * BLOCK_BYTES, first + begin, some, lane, sums)
+            else:
+                for each in cutlass.range(count, unroll=1):
+                    self.multiply_blocks(call, block_at + each * BLOCK_BYTES, first + each, 1, lane, sums)
             self.release(call, at)
             at = skip(at, GROUPS, self.stages)
             slab += GROUPS
@@ -146,46 +150,52 @@ class Consumers(Rows):
         return at
 
     @cute.jit
-    def multiply_block(self, call: Call, block_at: Int32, block: Int32, lane: Int32, sums: cute.Tensor):
-        """Adds the product of a block to this lane's sums."""
-        words = load_words("shared", block_at + lane * 16, 4)
-        scales = scales_of(load_words("shared", block_at + CODE_BYTES + lane // 4 * 4, 1))
-        a = [decode_e5m2(word) for word in words]  # of each 16 elements of k: rows g, rows g + 8
-        products = self.multiply_halves(call.rows + block * (4 * self.tiles * CORE_BYTES), a)
-        for half in cutlass.range_constexpr(2):
+    def multiply_blocks(
+        self, call: Call, block_at: Int32, block: Int32, count: cutlass.Constexpr[int], lane: Int32, sums: cute.Tensor
+    ):
+        """Adds the products of some blocks to this lane's sums. They are begun together and waited for once."""
+        scales, operands = [], []
+        for each in cutlass.range_constexpr(count):
+            words = load_words("shared", block_at + (each * BLOCK_BYTES + lane * 16), 4)
+            scales.append(scales_of(load_words("shared", block_at + (each * BLOCK_BYTES + CODE_BYTES + lane // 4 * 4), 1)))
+            rows = [decode_e5m2(word) for word in words]  # of each 16 elements of k: rows g, rows g + 8
+            operands += [(*rows[0], *rows[1]), (*rows[2], *rows[3])]
+        products = self.multiply_halves(call.rows + block * (4 * self.tiles * self.layers * CORE_BYTES), operands)
+        for half in cutlass.range_constexpr(2 * count):
             for tile in cutlass.range_constexpr(self.tiles):
                 for row in cutlass.range_constexpr(2):
-                    number, rest = products[half][4 * tile + 2 * row], products[half][4 * tile + 2 * row + 1]
-                    sums[tile, row] += (number + rest * (1.0 / REST)) * scales[2 * half + row]
+                    at = 4 * self.layers * tile + 2 * row
+                    number, rest = products[half][at], products[half][at + 1]
+                    if const_expr(self.layers == 2):
+                        rest += products[half][at + 4] * (1.0 / REST)
+                    sums[tile, row] += (number + rest * (1.0 / REST)) * scales[half // 2][2 * (half % 2) + row]
 
-    def multiply_halves(self, rows_at: Int32, a: Any) -> Any:
-        """The products of both halves of a block: a warpgroup's 64 rows, and all columns. Each lane has four numbers of 8 columns."""
-        each = 4 * self.tiles
-        step = 2 * self.tiles * CORE_BYTES  # from one half to the next
-        lines = ["{", ".reg .pred none;", ".reg .b64 first, second;", "setp.ne.b32 none, 0, 0;"]
+    def multiply_halves(self, rows_at: Int32, operands: Any) -> Any:
+        """The products of neighbouring halves of blocks: a warpgroup's 64 rows, and all columns. Each lane has four numbers of 8
+        columns."""
+        tiles = self.tiles * self.layers
+        each = 4 * tiles
         # A descriptor: the address, the bytes to the next 16 elements of k, and those to the next eight columns, over 16 each.
-        high = CORE_BYTES // 16
-        low = (self.tiles * CORE_BYTES // 16) << 16
-        lines += [
-            ".reg .b32 at;",
-            "shr.u32 at, {$r0}, 4;",
-            f"or.b32 at, at, {low};",
-            f"mov.b64 first, {{at, {high}}};",
-            f"add.u32 at, at, {step // 16};",
-            f"mov.b64 second, {{at, {high}}};",
+        low = (tiles * CORE_BYTES // 16) << 16
+        lines = [
+            "{ .reg .pred none; .reg .b64 rows; .reg .b32 at;",
+            "setp.ne.b32 none, 0, 0;",
+            f"shr.u32 at, {{$r0}}, 4; or.b32 at, at, {low};",
             "wgmma.fence.sync.aligned;",
         ]
-        for half, descriptor in enumerate(("first", "second")):
+        for half in range(len(operands)):
             to = ", ".join(f"{{$w{half * each + number}}}" for number in range(each))
             left = ", ".join(f"{{$r{1 + half * 4 + number}}}" for number in range(4))
-            shape = f"m64n{8 * self.tiles}k32"
-            lines.append(f"wgmma.mma_async.sync.aligned.{shape}.f32.e5m2.e4m3 {{{to}}}, {{{left}}}, {descriptor}, none, 1, 1;")
-        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", "}"]
-        registers = [a[2 * half + k16][row] for half in range(2) for k16 in range(2) for row in range(2)]
+            lines.append(f"mov.b64 rows, {{at, {CORE_BYTES // 16}}}; add.u32 at, at, {2 * tiles * CORE_BYTES // 16};")
+            shape = f"m64n{8 * tiles}k32"
+            lines.append(f"wgmma.mma_async.sync.aligned.{shape}.f32.e5m2.e4m3 {{{to}}}, {{{left}}}, rows, none, 1, 1;")
+        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0; }"]
         results = cute.arch.inline_ptx(
-            "\n".join(lines), write_only_types=[Float32] * (2 * each), read_only_args=[rows_at, *registers]
+            "\n".join(lines),
+            write_only_types=[Float32] * (each * len(operands)),
+            read_only_args=[rows_at, *(register for operand in operands for register in operand)],
         )
-        return results[:each], results[each:]
+        return [results[half * each : (half + 1) * each] for half in range(len(operands))]
 
     # -- what becomes of a strip -------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,12 @@
 """The rows of an entry as right operands: bytes of float8_e4m3 in shared memory.
 
 Codes of weights become float8_e5m2 in fewer instructions than any 16-bit type, and products of that take bytes on both sides. So each
-row has two columns: its numbers rounded to four significant bits, and what is left of them, 32 times as large. A row is first
-multiplied by the power of 2 that brings its largest number to at least 128 and below 256. What the two columns miss of a number is at
-most 2^-23 of the largest.
+row has two columns: its numbers rounded to four significant bits, and what is left of them, 32 times as large. float16 has more bits,
+and a third column for what is left then. A row is first multiplied by the power of 2 that brings its largest number to at least 128 and
+below 256. What the columns miss of a number is at most 2^-23 of the largest.
 
 Columns lie as `wgmma` wants them without a swizzle: 16 elements of k of eight columns in 128 bytes, those of the other columns after
-them, and then the next 16 elements. The elements lie in the order in which `decode_e5m2` has those of weights: 0, 8, 1, 9, ... 15.
+them, and then the next 16 elements. Four pairs have the first two columns of each in one tile, and a third in the next. The elements lie in the order in which `decode_e5m2` has those of weights: 0, 8, 1, 9, ... 15.
 """
 
 # mypy: ignore-errors
@@ -19,7 +19,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MULTIPLIERS, PARTS
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MULTIPLIERS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import ROWS_AT_ONCE, W13, Call, Shapes, entry_of, index_of, kind_of
 
 CHUNK = 16  # elements that a thread has of a row, and of k in a product's core matrix
@@ -28,25 +28,24 @@ REST = 32.0  # what is left of a number is so many times as large
 PREPARING = 2  # the named barrier of the warps that compute
 PREPARING_THREADS = 32 * MULTIPLIERS
 
-# Two numbers become bytes, the first the lower one, and then what is left of them.
-_SPLIT = """{
-.reg .b16 both;
-.reg .b32 back;
-.reg .b16 low, high;
-.reg .f32 a, b;
-cvt.rn.satfinite.e4m3x2.f32 both, {$r1}, {$r0};
+# Two numbers become bytes, the first the lower one, and their place is taken by what is left of them.
+_ROUND = "cvt.rn.satfinite.e4m3x2.f32 both, b, a; cvt.u32.u16 {{$w{part}}}, both;"
+_REST = """
 cvt.rn.f16x2.e4m3x2 back, both;
 mov.b32 {low, high}, back;
-cvt.f32.f16 a, low;
-cvt.f32.f16 b, high;
-sub.f32 a, {$r0}, a;
-sub.f32 b, {$r1}, b;
+cvt.f32.f16 c, low;
+sub.f32 a, a, c;
 mul.f32 a, a, 0f42000000;
+cvt.f32.f16 c, high;
+sub.f32 b, b, c;
 mul.f32 b, b, 0f42000000;
-cvt.u32.u16 {$w0}, both;
-cvt.rn.satfinite.e4m3x2.f32 both, b, a;
-cvt.u32.u16 {$w1}, both;
-}"""
+"""
+
+
+def _split(parts: int) -> str:
+    """Instructions that split two numbers into so many parts."""
+    head = "{ .reg .b16 both, low, high; .reg .b32 back; .reg .f32 a, b, c; mov.f32 a, {$r0}; mov.f32 b, {$r1};"
+    return head + _REST.join(_ROUND.format(part=part) for part in range(parts)) + "}"
 
 
 class Rows(Shapes):
@@ -139,22 +138,23 @@ class Rows(Shapes):
         turn: cutlass.Constexpr[int],
         each: cutlass.Constexpr[int],
     ):
-        """Sixteen numbers of a row go to both of its columns."""
-        words = [[], []]
+        """Sixteen numbers of a row go to its columns."""
+        words = [[] for _ in range(self.config.parts)]
         for word in cutlass.range_constexpr(4):
             # Elements 2 w and 2 w + 1 are in the word w, their partners 8 further in the word w + 4.
             low = self.split(numbers[turn, each, word], numbers[turn, each, word + 4], False, scale)
             high = self.split(numbers[turn, each, word], numbers[turn, each, word + 4], True, scale)
-            for part in cutlass.range_constexpr(PARTS):
+            for part in cutlass.range_constexpr(self.config.parts):
                 words[part].append(low[part] | high[part] << 16)
-        to = call.rows + (chunk * self.tiles + row // 4) * CORE_BYTES + row % 4 * (PARTS * CHUNK)
-        for part in cutlass.range_constexpr(PARTS):
-            store_words_shared(to + part * CHUNK, words[part])
+        to = call.rows + (chunk * self.tiles + row // 4) * (self.layers * CORE_BYTES) + row % 4 * (2 * CHUNK)
+        for part in cutlass.range_constexpr(self.config.parts):
+            store_words_shared(to + part // 2 * CORE_BYTES + part % 2 * CHUNK, words[part])
 
     def split(self, first: Uint32, second: Uint32, high: bool, scale: Float32) -> Any:
-        """The same half of two words: two bytes, and two bytes of what is left."""
+        """The same half of two words: two bytes of each part."""
         pair = [self.widened(x >> 16 if high else x & 0xFFFF) * scale for x in (first, second)]
-        return cute.arch.inline_ptx(_SPLIT, write_only_types=[Uint32] * 2, read_only_args=pair)
+        parts = self.config.parts
+        return cute.arch.inline_ptx(_split(parts), write_only_types=[Uint32] * parts, read_only_args=pair)
 
     def widened(self, bits: Uint32) -> Float32:
         """A number of the tokens' dtype, in the lower half of a word."""

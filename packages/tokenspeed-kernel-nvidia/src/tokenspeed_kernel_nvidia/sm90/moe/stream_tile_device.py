@@ -24,7 +24,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, MAX_EXPERTS
 TICKET, DONE, LEFT, READY = 0, 1, 2, 4
 # What a stage brings: a slab of a product, the order to add up a part of the output, or the end.
 W13, W2, COMBINE, END = range(4)
-_LAST_BIT, _ENTRY_BIT, _PLACE_BIT = 2, 3, 14
+_LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _PLACE_BIT = 2, 3, 4, 15
 _EXPERT_BITS, _FIRST_BITS = 9, 11
 # Of `sizes` in shared memory.
 ENTRIES = 0
@@ -151,6 +151,15 @@ def is_last(unit: Int32) -> Any:
     return (unit >> _LAST_BIT & 1) == 1
 
 
+def ahead_of(unit: Int32) -> Int32:
+    """Says that units of this one's entry follow, so that its rows are prepared while their weights arrive."""
+    return unit | 1 << _AHEAD_BIT
+
+
+def is_ahead(unit: Int32) -> Any:
+    return (unit >> _AHEAD_BIT & 1) == 1
+
+
 def index_of(unit: Int32) -> Int32:
     """The index of a unit's entry."""
     return unit >> _ENTRY_BIT & ((1 << (_PLACE_BIT - _ENTRY_BIT)) - 1)
@@ -173,8 +182,10 @@ class Shapes:
         self.config = config
         self.dtype = dtype_of(config.dtype)
         self.tiles = config.tiles
+        self.layers = config.layers
         self.stages = config.stages
         self.slab = config.slab
+        self.group = config.group
 
     def storage(self) -> Any:
         config = self.config
