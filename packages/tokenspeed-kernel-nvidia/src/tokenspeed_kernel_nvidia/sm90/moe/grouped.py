@@ -70,8 +70,8 @@ class _Programs(NamedTuple):
 def _programs_of(dtype: torch.dtype, columns: int, double: bool, device: int) -> _Programs:
     """The programs, and the CTAs of a product."""
     name = DTYPES[dtype]
-    products = (product_program(Product(name, gated, columns, double)) for gated in (True, False))
-    return _Programs(schedule_program(Schedule(columns)), *products, combine_program(Combine(name)), multiprocessors(device))
+    first, second = (product_program(Product(name, gated, columns, double)) for gated in (True, False))
+    return _Programs(schedule_program(Schedule(columns)), first, second, combine_program(Combine(name)), multiprocessors(device))
 
 
 def moe_apply_many(
