@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_layout as layout
 from torch import Tensor
 
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
@@ -12,6 +11,7 @@ from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.ops.quantization.encodings import decode_mxfp4
 from tokenspeed_kernel_base.platform import cpu_platform
+from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_layout as layout
 
 SIGN_OF = {0: 7, 1: 0, 2: 15, 3: 8}
 MAGNITUDE_OF = {0: 1, 1: 4, 2: 9, 3: 12}
@@ -20,9 +20,10 @@ MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def read_back(arranged: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Weights ``[experts, rows of strips, k]`` and biases as the docstring of the layout says they are found, one by one."""
-    experts, strips, _ = arranged.shape
-    head = arranged[:, :, :128].contiguous().view(torch.float32).view(experts, strips, 2, 16)
-    blocks = arranged[:, :, 128:].reshape(experts, strips, -1, 544)
+    experts, panels, _ = arranged.shape
+    strips = 4 * panels
+    head = arranged[:, :, :512].contiguous().view(torch.float32).view(experts, strips, 2, 16)
+    blocks = arranged[:, :, 512:].reshape(experts, panels, -1, 4, 544).transpose(2, 3).reshape(experts, strips, -1, 544)
     words = blocks[..., :512].contiguous().view(torch.int32).view(experts, strips, -1, 32, 4).long()
     scales = blocks[..., 512:].reshape(experts, strips, -1, 8, 2, 2)
     weight = torch.empty(experts, strips, 16, blocks.shape[2] * 64, dtype=torch.float64)
@@ -78,8 +79,8 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
     weights = draw(plan)
     arranged = layout.prepare_weights(weights, plan)
     assert arranged.layout == layout.LAYOUT
-    assert arranged.w13_weight.shape == (3, intermediate // 8, layout.strip_bytes(hidden))
-    assert arranged.w2_weight.shape == (3, hidden // 16, layout.strip_bytes(intermediate))
+    assert arranged.w13_weight.shape == (3, -(-intermediate // 32), layout.panel_bytes(hidden))
+    assert arranged.w2_weight.shape == (3, -(-hidden // 64), layout.panel_bytes(intermediate))
 
     w13, b13 = read_back(arranged.w13_weight, hidden)
     feature, ups = torch.arange(intermediate), torch.arange(intermediate * 2)
@@ -91,11 +92,13 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
     torch.testing.assert_close(w13[:, at], canonical[:, gates], rtol=0, atol=0)
     torch.testing.assert_close(w13[:, at + 8], canonical[:, others], rtol=0, atol=0)
     w2, b2 = read_back(arranged.w2_weight, intermediate)
-    torch.testing.assert_close(w2, decode_mxfp4(weights.w2_weight, weights.w2_weight_scale, torch.float64), rtol=0, atol=0)
+    torch.testing.assert_close(
+        w2[:, :hidden], decode_mxfp4(weights.w2_weight, weights.w2_weight_scale, torch.float64), rtol=0, atol=0
+    )
     if bias:
         assert weights.w13_weight_bias is not None and weights.w2_weight_bias is not None
         torch.testing.assert_close(b13[:, at], weights.w13_weight_bias[:, gates], rtol=0, atol=0)
-        torch.testing.assert_close(b2, weights.w2_weight_bias, rtol=0, atol=0)
+        torch.testing.assert_close(b2[:, :hidden], weights.w2_weight_bias, rtol=0, atol=0)
     else:
         assert not b13.any() and not b2.any()
 

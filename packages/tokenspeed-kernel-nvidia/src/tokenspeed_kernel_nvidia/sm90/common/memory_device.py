@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
 from cutlass import Int32, Uint32, cute
 
 

@@ -33,6 +33,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     every_schedule,
     most_tiles,
 )
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import STRIP
 
 _ALIGNED = 256  # bytes at whose multiples parts of the memory begin
 
@@ -115,8 +116,10 @@ def moe_apply_many(
     schedule = sources, tiles_at, tile_count
     programs.schedule(topk_ids, sources, positions, tiles_at, tile_count, experts)
     w13, w2 = weights.w13_weight, weights.w2_weight
-    programs.first(aligned(x), activated, w13.data_ptr(), *schedule, w13.shape[1], programs.processors, *swiglu)
-    programs.second(activated, results, w2.data_ptr(), *schedule, w2.shape[1], programs.processors, *swiglu)
+    programs.first(
+        aligned(x), activated, w13.data_ptr(), *schedule, plan.intermediate_size * 2 // STRIP, programs.processors, *swiglu
+    )
+    programs.second(activated, results, w2.data_ptr(), *schedule, hidden // STRIP, programs.processors, *swiglu)
     topk_weights = topk_weights.contiguous()
     programs.combine(results, written, positions, topk_weights.data_ptr(), plan.top_k)
     return deliver(written, out)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, BLOCK_BYTES, HEAD_BYTES, STRIP
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
 
 WARPGROUPS = 3  # that compute: 192 divides the rows of both of GPT-OSS' projections
-STRIPS = 4 * WARPGROUPS  # of a tile, one a warp
+STRIPS = PANEL_STRIPS * WARPGROUPS  # of a tile, one a warp
 ROWS = STRIPS * STRIP  # of weights, of a tile
 CONSUMERS = 4 * WARPGROUPS  # warps
 COLUMN_WARPS = 3  # warps that gather columns, beside the one that streams weights
@@ -74,8 +74,8 @@ class Product:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a strip's part of a stage of weights."""
-        return HEAD_BYTES + self.blocks * BLOCK_BYTES
+        """Of a panel's part of a stage of weights."""
+        return PANEL_HEAD_BYTES + self.blocks * PANEL_BLOCK_BYTES
 
     @property
     def column_stages(self) -> int:
@@ -101,7 +101,7 @@ class Product:
     def weight_stages(self) -> int:
         """Stages of weights on their way: what fits."""
         left = SHARED_BYTES - OTHER_BYTES - self.staging_bytes - self.column_stages * self.column_bytes
-        return left // (STRIPS * self.slot_bytes)
+        return left // (WARPGROUPS * self.slot_bytes)
 
     @property
     def consumer_registers(self) -> int:

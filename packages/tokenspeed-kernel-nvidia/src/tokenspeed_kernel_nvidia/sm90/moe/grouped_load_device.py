@@ -12,9 +12,9 @@ from cutlass import Int32, Int64, const_expr, cute
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, STRIPS
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, WARPGROUPS
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, BLOCK_BYTES, HEAD_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 PIECE = 16  # bytes of a copy
 ROW_BYTES = 2 * BLOCK  # of a column in a stage
@@ -31,31 +31,32 @@ class Loader(Shapes):
 
     @cute.jit
     def load_weights(self, call: Call, storage: Any):
-        """Streams the strips of all items of this CTA, by one warp: a lane for each strip of a tile."""
+        """Streams the panels of all items of this CTA, by one warp: a lane for each panel of a tile."""
         c = self.config
         pipe = self.weight_pipe(storage)
         lane = cute.arch.lane_idx()
         slot = storage.weights.data_ptr().toint() + lane * c.slot_bytes
-        blocks, strip_bytes = call.blocks, call.strip_bytes
+        blocks, panel_bytes = call.blocks, call.panel_bytes
         grid, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
         at = first_to_fill()
         while index < items:
             item = self.read_item(call, index)
-            strips = cutlass.min(call.strips - item.strip, STRIPS)
-            source = call.weights + (Int64(item.expert) * call.strips + item.strip + lane) * strip_bytes
-            # The head of a strip comes with its first blocks.
-            head = Int32(HEAD_BYTES)
+            panel = item.strip // PANEL_STRIPS
+            panels = cutlass.min(call.panels - panel, WARPGROUPS)
+            source = call.weights + (Int64(item.expert) * call.panels + panel + lane) * panel_bytes
+            # The head of a panel comes with its first blocks.
+            head = Int32(PANEL_HEAD_BYTES)
             left = blocks
             while left > 0:
-                size = head + cutlass.min(left, c.blocks) * BLOCK_BYTES
+                size = head + cutlass.min(left, c.blocks) * PANEL_BLOCK_BYTES
                 pipe.acquire(at)
                 if lane == 0:
-                    pipe.commit(at, strips * size)
+                    pipe.commit(at, panels * size)
                 cute.arch.sync_warp()
-                if lane < strips:
-                    to = slot + at.stage * (STRIPS * c.slot_bytes) + HEAD_BYTES - head
+                if lane < panels:
+                    to = slot + at.stage * (WARPGROUPS * c.slot_bytes) + PANEL_HEAD_BYTES - head
                     bulk_load(to, source, size, pipe.full.of(at).toint())
                 source += size
                 head = Int32(0)

@@ -20,10 +20,19 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import opt_barrier, pack
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK, ROWS, STRIPS, WARPGROUPS
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK, ROWS, WARPGROUPS
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, multipliers
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, BLOCK_BYTES, CODE_BYTES, HEAD_BYTES, STRIP
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
+    BLOCK,
+    BLOCK_BYTES,
+    CODE_BYTES,
+    HEAD_BYTES,
+    PANEL_BLOCK_BYTES,
+    PANEL_HEAD_BYTES,
+    PANEL_STRIPS,
+    STRIP,
+)
 
 STORE = 1  # named barriers, one for each warpgroup: its buffer of results is written
 
@@ -117,14 +126,16 @@ class Consumers(Shapes):
         right = mine.make_fragment_B(mine.partition_B(self.ring.tiles(storage.columns, width)))
         acc = cute.make_rmem_tensor(mine.partition_shape_C((ROWS, width)), Float32)
         lane = thread % 32
-        slot = storage.weights.data_ptr().toint() + thread // 32 * c.slot_bytes
+        strip = thread // 32 % PANEL_STRIPS
+        slot = storage.weights.data_ptr().toint() + wg * c.slot_bytes
         blocks = call.blocks
 
         self.weight_pipe(storage).wait(weights.at)
         # Of the rows lane / 4 and eight below: factors, biases.
-        head = slot + weights.at.stage * (STRIPS * c.slot_bytes) + lane // 4 * 4
+        head = slot + weights.at.stage * (WARPGROUPS * c.slot_bytes) + strip * HEAD_BYTES + lane // 4 * 4
         heads = [load_float(head + 4 * at) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
         acc.fill(0.0)
+        slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
         if const_expr(c.double):
             weights = self.decode_block(call, storage, weights, slot, lane, left[0], blocks == 1)
             # Blocks two by two, so that each of a pair has registers of its own, but the first one of an even number.
@@ -226,7 +237,7 @@ class Consumers(Shapes):
         """The words and scales that a lane has of a block, when they are there."""
         self.weight_pipe(storage).wait(weights.at)
         c = self.config
-        begin = slot + weights.at.stage * (STRIPS * c.slot_bytes) + weights.block * BLOCK_BYTES + HEAD_BYTES
+        begin = slot + weights.at.stage * (WARPGROUPS * c.slot_bytes) + weights.block * PANEL_BLOCK_BYTES
         words = load_words("shared", begin + lane * 16, 4)
         return words, load_words("shared", begin + lane // 4 * 4 + CODE_BYTES, 1)
 

@@ -16,8 +16,8 @@ from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import RECORD, STRIPS, Product
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, BLOCK_BYTES, HEAD_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import RECORD, STRIPS, WARPGROUPS, Product
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,13 @@ class Call:
         return (self.strips + (STRIPS - 1)) // STRIPS
 
     @property
-    def strip_bytes(self) -> Int32:
-        return HEAD_BYTES + self.blocks * BLOCK_BYTES
+    def panels(self) -> Int32:
+        """Of an expert."""
+        return (self.strips + (PANEL_STRIPS - 1)) // PANEL_STRIPS
+
+    @property
+    def panel_bytes(self) -> Int32:
+        return PANEL_HEAD_BYTES + self.blocks * PANEL_BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,13 @@ class Shapes:
             columns_full: cute.struct.MemRange[cutlass.Int64, config.column_stages]
             columns_empty: cute.struct.MemRange[cutlass.Int64, config.column_stages]
             columns: cute.struct.Align[cute.struct.MemRange[dtype, self.ring.size], 1024]
-            weights: cute.struct.Align[cute.struct.MemRange[Uint8, config.weight_stages * STRIPS * config.slot_bytes], 128]
+            weights: cute.struct.Align[cute.struct.MemRange[Uint8, config.weight_stages * WARPGROUPS * config.slot_bytes], 128]
             results: cute.struct.Align[cute.struct.MemRange[Uint8, config.staging_bytes], 128]
 
         return Storage
 
     def weight_pipe(self, storage: Any) -> Pipeline:
-        """The ring of weights. A stage is `Product.blocks` blocks of a tile's strips, each strip's in a slot of its own."""
+        """The ring of weights. A stage is `Product.blocks` blocks of a tile's panels, each panel's in a slot of its own."""
         return pipeline(storage.weights_full, storage.weights_empty)
 
     def column_pipe(self, storage: Any) -> Pipeline:

@@ -1,12 +1,14 @@
 """The layout ``"sm90_mxfp4"`` of mxfp4 expert weights: what the kernels of this folder read, made once when a model is loaded.
 
-A projection ``[rows, k]`` is cut into *strips* of 16 rows, and a strip into *blocks* of 64 elements of k. In w13 the rows of a strip
-are the gates of eight features and then the ups of the same features, so that a gate meets its up in one thread; in w2 they are 16
-rows in order. All that a strip needs lies in one piece, because it is streamed:
+A projection ``[rows, k]`` is cut into *panels* of 64 rows, and a panel into four *strips* of 16 rows and *blocks* of 64 elements of k.
+In w13 the rows of a strip are the gates of eight features and then the ups of the same features, so that a gate meets its up in one
+thread; in w2 they are 16 rows in order. All that a panel needs lies in one piece, because it is streamed, and so do neighbouring blocks
+of its four strips:
 
-    128 bytes          float32 [2, 16]       factors of the rows, then their biases
-    544 bytes a block  int32 [32, 4]         codes: four words for each lane of a warp
-                       uint8 [8, 2, 2]       scales: [row, half of the block, first or second eight rows]
+    512 bytes                   float32 [4, 2, 16]    of each strip, factors of the rows and then their biases
+    2176 bytes a block of k, of which each strip has 544:
+                                int32 [32, 4]         codes: four words for each lane of a warp
+                                uint8 [8, 2, 2]       scales: [row, half of the block, first or second eight rows]
 
 The codes of a block are the left operand of four products m16n8k16 of `mma`, or of one warp's part of m64nNk16 of `wgmma`, whose
 operands lie alike: word ``s`` of lane ``4 g + t`` holds, for each of the two neighbouring elements of k that a register has, the codes
@@ -38,10 +40,14 @@ from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, e8m0_to_
 
 LAYOUT = "sm90_mxfp4"
 STRIP = 16  # rows
+PANEL_STRIPS = 4
+PANEL = PANEL_STRIPS * STRIP
 BLOCK = 64  # elements of k
 HEAD_BYTES = 128  # factors and biases of a strip
+PANEL_HEAD_BYTES = PANEL_STRIPS * HEAD_BYTES
 CODE_BYTES = STRIP * BLOCK // 2
-BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX
+BLOCK_BYTES = CODE_BYTES + STRIP * BLOCK // BLOCK_MX  # of a strip
+PANEL_BLOCK_BYTES = PANEL_STRIPS * BLOCK_BYTES
 _LARGEST = 253
 _LEAST = 64  # so that kernels can subtract from a field; nothing so much smaller than the rest of a row adds to a sum
 # Where the sign of each register's code and the lowest of its other three bits stand.
@@ -52,17 +58,22 @@ _AT_ONCE = 4
 
 
 def blocks_of(k: int) -> int:
-    """Blocks of a strip."""
+    """Blocks of k."""
     return -(-k // BLOCK)
 
 
-def strip_bytes(k: int) -> int:
-    """Bytes of a strip."""
-    return HEAD_BYTES + blocks_of(k) * BLOCK_BYTES
+def panels_of(rows: int) -> int:
+    """Panels of an expert."""
+    return -(-rows // PANEL)
+
+
+def panel_bytes(k: int) -> int:
+    """Bytes of a panel."""
+    return PANEL_HEAD_BYTES + blocks_of(k) * PANEL_BLOCK_BYTES
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Canonical mxfp4 weights in the layout above: both ``uint8 [experts, strips, bytes of a strip]``, scales and biases inside."""
+    """Canonical mxfp4 weights in the layout above: both ``uint8 [experts, panels, bytes of a panel]``, scales and biases inside."""
     device = weights.w13_weight.device
     features = torch.arange(2 * plan.intermediate_size, device=device)
     gate_up = features.view(-1, 2).t() if plan.w13_interleaved else features.view(2, -1)  # [2, features]
@@ -76,9 +87,12 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> Tensor:
     """One projection. ``rows``: the canonical row of each row of the strips, in their order."""
     assert scale is not None  # checked by the operator
-    experts, _, half_k = codes.shape
-    strips, k_blocks = len(rows) // STRIP, blocks_of(2 * half_k)
-    result = torch.empty(experts, strips, strip_bytes(2 * half_k), dtype=torch.uint8, device=codes.device)
+    experts, count, half_k = codes.shape
+    panels, k_blocks = panels_of(count), blocks_of(2 * half_k)
+    strips = count // STRIP
+    result = torch.empty(experts, panels, panel_bytes(2 * half_k), dtype=torch.uint8, device=codes.device)
+    if strips % PANEL_STRIPS:
+        result[:, -1].zero_()
     for first in range(0, experts, _AT_ONCE):
         some = slice(first, first + _AT_ONCE)
         relative, factor = _exponents(scale[some].index_select(1, rows))
@@ -86,10 +100,18 @@ def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Te
         head[:, :, 0] = factor.unflatten(1, (strips, STRIP))
         if bias is not None:
             head[:, :, 1] = bias[some].index_select(1, rows).float().unflatten(1, (strips, STRIP))
-        result[some, :, :HEAD_BYTES] = head.flatten(2).view(torch.uint8)
-        blocks = result[some, :, HEAD_BYTES:].unflatten(2, (k_blocks, BLOCK_BYTES))
-        blocks[..., :CODE_BYTES] = _words(codes[some].index_select(1, rows)).flatten(3).view(torch.uint8)
-        blocks[..., CODE_BYTES:] = _scale_bytes(relative)
+        block = torch.empty(len(factor), strips, k_blocks, BLOCK_BYTES, dtype=torch.uint8, device=codes.device)
+        block[..., :CODE_BYTES] = _words(codes[some].index_select(1, rows)).flatten(3).view(torch.uint8)
+        block[..., CODE_BYTES:] = _scale_bytes(relative)
+        for begin, end in ((0, strips // PANEL_STRIPS * PANEL_STRIPS), (strips // PANEL_STRIPS * PANEL_STRIPS, strips)):
+            if begin == end:
+                continue
+            width = min(PANEL_STRIPS, end - begin)
+            to = result[some, begin // PANEL_STRIPS : -(-end // PANEL_STRIPS)]
+            heads = head[:, begin:end].flatten(2).view(torch.uint8).unflatten(1, (-1, width))
+            to[..., :PANEL_HEAD_BYTES].unflatten(2, (PANEL_STRIPS, HEAD_BYTES))[:, :, :width] = heads
+            blocks = to[..., PANEL_HEAD_BYTES:].unflatten(2, (k_blocks, PANEL_STRIPS, BLOCK_BYTES))
+            blocks[:, :, :, :width] = block[:, begin:end].unflatten(1, (-1, width)).transpose(2, 3)
     return result
 
 

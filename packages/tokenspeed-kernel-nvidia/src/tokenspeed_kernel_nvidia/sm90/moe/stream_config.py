@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, BLOCK_BYTES, HEAD_BYTES, blocks_of
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, blocks_of
 
 GROUPS = 3  # warpgroups that compute
 MULTIPLIERS = 4 * GROUPS  # their warps
@@ -13,7 +13,6 @@ LOAD_WARP = MULTIPLIERS  # the warp that loads
 FINISH_WARP = MULTIPLIERS + 1  # the first of the warps that add up what the warpgroups have computed
 FINISHERS = 2
 THREADS = 32 * (FINISH_WARP + FINISHERS)
-STRIPS = 4  # of a unit: one for each warp of a warpgroup
 # Bytes that a number of a row is split into, each with four of its significant bits: bfloat16 has 8, float16 11.
 PARTS = {"bfloat16": 2, "float16": 3}
 MAX_PAIRS = 1024  # (token, slot) pairs of a launch
@@ -78,18 +77,18 @@ class Config:
     @property
     def sums_bytes(self) -> int:
         """Shared memory for sums of a unit: of each row and pair, one of each warpgroup."""
-        return GROUPS * STRIPS * self.tiles * 256
+        return GROUPS * PANEL_STRIPS * self.tiles * 256
 
     @property
-    def piece_bytes(self) -> int:
-        """One strip's part of a slab, with room for the strip's head."""
-        return HEAD_BYTES + self.slab * BLOCK_BYTES
+    def stage_bytes(self) -> int:
+        """Of a stage: a slab, with room for the panel's head."""
+        return PANEL_HEAD_BYTES + self.slab * PANEL_BLOCK_BYTES
 
     @property
     def stages(self) -> int:
         """Slabs on their way. A multiple of the warpgroups, so that each always has the same ones."""
-        used = LIST_BYTES + OTHER_BYTES + self.rows_bytes + BUFFERS * (self.sums_bytes + STRIPS * HEAD_BYTES)
-        return min(STAGES, (SHARED_BYTES - used) // (STRIPS * self.piece_bytes)) // GROUPS * GROUPS
+        used = LIST_BYTES + OTHER_BYTES + self.rows_bytes + BUFFERS * (self.sums_bytes + PANEL_HEAD_BYTES)
+        return min(STAGES, (SHARED_BYTES - used) // self.stage_bytes) // GROUPS * GROUPS
 
 
 def max_k() -> int:

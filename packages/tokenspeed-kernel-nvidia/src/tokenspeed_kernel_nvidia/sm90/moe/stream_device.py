@@ -17,8 +17,8 @@ from cutlass import Float32, Int32, Int64, cute
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, take_ticket
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, pipeline
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, BLOCK_BYTES, HEAD_BYTES, STRIP
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, FINISHERS, GROUPS, LOAD_WARP, MULTIPLIERS, STRIPS, THREADS, Config
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, FINISHERS, GROUPS, LOAD_WARP, MULTIPLIERS, THREADS, Config
 from tokenspeed_kernel_nvidia.sm90.moe.stream_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.stream_schedule_device import Schedule
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
@@ -78,9 +78,9 @@ class Stream(Schedule, Consumers):
         w13_blocks, w2_blocks = (hidden + BLOCK - 1) // BLOCK, (intermediate + BLOCK - 1) // BLOCK
         w13_strips, w2_strips = intermediate * 2 // STRIP, hidden // STRIP
         layer = Layer(
-            w13, w2, w13_strips, w2_strips, HEAD_BYTES + w13_blocks * BLOCK_BYTES, HEAD_BYTES + w2_blocks * BLOCK_BYTES,
-            w13_blocks, w2_blocks, (w13_strips + STRIPS - 1) // STRIPS, (w2_strips + STRIPS - 1) // STRIPS, experts, hidden,
-            intermediate, top_k, alpha, limit, beta,
+            w13, w2, w13_strips, w2_strips, PANEL_HEAD_BYTES + w13_blocks * PANEL_BLOCK_BYTES,
+            PANEL_HEAD_BYTES + w2_blocks * PANEL_BLOCK_BYTES, w13_blocks, w2_blocks, (w13_strips + PANEL_STRIPS - 1) // PANEL_STRIPS,
+            (w2_strips + PANEL_STRIPS - 1) // PANEL_STRIPS, experts, hidden, intermediate, top_k, alpha, limit, beta,
         )  # fmt: skip
         self.kernel(
             layer, x.iterator.toint(), x.stride[0], ids, weights, out.iterator.toint(), out.stride[0], x.shape[0], activated, slots,
@@ -115,7 +115,7 @@ class Stream(Schedule, Consumers):
         if warp == LOAD_WARP:
             if cute.arch.lane_idx() == 0:
                 for stage in cutlass.range_constexpr(self.stages):
-                    call.pipe.init(stage, STRIPS)
+                    call.pipe.init(stage, PANEL_STRIPS)
                 for buffer in cutlass.range_constexpr(BUFFERS):
                     call.partial.full.init(buffer, MULTIPLIERS)
                     call.partial.empty.init(buffer, FINISHERS)
@@ -173,9 +173,9 @@ class Stream(Schedule, Consumers):
     def load_range(self, call: Call, at: Any, kind: cutlass.Constexpr[int], first: Int32, end: Int32):
         """Brings units to the ring. Returns where the ring goes on."""
         layer = call.layer
-        units, strips, size, blocks, weights = layer.w13_units, layer.w13_strips, layer.w13_bytes, layer.w13_blocks, layer.w13
+        units, size, blocks, weights = layer.w13_units, layer.w13_bytes, layer.w13_blocks, layer.w13
         if cutlass.const_expr(kind == W2):
-            units, strips, size, blocks, weights = layer.w2_units, layer.w2_strips, layer.w2_bytes, layer.w2_blocks, layer.w2
+            units, size, blocks, weights = layer.w2_units, layer.w2_bytes, layer.w2_blocks, layer.w2
         index = first // units
         place = first - index * units
         expert = entry_of(call.entries[index]).expert
@@ -184,22 +184,18 @@ class Stream(Schedule, Consumers):
         while left > 0:
             last = cutlass.select_(left == 1 or place == units - 1, Int32(1), Int32(0))
             unit = unit_code(kind, index, place, last)
-            strip = place * STRIPS + cute.arch.lane_idx()
-            there = cutlass.min(strips - place * STRIPS, STRIPS)
-            source = weights + (Int64(expert) * strips + strip) * size
-            for slab in cutlass.range(0, (blocks + self.slab - 1) // self.slab, unroll=1):
-                # The first slab brings the strip's head as well.
-                head = cutlass.select_(slab == 0, Int32(HEAD_BYTES), Int32(0))
-                count = cutlass.min(blocks - slab * self.slab, self.slab) * BLOCK_BYTES + head
+            source = weights + (Int64(expert) * units + place) * size
+            head = Int32(PANEL_HEAD_BYTES)  # comes with the first slab
+            for begin in cutlass.range(0, blocks, self.slab, unroll=1):
+                count = cutlass.min(blocks - begin, self.slab) * PANEL_BLOCK_BYTES + head
                 call.pipe.acquire(at)
                 if cute.arch.lane_idx() == 0:
                     call.units[at.stage] = unit
-                    call.pipe.commit(at, count * there)
-                cute.arch.sync_warp()
-                if cute.arch.lane_idx() < there:
-                    to = call.ring + (at.stage * STRIPS + cute.arch.lane_idx()) * self.config.piece_bytes + HEAD_BYTES - head
-                    begin = source + (HEAD_BYTES - head + slab * (self.slab * BLOCK_BYTES))
-                    bulk_load(to, begin, count, call.pipe.full.of(at).toint())
+                    call.pipe.commit(at, count)
+                    to = call.ring + at.stage * self.config.stage_bytes + PANEL_HEAD_BYTES - head
+                    bulk_load(to, source, count, call.pipe.full.of(at).toint())
+                source += count
+                head = Int32(0)
                 at = advance(at, self.stages)
             # Each warpgroup has as many stages of a unit as the others.
             for _ in cutlass.range((GROUPS - (blocks + self.slab - 1) // self.slab % GROUPS) % GROUPS, unroll=1):

@@ -1,6 +1,6 @@
 """The warps of `stream_device` that compute: the products of units, what becomes of them, and the weighted sums over slots.
 
-A unit has four strips, one for each warp of a warpgroup, and its blocks are dealt out to the warpgroups. Weights are the left operand,
+A panel has four strips, one for each warp of a warpgroup, and its blocks are dealt out to the warpgroups. Weights are the left operand,
 decoded in registers; the right one, the rows of an entry, stays in shared memory for all of its units. Each half of a block has scales
 of its own, so products are added up in registers. Sums over a unit meet in shared memory, where other warps add them up, in a fixed
 order.
@@ -21,8 +21,15 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, load_int, pack, store_floats, store_words
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import exp2
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode_e5m2
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK_BYTES, CODE_BYTES, HEAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, FINISH_WARP, FINISHERS, GROUPS, MAX_TOP_K, MULTIPLIERS, STRIPS
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
+    BLOCK_BYTES,
+    CODE_BYTES,
+    HEAD_BYTES,
+    PANEL_BLOCK_BYTES,
+    PANEL_HEAD_BYTES,
+    PANEL_STRIPS,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, FINISH_WARP, FINISHERS, GROUPS, MAX_TOP_K, MULTIPLIERS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_rows_device import CORE_BYTES, REST, Rows, as_float, shared_int
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     COMBINE,
@@ -48,9 +55,13 @@ COMPUTING_THREADS = 32 * MULTIPLIERS
 UNIT_FACTOR = 2.0 ** (14 - 62)
 # Four scales, of rows g and g + 8 in the first half of a block, and of both in the second, become float32. An exponent field of 253
 # would leave no room for sums, so 64 is subtracted.
-_SCALES = "{ .reg .b32 a;" + "".join(
-    f"bfe.u32 a, {{$r0}}, {8 * byte}, 8; mad.lo.u32 a, a, 0x00800000, 0xE0000000; mov.b32 {{$w{byte}}}, a;" for byte in range(4)
-) + "}"
+_SCALES = (
+    "{ .reg .b32 a;"
+    + "".join(
+        f"bfe.u32 a, {{$r0}}, {8 * byte}, 8; mad.lo.u32 a, a, 0x00800000, 0xE0000000; mov.b32 {{$w{byte}}}, a;" for byte in range(4)
+    )
+    + "}"
+)
 
 
 def scales_of(scales: Uint32) -> Any:
@@ -68,7 +79,7 @@ class Consumers(Rows):
         """Computes the units that the loading warp brings. A warpgroup has every third slab."""
         factors = cute.make_rmem_tensor((self.tiles,), Float32)
         factors.fill(0.0)
-        group = warp // STRIPS
+        group = warp // PANEL_STRIPS
         at, to = Cursor(group, Int32(0)), first_to_fill()
         kind = Int32(COMBINE)
         while kind != END:
@@ -108,7 +119,7 @@ class Consumers(Rows):
     def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, unit: Int32, factors: cute.Tensor):
         """This warpgroup's part of a unit's product goes to a buffer. Returns where the ring goes on."""
         lane = cute.arch.lane_idx()
-        strip = warp % STRIPS
+        strip = warp % PANEL_STRIPS
         kind = kind_of(unit)
         blocks = cutlass.select_(kind == W13, call.layer.w13_blocks, call.layer.w2_blocks)
         blocks = cutlass.select_(kind == END, Int32(0), blocks)
@@ -120,28 +131,28 @@ class Consumers(Rows):
         while slab * self.slab < cutlass.max(blocks, 1):
             if slab > 0:
                 call.pipe.wait(at)
-            piece_at = call.ring + (at.stage * STRIPS + strip) * self.config.piece_bytes
+            stage_at = call.ring + at.stage * self.config.stage_bytes
             if slab == 0 and group == 0:
-                head = load_words("shared", piece_at + lane * 4, 1)
+                head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
             first = slab * self.slab + first_slab
             count = cutlass.min(blocks - first, self.slab)
-            block_at = piece_at + HEAD_BYTES
+            block_at = stage_at + PANEL_HEAD_BYTES + strip * BLOCK_BYTES
             if count == self.slab:
                 for begin in cutlass.range_constexpr(0, self.slab, self.group):
                     some = min(self.group, self.slab - begin)
-                    self.multiply_blocks(call, block_at + begin * BLOCK_BYTES, first + begin, some, lane, sums)
+                    self.multiply_blocks(call, block_at + begin * PANEL_BLOCK_BYTES, first + begin, some, lane, sums)
             else:
                 for each in cutlass.range(count, unroll=1):
-                    self.multiply_blocks(call, block_at + each * BLOCK_BYTES, first + each, 1, lane, sums)
+                    self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, first + each, 1, lane, sums)
             self.release(call, at)
             at = skip(at, GROUPS, self.stages)
             slab += GROUPS
         call.partial.acquire(to)
-        sums_at = call.sums + ((to.stage * GROUPS + group) * STRIPS + strip) * (self.tiles * 256) + lane * 8
+        sums_at = call.sums + ((to.stage * GROUPS + group) * PANEL_STRIPS + strip) * (self.tiles * 256) + lane * 8
         for tile in cutlass.range_constexpr(self.tiles):
             store_floats("shared", sums_at + tile * 256, [sums[tile, row] * factors[tile] * UNIT_FACTOR for row in range(2)])
         if group == 0:
-            shared_int(call.heads + (to.stage * STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
+            shared_int(call.heads + (to.stage * PANEL_STRIPS + strip) * HEAD_BYTES)[lane] = Int32(head)
             if warp == 0 and lane == 0:
                 call.partial_units[to.stage] = unit
         cute.arch.sync_warp()
@@ -156,8 +167,8 @@ class Consumers(Rows):
         """Adds the products of some blocks to this lane's sums. They are begun together and waited for once."""
         scales, operands = [], []
         for each in cutlass.range_constexpr(count):
-            words = load_words("shared", block_at + (each * BLOCK_BYTES + lane * 16), 4)
-            scales.append(scales_of(load_words("shared", block_at + (each * BLOCK_BYTES + CODE_BYTES + lane // 4 * 4), 1)))
+            words = load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + lane * 16), 4)
+            scales.append(scales_of(load_words("shared", block_at + (each * PANEL_BLOCK_BYTES + CODE_BYTES + lane // 4 * 4), 1)))
             rows = [decode_e5m2(word) for word in words]  # of each 16 elements of k: rows g, rows g + 8
             operands += [(*rows[0], *rows[1]), (*rows[2], *rows[3])]
         products = self.multiply_halves(call.rows + block * (4 * self.tiles * self.layers * CORE_BYTES), operands)
@@ -221,7 +232,7 @@ class Consumers(Rows):
                 if rows_of(unit) != known:
                     known = rows_of(unit)
                     self.load_pairs(call, unit, pairs, weights)
-                for strip in cutlass.range(warp - FINISH_WARP, STRIPS, FINISHERS, unroll=1):
+                for strip in cutlass.range(warp - FINISH_WARP, PANEL_STRIPS, FINISHERS, unroll=1):
                     self.finish_strip(call, at, unit, strip, lane, pairs, weights)
                 cute.arch.sync_warp()
                 if lane == 0:
@@ -251,16 +262,16 @@ class Consumers(Rows):
     def finish_strip(self, call: Call, at: Any, unit: Int32, strip: Int32, lane: Int32, pairs: cute.Tensor, weights: cute.Tensor):
         """The sums of a strip, each lane's of two rows."""
         layer = call.layer
-        whole = place_of(unit) * STRIPS + strip
+        whole = place_of(unit) * PANEL_STRIPS + strip
         first = kind_of(unit) == W13
         if whole < cutlass.select_(first, layer.w13_strips, layer.w2_strips):
-            head_at = call.heads + (at.stage * STRIPS + strip) * HEAD_BYTES + lane // 4 * 4
+            head_at = call.heads + (at.stage * PANEL_STRIPS + strip) * HEAD_BYTES + lane // 4 * 4
             factor, factor8, bias, bias8 = (as_float(load_words("shared", head_at + each * 32, 1)) for each in range(4))
             for tile in cutlass.range_constexpr(self.tiles):
-                sums_at = call.sums + (at.stage * GROUPS * STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
+                sums_at = call.sums + (at.stage * GROUPS * PANEL_STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
                 upper, lower = Float32(0.0), Float32(0.0)
                 for group in cutlass.range_constexpr(GROUPS):
-                    part = load_floats("shared", sums_at + group * (STRIPS * self.tiles * 256), 2)
+                    part = load_floats("shared", sums_at + group * (PANEL_STRIPS * self.tiles * 256), 2)
                     upper += part[0]
                     lower += part[1]
                 upper = upper * factor + bias

@@ -11,13 +11,12 @@ however many CTAs there is room for.
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import HEAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, MAX_EXPERTS, MAX_PAIRS, MULTIPLIERS, STRIPS, Config
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_HEAD_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, MAX_EXPERTS, MAX_PAIRS, MULTIPLIERS, Config
 
 # Counters in global memory: the next range, units of w2 that are done, CTAs that are done, and from READY on units of w13 that are
 # done, of each entry.
@@ -36,11 +35,11 @@ class Layer:
     """What the plan says, and where the weights are.
 
     Attributes:
-        w13, w2: addresses of the strips.
+        w13, w2: addresses of the panels.
         w13_strips, w2_strips: of each expert.
-        w13_bytes, w2_bytes: of a strip.
-        w13_blocks, w2_blocks: of a strip.
-        w13_units, w2_units: of each expert.
+        w13_bytes, w2_bytes: of a panel.
+        w13_blocks, w2_blocks: of a panel.
+        w13_units, w2_units: panels of each expert.
         experts, hidden, intermediate, top_k: as the plan's.
         alpha, limit, beta: as the plan's; infinity for no limit.
     """
@@ -206,9 +205,9 @@ class Shapes:
             entries: cute.struct.MemRange[Int32, MAX_PAIRS]
             order: cute.struct.MemRange[Int32, MAX_PAIRS]
             places: cute.struct.MemRange[Int32, MAX_PAIRS]
-            heads: cute.struct.Align[cute.struct.MemRange[Uint8, BUFFERS * STRIPS * HEAD_BYTES], 128]
+            heads: cute.struct.Align[cute.struct.MemRange[Uint8, BUFFERS * PANEL_HEAD_BYTES], 128]
             sums: cute.struct.Align[cute.struct.MemRange[Uint8, BUFFERS * config.sums_bytes], 128]
             rows: cute.struct.Align[cute.struct.MemRange[Uint8, config.rows_bytes], 128]
-            ring: cute.struct.Align[cute.struct.MemRange[Uint8, config.stages * STRIPS * config.piece_bytes], 128]
+            ring: cute.struct.Align[cute.struct.MemRange[Uint8, config.stages * config.stage_bytes], 128]
 
         return Storage
