@@ -79,7 +79,8 @@ class Launches:
         for gated, weight in ((True, prepared.w13_weight), (False, prepared.w2_weight)):
             features = plan.intermediate_size if gated else plan.hidden_size
             results = self.room(2 * pairs * features)
-            given = [self.memory.put(bytes_of(weight)), weight.shape[1], width, rows, width, self.sources, self.tiles]
+            strips = features // (8 if gated else 16)
+            given = [self.memory.put(bytes_of(weight)), strips, width, rows, width, self.sources, self.tiles]
             config = Product("bfloat16" if plan.dtype == torch.bfloat16 else "float16", gated, self.columns, double)
             self.launch(grouped.product_program, config, [*given, self.tile_count, results, features, *swiglu], 512, 2)
             rows, width = results, features
