@@ -25,7 +25,13 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 def _state_is_put_back() -> Iterator[None]:
     """Whatever a test sets for the whole process ends with it."""
     registry = KernelRegistry.get()
-    kept = (dict(registry._specs), dict(registry._impls), dict(registry._interfaces), list(registry._clashes))
+    kept = (
+        dict(registry._specs),
+        dict(registry._impls),
+        dict(registry._interfaces),
+        list(registry._clashes),
+        set(registry._private),
+    )
     policy, source = selection._policy, measured._source
     times, shipped = dict(tables._measured), list(tables._shipped)
     settings = config._settings
@@ -36,7 +42,7 @@ def _state_is_put_back() -> Iterator[None]:
     assert platform.installed_platform() is None, "the test left a platform in force"
     assert not watch.watching()
     KernelRegistry._instance = registry
-    registry._specs, registry._impls, registry._interfaces, registry._clashes = kept
+    registry._specs, registry._impls, registry._interfaces, registry._clashes, registry._private = kept
     registry._load_failures = failures  # type: ignore[attr-defined]
     selection._policy, measured._source = policy, source
     tables._measured.clear()

@@ -83,6 +83,8 @@ def test_a_package_plans_with_its_own_kernels(moe_package: str) -> None:
         ValueError, match=r"^moe_apply.prepare: plan.kernel must be a kernel of expert_kernels, got 'reference_moe_"
     ):
         function.prepare(weights, everyones)
+    with pytest.raises(ValueError, match=r"^moe_process_weights: plan.kernel must be a kernel that serves everyone, got 'expert_"):
+        tk.moe_process_weights(weights, plan)
     with tk.kernel_override("moe", "moe_apply", "reference_moe_apply"):
         assert function.plan(**SIZES, device="cpu").kernel == "expert_doubled", "what others want is not asked of it"
 

@@ -136,4 +136,6 @@ class Preparation:
             self.check.fail(argument, "a registered kernel", f"{plan.kernel!r}: {error.args[0]}")
         if self.package is not None and spec.package != self.package:
             self.check.fail(argument, f"a kernel of {self.package}", f"{plan.kernel!r} of {spec.package}")
+        if self.package is None and not KernelRegistry.get().is_public(plan.kernel):
+            self.check.fail(argument, "a kernel that serves everyone", f"{plan.kernel!r}, which serves {spec.package} alone")
         return spec
