@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel_base import dispatch, memo
+from tokenspeed_kernel_base import dispatch, memo, recent
 from tokenspeed_kernel_base.operator import get_operator
 
 RMSNORM = get_operator("rmsnorm")
@@ -40,7 +40,7 @@ def _arguments() -> tuple[Tensor, Tensor]:
 
 
 def test_this_pytorch_has_guards_that_do_what_is_needed() -> None:
-    assert dispatch.tensor_guards() is not None
+    assert recent.tensor_guards() is not None
 
 
 def test_a_call_is_decided_once_by_description(decisions: list[tuple[Any, ...]]) -> None:
@@ -127,7 +127,7 @@ def test_without_guards_everything_works() -> None:
 
     def decide(args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
         calls.append((args, override, solution))
-        key, entry = CALLER._entries[0](args, override, solution, [], RMSNORM.reference)
+        key, entry = CALLER._entry(args, override, solution, [], RMSNORM.reference)
         remembered[key] = entry
         return RMSNORM.reference
 
@@ -157,9 +157,9 @@ def test_guards_that_do_otherwise_are_not_used(monkeypatch: pytest.MonkeyPatch) 
 
     for stand_in in (Agreeable, Changed):
         monkeypatch.setattr(guards, "TensorGuards", stand_in)
-        assert dispatch.tensor_guards.__wrapped__() is None
+        assert recent.tensor_guards.__wrapped__() is None
     monkeypatch.delattr(guards, "TensorGuards")
-    assert dispatch.tensor_guards.__wrapped__() is None
+    assert recent.tensor_guards.__wrapped__() is None
 
 
 def test_threads_with_different_shapes_each_get_their_own(decisions: list[tuple[Any, ...]]) -> None:
