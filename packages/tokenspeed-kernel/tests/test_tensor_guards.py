@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -91,6 +92,45 @@ def test_other_strides_and_one_tensor_given_twice_are_served_from_the_whole_desc
     assert torch.equal(total, x + x)
     assert torch.equal(normed, tk.rmsnorm(x + x, weight))
     assert len(decisions) == 2  # with a residual and without
+
+
+def test_a_few_descriptions_by_turns_are_served_without_being_formed(decisions: list[tuple[Any, ...]]) -> None:
+    weight = torch.ones(8)
+    calls = [
+        lambda: tk.rmsnorm(torch.randn(3, 8), weight),
+        lambda: tk.rmsnorm(torch.randn(5, 8), weight),
+        lambda: tk.rmsnorm(torch.randn(3, 8), weight, 0.5 / 3),  # a new object each time
+        lambda: tk.rmsnorm(torch.randn(3, 8), weight, residual=torch.randn(3, 8)),
+    ]
+    assert len(calls) == recent.CHAIN
+    for call in calls:
+        call()
+    CALLER._memo.clear()  # which would know them, too
+    for call in calls * 2:
+        call()
+    assert len(decisions) == len(calls)
+    tk.rmsnorm(torch.randn(7, 8), weight)
+    calls[0]()
+    assert len(decisions) == len(calls) + 2, "the oldest was given up"
+
+
+def test_outputs_may_be_inputs_or_not_in_turns(decisions: list[tuple[Any, ...]]) -> None:
+    (x, weight), residual = _arguments(), torch.randn(3, 8)
+    wanted, total = tk.rmsnorm(x, weight, residual=residual)
+    for out, residual_out in ((torch.empty(3, 8), torch.empty(3, 8)), (x, residual)):
+        tk.rmsnorm(x, weight, residual=residual, out=out, residual_out=residual_out)
+        CALLER._memo.clear()
+        assert torch.equal(out, wanted)
+        assert torch.equal(residual_out, total)
+    assert len(decisions) == 2  # with outputs and without
+
+
+def test_an_option_that_cannot_be_compared_is_refused() -> None:
+    x, weight = _arguments()
+    tk.rmsnorm(x, weight)
+    for wrong in (torch.ones(2), numpy.ones(2), [1e-6], "1e-6", numpy.float32(1e-6)):
+        with pytest.raises(TypeError, match="rmsnorm: eps must be float, got "):
+            tk.rmsnorm(x, weight, wrong)  # type: ignore[arg-type]
 
 
 def test_inference_mode_is_served(decisions: list[tuple[Any, ...]]) -> None:

@@ -121,7 +121,7 @@ def {name}({names}, override, solution):
         {limits or "*_, "}_call = _memo[{key_terms(parameters, written)}]
         if not ({within}) or (_is_grad_enabled() and ({graded})):
             _call = None
-    except (KeyError, TypeError, AttributeError, RuntimeError):
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError):
         _call = None
     if _call is None:
         _call = _decide(({names},), override, solution)

@@ -201,7 +201,7 @@ def {made}(_guards, _options, _told, _decided, _otherwise):
     def {self._name}({self._names}, override, solution):
         try:
             _like = {" and ".join(self._terms(pattern))}
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, ValueError):
             _like = False
         if not _like:
             return _otherwise({self._names}, override, solution)
