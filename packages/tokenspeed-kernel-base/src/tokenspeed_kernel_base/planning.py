@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.registry import KernelRegistry, load_object
@@ -88,8 +87,7 @@ def _best_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: (tuple(-part for part in verdict.rank), verdict.spec.name))
 
 
-@dataclass(frozen=True)
-class Preparation:
+class Preparation(NamedTuple):
     """What a ``prepare`` hook works with.
 
     Attributes:

@@ -14,8 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.discovery import import_modules
@@ -34,8 +33,7 @@ class KernelLoadWarning(UserWarning):
     """A kernel was selected whose implementation cannot be imported; it is left out from then on."""
 
 
-@dataclass(frozen=True)
-class PriorityClash:
+class PriorityClash(NamedTuple):
     """Two kernels of equal priority that could serve one request."""
 
     first: KernelSpec
