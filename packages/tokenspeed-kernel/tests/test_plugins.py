@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -388,3 +389,16 @@ def test_an_interrupt_is_not_swallowed(entries: list[Entry], registry: Any) -> N
     with pytest.raises(KeyboardInterrupt):
         discover_plugins(force=True)
     assert plugins.list_plugins() == []
+
+
+def test_published_names() -> None:
+    for module, names in (
+        (plugins, ["discover_plugins", "list_plugins", "disable_plugin", "PluginInfo"]),
+        (
+            tokenspeed_kernel,
+            ["kernel_scope", "shape_capture", "start_shape_capture", "stop_shape_capture", "start_profiling", "stop_profiling"],
+        ),
+    ):
+        assert [name for name in names if not hasattr(module, name)] == []
+    assert list(inspect.signature(plugins.PluginInfo).parameters) == ["name", "package", "version", "num_kernels", "kernel_names"]
+    assert plugins.GROUP == "tokenspeed_kernel.plugins"
