@@ -283,3 +283,17 @@ def test_captures_of_one_file_from_threads_and_nested(tmp_path: Path) -> None:
             stack.enter_context(tk.shape_capture(tmp_path / "shapes"))
         tk.silu_and_mul(torch.ones(5, 8))
     assert [found["count"] for found in load(tmp_path / "shapes").records] == [3]
+
+
+def test_without_sqlite_the_core_is_imported_all_the_same(tmp_path: Path) -> None:
+    program = f"""if True:
+        import sys
+        sys.modules["sqlite3"] = sys.modules["fcntl"] = None
+        import tokenspeed_kernel as tk, torch
+        tk.silu_and_mul(torch.ones(1, 8))
+        try:
+            tk.start_shape_capture({str(tmp_path / "shapes")!r})
+        except OSError as error:
+            print(error)"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "this Python was built without sqlite3, which locks and captures need\n", done.stderr

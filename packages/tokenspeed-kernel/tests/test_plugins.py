@@ -5,22 +5,29 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tokenspeed_kernel import plugins
+import tokenspeed_kernel
+from tokenspeed_kernel import NoKernelFoundError, plugins
 from tokenspeed_kernel.plugins import PluginWarning, discover_plugins
 from tokenspeed_kernel_base.config import PREFIX
+from tokenspeed_kernel_base.registry import KernelRegistry, register_package
 
 SAMPLES = Path(__file__).parent / "sample_plugins"
 
@@ -324,6 +331,56 @@ def test_two_packages_with_a_plugin_of_one_name(entries: list[Entry]) -> None:
     assert loaded.package == "one"
 
 
+_packages = itertools.count()
+
+
+@pytest.fixture
+def two_plugins(entries: list[Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A package that works alone, with two kernels, each of them a plugin."""
+    package = f"twofold_kernels_{next(_packages)}"  # a module's declarations are kept for as long as the process runs
+    folder = tmp_path / package
+    (folder / "cpu").mkdir(parents=True)
+    (folder / "cpu" / "__init__.py").touch()
+    functions = "from tokenspeed_kernel_base.standalone import functions_of\n\n__getattr__, __dir__ = functions_of(__name__)\n"
+    (folder / "__init__.py").write_text(functions)
+    for operator, call in (("norm.rmsnorm", "x, weight, eps, residual, out, residual_out"), ("activation.silu_and_mul", "x, out")):
+        family, mode = operator.split(".")
+        (folder / "cpu" / f"{mode}.py").write_text(
+            "from tokenspeed_kernel_base.registry import register_kernel\n\n"
+            f"@register_kernel({family!r}, {mode!r}, solution='twofold', signatures=None, traits={{'residual': {{False}}}})\n"
+            f"def {mode}({call}):\n    return x + 42\n"
+        )
+        entries.append(Entry(mode, functools.partial(register_package, f"{package}.cpu.{mode}"), package))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module(package)
+    for name in [name for name in sys.modules if name.startswith(package)]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("used_before", [True, False], ids=["used before discovery", "not used before"])
+def test_disabling_a_plugin_leaves_its_packages_own_functions_alone(two_plugins: Any, used_before: bool) -> None:
+    x, weight = torch.zeros(2, 4), torch.ones(4)
+    if used_before:
+        assert two_plugins.rmsnorm(x, weight)[0, 0] == 42
+    discover_plugins(force=True)
+    assert {p.name: p.kernel_names for p in plugins.list_plugins()} == {
+        "rmsnorm": ("twofold_rmsnorm",),
+        "silu_and_mul": ("twofold_silu_and_mul",),
+    }
+    assert tokenspeed_kernel.rmsnorm(x, weight)[0, 0] == two_plugins.rmsnorm(x, weight)[0, 0] == 42
+
+    plugins.disable_plugin("rmsnorm")
+    assert [p.name for p in plugins.list_plugins()] == ["silu_and_mul"]
+    assert two_plugins.rmsnorm(x, weight)[0, 0] == 42, "the package's own function is still served"
+    assert two_plugins.rmsnorm(x + 1, weight)[0, 0] == 43
+    with pytest.raises(NoKernelFoundError, match="no kernel is registered for this operator"):
+        tokenspeed_kernel.rmsnorm(x, weight)
+    with pytest.raises(NoKernelFoundError, match=r"twofold_rmsnorm .*serves only the functions of twofold_kernels"):
+        tokenspeed_kernel.rmsnorm(x, weight, override="twofold_rmsnorm")
+    assert [spec.name for spec in KernelRegistry.get().list_kernels()] == ["twofold_silu_and_mul"]
+    assert tokenspeed_kernel.silu_and_mul(x)[0, 0] == 42, "another plugin of the package is not disabled"
+
+
 def test_an_interrupt_is_not_swallowed(entries: list[Entry], registry: Any) -> None:
     def register() -> None:
         raise KeyboardInterrupt
@@ -332,3 +389,16 @@ def test_an_interrupt_is_not_swallowed(entries: list[Entry], registry: Any) -> N
     with pytest.raises(KeyboardInterrupt):
         discover_plugins(force=True)
     assert plugins.list_plugins() == []
+
+
+def test_published_names() -> None:
+    for module, names in (
+        (plugins, ["discover_plugins", "list_plugins", "disable_plugin", "PluginInfo"]),
+        (
+            tokenspeed_kernel,
+            ["kernel_scope", "shape_capture", "start_shape_capture", "stop_shape_capture", "start_profiling", "stop_profiling"],
+        ),
+    ):
+        assert [name for name in names if not hasattr(module, name)] == []
+    assert list(inspect.signature(plugins.PluginInfo).parameters) == ["name", "package", "version", "num_kernels", "kernel_names"]
+    assert plugins.GROUP == "tokenspeed_kernel.plugins"

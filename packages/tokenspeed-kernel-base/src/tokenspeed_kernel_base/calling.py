@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tokenspeed_kernel_base import dispatch, lowering, memo, watch
+from tokenspeed_kernel_base import dispatch, lowering, memo, recent, watch
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.declaration import STEPS, Operator, is_traced, readable
 from tokenspeed_kernel_base.explanation import Explanation, Override, Request, SelectedKernel
@@ -20,6 +20,8 @@ from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotation
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
+
+_COMPARISONS = "comparisons"  # beside the first of them, made for each to be followed by the next
 
 
 class Caller:
@@ -33,9 +35,8 @@ class Caller:
 
     def __init__(self, op: Operator[Any, Any], package: str | None = None) -> None:
         self.op, self.package = op, package
-        make_guard = dispatch.tensor_guards()
         self._memo = memo.new_memo()
-        self._recent = memo.new_memo() if make_guard is not None else None
+        self._recent = memo.new_memo() if recent.tensor_guards() is not None else None
         self._written = (*op.outs, *op.mutates)
         self._value_guards: dict[tuple[str, ...], Callable[..., Any]] = {}
         outputs = lowering.count_outputs(op.body)
@@ -63,8 +64,13 @@ class Caller:
         return self.function(*args, **kwargs)
 
     @functools.cached_property
-    def _entries(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        return dispatch.build_entry_functions(self.op.mode, self.op.parameters, self._written, dispatch.tensor_guards())
+    def _entry(self) -> Callable[..., Any]:
+        return dispatch.build_entry_function(self.op.mode, self.op.parameters, self._written)
+
+    @functools.cached_property
+    def _comparisons(self) -> recent.RecentCalls | None:
+        make_guard = recent.tensor_guards()
+        return recent.RecentCalls(self.op.mode, self.op.parameters, self._written, make_guard) if make_guard is not None else None
 
     # -- deciding --------------------------------------------------------------------------------------------------------------
 
@@ -77,10 +83,11 @@ class Caller:
             return lambda *values: self._lowered(*values, override, solution)
         check = op.check_call(arguments, values=False)  # the guard looks at values, now and whenever they change
         request, selected = self._select(arguments, check, override, solution)
-        call = self._guarded(selected, arguments)
-        memo_entry, recent_entry = self._entries
-        limits = [limit for name in op.bounds for limit in _limits(name, arguments[name], check, request)]
-        key, entry = memo_entry(args, override, solution, limits, call)
+        decided = self._decided(
+            selected, arguments, [limit for name in op.bounds for limit in _limits(name, arguments[name], check, request)]
+        )
+        call = self._with_value_guard(decided)
+        key, entry = self._entry(args, override, solution, decided.limits, call)
         if watch.watching():
             tensors = dict(tensor_arguments(op.parameters, arguments))
             described = key, tuple(tensor.stride() for tensor in tensors.values())
@@ -89,13 +96,25 @@ class Caller:
                 op.family, op.mode, selected.name, request.signature, tensors, described, arguments, request.traits, read_work
             )
             return watch.watched(seen, call)
-        if selected.provisional:
-            return call
-        memo.remember(self._memo, key, entry, started)
-        if recent_entry is not None and self._recent is not None:
-            key, entry = recent_entry(args, override, solution, limits, call)
-            memo.remember(self._recent, key, entry, started)
+        if not selected.provisional:
+            memo.remember(self._memo, key, entry, started)
+            self._remember_recent(args, override, solution, decided, started)
         return call
+
+    def _remember_recent(
+        self, args: tuple[Any, ...], override: str | None, solution: str | None, decided: recent.Decided, started: int
+    ) -> None:
+        """Puts a comparison with this call before those with the calls that were decided last."""
+        if self._recent is None or self._comparisons is None:
+            return
+        made = (self._comparisons.comparison(args, override, solution, decided), *self._recent.get(_COMPARISONS, ()))[
+            : recent.CHAIN
+        ]
+        first = self.function.__globals__["_otherwise"]
+        for make in reversed(made):
+            first = make(first)
+        memo.remember(self._recent, _COMPARISONS, made, started)
+        memo.remember(self._recent, dispatch.FIRST, first, started)
 
     def forget(self) -> None:
         """Decides every call afresh. What was selected for requests is still known."""
@@ -122,10 +141,10 @@ class Caller:
 
     # -- what precedes the kernel ----------------------------------------------------------------------------------------------
 
-    def _guarded(self, selected: SelectedKernel, arguments: dict[str, Any]) -> Callable[..., Any]:
-        """The kernel, preceded by what must be looked at in every call, if there is anything."""
-        call = self._skip_if_empty(arguments) or selected.impl
-        return self._with_value_guard(self._with_overlap_guard(call, arguments), arguments)
+    def _decided(self, selected: SelectedKernel, arguments: dict[str, Any], limits: list[int]) -> recent.Decided:
+        """The kernel, preceded by what must be looked at in every call; and the check of those values that lie in host memory."""
+        call = self._with_overlap_guard(self._skip_if_empty(arguments) or selected.impl, arguments)
+        return self._with_check(call, arguments)._replace(limits=limits)
 
     def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
         """A callable that launches nothing, for a call whose every output is empty; None for any other."""
@@ -157,16 +176,24 @@ class Caller:
         guard = dispatch.build_overlap_guard(self.op.mode, self.op.parameters, pairs, tensors)
         return guard(self._checked_by(self.op.check_overlaps), call)  # type: ignore[no-any-return]
 
-    def _with_value_guard(self, call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[..., Any]:
-        """``call``, preceded by the check of those values that lie in host memory, if there are any."""
+    def _with_check(self, call: Callable[..., Any], arguments: dict[str, Any]) -> recent.Decided:
+        """``call``, with the check of those values that lie in host memory, if there are any."""
         op = self.op
         hints = tuple(p.name for p in op.parameters if p.kind is Kind.HINT)
         watched = tuple(n for n in op.host_values if n not in hints and arguments[n] is not None and readable(arguments[n]))
         if not op.has_hook("check_values") or not (watched or any(arguments[hint] is not None for hint in hints)):
-            return call
+            return recent.Decided(call)
+        seen = [dispatch.nothing_checked(op.parameters, watched)]
+        return recent.Decided(call, (), watched, hints, self._checked_by(op.check_values), seen)
+
+    def _with_value_guard(self, decided: recent.Decided) -> Callable[..., Any]:
+        """What was decided, as one function."""
+        if decided.check is None:
+            return decided.call
+        op, watched = self.op, decided.watched
         if watched not in self._value_guards:
-            self._value_guards[watched] = dispatch.build_value_guard(op.mode, op.parameters, watched, hints)
-        return self._value_guards[watched](self._checked_by(op.check_values), call)  # type: ignore[no-any-return]
+            self._value_guards[watched] = dispatch.build_value_guard(op.mode, op.parameters, watched, decided.hints)
+        return self._value_guards[watched](decided.check, decided.call, decided.seen)  # type: ignore[no-any-return]
 
     def _checked_by(self, check: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
         names = self.op.names
@@ -241,7 +268,7 @@ class Caller:
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
         _, selected = self._select(arguments, check, override, solution)
-        return self._with_value_guard(self._skip_if_empty(arguments) or selected.impl, arguments)
+        return self._with_value_guard(self._with_check(self._skip_if_empty(arguments) or selected.impl, arguments))
 
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation:
         """Which kernel a call with these arguments would run, and why not the others. Launches nothing."""

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, cast
 
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.platform import PlatformInfo
 from tokenspeed_kernel_base.signature import FormatSignature
 
 
-@dataclass(frozen=True)
-class Tuned:
+class Tuned(NamedTuple):
     """What was measured of one kernel: microseconds with its best configuration (empty: its own choice), and with its own."""
 
     us: float
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = MappingProxyType({})
     own_us: float | None = None
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What was measured for a request: a result for each kernel, and a line for each entry that is not used, with the reason."""
 
-    results: Mapping[str, Tuned] = field(default_factory=dict)
+    results: Mapping[str, Tuned] = MappingProxyType({})
     notes: tuple[str, ...] = ()
 
 

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.registry import KernelRegistry, load_object
@@ -88,8 +87,7 @@ def _best_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: (tuple(-part for part in verdict.rank), verdict.spec.name))
 
 
-@dataclass(frozen=True)
-class Preparation:
+class Preparation(NamedTuple):
     """What a ``prepare`` hook works with.
 
     Attributes:
@@ -136,4 +134,6 @@ class Preparation:
             self.check.fail(argument, "a registered kernel", f"{plan.kernel!r}: {error.args[0]}")
         if self.package is not None and spec.package != self.package:
             self.check.fail(argument, f"a kernel of {self.package}", f"{plan.kernel!r} of {spec.package}")
+        if self.package is None and not KernelRegistry.get().is_public(plan.kernel):
+            self.check.fail(argument, "a kernel that serves everyone", f"{plan.kernel!r}, which serves {spec.package} alone")
         return spec

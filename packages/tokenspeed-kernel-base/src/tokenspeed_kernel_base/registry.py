@@ -14,8 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.discovery import import_modules
@@ -34,8 +33,7 @@ class KernelLoadWarning(UserWarning):
     """A kernel was selected whose implementation cannot be imported; it is left out from then on."""
 
 
-@dataclass(frozen=True)
-class PriorityClash:
+class PriorityClash(NamedTuple):
     """Two kernels of equal priority that could serve one request."""
 
     first: KernelSpec
@@ -127,13 +125,12 @@ class KernelRegistry:
         for clash in clashes:
             warnings.warn(str(clash), PriorityClashWarning, stacklevel=3)
 
-    def publish(self, package: str, public: bool) -> None:
-        """Says whether a package's kernels serve everyone, or only requests that name the package."""
+    def publish(self, names: Iterable[str], public: bool) -> None:
+        """Says whether kernels serve everyone, as they do once registered, or only requests that name their package. Names that no
+        kernel has are passed over."""
         with self._lock:
-            if public:
-                self._private.discard(package)
-            else:
-                self._private.add(package)
+            known = self._specs.keys() & set(names)
+            self._private = self._private - known if public else self._private | known
         memo.invalidate()
 
     def unregister(self, name: str) -> None:
@@ -142,13 +139,16 @@ class KernelRegistry:
             self.get_by_name(name)
             del self._specs[name], self._impls[name]
             self._load_failures.pop(name, None)
+            self._private.discard(name)
             self._clashes = [c for c in self._clashes if name not in (c.first.name, c.second.name)]
         memo.invalidate()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[list[KernelSpec]]:
-        """All registrations inside the block, or none of them if it raises. Yields the list that they are gathered in."""
+        """All registrations inside the block, or none of them if it raises. Yields the list in which the kernels are gathered that
+        serve everyone since: those that were registered before for their package alone, too."""
         with self._lock:
+            public = set(self._public())
             before = dict(self._specs), dict(self._impls), dict(self._interfaces), list(self._clashes), set(self._private)
             added: list[KernelSpec] = []
             try:
@@ -157,7 +157,7 @@ class KernelRegistry:
                 self._specs, self._impls, self._interfaces, self._clashes, self._private = before
                 memo.invalidate()
                 raise
-            added.extend(spec for name, spec in self._specs.items() if before[0].get(name) is not spec)
+            added.extend(spec for name, spec in self._public().items() if name not in public or before[0][name] is not spec)
 
     # -- reading ---------------------------------------------------------------------------------------------------------------
 
@@ -166,9 +166,13 @@ class KernelRegistry:
         with self._lock:
             return self._specs.get(spec.name) is spec
 
-    def has_kernels_of(self, package: str) -> bool:
+    def _public(self) -> dict[str, KernelSpec]:
+        return {name: spec for name, spec in self._specs.items() if name not in self._private}
+
+    def is_public(self, name: str) -> bool:
+        """Whether a kernel is registered and serves everyone."""
         with self._lock:
-            return any(spec.package == package for spec in self._specs.values())
+            return name in self._public()
 
     def get_by_name(self, name: str) -> KernelSpec:
         """The declaration of a kernel. Raises KeyError, naming the nearest, if there is none."""
@@ -239,8 +243,8 @@ class KernelRegistry:
     def get_for_operator(self, family: str, mode: str, package: str | None = None) -> list[KernelSpec]:
         """All kernels of an operator, or those of one package; best priority first, equal ones by name."""
         with self._lock:
-            specs = [s for s in self._specs.values() if s.family == family and s.mode == mode]
-            specs = [s for s in specs if (s.package not in self._private if package is None else s.package == package)]
+            offered = self._public() if package is None else {n: s for n, s in self._specs.items() if s.package == package}
+        specs = [spec for spec in offered.values() if spec.family == family and spec.mode == mode]
         return sorted(specs, key=lambda spec: (-spec.priority, spec.name))
 
     def list_operators(self) -> list[tuple[str, str]]:
@@ -249,16 +253,17 @@ class KernelRegistry:
 
     def list_kernels(self) -> list[KernelSpec]:
         with self._lock:
-            specs = [s for s in self._specs.values() if s.package not in self._private]
+            specs = list(self._public().values())
         return sorted(specs, key=lambda s: (s.family, s.mode, -s.priority, s.name))
 
     def list_solutions(self) -> list[str]:
         with self._lock:
-            return sorted({s.solution for s in self._specs.values() if s.package not in self._private})
+            return sorted({spec.solution for spec in self._public().values()})
 
     def clashes(self) -> list[PriorityClash]:
         with self._lock:
-            return list(self._clashes)
+            public = self._public()
+            return [c for c in self._clashes if c.first.name in public and c.second.name in public]
 
     def is_lazy(self, name: str) -> bool:
         """Whether a kernel's implementation was given by name and has not been imported."""
@@ -329,15 +334,15 @@ def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
 
     Args:
         package: its name.
-        public: whether its kernels serve everyone from now on. Otherwise they serve requests that name the package, and everyone if
-            they did before.
+        public: whether its kernels serve everyone from now on. Otherwise those that were not registered before serve only requests
+            that name the package.
 
     Returns:
         The declarations, by name; those that were registered before are among them.
     """
-    registry, owner = KernelRegistry.get(), package.partition(".")[0]
+    registry = KernelRegistry.get()
     with registry.transaction():
-        known = registry.has_kernels_of(owner)
+        offered = {spec.name for spec in registry.list_kernels()}
         try:
             import_modules(package)
         finally:
@@ -349,8 +354,7 @@ def register_package(package: str, *, public: bool = True) -> list[KernelSpec]:
         for spec, impl in declared:
             if not registry.has(spec):
                 registry.register(spec, impl)
-        if public or not known:
-            registry.publish(owner, public)
+        registry.publish({spec.name for spec, _ in declared} - (set() if public else offered), public)
     return sorted((spec for spec, _ in declared), key=lambda spec: spec.name)
 
 

@@ -358,7 +358,13 @@ def _why_no_override(override: Override, request: Request, rejected: Iterable[Ve
         spec = KernelRegistry.get().get_by_name(override.kernel)
     except KeyError as error:
         return f"{override.source}: {error.args[0]}"
-    return f"{override.kernel} is wanted by {override.source}, but implements {spec.operator}, not {request.operator}"
+    if spec.operator != request.operator:
+        problem = f"implements {spec.operator}, not {request.operator}"
+    elif request.package is not None:
+        problem = f"is no kernel of {request.package}"
+    else:
+        problem = f"serves only the functions of {spec.package}"
+    return f"{override.kernel} is wanted by {override.source}, but {problem}"
 
 
 _decisions: dict[Any, SelectedKernel] = memo.new_memo()

@@ -88,9 +88,6 @@ class FormatSignature:
                 return fmt
         raise KeyError(f"no role {role!r} in {self}")
 
-    def storage_dtype_for(self, role: str) -> torch.dtype:
-        return self.format_for(role).storage_dtype
-
     def difference(self, other: FormatSignature) -> list[str]:
         """Roles whose format is not the same in ``other``, each as a phrase: ``"k: this has float16, that bfloat16"``."""
         mine, theirs = dict(self.roles), dict(other.roles)

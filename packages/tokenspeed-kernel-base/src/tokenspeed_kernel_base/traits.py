@@ -13,7 +13,7 @@ say), so that only kernels for which a flag must be set refuse it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,10 +133,6 @@ def as_constraint(value: Any) -> Constraint:
     raise TypeError(f"a trait is constrained by a value, a set of values, a range, multiple_of or any; got {value!r}")
 
 
-def is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def trait_gaps(declared: Mapping[str, Constraint], requested: Mapping[str, Any], *, universal: bool = False) -> list[str]:
     """Why a kernel with these constraints cannot serve these traits, one phrase a trait; empty where it can.
 
@@ -175,8 +171,3 @@ def traits_overlap(
 
 def format_traits(traits: Mapping[str, Any], describe: Callable[[Any], str] = str) -> str:
     return ", ".join(f"{name}={describe(value)}" for name, value in sorted(traits.items()))
-
-
-def unknown_traits(declared: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Traits that a kernel constrains but no request of the operator ever states: usually a misspelling."""
-    return sorted(set(declared) - set(known))

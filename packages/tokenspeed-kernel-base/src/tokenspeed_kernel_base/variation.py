@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from tokenspeed_kernel_base.cases import Draw
 
@@ -40,8 +41,7 @@ class Want(enum.Enum):
     at random."""
 
 
-@dataclass(frozen=True)
-class Variation:
+class Variation(NamedTuple):
     """One wish for other arguments.
 
     Attributes:
@@ -53,7 +53,7 @@ class Variation:
 
     want: Want
     draw: Draw
-    work: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    work: Mapping[str, Sequence[int]] = MappingProxyType({})
 
     def values(self, name: str, count: int, default: int) -> list[int]:
         """``count`` of the values that were read; repeated where fewer were, ``default`` where none were."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +16,7 @@ from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.signature import FormatSignature
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call, as a watcher sees it.
 
     Attributes:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tokenspeed_kernel_base.ops.moe.plan import BLOCK_FP8, MoEPlan
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_nvidia._rows import deliver
 from tokenspeed_kernel_nvidia.flashinfer._memory import to_write

@@ -12,7 +12,6 @@ its failure is kept with the traceback (`plugin_failures`, ``tokenspeed-kernel d
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import threading
@@ -172,7 +171,8 @@ def disabled_plugins() -> list[str]:
 
 
 def disable_plugin(name: str) -> None:
-    """Takes a plugin's kernels out, and keeps it from being loaded in this process.
+    """Offers a plugin's kernels to nobody any more, and keeps it from being loaded in this process. They still serve the functions
+    of their own package.
 
     Raises:
         KeyError: it is neither loaded, nor failed, nor installed.
@@ -184,6 +184,5 @@ def disable_plugin(name: str) -> None:
         _disabled.add(name)
         _failed.pop(name, None)
         info = _loaded.pop(name, None)
-        for kernel in info.kernel_names if info else ():
-            with contextlib.suppress(KeyError):  # unregistered already
-                KernelRegistry.get().unregister(kernel)
+        if info is not None:
+            KernelRegistry.get().publish(info.kernel_names, False)

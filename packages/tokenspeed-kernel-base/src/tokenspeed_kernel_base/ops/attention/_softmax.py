@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from tokenspeed_kernel_base.checks import FP8
 _QUERIES_AT_ONCE = 128
 
 
-@dataclass(frozen=True)
-class Softmax:
+class Softmax(NamedTuple):
     """How scores become weights.
 
     Attributes:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Draw, recipe
 from tokenspeed_kernel_base.checks import FLOATS
-from tokenspeed_kernel_base.ops.gemm.operands import BLOCK_FP8
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, encode_fp8
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX, encode_fp8
 from tokenspeed_kernel_base.ops.quantization.formats import blocks
 
 Make = Callable[[Draw], dict[str, Any]]

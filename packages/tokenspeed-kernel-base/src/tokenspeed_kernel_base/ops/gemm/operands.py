@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import FLOATS, FP8, HALVES, Checker, describe
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, SOURCE_DTYPES, decode_fp8, decode_mxfp4, decode_mxfp8
+from tokenspeed_kernel_base.ops.quantization.encodings import (
+    BLOCK_FP8,
+    BLOCK_MX,
+    SOURCE_DTYPES,
+    decode_fp8,
+    decode_mxfp4,
+    decode_mxfp8,
+)
 from tokenspeed_kernel_base.ops.quantization.formats import blocks, fp8_format, mxfp4_format, mxfp8_format
 from tokenspeed_kernel_base.ops.quantization.mx import MXFP8_DTYPES
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format, format_signature
-
-BLOCK_FP8 = 128
 
 _PAIRS = (
     "dense with dense of the same dtype, fp8 with fp8 (both with scales per block, or neither), mxfp8 or mxfp4 with either, "

@@ -13,9 +13,9 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, rec
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
-from tokenspeed_kernel_base.ops.moe.plan import BLOCK_FP8, MoEPlan, check_plan, intermediates_of, signature_of, traits_of
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, intermediates_of, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights, as_weights, check_canonical, layout_of
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, decode_fp8, decode_mxfp4, encode_mxfp4
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX, decode_fp8, decode_mxfp4, encode_mxfp4
 from tokenspeed_kernel_base.ops.quantization.formats import blocks
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_base.planning import CANONICAL, UNDECIDED, Preparation

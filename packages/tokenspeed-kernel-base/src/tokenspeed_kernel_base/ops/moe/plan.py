@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel_base.checks import FLOATS, Checker, describe
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX
 from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
 from tokenspeed_kernel_base.planning import CANONICAL
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format, format_signature
 
-# Elements of a block of fp8 weights along each axis.
-BLOCK_FP8 = 128
 WEIGHT_FORMATS = ("dense", "fp8_block", "mxfp4")
 ACTIVATION_DTYPES = ("none", "fp8", "mxfp4")
 ACTIVATIONS = ("swiglu",)

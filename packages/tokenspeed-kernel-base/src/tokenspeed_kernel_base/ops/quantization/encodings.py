@@ -31,6 +31,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+BLOCK_FP8 = 128  # weights have blocks of this size along both axes
 BLOCK_MX = 32
 BLOCK_NVFP4 = 16
 

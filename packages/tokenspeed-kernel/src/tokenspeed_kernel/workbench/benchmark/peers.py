@@ -92,7 +92,8 @@ class Peer:
         """What a case (its complete arguments) gives that the peer does not take; None if it takes all of it."""
         if self.takes_rest:
             return None
-        given = [p.name for p in op.parameters if p.name not in self.wanted and _decides(p) and _given(p, arguments[p.name])]
+        others = [p for p in op.parameters if p.name not in self.wanted and p.kind is not Kind.HINT]
+        given = [p.name for p in others if _given(p, arguments[p.name])]
         return f"does not take {', '.join(given)}" if given else None
 
     def bound(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
@@ -100,10 +101,6 @@ class Peer:
         chosen = dict(arguments) if self.takes_rest else {name: arguments[name] for name in arguments if name in self.wanted}
         call = functools.partial(self.function, **chosen)
         return call() if self.setup else call
-
-
-def _decides(parameter: Parameter) -> bool:
-    return parameter.kind is not Kind.HINT
 
 
 def _given(parameter: Parameter, value: Any) -> bool:

@@ -9,10 +9,8 @@ from tokenspeed_kernel.workbench.tuned.entries import Device, Entry, Result, ent
 from tokenspeed_kernel.workbench.tuned.fingerprint import source_fingerprint, toolchain
 from tokenspeed_kernel.workbench.tuned.store import read_table, remove_entries, save_entry
 from tokenspeed_kernel.workbench.tuned.tables import (
-    Listed,
     all_entries,
     find,
-    has_results,
     record,
     register_tuned_tables,
     tuned_directory,
@@ -22,12 +20,10 @@ from tokenspeed_kernel.workbench.tuned.tables import (
 __all__ = [
     "Device",
     "Entry",
-    "Listed",
     "Result",
     "all_entries",
     "entry_key",
     "find",
-    "has_results",
     "read_table",
     "record",
     "register_tuned_tables",

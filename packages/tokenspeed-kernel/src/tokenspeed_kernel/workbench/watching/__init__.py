@@ -13,7 +13,7 @@ from tokenspeed_kernel.workbench.watching.captures import (
 )
 from tokenspeed_kernel.workbench.watching.ranges import kernel_scope, start_profiling, stop_profiling
 from tokenspeed_kernel.workbench.watching.records import Contents, Record, UnreadableCaptureError, load, merge
-from tokenspeed_kernel.workbench.watching.replay import CapturedCase, ReplayError, load_cases, replay
+from tokenspeed_kernel.workbench.watching.replay import ReplayError, load_cases, replay
 from tokenspeed_kernel.workbench.watching.times import CallKind, CallTime, CallTimes, Process, Times, read_times, time_calls
 from tokenspeed_kernel_base.config import Settings
 
@@ -21,7 +21,6 @@ __all__ = [
     "CallKind",
     "CallTime",
     "CallTimes",
-    "CapturedCase",
     "Contents",
     "Process",
     "Record",
@@ -30,7 +29,6 @@ __all__ = [
     "Times",
     "UnreadableCaptureError",
     "begin",
-    "capture_to_file",
     "described",
     "kernel_scope",
     "load",

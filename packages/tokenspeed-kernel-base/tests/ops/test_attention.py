@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tokenspeed_kernel import (
-    attn_merge_state,
-    mha_decode_with_kvcache,
-    mha_extend_with_kvcache,
-    mha_prefill,
-    mha_with_kvcache,
-    mla_decode_with_kvcache,
-    mla_extend_with_kvcache,
-    mla_prefill,
-)
 from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
+from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
+from tokenspeed_kernel_base.ops.attention.mha_with_kvcache import mha_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mla_extend_with_kvcache import mla_extend_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill
 from tokenspeed_kernel_base.signature import FormatSignature
 
 OPERATORS: list[Any] = [

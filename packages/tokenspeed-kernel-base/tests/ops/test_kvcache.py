@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenspeed_kernel import store_kv_cache
+from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3fnuz: 240.0}

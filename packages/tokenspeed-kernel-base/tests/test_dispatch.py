@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tokenspeed_kernel.workbench.watching import shape_capture
-from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base import memo, watch
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import kernel_override, set_selection_policy
@@ -158,8 +157,13 @@ def test_what_invalidates(gather: Any, log: Log, hopper: Any) -> None:
     assert decisions() == 1
     with kernel_override("testing", gather.__name__, f"spy_{gather.__name__}"):
         assert decisions() == 2, "nothing is remembered while an override holds for one thread"
-    with shape_capture():
-        assert decisions() == 2
+
+    def watcher(call: watch.Call, run: Callable[..., Any]) -> Callable[..., Any]:
+        return run
+
+    watch.start(watcher)
+    assert decisions() == 2, "a watcher sees every call"
+    watch.stop(watcher)
     assert decisions() == 1
     assert decisions() == 0
 

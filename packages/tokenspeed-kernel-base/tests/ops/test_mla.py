@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tokenspeed_kernel import (
-    mha_decode_with_kvcache,
-    mha_extend_with_kvcache,
-    mha_prefill,
-    mla_decode_with_kvcache,
-    mla_extend_with_kvcache,
-    mla_prefill,
-)
+from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
+from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mla_extend_with_kvcache import mla_extend_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill
 
 HEADS, RANK, NOPE, ROPE, V = 4, 16, 8, 6, 10
 SCALE = 1.3 / math.sqrt(NOPE + ROPE)

@@ -14,15 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import tokenspeed_kernel
 from tokenspeed_kernel_base import operator as operator_module
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.operator import get_operator, operators
+from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.platform import PlatformInfo, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.selection import NoKernelFoundError, kernel_override
 
-rmsnorm = tokenspeed_kernel.rmsnorm
 X, W = torch.ones(2, 4), torch.ones(4)
 
 
@@ -96,7 +95,6 @@ def test_it_looks_like_its_body(toy: Any) -> None:
 @pytest.mark.parametrize("op", operators(), ids=str)
 def test_public_functions_are_ordinary(op: Any) -> None:
     function = op.function
-    assert getattr(tokenspeed_kernel, op.mode) is function, "it is part of the public API"
     hints = typing.get_type_hints(function)
     assert set(hints) == {*op.names, "override", "solution", "return"}
     assert hints["override"] == (str | None)

@@ -11,8 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_kernel import MoEPlan, MoEWeights, NoKernelFoundError, moe_apply, moe_plan, moe_process_weights
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.selection import NoKernelFoundError
 
 OPERATOR = get_operator("moe_apply")
 CASES = {case.name: case for case in OPERATOR.all_cases() if not case.large}

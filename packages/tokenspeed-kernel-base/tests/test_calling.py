@@ -18,12 +18,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import tokenspeed_kernel as tk
 from tokenspeed_kernel_base import memory
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import plain_function
+from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
+from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
+from tokenspeed_kernel_base.ops.gemm.mm import mm
+from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
+from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
+from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel, register_package
-from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_base.selection import NoKernelFoundError, explain_selection, kernel_override, select_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
 X, W = torch.randn(4, 8), torch.ones(8)
@@ -61,9 +67,9 @@ def test_a_tensor_that_is_not_dense_is_refused(make: Callable[[], Tensor], argum
     if argument not in right:
         right[argument] = torch.randn(4, 8)
     for _ in range(2):
-        tk.rmsnorm(**right)
+        rmsnorm(**right)
         with pytest.raises(TypeError, match=f"rmsnorm: {argument} must be a tensor.* of dense storage .*, got a "):
-            tk.rmsnorm(**{**right, argument: make()})
+            rmsnorm(**{**right, argument: make()})
 
 
 # -- options -----------------------------------------------------------------------------------------------------------------------
@@ -73,31 +79,31 @@ def test_a_tensor_that_is_not_dense_is_refused(make: Callable[[], Tensor], argum
 def test_the_type_of_an_int_is_looked_at_whatever_was_called_before(wrong: Any) -> None:
     arguments = decode_arguments()
     for right in (1, 3):
-        tk.mha_decode_with_kvcache(**arguments, window_left=right)
+        mha_decode_with_kvcache(**arguments, window_left=right)
     with pytest.raises(TypeError, match="window_left must be int, got"):
-        tk.mha_decode_with_kvcache(**arguments, window_left=wrong)
+        mha_decode_with_kvcache(**arguments, window_left=wrong)
 
 
 @pytest.mark.parametrize("wrong", [1, 1.0, np.bool_(True), np.int64(1)])
 def test_the_type_of_a_flag_is_looked_at_whatever_was_called_before(wrong: Any) -> None:
     arguments = decode_arguments()
-    tk.mha_decode_with_kvcache(**arguments, return_lse=True)
+    mha_decode_with_kvcache(**arguments, return_lse=True)
     with pytest.raises(TypeError, match="return_lse must be bool, got"):
-        tk.mha_decode_with_kvcache(**arguments, return_lse=wrong)
+        mha_decode_with_kvcache(**arguments, return_lse=wrong)
 
 
 @pytest.mark.parametrize("wrong", [True, np.float32(1.0), np.True_, "1"])
 def test_the_type_of_a_float_is_looked_at_whatever_was_called_before(wrong: Any) -> None:
     for right in (1.0, 1):
-        tk.rmsnorm(X, W, right)
+        rmsnorm(X, W, right)
     with pytest.raises(TypeError, match="rmsnorm: eps must be float, got"):
-        tk.rmsnorm(X, W, wrong)
+        rmsnorm(X, W, wrong)
 
 
 @pytest.mark.parametrize("huge", [10**400, -(10**400), 1e300])
 def test_a_float_that_no_kernel_can_hold_is_refused(huge: float) -> None:
     with pytest.raises(ValueError, match=r"swiglu: limit must be a float within ±3.4e\+38, got "):
-        tk.swiglu(torch.randn(3, 8), limit=huge)
+        swiglu(torch.randn(3, 8), limit=huge)
 
 
 @pytest.mark.parametrize("wrong", ["", "01", b"01", 3])
@@ -105,24 +111,24 @@ def test_a_hint_is_a_sequence_or_a_tensor(wrong: Any) -> None:
     q = torch.randn(2, 1, 8)
     cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
     with pytest.raises(TypeError, match="cu_seqlens_cpu must be a sequence of int, a tensor or None, got"):
-        tk.mha_prefill(q, q, q, cu_seqlens, cu_seqlens_cpu=wrong)
+        mha_prefill(q, q, q, cu_seqlens, cu_seqlens_cpu=wrong)
 
 
 @pytest.mark.parametrize("wrong", [np.int64(5), 5.0, True, None])
 def test_the_type_of_a_bound_is_looked_at(wrong: Any) -> None:
     arguments = decode_arguments()
-    tk.mha_decode_with_kvcache(**arguments)
+    mha_decode_with_kvcache(**arguments)
     with pytest.raises(TypeError, match="max_seqlen_k must be int, got"):
-        tk.mha_decode_with_kvcache(**{**arguments, "max_seqlen_k": wrong})
+        mha_decode_with_kvcache(**{**arguments, "max_seqlen_k": wrong})
 
 
 def test_a_bound_that_grows_is_decided_once() -> None:
     arguments = decode_arguments()
-    caller = tk.mha_decode_with_kvcache.caller
-    tk.mha_decode_with_kvcache(**{**arguments, "max_seqlen_k": 7})
+    caller = mha_decode_with_kvcache.caller
+    mha_decode_with_kvcache(**{**arguments, "max_seqlen_k": 7})
     before = len(caller._memo)
     for longest in range(5, 17):
-        tk.mha_decode_with_kvcache(**{**arguments, "max_seqlen_k": longest})
+        mha_decode_with_kvcache(**{**arguments, "max_seqlen_k": longest})
     assert len(caller._memo) == before
     for wrong, message in (
         (17, "at most 16, what 4 pages of 4 tokens a sequence hold"),
@@ -130,7 +136,7 @@ def test_a_bound_that_grows_is_decided_once() -> None:
         (4, "at most max_seqlen_k = 4"),
     ):
         with pytest.raises(ValueError, match=message):
-            tk.mha_decode_with_kvcache(**{**arguments, "max_seqlen_k": wrong})
+            mha_decode_with_kvcache(**{**arguments, "max_seqlen_k": wrong})
 
 
 def test_a_bound_is_for_the_check_alone(declare: Callable[..., Any]) -> None:
@@ -154,26 +160,26 @@ def _buffer() -> Tensor:
 
 OVERLAPS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "rmsnorm, outputs": (
-        lambda b: tk.rmsnorm(b[:4], W, residual=b[4:8], out=b[8:12], residual_out=b[9:13]),
+        lambda b: rmsnorm(b[:4], W, residual=b[4:8], out=b[8:12], residual_out=b[9:13]),
         "out must not overlap residual_out",
     ),
-    "rmsnorm, shifted": (lambda b: tk.rmsnorm(b[:4], W, out=b[1:5]), "out must not overlap x.*; it may only be x itself"),
-    "mm": (lambda b: tk.mm(b[:8], b[8:16], out=b[9:17]), "out must not overlap b"),
+    "rmsnorm, shifted": (lambda b: rmsnorm(b[:4], W, out=b[1:5]), "out must not overlap x.*; it may only be x itself"),
+    "mm": (lambda b: mm(b[:8], b[8:16], out=b[9:17]), "out must not overlap b"),
     "qk_rmsnorm": (
-        lambda b: tk.qk_rmsnorm(b[:4].view(4, 1, 8), b[4:8].view(4, 1, 8), W, W, q_out=b[6:10].view(4, 1, 8)),
+        lambda b: qk_rmsnorm(b[:4].view(4, 1, 8), b[4:8].view(4, 1, 8), W, W, q_out=b[6:10].view(4, 1, 8)),
         "q_out must not overlap k",
     ),
     "store_kv_cache": (
-        lambda b: tk.store_kv_cache(
+        lambda b: store_kv_cache(
             b[:4].view(4, 1, 8), b[4:8].view(4, 1, 8), b[:8].view(2, 4, 1, 8), b[16:24].view(2, 4, 1, 8), torch.arange(4)
         ),
         "k_cache must not overlap k",
     ),
     "mha_prefill": (
-        lambda b: tk.mha_prefill(*(b[4 * i : 4 * i + 4].view(4, 1, 8) for i in range(3)), _OFFSETS, out=b[2:6].view(4, 1, 8)),
+        lambda b: mha_prefill(*(b[4 * i : 4 * i + 4].view(4, 1, 8) for i in range(3)), _OFFSETS, out=b[2:6].view(4, 1, 8)),
         "out must not overlap q",
     ),
-    "expanded": (lambda b: tk.rmsnorm(b[:4], W, out=b[10:11].expand(4, 8)), "out must have an element of its own in every place"),
+    "expanded": (lambda b: rmsnorm(b[:4], W, out=b[10:11].expand(4, 8)), "out must have an element of its own in every place"),
 }
 _OFFSETS = torch.tensor([0, 4], dtype=torch.int32)
 
@@ -189,24 +195,24 @@ def test_overlaps_are_found_after_right_calls() -> None:
     buffer = _buffer()
     before = buffer.clone()
     for _ in range(3):  # by both ways in which a call is remembered
-        tk.rmsnorm(buffer[:4], W, out=buffer[8:12])
+        rmsnorm(buffer[:4], W, out=buffer[8:12])
     buffer.copy_(before)
     for start in (1, 3):
         with pytest.raises(ValueError, match="out must not overlap x"):
-            tk.rmsnorm(buffer[:4], W, out=buffer[start : start + 4])
+            rmsnorm(buffer[:4], W, out=buffer[start : start + 4])
     assert torch.equal(buffer, before)
-    wanted = tk.rmsnorm(buffer[:4], W)
-    assert torch.equal(tk.rmsnorm(buffer[:4], W, out=buffer[:4]), wanted)
+    wanted = rmsnorm(buffer[:4], W)
+    assert torch.equal(rmsnorm(buffer[:4], W, out=buffer[:4]), wanted)
 
 
 def test_parts_of_one_projection_do_not_overlap() -> None:
     qkv = torch.randn(5, 4 + 2 + 2, 8)
     q, k, _ = qkv.split([4, 2, 2], dim=1)
-    wanted = tk.qk_rmsnorm(q.clone(), k.clone(), W, W)
+    wanted = qk_rmsnorm(q.clone(), k.clone(), W, W)
     for _ in range(3):
         fresh = qkv.clone()
         q, k, _ = fresh.split([4, 2, 2], dim=1)
-        got = tk.qk_rmsnorm(q, k, W, W, q_out=q, k_out=k)
+        got = qk_rmsnorm(q, k, W, W, q_out=q, k_out=k)
         assert all(map(torch.equal, got, wanted))
 
 
@@ -254,18 +260,18 @@ def test_overlap(one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tens
 def test_operators_are_for_inference(argument: str) -> None:
     arguments: dict[str, Any] = {"x": X, "weight": W, "residual": X}
     graded = {**arguments, argument: arguments[argument].clone().requires_grad_()}
-    compiled = torch.compile(lambda **a: tk.rmsnorm(**a), backend="eager", fullgraph=True)
+    compiled = torch.compile(lambda **a: rmsnorm(**a), backend="eager", fullgraph=True)
     for _ in range(2):
-        tk.rmsnorm(**arguments)
+        rmsnorm(**arguments)
         with pytest.raises(RuntimeError, match=f"rmsnorm: {argument} requires a gradient, and operators are for inference only"):
-            tk.rmsnorm(**graded)
+            rmsnorm(**graded)
         with pytest.raises(RuntimeError, match=f"{argument} requires a gradient, and operators are for inference only"):
             compiled(**graded)
     with torch.no_grad():
-        assert not tk.rmsnorm(**graded)[0].requires_grad
-        assert torch.equal(compiled(**graded)[0], tk.rmsnorm(**arguments)[0])
+        assert not rmsnorm(**graded)[0].requires_grad
+        assert torch.equal(compiled(**graded)[0], rmsnorm(**arguments)[0])
     with torch.inference_mode():
-        tk.rmsnorm(**graded)
+        rmsnorm(**graded)
 
 
 # -- values in host memory ---------------------------------------------------------------------------------------------------------
@@ -275,7 +281,7 @@ def test_host_tensors_are_not_kept_alive() -> None:
     seen = []
     for sequences in (1, 2, 3, 2, 1):
         arguments = decode_arguments(sequences)
-        tk.mha_decode_with_kvcache(**arguments)
+        mha_decode_with_kvcache(**arguments)
         seen += [weakref.ref(arguments["page_table"]), weakref.ref(arguments["cache_seqlens"])]
     del arguments
     gc.collect()
@@ -307,13 +313,13 @@ def test_a_boolean_output_survives_torch_compile(declare: Callable[..., Any]) ->
 def test_hooks_belong_to_the_declaration(hook: str) -> None:
     with pytest.raises(TypeError, match=f"norm.rmsnorm: its {hook} hook is declared in .*, and .*test_calling.* cannot add one"):
 
-        @getattr(tk.rmsnorm, hook)  # type: ignore[misc, untyped-decorator, unused-ignore]
+        @getattr(rmsnorm, hook)  # type: ignore[misc, untyped-decorator, unused-ignore]
         def _() -> None: ...
 
     with pytest.raises(TypeError, match="its check_values hook is declared in"):
-        tk.rmsnorm.check_values(host=())
+        rmsnorm.check_values(host=())
     with pytest.raises(ValueError, match="weight must be of shape"):
-        tk.rmsnorm(X, W[:3])
+        rmsnorm(X, W[:3])
 
 
 def test_a_hook_is_declared_once(declare: Callable[..., Any]) -> None:
@@ -335,10 +341,10 @@ def test_a_hook_is_declared_once(declare: Callable[..., Any]) -> None:
 
 
 def test_explanations_and_their_errors_can_be_pickled() -> None:
-    explanation = tk.rmsnorm.explain(X, W)
+    explanation = rmsnorm.explain(X, W)
     assert str(pickle.loads(pickle.dumps(explanation))) == str(explanation)
     with pytest.raises(NoKernelFoundError) as caught:
-        tk.rmsnorm(X, W, solution="nobody")
+        rmsnorm(X, W, solution="nobody")
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value)
     assert str(copy.explanation) == str(caught.value.explanation)
@@ -371,34 +377,34 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_function_of_a_package_is_served_by_its_kernels_alone(lonely: str) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 5)
-    function = plain_function(tk.mm, lonely)
+    function = plain_function(mm, lonely)
     assert torch.equal(function(a, b), a @ b + 100)
-    assert torch.equal(tk.mm(a, b), a @ b), "who else sees its kernels is for plugins to say"
+    assert torch.equal(mm(a, b), a @ b), "who else sees its kernels is for plugins to say"
     assert [verdict.spec.name for verdict in function.explain(a, b).verdicts] == ["lonely_mm"]
-    assert (function.__doc__, inspect.signature(function)) == (tk.mm.__doc__, inspect.signature(tk.mm))
+    assert (function.__doc__, inspect.signature(function)) == (mm.__doc__, inspect.signature(mm))
     with pytest.raises(NoKernelFoundError, match=r"x lonely_mm +formats: "):
         function(a.double(), b.double())
     with pytest.raises(ValueError, match=r"^mm: "):
         function(a, b[:3])
-    with tk.kernel_override("gemm", "mm", "reference_mm"):
+    with kernel_override("gemm", "mm", "reference_mm"):
         assert torch.equal(function(a, b), a @ b + 100), "what others want of all callers is not asked of it"
     compiled = torch.compile(lambda a, b: function(a, b), backend="eager", fullgraph=True)
     assert torch.equal(compiled(a, b), a @ b + 100)
 
     assert [spec.name for spec in register_package(lonely)] == ["lonely_mm"]
-    assert torch.equal(tk.mm(a, b), a @ b + 100)
+    assert torch.equal(mm(a, b), a @ b + 100)
 
 
 def test_infinite_options_are_left_to_the_operator() -> None:
     with pytest.raises(ValueError, match="softmax_scale must be positive and finite"):
-        tk.mha_prefill(*(torch.randn(2, 1, 8),) * 3, torch.tensor([0, 2], dtype=torch.int32), softmax_scale=math.inf)
+        mha_prefill(*(torch.randn(2, 1, 8),) * 3, torch.tensor([0, 2], dtype=torch.int32), softmax_scale=math.inf)
 
 
 def test_a_kernel_that_serves_only_calls_that_name_it(registry: KernelRegistry) -> None:
     for name, priority, reason in (("quick", 16, "slots that hold no token must be finite"), ("plain", 4, "")):
         register_kernel("norm", "x", name=name, solution="x", signatures=None, priority=priority, only_by_name=reason)(lambda: None)
     wanted = format_signature(x=dense_tensor_format(torch.float32))
-    assert tk.select_kernel("norm", "x", wanted).name == "plain"
-    said = tk.explain_selection("norm", "x", wanted)
+    assert select_kernel("norm", "x", wanted).name == "plain"
+    said = explain_selection("norm", "x", wanted)
     assert " x quick  name: serves only calls that name it: slots that hold no token must be finite" in said
-    assert tk.select_kernel("norm", "x", wanted, override="quick").name == "quick"
+    assert select_kernel("norm", "x", wanted, override="quick").name == "quick"

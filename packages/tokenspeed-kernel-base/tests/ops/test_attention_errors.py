@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel import (
-    attn_merge_state,
-    mha_decode_with_kvcache,
-    mha_extend_with_kvcache,
-    mha_prefill,
-    mha_with_kvcache,
-    mla_decode_with_kvcache,
-    mla_extend_with_kvcache,
-    mla_prefill,
-)
+from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
+from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
+from tokenspeed_kernel_base.ops.attention.mha_with_kvcache import mha_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mla_extend_with_kvcache import mla_extend_with_kvcache
+from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill
 
 E4M3 = torch.float8_e4m3fn
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
-from tokenspeed_kernel import apply_rope, store_kv_cache
+from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
+from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -6,16 +6,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
-import tokenspeed_kernel as tk
-from tokenspeed_kernel_base import dispatch, memo
+from tokenspeed_kernel_base import dispatch, memo, recent
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 
 RMSNORM = get_operator("rmsnorm")
-CALLER = tk.rmsnorm.caller
+CALLER = rmsnorm.caller
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     written = (*RMSNORM.outs, *RMSNORM.mutates)
     otherwise = dispatch.build_otherwise("rmsnorm", RMSNORM.parameters, written, CALLER._memo, counted)
-    monkeypatch.setitem(tk.rmsnorm.__globals__, "_otherwise", otherwise)
+    monkeypatch.setitem(rmsnorm.__globals__, "_otherwise", otherwise)
     memo.invalidate()
     return seen
 
@@ -40,15 +41,15 @@ def _arguments() -> tuple[Tensor, Tensor]:
 
 
 def test_this_pytorch_has_guards_that_do_what_is_needed() -> None:
-    assert dispatch.tensor_guards() is not None
+    assert recent.tensor_guards() is not None
 
 
 def test_a_call_is_decided_once_by_description(decisions: list[tuple[Any, ...]]) -> None:
     for _ in range(3):
-        tk.rmsnorm(*_arguments())
-    tk.rmsnorm(torch.randn(4, 8), torch.ones(8))
+        rmsnorm(*_arguments())
+    rmsnorm(torch.randn(4, 8), torch.ones(8))
     for _ in range(3):  # the first description is no longer the recent one, and is still known
-        tk.rmsnorm(*_arguments())
+        rmsnorm(*_arguments())
     assert [args[0].shape[0] for args in decisions] == [3, 4]
 
 
@@ -66,60 +67,99 @@ def test_another_description_is_decided_for_itself(
     decisions: list[tuple[Any, ...]], other: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> None:
     arguments = _arguments()
-    tk.rmsnorm(*arguments)
+    rmsnorm(*arguments)
     changed = other(*arguments)
-    result = tk.rmsnorm(*changed)
+    result = rmsnorm(*changed)
     assert (result.shape, result.dtype) == (changed[0].shape, changed[0].dtype)
     assert len(decisions) == 2
 
 
 def test_a_wrong_call_is_refused_after_a_right_one() -> None:
     x, weight = _arguments()
-    tk.rmsnorm(x, weight)
+    rmsnorm(x, weight)
     with pytest.raises(ValueError, match=r"weight must be of shape \[hidden\]"):
-        tk.rmsnorm(x, weight[:7])
+        rmsnorm(x, weight[:7])
     with pytest.raises(ValueError, match="weight must be on cpu like x"):
-        tk.rmsnorm(x, weight.to("meta"))
+        rmsnorm(x, weight.to("meta"))
     with pytest.raises(TypeError, match="x must be a tensor, got list"):
-        tk.rmsnorm([1.0], weight)  # type: ignore[arg-type]
+        rmsnorm([1.0], weight)  # type: ignore[arg-type]
 
 
 def test_other_strides_and_one_tensor_given_twice_are_served_from_the_whole_description(decisions: list[tuple[Any, ...]]) -> None:
     x, weight = torch.randn(8, 8), torch.ones(8)
-    torch.testing.assert_close(tk.rmsnorm(x.t(), weight), tk.rmsnorm(x.t().contiguous(), weight))
-    normed, total = tk.rmsnorm(x, weight, residual=x)
+    torch.testing.assert_close(rmsnorm(x.t(), weight), rmsnorm(x.t().contiguous(), weight))
+    normed, total = rmsnorm(x, weight, residual=x)
     assert torch.equal(total, x + x)
-    assert torch.equal(normed, tk.rmsnorm(x + x, weight))
+    assert torch.equal(normed, rmsnorm(x + x, weight))
     assert len(decisions) == 2  # with a residual and without
+
+
+def test_a_few_descriptions_by_turns_are_served_without_being_formed(decisions: list[tuple[Any, ...]]) -> None:
+    weight = torch.ones(8)
+    calls = [
+        lambda: rmsnorm(torch.randn(3, 8), weight),
+        lambda: rmsnorm(torch.randn(5, 8), weight),
+        lambda: rmsnorm(torch.randn(3, 8), weight, 0.5 / 3),  # a new object each time
+        lambda: rmsnorm(torch.randn(3, 8), weight, residual=torch.randn(3, 8)),
+    ]
+    assert len(calls) == recent.CHAIN
+    for call in calls:
+        call()
+    CALLER._memo.clear()  # which would know them, too
+    for call in calls * 2:
+        call()
+    assert len(decisions) == len(calls)
+    rmsnorm(torch.randn(7, 8), weight)
+    calls[0]()
+    assert len(decisions) == len(calls) + 2, "the oldest was given up"
+
+
+def test_outputs_may_be_inputs_or_not_in_turns(decisions: list[tuple[Any, ...]]) -> None:
+    (x, weight), residual = _arguments(), torch.randn(3, 8)
+    wanted, total = rmsnorm(x, weight, residual=residual)
+    for out, residual_out in ((torch.empty(3, 8), torch.empty(3, 8)), (x, residual)):
+        rmsnorm(x, weight, residual=residual, out=out, residual_out=residual_out)
+        CALLER._memo.clear()
+        assert torch.equal(out, wanted)
+        assert torch.equal(residual_out, total)
+    assert len(decisions) == 2  # with outputs and without
+
+
+def test_an_option_that_cannot_be_compared_is_refused() -> None:
+    x, weight = _arguments()
+    rmsnorm(x, weight)
+    for wrong in (torch.ones(2), numpy.ones(2), [1e-6], "1e-6", numpy.float32(1e-6)):
+        with pytest.raises(TypeError, match="rmsnorm: eps must be float, got "):
+            rmsnorm(x, weight, wrong)  # type: ignore[arg-type]
 
 
 def test_inference_mode_is_served(decisions: list[tuple[Any, ...]]) -> None:
     x, weight = _arguments()
-    expected = tk.rmsnorm(x, weight)
+    expected = rmsnorm(x, weight)
     with torch.inference_mode():
-        assert torch.equal(tk.rmsnorm(x, weight), expected)
-        assert torch.equal(tk.rmsnorm(x.clone(), weight.clone()), expected)
+        assert torch.equal(rmsnorm(x, weight), expected)
+        assert torch.equal(rmsnorm(x.clone(), weight.clone()), expected)
     assert len(decisions) == 1
 
 
 def test_invalidation_forgets_it() -> None:
-    tk.rmsnorm(*_arguments())
+    rmsnorm(*_arguments())
     assert CALLER._recent
     memo.invalidate()
     assert not CALLER._recent
     with memo.exceptional():
-        tk.rmsnorm(*_arguments())
+        rmsnorm(*_arguments())
         assert not CALLER._recent
 
 
 def test_optional_tensors_are_guarded_too() -> None:
     x, weight = _arguments()
     out = torch.empty(3, 8)
-    assert tk.rmsnorm(x, weight, out=out) is out
+    assert rmsnorm(x, weight, out=out) is out
     with pytest.raises(ValueError, match=r"out must have shape \[3, 8\]"):
-        tk.rmsnorm(x, weight, out=torch.empty(3, 9))
+        rmsnorm(x, weight, out=torch.empty(3, 9))
     with pytest.raises(TypeError, match="residual must be a tensor of float32"):
-        tk.rmsnorm(x, weight, residual=x.double())
+        rmsnorm(x, weight, residual=x.double())
 
 
 def test_without_guards_everything_works() -> None:
@@ -127,7 +167,7 @@ def test_without_guards_everything_works() -> None:
 
     def decide(args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
         calls.append((args, override, solution))
-        key, entry = CALLER._entries[0](args, override, solution, [], RMSNORM.reference)
+        key, entry = CALLER._entry(args, override, solution, [], RMSNORM.reference)
         remembered[key] = entry
         return RMSNORM.reference
 
@@ -135,8 +175,8 @@ def test_without_guards_everything_works() -> None:
     written = (*RMSNORM.outs, *RMSNORM.mutates)
     plain = dispatch.build_public_function("rmsnorm", RMSNORM.parameters, written, remembered, None, decide, RMSNORM.reference)
     x, weight = _arguments()
-    assert torch.equal(plain(x, weight), tk.rmsnorm(x, weight))
-    assert torch.equal(plain(x, weight), tk.rmsnorm(x, weight))
+    assert torch.equal(plain(x, weight), rmsnorm(x, weight))
+    assert torch.equal(plain(x, weight), rmsnorm(x, weight))
     plain(x[:1], weight, solution="reference")
     assert [(override, solution) for _, override, solution in calls] == [(None, None), (None, "reference")]
 
@@ -157,9 +197,9 @@ def test_guards_that_do_otherwise_are_not_used(monkeypatch: pytest.MonkeyPatch) 
 
     for stand_in in (Agreeable, Changed):
         monkeypatch.setattr(guards, "TensorGuards", stand_in)
-        assert dispatch.tensor_guards.__wrapped__() is None
+        assert recent.tensor_guards.__wrapped__() is None
     monkeypatch.delattr(guards, "TensorGuards")
-    assert dispatch.tensor_guards.__wrapped__() is None
+    assert recent.tensor_guards.__wrapped__() is None
 
 
 def test_threads_with_different_shapes_each_get_their_own(decisions: list[tuple[Any, ...]]) -> None:
@@ -168,7 +208,7 @@ def test_threads_with_different_shapes_each_get_their_own(decisions: list[tuple[
     def run(rows: int) -> None:
         x, weight = torch.full((rows, 8), float(rows)), torch.ones(8)
         for _ in range(300):
-            result = tk.rmsnorm(x, weight)
+            result = rmsnorm(x, weight)
             if result.shape != x.shape:
                 wrong.append(f"{rows} rows gave {list(result.shape)}")
 

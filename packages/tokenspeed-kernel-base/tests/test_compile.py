@@ -1,6 +1,6 @@
 """Operators inside torch.compile, export and fake tensors, with a declaration that has every kind of parameter.
 
-The real operators are compiled by `test_declarations.py`.
+The real operators are compiled by the tests of the core, `test_declarations.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel import MoEPlan, MoEWeights, moe_apply, moe_plan, moe_process_weights
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.planning import wanted_layout
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement, PlatformInfo, cpu_platform
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel

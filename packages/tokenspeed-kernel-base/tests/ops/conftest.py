@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tokenspeed_kernel_base.parameters import Kind
-
-# The first call of an operator is slower than the others, and machines that run the tests may be busy.
-settings.register_profile("operators", deadline=None)
-settings.load_profile("operators")
 
 _SCHEMA_TEST = "test_schema"
 

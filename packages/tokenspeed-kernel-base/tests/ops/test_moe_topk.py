@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_kernel import moe_topk
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
 
 CASES = [case for case in get_operator("moe_topk").all_cases() if not case.large]
 

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-import tokenspeed_kernel as tk
 from tokenspeed_kernel_base.operator import operators
 from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX, encode_e2m1, encode_fp8
 from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format, nvfp4_format
+from tokenspeed_kernel_base.ops.quantization.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_with_scale
+from tokenspeed_kernel_base.ops.quantization.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
+from tokenspeed_kernel_base.ops.quantization.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 
 E4M3 = torch.float8_e4m3fn
 OPERATORS = [op for op in operators() if op.family == "quantization"]
@@ -50,7 +52,7 @@ def _groups(shape: tuple[int, int], granularity: str, block: int) -> list[tuple[
 @settings(deadline=None, max_examples=30)
 @given(x=_matrix(max_rows=5, columns=21))
 def test_quantize_fp8_is_its_formula_in_every_bit(dtype: torch.dtype, granularity: str, x: np.ndarray[Any, Any]) -> None:
-    q, scale = tk.quantize_fp8(torch.from_numpy(x), granularity, 4, dtype)
+    q, scale = quantize_fp8(torch.from_numpy(x), granularity, 4, dtype)
     for index, group in _groups(x.shape, granularity, 4):  # type: ignore[arg-type]
         amax = np.abs(x[group]).max()
         expected = max(np.float32(amax) / np.float32(FP8_MAX[dtype]), np.float32(2.0**-126))
@@ -65,8 +67,8 @@ def test_quantize_fp8_is_its_formula_in_every_bit(dtype: torch.dtype, granularit
 def test_fp8_round_trip_is_within_half_a_step(x: np.ndarray[Any, Any]) -> None:
     values = torch.from_numpy(x)
     for granularity in ("tensor", "token", "block", "block2d"):
-        q, scale = tk.quantize_fp8(values, granularity, 16)
-        back = tk.dequantize_fp8(q, scale, torch.float32, block_size=16)
+        q, scale = quantize_fp8(values, granularity, 16)
+        back = dequantize_fp8(q, scale, torch.float32, block_size=16)
         each = {"tensor": 1, "token": 1, "block": 16, "block2d": 16}[granularity]
         wide = scale.expand(len(x), 1) if granularity in ("tensor", "token") else scale.repeat_interleave(each, 1)[:, :48]
         wide = wide.repeat_interleave(16, 0)[: len(x)] if granularity == "block2d" else wide
@@ -79,7 +81,7 @@ def test_fp8_round_trip_is_within_half_a_step(x: np.ndarray[Any, Any]) -> None:
 def test_fp8_codes_do_not_change_with_a_power_of_two(x: np.ndarray[Any, Any], power: int) -> None:
     values = torch.from_numpy(x)
     values = torch.where(values.abs() < 1e-12, 0.0, values)  # so that no scale meets its lower bound, and nothing is subnormal
-    (q, scale), (same, scaled) = tk.quantize_fp8(values), tk.quantize_fp8(values * 2.0**power)
+    (q, scale), (same, scaled) = quantize_fp8(values), quantize_fp8(values * 2.0**power)
     assert _bytes(q) == _bytes(same)
     filled = values.abs().amax(-1) > 0
     assert torch.equal(scaled[filled], scale[filled] * 2.0**power)
@@ -90,7 +92,7 @@ def test_fp8_codes_do_not_change_with_a_power_of_two(x: np.ndarray[Any, Any], po
 def test_fp8_values_that_are_representable_come_back(codes: np.ndarray[Any, Any], power: int) -> None:
     codes[:, 0] = 0x7E  # 448, so that the scale is the power of two
     q = torch.from_numpy(codes).view(E4M3)
-    again, scale = tk.quantize_fp8(q.float() * 2.0**power)
+    again, scale = quantize_fp8(q.float() * 2.0**power)
     assert scale.flatten().tolist() == [2.0**power] * 2
     assert _bytes(again) == _bytes(q)
 
@@ -98,7 +100,7 @@ def test_fp8_values_that_are_representable_come_back(codes: np.ndarray[Any, Any]
 def test_quantize_fp8_of_zeros_tiny_and_strange_rows() -> None:
     nan, inf = float("nan"), float("inf")
     x = torch.tensor([[0.0, -0.0, 0.0], [1e-45, -1e-39, 2.0**-127], [nan, 1.0, 2.0], [inf, 1.0, -inf], [inf, nan, 1.0]])
-    q, scale = tk.quantize_fp8(x)
+    q, scale = quantize_fp8(x)
     smallest = 2.0**-126
     assert scale[:2].flatten().tolist() == [smallest, smallest]
     assert _bytes(q[0]) == [0, 0x80, 0]
@@ -127,7 +129,7 @@ def test_quantize_fp8_of_zeros_tiny_and_strange_rows() -> None:
 def test_scales_have_a_shape_also_where_there_are_no_elements(
     granularity: str, shape: tuple[int, ...], expected: tuple[int, ...]
 ) -> None:
-    q, scale = tk.quantize_fp8(torch.zeros(shape), granularity)
+    q, scale = quantize_fp8(torch.zeros(shape), granularity)
     assert (q.shape, scale.shape) == (shape, expected)
     assert (scale == 2.0**-126).all()
     assert scale.is_contiguous()
@@ -141,14 +143,14 @@ def test_quantize_fp8_with_scale_divides_then_rounds(scale_shape: tuple[int, ...
     scale = torch.rand(scale_shape, generator=generator) * 0.2 + 0.01
     quotient = x.float().numpy() / scale.numpy()
     assert quotient.dtype == np.float32
-    assert _bytes(tk.quantize_fp8_with_scale(x, scale)) == _bytes(encode_fp8(torch.from_numpy(quotient)))
+    assert _bytes(quantize_fp8_with_scale(x, scale)) == _bytes(encode_fp8(torch.from_numpy(quotient)))
 
 
 def test_dynamic_and_static_scales_agree() -> None:
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2), dtype=torch.bfloat16)
     for granularity in ("tensor", "token"):
-        q, scale = tk.quantize_fp8(x, granularity)
-        assert _bytes(tk.quantize_fp8_with_scale(x, scale)) == _bytes(q)
+        q, scale = quantize_fp8(x, granularity)
+        assert _bytes(quantize_fp8_with_scale(x, scale)) == _bytes(q)
 
 
 def test_dequantize_fp8_multiplies_in_float32_and_rounds_once() -> None:
@@ -156,7 +158,7 @@ def test_dequantize_fp8_multiplies_in_float32_and_rounds_once() -> None:
     scale = torch.tensor([[0.1], [3.0]])
     exact = q.float().numpy() * scale.numpy()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        got = tk.dequantize_fp8(q, scale, dtype)
+        got = dequantize_fp8(q, scale, dtype)
         assert got.dtype == dtype
         torch.testing.assert_close(got, torch.from_numpy(exact).to(dtype), rtol=0, atol=0, equal_nan=True)
 
@@ -165,17 +167,17 @@ def test_dequantize_fp8_tells_layouts_by_shape() -> None:
     q = torch.ones(3, 4).to(E4M3)
     token, channel = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1.0, 2.0, 3.0, 4.0])
     tiles = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert tk.dequantize_fp8(q, token)[:, 0].tolist() == [1, 2, 3]
-    assert tk.dequantize_fp8(q, channel)[0].tolist() == [1, 2, 3, 4]
-    assert tk.dequantize_fp8(q, tiles, block_size=2).tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 4, 4]]
-    assert tk.dequantize_fp8(q, torch.cat((tiles, tiles[:1])), block_size=2).tolist() == [[1, 1, 2, 2], [3, 3, 4, 4], [1, 1, 2, 2]]
+    assert dequantize_fp8(q, token)[:, 0].tolist() == [1, 2, 3]
+    assert dequantize_fp8(q, channel)[0].tolist() == [1, 2, 3, 4]
+    assert dequantize_fp8(q, tiles, block_size=2).tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [3, 3, 4, 4]]
+    assert dequantize_fp8(q, torch.cat((tiles, tiles[:1])), block_size=2).tolist() == [[1, 1, 2, 2], [3, 3, 4, 4], [1, 1, 2, 2]]
 
 
 @settings(deadline=None)
 @given(x=_matrix(), global_scale=st.floats(2.0**-20, 10.0, width=32))
 def test_quantize_nvfp4_is_its_formula_in_every_bit(x: np.ndarray[Any, Any], global_scale: float) -> None:
     factor = np.float32(global_scale)
-    packed, scale = tk.quantize_nvfp4(torch.from_numpy(x), torch.tensor(factor))
+    packed, scale = quantize_nvfp4(torch.from_numpy(x), torch.tensor(factor))
     blocks = x.reshape(len(x), 3, 16)
     wanted = (np.abs(blocks).max(-1) / np.float32(6)) / factor
     assert wanted.dtype == np.float32
@@ -185,7 +187,7 @@ def test_quantize_nvfp4_is_its_formula_in_every_bit(x: np.ndarray[Any, Any], glo
     with np.errstate(divide="ignore", invalid="ignore"):
         quotient = np.where(step > 0, blocks / step, np.float32(0))
     assert _bytes(packed) == _bytes(encode_e2m1(torch.from_numpy(quotient.reshape(len(x), 48))))
-    back = tk.dequantize_nvfp4(packed, scale, torch.tensor([factor]), torch.float32)
+    back = dequantize_nvfp4(packed, scale, torch.tensor([factor]), torch.float32)
     codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     nibbles = np.stack((packed.numpy() & 15, packed.numpy() >> 4), -1).reshape(len(x), 3, 16)
     decoded = codes[nibbles & 7] * np.where(nibbles & 8, np.float32(-1), np.float32(1)) * step
@@ -197,8 +199,8 @@ def test_quantize_nvfp4_is_its_formula_in_every_bit(x: np.ndarray[Any, Any], glo
 def test_nvfp4_round_trip_is_within_its_steps(x: np.ndarray[Any, Any]) -> None:
     values = torch.from_numpy(x)
     global_scale = (values.abs().max() / (448 * 6)).clamp(min=1e-6)
-    packed, scale = tk.quantize_nvfp4(values, global_scale)
-    back = tk.dequantize_nvfp4(packed, scale, global_scale, torch.float32)
+    packed, scale = quantize_nvfp4(values, global_scale)
+    back = dequantize_nvfp4(packed, scale, global_scale, torch.float32)
     amax = values.abs().reshape(len(x), 3, 16).amax(-1).repeat_interleave(16, -1)
     # Half of e2m1's widest step (1/6 of the block's range), its scale being off by 2^-4 at most, or by half of e4m3's smallest.
     assert ((back - values).abs() <= amax * (1 / 6 + 2**-4 + 0.02) + 6 * global_scale * 2**-10).all()
@@ -207,10 +209,10 @@ def test_nvfp4_round_trip_is_within_its_steps(x: np.ndarray[Any, Any]) -> None:
 def test_nvfp4_blocks_that_are_strange_zero_or_tiny() -> None:
     x = torch.ones(5, 16)
     x[0, 3], x[1, 5], x[2], x[3] = float("nan"), float("inf"), -0.0, 1e-9
-    packed, scale = tk.quantize_nvfp4(x, torch.ones(1))
+    packed, scale = quantize_nvfp4(x, torch.ones(1))
     assert _bytes(scale)[:4] == [0x7F, 0x7F, 0, 0]
     assert not packed[:4].any()
-    back = tk.dequantize_nvfp4(packed, scale, torch.ones(1))
+    back = dequantize_nvfp4(packed, scale, torch.ones(1))
     assert back[:2].isnan().all()
     assert not back[2:4].any()
     assert (back[4] - 1).abs().max() < 0.07
@@ -219,7 +221,7 @@ def test_nvfp4_blocks_that_are_strange_zero_or_tiny() -> None:
 def test_mx_operators_on_half_precision_equal_float32() -> None:
     x = torch.randn(3, 2, 64, generator=torch.Generator().manual_seed(3))
     for dtype in (torch.float16, torch.bfloat16):
-        for quantize in (tk.quantize_mxfp4, tk.quantize_mxfp8):
+        for quantize in (quantize_mxfp4, quantize_mxfp8):
             (q, scale), (same, same_scale) = quantize(x.to(dtype)), quantize(x.to(dtype).float())
             assert _bytes(q) == _bytes(same)
             assert torch.equal(scale, same_scale)
@@ -229,12 +231,12 @@ def test_operators_take_tensors_that_are_not_contiguous() -> None:
     x = torch.randn(64, 6, generator=torch.Generator().manual_seed(4)).t()
     one = torch.ones(1)
     pairs: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
-        (tk.quantize_mxfp4, tk.dequantize_mxfp4),
-        (tk.quantize_mxfp8, tk.dequantize_mxfp8),
-        (tk.quantize_fp8, tk.dequantize_fp8),
-        (lambda x: tk.quantize_fp8(x, "block2d", 16), lambda q, s: tk.dequantize_fp8(q, s, block_size=16)),
-        (lambda x: (tk.quantize_fp8_with_scale(x, one), one), tk.dequantize_fp8),
-        (lambda x: tk.quantize_nvfp4(x, one), lambda q, s: tk.dequantize_nvfp4(q, s, one)),
+        (quantize_mxfp4, dequantize_mxfp4),
+        (quantize_mxfp8, dequantize_mxfp8),
+        (quantize_fp8, dequantize_fp8),
+        (lambda x: quantize_fp8(x, "block2d", 16), lambda q, s: dequantize_fp8(q, s, block_size=16)),
+        (lambda x: (quantize_fp8_with_scale(x, one), one), dequantize_fp8),
+        (lambda x: quantize_nvfp4(x, one), lambda q, s: dequantize_nvfp4(q, s, one)),
     ]
     for quantize, dequantize in pairs:
         expected = quantize(x.contiguous())
@@ -284,11 +286,11 @@ def test_custom_operators_pass_opcheck(op: Any, case: Any) -> None:
 
 def test_a_compiled_function_gives_the_same_bits() -> None:
     def roundtrips(x: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        block = tk.dequantize_fp8(*tk.quantize_fp8(x, "block"), torch.float32)
-        static = tk.dequantize_fp8(tk.quantize_fp8_with_scale(x, global_scale), global_scale)
-        mx = tk.dequantize_mxfp8(*tk.quantize_mxfp8(x)), tk.dequantize_mxfp4(*tk.quantize_mxfp4(x), torch.float16)
-        packed, scale = tk.quantize_nvfp4(x, global_scale)
-        return block, static, *mx, tk.dequantize_nvfp4(packed, scale, global_scale)
+        block = dequantize_fp8(*quantize_fp8(x, "block"), torch.float32)
+        static = dequantize_fp8(quantize_fp8_with_scale(x, global_scale), global_scale)
+        mx = dequantize_mxfp8(*quantize_mxfp8(x)), dequantize_mxfp4(*quantize_mxfp4(x), torch.float16)
+        packed, scale = quantize_nvfp4(x, global_scale)
+        return block, static, *mx, dequantize_nvfp4(packed, scale, global_scale)
 
     x = torch.randn(3, 160, generator=torch.Generator().manual_seed(5), dtype=torch.bfloat16)
     compiled = torch.compile(roundtrips, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -304,21 +306,21 @@ def test_requests_state_formats_and_traits() -> None:
     q, x = torch.ones(3, 64).to(E4M3), torch.ones(3, 64)
     layouts = {"tensor": torch.ones(1), "token": torch.ones(3, 1), "channel": torch.ones(64)}
     for name, scale in layouts.items():
-        assert request(tk.dequantize_fp8, q=q, scale=scale).signature.format_for("q") == fp8_format(E4M3, name)
-        static = request(tk.quantize_fp8_with_scale, x=x, scale=scale)
+        assert request(dequantize_fp8, q=q, scale=scale).signature.format_for("q") == fp8_format(E4M3, name)
+        static = request(quantize_fp8_with_scale, x=x, scale=scale)
         assert static.traits == {"k": 64, "granularity": name, "dtype": "float8_e4m3fn"}
-    blocks = request(tk.dequantize_fp8, q=q, scale=torch.ones(3, 4), block_size=16).signature
+    blocks = request(dequantize_fp8, q=q, scale=torch.ones(3, 4), block_size=16).signature
     assert blocks.format_for("q") == fp8_format(E4M3, "block", (1, 16))
-    tiles = request(tk.dequantize_fp8, q=q, scale=torch.ones(2, 32), block_size=2).signature
+    tiles = request(dequantize_fp8, q=q, scale=torch.ones(2, 32), block_size=2).signature
     assert tiles.format_for("q") == fp8_format(E4M3, "block", (2, 2))
-    dynamic = request(tk.quantize_fp8, x=x, granularity="block", block_size=32)
+    dynamic = request(quantize_fp8, x=x, granularity="block", block_size=32)
     assert dynamic.traits == {"k": 64, "granularity": "block", "dtype": "float8_e4m3fn", "block_size": 32}
     packed = {"q": torch.zeros(3, 32, dtype=torch.uint8), "scale": torch.zeros(3, 2, dtype=torch.uint8)}
-    assert request(tk.dequantize_mxfp4, **packed).signature.format_for("q") == mxfp4_format()
-    assert request(tk.dequantize_mxfp4, **packed).traits == {"k": 64, "out_dtype": "bfloat16"}
-    assert request(tk.dequantize_mxfp8, q=q, scale=packed["scale"]).signature.format_for("q") == mxfp8_format()
+    assert request(dequantize_mxfp4, **packed).signature.format_for("q") == mxfp4_format()
+    assert request(dequantize_mxfp4, **packed).traits == {"k": 64, "out_dtype": "bfloat16"}
+    assert request(dequantize_mxfp8, q=q, scale=packed["scale"]).signature.format_for("q") == mxfp8_format()
     packed = {"q": packed["q"], "scale": torch.ones(3, 4).to(E4M3), "global_scale": torch.ones(1)}
-    assert request(tk.dequantize_nvfp4, **packed).signature.format_for("q") == nvfp4_format()
+    assert request(dequantize_nvfp4, **packed).signature.format_for("q") == nvfp4_format()
 
 
 _X, _Q, _U8 = torch.ones(2, 64), torch.ones(2, 64).to(E4M3), torch.zeros(2, 32, dtype=torch.uint8)
@@ -326,41 +328,41 @@ _BYTES = torch.zeros(2, 2, dtype=torch.uint8)
 _EIGHTS = torch.ones(2, 4).to(E4M3)
 _ONE = torch.ones(1)
 MALFORMED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: tk.quantize_fp8(_X.double()), TypeError, "x must be a tensor of bfloat16 or float16 or float32, got float64"),
-    (lambda: tk.quantize_fp8(torch.tensor(1.0)), ValueError, "x must be of shape"),
-    (lambda: tk.quantize_fp8(_X, "row"), ValueError, "granularity must be one of 'tensor', 'token', 'block', 'block2d', got '?row"),
-    (lambda: tk.quantize_fp8(_X, "block", 0), ValueError, "block_size must be at least 1, got 0"),
-    (lambda: tk.quantize_fp8(_X[0], "block2d"), ValueError, "x must be of shape"),
-    (lambda: tk.quantize_fp8(_X, dtype=torch.int8), ValueError, "dtype must be one of"),
-    (lambda: tk.quantize_fp8(_X, out=_X), TypeError, "out must be float8_e4m3fn"),
-    (lambda: tk.quantize_fp8(_X, scale_out=torch.ones(2)), ValueError, r"scale_out must have shape \[2, 1\]"),
-    (lambda: tk.quantize_fp8_with_scale(_X, torch.ones(3)), ValueError, r"scale must be of shape .* \[64\] \(channel\), got"),
-    (lambda: tk.quantize_fp8_with_scale(_X, torch.ones(1, 1)), ValueError, r"scale must be of shape"),
-    (lambda: tk.quantize_fp8_with_scale(_X, _ONE.double()), TypeError, "scale must be a tensor of float32, got float64"),
-    (lambda: tk.quantize_fp8_with_scale(_X, 1.0), TypeError, "scale must be a tensor"),
-    (lambda: tk.quantize_fp8_with_scale(_X, _ONE, torch.float16), ValueError, "dtype must be one of"),
-    (lambda: tk.dequantize_fp8(_X, _ONE), TypeError, "q must be a tensor of float8"),
-    (lambda: tk.dequantize_fp8(_Q, torch.ones(5)), ValueError, "scale must be of shape"),
-    (lambda: tk.dequantize_fp8(_Q, _ONE, torch.float64), ValueError, "out_dtype must be one of"),
-    (lambda: tk.dequantize_fp8(_Q, _ONE, block_size=0), ValueError, "block_size must be at least 1"),
-    (lambda: tk.quantize_mxfp8(_X[:, :48]), ValueError, "x must be of shape .* multiple of 32, got .*48"),
-    (lambda: tk.quantize_mxfp4(_X[:, :48]), ValueError, "x must be of shape .* multiple of 32"),
-    (lambda: tk.quantize_mxfp4(_X.int()), TypeError, "x must be a tensor of"),
-    (lambda: tk.quantize_mxfp4(_X, out=_BYTES), ValueError, r"out must have shape \[2, 32\]"),
-    (lambda: tk.dequantize_mxfp8(_Q, _U8), ValueError, r"scale must be of shape \[2, 2\]"),
-    (lambda: tk.dequantize_mxfp8(_Q, _BYTES.float()), TypeError, "scale must be a tensor of uint8"),
-    (lambda: tk.dequantize_mxfp8(_Q[:, :40], _BYTES), ValueError, "q must be of shape"),
-    (lambda: tk.dequantize_mxfp8(_Q.float().to(torch.float8_e4m3fnuz), _BYTES), TypeError, "q must be a tensor of"),
-    (lambda: tk.dequantize_mxfp4(_Q, _BYTES), TypeError, "q must be a tensor of uint8"),
-    (lambda: tk.dequantize_mxfp4(_U8, _BYTES[:1]), ValueError, r"scale must be of shape \[2, 2\]"),
-    (lambda: tk.dequantize_mxfp4(_U8, _BYTES, torch.int32), ValueError, "out_dtype must be one of"),
-    (lambda: tk.quantize_nvfp4(_X[:, :40], _ONE), ValueError, "x must be of shape .* multiple of 16"),
-    (lambda: tk.quantize_nvfp4(_X, torch.ones(2)), ValueError, r"global_scale must be of shape \[\] or \[1\]"),
-    (lambda: tk.quantize_nvfp4(_X, _ONE.half()), TypeError, "global_scale must be a tensor of float32"),
-    (lambda: tk.dequantize_nvfp4(_U8, _BYTES, _ONE), TypeError, "scale must be a tensor of float8_e4m3fn"),
-    (lambda: tk.dequantize_nvfp4(_U8, _EIGHTS[:, :2], _ONE), ValueError, r"scale must be of shape \[2, 4\]"),
-    (lambda: tk.dequantize_nvfp4(_U8[:, :4], _EIGHTS, _ONE), ValueError, "q must be of shape"),
-    (lambda: tk.dequantize_nvfp4(_U8, _EIGHTS, torch.ones(1, 1)), ValueError, "global_scale must be of shape"),
+    (lambda: quantize_fp8(_X.double()), TypeError, "x must be a tensor of bfloat16 or float16 or float32, got float64"),
+    (lambda: quantize_fp8(torch.tensor(1.0)), ValueError, "x must be of shape"),
+    (lambda: quantize_fp8(_X, "row"), ValueError, "granularity must be one of 'tensor', 'token', 'block', 'block2d', got '?row"),
+    (lambda: quantize_fp8(_X, "block", 0), ValueError, "block_size must be at least 1, got 0"),
+    (lambda: quantize_fp8(_X[0], "block2d"), ValueError, "x must be of shape"),
+    (lambda: quantize_fp8(_X, dtype=torch.int8), ValueError, "dtype must be one of"),
+    (lambda: quantize_fp8(_X, out=_X), TypeError, "out must be float8_e4m3fn"),
+    (lambda: quantize_fp8(_X, scale_out=torch.ones(2)), ValueError, r"scale_out must have shape \[2, 1\]"),
+    (lambda: quantize_fp8_with_scale(_X, torch.ones(3)), ValueError, r"scale must be of shape .* \[64\] \(channel\), got"),
+    (lambda: quantize_fp8_with_scale(_X, torch.ones(1, 1)), ValueError, r"scale must be of shape"),
+    (lambda: quantize_fp8_with_scale(_X, _ONE.double()), TypeError, "scale must be a tensor of float32, got float64"),
+    (lambda: quantize_fp8_with_scale(_X, 1.0), TypeError, "scale must be a tensor"),
+    (lambda: quantize_fp8_with_scale(_X, _ONE, torch.float16), ValueError, "dtype must be one of"),
+    (lambda: dequantize_fp8(_X, _ONE), TypeError, "q must be a tensor of float8"),
+    (lambda: dequantize_fp8(_Q, torch.ones(5)), ValueError, "scale must be of shape"),
+    (lambda: dequantize_fp8(_Q, _ONE, torch.float64), ValueError, "out_dtype must be one of"),
+    (lambda: dequantize_fp8(_Q, _ONE, block_size=0), ValueError, "block_size must be at least 1"),
+    (lambda: quantize_mxfp8(_X[:, :48]), ValueError, "x must be of shape .* multiple of 32, got .*48"),
+    (lambda: quantize_mxfp4(_X[:, :48]), ValueError, "x must be of shape .* multiple of 32"),
+    (lambda: quantize_mxfp4(_X.int()), TypeError, "x must be a tensor of"),
+    (lambda: quantize_mxfp4(_X, out=_BYTES), ValueError, r"out must have shape \[2, 32\]"),
+    (lambda: dequantize_mxfp8(_Q, _U8), ValueError, r"scale must be of shape \[2, 2\]"),
+    (lambda: dequantize_mxfp8(_Q, _BYTES.float()), TypeError, "scale must be a tensor of uint8"),
+    (lambda: dequantize_mxfp8(_Q[:, :40], _BYTES), ValueError, "q must be of shape"),
+    (lambda: dequantize_mxfp8(_Q.float().to(torch.float8_e4m3fnuz), _BYTES), TypeError, "q must be a tensor of"),
+    (lambda: dequantize_mxfp4(_Q, _BYTES), TypeError, "q must be a tensor of uint8"),
+    (lambda: dequantize_mxfp4(_U8, _BYTES[:1]), ValueError, r"scale must be of shape \[2, 2\]"),
+    (lambda: dequantize_mxfp4(_U8, _BYTES, torch.int32), ValueError, "out_dtype must be one of"),
+    (lambda: quantize_nvfp4(_X[:, :40], _ONE), ValueError, "x must be of shape .* multiple of 16"),
+    (lambda: quantize_nvfp4(_X, torch.ones(2)), ValueError, r"global_scale must be of shape \[\] or \[1\]"),
+    (lambda: quantize_nvfp4(_X, _ONE.half()), TypeError, "global_scale must be a tensor of float32"),
+    (lambda: dequantize_nvfp4(_U8, _BYTES, _ONE), TypeError, "scale must be a tensor of float8_e4m3fn"),
+    (lambda: dequantize_nvfp4(_U8, _EIGHTS[:, :2], _ONE), ValueError, r"scale must be of shape \[2, 4\]"),
+    (lambda: dequantize_nvfp4(_U8[:, :4], _EIGHTS, _ONE), ValueError, "q must be of shape"),
+    (lambda: dequantize_nvfp4(_U8, _EIGHTS, torch.ones(1, 1)), ValueError, "global_scale must be of shape"),
 ]
 
 
@@ -374,8 +376,8 @@ def test_malformed_calls(call: Callable[[], Any], error: type[Exception], messag
 def test_a_block_may_be_longer_than_a_row(granularity: str) -> None:
     """It holds the whole row then; memory for a whole block is never taken."""
     x = torch.randn(3, 40)
-    codes, scale = tk.quantize_fp8(x, granularity, 2**31)
-    wanted_codes, wanted_scale = tk.quantize_fp8(x, granularity, 40)
+    codes, scale = quantize_fp8(x, granularity, 2**31)
+    wanted_codes, wanted_scale = quantize_fp8(x, granularity, 40)
     assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8))
     assert torch.equal(scale, wanted_scale)
-    assert torch.equal(tk.dequantize_fp8(codes, scale, torch.float32, 2**31), tk.dequantize_fp8(codes, scale, torch.float32, 40))
+    assert torch.equal(dequantize_fp8(codes, scale, torch.float32, 2**31), dequantize_fp8(codes, scale, torch.float32, 40))

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_kernel import argmax, sample_top_k_top_p
+from tokenspeed_kernel_base.ops.sampling.argmax import argmax
 from tokenspeed_kernel_base.ops.sampling.philox import philox4x32, uniform
+from tokenspeed_kernel_base.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
 
 NAN, INF = float("nan"), float("inf")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -22,7 +22,6 @@ from tokenspeed_kernel_base.traits import (
     one_of,
     trait_gaps,
     traits_overlap,
-    unknown_traits,
 )
 
 UNIVERSE: tuple[Any, ...] = (True, False, None, "nhd", "", 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, -8, 0.5, 2.0, 8.5)
@@ -174,6 +173,5 @@ def test_overlap_means_that_a_request_exists(left: Any, right: Any, left_univers
     assert traits_overlap(a, b, left_universal=left_universal, right_universal=right_universal) == exists
 
 
-def test_helpers() -> None:
+def test_traits_as_text() -> None:
     assert format_traits({"b": 1, "a": True}) == "a=True, b=1"
-    assert unknown_traits({"head_dim": 1, "sink": True}, ["head_dim", "sinks"]) == ["sink"]

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from tokenspeed_kernel import silu_and_mul, swiglu
+from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
+from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import tokenspeed_kernel as tk
 from tokenspeed_kernel_base.operator import get_operator, plain_function
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 from tokenspeed_kernel_base.resources import Resource
-from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_base.selection import NoKernelFoundError, kernel_override
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
 Declare = Callable[..., Any]
@@ -63,16 +64,16 @@ def moe_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str
 
 
 def test_a_package_plans_with_its_own_kernels(moe_package: str) -> None:
-    everyones = tk.moe_plan(**SIZES, dtype=torch.float32, device="cpu")
-    function = plain_function(tk.moe_apply, moe_package)
+    everyones = moe_plan(**SIZES, dtype=torch.float32, device="cpu")
+    function = plain_function(moe_apply, moe_package)
     plan = function.plan(**SIZES, dtype=torch.float32, device="cpu")
     assert (plan.kernel, plan.weight_layout) == ("expert_doubled", "doubled")
-    assert tk.moe_plan(**SIZES, dtype=torch.float32, device="cpu") == everyones, "its kernels serve itself alone"
+    assert moe_plan(**SIZES, dtype=torch.float32, device="cpu") == everyones, "its kernels serve itself alone"
     weights = weights_of()
     prepared = function.prepare(weights, plan)
     assert torch.equal(prepared.w2_weight, weights.w2_weight * 2)
     own = call_of(prepared, plan)
-    wanted = tk.moe_apply(**{**own, "weights": weights, "plan": everyones})
+    wanted = moe_apply(**{**own, "weights": weights, "plan": everyones})
     torch.testing.assert_close(function(**own), wanted)
     assert function.explain(**own).chosen.name == "expert_doubled"
 
@@ -83,21 +84,23 @@ def test_a_package_plans_with_its_own_kernels(moe_package: str) -> None:
         ValueError, match=r"^moe_apply.prepare: plan.kernel must be a kernel of expert_kernels, got 'reference_moe_"
     ):
         function.prepare(weights, everyones)
-    with tk.kernel_override("moe", "moe_apply", "reference_moe_apply"):
+    with pytest.raises(ValueError, match=r"^moe_process_weights: plan.kernel must be a kernel that serves everyone, got 'expert_"):
+        moe_process_weights(weights, plan)
+    with kernel_override("moe", "moe_apply", "reference_moe_apply"):
         assert function.plan(**SIZES, device="cpu").kernel == "expert_doubled", "what others want is not asked of it"
 
 
 def test_errors_name_the_function_that_was_called() -> None:
     with pytest.raises(ValueError, match=r"^moe_plan: top_k must be at least 1, got 0"):
-        tk.moe_plan(**{**SIZES, "top_k": 0}, device="cpu")
+        moe_plan(**{**SIZES, "top_k": 0}, device="cpu")
     with pytest.raises(ValueError, match=r"^moe_apply.plan: top_k must be at least 1, got 0"):
-        tk.moe_apply.plan(**{**SIZES, "top_k": 0}, device="cpu")
+        moe_apply.plan(**{**SIZES, "top_k": 0}, device="cpu")
     with pytest.raises(TypeError, match=r"^moe_apply.plan: .*unexpected keyword argument 'sinks'"):
-        tk.moe_apply.plan(**SIZES, sinks=True)
+        moe_apply.plan(**SIZES, sinks=True)
     with pytest.raises(TypeError, match=r"^moe_apply.prepare: plan must be a MoEPlan, as moe_apply.plan makes it, got dict"):
-        tk.moe_apply.prepare(weights_of(), {})
+        moe_apply.prepare(weights_of(), {})
     with pytest.raises(TypeError, match=r"^moe_process_weights: plan must be a MoEPlan, as moe_plan makes it, got dict"):
-        tk.moe_process_weights(weights_of(), {})
+        moe_process_weights(weights_of(), {})
 
 
 # -- weights with more than six tensors --------------------------------------------------------------------------------------------
@@ -133,22 +136,22 @@ def scaled() -> Iterator[str]:
 
 def test_a_kernel_may_keep_more_than_six_tensors(scaled: str) -> None:
     weights = weights_of()
-    plain = tk.moe_plan(**SIZES, dtype=torch.float32, device="cpu", solution="reference")
-    plan = tk.moe_plan(**SIZES, dtype=torch.float32, device="cpu")
+    plain = moe_plan(**SIZES, dtype=torch.float32, device="cpu", solution="reference")
+    plan = moe_plan(**SIZES, dtype=torch.float32, device="cpu")
     assert plan.kernel == scaled
-    prepared = tk.moe_process_weights(weights, plan)
+    prepared = moe_process_weights(weights, plan)
     assert isinstance(prepared, ScaledWeights)
-    assert tk.moe_process_weights(prepared, plan) is prepared
+    assert moe_process_weights(prepared, plan) is prepared
     own = call_of(prepared, plan)
-    wanted = tk.moe_apply(**{**own, "weights": weights, "plan": plain})
-    torch.testing.assert_close(tk.moe_apply(**own), wanted)
-    compiled = torch.compile(lambda **call: tk.moe_apply(**call), fullgraph=True, backend="aot_eager")
+    wanted = moe_apply(**{**own, "weights": weights, "plan": plain})
+    torch.testing.assert_close(moe_apply(**own), wanted)
+    compiled = torch.compile(lambda **call: moe_apply(**call), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**own), wanted)
     case = get_operator("moe_apply").all_cases()[0]
-    drawn = tk.moe_apply.operator.complete(case.build())
-    of_case = tk.moe_apply.operator.prepared(drawn, KernelRegistry.get().get_by_name(scaled))
+    drawn = moe_apply.operator.complete(case.build())
+    of_case = moe_apply.operator.prepared(drawn, KernelRegistry.get().get_by_name(scaled))
     assert isinstance(of_case["weights"], ScaledWeights)
-    torch.testing.assert_close(tk.moe_apply(**of_case), tk.moe_apply(**drawn))
+    torch.testing.assert_close(moe_apply(**of_case), moe_apply(**drawn))
 
 
 @pytest.mark.parametrize(
@@ -164,10 +167,10 @@ def test_a_kernel_may_keep_more_than_six_tensors(scaled: str) -> None:
 )
 @pytest.mark.usefixtures("scaled")
 def test_resources_that_will_not_do(made: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = tk.moe_plan(**SIZES, dtype=torch.float32, device="cpu")
+    plan = moe_plan(**SIZES, dtype=torch.float32, device="cpu")
     monkeypatch.setitem(vars(KernelRegistry.get().get_by_name("scaled_moe")), "weight_preprocessor", lambda weights, plan: made())
     with pytest.raises(error, match=message):
-        tk.moe_process_weights(weights_of(), plan)
+        moe_process_weights(weights_of(), plan)
 
 
 # -- any operator ------------------------------------------------------------------------------------------------------------------

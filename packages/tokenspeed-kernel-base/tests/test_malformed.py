@@ -15,9 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-import tokenspeed_kernel as tk
 from tokenspeed_kernel_base import memo
+from tokenspeed_kernel_base.operator import get_operator, operators
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.moe.process import moe_plan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel_base.selection import NoKernelFoundError
 from tokenspeed_kernel_base.traits import as_constraint
 
 BF16, F32, F64, I32, I64, U8, FP8 = (
@@ -52,7 +56,7 @@ def _valid() -> dict[str, dict[str, Any]]:
         "softmax_scale": 0.3,
     }
     extend = {"cu_seqlens_q": ints(0, 3, 5), "cu_seqlens_kv": ints(0, 7, 12), "max_seqlen_q": 3}
-    weights = tk.MoEWeights(ones(4, 12, 8), None, None, ones(4, 8, 6), None, None)
+    weights = MoEWeights(ones(4, 12, 8), None, None, ones(4, 8, 6), None, None)
     rows = {"temperature": ones(3, dtype=F32), "top_k": ints(0, 2, 5), "top_p": ones(3, dtype=F32)}
     return {
         "silu_and_mul": {"x": ones(3, 8)},
@@ -78,9 +82,9 @@ def _valid() -> dict[str, dict[str, Any]]:
         "moe_topk": {"logits": ones(3, 8, dtype=F32), "top_k": 2},
         "moe_apply": {
             "x": ones(3, 8), "weights": weights, "topk_weights": ones(3, 2, dtype=F32), "topk_ids": ints([0, 1], [2, 3], [1, 0]),
-            "plan": tk.moe_plan(4, 2, 8, 6),
+            "plan": moe_plan(4, 2, 8, 6),
         },
-        "all_reduce": {"x": ones(3, 8), "group": tk.ProcessGroup.of()},
+        "all_reduce": {"x": ones(3, 8), "group": ProcessGroup.of()},
         "rmsnorm": {"x": ones(3, 8), "weight": ones(8)},
         "qk_rmsnorm": {"q": ones(3, 4, 8), "k": ones(3, 2, 8), "q_weight": ones(8), "k_weight": ones(8)},
         "quantize_fp8": {"x": ones(3, 256)},
@@ -138,7 +142,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("mha_prefill", {"return_lse": "yes"}, T, r"return_lse must be bool, got str 'yes'"),
     ("mha_prefill", {"out": ones(5, 4, 8, dtype=F32)}, T, r"out must be bfloat16, got a float32 tensor"),
     ("mha_prefill", {"k": torch.ones(5, 2, 8, dtype=BF16, device="meta")}, V, r"k must be on cpu like q, got a bfloat16 tensor of .* on meta"),
-    ("mha_prefill", {"override": "no_such_kernel"}, tk.NoKernelFoundError, r"override=: no kernel named no_such_kernel"),
+    ("mha_prefill", {"override": "no_such_kernel"}, NoKernelFoundError, r"override=: no kernel named no_such_kernel"),
     ("mha_prefill", {"solution": 3}, T, r"solution must be str or None, got int 3"),
     ("mla_prefill", {"k": ones(5, 4, 6)}, V, r"k must be of shape .* where head_dim is 8 in q, got \[5, 4, 6\]"),
     ("mla_prefill", {"cu_seqlens": [0, 3, 5]}, T, r"cu_seqlens must be a tensor, got list"),
@@ -240,7 +244,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 def launched() -> Iterator[list[str]]:
     """For every operator a kernel that outranks the others, serves everything, and says that it was called."""
     names: list[str] = []
-    for op in tk.operators():
+    for op in operators():
         flags = {name for case in op.all_cases() if not case.large for name in _flags(op, case)}
 
         def spy(*args: Any, op: Any = op) -> Any:
@@ -252,7 +256,7 @@ def launched() -> Iterator[list[str]]:
         traits = {name: as_constraint(any) for name in flags}
         register_kernel(op.family, op.mode, name=f"spy_{op.mode}", solution="spy", signatures=None, traits=traits, priority=19)(spy)
     yield names
-    for op in tk.operators():
+    for op in operators():
         KernelRegistry.get().unregister(f"spy_{op.mode}")
 
 
@@ -266,14 +270,14 @@ def test_the_table_is_large_and_covers_every_operator() -> None:
     assert (
         {row[0] for row in MALFORMED}
         == set(VALID)
-        == {op.mode for op in tk.operators() if op.body.__module__.startswith("tokenspeed")}
+        == {op.mode for op in operators() if op.body.__module__.startswith("tokenspeed")}
     )
 
 
 def test_the_valid_calls_are_valid(launched: list[str]) -> None:
     """Or the table would prove nothing."""
     for name, arguments in VALID.items():
-        getattr(tk, name)(**_copied(arguments))
+        get_operator(name).function(**_copied(arguments))
         assert launched[-1:] == [name]
 
 
@@ -284,7 +288,7 @@ def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
 def test_every_malformed_call_raises_the_right_error(launched: list[str]) -> None:
     problems = []
     for mode, changes, error, message in MALFORMED:
-        function = getattr(tk, mode)
+        function = get_operator(mode).function
         # Once before and once after a valid call was remembered: the fast path must not let a wrong one through.
         # But for a meta tensor among CPU tensors: to tell the two apart would cost every call more than the mistake is worth.
         on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in changes.values())
@@ -310,9 +314,9 @@ def test_every_malformed_call_raises_the_right_error(launched: list[str]) -> Non
 
 @pytest.mark.parametrize("mode", sorted(VALID))
 def test_malformed_calls_do_not_bind_and_do_not_explain(mode: str) -> None:
-    function = getattr(tk, mode)
+    function = get_operator(mode).function
     for _, changes, error, _ in (row for row in MALFORMED if row[0] == mode):
-        if error is tk.NoKernelFoundError:
+        if error is NoKernelFoundError:
             continue
         for ask in (function.bind, function.explain):
             with pytest.raises(error, match=f"^{mode}: "):

@@ -71,7 +71,7 @@ def test_differences_name_roles_that_one_side_lacks() -> None:
 def test_looking_up_roles() -> None:
     signature = format_signature(a=BF16, b=MX)
     assert signature.format_for("b") is MX
-    assert signature.storage_dtype_for("b") == torch.uint8
+    assert signature.format_for("b").storage_dtype == torch.uint8
     with pytest.raises(KeyError, match="no role 'c' in a: bfloat16"):
         signature.format_for("c")
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tokenspeed_kernel import qk_rmsnorm, rmsnorm
+from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
+from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

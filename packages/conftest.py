@@ -1,0 +1,94 @@
+"""What the tests of the base and of what is built on it share: registries of their own, platforms, operators for one test, and a
+guard against state that leaks between tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+# What was tuned on this machine must not decide what a test sees. Read when the package is imported, here and in processes started.
+os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"
+
+from tokenspeed_kernel_base import config, measured, memo, platform, selection, watch
+from tokenspeed_kernel_base import operator as operator_module
+from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo
+from tokenspeed_kernel_base.registry import KernelRegistry
+
+# The first call of an operator is slower than the others, and machines that run the tests may be busy.
+settings.register_profile("operators", deadline=None)
+settings.load_profile("operators")
+
+
+@pytest.fixture
+def state_is_put_back() -> Iterator[None]:
+    """Whatever a test sets for the whole process ends with it."""
+    registry = KernelRegistry.get()
+    kept = [(name, type(value)(value)) for name, value in vars(registry).items() if isinstance(value, (dict, list, set))]
+    policy, source, read = selection._policy, measured._source, config._settings
+    yield
+    assert memo._exceptions == 0, "the test left an override, a capture or profiling in force"
+    assert platform.installed_platform() is None, "the test left a platform in force"
+    assert not watch.watching()
+    KernelRegistry._instance = registry
+    vars(registry).update(kept)
+    selection._policy, measured._source, config._settings = policy, source, read
+    memo.invalidate()
+
+
+@pytest.fixture
+def registry() -> KernelRegistry:
+    """An empty registry in place of the process-wide one."""
+    KernelRegistry.reset()
+    return KernelRegistry.get()
+
+
+@pytest.fixture
+def cpu() -> PlatformInfo:
+    return PlatformInfo("cpu", ArchVersion(0, 0), "a cpu")
+
+
+@pytest.fixture
+def hopper() -> PlatformInfo:
+    return PlatformInfo("nvidia", ArchVersion(9, 0), "a hopper", features=frozenset({"triton", "tma"}))
+
+
+@pytest.fixture
+def cdna4() -> PlatformInfo:
+    return PlatformInfo("amd", ArchVersion(9, 5), "a cdna4", features=frozenset({"triton"}))
+
+
+@pytest.fixture
+def settings_from(monkeypatch: pytest.MonkeyPatch) -> Callable[..., config.Settings]:
+    """Sets environment variables (short names, without the prefix) and reads the settings again."""
+
+    def read(**variables: str) -> config.Settings:
+        for name, value in variables.items():
+            monkeypatch.setenv(config.PREFIX + name, value)
+        return config.reload_settings()
+
+    return read
+
+
+_declared = 0
+
+
+@pytest.fixture
+def declare(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Declares operators that exist during one test. ``declare(body, **options)`` gives the public function; the mode is made
+    unique, because what PyTorch is told of a custom operator cannot be taken back."""
+    made: list[tuple[str, str]] = []
+
+    def make(body: Callable[..., Any], **options: Any) -> Any:
+        global _declared
+        _declared += 1
+        mode = f"{body.__name__}_{_declared}"
+        made.append(("testing", mode))
+        return operator_module.operator("testing", mode, **options)(body)
+
+    yield make
+    for key in made:
+        operator_module._operators.pop(key, None)
