@@ -148,25 +148,23 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def load(self, call: Call, ticket: Int32):
-        """Takes ranges, and brings their strips to the ring, until there are none."""
+        """Takes ranges, and brings their panels to the ring, until there are none."""
         layer = call.layer
         ctas, _, _ = cute.arch.grid_dim()
         entries = call.sizes[ENTRIES]
-        w13_units, w2_units, quads = entries * layer.w13_units, entries * layer.w2_units, call.tokens * (layer.hidden // 4)
+        w13_units, w2_units = entries * layer.w13_units, entries * layer.w2_units
         w13_share, w2_share = (cutlass.max((units + ctas - 1) // ctas, 1) for units in (w13_units, w2_units))
         w13_ranges = (w13_units + w13_share - 1) // w13_share
-        strips_end = w13_ranges + (w2_units + w2_share - 1) // w2_share
-        ranges = strips_end + cutlass.min(quads, ctas)
+        ranges = w13_ranges + (w2_units + w2_share - 1) // w2_share
         at = first_to_fill()
         while ticket < ranges:
             if ticket < w13_ranges:
                 at = self.load_range(call, at, W13, ticket * w13_share, cutlass.min((ticket + 1) * w13_share, w13_units))
-            elif ticket < strips_end:
+            else:
                 first = (ticket - w13_ranges) * w2_share
                 at = self.load_range(call, at, W2, first, cutlass.min(first + w2_share, w2_units))
-            else:
-                at = self.tell(call, at, unit_code(COMBINE, 0, ticket - strips_end, 0))
             ticket = self.next_ticket(call)
+        at = self.tell(call, at, unit_code(COMBINE, 0, 0, 0))
         self.tell(call, at, unit_code(END, 0, 0, 0))
 
     @cute.jit

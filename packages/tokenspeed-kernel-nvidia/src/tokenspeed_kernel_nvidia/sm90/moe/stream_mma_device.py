@@ -90,7 +90,7 @@ class Consumers(Rows):
                 self.release(call, at)
                 at = skip(at, GROUPS, self.stages)
                 if kind == COMBINE:
-                    self.combine(call, warp, place_of(unit))
+                    self.combine(call, warp)
                 else:
                     if kind == W2:
                         self.meet(warp, call.counter(READY + index_of(unit)), call.layer.w13_units * FINISHERS)
@@ -302,15 +302,15 @@ class Consumers(Rows):
     # -- the output --------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def combine(self, call: Call, warp: Int32, part: Int32):
-        """Writes a part of the output: sums over slots, in their order. By all computing warps, when all products are done."""
+    def combine(self, call: Call, warp: Int32):
+        """Writes this CTA's part of the output: sums over slots, in their order. By all computing warps, when all products are done."""
         layer = call.layer
         self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_units * FINISHERS)
         ctas, _, _ = cute.arch.grid_dim()
+        part, _, _ = cute.arch.block_idx()
         width = layer.hidden // 4
         quads = call.tokens * width
-        parts = cutlass.min(quads, ctas)
-        share = (quads + parts - 1) // parts
+        share = (quads + ctas - 1) // ctas
         quad = part * share + warp * 32 + cute.arch.lane_idx()
         end = cutlass.min((part + 1) * share, quads)
         while quad < end:

@@ -1,9 +1,9 @@
 """What all warps of `stream_device` share: the call, the lists of pairs, and what a stage of the ring is about.
 
 An *entry* is some pairs of one expert, at most as many as a program computes at once: the reading of weights is shared among them. A
-*unit* is a strip of one entry. Units of w13 and of w2, and parts of the output, are handed out in *ranges* by a counter in global
-memory, all of w13 before any of w2, and those before the output. So whoever waits for something waits for a CTA that runs already,
-however many CTAs there is room for.
+*unit* is a panel of one entry. Units of w13 and of w2 are handed out in *ranges* by a counter in global memory, all of w13 before any of
+w2. So whoever waits for something waits for a CTA that runs already, however many CTAs there is room for. Each CTA then adds up a part
+of the output, for which nobody waits.
 """
 
 # mypy: ignore-errors
@@ -21,7 +21,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, MAX_EXPERTS
 # Counters in global memory: the next range, units of w2 that are done, CTAs that are done, and from READY on units of w13 that are
 # done, of each entry.
 TICKET, DONE, LEFT, READY = 0, 1, 2, 4
-# What a stage brings: a slab of a product, the order to add up a part of the output, or the end.
+# What a stage brings: a slab of a product, the order to add up the output, or the end.
 W13, W2, COMBINE, END = range(4)
 _LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _PLACE_BIT = 2, 3, 4, 15
 _EXPERT_BITS, _FIRST_BITS = 9, 11
@@ -138,7 +138,7 @@ def entry_of(code: Int32) -> Entry:
 
 
 def unit_code(kind: Any, entry: Any, place: Any, last: Any) -> Int32:
-    """A unit as a number. ``last``: 1 for the last of an entry in its range. Of COMBINE, ``place`` is the part of the output."""
+    """A unit as a number. ``last``: 1 for the last of an entry in its range. """
     return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _PLACE_BIT
 
 
