@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.checks import HALVES
-from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.gemm._inputs import fp8, mx
+from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_nvidia import _programs
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as module
@@ -126,7 +126,11 @@ def test_strides(sm90: torch.device) -> None:
     dtype = torch.bfloat16
     wide, stack = _numbers(sm90, 9, 1000, dtype=dtype), _numbers(sm90, 700, 1000, dtype=dtype, scale=0.05)
     bias = _numbers(sm90, 700, 2, dtype=dtype)[:, 0]
-    for a, weight in ((wide[:, :400], stack[:, 8:408]), (wide[::2, 3:403], stack[::2, 1:401]), (wide[:, ::2], stack[:, 1::2])):
+    for a, weight in (
+        (wide[:, :400], stack[:, 8:408]),
+        (wide[::2, 3:403], stack[::2, 1:401]),
+        (wide[:, :800:2], stack[:, 1:801:2]),
+    ):
         b = weight.t()
         given = bias[: len(weight)]
         field = torch.full((b.shape[1], 2 * len(a)), 7.0, dtype=dtype, device=sm90)
@@ -252,7 +256,7 @@ SCALED = {
 def _scaled(device: torch.device, name: str, m: int, k: int, n: int, dtype: torch.dtype | None, seed: int = 0) -> dict[str, Any]:
     """Arguments of a product, with a result to write; ``dtype``: of activations, if they are dense."""
     options: dict[str, Any] = {} if dtype is None or name == "mxfp4 weights" else {"a_dtype": dtype}
-    arguments = get_operator("gemm.mm").complete(Case(name, SCALED[name][1](m, k, n, **options)).build(device, seed))
+    arguments = operator.operator.complete(Case(name, SCALED[name][1](m, k, n, **options)).build(device, seed))
     return {**arguments, "out": torch.full((m, n), torch.nan, dtype=dtype or torch.bfloat16, device=device)}
 
 

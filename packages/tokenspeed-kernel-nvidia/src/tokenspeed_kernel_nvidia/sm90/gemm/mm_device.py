@@ -212,6 +212,9 @@ class Mm(Formats):
                             from_ = place + at.stage * config.stage_bytes + offset
                             # Zero behind the row's end, where the ring may hold anything: nothing times infinity is not nothing.
                             words.append(load_words_if("shared", from_, done + part + offset < call.row_bytes))
+                        # A load that was issued may not have read yet. The arrival would overtake it, and so would the stage's next
+                        # copy, which is another proxy's write.
+                        cute.arch.fence_view_async_shared()
                         cute.arch.sync_warp()
                         call.pipe.release(at)
                         at = advance(at, config.stages)
