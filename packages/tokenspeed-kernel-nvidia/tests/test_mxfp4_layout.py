@@ -87,7 +87,8 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
     at = feature // 8 * 16 + feature % 8  # where a feature's gate is; its up is eight rows on
     gates = ups[::2] if interleaved else ups[:intermediate]
     others = ups[1::2] if interleaved else ups[intermediate:]
-    assert weights.w13_weight_scale is not None and weights.w2_weight_scale is not None
+    assert weights.w13_weight_scale is not None
+    assert weights.w2_weight_scale is not None
     canonical = decode_mxfp4(weights.w13_weight, weights.w13_weight_scale, torch.float64)
     torch.testing.assert_close(w13[:, at], canonical[:, gates], rtol=0, atol=0)
     torch.testing.assert_close(w13[:, at + 8], canonical[:, others], rtol=0, atol=0)
@@ -96,11 +97,13 @@ def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, 
         w2[:, :hidden], decode_mxfp4(weights.w2_weight, weights.w2_weight_scale, torch.float64), rtol=0, atol=0
     )
     if bias:
-        assert weights.w13_weight_bias is not None and weights.w2_weight_bias is not None
+        assert weights.w13_weight_bias is not None
+        assert weights.w2_weight_bias is not None
         torch.testing.assert_close(b13[:, at], weights.w13_weight_bias[:, gates], rtol=0, atol=0)
         torch.testing.assert_close(b2[:, :hidden], weights.w2_weight_bias, rtol=0, atol=0)
     else:
-        assert not b13.any() and not b2.any()
+        assert not b13.any()
+        assert not b2.any()
 
 
 def test_weights_that_are_given_stay_as_they_are() -> None:

@@ -1,8 +1,8 @@
 """Global memory that CTAs share while they run, and bulk copies of bytes.
 
 A flag is an int32 in global memory. Whoever has written what others will read adds to it (`release_add`), and whoever has seen the
-sum that he waited for (`wait_for`) may read that. Both speak for the calling lane; `cute.arch.sync_warp` extends what they order to the
-warp, and a barrier to the CTA.
+sum that he waited for (`wait_for`) may read that. Both speak for the calling lane; `cute.arch.sync_warp` extends what they order to
+the warp, and a barrier to the CTA.
 """
 
 # mypy: ignore-errors

@@ -8,8 +8,8 @@ import cutlass
 from cutlass import Numeric, Uint32, cute
 
 # A word becomes four registers. A multiplication puts the two parts of a
-# code where they belong; what it puts elsewhere is cut away. A bfloat16 has them at bits 15 and 8...6, which makes it 2^-126 times its
-# value. Adding -0 is what multiplies bfloat16 in one instruction and keeps the sign of a zero.
+# code where they belong; what it puts elsewhere is cut away. A bfloat16 has them at bits 15 and 8...6, which makes it 2^-126 times
+# its value. Adding -0 is what multiplies bfloat16 in one instruction and keeps the sign of a zero.
 BFLOAT16 = """{
 .reg .b32 a, s, z;
 mov.b32 z, 0x80008000;

@@ -1,9 +1,9 @@
 """The layout ``"sm90_mxfp4"`` of mxfp4 expert weights: what the kernels of this folder read, made once when a model is loaded.
 
-A projection ``[rows, k]`` is cut into *panels* of 64 rows, and a panel into four *strips* of 16 rows and *blocks* of 64 elements of k.
-In w13 the rows of a strip are the gates of eight features and then the ups of the same features, so that a gate meets its up in one
-thread; in w2 they are 16 rows in order. All that a panel needs lies in one piece, because it is streamed, and so do neighbouring blocks
-of its four strips:
+A projection ``[rows, k]`` is cut into *panels* of 64 rows, and a panel into four *strips* of 16 rows and *blocks* of 64 elements of
+k. In w13 the rows of a strip are the gates of eight features and then the ups of the same features, so that a gate meets its up in
+one thread; in w2 they are 16 rows in order. All that a panel needs lies in one piece, because it is streamed, and so do
+neighbouring blocks of its four strips:
 
     512 bytes                   float32 [4, 2, 16]    of each strip, factors of the rows and then their biases
     2176 bytes a block of k, of which each strip has 544:
@@ -11,22 +11,22 @@ of its four strips:
                                 uint8 [8, 2, 2]       scales: [row, half of the block, first or second eight rows]
 
 The codes of a block are the left operand of four products m16n8k16 of `mma`, or of one warp's part of m64nNk16 of `wgmma`, whose
-operands lie alike: word ``s`` of lane ``4 g + t`` holds, for each of the two neighbouring elements of k that a register has, the codes
-of the four registers of the ``s``-th product,
+operands lie alike: word ``s`` of lane ``4 g + t`` holds, for each of the two neighbouring elements of k that a register has, the
+codes of the four registers of the ``s``-th product,
 
     register        a0            a1            a2            a3
     row             g             g + 8         g             g + 8
     k               16 s + 2 t    16 s + 2 t    16 s + 8 + 2 t    16 s + 8 + 2 t
 
-The lower 16 bits are for the even element. Where in them the bits of a code (s, e, e, m) stand is chosen for few instructions: those
-of a0 and a2, which are of one row, are bytes of float8_e5m2 as they stand, and those of a1 and a3 after two shifts. In that type
-they have 2^-14 times their value.
+The lower 16 bits are for the even element. Where in them the bits of a code (s, e, e, m) stand is chosen for few instructions:
+those of a0 and a2, which are of one row, are bytes of float8_e5m2 as they stand, and those of a1 and a3 after two shifts. In that
+type they have 2^-14 times their value.
 
     bit   15   14 13 12   11 10 9   8     7    6 5 4   3 2 1   0
     code  2s   3 e e m    2 e e m   3s    0s   1 e e m 0 e e m 1s
 
-A scale is an exponent field relative to the largest of its row: that has 253, and the row's factor is what it stands for. Rows and k
-are padded with zeros.
+A scale is an exponent field relative to the largest of its row: that has 253, and the row's factor is what it stands for. Rows and
+k are padded with zeros.
 """
 
 from __future__ import annotations
@@ -88,30 +88,24 @@ def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Te
     """One projection. ``rows``: the canonical row of each row of the strips, in their order."""
     assert scale is not None  # checked by the operator
     experts, count, half_k = codes.shape
-    panels, k_blocks = panels_of(count), blocks_of(2 * half_k)
-    strips = count // STRIP
+    panels, k_blocks, strips = panels_of(count), blocks_of(2 * half_k), count // STRIP
+    padded = panels * PANEL_STRIPS
     result = torch.empty(experts, panels, panel_bytes(2 * half_k), dtype=torch.uint8, device=codes.device)
-    if strips % PANEL_STRIPS:
-        result[:, -1].zero_()
     for first in range(0, experts, _AT_ONCE):
         some = slice(first, first + _AT_ONCE)
         relative, factor = _exponents(scale[some].index_select(1, rows))
-        head = torch.zeros(len(factor), strips, 2, STRIP, dtype=torch.float32, device=codes.device)
-        head[:, :, 0] = factor.unflatten(1, (strips, STRIP))
+        number = len(factor)
+        head = torch.zeros(number, padded, 2, STRIP, dtype=torch.float32, device=codes.device)
+        head[:, :strips, 0] = factor.view(number, strips, STRIP)
         if bias is not None:
-            head[:, :, 1] = bias[some].index_select(1, rows).float().unflatten(1, (strips, STRIP))
-        block = torch.empty(len(factor), strips, k_blocks, BLOCK_BYTES, dtype=torch.uint8, device=codes.device)
-        block[..., :CODE_BYTES] = _words(codes[some].index_select(1, rows)).flatten(3).view(torch.uint8)
-        block[..., CODE_BYTES:] = _scale_bytes(relative)
-        for begin, end in ((0, strips // PANEL_STRIPS * PANEL_STRIPS), (strips // PANEL_STRIPS * PANEL_STRIPS, strips)):
-            if begin == end:
-                continue
-            width = min(PANEL_STRIPS, end - begin)
-            to = result[some, begin // PANEL_STRIPS : -(-end // PANEL_STRIPS)]
-            heads = head[:, begin:end].flatten(2).view(torch.uint8).unflatten(1, (-1, width))
-            to[..., :PANEL_HEAD_BYTES].unflatten(2, (PANEL_STRIPS, HEAD_BYTES))[:, :, :width] = heads
-            blocks = to[..., PANEL_HEAD_BYTES:].unflatten(2, (k_blocks, PANEL_STRIPS, BLOCK_BYTES))
-            blocks[:, :, :, :width] = block[:, begin:end].unflatten(1, (-1, width)).transpose(2, 3)
+            head[:, :strips, 1] = bias[some].index_select(1, rows).view(number, strips, STRIP)
+        block = torch.empty(number, padded, k_blocks, BLOCK_BYTES, dtype=torch.uint8, device=codes.device)
+        block[:, strips:] = 0
+        block[:, :strips, :, :CODE_BYTES] = _words(codes[some].index_select(1, rows)).flatten(3).view(torch.uint8)
+        block[:, :strips, :, CODE_BYTES:] = _scale_bytes(relative)
+        result[some, :, :PANEL_HEAD_BYTES] = head.view(number, panels, -1).view(torch.uint8)
+        blocks = result[some, :, PANEL_HEAD_BYTES:].view(number, panels, k_blocks, PANEL_STRIPS, BLOCK_BYTES)
+        blocks.copy_(block.view(number, panels, PANEL_STRIPS, k_blocks, BLOCK_BYTES).transpose(2, 3))
     return result
 
 

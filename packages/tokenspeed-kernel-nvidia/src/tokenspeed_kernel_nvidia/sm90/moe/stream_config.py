@@ -23,9 +23,9 @@ BUFFERS = 2  # units whose sums have not been added up yet
 SHARED_BYTES = 227 * 1024  # of a CTA
 LIST_BYTES = 4 * (2 * MAX_EXPERTS + 3 * MAX_PAIRS)  # of experts and pairs, see `stream_tile_device`
 OTHER_BYTES = 3 * 1024  # barriers and what else is small
-# Blocks of the widest strips that programs are made for: inputs of 768, 2880, 4096 and 7168 features; and columns, as many as memory
-# allows. Each with the blocks of a slab.
-_SLABS = {12: {8: 4, 16: 4, 32: 3}, 45: {8: 5, 16: 5, 32: 3}, 64: {8: 5, 16: 5, 32: 3}, 112: {8: 5, 16: 3}}
+# Blocks of the widest strips that programs are made for: inputs of 768, 2880, 4096 and 7168 features; and columns, as many as
+# memory allows. Each with the blocks of a slab.
+_SLABS = {12: {8: 4, 16: 4, 32: 3}, 45: {8: 5, 16: 5, 32: 5}, 64: {8: 5, 16: 5, 32: 3}, 112: {8: 5, 16: 3}}
 
 
 @dataclass(frozen=True)

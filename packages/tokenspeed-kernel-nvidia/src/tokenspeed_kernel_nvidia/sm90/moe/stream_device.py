@@ -79,8 +79,8 @@ class Stream(Schedule, Consumers):
         w13_strips, w2_strips = intermediate * 2 // STRIP, hidden // STRIP
         layer = Layer(
             w13, w2, w13_strips, w2_strips, PANEL_HEAD_BYTES + w13_blocks * PANEL_BLOCK_BYTES,
-            PANEL_HEAD_BYTES + w2_blocks * PANEL_BLOCK_BYTES, w13_blocks, w2_blocks, (w13_strips + PANEL_STRIPS - 1) // PANEL_STRIPS,
-            (w2_strips + PANEL_STRIPS - 1) // PANEL_STRIPS, experts, hidden, intermediate, top_k, alpha, limit, beta,
+            PANEL_HEAD_BYTES + w2_blocks * PANEL_BLOCK_BYTES, w13_blocks, w2_blocks, (w13_strips + PANEL_STRIPS - 1) //
+            PANEL_STRIPS, (w2_strips + PANEL_STRIPS - 1) // PANEL_STRIPS, experts, hidden, intermediate, top_k, alpha, limit, beta,
         )  # fmt: skip
         self.kernel(
             layer, x.iterator.toint(), x.stride[0], ids, weights, out.iterator.toint(), out.stride[0], x.shape[0], activated, slots,
@@ -107,9 +107,9 @@ class Stream(Schedule, Consumers):
         call = Call(
             layer, x, x_stride, ids, weights, out, out_stride, tokens, activated, slots, counters,
             pipeline(storage.full, storage.empty), pipeline(storage.summed, storage.taken), storage.ring.data_ptr().toint(),
-            storage.rows.data_ptr().toint(), storage.maxima.data_ptr().toint(), storage.units.data_ptr(), storage.partial_units.data_ptr(), storage.sums.data_ptr().toint(),
-            storage.heads.data_ptr().toint(), storage.sizes.data_ptr(), storage.starts.data_ptr(), storage.entries.data_ptr(),
-            storage.order.data_ptr(),
+            storage.rows.data_ptr().toint(), storage.maxima.data_ptr().toint(), storage.units.data_ptr(),
+            storage.partial_units.data_ptr(), storage.sums.data_ptr().toint(), storage.heads.data_ptr().toint(),
+            storage.sizes.data_ptr(), storage.starts.data_ptr(), storage.entries.data_ptr(), storage.order.data_ptr(),
         )  # fmt: skip
         counts = storage.counts.data_ptr()
         if warp == LOAD_WARP:

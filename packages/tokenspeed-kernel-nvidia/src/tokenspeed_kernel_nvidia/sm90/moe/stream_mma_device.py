@@ -1,9 +1,9 @@
 """The warps of `stream_device` that compute: the products of units, what becomes of them, and the weighted sums over slots.
 
-A panel has four strips, one for each warp of a warpgroup, and its blocks are dealt out to the warpgroups. Weights are the left operand,
-decoded in registers; the right one, the rows of an entry, stays in shared memory for all of its units. Each half of a block has scales
-of its own, so products are added up in registers. Sums over a unit meet in shared memory, where other warps add them up, in a fixed
-order.
+A panel has four strips, one for each warp of a warpgroup, and its blocks are dealt out to the warpgroups. Weights are the left
+operand, decoded in registers; the right one, the rows of an entry, stays in shared memory for all of its units. Each half of a
+block has scales of its own, so products are added up in registers. Sums over a unit meet in shared memory, where other warps add
+them up, in a fixed order.
 """
 
 # mypy: ignore-errors
@@ -215,7 +215,6 @@ class Consumers(Rows):
         """Adds up the parts of units: the first product's are activated, the second's weighted, and both stored. A warp has every
         other strip."""
         lane = cute.arch.lane_idx()
-        layer = call.layer
         pairs = cute.make_rmem_tensor((self.tiles,), Int32)
         weights = cute.make_rmem_tensor((self.tiles,), Float32)
         pairs.fill(-1)
@@ -303,7 +302,10 @@ class Consumers(Rows):
 
     @cute.jit
     def combine(self, call: Call, warp: Int32):
-        """Writes this CTA's part of the output: sums over slots, in their order. By all computing warps, when all products are done."""
+        """Writes this CTA's part of the output: sums over slots, in their order.
+
+        By all computing warps, when all products are done.
+        """
         layer = call.layer
         self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_units * FINISHERS)
         ctas, _, _ = cute.arch.grid_dim()

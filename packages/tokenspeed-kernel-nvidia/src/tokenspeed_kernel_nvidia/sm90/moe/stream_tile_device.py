@@ -1,9 +1,9 @@
 """What all warps of `stream_device` share: the call, the lists of pairs, and what a stage of the ring is about.
 
-An *entry* is some pairs of one expert, at most as many as a program computes at once: the reading of weights is shared among them. A
-*unit* is a panel of one entry. Units of w13 and of w2 are handed out in *ranges* by a counter in global memory, all of w13 before any of
-w2. So whoever waits for something waits for a CTA that runs already, however many CTAs there is room for. Each CTA then adds up a part
-of the output, for which nobody waits.
+An *entry* is some pairs of one expert, at most as many as a program computes at once: the reading of weights is shared among them.
+A *unit* is a panel of one entry. Units of w13 and of w2 are handed out in *ranges* by a counter in global memory, all of w13 before
+any of w2. So whoever waits for something waits for a CTA that runs already, however many CTAs there is room for. Each CTA then adds
+up a part of the output, for which nobody waits.
 """
 
 # mypy: ignore-errors
@@ -138,7 +138,7 @@ def entry_of(code: Int32) -> Entry:
 
 
 def unit_code(kind: Any, entry: Any, place: Any, last: Any) -> Int32:
-    """A unit as a number. ``last``: 1 for the last of an entry in its range. """
+    """A unit as a number. ``last``: 1 for the last of an entry in its range."""
     return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _PLACE_BIT
 
 
