@@ -54,7 +54,7 @@ _LEAST = 64  # so that kernels can subtract from a field; nothing so much smalle
 _SIGN_BITS = (7, 0, 15, 8)
 _LOW_BITS = (1, 4, 9, 12)
 # Experts that are arranged together. Intermediates are as large as so many experts' weights, some times over.
-_AT_ONCE = 4
+_AT_ONCE = 16
 
 
 def blocks_of(k: int) -> int:

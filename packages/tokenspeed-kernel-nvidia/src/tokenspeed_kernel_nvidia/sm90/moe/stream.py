@@ -1,10 +1,10 @@
 """Experts for few tokens, with mxfp4 weights, on Hopper: one kernel for both products, the activation and the sum over slots.
 
-Weights decide the speed: each expert's that is wanted is read once, so every multiprocessor has to have as much to read as any other,
-from beginning to end. A CTA a multiprocessor takes an equal range of all wanted panels of w13, and then of w2. One warp of it streams
-them to a ring in shared memory by bulk copies and never waits for results: while the last panels of w13 are computed, those of w2
-arrive. Others compute, with weights as the left operand and pairs of tokens and slots as columns. An expert's panels of w2 wait until
-all of its panels of w13 are done, which a counter of each expert says. At last each CTA adds up a part of the output.
+Weights decide the speed: each expert's that is wanted is read once, so every multiprocessor has to have as much to read as any
+other, from beginning to end. A CTA a multiprocessor takes an equal range of all wanted panels of w13, and then of w2. One warp of
+it streams them to a ring in shared memory by bulk copies and never waits for results: while the last panels of w13 are computed,
+those of w2 arrive. Others compute, with weights as the left operand and pairs of tokens and slots as columns. An expert's panels of
+w2 wait until all of its panels of w13 are done, which a counter of each expert says. At last each CTA adds up a part of the output.
 
 Which CTA does what is decided as they come, by a counter, so that nothing depends on all of them running at once. Results do not
 depend on it: every sum has a fixed order.
