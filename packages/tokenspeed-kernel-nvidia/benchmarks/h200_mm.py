@@ -44,7 +44,7 @@ from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import Config
 
 Call = Callable[[], Any]
 _TOUCHED = 130e6  # bytes of weights, of a cache of 50 MB
@@ -105,32 +105,17 @@ SHAPES = (
 TOKENS = (1, 2, 4, 8, 16)
 
 _KB = 1024
-# What is changed of the program that serves a call, and how many bytes a CTA brings to the L2 cache ahead.
+# What is changed of the program that serves a call, and how many bytes a CTA brings to the L2 cache ahead. "4 x 3" is loads x depth.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "ahead 0": {"ahead": 0},
-    "ahead 64K": {"ahead": 64 * _KB},
-    "ring 48K": {"ring": 48 * _KB},
-    "ring 96K": {"ring": 96 * _KB},
-    "ring 200K": {"ring": 200 * _KB},
-    "ring 200K, ahead 0": {"ring": 200 * _KB, "ahead": 0},
-    "two of 96K": {"ring": 96 * _KB, "resident": 2},
-    "two of 96K, ahead 0": {"ring": 96 * _KB, "resident": 2, "ahead": 0},
-    "4 loads, 4 warps": {"warps": 4},
-    "8 loads, 4 warps": {"loads": 8, "warps": 4},
-    "8 loads, 8 warps": {"loads": 8, "ring": 200 * _KB},
-    "2 loads, 8 warps": {"loads": 2},
-    "2 loads, 16 warps": {"loads": 2, "warps": 16},
-    "early": {"early": True, "ahead": 0},
-    "early, ring 200K": {"early": True, "ring": 200 * _KB, "ahead": 0},
-    "early, 8 loads": {"early": True, "loads": 8, "ring": 200 * _KB, "ahead": 0},
-    "direct": {"direct": True},
-    "direct, ahead 0": {"direct": True, "ahead": 0},
-    "direct, early": {"direct": True, "early": True, "ahead": 0},
-    "direct, 2 loads, 16 warps": {"direct": True, "loads": 2, "warps": 16, "ahead": 0},
-    "direct, 6 loads, 16 warps": {"direct": True, "loads": 6, "warps": 16, "ahead": 0},  # a row of 2880 at once
-    "6 loads, 16 warps": {"loads": 6, "warps": 16, "ahead": 0},
-    "direct, 2 loads, 8 warps": {"direct": True, "loads": 2, "ahead": 0},
-    "direct, two, 2 loads": {"direct": True, "loads": 2, "resident": 2, "ahead": 0},
+    "not dependent": {"dependent": False, "ahead": 0},
+    "little L1": {"spare": 100},
+    "16 warps, 4 x 3": {"warps": 16, "loads": 4, "depth": 3},
+    "16 warps, 8 x 1": {"warps": 16, "loads": 8, "depth": 1},
+    "12 warps, 8 x 2": {"warps": 12, "loads": 8, "depth": 2},
+    "8 warps, 8 x 3": {"warps": 8, "loads": 8, "depth": 3},
+    "two of 8 warps, 4 x 3": {"warps": 8, "loads": 4, "depth": 3, "resident": 2},
+    "two of 8 warps, 8 x 1": {"warps": 8, "loads": 8, "depth": 1, "resident": 2},
 }
 
 
@@ -157,10 +142,6 @@ def _operands(inputs: Inputs) -> dict[str, Any]:
     return {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
 
 
-def early(inputs: Inputs) -> Call:
-    return functools.partial(ours.multiply, **_operands(inputs), early=True)
-
-
 def variant(changes: Mapping[str, Any]) -> Setup:
     """Another configuration, launched as ours is."""
     changed = {**changes}
@@ -169,23 +150,19 @@ def variant(changes: Mapping[str, Any]) -> Setup:
     def setup(inputs: Inputs) -> Call:
         n, count = inputs["b"].shape[1], _machine.multiprocessors(inputs["a"].get_device())
         ctas = min(n, changed.get("resident", 1) * count)
-        program = ours.mm_program(reconfigured(inputs, ctas, changed))
+        program = ours.mm_program(reconfigured(inputs, changed))
         arguments = ours.arguments_of(**_operands(inputs), ctas=ctas, ahead=ahead)
         return functools.partial(program, *arguments)
 
     return setup
 
 
-def reconfigured(inputs: Inputs, ctas: int, changes: Mapping[str, Any]) -> Config:
+def reconfigured(inputs: Inputs, changes: Mapping[str, Any]) -> Config:
     """The program of a call with something changed."""
     weights, scales = ours.kinds_of(inputs["b"], inputs["b_scale"])
-    rows = -(-inputs["b"].shape[1] // ctas)
-    config = ours.config_of(dtype_name(inputs["a"].dtype), weights, scales, "bfloat16", len(inputs["a"]), rows, False)
-    changed = {**changes}
-    if changed.get("direct"):
-        tiles = -(-rows // ROWS)
-        changed["tiles"] = -(-tiles // -(-tiles // 5))  # what registers allow, and in groups of one size
-    return dataclasses.replace(config, **changed)
+    return dataclasses.replace(
+        ours.config_of(dtype_name(inputs["a"].dtype), weights, scales, "bfloat16", len(inputs["a"])), **changes
+    )
 
 
 @dataclass
@@ -326,7 +303,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = parser.parse_args(words)
     shapes = [shape for shape in SHAPES if re.search(given.only, shape.name) and (given.only or shape.bar or not given.quick)]
     tokens = [int(word) for word in given.tokens.split(",") if word] or ([1, 16] if given.quick else list(TOKENS))
-    setups: dict[str, Setup] = {"torch": torchs, "portable": portable, "ours": own, "ours, early": early}
+    setups: dict[str, Setup] = {"torch": torchs, "portable": portable, "ours": own}
     setups |= {name: variant(each) for name, each in VARIANTS.items() if given.variants and re.search(given.variants, name)}
     if given.list:
         print("\n".join([*(f"{shape.name}: k {shape.k}, n {shape.n}" for shape in shapes), *setups]))

@@ -5,8 +5,7 @@ many rows of the weights, to a row. No row is divided among CTAs, so that nothin
 same in every run. Much of what a CTA reads is on its way at once, see `mm_device`.
 
 Weights may be what the kernel before writes: nothing in a call says that they are not. So they are brought to the L2 cache before
-that kernel has ended, which is right whatever it does, and to the multiprocessors after. `multiply` reads them at once where its
-caller knows better.
+that kernel has ended, which is right whatever it does, and to the multiprocessors after.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     results_of,
 )
 
-# Bytes of weights that a CTA brings to the L2 cache before it may read: all of them together are half of that.
+# Bytes of weights that a CTA brings to the L2 cache before it may read: all CTAs together half of what that holds.
 AHEAD = 192 * 1024
 E4M3 = torch.float8_e4m3fn
 
@@ -55,12 +54,11 @@ def mm_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 @functools.cache
 def _program_of(
-    a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, tokens: int, n: int, early: bool, device: int
+    a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, tokens: int, n: int, device: int
 ) -> tuple[Launch, int]:
     """The program and its CTAs."""
-    count = multiprocessors(device)
-    config = config_of(dtype_name(a), weights, scales, dtype_name(out), tokens, -(-n // count), early)
-    return mm_program(config), min(n, config.resident * count)
+    config = config_of(dtype_name(a), weights, scales, dtype_name(out), tokens)
+    return mm_program(config), min(n, config.resident * multiprocessors(device))
 
 
 def _table(scale: Tensor | None) -> tuple[int, int, int]:
@@ -102,8 +100,6 @@ def multiply(
     out: Tensor,
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
-    *,
-    early: bool = False,
 ) -> None:
     """``out = a @ b + bias``: launches on checked arguments.
 
@@ -113,15 +109,14 @@ def multiply(
         bias: ``[n]`` in bfloat16, float16 or float32; contiguous.
         out: ``[m, n]``, in bfloat16, float16 or float32.
         a_scale, b_scale: as the operator has them.
-        early: whether b is read before kernels that were queued before have ended. None of them may write it.
 
     Raises:
         ValueError: rows of a or b do not begin at multiples of 16 bytes, or have gaps between their elements.
     """
     tokens = TOKENS[0] if a.shape[0] <= TOKENS[0] else TOKENS[1]
     kinds = kinds_of(b, b_scale)
-    launch, ctas = _program_of(a.dtype, *kinds, out.dtype, tokens, b.shape[1], early, a.get_device())
-    launch(*arguments_of(a, b, bias, out, a_scale, b_scale, ctas, 0 if early else AHEAD))
+    launch, ctas = _program_of(a.dtype, *kinds, out.dtype, tokens, b.shape[1], a.get_device())
+    launch(*arguments_of(a, b, bias, out, a_scale, b_scale, ctas, AHEAD))
 
 
 def mm(

@@ -11,10 +11,9 @@ ROWS = 8  # rows of weights in a tile: columns of an instruction's result
 TOKENS = (8, 16)  # rows of activations that programs are made for: an instruction has room for 16
 LOAD_BYTES = 16  # that a lane loads of a row of weights at once
 QUAD_BYTES = 4 * LOAD_BYTES  # of a row, that four lanes load at once
-# A row in shared memory begins so many bytes after a multiple of 128: lanes that load neighbouring rows use different banks.
-PAD_BYTES = 64
+GROUP = 64  # rows of weights at most, whose sums are in shared memory together
 SHARED_BYTES = 227 * 1024  # that a CTA may have
-OTHER_BYTES = 1024  # of that, besides the ring and the results
+RESERVED_BYTES = 1024  # that a CTA takes besides
 
 # How weights are stored, and how many of them 16 bytes hold.
 Weights = Literal["dense", "float8_e4m3fn", "mxfp4"]
@@ -35,13 +34,12 @@ class Config:
         scales: of weights, and of activations of 8 bits.
         out: dtype of the result.
         tokens: rows of activations that there is room for.
-        tiles: of weights' rows, whose sums are in registers together. The activations are read once for all of them.
-        warps: that compute. They share a row of weights, each with its own part; one more warp loads.
-        loads: of 16 bytes, that a lane has of a row in a stage.
-        ring: bytes of shared memory for weights on their way.
+        warps: share a row of weights, each with its own part.
+        loads: of 16 bytes, that a lane has of a row at once. The activations for them are in registers.
+        depth: tiles of 8 rows of weights that are on their way to registers.
         resident: CTAs that share a multiprocessor.
-        direct: whether there is no ring, and lanes load weights to registers themselves.
-        early: whether weights are read before the kernel before has ended. Only for weights that it does not write.
+        dependent: whether a launch may begin while the kernel before ends.
+        spare: percent of a multiprocessor's memory that is wanted as shared memory beyond what CTAs need; the rest is L1 cache.
     """
 
     dtype: str
@@ -49,13 +47,12 @@ class Config:
     scales: Scales
     out: str
     tokens: int
-    tiles: int
-    warps: int = 8
-    loads: int = 4
-    ring: int = 160 * 1024
+    warps: int
+    loads: int
+    depth: int
     resident: int = 1
-    direct: bool = False
-    early: bool = False
+    dependent: bool = True
+    spare: int = 0
 
     @property
     def activation_bytes(self) -> int:
@@ -72,23 +69,28 @@ class Config:
         return ELEMENTS[self.weights]
 
     @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
     def chunk_bytes(self) -> int:
-        """Of a row, in a stage."""
+        """Of a row, that all warps have at once."""
         return self.warps * self.loads * QUAD_BYTES
 
     @property
-    def pitch(self) -> int:
-        """Bytes from row to row in a stage."""
-        return self.chunk_bytes + PAD_BYTES
+    def together(self) -> int:
+        """Loads of a lane that a warp has next to each other: two fill a line of 128 bytes."""
+        return 2 - self.loads % 2
 
     @property
-    def stage_bytes(self) -> int:
-        return 16 if self.direct else ROWS * self.pitch
+    def group(self) -> int:
+        """Rows of weights whose sums are in shared memory together."""
+        return GROUP // (ROWS * self.depth) * ROWS * self.depth
 
     @property
     def result_pitch(self) -> int:
         """Floats from one row of activations to the next, in the warps' sums: an odd multiple of 8, for the banks' sake."""
-        return ROWS * (self.tiles | 1)
+        return ROWS * (self.group // ROWS | 1)
 
     @property
     def result_floats(self) -> int:
@@ -96,21 +98,19 @@ class Config:
         return self.warps * self.tokens * self.result_pitch
 
     @property
-    def stages(self) -> int:
-        """Tiles on their way."""
-        if self.direct:
-            return 1
-        room = SHARED_BYTES // self.resident - OTHER_BYTES - 4 * self.result_floats
-        return min(self.ring, room) // self.stage_bytes
+    def carveout(self) -> int:
+        """Percent of a multiprocessor's memory that is to be shared memory. Loads on their way take room in the rest."""
+        needed = self.resident * (4 * self.result_floats + RESERVED_BYTES)
+        return min(100, -(-100 * needed // (SHARED_BYTES + RESERVED_BYTES)) + self.spare)
 
 
-def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int, rows: int, early: bool) -> Config:
-    """The program for some work. ``rows``: of weights, that a CTA has."""
+def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int) -> Config:
+    """The program for some work."""
     room = next(room for room in TOKENS if room >= tokens)
-    loads = {"dense": 4, "float8_e4m3fn": 2, "mxfp4": 1}[weights]  # with more, activations want more registers than there are
-    if rows <= ROWS:  # little work: what activations a thread needs, it asks for at once
-        return Config(dtype, weights, scales, out, room, 1, warps=16 if weights == "dense" else 12, loads=loads, early=early)
-    return Config(dtype, weights, scales, out, room, 8, loads=loads, early=early)
+    # Registers bound what is on its way: those of the activations are as many as those of a tile in bfloat16 and 8 rows, and more
+    # for 16 rows and for weights of fewer bits.
+    loads = {"dense": 8, "float8_e4m3fn": 4, "mxfp4": 2}[weights] * 8 // room
+    return Config(dtype, weights, scales, out, room, warps=16, loads=loads, depth={8: 2, 4: 3, 2: 6, 1: 8}[loads])
 
 
 # Activations' dtypes, weights and scales that go together.
@@ -129,10 +129,8 @@ def results_of(dtype: str) -> tuple[str, ...]:
 def every_config() -> list[Config]:
     """All that is served."""
     return [
-        config_of(dtype, weights, scales, out, tokens, rows, early)
+        config_of(dtype, weights, scales, out, tokens)
         for dtype, weights, scales in SERVED
         for out in results_of(dtype)
         for tokens in TOKENS
-        for rows in (1, 64)
-        for early in (False, True)
     ]

@@ -1,46 +1,55 @@
-"""The device code of `mm`: the launch, the warp that loads weights, and the warps that compute.
+"""The device code of `mm`: the launch, the loop over tiles of weights, and the sums.
 
-A CTA has some rows of the weights. They come in tiles of 8 rows and `Config.chunk_bytes` of each, through a ring in shared memory:
-all tiles of a group of rows for one chunk of k, then all for the next, so that activations are read once for the group. In a tile
-each warp has parts of all rows, of 64 bytes that a quad of lanes shares, 16 each. `mm_formats_device` makes operands of them: which
-number of k is where in an instruction does not matter, as long as activations and weights agree.
+A CTA has some rows of the weights, in tiles of 8. A lane loads what its warp has of a tile to registers itself, all at once and
+`Config.depth` tiles ahead. The activations for that part of k are in registers too, and stay there while tiles go by. So they are
+read once where a chunk, which is what all warps have at once, is a whole row, and once a group of rows where rows have more chunks.
+The loop's code is short: a call runs it a few times only, and waits for code that no CTA has run yet.
 
-Products of 16 rows of activations and 8 rows of weights are single instructions, mma.sync m16n8k16, also where there is but one row
-of activations: for 16 bytes of bfloat16 a lane then has a load, two products and about four moves, and would have 25 instructions
-if it multiplied and added them itself.
+Shared memory only serves to add up what the warps have.
+
+In a tile a warp has parts of all rows, of 64 bytes that a quad of lanes shares, 16 each. `mm_formats_device` makes operands of them:
+which number of k is where in an instruction does not matter, as long as activations and weights agree. Products of 16 rows of
+activations and 8 rows of weights are single instructions, mma.sync m16n8k16, also where there is but one row of activations: for 16
+bytes of bfloat16 a lane then has a load, two products and about four moves, and would have 25 instructions if it multiplied and
+added them itself.
 """
 
 # mypy: ignore-errors
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, first_to_read, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import store_floats
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, LOAD_BYTES, QUAD_BYTES, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, store_floats
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_formats_device import Formats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Call,
     Matrix,
     Table,
     Vector,
-    copy_to_shared,
     load_float_if,
-    load_words_if,
     prefetch_to_l2,
     storage_of,
     type_of,
 )
 
-COMPUTE = 1  # the named barrier of the warps that compute
+
+@dataclass(frozen=True)
+class Cursor:
+    """A tile of a chunk: the first row of its group, and its own in that, and where the chunk begins in a row, in bytes."""
+
+    begin: Int32
+    done: Int32
+    row: Int32
 
 
 def host(config: Config) -> Any:
@@ -69,8 +78,6 @@ class Mm(Formats):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.out = type_of(config.out)
-        self.threads = 32 * config.warps
-        self.group = config.tiles * ROWS  # rows
 
     @cute.jit
     def __call__(
@@ -91,13 +98,16 @@ class Mm(Formats):
         stream: cuda.CUstream,
     ):
         size = weights.element_type.width // 8
+        row_bytes, n = weights.shape[0] * size, out.shape[1]
+        share = n // ctas
         self.kernel(
             Matrix(a.iterator.toint(), a.stride[0] * self.config.activation_bytes),
-            Matrix(weights.iterator.toint(), weights.stride[1] * size), weights.shape[0] * size, out, Vector(bias, bias_kind),
-            Table(a_scale, a_scale_row, a_scale_column), Table(b_scale, b_scale_row, b_scale_column), ctas, ahead,
+            Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, out, Vector(bias, bias_kind),
+            Table(a_scale, a_scale_row, a_scale_column), Table(b_scale, b_scale_row, b_scale_column), share, n - share * ctas,
+            (ahead + row_bytes - 1) // row_bytes,
         ).launch(
-            grid=(ctas, 1, 1), block=(self.threads + (0 if self.config.direct else 32), 1, 1), stream=stream, use_pdl=True,
-            min_blocks_per_mp=self.config.resident, preferred_smem_carveout=100,
+            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=self.config.dependent,
+            min_blocks_per_mp=self.config.resident, preferred_smem_carveout=self.config.carveout,
         )  # fmt: skip
 
     @cute.kernel
@@ -110,220 +120,132 @@ class Mm(Formats):
         bias: Vector,
         a_scale: Table,
         b_scale: Table,
-        ctas: Int32,
+        share: Int32,
+        more: Int32,
         ahead: Int32,
     ):
+        """``share``: rows of weights of each CTA; the first ``more`` have another. ``ahead``: rows to bring to the L2 cache."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
-        n = out.shape[1]
-        share = n // ctas
-        more = n - share * ctas  # CTAs with a row more
         storage = cutlass.utils.SmemAllocator().allocate(storage_of(self.config))
         call = Call(
-            a, weights, row_bytes, bias, a_scale, b_scale, out.shape[0], n, cta * share + cutlass.min(cta, more),
-            share + cutlass.select_(cta < more, Int32(1), Int32(0)), pipeline(storage.full, storage.empty),
-            storage.ring.data_ptr().toint(), storage.results.data_ptr(),
+            a, weights, row_bytes, bias, a_scale, b_scale, out.shape[0], out.shape[1], cta * share + cutlass.min(cta, more),
+            share + cutlass.select_(cta < more, Int32(1), Int32(0)), storage.results.data_ptr(),
         )  # fmt: skip
-        if const_expr(self.config.direct):
-            self.compute_direct(call, out, warp)
-        else:
-            self.run(call, out, warp, ahead)
-
-    @cute.jit
-    def run(self, call: Call, out: cute.Tensor, warp: Int32, ahead: Int32):
-        """With a ring."""
-        if warp == self.config.warps:
-            if cute.arch.lane_idx() == 0:
-                for stage in cutlass.range_constexpr(self.config.stages):
-                    call.pipe.init(stage, self.config.warps)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.sync_warp()
-        cute.arch.sync_threads()
-        if warp == self.config.warps:
-            if const_expr(not self.config.early):
-                self.prefetch(call, ahead)
-                cute.arch.griddepcontrol_wait()
-            self.load(call)
-        else:
-            # Whatever ran before may have written what is read here; what runs next may begin once there is room.
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-            self.compute(call, out, warp)
-
-    # -- weights -------------------------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def prefetch(self, call: Call, ahead: Int32):
-        """Brings up to ``ahead`` bytes of this CTA's weights to the L2 cache. Who still writes them writes them there."""
-        rows = cutlass.min(call.rows, (ahead + call.row_bytes - 1) // call.row_bytes)
-        for row in cutlass.range(cute.arch.lane_idx(), rows, 32, unroll=1):
-            prefetch_to_l2(call.weights.row(call.first + row), call.row_bytes)
-
-    @cute.jit
-    def load(self, call: Call):
-        """Fills the ring."""
-        at = first_to_fill()
-        for begin in cutlass.range(0, call.rows, self.group, unroll=1):
-            rows = cutlass.min(call.rows - begin, self.group)
-            for done in cutlass.range(0, call.row_bytes, self.config.chunk_bytes, unroll=1):
-                size = cutlass.min(call.row_bytes - done, self.config.chunk_bytes)
-                for row in cutlass.range(0, rows, ROWS, unroll=1):
-                    live = cutlass.min(rows - row, ROWS)
-                    call.pipe.acquire(at)
-                    full = call.pipe.full.of(at)
-                    to = call.ring + at.stage * self.config.stage_bytes
-                    from_ = call.weights.row(call.first + begin + row) + done
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, live * size)
-                        for each in cutlass.range_constexpr(ROWS):
-                            if each < live:
-                                copy_to_shared(to + each * self.config.pitch, from_ + each * call.weights.pitch, size, full.toint())
-                    at = advance(at, self.config.stages)
+        # Who still writes weights writes them to the L2 cache.
+        for row in cutlass.range(warp, cutlass.min(call.rows, ahead), self.config.warps, unroll=1):
+            with cute.arch.elect_one():
+                prefetch_to_l2(call.weights.row(call.first + row), call.row_bytes)
+        # Whatever ran before may have written what is read here; what runs next may begin once there is room.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        self.compute(call, out, warp)
 
     # -- products ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def compute(self, call: Call, out: cute.Tensor, warp: Int32):
-        """Multiplies what comes, a group of rows after another."""
+        """Multiplies a group of rows after another."""
         config = self.config
         lane = cute.arch.lane_idx()
-        acc = cute.make_rmem_tensor((config.tiles, 4), Float32)
-        fetched, operands = self.fetched(), self.ready()
-        at = first_to_read()
-        # Where this lane's part of a chunk begins, and where it lies in a stage.
-        part = warp * QUAD_BYTES + lane % 4 * LOAD_BYTES
-        place = call.ring + lane // 4 * config.pitch + part
-        self.begin(call, part, fetched, operands)
-        for begin in cutlass.range(0, call.rows, self.group, unroll=1):
-            rows = cutlass.min(call.rows - begin, self.group)
+        part = self.part(warp)
+        weights, operands = self.coming(), self.operands()
+        acc = cute.make_rmem_tensor((4,), Float32)
+        # This lane's sums of a tile.
+        place = call.results.toint() + ((warp * config.tokens + lane // 4) * config.result_pitch + lane % 4 * 2) * 4
+        at = Cursor(Int32(0), Int32(0), Int32(0))
+        for slot in cutlass.range_constexpr(config.depth):
+            self.load(call, slot, at.begin + at.row, at.done + part, weights)
+            at = self.after(call, at, slot)
+        for begin in cutlass.range(0, call.rows, config.group, unroll=1):
+            rows = cutlass.min(call.rows - begin, config.group)
             first = call.first + begin
             edge = BLOCK - first % BLOCK
             beside = self.load_beside(call, first, rows)
-            acc.fill(0.0)
             for done in cutlass.range(0, call.row_bytes, config.chunk_bytes, unroll=1):
-                next_begin, next_done = self.after(call, begin, done)
-                self.fetch(call, next_begin, next_done + part, fetched)
-                for tile in cutlass.range_constexpr(config.tiles):
-                    if tile * ROWS < rows:
-                        call.pipe.wait(at)
-                        words = []
-                        for each in cutlass.range_constexpr(config.loads):
-                            offset = each * config.warps * QUAD_BYTES
-                            from_ = place + at.stage * config.stage_bytes + offset
-                            # Zero behind the row's end, where the ring may hold anything: nothing times infinity is not nothing.
-                            words.append(load_words_if("shared", from_, done + part + offset < call.row_bytes))
-                        # A load that was issued may not have read yet. The arrival would overtake it, and so would the stage's next
-                        # copy, which is another proxy's write.
-                        cute.arch.fence_view_async_shared()
-                        cute.arch.sync_warp()
-                        call.pipe.release(at)
-                        at = advance(at, config.stages)
-                        self.multiply(acc, tile, edge, operands, words)
-                self.prepare(fetched, operands)
-            self.finish(call, out, acc, first, rows, warp, beside)
+                # Activations stay where they are if a chunk is all of a row, but scales of blocks are another group's.
+                if (begin == 0) | (call.row_bytes > config.chunk_bytes) | Boolean(config.scales == "block"):
+                    self.fetch(call, begin, done + part, operands)
+                for row in cutlass.range(0, rows, ROWS * config.depth, unroll=1):
+                    for slot in cutlass.range_constexpr(config.depth):
+                        tile = row + slot * ROWS
+                        to = place + tile * 4
+                        if tile < rows:
+                            acc.fill(0.0)
+                            if done > 0:
+                                self.add_before(acc, to)
+                            self.multiply(acc, tile, edge, operands, weights, slot)
+                            for half in cutlass.range_constexpr(self.halves):
+                                there = to + half * (8 * 4 * config.result_pitch)
+                                store_floats("shared", there, [acc[2 * half], acc[2 * half + 1]])
+                        self.load(call, slot, at.begin + at.row, at.done + part, weights)
+                        at = self.after(call, at, slot)
+            self.finish(call, out, first, rows, beside)
+            if begin + config.group < call.rows:  # the next group's sums go to the same place
+                cute.arch.sync_threads()
 
     @cute.jit
-    def after(self, call: Call, begin: Int32, done: Int32):
-        """The chunk after this one: of the same group, or of the next."""
-        done += self.config.chunk_bytes
-        if done >= call.row_bytes:
-            begin += self.group
-            done = Int32(0)
-        return begin, done
+    def add_before(self, acc: cute.Tensor, place: Int32):
+        """Takes the sums of the chunks before."""
+        for half in cutlass.range_constexpr(self.halves):
+            sums = load_floats("shared", place + half * (8 * 4 * self.config.result_pitch), 2)
+            for column in cutlass.range_constexpr(2):
+                acc[2 * half + column] = sums[column]
 
     @cute.jit
-    def compute_direct(self, call: Call, out: cute.Tensor, warp: Int32):
-        """Multiplies weights that each lane loads to registers itself: a tile's next chunk as soon as it has used the last."""
-        config = self.config
-        part = warp * QUAD_BYTES + cute.arch.lane_idx() % 4 * LOAD_BYTES
-        acc = cute.make_rmem_tensor((config.tiles, 4), Float32)
-        fetched, operands = self.fetched(), self.ready()
-        weights = cute.make_rmem_tensor((config.tiles, config.loads, 4), Uint32)
-        if const_expr(not config.early):
-            cute.arch.griddepcontrol_wait()
-        for tile in cutlass.range_constexpr(config.tiles):
-            self.load_weights(call, tile, Int32(tile * ROWS), part, weights)
-        if const_expr(config.early):
-            cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        self.begin(call, part, fetched, operands)
-        for begin in cutlass.range(0, call.rows, self.group, unroll=1):
-            rows = cutlass.min(call.rows - begin, self.group)
-            first = call.first + begin
-            edge = BLOCK - first % BLOCK
-            beside = self.load_beside(call, first, rows)
-            acc.fill(0.0)
-            for done in cutlass.range(0, call.row_bytes, config.chunk_bytes, unroll=1):
-                next_begin, next_done = self.after(call, begin, done)
-                self.fetch(call, next_begin, next_done + part, fetched)
-                for tile in cutlass.range_constexpr(config.tiles):
-                    words = [[weights[tile, each, word] for word in range(4)] for each in range(config.loads)]
-                    self.multiply(acc, tile, edge, operands, words)
-                    self.load_weights(call, tile, next_begin + tile * ROWS, next_done + part, weights)
-                self.prepare(fetched, operands)
-            self.finish(call, out, acc, first, rows, warp, beside)
-
-    @cute.jit
-    def load_weights(self, call: Call, tile: cutlass.Constexpr[int], row: Int32, begin: Int32, to: cute.Tensor):
-        """A lane's weights of a tile, whose first row is ``row``; zeros where there are none."""
-        row += cute.arch.lane_idx() // 4
-        from_ = call.weights.row(call.first + row) + begin
-        for each in cutlass.range_constexpr(self.config.loads):
-            offset = each * self.config.warps * QUAD_BYTES
-            words = load_words_if("global", from_ + offset, (row < call.rows) & (begin + offset < call.row_bytes))
-            for word in cutlass.range_constexpr(4):
-                to[tile, each, word] = words[word]
+    def after(self, call: Call, at: Cursor, slot: cutlass.Constexpr[int]):
+        """The tile after that in a slot. A chunk's last tiles may lie beyond the group's rows: its first has the first slot."""
+        begin, done, row = at.begin, at.done, at.row + ROWS
+        if const_expr(slot == self.config.depth - 1):
+            if row >= cutlass.min(call.rows - begin, self.config.group):
+                row = Int32(0)
+                done += self.config.chunk_bytes
+                if done >= call.row_bytes:
+                    done = Int32(0)
+                    begin += self.config.group
+        return Cursor(begin, done, row)
 
     # -- results -------------------------------------------------------------------------------------------------------------------
 
     @property
+    def step(self) -> int:
+        """Rows of activations whose results all threads write at once."""
+        return self.config.threads // self.config.group
+
+    @property
     def rounds(self) -> int:
-        """How often all threads write a number each."""
-        step = self.threads // self.group
-        return (self.config.tokens + step - 1) // step
+        """How often they do."""
+        return -(-self.config.tokens // self.step)
 
     @cute.jit
     def load_beside(self, call: Call, first: Int32, rows: Int32):
         """What a thread's numbers are multiplied by, and what is added to them. At the beginning, as it would be waited for."""
         thread, _, _ = cute.arch.thread_idx()
-        row = thread % self.group
-        bias = Float32(0.0)
-        if row < rows:
-            bias = call.bias.load(first + row)
-        factors = cute.make_rmem_tensor((self.rounds,), Float32)
+        row = thread % self.config.group
+        bias = call.bias.load(first + row, row < rows)
+        factors = cute.make_rmem_tensor((1 + self.rounds,), Float32)
         factors.fill(1.0)
         if const_expr(self.config.scales == "row"):
-            scale = load_float_if(call.b_scale.at(Int32(0), first + row, 4), row < rows)
-            for turn in cutlass.range_constexpr(self.rounds):
-                factors[turn] = scale
-                if const_expr(self.config.activation_bytes == 1):
-                    token = thread // self.group + turn * (self.threads // self.group)
-                    factors[turn] *= load_float_if(call.a_scale.at(token, Int32(0), 4), token < call.m)
+            factors[0] = load_float_if(call.b_scale.at(Int32(0), first + row, 4), row < rows)
+            if const_expr(self.config.activation_bytes == 1):
+                for turn in cutlass.range_constexpr(self.rounds):
+                    token = thread // self.config.group + turn * self.step
+                    factors[1 + turn] = load_float_if(call.a_scale.at(token, Int32(0), 4), token < call.m)
         return bias, factors
 
     @cute.jit
-    def finish(self, call: Call, out: cute.Tensor, acc: cute.Tensor, first: Int32, rows: Int32, warp: Int32, beside: tuple):
+    def finish(self, call: Call, out: cute.Tensor, first: Int32, rows: Int32, beside: tuple):
         """Adds what the warps have, in their order, and writes it."""
         config = self.config
-        lane = cute.arch.lane_idx()
         thread, _, _ = cute.arch.thread_idx()
-        for half in cutlass.range_constexpr(self.halves):
-            token = lane // 4 + half * 8
-            if token < call.m:
-                to = call.results.toint() + ((warp * config.tokens + token) * config.result_pitch + lane % 4 * 2) * 4
-                for tile in cutlass.range_constexpr(config.tiles):
-                    if tile * ROWS < rows:
-                        store_floats("shared", to + tile * (4 * ROWS), [acc[tile, 2 * half], acc[tile, 2 * half + 1]])
-        cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=self.threads)
-        row = thread % self.group
-        step = self.threads // self.group
-        bias, factors = beside
+        cute.arch.sync_threads()
+        row = thread % config.group
+        stored, factors = beside
+        bias = call.bias.number(stored)
         for turn in cutlass.range_constexpr(self.rounds):
-            token = thread // self.group + turn * step
-            if (row < rows) & (token < call.m) & (thread < step * self.group):
+            token = thread // config.group + turn * self.step
+            if (row < rows) & (token < call.m) & (thread < self.step * config.group):
                 total = Float32(0.0)
                 for each in cutlass.range_constexpr(config.warps):
                     total += call.results[(each * config.tokens + token) * config.result_pitch + row]
-                out[token, first + row] = (total * factors[turn] + bias).to(self.out)
-        if first + rows < call.first + call.rows:  # the next group's sums go to the same place
-            cute.arch.barrier(barrier_id=COMPUTE, number_of_threads=self.threads)
+                out[token, first + row] = (total * (factors[0] * factors[1 + turn]) + bias).to(self.out)

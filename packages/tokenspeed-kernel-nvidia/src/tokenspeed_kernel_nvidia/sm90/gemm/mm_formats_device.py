@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, Numeric, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import mma_m16n8k16
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, LOAD_BYTES, QUAD_BYTES, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, LOAD_BYTES, QUAD_BYTES, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Call, load_byte_if, load_float_if, load_words_if, type_of
 
 MX = 32  # weights that share a scale
@@ -73,11 +73,7 @@ def permuted(words: list[Any]) -> list[Any]:
 
 
 class Formats:
-    """Activations, weights and scales of a configuration.
-
-    What a chunk wants besides weights is fetched while the one before is multiplied, and made operands after that: it is waited for
-    then.
-    """
+    """Activations, weights and scales of a configuration."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -86,55 +82,49 @@ class Formats:
         self.words = config.elements // 2  # registers of a load of weights, as operands
         self.raw_words = config.elements * config.activation_bytes // 4  # of the activations for it, as they are stored
 
-    # -- what is fetched -----------------------------------------------------------------------------------------------------------
+    # -- where a lane's loads are --------------------------------------------------------------------------------------------------
 
-    def fetched(self) -> list[cute.Tensor]:
-        """Room for what `fetch` brings: activations, then scales."""
+    def part(self, warp: Int32):
+        """The first, in a chunk of a row, in bytes."""
+        return warp * (QUAD_BYTES * self.config.together) + cute.arch.lane_idx() % 4 * LOAD_BYTES
+
+    def offset(self, each: int) -> int:
+        """Of another, from the first."""
+        together = self.config.together
+        return (each // together * self.config.warps * together + each % together) * QUAD_BYTES
+
+    # -- activations ---------------------------------------------------------------------------------------------------------------
+
+    def operands(self) -> list[cute.Tensor]:
+        """Room for what `fetch` brings: activations as operands, then scales of blocks, of two columns and of the activations."""
         config = self.config
-        tensors = [cute.make_rmem_tensor((config.loads, self.halves, self.raw_words), Uint32)]
+        tensors = [cute.make_rmem_tensor((config.loads, self.halves, self.words), Uint32)]
         if config.scales == "block":
             tensors.append(cute.make_rmem_tensor((config.loads, 2), Float32))
             tensors.append(cute.make_rmem_tensor((config.loads, self.halves), Float32))
-        elif config.scales == "mx":
-            tensors.append(cute.make_rmem_tensor((config.tiles, config.loads), Uint32))
         return tensors
 
-    def ready(self) -> list[cute.Tensor]:
-        """Room for what `prepare` makes of it."""
-        room = cute.make_rmem_tensor((self.config.loads, self.halves, self.words), Uint32)
-        return [room, *self.fetched()[1:]]
-
     @cute.jit
-    def begin(self, call: Call, done: Int32, fetched: list, operands: list):
-        """Fetches and prepares the first chunk. What are operands as they are is not waited for."""
-        if const_expr(self.config.activation_bytes == 2 and self.config.weights != "mxfp4"):
-            self.fetch(call, Int32(0), done, operands)
-        else:
-            self.fetch(call, Int32(0), done, fetched)
-            self.prepare(fetched, operands)
-
-    @cute.jit
-    def fetch(self, call: Call, begin: Int32, done: Int32, to: list):
-        """Starts to load a lane's part of a chunk.
+    def fetch(self, call: Call, begin: Int32, at: Int32, to: list):
+        """Loads a lane's part of a chunk of activations. What are operands as they are is not waited for.
 
         Args:
             begin: the first of the group's rows, among this CTA's.
-            done: where the lane's weights begin in a row, in bytes.
+            at: where the lane's weights begin in a row, in bytes.
         """
         config = self.config
         lane = cute.arch.lane_idx()
-        live = begin < call.rows
+        raw = cute.make_rmem_tensor((config.loads, self.halves, self.raw_words), Uint32)
         for each in cutlass.range_constexpr(config.loads):
-            at = done + each * config.warps * QUAD_BYTES
-            inside = live & (at < call.row_bytes)
-            k = at // LOAD_BYTES * config.elements
+            inside = at + self.offset(each) < call.row_bytes
+            k = (at + self.offset(each)) // LOAD_BYTES * config.elements
             for half in cutlass.range_constexpr(self.halves):
                 token = lane // 4 + half * 8
                 from_ = call.a.row(token) + k * config.activation_bytes
                 for vector in cutlass.range_constexpr(self.raw_words // 4):
-                    words = load_words_if("global", from_ + vector * 16, inside & (token < call.m))
+                    words = load_words_if(from_ + vector * 16, inside & (token < call.m))
                     for word in cutlass.range_constexpr(4):
-                        to[0][each, half, vector * 4 + word] = words[word]
+                        raw[each, half, vector * 4 + word] = words[word]
             if const_expr(config.scales == "block"):
                 block = (call.first + begin) // BLOCK
                 for which in cutlass.range_constexpr(2):
@@ -146,70 +136,85 @@ class Formats:
                         to[2][each, half] = load_float_if(call.a_scale.at(token, k // BLOCK, 4), inside & (token < call.m))
                     else:
                         to[2][each, half] = Float32(1.0)
-            elif const_expr(config.scales == "mx"):
-                for tile in cutlass.range_constexpr(config.tiles):
-                    row = begin + tile * ROWS + lane // 4
-                    known = inside & (row < call.rows)
-                    to[1][tile, each] = load_byte_if(call.b_scale.at(k // MX, call.first + row, 1), known)
-
-    @cute.jit
-    def prepare(self, fetched: list, to: list):
-        """Makes operands of what was fetched."""
-        config = self.config
         for each in cutlass.range_constexpr(config.loads):
             for half in cutlass.range_constexpr(self.halves):
-                raw = [fetched[0][each, half, word] for word in range(self.raw_words)]
-                if const_expr(config.activation_bytes == 1):
-                    words = [pair for word in raw for pair in widen_fp8(self.dtype, word)]
-                elif const_expr(config.weights == "mxfp4"):
-                    words = permuted(raw)
-                else:
-                    words = raw
+                words = self.ordered([raw[each, half, word] for word in range(self.raw_words)])
                 for word in cutlass.range_constexpr(self.words):
                     to[0][each, half, word] = words[word]
-        if const_expr(config.scales == "mx"):
-            for tile in cutlass.range_constexpr(config.tiles):
-                for each in cutlass.range_constexpr(config.loads):
-                    # An e8m0 is the exponent field of a bfloat16, but for 2^-127, which is denormal, and NaN.
-                    byte = fetched[1][tile, each]
-                    bits = (byte << 7) | cutlass.select_((byte == 0) | (byte == 255), Uint32(0x40), Uint32(0))
-                    to[1][tile, each] = bits | (bits << 16)
-        elif const_expr(config.scales == "block"):
-            for index in cutlass.range_constexpr(1, 3):
-                to[index].store(fetched[index].load())
+
+    def ordered(self, raw: list[Any]) -> list[Any]:
+        """Activations as operands."""
+        if self.config.activation_bytes == 1:
+            return [pair for word in raw for pair in widen_fp8(self.dtype, word)]
+        return permuted(raw) if self.config.weights == "mxfp4" else raw
+
+    # -- weights -------------------------------------------------------------------------------------------------------------------
+
+    def coming(self) -> list[cute.Tensor]:
+        """Room for tiles of weights on their way, and for their scales of 32."""
+        config = self.config
+        tensors = [cute.make_rmem_tensor((config.depth, config.loads, 4), Uint32)]
+        if config.scales == "mx":
+            tensors.append(cute.make_rmem_tensor((config.depth, config.loads), Uint32))
+        return tensors
+
+    @cute.jit
+    def load(self, call: Call, slot: cutlass.Constexpr[int], row: Int32, at: Int32, to: list):
+        """Starts to load a lane's part of a tile.
+
+        Args:
+            slot: where it goes.
+            row: the tile's first, among this CTA's. Behind the last there are zeros.
+            at: where the lane's weights begin in a row, in bytes. Behind its end there are zeros.
+        """
+        row += cute.arch.lane_idx() // 4
+        from_ = call.weights.row(call.first + row) + at
+        for each in cutlass.range_constexpr(self.config.loads):
+            live = (row < call.rows) & (at + self.offset(each) < call.row_bytes)
+            words = load_words_if(from_ + self.offset(each), live)
+            for word in cutlass.range_constexpr(4):
+                to[0][slot, each, word] = words[word]
+            if const_expr(self.config.scales == "mx"):
+                scale = call.b_scale.at((at + self.offset(each)) // LOAD_BYTES, call.first + row, 1)
+                to[1][slot, each] = load_byte_if(scale, live)
 
     # -- products ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(self, acc: cute.Tensor, tile: cutlass.Constexpr[int], edge: Int32, operands: list, weights: Any):
+    def multiply(self, acc: cute.Tensor, row: Int32, edge: Int32, operands: list, weights: list, slot: cutlass.Constexpr[int]):
         """Adds the products of a tile.
 
         Args:
+            row: the tile's first, in the group.
             edge: rows of the group before those with the next block's scales.
-            operands: what `prepare` made.
-            weights: this lane's loads.
+            operands: what `fetch` brought.
+            weights: what `load` brought, to ``slot``.
         """
         config = self.config
         # Two chains of products, because each waits for the one before.
-        sums = [[acc[tile, index] for index in range(4)], [Float32(0.0)] * 4]
+        sums = [[acc[index] for index in range(4)], [Float32(0.0)] * 4]
         for each in cutlass.range_constexpr(config.loads):
+            words = self.widened([weights[0][slot, each, word] for word in range(4)], weights, slot, each)
             if const_expr(config.scales == "block"):
-                apart = self.chain(operands[0], each, self.widened(weights[each], None), [[Float32(0.0)] * 4] * 2)
+                apart = self.chain(operands[0], each, words, [[Float32(0.0)] * 4] * 2)
                 for column in cutlass.range_constexpr(2):
-                    row = tile * ROWS + cute.arch.lane_idx() % 4 * 2 + column
-                    scale = cutlass.select_(row < edge, operands[1][each, 0], operands[1][each, 1])
+                    before = row + (cute.arch.lane_idx() % 4 * 2 + column) < edge
+                    scale = cutlass.select_(before, operands[1][each, 0], operands[1][each, 1])
                     for half in cutlass.range_constexpr(self.halves):
                         index = 2 * half + column
                         sums[0][index] += (apart[0][index] + apart[1][index]) * (scale * operands[2][each, half])
             else:
-                scale = operands[1][tile, each] if const_expr(config.scales == "mx") else None
-                sums = self.chain(operands[0], each, self.widened(weights[each], scale), sums)
+                sums = self.chain(operands[0], each, words, sums)
         for index in cutlass.range_constexpr(4):
-            acc[tile, index] = sums[0][index] + sums[1][index]
+            acc[index] = sums[0][index] + sums[1][index]
 
-    def widened(self, words: Any, scale: Any) -> Any:
+    def widened(self, words: list[Any], weights: list, slot: int, each: int) -> list[Any]:
         """A load of weights as operands."""
         if self.config.weights == "mxfp4":
+            # An e8m0 is the exponent field of a bfloat16, but for 2^-127, which is denormal, and NaN.
+            byte = weights[1][slot, each]
+            bits = (byte << 7) | cutlass.select_((byte == 0) | (byte == 255), Uint32(0x40), Uint32(0))
+            scale = bits | (bits << 16)
             return [pair for word in words for pair in widen_mxfp4(word, scale)]
         if self.config.weights != "dense":
             return [pair for word in words for pair in widen_fp8(self.dtype, word)]

@@ -8,7 +8,6 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import Config
 
@@ -21,13 +20,12 @@ def type_of(name: str) -> type[Numeric]:
 # -- instructions ----------------------------------------------------------------------------------------------------------------
 
 
-def load_words_if(space: str, address: Any, condition: Boolean) -> Any:
-    """Four neighbouring words, or zeros."""
-    kept = ".L1::no_allocate" if space == "global" else ""  # what the kernel before wrote is not to be had by ".nc"
+def load_words_if(address: Any, condition: Boolean) -> Any:
+    """Four neighbouring words of global memory, or zeros. Not by ".nc", as the kernel before may have written them."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
         "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
-        f"@p ld.{space}{kept}.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}]; }}",
+        "@p ld.global.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
         write_only_types=[Uint32] * 4,
         read_only_args=[address, Int32(condition)],
     )
@@ -48,14 +46,6 @@ def load_byte_if(address: Any, condition: Boolean) -> Any:
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.b32 {$w0}, 0; @p ld.global.u8 {$w0}, [{$r0}]; }",
         write_only_types=[Uint32],
         read_only_args=[address, Int32(condition)],
-    )
-
-
-def copy_to_shared(to: Int32, address: Int64, size: Int32, barrier: Int32) -> None:
-    """Starts a bulk copy, whose bytes the barrier counts. Addresses and size: multiples of 16."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[to, address, size, barrier],
     )
 
 
@@ -91,17 +81,23 @@ class Vector:
     address: Int64
     kind: Int32
 
-    @cute.jit
-    def load(self, index: Int32) -> Float32:
-        """0 if there are none."""
-        found = Float32(0.0)
-        if self.kind == 1:
-            found = cute.make_ptr(Float32, self.address, cute.AddressSpace.gmem)[index]
-        elif self.kind == 2:
-            found = cute.make_ptr(cutlass.BFloat16, self.address, cute.AddressSpace.gmem)[index].to(Float32)
-        elif self.kind == 3:
-            found = cute.make_ptr(cutlass.Float16, self.address, cute.AddressSpace.gmem)[index].to(Float32)
-        return found
+    def load(self, index: Int32, condition: Boolean) -> Any:
+        """What is stored, 0 if there is nothing; `number` makes a number of it. Nothing here waits for it."""
+        size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
+        return cute.arch.inline_ptx(
+            "{ .reg .pred p, q; setp.eq.s32 p, {$r1}, 1; setp.gt.s32 q, {$r1}, 1; mov.b32 {$w0}, 0; "
+            "@p ld.global.b32 {$w0}, [{$r0}]; @q ld.global.u16 {$w0}, [{$r0}]; }",
+            write_only_types=[Uint32],
+            read_only_args=[self.address + Int64(index * size), cutlass.select_(condition, self.kind, Int32(0))],
+        )
+
+    def number(self, stored: Uint32) -> Any:
+        return cute.arch.inline_ptx(
+            "{ .reg .pred p, q; .reg .b16 h, z; setp.eq.s32 p, {$r1}, 2; setp.eq.s32 q, {$r1}, 3; mov.b32 {h, z}, {$r0}; "
+            "mov.b32 {$w0}, {$r0}; @p mov.b32 {$w0}, {z, h}; @q cvt.f32.f16 {$w0}, h; }",
+            write_only_types=[Float32],
+            read_only_args=[stored, self.kind],
+        )
 
 
 @dataclass(frozen=True)
@@ -129,8 +125,7 @@ class Call:
         a_scale, b_scale: scales as the operator has them, of a's rows and b's columns; a step of 0 where one serves all.
         m, n: rows of activations, and of all weights.
         first, rows: this CTA's rows of weights.
-        pipe: the barriers of the ring.
-        ring, results: shared memory.
+        results: shared memory for the warps' sums.
     """
 
     a: Matrix
@@ -143,8 +138,6 @@ class Call:
     n: Int32
     first: Int32
     rows: Int32
-    pipe: Pipeline
-    ring: Int32
     results: cute.Pointer
 
 
@@ -153,9 +146,6 @@ def storage_of(config: Config) -> Any:
 
     @cute.struct
     class Storage:
-        full: cute.struct.MemRange[Int64, config.stages]
-        empty: cute.struct.MemRange[Int64, config.stages]
         results: cute.struct.Align[cute.struct.MemRange[Float32, config.result_floats], 16]
-        ring: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.stages * config.stage_bytes], 128]
 
     return Storage
