@@ -105,7 +105,7 @@ SHAPES = (
 TOKENS = (1, 2, 4, 8, 16)
 
 _KB = 1024
-# What is changed of the program that serves a call, and how many bytes a CTA brings to the L2 cache ahead. "4 x 3" is loads x depth.
+# What is changed of the program that serves a call, and how many bytes a CTA brings to the L2 cache ahead; "4 x 3": loads x depth.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "ahead 0": {"ahead": 0},
     "not dependent": {"dependent": False, "ahead": 0},

@@ -107,10 +107,12 @@ class Config:
 def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int) -> Config:
     """The program for some work."""
     room = next(room for room in TOKENS if room >= tokens)
-    # Registers bound what is on its way: those of the activations are as many as those of a tile in bfloat16 and 8 rows, and more
-    # for 16 rows and for weights of fewer bits.
+    # Registers bound what is on its way. Activations take a lane as many as a tile of bfloat16 does for 8 rows, and twice that for 16;
+    # for a load of weights of fewer bits there are two or four times as many activations.
     loads = {"dense": 8, "float8_e4m3fn": 4, "mxfp4": 2}[weights] * 8 // room
-    return Config(dtype, weights, scales, out, room, warps=16, loads=loads, depth={8: 2, 4: 3, 2: 6, 1: 8}[loads])
+    if weights == "dense":
+        return Config(dtype, weights, scales, out, room, warps=16, loads=loads, depth=2 if loads == 8 else 3)
+    return Config(dtype, weights, scales, out, room, warps=8 if loads > 1 else 16, loads=loads, depth=4)
 
 
 # Activations' dtypes, weights and scales that go together.

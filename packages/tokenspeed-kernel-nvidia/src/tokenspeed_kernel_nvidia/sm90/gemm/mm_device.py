@@ -2,8 +2,8 @@
 
 A CTA has some rows of the weights, in tiles of 8. A lane loads what its warp has of a tile to registers itself, all at once and
 `Config.depth` tiles ahead. The activations for that part of k are in registers too, and stay there while tiles go by. So they are
-read once where a chunk, which is what all warps have at once, is a whole row, and once a group of rows where rows have more chunks.
-The loop's code is short: a call runs it a few times only, and waits for code that no CTA has run yet.
+read once where a chunk, which is what all warps have at once, is a whole row, and once for each group of rows where it is not. The
+loop's code is short: a call runs it a few times only, and waits for code that no CTA has run yet.
 
 Shared memory only serves to add up what the warps have.
 
