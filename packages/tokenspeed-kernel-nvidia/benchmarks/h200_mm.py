@@ -44,7 +44,7 @@ from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import SHARED_BYTES, Config
 
 Call = Callable[[], Any]
 _TOUCHED = 130e6  # bytes of weights, of a cache of 50 MB
@@ -110,12 +110,15 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "ahead 0": {"ahead": 0},
     "not dependent": {"dependent": False, "ahead": 0},
     "little L1": {"spare": 100},
-    "16 warps, 4 x 3": {"warps": 16, "loads": 4, "depth": 3},
     "16 warps, 8 x 1": {"warps": 16, "loads": 8, "depth": 1},
-    "12 warps, 8 x 2": {"warps": 12, "loads": 8, "depth": 2},
     "8 warps, 8 x 3": {"warps": 8, "loads": 8, "depth": 3},
     "two of 8 warps, 4 x 3": {"warps": 8, "loads": 4, "depth": 3, "resident": 2},
-    "two of 8 warps, 8 x 1": {"warps": 8, "loads": 8, "depth": 1, "resident": 2},
+    "staged, 16 warps, 8 x 2": {"staged": True, "warps": 16, "loads": 8, "depth": 2},
+    "staged, 16 warps, 8 x 3": {"staged": True, "warps": 16, "loads": 8, "depth": 3},
+    "staged, 16 warps, 4 x 5": {"staged": True, "warps": 16, "loads": 4, "depth": 5},
+    "staged, 16 w, 4 x 5, a 0": {"staged": True, "warps": 16, "loads": 4, "depth": 5, "ahead": 0},
+    "staged, 8 warps, 8 x 5": {"staged": True, "warps": 8, "loads": 8, "depth": 5},
+    "staged, two, 8 x 2": {"staged": True, "warps": 8, "loads": 8, "depth": 2, "resident": 2},
 }
 
 
@@ -150,7 +153,10 @@ def variant(changes: Mapping[str, Any]) -> Setup:
     def setup(inputs: Inputs) -> Call:
         n, count = inputs["b"].shape[1], _machine.multiprocessors(inputs["a"].get_device())
         ctas = min(n, changed.get("resident", 1) * count)
-        program = ours.mm_program(reconfigured(inputs, changed))
+        config = reconfigured(inputs, changed)
+        if config.shared_bytes > SHARED_BYTES // config.resident:
+            raise Unsupported("wants more shared memory than there is")
+        program = ours.mm_program(config)
         arguments = ours.arguments_of(**_operands(inputs), ctas=ctas, ahead=ahead)
         return functools.partial(program, *arguments)
 

@@ -12,6 +12,7 @@ TOKENS = (8, 16)  # rows of activations that programs are made for: an instructi
 LOAD_BYTES = 16  # that a lane loads of a row of weights at once
 QUAD_BYTES = 4 * LOAD_BYTES  # of a row, that four lanes load at once
 GROUP = 64  # rows of weights at most, whose sums are in shared memory together
+STAGED_GROUP = 40  # the same where shared memory has other uses
 SHARED_BYTES = 227 * 1024  # that a CTA may have
 RESERVED_BYTES = 1024  # that a CTA takes besides
 
@@ -36,7 +37,9 @@ class Config:
         tokens: rows of activations that there is room for.
         warps: share a row of weights, each with its own part.
         loads: of 16 bytes, that a lane has of a row at once. The activations for them are in registers.
-        depth: tiles of 8 rows of weights that are on their way to registers.
+        depth: tiles of 8 rows of weights that are on their way.
+        staged: whether that way leads to shared memory, where each lane finds what it asked for itself; otherwise it leads to
+            registers. Not for mxfp4.
         resident: CTAs that share a multiprocessor.
         dependent: whether a launch may begin while the kernel before ends.
         spare: percent of a multiprocessor's memory that is wanted as shared memory beyond what CTAs need; the rest is L1 cache.
@@ -50,6 +53,7 @@ class Config:
     warps: int
     loads: int
     depth: int
+    staged: bool = False
     resident: int = 1
     dependent: bool = True
     spare: int = 0
@@ -85,7 +89,12 @@ class Config:
     @property
     def group(self) -> int:
         """Rows of weights whose sums are in shared memory together."""
-        return GROUP // (ROWS * self.depth) * ROWS * self.depth
+        return STAGED_GROUP if self.staged else GROUP // (ROWS * self.depth) * ROWS * self.depth
+
+    @property
+    def slot_bytes(self) -> int:
+        """Shared memory for a tile on its way."""
+        return self.threads * self.loads * LOAD_BYTES
 
     @property
     def result_pitch(self) -> int:
@@ -98,17 +107,22 @@ class Config:
         return self.warps * self.tokens * self.result_pitch
 
     @property
+    def shared_bytes(self) -> int:
+        """Of a CTA."""
+        return 4 * self.result_floats + (self.depth * self.slot_bytes if self.staged else 0)
+
+    @property
     def carveout(self) -> int:
         """Percent of a multiprocessor's memory that is to be shared memory. Loads on their way take room in the rest."""
-        needed = self.resident * (4 * self.result_floats + RESERVED_BYTES)
+        needed = self.resident * (self.shared_bytes + RESERVED_BYTES)
         return min(100, -(-100 * needed // (SHARED_BYTES + RESERVED_BYTES)) + self.spare)
 
 
 def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int) -> Config:
     """The program for some work."""
     room = next(room for room in TOKENS if room >= tokens)
-    # Registers bound what is on its way. Activations take a lane as many as a tile of bfloat16 does for 8 rows, and twice that for 16;
-    # for a load of weights of fewer bits there are two or four times as many activations.
+    # Registers bound what is on its way. Activations take a lane as many as a tile of bfloat16 does for 8 rows, twice that for 16;
+    # to a load of weights of fewer bits belong two or four times as many activations.
     loads = {"dense": 8, "float8_e4m3fn": 4, "mxfp4": 2}[weights] * 8 // room
     if weights == "dense":
         return Config(dtype, weights, scales, out, room, warps=16, loads=loads, depth=2 if loads == 8 else 3)

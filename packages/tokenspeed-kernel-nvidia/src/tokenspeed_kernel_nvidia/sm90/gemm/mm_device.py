@@ -1,15 +1,16 @@
 """The device code of `mm`: the launch, the loop over tiles of weights, and the sums.
 
-A CTA has some rows of the weights, in tiles of 8. A lane loads what its warp has of a tile to registers itself, all at once and
-`Config.depth` tiles ahead. The activations for that part of k are in registers too, and stay there while tiles go by. So they are
-read once where a chunk, which is what all warps have at once, is a whole row, and once for each group of rows where it is not. The
-loop's code is short: a call runs it a few times only, and waits for code that no CTA has run yet.
+A CTA has some rows of the weights, in tiles of 8. A lane loads what it has of a tile itself, all at once and `Config.depth` tiles
+ahead: to registers, or to shared memory that nobody else reads, so that no warp waits for another. The activations for that part of
+k are in registers too, and stay there while tiles go by. So they are read once where a chunk, which is what all warps have at once,
+is a whole row, and once for each group of rows where it is not. The loop's code is short: a call runs it a few times only, and
+waits for code that no CTA has run yet.
 
-Shared memory only serves to add up what the warps have.
+At the end of a group the sums of all warps meet in shared memory.
 
-In a tile a warp has parts of all rows, of 64 bytes that a quad of lanes shares, 16 each. `mm_formats_device` makes operands of them:
-which number of k is where in an instruction does not matter, as long as activations and weights agree. Products of 16 rows of
-activations and 8 rows of weights are single instructions, mma.sync m16n8k16, also where there is but one row of activations: for 16
+In a tile a warp has parts of all rows, of 64 bytes that a quad of lanes shares, 16 each. `mm_formats_device` makes operands of
+them: which number of k is where in an instruction does not matter, as long as activations and weights agree. Products of 16 rows of
+activations and 8 rows of weights are single instructions, mma.sync m16n8k16, also where there is but one row of activations. For 16
 bytes of bfloat16 a lane then has a load, two products and about four moves, and would have 25 instructions if it multiplied and
 added them itself.
 """
@@ -29,7 +30,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, store_floats
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, LOAD_BYTES, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_formats_device import Formats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Call,
@@ -40,6 +41,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     prefetch_to_l2,
     storage_of,
     type_of,
+    wait_for_copies,
 )
 
 
@@ -130,7 +132,7 @@ class Mm(Formats):
         storage = cutlass.utils.SmemAllocator().allocate(storage_of(self.config))
         call = Call(
             a, weights, row_bytes, bias, a_scale, b_scale, out.shape[0], out.shape[1], cta * share + cutlass.min(cta, more),
-            share + cutlass.select_(cta < more, Int32(1), Int32(0)), storage.results.data_ptr(),
+            share + cutlass.select_(cta < more, Int32(1), Int32(0)), storage.results.data_ptr(), storage.slots.data_ptr().toint(),
         )  # fmt: skip
         # Who still writes weights writes them to the L2 cache.
         for row in cutlass.range(warp, cutlass.min(call.rows, ahead), self.config.warps, unroll=1):
@@ -154,9 +156,16 @@ class Mm(Formats):
         # This lane's sums of a tile.
         place = call.results.toint() + ((warp * config.tokens + lane // 4) * config.result_pitch + lane % 4 * 2) * 4
         at = Cursor(Int32(0), Int32(0), Int32(0))
-        for slot in cutlass.range_constexpr(config.depth):
-            self.load(call, slot, at.begin + at.row, at.done + part, weights)
-            at = self.after(call, at, slot)
+        own = call.slots + (warp * 32 + lane) * LOAD_BYTES  # what this lane has of the first slot
+        slot = Int32(0)
+        if const_expr(config.staged):
+            for index in cutlass.range(config.depth, unroll=1):
+                self.stage(call, own + index * config.slot_bytes, at.begin + at.row, at.done + part)
+                at = self.after(call, at, 0)
+        else:
+            for index in cutlass.range_constexpr(config.depth):
+                self.load(call, index, at.begin + at.row, at.done + part, weights)
+                at = self.after(call, at, index)
         for begin in cutlass.range(0, call.rows, config.group, unroll=1):
             rows = cutlass.min(call.rows - begin, config.group)
             first = call.first + begin
@@ -166,23 +175,49 @@ class Mm(Formats):
                 # Activations stay where they are if a chunk is all of a row, but scales of blocks are another group's.
                 if (begin == 0) | (call.row_bytes > config.chunk_bytes) | Boolean(config.scales == "block"):
                     self.fetch(call, begin, done + part, operands)
-                for row in cutlass.range(0, rows, ROWS * config.depth, unroll=1):
-                    for slot in cutlass.range_constexpr(config.depth):
-                        tile = row + slot * ROWS
-                        to = place + tile * 4
-                        if tile < rows:
-                            acc.fill(0.0)
-                            if done > 0:
-                                self.add_before(acc, to)
-                            self.multiply(acc, tile, edge, operands, weights, slot)
-                            for half in cutlass.range_constexpr(self.halves):
-                                there = to + half * (8 * 4 * config.result_pitch)
-                                store_floats("shared", there, [acc[2 * half], acc[2 * half + 1]])
-                        self.load(call, slot, at.begin + at.row, at.done + part, weights)
-                        at = self.after(call, at, slot)
+                if const_expr(config.staged):
+                    for tile in cutlass.range(0, rows, ROWS, unroll=1):
+                        here = own + slot * config.slot_bytes
+                        wait_for_copies(config.depth - 1)
+                        loads = self.staged(here)
+                        self.add(call, acc, place, done, tile, edge, operands, loads, [None] * config.loads)
+                        self.stage(call, here, at.begin + at.row, at.done + part)
+                        at = self.after(call, at, 0)
+                        slot = cutlass.select_(slot == config.depth - 1, Int32(0), slot + 1)
+                else:
+                    for row in cutlass.range(0, rows, ROWS * config.depth, unroll=1):
+                        for index in cutlass.range_constexpr(config.depth):
+                            tile = row + index * ROWS
+                            loads, scales = self.loaded(weights, index)
+                            if tile < rows:
+                                self.add(call, acc, place, done, tile, edge, operands, loads, scales)
+                            self.load(call, index, at.begin + at.row, at.done + part, weights)
+                            at = self.after(call, at, index)
             self.finish(call, out, first, rows, beside)
             if begin + config.group < call.rows:  # the next group's sums go to the same place
                 cute.arch.sync_threads()
+
+    @cute.jit
+    def add(
+        self,
+        call: Call,
+        acc: cute.Tensor,
+        place: Int32,
+        done: Int32,
+        tile: Int32,
+        edge: Int32,
+        operands: list,
+        loads: list,
+        scales: list,
+    ):
+        """Adds a tile's products to this lane's sums of it. ``tile``: its first row in the group."""
+        to = place + tile * 4
+        acc.fill(0.0)
+        if done > 0:
+            self.add_before(acc, to)
+        self.multiply(acc, tile, edge, operands, loads, scales)
+        for half in cutlass.range_constexpr(self.halves):
+            store_floats("shared", to + half * (8 * 4 * self.config.result_pitch), [acc[2 * half], acc[2 * half + 1]])
 
     @cute.jit
     def add_before(self, acc: cute.Tensor, place: Int32):
@@ -196,7 +231,7 @@ class Mm(Formats):
     def after(self, call: Call, at: Cursor, slot: cutlass.Constexpr[int]):
         """The tile after that in a slot. A chunk's last tiles may lie beyond the group's rows: its first has the first slot."""
         begin, done, row = at.begin, at.done, at.row + ROWS
-        if const_expr(slot == self.config.depth - 1):
+        if const_expr(self.config.staged or slot == self.config.depth - 1):
             if row >= cutlass.min(call.rows - begin, self.config.group):
                 row = Int32(0)
                 done += self.config.chunk_bytes

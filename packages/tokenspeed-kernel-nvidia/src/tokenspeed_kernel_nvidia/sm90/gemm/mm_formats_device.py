@@ -13,9 +13,18 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Numeric, Uint32, const_expr, cute
 
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import mma_m16n8k16
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, LOAD_BYTES, QUAD_BYTES, Config
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import Call, load_byte_if, load_float_if, load_words_if, type_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
+    Call,
+    close_copies,
+    copy_words_if,
+    load_byte_if,
+    load_float_if,
+    load_words_if,
+    type_of,
+)
 
 MX = 32  # weights that share a scale
 TWO_126 = 0x7E807E80  # 2^126, twice, in bfloat16
@@ -153,14 +162,33 @@ class Formats:
     def coming(self) -> list[cute.Tensor]:
         """Room for tiles of weights on their way, and for their scales of 32."""
         config = self.config
-        tensors = [cute.make_rmem_tensor((config.depth, config.loads, 4), Uint32)]
+        tensors = [] if config.staged else [cute.make_rmem_tensor((config.depth, config.loads, 4), Uint32)]
         if config.scales == "mx":
             tensors.append(cute.make_rmem_tensor((config.depth, config.loads), Uint32))
         return tensors
 
     @cute.jit
+    def stage(self, call: Call, slot: Int32, row: Int32, at: Int32):
+        """Starts to copy a lane's part of a tile to shared memory.
+
+        Args:
+            slot: where its first load goes. Nobody else reads it.
+            row, at: see `load`.
+        """
+        row += cute.arch.lane_idx() // 4
+        from_ = call.weights.row(call.first + row) + at
+        for each in cutlass.range_constexpr(self.config.loads):
+            live = (row < call.rows) & (at + self.offset(each) < call.row_bytes)
+            copy_words_if(slot + each * self.config.threads * LOAD_BYTES, from_ + self.offset(each), live)
+        close_copies()
+
+    def staged(self, slot: Int32) -> list[Any]:
+        """A lane's part of a tile that has come."""
+        return [load_words("shared", slot + each * self.config.threads * LOAD_BYTES, 4) for each in range(self.config.loads)]
+
+    @cute.jit
     def load(self, call: Call, slot: cutlass.Constexpr[int], row: Int32, at: Int32, to: list):
-        """Starts to load a lane's part of a tile.
+        """Starts to load a lane's part of a tile to registers.
 
         Args:
             slot: where it goes.
@@ -181,20 +209,21 @@ class Formats:
     # -- products ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(self, acc: cute.Tensor, row: Int32, edge: Int32, operands: list, weights: list, slot: cutlass.Constexpr[int]):
+    def multiply(self, acc: cute.Tensor, row: Int32, edge: Int32, operands: list, loads: list, scales: list):
         """Adds the products of a tile.
 
         Args:
             row: the tile's first, in the group.
             edge: rows of the group before those with the next block's scales.
             operands: what `fetch` brought.
-            weights: what `load` brought, to ``slot``.
+            loads: the lane's loads of weights.
+            scales: of each in mxfp4.
         """
         config = self.config
         # Two chains of products, because each waits for the one before.
         sums = [[acc[index] for index in range(4)], [Float32(0.0)] * 4]
         for each in cutlass.range_constexpr(config.loads):
-            words = self.widened([weights[0][slot, each, word] for word in range(4)], weights, slot, each)
+            words = self.widened(loads[each], scales[each])
             if const_expr(config.scales == "block"):
                 apart = self.chain(operands[0], each, words, [[Float32(0.0)] * 4] * 2)
                 for column in cutlass.range_constexpr(2):
@@ -208,11 +237,16 @@ class Formats:
         for index in cutlass.range_constexpr(4):
             acc[index] = sums[0][index] + sums[1][index]
 
-    def widened(self, words: list[Any], weights: list, slot: int, each: int) -> list[Any]:
+    def loaded(self, weights: list, slot: int) -> tuple[list[Any], list[Any]]:
+        """A lane's part of a tile in registers, and its scales."""
+        loads = range(self.config.loads)
+        scales = [weights[1][slot, each] if len(weights) > 1 else None for each in loads]
+        return [[weights[0][slot, each, word] for word in range(4)] for each in loads], scales
+
+    def widened(self, words: Any, byte: Any) -> Any:
         """A load of weights as operands."""
         if self.config.weights == "mxfp4":
             # An e8m0 is the exponent field of a bfloat16, but for 2^-127, which is denormal, and NaN.
-            byte = weights[1][slot, each]
             bits = (byte << 7) | cutlass.select_((byte == 0) | (byte == 255), Uint32(0x40), Uint32(0))
             scale = bits | (bits << 16)
             return [pair for word in words for pair in widen_mxfp4(word, scale)]

@@ -31,6 +31,22 @@ def load_words_if(address: Any, condition: Boolean) -> Any:
     )
 
 
+def copy_words_if(to: Int32, address: Any, condition: Boolean) -> None:
+    """Starts to copy four neighbouring words of global memory to shared memory, or zeros."""
+    size = cutlass.select_(condition, Int32(16), Int32(0))
+    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[to, address, size])
+
+
+def close_copies() -> None:
+    """Makes those that this thread has started since the last time a set that can be waited for."""
+    cute.arch.inline_ptx("cp.async.commit_group;")
+
+
+def wait_for_copies(left: int) -> None:
+    """Waits for this thread's copies, but for the last so many sets."""
+    cute.arch.inline_ptx(f"cp.async.wait_group {left};")
+
+
 def load_float_if(address: Any, condition: Boolean) -> Any:
     """A number of global memory, or zero."""
     return cute.arch.inline_ptx(
@@ -125,7 +141,7 @@ class Call:
         a_scale, b_scale: scales as the operator has them, of a's rows and b's columns; a step of 0 where one serves all.
         m, n: rows of activations, and of all weights.
         first, rows: this CTA's rows of weights.
-        results: shared memory for the warps' sums.
+        results, slots: shared memory for the warps' sums, and for weights on their way.
     """
 
     a: Matrix
@@ -139,6 +155,7 @@ class Call:
     first: Int32
     rows: Int32
     results: cute.Pointer
+    slots: Int32
 
 
 def storage_of(config: Config) -> Any:
@@ -147,5 +164,6 @@ def storage_of(config: Config) -> Any:
     @cute.struct
     class Storage:
         results: cute.struct.Align[cute.struct.MemRange[Float32, config.result_floats], 16]
+        slots: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.depth * config.slot_bytes if config.staged else 16], 16]
 
     return Storage
