@@ -134,6 +134,8 @@ class Consumers(Rows):
             stage_at = call.ring + at.stage * self.config.stage_bytes
             if slab == 0 and group == 0:
                 head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
+                # Nothing else waits for this load before the stage is given back.
+                cute.arch.fence_view_async_shared()
             first = slab * self.slab + first_slab
             count = cutlass.min(blocks - first, self.slab)
             block_at = stage_at + PANEL_HEAD_BYTES + strip * BLOCK_BYTES
