@@ -167,7 +167,7 @@ def _declare(name: str, a: torch.dtype, signatures: set[FormatSignature], step: 
             "bias": any,
             "wide_bias": any,
         },
-        priority=Priority.PORTABLE - 1,  # until it has been measured to be quicker than PyTorch's
+        priority=Priority.PORTABLE - 2,  # until it has been measured to be quicker than PyTorch's
         tags={"determinism"},
     )(mm)
 
