@@ -13,6 +13,7 @@ import tokenspeed_kernel_nvidia
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.selection import Explanation
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia import _machine
 
@@ -100,10 +101,17 @@ def test_as_many_new_tokens_as_there_are_rows_for(registered: KernelRegistry, he
     assert not name(most + 1).startswith("cutedsl")
 
 
+def _ours(explained: Explanation) -> str:
+    """The one of our own kernels that may serve a call, or nothing. Others are preferred, until ours are measured to be quicker."""
+    names = [v.spec.name for v in explained.verdicts if v.accepted and v.spec.solution == "cutedsl"]
+    assert len(names) <= 1
+    return "".join(names)
+
+
 def _product(m: int, k: int, dtype: torch.dtype = torch.bfloat16, platform: str = "sm_90", **options: Any) -> str:
     a, weight = torch.zeros(m, k, dtype=dtype), torch.zeros(48, k, dtype=dtype)
     with use_platform(named_platform(platform)):
-        return str(tokenspeed_kernel.mm.explain(a, weight.t(), **options).chosen.name)
+        return _ours(tokenspeed_kernel.mm.explain(a, weight.t(), **options))
 
 
 def test_products_of_few_rows(registered: KernelRegistry) -> None:
@@ -112,11 +120,11 @@ def test_products_of_few_rows(registered: KernelRegistry) -> None:
         assert _product(m, 72) == "cutedsl_mm_bfloat16"
         assert _product(m, 72, torch.float16, out_dtype=torch.float32) == "cutedsl_mm_float16"
         assert _product(m, 72, bias=torch.zeros(48)) == "cutedsl_mm_bfloat16"
-        assert _product(m, 72, platform="sm_80") == "torch_mm_bfloat16"
-    assert _product(17, 72) == "torch_mm_bfloat16"
-    assert _product(1, 76) == "torch_mm_bfloat16"
-    assert _product(1, 72, torch.float32) == "torch_mm_float32"
-    assert not _product(1, 72, out_dtype=torch.float16).startswith("cutedsl")
+        assert _product(m, 72, platform="sm_80") == ""
+    assert _product(17, 72) == ""
+    assert _product(1, 76) == ""
+    assert _product(1, 72, torch.float32) == ""
+    assert _product(1, 72, out_dtype=torch.float16) == ""
 
 
 PRODUCTS = [
@@ -138,8 +146,7 @@ def test_products_with_scales(registered: KernelRegistry, case: str, name: str) 
     op = get_operator("gemm.mm")
     arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))
     with use_platform(named_platform("sm_90")):
-        found = str(tokenspeed_kernel.mm.explain(**arguments).chosen.name)
-    assert found == name if name else not found.startswith("cutedsl")
+        assert _ours(tokenspeed_kernel.mm.explain(**arguments)) == name
 
 
 def test_without_a_compiler_it_says_why(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
