@@ -1,10 +1,11 @@
 """`moe_apply` with mxfp4 weights on Hopper. Weights are in one layout, see `mxfp4_layout`, and two ways read it: `stream` where an
 expert has few pairs of tokens and slots, and memory decides the speed, and `grouped` where it has many.
 
-Microseconds of a layer of GPT-OSS-120B on an H200, router included, in a CUDA graph, beside the portable kernel:
+Microseconds of a layer of GPT-OSS-120B on an H200, router included, in a CUDA graph of three or four layers with routing of their own,
+beside the portable kernel (the last two columns without the router):
 
     tokens      1     2     4     8    16    64   256  1024  8192
-    here     29.1  38.2  62.7   107   168   356   518   906  3274
+    here     29.1  38.2  62.7   107   168   356   518   911  3274
     portable 31.9  47.8  70.9   124   192   365   481   786  3341
 
 The figures beyond 64 tokens are why the portable kernel is preferred: a plan holds for any number of tokens. Ask for this one by
