@@ -16,6 +16,9 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Explanation
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia import _machine
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_TOP_K, max_k
+
+from .experts import GPT_OSS
 
 OPERATORS = [
     ("attention", "mha_decode_with_kvcache"),
@@ -147,6 +150,51 @@ def test_products_with_scales(registered: KernelRegistry, case: str, name: str) 
     arguments = op.complete(next(c for c in op.all_cases() if c.name == case).build(torch.device("cpu")))
     with use_platform(named_platform("sm_90")):
         assert _ours(tokenspeed_kernel.mm.explain(**arguments)) == name
+
+
+def _planned(platform: str = "sm_90", **changed: Any) -> str:
+    """The kernel that experts like GPT-OSS's would be prepared for."""
+    sizes = {"num_experts": 128, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880}
+    options = {"weight_format": "mxfp4", **sizes, **GPT_OSS, **changed}
+    return str(tokenspeed_kernel.moe_plan(**options, platform=named_platform(platform)).kernel)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"num_experts": 32},
+        {"dtype": torch.float16},
+        {"bias": False, "w13_interleaved": False},
+        {"limit": None, "alpha": 1.0, "beta": 0.0},
+        {"num_experts": MAX_EXPERTS, "top_k": MAX_TOP_K, "hidden_size": max_k(), "intermediate_size": max_k()},
+        {"num_experts": 1, "top_k": 1, "hidden_size": 32, "intermediate_size": 32},
+    ],
+    ids=str,
+)
+def test_experts_in_mxfp4(registered: KernelRegistry, changed: dict[str, Any]) -> None:
+    assert _planned(**changed) == "cutedsl_moe_apply_mxfp4"
+    for platform in ("sm_80", "sm_100", "gfx950", "cpu"):
+        assert not _planned(platform, **changed).startswith("cutedsl")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hidden_size": max_k() + 32},
+        {"intermediate_size": max_k() + 32},
+        {"top_k": MAX_TOP_K + 1},
+        {"num_experts": MAX_EXPERTS + 1},
+        {"activation_dtype": "fp8"},
+        {"activation_dtype": "mxfp4"},
+        {"dtype": torch.float32},
+        {"weight_format": "dense"},
+        {"weight_format": "fp8_block"},
+    ],
+    ids=str,
+)
+def test_experts_that_go_to_others(registered: KernelRegistry, changed: dict[str, Any]) -> None:
+    assert not _planned(**changed).startswith("cutedsl")
 
 
 def test_without_a_compiler_it_says_why(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:

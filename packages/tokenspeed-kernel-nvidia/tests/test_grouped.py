@@ -7,70 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
-from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
-from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
-from tokenspeed_kernel_base.platform import cpu_platform
-from tokenspeed_kernel_nvidia.sm90.moe import grouped, mxfp4_layout
+from tokenspeed_kernel_nvidia.sm90.moe import grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import Schedule, every_schedule, most_tiles
 
-GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
+from .experts import GPT_OSS, RandomLayer, compare
+
 COLUMNS = [schedule.columns for schedule in every_schedule()]
 
 
-class Layer:
-    """A layer with random weights, as it is given and as the kernels want it."""
+class Layer(RandomLayer):
+    """A layer for many tokens."""
 
-    def __init__(self, device: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, **options: Any) -> None:
-        self.plan: MoEPlan = moe_apply.plan(
-            experts, top_k, hidden, intermediate, weight_format="mxfp4", platform=cpu_platform(),
-            override="reference_moe_apply", **options,
-        )  # fmt: skip
-        self.random = torch.Generator(device).manual_seed(hidden + intermediate + experts)
-        self.device = device
-        self.given = MoEWeights(*self._projection(2 * intermediate, hidden), *self._projection(hidden, intermediate))
-        self.prepared = mxfp4_layout.prepare_weights(self.given, self.plan)
-
-    def _projection(self, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        experts, exponent = self.plan.num_experts, 127 + round(torch.tensor(k**-0.5 / 3).log2().item())
-        codes = self._integers(0, 256, experts, rows, k // 2).to(torch.uint8)
-        scale = self._integers(exponent - 2, exponent + 3, experts, rows, k // 32).to(torch.uint8)
-        return codes, scale, self._normal(experts, rows) * 0.2 if self.plan.bias else None
-
-    def _integers(self, low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=self.random, device=self.device)
-
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.random, device=self.device)
-
-    def tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x, weights of experts, and experts, no expert twice for a token."""
-        chosen = torch.rand(count, self.plan.num_experts, generator=self.random, device=self.device).topk(self.plan.top_k).indices
-        weights = torch.softmax(self._normal(count, self.plan.top_k), -1)
-        return self._normal(count, self.plan.hidden_size).to(self.plan.dtype), weights, chosen.int()
-
-    def run(self, x: Tensor, weights: Tensor, ids: Tensor, out: Tensor | None = None, columns: int | None = None) -> Tensor:
-        return grouped.moe_apply_many(x, self.prepared, weights, ids, self.plan, out, columns=columns)
-
-    def wanted(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        result: Tensor = moe_apply.operator.body(x.float(), self.given, weights, ids, self.plan)
-        return result
-
-    def check(self, x: Tensor, weights: Tensor, ids: Tensor, columns: int | None = None) -> None:
-        compare(self.run(x, weights, ids, columns=columns), self.wanted(x, weights, ids))
-
-
-def compare(got: Tensor, wanted: Tensor) -> None:
-    """Errors as roundings of the activation, of each slot, and of the result make them."""
-    assert got.shape == wanted.shape
-    if not wanted.numel():
-        return
-    eps, error = torch.finfo(got.dtype).eps, (got.float() - wanted).abs()
-    assert not error.isnan().any()
-    assert error.max() <= 3 * eps * wanted.abs().max()
-    assert error.square().mean().sqrt() <= 0.6 * eps * wanted.square().mean().sqrt()
+    apply = staticmethod(grouped.moe_apply_many)
 
 
 @pytest.mark.parametrize("columns", COLUMNS)

@@ -21,8 +21,9 @@ from tokenspeed_kernel_nvidia.sm90.moe import grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import FEW_COLUMNS, MANY_COLUMNS, Combine, Product, Schedule, most_tiles
 
 from . import ptx
+from .experts import GPT_OSS, RandomLayer, compare
 from .ptx_values import Memory
-from .test_grouped import GPT_OSS, Layer, compare, tiles_of
+from .test_grouped import tiles_of
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def bytes_of(x: Tensor) -> Any:
 class Launches:
     """The launches of one call, on memory of their own."""
 
-    def __init__(self, texts: Any, layer: Layer, columns: int, call: tuple[Tensor, Tensor, Tensor], seed: int) -> None:
+    def __init__(self, texts: Any, layer: RandomLayer, columns: int, call: tuple[Tensor, Tensor, Tensor], seed: int) -> None:
         self.texts, self.layer, self.plan, self.columns = texts, layer, layer.plan, columns
         self.x, self.weights, self.ids = call
         self.chance = random.Random(seed)
@@ -106,7 +107,7 @@ def some_experts(ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("columns", [FEW_COLUMNS, MANY_COLUMNS])
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(3, 1, 300), (33, 4, 50), (384, 8, 20), (2, 2, 1)])
 def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: int) -> None:
-    layer = Layer(CPU, experts, top_k, 32, 32)
+    layer = RandomLayer(CPU, experts, top_k, 32, 32)
     x, weights, ids = layer.tokens(tokens)
     if tokens == 300:  # rests that are too short for tiles of their own, of both widths
         ids[:70], ids[70:235], ids[235:] = 0, 2, 1
@@ -162,7 +163,7 @@ def test_layers(
     tokens: int,
     double: bool,
 ) -> None:
-    layer = Layer(CPU, experts, top_k, hidden, intermediate, dtype=dtype, **GPT_OSS)
+    layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, dtype=dtype, **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     ids = some_experts(ids) if experts > 1 else ids
     call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)

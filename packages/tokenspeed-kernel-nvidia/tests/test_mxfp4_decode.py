@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,70 +10,8 @@ pytest.importorskip("cutlass")
 
 from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_decode_device as device
 
+from .snippets import HALVES, execute, halves
 from .test_mxfp4_layout import MAGNITUDE_OF, MAGNITUDES, SIGN_OF
-
-MASK = 0xFFFFFFFF
-HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
-
-
-def halves(register: Tensor) -> Tensor:
-    """int64 to int16 ``[..., 2]``, lower half first."""
-    parts = torch.stack((register & 0xFFFF, register >> 16), -1)
-    return (parts - ((parts >> 15) << 16)).to(torch.int16)
-
-
-def joined(parts: Tensor) -> Tensor:
-    wide = parts.view(torch.int16).long() & 0xFFFF
-    return wide[..., 0] | wide[..., 1] << 16
-
-
-def multiply(kind: str, a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
-    a, b = (halves(x).view(HALVES[kind]).double() for x in (a, b))
-    product = a * b
-    if c is not None:
-        product = product + halves(c).view(HALVES[kind]).double()
-    return joined(product.to(HALVES[kind]))
-
-
-def execute(code: str, *given: Tensor) -> list[Tensor]:
-    """What the instructions write to their outputs, of those instructions that occur."""
-    registers = {f"{{$r{at}}}": value for at, value in enumerate(given)}
-
-    def read(name: str) -> Tensor:
-        return torch.tensor(int(name, 0)) if name[0].isdigit() else registers[name]
-
-    for line in re.findall(r"[^;{}\s][^;]*(?=;)", code.strip()[1:-1]):
-        name, operands = line.split(None, 1)
-        if name == ".reg":
-            continue
-        pair = re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)", operands)
-        if pair is not None:
-            registers[pair[1]], registers[pair[2]] = read(pair[3]) & 0xFFFF, read(pair[3]) >> 16
-            continue
-        joint = re.fullmatch(r"(\S+), \{(\w+), (\w+)\}", operands)
-        if joint is not None:
-            registers[joint[1]] = read(joint[2]) | read(joint[3]) << 16
-            continue
-        target, *sources = operands.split(", ")
-        a, *rest = map(read, sources)
-        if name == "mov.b32":
-            value = a
-        elif name == "and.b32":
-            value = a & rest[0]
-        elif name == "shl.b32":
-            value = a << rest[0]
-        elif name == "shr.u32":
-            value = a >> rest[0]
-        elif name == "mul.lo.u32":
-            value = a * rest[0]
-        elif name == "lop3.b32":
-            assert rest[2] == 0xEA  # (a and b) or c
-            value = a & rest[0] | rest[1]
-        else:
-            assert name in ("fma.rn.bf16x2", "mul.rn.f16x2")
-            value = multiply(name.split(".")[-1].removesuffix("x2"), a, *rest)
-        registers[target] = value & MASK
-    return [registers[f"{{$w{at}}}"] for at in range(4) if f"{{$w{at}}}" in registers]
 
 
 def words(count: int) -> Tensor:

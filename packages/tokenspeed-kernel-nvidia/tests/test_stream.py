@@ -1,0 +1,478 @@
+"""Experts for few tokens against float32, which program serves what, and what the launcher hands to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tokenspeed_kernel_base.workspace import Keeper, Workspace, keeper
+from tokenspeed_kernel_nvidia._programs import Program
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.moe import stream
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_HEAD_BYTES
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
+    BUFFERS,
+    GROUPS,
+    LIST_BYTES,
+    MAX_EXPERTS,
+    MAX_PAIRS,
+    MAX_TOP_K,
+    OTHER_BYTES,
+    SHARED_BYTES,
+    Config,
+    config_of,
+    entries_of,
+    every_config,
+    max_k,
+)
+
+from .experts import GPT_OSS, RandomLayer, compare
+
+CPU = torch.device("cpu")
+HALVES = [torch.bfloat16, torch.float16]
+
+
+class Layer(RandomLayer):
+    """A layer for few tokens."""
+
+    apply = staticmethod(stream.moe_apply_few)
+
+
+# -- on the device: results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "intermediate", "top_k", "counts", "options"),
+    [
+        (8, 96, 64, 4, (1, 7), GPT_OSS),
+        (8, 64, 96, 2, (7,), {}),
+        (4, 96, 64, 4, (9,), {"dtype": torch.float16}),
+        (128, 2880, 2880, 4, (1, 16, 64), GPT_OSS),
+        (128, 2880, 2880, 4, (64,), {**GPT_OSS, "dtype": torch.float16}),
+        (4, 2880, 2880, 4, (40,), GPT_OSS),  # several entries an expert
+        (384, 1024, 512, 8, (33,), GPT_OSS),
+        (8, 7168, 2048, 8, (5,), GPT_OSS),
+        (8, 32, 32, 1, (6,), GPT_OSS),
+        (16, 192, 160, 4, (300,), GPT_OSS),  # more pairs than a launch takes
+    ],
+    ids=str,
+)
+def test_shapes(
+    sm90: torch.device, experts: int, hidden: int, intermediate: int, top_k: int, counts: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    layer = Layer(sm90, experts, top_k, hidden, intermediate, **options)
+    for count in counts:
+        layer.check(*layer.tokens(count))
+
+
+@pytest.mark.parametrize("options", [{"bias": True}, {"limit": 0.5}, {"w13_interleaved": True, "beta": 0.5}], ids=str)
+def test_options(sm90: torch.device, options: dict[str, Any]) -> None:
+    layer = Layer(sm90, 8, 2, 192, 160, **options)
+    layer.check(*layer.tokens(20))
+
+
+def test_skipped_slots_and_empty_experts(sm90: torch.device) -> None:
+    layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
+    x, weights, ids = layer.tokens(40)
+    ids[ids % 3 == 0] = -1  # six experts have nothing to do
+    ids[17] = -7
+    weights[ids < 0] = torch.nan
+    got = layer.run(x, weights, ids)
+    compare(got, layer.wanted(x, weights, ids))
+    assert (got[17] == 0).all()
+    out = torch.full_like(x, torch.nan)
+    assert (layer.run(x, weights, torch.full_like(ids, -1), out) == 0).all()
+    layer.check(x, weights.nan_to_num(), torch.where(ids == 4, 4, -1))  # one expert alone
+
+
+def test_one_expert_for_all(sm90: torch.device) -> None:
+    layer = Layer(sm90, 16, 2, 192, 160, **GPT_OSS)
+    x, weights, ids = layer.tokens(100)
+    layer.check(x, weights, torch.full_like(ids, 5))  # twice by each token
+
+
+def test_no_tokens(sm90: torch.device) -> None:
+    layer = Layer(sm90, 4, 2, 64, 64)
+    call = layer.tokens(0)
+    assert layer.run(*call).shape == (0, 64)
+    out = torch.empty_like(call[0])
+    assert layer.run(*call, out) is out
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_strides(sm90: torch.device, count: int) -> None:
+    layer = Layer(sm90, 8, 2, 192, 160, **GPT_OSS)
+    x, weights, ids = layer.tokens(count)
+    wanted = layer.wanted(x, weights, ids)
+    weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
+    # Rows at multiples of 16 bytes, then rows that begin beside them, then rows that lie at no multiples of them.
+    for first, width in ((8, 400), (3, 400), (8, 397)):
+        wide_x, wide_out = (torch.full((count, width), 7.0, dtype=x.dtype, device=sm90) for _ in range(2))
+        wide_x[:, first : first + 192] = x
+        out = wide_out[:, first : first + 192]
+        assert layer.run(wide_x[:, first : first + 192], weights, ids, out) is out
+        compare(out, wanted)
+        assert (wide_out[:, :first] == 7).all()
+        assert (wide_out[:, first + 192 :] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("options", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
+def test_rows_of_zeros_and_with_an_outlier(sm90: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Each row is scaled by its own largest number, which may be far from others', and from the rest of the row."""
+    layer = Layer(sm90, 4, 4, 96, 160, dtype=dtype, **options)
+    x, weights, ids = layer.tokens(9)
+    x[2] = 0
+    x[5] *= 1e-3
+    x[5, 41] = 10.0
+    x[6] *= 1e-2
+    got, wanted = layer.run(x, weights, ids), layer.wanted(x, weights, ids)
+    if not options:
+        assert (got[2] == 0).all()
+    if dtype == torch.float16 and not options:  # so small that float16 has fewer bits for it
+        x, got, wanted = (torch.cat((rows[:6], rows[7:])) for rows in (x, got, wanted))
+    for row in range(len(x)):
+        compare(got[row : row + 1], wanted[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_nan_and_infinity_stay_in_their_token(sm90: torch.device, dtype: torch.dtype) -> None:
+    layer = Layer(sm90, 4, 4, 96, 160, dtype=dtype, **GPT_OSS)
+    x, weights, ids = layer.tokens(9)
+    x[2, 40], x[5, 3], x[8, 95] = torch.nan, torch.inf, -torch.inf
+    got, wanted = layer.run(x, weights, ids), layer.wanted(x, weights, ids)
+    broken = torch.tensor([2, 5, 8], device=sm90)
+    assert got[broken].isnan().all()
+    others = (torch.arange(9, device=sm90)[:, None] != broken).all(-1)
+    compare(got[others], wanted[others])
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_no_less_exact_than_the_portable_kernel(sm90: torch.device, dtype: torch.dtype) -> None:
+    core = pytest.importorskip("tokenspeed_kernel")
+    layer = Layer(sm90, 32, 4, 960, 640, dtype=dtype, **GPT_OSS)
+    call = layer.tokens(16)
+    plan = core.moe_plan(
+        32, 4, 960, 640, dtype=dtype, weight_format="mxfp4", device=sm90, override="triton_moe_apply_mxfp4", **GPT_OSS
+    )  # fmt: skip
+    portable = core.moe_apply(call[0], core.moe_process_weights(layer.given, plan), *call[1:], plan)
+    wanted = layer.wanted(*call)
+    ours, others = ((got.float() - wanted).square().mean().sqrt().item() for got in (layer.run(*call), portable))
+    assert ours <= 1.2 * others
+
+
+def test_same_bits_every_time(sm90: torch.device) -> None:
+    layer = Layer(sm90, 32, 4, 960, 640, **GPT_OSS)
+    call = layer.tokens(16)
+    first = layer.run(*call)
+    for _ in range(20):
+        assert torch.equal(layer.run(*call), first)
+
+
+# -- on the device: graphs and streams ---------------------------------------------------------------------------------------------
+
+
+def _capture(layer: Layer, call: tuple[Tensor, Tensor, Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.run(*call)
+    return graph, out
+
+
+def _change(layer: Layer, call: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Other tokens, for other experts, some of them skipped, where a graph reads them."""
+    x, weights, ids = layer.tokens(len(call[0]))
+    for old, new in zip(call, (x, weights, torch.where(ids > 3, ids, -1)), strict=True):
+        old.copy_(new)
+
+
+def test_two_graphs(sm90: torch.device) -> None:
+    """In turn on one stream, and then on two at once, beside calls without a graph."""
+    layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
+    calls = [layer.tokens(24) for _ in range(3)]
+    layer.run(*calls[2])
+    captured = [_capture(layer, call) for call in calls[:2]]
+    for _ in range(3):
+        for (graph, out), call in zip(captured, calls[:2], strict=True):
+            graph.replay()
+            compare(out, layer.wanted(*call))
+            _change(layer, call)
+    streams = [torch.cuda.Stream(sm90) for _ in captured]
+    eager = layer.wanted(*calls[2])
+    for _ in range(5):
+        wanted = [layer.wanted(*call) for call in calls[:2]]
+        torch.cuda.synchronize()
+        beside = []
+        for _ in range(10):
+            for (graph, _), on in zip(captured, streams, strict=True):
+                with torch.cuda.stream(on):
+                    graph.replay()
+            beside.append(layer.run(*calls[2]))
+        torch.cuda.synchronize()
+        for (_, out), each in zip(captured, wanted, strict=True):
+            compare(out, each)
+        for out in beside:
+            compare(out, eager)
+        for call in calls[:2]:
+            _change(layer, call)
+
+
+def test_two_streams(sm90: torch.device) -> None:
+    """Launches wait on both until all of them are queued, and then overlap. They leave their counters zero."""
+    layer = Layer(sm90, 32, 4, 960, 640, **GPT_OSS)
+    calls = [layer.tokens(16), layer.tokens(60)]
+    wanted = [layer.run(*call) for call in calls]
+    streams = [torch.cuda.Stream(sm90) for _ in calls]
+    for call, on in zip(calls, streams, strict=True):
+        with torch.cuda.stream(on):
+            layer.run(*call)  # makes the stream's workspace
+    torch.cuda.synchronize()
+    begin = torch.cuda.Event()
+    torch.cuda._sleep(20_000_000)
+    begin.record()
+    found: list[list[Tensor]] = [[], []]
+    for on in streams:
+        on.wait_event(begin)
+    for _ in range(20):
+        for outs, call, on in zip(found, calls, streams, strict=True):
+            with torch.cuda.stream(on):
+                outs.append(layer.run(*call))
+    torch.cuda.synchronize()
+    for outs, each in zip(found, wanted, strict=True):
+        for out in outs:
+            assert torch.equal(out, each)
+    for on in streams:
+        assert not keeper.get(sm90.index, on.cuda_stream, 0, 0).counters.any()
+
+
+def test_kernels_that_overlap(sm90: torch.device) -> None:
+    """Kernels begin while the ones before end: each output is the next call's tokens."""
+    layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
+    x, weights, ids = layer.tokens(24)
+    wanted = x
+    for _ in range(8):
+        wanted = layer.run(wanted, weights, ids)
+        torch.cuda.synchronize()
+
+    def chain() -> Tensor:
+        out = x
+        for _ in range(8):
+            out = layer.run(out, weights, ids)
+        return out
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(5):
+        assert torch.equal(chain(), wanted)
+        graph.replay()
+        assert torch.equal(captured, wanted)
+
+
+# -- which program serves what -----------------------------------------------------------------------------------------------------
+
+
+def test_programs() -> None:
+    every = every_config()
+    assert len(set(every)) == len(every)
+    assert {config.dtype for config in every} == set(DTYPES.values())
+    for config in every:
+        assert config.stages >= 3
+        assert config.stages % GROUPS == 0
+        used = LIST_BYTES + OTHER_BYTES + config.rows_bytes + BUFFERS * (config.sums_bytes + PANEL_HEAD_BYTES)
+        assert used + config.stages * config.stage_bytes <= SHARED_BYTES
+        assert config.pairs >= 4
+        assert config.columns == 2 * config.pairs * (2 if config.dtype == "float16" else 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "k", "tokens", "top_k", "experts", "blocks", "pairs"),
+    [
+        ("bfloat16", 2880, 1, 4, 128, 45, 4),
+        ("bfloat16", 2880, 16, 4, 128, 45, 4),
+        ("bfloat16", 2880, 64, 4, 128, 45, 8),
+        ("bfloat16", 2880, 256, 4, 32, 45, 16),
+        ("float16", 2880, 16, 4, 128, 45, 4),
+        ("float16", 2880, 64, 4, 128, 45, 8),
+        ("bfloat16", 768, 1, 8, 128, 12, 4),
+        ("bfloat16", 800, 1, 8, 128, 45, 4),
+        ("bfloat16", 4096, 1, 8, 128, 64, 4),
+        ("bfloat16", 7168, 128, 8, 256, 112, 8),
+        ("bfloat16", 7168, 128, 8, 32, 112, 8),  # there are none for more
+        ("float16", 7168, 128, 8, 32, 112, 4),
+    ],
+)
+def test_program_for_a_layer(dtype: str, k: int, tokens: int, top_k: int, experts: int, blocks: int, pairs: int) -> None:
+    config = config_of(dtype, k, tokens * top_k / experts)
+    assert (config.dtype, config.blocks, config.pairs) == (dtype, blocks, pairs)
+
+
+@given(st.sampled_from(sorted(DTYPES.values())), st.integers(1, max_k() // 32), st.floats(0, MAX_PAIRS))
+def test_there_is_a_program_for_every_size(dtype: str, half_blocks: int, pairs_per_expert: float) -> None:
+    k = 32 * half_blocks
+    config = config_of(dtype, k, pairs_per_expert)
+    alike = [other for other in every_config() if other.dtype == dtype and other.blocks * BLOCK >= k]
+    assert config in alike
+    assert config.blocks == min(other.blocks for other in alike)
+    wide = [other.pairs for other in alike if other.blocks == config.blocks]
+    assert config.pairs == min((pairs for pairs in wide if pairs >= 2 * pairs_per_expert + 2), default=max(wide))
+
+
+@st.composite
+def _routings(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Pairs of each expert, of which a launch has no more than it takes, and pairs that are skipped."""
+    counts = draw(st.lists(st.one_of(st.sampled_from([0, 1, 5, 9, 17]), st.integers(0, 200)), min_size=1, max_size=MAX_EXPERTS))
+    left, kept = MAX_PAIRS, []
+    for count in counts:
+        kept.append(min(count, left))
+        left -= kept[-1]
+    return kept, draw(st.integers(0, left))
+
+
+@given(_routings(), st.sampled_from(every_config()))
+def test_room_for_all_entries(routing: tuple[list[int], int], config: Config) -> None:
+    counts, skipped = routing
+    pairs, experts = sum(counts) + skipped, len(counts)
+    entries = sum(-(-count // config.pairs) for count in counts)
+    assert entries <= entries_of(config, pairs, experts) <= MAX_PAIRS
+
+
+# -- the launcher ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Launch:
+    """What a program was handed, and the workspace that was made for it."""
+
+    config: Config
+    arguments: tuple[Any, ...]
+    workspace: Workspace
+
+    @property
+    def tokens(self) -> int:
+        return len(self.arguments[0])
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Launches, none of which is made: programs double their tokens instead, and refuse what compiled ones do."""
+    found: list[Launch] = []
+    made: list[Workspace] = []
+
+    class Recorded(Keeper):
+        def get(self, *arguments: Any) -> Workspace:
+            made.append(super().get(*arguments))
+            return made[-1]
+
+    def program(_: Program[Any], config: Config) -> Any:
+        def launch(*arguments: Any) -> None:
+            x, out = arguments[:2]
+            for tensor in (x, out):
+                assert DTYPES[tensor.dtype] == config.dtype
+                assert tensor.data_ptr() % 16 == 0 == tensor.shape[1] % 32
+                assert tensor.stride(1) == 1
+                assert len(tensor) == 1 or tensor.stride(0) % 8 == 0
+            assert x.shape == out.shape
+            found.append(Launch(config, arguments, made[-1]))
+            out.copy_(2 * x)
+
+        return launch
+
+    stream._program_of.cache_clear()
+    monkeypatch.setattr(Program, "__call__", program)
+    monkeypatch.setattr(stream, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(stream, "keeper", Recorded(arena=1, capturing=lambda: False))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    yield found
+    stream._program_of.cache_clear()
+
+
+def _checked(layer: Layer, found: list[Launch], x: Tensor, weights: Tensor, ids: Tensor, out: Tensor | None = None) -> list[int]:
+    """Makes a call, and looks at its launches. Returns the tokens of each."""
+    plan = layer.plan
+    got = layer.run(x, weights, ids, out)
+    assert out is None or got is out
+    assert torch.equal(got, 2 * x), "each token belongs to one launch"
+    done = 0
+    for launch in found:
+        _, _, w13, w2, ids_at, weights_at, activated, slots, counters, *sizes = launch.arguments
+        pairs = launch.tokens * plan.top_k
+        assert 0 < pairs <= MAX_PAIRS
+        k = max(plan.hidden_size, plan.intermediate_size)
+        assert launch.config == config_of(DTYPES[plan.dtype], k, pairs / plan.num_experts)
+        assert (w13, w2) == (layer.prepared.w13_weight.data_ptr(), layer.prepared.w2_weight.data_ptr())
+        if ids.is_contiguous():
+            assert ids_at == ids.data_ptr() + 4 * done * plan.top_k
+            assert weights_at == weights.data_ptr() + 4 * done * plan.top_k
+        memory = launch.workspace
+        assert (activated, counters) == (memory.memory_at, memory.counters_at)
+        assert slots >= activated + 2 * pairs * plan.intermediate_size
+        assert (slots - activated) % 16 == 0
+        assert slots + 4 * pairs * plan.hidden_size <= activated + memory.nbytes
+        assert memory.count >= stream.COUNTERS + entries_of(launch.config, pairs, plan.num_experts)
+        assert sizes == [
+            plan.num_experts, plan.intermediate_size, plan.top_k, 132, plan.alpha, plan.limit or float("inf"), plan.beta
+        ]  # fmt: skip
+        done += launch.tokens
+    counts = [launch.tokens for launch in found]
+    found.clear()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "counts"),
+    [
+        (0, 4, []),
+        (1, 4, [1]),
+        (256, 4, [256]),
+        (257, 4, [256, 1]),
+        (300, 4, [256, 44]),
+        (1024, 4, [256] * 4),
+        (700, 3, [341, 341, 18]),
+        (1100, 1, [1024, 76]),
+        (129, 8, [128, 1]),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {**GPT_OSS, "dtype": torch.float16}], ids=["plain", "gpt-oss"])
+def test_no_launch_has_more_pairs_than_it_takes(
+    launches: list[Launch], tokens: int, top_k: int, counts: list[int], options: dict[str, Any]
+) -> None:
+    layer = Layer(CPU, 8, top_k, 64, 96, **options)
+    call = layer.tokens(tokens)
+    assert _checked(layer, launches, *call) == counts
+    assert _checked(layer, launches, *call, torch.empty_like(call[0])) == counts
+
+
+@pytest.mark.parametrize("top_k", range(1, MAX_TOP_K + 1))
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_sizes(launches: list[Launch], dtype: torch.dtype, top_k: int) -> None:
+    """What a program is asked for is compiled ahead of time."""
+    every = set(every_config())
+    sizes = ((32, 32, 8), (768, 800, 8), (2880, 32, 9), (32, 4096, 8), (max_k(), 64, 8), (64, max_k(), 8), (32, 32, MAX_EXPERTS))
+    for hidden, intermediate, experts in sizes:
+        layer = Layer(CPU, experts, top_k, hidden, intermediate, dtype=dtype)
+        for tokens in (1, 5, 300):
+            layer.run(*layer.tokens(tokens))
+            assert {launch.config for launch in launches} <= every
+            assert sum(launch.tokens for launch in launches) == tokens
+            launches.clear()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 300])
+def test_layouts(launches: list[Launch], tokens: int) -> None:
+    """Whatever the caller's tensors are like, what programs get has rows at multiples of 16 bytes, and ``out`` comes back."""
+    layer = Layer(CPU, 8, 4, 64, 96)
+    x, weights, ids = layer.tokens(tokens)
+    weights, ids = weights.t().contiguous().t(), ids.t().contiguous().t()
+    for first, width, step in ((8, 96, 1), (3, 96, 1), (8, 97, 1), (0, 128, 2)):
+        wide_x, wide_out = torch.zeros(2, tokens, width, dtype=x.dtype)
+        given_x, out = (wide[:, first : first + 64 * step : step] for wide in (wide_x, wide_out))
+        given_x.copy_(x)
+        assert sum(_checked(layer, launches, given_x, weights, ids, out)) == tokens

@@ -1,0 +1,82 @@
+"""What the device code of experts for few tokens consists of, as far as it can be looked at without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass")
+
+from tokenspeed_kernel_nvidia.sm90.moe import stream_rows_device as rows
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
+    MAX_EXPERTS,
+    MAX_PAIRS,
+    PARTS,
+    SHARED_BYTES,
+    Config,
+    every_config,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import Entry, Shapes, entry_code, entry_of
+
+from .snippets import bits, execute
+
+LARGEST = 256.0  # a row is scaled so that all of its numbers are smaller
+
+
+def scaled_numbers(dtype: torch.dtype) -> Tensor:
+    """All numbers of a type, multiplied by all powers of 2 that rows are, as far as a row can have them then."""
+    every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).float()
+    # Rows of float16 have largest numbers from 2^15 to 2^-24. bfloat16 has all exponents that matter by itself.
+    exponents = range(-8, 32) if dtype == torch.float16 else range(1)
+    numbers = torch.cat([every * 2.0**exponent for exponent in exponents])
+    return numbers[numbers.abs() < LARGEST]  # neither NaN nor infinity
+
+
+def split(numbers: Tensor, others: Tensor, parts: int) -> Tensor:
+    """``[parts, 2, n]``: the values of the bytes that pairs of numbers become."""
+    words = execute(rows._split(parts), bits(numbers), bits(others))
+    assert len(words) == parts
+    assert all((word >> 16 == 0).all() for word in words), "bytes are joined by or"
+    pairs = [torch.stack((word & 0xFF, word >> 8)) for word in words]
+    return torch.stack(pairs).to(torch.uint8).view(torch.float8_e4m3fn).double()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parts_of_a_row_restore_its_numbers(dtype: torch.dtype) -> None:
+    parts = PARTS[str(dtype).removeprefix("torch.")]
+    numbers = scaled_numbers(dtype)
+    others = numbers.flip(0)
+    step = 2.0**-9 / rows.REST ** (parts - 1)  # between the smallest numbers of the last part
+    restored = sum(part / rows.REST**at for at, part in enumerate(split(numbers, others, parts)))
+    assert isinstance(restored, Tensor)
+    for got, given in zip(restored, (numbers, others), strict=True):
+        error = (got - given.double()).abs()
+        assert (error <= step / 2).all()
+        assert (error[given.abs() >= step / torch.finfo(dtype).eps] == 0).all()
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_of_what_is_no_number(parts: int) -> None:
+    """NaN stays NaN, in its own byte; infinity and what is too large become something finite."""
+    given = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e6])
+    found = split(given, torch.full((4,), 3.0), parts)
+    assert found[:, 0, 0].isnan().all()
+    assert found[:, 0, 1:].isfinite().all()
+    assert (found[0, 1] == 3).all()
+    assert (found[1:, 1] == 0).all()
+
+
+@pytest.mark.parametrize("config", every_config(), ids=str)
+def test_shared_memory(config: Config) -> None:
+    assert Shapes(config).storage().size_in_bytes() <= SHARED_BYTES
+
+
+def test_entries_as_numbers() -> None:
+    most = max(config.pairs for config in every_config())
+    for expert in (0, 1, MAX_EXPERTS - 1):
+        for first in (0, 7, MAX_PAIRS - 1):
+            for count in (1, most):
+                code = entry_code(expert, first, count)
+                assert code < 1 << 31
+                assert entry_of(code) == Entry(expert, first, count)
