@@ -128,10 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     selection = [(program, config) for program, config in warmup.select(options.kernel) if program.arch.startswith(options.arch)]
     if options.each:
         selection = [*{program.name: (program, config) for program, config in reversed(selection)}.values()]
+    if not selection:
+        parser.error("no program has that in its line; `python -m tokenspeed_kernel_nvidia.warmup --list` shows them")
     begun = time.perf_counter()
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         results = []
-        for result in pool.map(_compile, *zip(*selection, strict=True)) if selection else ():
+        for result in pool.map(_compile, *zip(*selection, strict=True)):
             print(result, flush=True)
             results.append(result)
     broken = [result for result in results if result.error]

@@ -13,7 +13,7 @@ import tokenspeed_kernel_nvidia
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
-from tokenspeed_kernel_base.selection import Explanation
+from tokenspeed_kernel_base.selection import Explanation, NoKernelFoundError
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_TOP_K, max_k
@@ -153,10 +153,13 @@ def test_products_with_scales(registered: KernelRegistry, case: str, name: str) 
 
 
 def _planned(platform: str = "sm_90", **changed: Any) -> str:
-    """The kernel that experts like GPT-OSS's would be prepared for."""
+    """The one of our own kernels that experts like GPT-OSS's would be prepared for, or nothing."""
     sizes = {"num_experts": 128, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880}
     options = {"weight_format": "mxfp4", **sizes, **GPT_OSS, **changed}
-    return str(tokenspeed_kernel.moe_plan(**options, platform=named_platform(platform)).kernel)
+    try:
+        return str(tokenspeed_kernel.moe_plan(**options, platform=named_platform(platform), solution="cutedsl").kernel)
+    except NoKernelFoundError:
+        return ""
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,7 @@ def _planned(platform: str = "sm_90", **changed: Any) -> str:
 def test_experts_in_mxfp4(registered: KernelRegistry, changed: dict[str, Any]) -> None:
     assert _planned(**changed) == "cutedsl_moe_apply_mxfp4"
     for platform in ("sm_80", "sm_100", "gfx950", "cpu"):
-        assert not _planned(platform, **changed).startswith("cutedsl")
+        assert _planned(platform, **changed) == ""
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_experts_in_mxfp4(registered: KernelRegistry, changed: dict[str, Any]) -
     ids=str,
 )
 def test_experts_that_go_to_others(registered: KernelRegistry, changed: dict[str, Any]) -> None:
-    assert not _planned(**changed).startswith("cutedsl")
+    assert _planned(**changed) == ""
 
 
 def test_without_a_compiler_it_says_why(registered: KernelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:

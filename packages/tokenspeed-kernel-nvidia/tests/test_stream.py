@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tokenspeed_kernel_base.ops.moe.process import moe_plan
+from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_base.workspace import Keeper, Workspace, keeper
 from tokenspeed_kernel_nvidia._programs import Program
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe import stream
+from tokenspeed_kernel_nvidia.sm90.moe import moe_apply, stream
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_HEAD_BYTES
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     BUFFERS,
@@ -476,3 +478,20 @@ def test_layouts(launches: list[Launch], tokens: int) -> None:
         given_x, out = (wide[:, first : first + 64 * step : step] for wide in (wide_x, wide_out))
         given_x.copy_(x)
         assert sum(_checked(layer, launches, given_x, weights, ids, out)) == tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 9, "num_experts": 16}, "plan.top_k must be at most 8"),
+        ({"hidden_size": 7200}, "plan.hidden_size must be at most 7168"),
+        ({"activation_dtype": "fp8"}, "plan.activation_dtype must be 'none'"),
+    ],
+)
+def test_a_plan_that_names_the_kernel_is_checked(changes: dict[str, Any], message: str) -> None:
+    """Naming a kernel passes by its traits."""
+    options = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 64, "weight_format": "mxfp4", **changes}
+    plan = moe_plan(**options, platform=cpu_platform(), override="reference_moe_apply")  # type: ignore[arg-type]
+    x, ids = torch.zeros(1, plan.hidden_size, dtype=torch.bfloat16), torch.zeros(1, plan.top_k, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        moe_apply.moe_apply(x, None, torch.ones(1, plan.top_k), ids, plan)  # type: ignore[arg-type]

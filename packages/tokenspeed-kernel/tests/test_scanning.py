@@ -142,6 +142,13 @@ def test_a_new_kernel_is_its_files_and_no_other_edit(package: Callable[..., str]
     assert register_package(name) == [spec]
 
 
+def test_modules_that_would_not_be_found_are_named(package: Callable[..., str], tmp_path: Path) -> None:
+    name = package(rms=LAUNCHER, rms_device=DEVICE_CODE)
+    (tmp_path / name / "sm90" / "__init__.py").unlink()
+    with pytest.raises(ImportError, match=re.escape(str(tmp_path / name / "sm90")) + " holds modules and no __init__.py"):
+        register_package(name)
+
+
 SOLUTION = 'solution="lately"'
 SIGNATURES = 'format_signatures("x", "dense", {torch.float32})'
 

@@ -8,6 +8,7 @@ imports no compiler, and gets at its device code through `DeviceModule`, which i
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 from typing import Any
 
@@ -21,11 +22,17 @@ def import_modules(package: str) -> list[str]:
         Their names.
 
     Raises:
+        ImportError: a folder holds modules and is no package, so that nothing in it would be found.
         Whatever a module raises; its traceback names file and line.
     """
     module = importlib.import_module(package)
     names = [package]
-    for info in sorted(pkgutil.iter_modules(getattr(module, "__path__", ())), key=lambda info: info.name):
+    paths = getattr(module, "__path__", ())
+    for folder in (entry for path in paths if os.path.isdir(path) for entry in os.scandir(path) if entry.is_dir()):
+        files = os.listdir(folder.path)
+        if "__init__.py" not in files and any(file.endswith(".py") for file in files):
+            raise ImportError(f"{folder.path} holds modules and no __init__.py: add one, with a line that says what they are")
+    for info in sorted(pkgutil.iter_modules(paths), key=lambda info: info.name):
         name = f"{package}.{info.name}"
         if info.name.endswith(DEVICE_SUFFIX) or info.name == "__main__":
             continue

@@ -111,7 +111,8 @@ class KernelRegistry:
             taken = self._specs.get(spec.name)
             if taken is not None:
                 raise RegistrationError(
-                    f"a kernel named {spec.name} exists: registered by {taken.origin}, now again by {spec.origin}"
+                    f"a kernel named {spec.name} exists: registered by {taken.origin}, now again by {spec.origin}; "
+                    "give one of them another name="
                 )
             if callable(impl):
                 self._check_parameters(spec, impl)

@@ -1,8 +1,8 @@
 """`moe_apply` with mxfp4 weights on Hopper. Weights are in one layout, see `mxfp4_layout`, and two ways read it: `stream` where an
 expert has few pairs of tokens and slots, and memory decides the speed, and `grouped` where it has many.
 
-Microseconds of a layer of GPT-OSS-120B on an H200, router included, in a CUDA graph of three or four layers with routing of their own,
-beside the portable kernel (the last two columns without the router):
+Microseconds of a layer of GPT-OSS-120B on an H200, router included, in a CUDA graph of three or four layers with routing of their
+own, beside the portable kernel (the last two columns without the router):
 
     tokens      1     2     4     8    16    64   256  1024  8192
     here     29.1  38.2  62.7   107   168   356   518   911  3274
@@ -14,6 +14,7 @@ The figures beyond 64 tokens are why the portable kernel is preferred: a plan ho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,19 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import LAYOUT, prepare_weigh
 from tokenspeed_kernel_nvidia.sm90.moe.stream import moe_apply_few
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
 
+_NAME = "cutedsl_moe_apply_mxfp4"
 _FEW = 16  # pairs an expert whose weights are read once
+
+
+@functools.cache
+def _require_served(plan: MoEPlan) -> None:
+    """Raises ValueError for a plan that names this kernel but asks for what it does not have: naming a kernel passes by traits."""
+    limits = {"num_experts": MAX_EXPERTS, "top_k": MAX_TOP_K, "hidden_size": max_k(), "intermediate_size": max_k()}
+    for name, most in limits.items():
+        if getattr(plan, name) > most:
+            raise ValueError(f"moe_apply: plan.{name} must be at most {most} for {_NAME}, got {getattr(plan, name)}")
+    if plan.activation_dtype != "none":
+        raise ValueError(f"moe_apply: plan.activation_dtype must be 'none' for {_NAME}, got {plan.activation_dtype!r}")
 
 
 def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
@@ -45,7 +58,7 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
 @register_kernel(
     "moe",
     "moe_apply",
-    name="cutedsl_moe_apply_mxfp4",
+    name=_NAME,
     solution="cutedsl",
     capability=CUTEDSL_HOPPER,
     signatures={format_signature(x=dense_tensor_format(dtype), w13=mxfp4_format(), w2=mxfp4_format()) for dtype in DTYPES},
@@ -82,6 +95,7 @@ def moe_apply(
 
     ``grouped``: whether pairs are sorted and cut into tiles, or streamed past; by their number if None.
     """
+    _require_served(plan)
     pairs = topk_ids.numel()
     if grouped is None:
         grouped = pairs > min(MAX_PAIRS, _FEW * plan.num_experts)

@@ -3,7 +3,7 @@
 Codes of weights become float8_e5m2 in fewer instructions than any 16-bit type, and products of that take bytes on both sides. So
 each row has two columns: its numbers rounded to four significant bits, and what is left of them, 32 times as large. float16 has
 more bits, and a third column for what is left then. A row is first multiplied by the power of 2 that brings its largest number to
-at least 128 and below 256. What the columns miss of a number is at most 2^-23 of the largest.
+at least 128 and below 256. What the columns miss of a number is at most 2^-22 of the largest, of a float16 2^-27.
 
 Columns lie as `wgmma` wants them without a swizzle: 16 elements of k of eight columns in 128 bytes, those of the other columns
 after them, and then the next 16 elements. Four pairs have the first two columns of each in one tile, and a third in the next. The
