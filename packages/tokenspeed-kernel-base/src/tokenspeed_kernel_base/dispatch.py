@@ -83,8 +83,8 @@ def {name}({declared}, *, override=None, solution=None):{look_at_recent if recen
     }
     function = compile_source(name, source, namespace)
     # What torch.compile traces in the function's place: asking at every call whether it does would cost a tenth of the call.
-    function._torchdynamo_inline = _traced(parameters, lowered)
-    return function  # type: ignore[no-any-return]
+    vars(function)["_torchdynamo_inline"] = _traced(parameters, lowered)
+    return function
 
 
 def _traced(parameters: Sequence[Parameter], lowered: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ def {name}({names}, override, solution):
     return _call({names})
 """
     namespace = {"_is_grad_enabled": torch.is_grad_enabled, "_memo": memo, "_decide": decide, **default_values(parameters)}
-    return compile_source(name, source, namespace)  # type: ignore[no-any-return]
+    return compile_source(name, source, namespace)
 
 
 def build_entry_function(name: str, parameters: Sequence[Parameter], written: Sequence[str]) -> Callable[..., Any]:
@@ -140,7 +140,7 @@ def {name}_entry(_arguments, override, solution, _limits, _call):
     ({names},) = _arguments
     return ({key_terms(parameters, written)}), (*_limits, _call)
 """
-    return compile_source(f"{name}_entry", source, default_values(parameters))  # type: ignore[no-any-return]
+    return compile_source(f"{name}_entry", source, default_values(parameters))
 
 
 # -- values in host memory -----------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def {name}_guard(_check, _call, _seen):
 
     return {name}
 """
-    return compile_source(f"{name}_guard", source, {"_remember": remember_checked})  # type: ignore[no-any-return]
+    return compile_source(f"{name}_guard", source, {"_remember": remember_checked})
 
 
 _NOTHING = object()
@@ -246,4 +246,4 @@ def {name}_apart(_check, _call):
 
     return {name}
 """
-    return compile_source(f"{name}_apart", source, {**known, **default_values(parameters)})  # type: ignore[no-any-return]
+    return compile_source(f"{name}_apart", source, {**known, **default_values(parameters)})

@@ -31,8 +31,9 @@ from tokenspeed_kernel_base.terms import (
 
 Guard = Callable[..., bool]
 
-# How many are compared to. A model calls an operator with a few descriptions by turns: layers with and without a window, or the
-# products of a layer. Each that is not alike costs a fifth of a microsecond, and the look-up by description a whole one.
+# How many recent calls a call is compared with. A model alternates between a few kinds of calls of an operator: layers with and
+# without a window, or the products of a layer. Each that is not alike costs a fifth of a microsecond, and the look-up by
+# description a whole one.
 CHAIN = 4
 
 
@@ -161,7 +162,7 @@ def {self._name}_read(_arguments, override, solution):
     ({self._names},) = _arguments
     return ({absent}), ({tensors}), ({options}), ({told})
 """
-        return compile_source(f"{self._name}_read", source, default_values(self._parameters))  # type: ignore[no-any-return]
+        return compile_source(f"{self._name}_read", source, default_values(self._parameters))
 
     def _terms(self, pattern: _Pattern) -> list[str]:
         """Tests that a call is like the one that was decided: those first that are cheap and fail for most other calls."""
@@ -176,7 +177,7 @@ def {self._name}_read(_arguments, override, solution):
         terms += within_terms(self._parameters)
         given = [self._tensors[index] for group in pattern.groups for index in group]
         if given:
-            # The guard reads strides, which a nested tensor has none of: the process would end there, without an exception.
+            # The guard reads strides. A nested tensor has none, and asking for them there ends the process without an exception.
             terms.append(f"not ({' or '.join(f'{read}.is_nested' for read in given)})")
         for index, group in enumerate(pattern.groups):
             terms.append(f"_guard_{index}({', '.join(self._tensors[one] for one in group)})")
@@ -211,7 +212,7 @@ def {made}(_guards, _options, _told, _decided, _otherwise):
     return {self._name}
 """
         namespace = {"_remember": remember_checked, **default_values(self._parameters)}
-        return compile_source(made, source, namespace)  # type: ignore[no-any-return]
+        return compile_source(made, source, namespace)
 
 
 def _unless_absent(reads: Sequence[tuple[str, str]]) -> list[str]:

@@ -6,7 +6,7 @@ The functions are generated because reading attributes is most of what a call co
 from __future__ import annotations
 
 import linecache
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,13 @@ import torch
 from tokenspeed_kernel_base.parameters import Kind, Parameter
 
 
-def compile_source(name: str, source: str, namespace: dict[str, Any]) -> Any:
+def compile_source(name: str, source: str, namespace: dict[str, Any]) -> Callable[..., Any]:
+    """The function of that name that the source defines; tracebacks show its lines."""
     filename = f"<tokenspeed_kernel {name}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     exec(compile(source, filename, "exec"), namespace)  # the source is ours: parameter names only
-    return namespace[name]
+    made: Callable[..., Any] = namespace[name]
+    return made
 
 
 def attribute_of(holder: Parameter, field: Parameter) -> str:
@@ -35,7 +37,7 @@ def default_values(parameters: Sequence[Parameter]) -> dict[str, Any]:
 
 
 def tensor_reads(parameters: Sequence[Parameter]) -> list[tuple[str, str]]:
-    """Source that reads each tensor, and that of a test whether it is absent; empty where it never is."""
+    """For each tensor, source that reads it, and source that tests whether it is absent; the latter is empty if it never is."""
     found = []
     for parameter in parameters:
         for tensor in parameter.tensors():

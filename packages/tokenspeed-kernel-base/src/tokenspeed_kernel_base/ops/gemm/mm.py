@@ -90,7 +90,7 @@ def _(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> F
 def _(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> dict[str, object]:
     result = out_dtype or default_out_dtype(a)
     return {
-        # Rounded up to a power of two, as sizes that vary are: what was measured holds for all that share it.
+        # Rounded up to a power of two, like all sizes that vary from call to call: calls of similar size share a tuned result.
         "m": bucket(a.shape[0]),
         "k": logical_k(a),
         "n": b.shape[1],

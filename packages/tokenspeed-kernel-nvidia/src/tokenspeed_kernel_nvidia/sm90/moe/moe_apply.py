@@ -1,15 +1,8 @@
 """`moe_apply` with mxfp4 weights on Hopper. Weights are in one layout, see `mxfp4_layout`, and two ways read it: `stream` where an
 expert has few pairs of tokens and slots, and memory decides the speed, and `grouped` where it has many.
 
-Microseconds of a layer of GPT-OSS-120B on an H200, router included, in a CUDA graph of three or four layers with routing of their
-own, beside the portable kernel (the last two columns without the router):
-
-    tokens      1     2     4     8    16    64   256  1024  8192
-    here     29.1  38.2  62.7   107   168   356   518   911  3274
-    portable 31.9  47.8  70.9   124   192   365   481   786  3341
-
-The figures beyond 64 tokens are why the portable kernel is preferred: a plan holds for any number of tokens. Ask for this one by
-``solution="cutedsl"``, or tune.
+A plan holds for any number of tokens, and between 256 and 1024 tokens of GPT-OSS-120B the portable kernel was quicker on an H200.
+So that one is preferred. Ask for this one by ``solution="cutedsl"``, or tune.
 """
 
 from __future__ import annotations
@@ -35,7 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream import moe_apply_few
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
 
 _NAME = "cutedsl_moe_apply_mxfp4"
-_FEW = 16  # pairs an expert whose weights are read once
+_FEW = 16  # pairs an expert, on average, that are streamed: an entry has room for as many
 
 
 @functools.cache
@@ -75,7 +68,7 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
         "swiglu_limit": any,
         "swiglu_alpha_beta": any,
     },
-    priority=Priority.PORTABLE,  # below the portable kernel for mxfp4 weights, see above
+    priority=Priority.PORTABLE,  # below the portable kernel for mxfp4 weights, see the head of this file
     tags={"determinism"},
     weight_preprocessor=prepare_weights,
     tunables={"grouped": [False, True]},

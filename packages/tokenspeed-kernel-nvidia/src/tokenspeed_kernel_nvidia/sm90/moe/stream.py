@@ -1,10 +1,11 @@
 """Experts for few tokens, with mxfp4 weights, on Hopper: one kernel for both products, the activation and the sum over slots.
 
-Weights decide the speed: each expert's that is wanted is read once, so every multiprocessor has to have as much to read as any
-other, from beginning to end. A CTA a multiprocessor takes an equal range of all wanted panels of w13, and then of w2. One warp of
-it streams them to a ring in shared memory by bulk copies and never waits for results: while the last panels of w13 are computed,
-those of w2 arrive. Others compute, with weights as the left operand and pairs of tokens and slots as columns. An expert's panels of
-w2 wait until all of its panels of w13 are done, which a counter of each expert says. At last each CTA adds up a part of the output.
+Reading weights takes the time: those of each expert that has tokens, once for every 4 to 16 pairs of a token and a slot. So all
+multiprocessors must have equally much to read, from beginning to end. A CTA a multiprocessor takes an equal range of all wanted
+panels of w13, and then of w2. One warp of it streams them to a ring in shared memory by bulk copies and never waits for results:
+while the last panels of w13 are computed, those of w2 arrive. Others compute, with weights as the left operand and pairs of tokens
+and slots as columns. An expert's panels of w2 wait until all of its panels of w13 are done, which a counter of each expert says. At
+last each CTA adds up a part of the output.
 
 Which CTA does what is decided as they come, by a counter, so that nothing depends on all of them running at once. Results do not
 depend on it: every sum has a fixed order.
@@ -27,9 +28,7 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_PAIRS, Config, config_of, entries_of, every_config
-
-COUNTERS = 4  # in front of those of entries
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import COUNTERS, MAX_PAIRS, Config, config_of, entries_of, every_config
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -55,8 +54,6 @@ def moe_apply_few(
 
     More pairs than a launch takes are done in several launches, each of which reads weights anew.
     """
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, written = aligned(x), to_write(out, x, x.shape)
     topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
     most = MAX_PAIRS // plan.top_k

@@ -19,6 +19,7 @@ MAX_PAIRS = 1024  # (token, slot) pairs of a launch
 MAX_EXPERTS = 384
 MAX_TOP_K = 8
 STAGES = 24  # slabs on their way, at most
+COUNTERS = 4  # in global memory, in front of those of entries
 BUFFERS = 2  # units whose sums have not been added up yet
 SHARED_BYTES = 227 * 1024  # of a CTA
 LIST_BYTES = 4 * (2 * MAX_EXPERTS + 3 * MAX_PAIRS)  # of experts and pairs, see `stream_tile_device`
@@ -46,7 +47,7 @@ class Config:
 
     @property
     def parts(self) -> int:
-        """Of a number of a row."""
+        """Bytes that a number of a row is split into."""
         return PARTS[self.dtype]
 
     @property
@@ -56,7 +57,7 @@ class Config:
 
     @property
     def tiles(self) -> int:
-        """Times 4 pairs of an expert that share the reading of its weights."""
+        """Sets of 4 pairs of an expert that are computed at once."""
         return self.columns // (8 * self.layers)
 
     @property

@@ -195,7 +195,7 @@ class Stream(Schedule, Consumers):
                 source += count
                 head = Int32(0)
                 at = advance(at, self.stages)
-            # Each warpgroup has as many stages of a unit as the others.
+            # Empty stages follow, so that each warpgroup gets equally many stages of a unit.
             for _ in cutlass.range((GROUPS - (blocks + self.slab - 1) // self.slab % GROUPS) % GROUPS, unroll=1):
                 at = self.tell_one(call, at, unit)
             left -= 1

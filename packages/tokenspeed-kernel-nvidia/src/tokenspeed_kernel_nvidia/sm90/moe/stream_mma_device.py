@@ -29,8 +29,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     PANEL_HEAD_BYTES,
     PANEL_STRIPS,
 )
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, FINISH_WARP, FINISHERS, GROUPS, MAX_TOP_K, MULTIPLIERS
-from tokenspeed_kernel_nvidia.sm90.moe.stream_rows_device import CORE_BYTES, REST, Rows, as_float, shared_int
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, FINISH_WARP, FINISHERS, GROUPS, MAX_TOP_K
+from tokenspeed_kernel_nvidia.sm90.moe.stream_rows_device import CORE_BYTES, PREPARING_THREADS, REST, Rows, as_float, shared_int
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     COMBINE,
     DONE,
@@ -50,7 +50,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
 )
 
 CONSUMING = 1  # the named barrier of the warps that compute
-COMPUTING_THREADS = 32 * MULTIPLIERS
 # Codes are 2^-14 times their value, and scales 2^(126 - 64) times.
 UNIT_FACTOR = 2.0 ** (14 - 62)
 # Four scales, of rows g and g + 8 in the first half of a block, and of both in the second, become float32. An exponent field of 253
@@ -113,7 +112,7 @@ class Consumers(Rows):
             if cute.arch.lane_idx() == 0:
                 wait_for(flag, value)
             cute.arch.sync_warp()
-        cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=COMPUTING_THREADS)
+        cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=PREPARING_THREADS)
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, unit: Int32, factors: cute.Tensor):
@@ -335,4 +334,4 @@ class Consumers(Rows):
                 total = [total[each] + parts_of[slot, each] for each in range(4)]
             to = call.out + (Int64(token) * call.out_stride + column) * 2
             store_words(to, [pack(self.dtype, total[0], total[1]), pack(self.dtype, total[2], total[3])])
-            quad += COMPUTING_THREADS
+            quad += PREPARING_THREADS

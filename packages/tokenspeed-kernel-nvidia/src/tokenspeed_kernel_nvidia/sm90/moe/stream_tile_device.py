@@ -16,11 +16,11 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_HEAD_BYTES
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, MAX_EXPERTS, MAX_PAIRS, MULTIPLIERS, Config
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, COUNTERS, MAX_EXPERTS, MAX_PAIRS, MULTIPLIERS, Config
 
 # Counters in global memory: the next range, units of w2 that are done, CTAs that are done, and from READY on units of w13 that are
 # done, of each entry.
-TICKET, DONE, LEFT, READY = 0, 1, 2, 4
+TICKET, DONE, LEFT, READY = 0, 1, 2, COUNTERS
 # What a stage brings: a slab of a product, the order to add up the output, or the end.
 W13, W2, COMBINE, END = range(4)
 _LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _PLACE_BIT = 2, 3, 4, 15
