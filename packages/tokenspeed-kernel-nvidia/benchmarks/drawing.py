@@ -1,4 +1,4 @@
-"""What the pictures and tables of this folder's reports have in common."""
+"""Plots and tables: what the programs of this folder share for their reports."""
 
 from __future__ import annotations
 

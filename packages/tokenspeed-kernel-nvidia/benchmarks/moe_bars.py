@@ -9,7 +9,7 @@ from judging import Bar, Times, least_ratio, mean_ratio, of_ours
 from measuring import Limits
 from moe_shapes import GPT_OSS_120B, SHAPES
 
-# What an output may be away from the float32 reference, by the dtype of activations. Rounding the activation's result and each
+# How far an output may be from the float32 reference, by the dtype of activations. Rounding the activation's result and each
 # slot's output to bfloat16 takes 3e-3; a value that was rounded otherwise before it became fp8 may become the neighbouring code.
 LIMITS = {"none": Limits(1e-2, 3e-2), "fp8": Limits(4e-2, 1e-1)}
 # A peer that is further away computes something else. Peers choose the scales of fp8 activations as they like.

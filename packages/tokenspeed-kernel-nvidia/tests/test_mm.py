@@ -88,7 +88,7 @@ def test_edges_of_k(sm90: torch.device, k: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 8, 131, 132, 133, 264, 1055, 1056, 1057, 1188, 6335, 6336, 6337, 8447, 8448, 8449, 17000])
 def test_edges_of_n(sm90: torch.device, n: int) -> None:
-    """Fewer rows of weights than CTAs, and tiles and groups that are not full."""
+    """n is smaller than the number of CTAs, or leaves tiles and groups partly filled."""
     for m, k in itertools.product((3, 12), (264, 4360)):
         _run(sm90, m, k, n, bias=SINGLE)
 

@@ -336,7 +336,7 @@ _packages = itertools.count()
 
 @pytest.fixture
 def two_plugins(entries: list[Entry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A package that works alone, with two kernels, each of them a plugin."""
+    """A package that works alone and offers two plugins, one for each of its two kernels."""
     package = f"twofold_kernels_{next(_packages)}"  # a module's declarations are kept for as long as the process runs
     folder = tmp_path / package
     (folder / "cpu").mkdir(parents=True)
