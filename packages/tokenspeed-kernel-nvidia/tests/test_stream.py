@@ -25,6 +25,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     LIST_BYTES,
     MAX_EXPERTS,
     MAX_PAIRS,
+    MAX_PIECES,
     MAX_TOP_K,
     OTHER_BYTES,
     SHARED_BYTES,
@@ -91,7 +92,7 @@ def test_skipped_slots_and_empty_experts(sm90: torch.device) -> None:
     assert (got[17] == 0).all()
     out = torch.full_like(x, torch.nan)
     assert (layer.run(x, weights, torch.full_like(ids, -1), out) == 0).all()
-    layer.check(x, weights.nan_to_num(), torch.where(ids == 4, 4, -1))  # one expert alone
+    layer.check(x, weights.nan_to_num(), torch.where(ids == 4, ids, -1))  # one expert alone
 
 
 def test_one_expert_for_all(sm90: torch.device) -> None:
@@ -417,10 +418,15 @@ def _checked(layer: Layer, found: list[Launch], x: Tensor, weights: Tensor, ids:
         assert (activated, counters) == (memory.memory_at, memory.counters_at)
         assert slots >= activated + 2 * pairs * plan.intermediate_size
         assert (slots - activated) % 16 == 0
-        assert slots + 4 * pairs * plan.hidden_size <= activated + memory.nbytes
+        piece, turns = sizes[4], (sizes[5], sizes[6])
+        pieces = -(-plan.intermediate_size // (piece * BLOCK))
+        assert 1 <= pieces <= MAX_PIECES
+        assert turns in {(1, 1), (2, 2)}
+        assert slots + 4 * pieces * pairs * plan.hidden_size <= activated + memory.nbytes
         assert memory.count >= stream.COUNTERS + entries_of(launch.config, pairs, plan.num_experts)
         assert sizes == [
-            plan.num_experts, plan.intermediate_size, plan.top_k, 132, plan.alpha, plan.limit or float("inf"), plan.beta
+            plan.num_experts, plan.intermediate_size, plan.top_k, 132, piece, *turns, plan.alpha, plan.limit or float("inf"),
+            plan.beta,
         ]  # fmt: skip
         done += launch.tokens
     counts = [launch.tokens for launch in found]

@@ -58,6 +58,16 @@ def advance(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
 
 
 @cute.jit
+def last_filled(at: Cursor, stages: cutlass.Constexpr[int]) -> Cursor:
+    """What a producer waits for (`Pipeline.acquire`) until all is released that it has filled. ``at``: where it would go on."""
+    stage, phase = at.stage - 1, at.phase ^ 1
+    if stage < 0:
+        stage = Int32(stages - 1)
+        phase ^= 1
+    return Cursor(stage, phase)
+
+
+@cute.jit
 def skip(at: Cursor, step: cutlass.Constexpr[int], stages: cutlass.Constexpr[int]) -> Cursor:
     """Some stages on, where others have those in between. ``step``: at most all."""
     stage, phase = at.stage + step, at.phase

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,18 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import COUNTERS, MAX_PAIRS, Config, config_of, entries_of, every_config
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import blocks_of, panels_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
+    COUNTERS,
+    MAX_PAIRS,
+    Config,
+    config_of,
+    entries_of,
+    every_config,
+    piece_of,
+    turns_of,
+    wanted_experts,
+)
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -38,13 +49,40 @@ def stream_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     return stream_device.host(config), stream_device.fake_arguments(config)
 
 
+class _Launch(NamedTuple):
+    """What a launch of so many pairs is made with.
+
+    Attributes:
+        program: the compiled function.
+        ctas: how many.
+        piece: blocks of a unit of w2.
+        w13_turns, w2_turns: ranges of units that a CTA takes.
+        slots_at: where in the memory between the products the results of the second begin.
+        nbytes: that this memory has.
+        counters: in global memory.
+    """
+
+    program: Callable[..., Any]
+    ctas: int
+    piece: int
+    w13_turns: int
+    w2_turns: int
+    slots_at: int
+    nbytes: int
+    counters: int
+
+
 @functools.cache
-def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> tuple[Callable[..., Any], int, int, int]:
-    """The program, CTAs, bytes of what is between the products, and counters."""
+def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _Launch:
     k = max(plan.hidden_size, plan.intermediate_size)
     config = config_of(DTYPES[dtype], k, pairs / plan.num_experts)
+    ctas, blocks = multiprocessors(device), blocks_of(plan.intermediate_size)
+    piece = piece_of(config, blocks, panels_of(plan.hidden_size), pairs, plan.num_experts, ctas)
+    slots_at = -(-pairs * plan.intermediate_size * 2 // 256) * 256
+    nbytes = slots_at + -(-blocks // piece) * pairs * plan.hidden_size * 4
+    turns = turns_of(wanted_experts(pairs, plan.num_experts) * panels_of(2 * plan.intermediate_size) / ctas)
     counters = COUNTERS + entries_of(config, pairs, plan.num_experts)
-    return stream_program(config), multiprocessors(device), pairs * plan.intermediate_size * 2, counters
+    return _Launch(stream_program(config), ctas, piece, *turns, slots_at, nbytes, counters)
 
 
 def moe_apply_few(
@@ -65,14 +103,12 @@ def moe_apply_few(
 
 def _launch(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor) -> None:
     device, pairs = x.get_device(), topk_ids.numel()
-    launch, ctas, activated_bytes, counters = _program_of(x.dtype, plan, pairs, device)
-    slots_at = -(-activated_bytes // 256) * 256
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    workspace = keeper.get(device, stream, slots_at + pairs * plan.hidden_size * 4, counters)
+    launch, ctas, piece, w13_turns, w2_turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device)
+    workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, counters)
     memory_at = workspace.memory_at
     limit = math.inf if plan.limit is None else plan.limit
     launch(
         x, out, weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(),
         memory_at, memory_at + slots_at, workspace.counters_at, plan.num_experts, plan.intermediate_size, plan.top_k, ctas,
-        plan.alpha, limit, plan.beta,
+        piece, w13_turns, w2_turns, plan.alpha, limit, plan.beta,
     )  # fmt: skip

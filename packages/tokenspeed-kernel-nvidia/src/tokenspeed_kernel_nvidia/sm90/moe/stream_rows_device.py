@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MULTIPLIERS
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_PAIRS, MULTIPLIERS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import ROWS_AT_ONCE, W13, Call, Shapes, entry_of, index_of, kind_of
 
 CHUNK = 16  # elements that a thread has of a row, and of k in a product's core matrix
@@ -28,6 +28,8 @@ CORE_BYTES = 128  # of 16 elements of k of eight columns
 REST = 32.0  # what is left of a number is so many times as large
 PREPARING = 2  # the named barrier of the warps that compute
 PREPARING_THREADS = 32 * MULTIPLIERS
+ROW_WARPS = MULTIPLIERS // ROWS_AT_ONCE
+ROW_THREADS = 32 * ROW_WARPS  # that have a row
 
 # Two numbers become bytes, the first the lower one, and their place is taken by what is left of them.
 _ROUND = "cvt.rn.satfinite.e4m3x2.f32 both, b, a; cvt.u32.u16 {{$w{part}}}, both;"
@@ -56,95 +58,87 @@ class Rows(Shapes):
     def prepare_rows(self, call: Call, unit: Int32, factors: cute.Tensor):
         """Prepares the rows of a unit's entry, by all computing warps, after all of them have read those before.
 
+        Half of the warps have a row, and the other half the next. The code is short: at first, reading it is what takes the time.
+
         Args:
             factors: receives what sums of this lane's pairs are to be multiplied by.
         """
         thread, _, _ = cute.arch.thread_idx()
+        lane = thread % 32
+        half, warp = thread // ROW_THREADS, thread % ROW_THREADS // 32
         layer = call.layer
         entry = entry_of(call.entries[index_of(unit)])
-        first = kind_of(unit) == W13
-        k = cutlass.select_(first, layer.hidden, layer.intermediate)
-        chunks = cutlass.select_(first, layer.w13_blocks, layer.w2_blocks) * 4
-        for begin in cutlass.range_constexpr(0, self.config.pairs, ROWS_AT_ONCE):
-            if begin < entry.count:
-                self.prepare_some(call, entry, first, k, chunks, begin, thread, factors)
+        chunks = cutlass.select_(kind_of(unit) == W13, layer.w13_blocks, layer.w2_blocks) * 4
+        numbers = self.chunks_of_row(call, unit, entry, half)
+        for begin in cutlass.range(0, entry.count, ROWS_AT_ONCE, unroll=1):
+            row = begin + half
+            ahead = self.chunks_of_row(call, unit, entry, row + ROWS_AT_ONCE)
+            largest = numbers[0] & 0x7FFF7FFF
+            for word in cutlass.range_constexpr(1, len(numbers)):
+                largest = larger_halves(largest, numbers[word] & 0x7FFF7FFF)
+            largest = cute.arch.warp_redux_sync(Int32(cutlass.max(largest & 0xFFFF, largest >> 16)), "max")
+            # Two sets of maxima take turns, so that the next rows' need not wait until these have been read.
+            maxima = shared_int(call.maxima + (begin // ROWS_AT_ONCE % 2 * ROWS_AT_ONCE + half) * (4 * ROW_WARPS))
+            if lane == 0:
+                maxima[warp] = largest
+            cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
+            largest = cute.arch.warp_redux_sync(maxima[lane % ROW_WARPS], "max")
+            # The exponent field of the largest number as a float32; rows of nothing have any.
+            field = cutlass.max(float_bits(self.widened(Uint32(largest))) >> 23, 8)
+            scale = as_float((261 - cutlass.min(field, 254)) << 23)  # infinity is taken care of below
+            if row < entry.count:
+                if thread % ROW_THREADS == 0:
+                    nan = Int32(0x7FFFFFFF)
+                    shared_int(call.factors)[row] = cutlass.select_(field == 255, nan, (field - 7) << 23)
+                for turn in cutlass.range_constexpr(self.turns):
+                    chunk = thread % ROW_THREADS + turn * ROW_THREADS
+                    if chunk < chunks:
+                        self.store_chunk(call, chunk, row, scale, numbers[turn * 8 : (turn + 1) * 8])
+            numbers = ahead
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
+        for tile in cutlass.range_constexpr(self.tiles):
+            factors[tile] = as_float(shared_int(call.factors)[tile * 4 + lane % 4])
+
+    @property
+    def turns(self) -> int:
+        """Chunks of a row that a thread has."""
+        return -(-self.config.blocks * 4 // ROW_THREADS)
 
     @cute.jit
-    def prepare_some(
-        self,
-        call: Call,
-        entry: Any,
-        first: Any,
-        k: Int32,
-        chunks: Int32,
-        begin: cutlass.Constexpr[int],
-        thread: Int32,
-        factors: cute.Tensor,
-    ):
-        """Some rows together, so that their numbers are waited for once."""
+    def chunks_of_row(self, call: Call, unit: Int32, entry: Any, row: Int32) -> Any:
+        """A thread's numbers of a row, eight words a chunk; zeros where the row, or the entry, has ended."""
         layer = call.layer
-        turns = -(-self.config.blocks * 4 // PREPARING_THREADS)  # chunks of a thread
-        numbers = cute.make_rmem_tensor((turns, ROWS_AT_ONCE, 8), Uint32)
-        numbers.fill(0)
-        for each in cutlass.range_constexpr(ROWS_AT_ONCE):
-            if begin + each < entry.count:
-                pair = call.order[entry.first + begin + each]
-                token_at = call.x + Int64(pair // layer.top_k) * (call.x_stride * 2)
-                row_at = cutlass.select_(first, token_at, call.activated + Int64(pair) * (layer.intermediate * 2))
-                for turn in cutlass.range_constexpr(turns):
-                    at = (thread + turn * PREPARING_THREADS) * CHUNK
-                    if at < k:
-                        for half in cutlass.range_constexpr(2):
-                            words = load_words("global", row_at + (at + half * 8) * 2, 4)
-                            for word in cutlass.range_constexpr(4):
-                                numbers[turn, each, half * 4 + word] = words[word]
-        # The largest of each row.
-        for each in cutlass.range_constexpr(ROWS_AT_ONCE):
-            largest = numbers[0, each, 0] & 0x7FFF7FFF
-            for other in cutlass.range_constexpr(1, 8 * turns):
-                largest = larger_halves(largest, numbers[other // 8, each, other % 8] & 0x7FFF7FFF)
-            largest = cute.arch.warp_redux_sync(Int32(cutlass.max(largest & 0xFFFF, largest >> 16)), "max")
-            if thread % 32 == 0:
-                shared_int(call.maxima + ((thread // 32) * ROWS_AT_ONCE + each) * 4)[0] = largest
-        cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
-        for each in cutlass.range_constexpr(ROWS_AT_ONCE):
-            if begin + each < entry.count:
-                largest = Int32(0)
-                for warp in cutlass.range_constexpr(MULTIPLIERS):
-                    largest = cutlass.max(largest, shared_int(call.maxima + (warp * ROWS_AT_ONCE + each) * 4)[0])
-                # The exponent field of the largest number as a float32; rows of nothing have any.
-                field = cutlass.max(float_bits(self.widened(Uint32(largest))) >> 23, 8)
-                scale = as_float((261 - cutlass.min(field, 254)) << 23)  # infinity is taken care of below
-                column = thread % 4 + (begin + each) // 4 * 4
-                if column == begin + each:
-                    factor = as_float((field - 7) << 23)
-                    factors[(begin + each) // 4] = cutlass.select_(field == 255, Float32(float("nan")), factor)
-                for turn in cutlass.range_constexpr(turns):
-                    chunk = thread + turn * PREPARING_THREADS
-                    if chunk < chunks:
-                        self.store_chunk(call, chunk, begin + each, scale, numbers, turn, each)
-        # The maxima of the next rows go to the same place.
-        cute.arch.barrier(barrier_id=PREPARING, number_of_threads=PREPARING_THREADS)
+        thread, _, _ = cute.arch.thread_idx()
+        first = kind_of(unit) == W13
+        k = cutlass.select_(first, layer.hidden, layer.intermediate)
+        found = []
+        pair = call.order[cutlass.min(entry.first + row, MAX_PAIRS - 1)]
+        token_at = call.x + Int64(pair // layer.top_k) * (call.x_stride * 2)
+        row_at = cutlass.select_(first, token_at, call.activated + Int64(pair) * (layer.intermediate * 2))
+        for turn in cutlass.range_constexpr(self.turns):
+            at = (thread % ROW_THREADS + turn * ROW_THREADS) * CHUNK
+            words = [Uint32(0)] * 8
+            if row < entry.count and at < k:
+                words = [*load_words("global", row_at + at * 2, 4), *load_words("global", row_at + (at + 8) * 2, 4)]
+            found += words
+        return found
 
     @cute.jit
     def store_chunk(
         self,
         call: Call,
         chunk: Int32,
-        row: cutlass.Constexpr[int],
+        row: Int32,
         scale: Float32,
-        numbers: cute.Tensor,
-        turn: cutlass.Constexpr[int],
-        each: cutlass.Constexpr[int],
+        numbers: Any,
     ):
         """Sixteen numbers of a row go to its columns."""
         words = [[] for _ in range(self.config.parts)]
         for word in cutlass.range_constexpr(4):
             # Elements 2 w and 2 w + 1 are in the word w, their partners 8 further in the word w + 4.
-            low = self.split(numbers[turn, each, word], numbers[turn, each, word + 4], False, scale)
-            high = self.split(numbers[turn, each, word], numbers[turn, each, word + 4], True, scale)
+            low = self.split(numbers[word], numbers[word + 4], False, scale)
+            high = self.split(numbers[word], numbers[word + 4], True, scale)
             for part in cutlass.range_constexpr(self.config.parts):
                 words[part].append(low[part] | high[part] << 16)
         to = call.rows + (chunk * self.tiles + row // 4) * (self.layers * CORE_BYTES) + row % 4 * (2 * CHUNK)

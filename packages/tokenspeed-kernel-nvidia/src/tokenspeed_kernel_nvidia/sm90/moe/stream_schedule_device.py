@@ -28,12 +28,14 @@ class Schedule(Shapes):
         cute.arch.sync_threads()
 
     @cute.jit
-    def sort_pairs(self, call: Call, counts: cute.Pointer, places: cute.Pointer, totals: cute.Pointer):
+    def sort_pairs(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
         """Lists the pairs of each expert, and the entries. By all threads of a CTA, each CTA for itself.
 
-        ``order`` has the pairs, expert by expert, in their order: all CTAs must have the same pairs in an entry. Loops are short,
-        because most of this code is new to a multiprocessor at each launch, and reading it takes longer than running it.
+        ``order`` has the pairs, expert by expert, in their order: all CTAs must have the same pairs in an entry. ``places`` is
+        negative for pairs that have no expert here. Loops are short, because most of this code is new to a multiprocessor at each
+        launch, and reading it takes longer than running it.
         """
+        places = call.places
         thread, _, _ = cute.arch.thread_idx()
         pairs = call.tokens * call.layer.top_k
         for pair in cutlass.range(thread, pairs, THREADS, unroll=1):
@@ -102,7 +104,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def leave(self, call: Call):
-        """The last CTA that leaves makes all counters zero. By one warp, when no thread of the CTA reads them any more."""
+        """The last CTA that leaves makes all counters zero. By one warp, when no thread of the CTA will read or add to them."""
         lane = cute.arch.lane_idx()
         ctas, _, _ = cute.arch.grid_dim()
         before = Int32(0)

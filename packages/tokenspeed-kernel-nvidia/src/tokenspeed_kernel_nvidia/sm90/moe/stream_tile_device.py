@@ -1,9 +1,9 @@
 """What all warps of `stream_device` share: the call, the lists of pairs, and what a stage of the ring is about.
 
 An *entry* is some pairs of one expert, at most as many as a program computes at once: the reading of weights is shared among them.
-A *unit* is a panel of one entry. Units of w13 and of w2 are handed out in *ranges* by a counter in global memory, all of w13 before
-any of w2. So whoever waits for something waits for a CTA that runs already, however many CTAs there is room for. Each CTA then adds
-up a part of the output, for which nobody waits.
+A *unit* is a panel of w13 for one entry, or a piece of a panel of w2: some blocks of k. Units of w13 and of w2 are handed out in
+*ranges* by a counter in global memory, all of w13 before any of w2. So whoever waits for something waits for a CTA that runs
+already, however many CTAs there is room for. Each CTA then adds up a part of the output, for which nobody waits.
 """
 
 # mypy: ignore-errors
@@ -23,11 +23,11 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, COUNTERS, M
 TICKET, DONE, LEFT, READY = 0, 1, 2, COUNTERS
 # What a stage brings: a slab of a product, the order to add up the output, or the end.
 W13, W2, COMBINE, END = range(4)
-_LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _PLACE_BIT = 2, 3, 4, 15
+_LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _PIECE_BIT, _PLACE_BIT = 2, 3, 4, 15, 18
 _EXPERT_BITS, _FIRST_BITS = 9, 11
 # Of `sizes` in shared memory.
 ENTRIES = 0
-ROWS_AT_ONCE = 4  # rows that are prepared together
+ROWS_AT_ONCE = 2  # rows that are prepared together
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Layer:
         w13_strips, w2_strips: of each expert.
         w13_bytes, w2_bytes: of a panel.
         w13_blocks, w2_blocks: of a panel.
-        w13_units, w2_units: panels of each expert.
+        w13_units, w2_units: of each expert.
+        piece, pieces: blocks of a unit of w2, and the units that a panel of w2 is cut into.
+        w13_turns, w2_turns: ranges that a CTA takes of each, on average.
         experts, hidden, intermediate, top_k: as the plan's.
         alpha, limit, beta: as the plan's; infinity for no limit.
     """
@@ -54,6 +56,10 @@ class Layer:
     w2_blocks: Int32
     w13_units: Int32
     w2_units: Int32
+    piece: Int32
+    pieces: Int32
+    w13_turns: Int32
+    w2_turns: Int32
     experts: Int32
     hidden: Int32
     intermediate: Int32
@@ -74,17 +80,17 @@ class Call:
         out, out_stride: as x.
         tokens: how many.
         activated: the results of the first product, of the tokens' dtype ``[pairs, intermediate]``.
-        slots: those of the second, weighted, float32 ``[pairs, hidden]``.
+        slots: those of the second, weighted, float32 ``[pieces, pairs, hidden]``.
         counters: see TICKET.
         pipe: the barriers of the ring.
         partial: those of the buffers of partial sums.
         ring: address of the ring.
         rows: address of an entry's rows, see `stream_rows_device`.
-        maxima: address of largest numbers of rows, of each warp.
+        maxima, factors: addresses of largest numbers of rows, of each warp, and of what sums of each row are to be multiplied by.
         units: what each stage is about, see `unit_of`.
         partial_units: what each buffer is about.
         sums, heads: addresses of the buffers: partial sums, and the strip's factors and biases.
-        sizes, starts, entries, order: see `stream_schedule_device`.
+        sizes, starts, entries, order, places: see `stream_schedule_device`.
     """
 
     layer: Layer
@@ -103,6 +109,7 @@ class Call:
     ring: Int32
     rows: Int32
     maxima: Int32
+    factors: Int32
     units: cute.Pointer
     partial_units: cute.Pointer
     sums: Int32
@@ -111,6 +118,7 @@ class Call:
     starts: cute.Pointer
     entries: cute.Pointer
     order: cute.Pointer
+    places: cute.Pointer
 
     def counter(self, index: Any) -> Int64:
         """The address of a counter."""
@@ -137,9 +145,10 @@ def entry_of(code: Int32) -> Entry:
     return Entry(code & ((1 << _EXPERT_BITS) - 1), first, code >> (_EXPERT_BITS + _FIRST_BITS))
 
 
-def unit_code(kind: Any, entry: Any, place: Any, last: Any) -> Int32:
-    """A unit as a number. ``last``: 1 for the last of an entry in its range."""
-    return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _PLACE_BIT
+def unit_code(kind: Any, entry: Any = 0, place: Any = 0, piece: Any = 0, last: Any = 0) -> Int32:
+    """A unit as a number: a piece of the panel at ``place``. ``last``: 1 for the last of an entry in its range."""
+    unit = Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT
+    return unit | Int32(piece) << _PIECE_BIT | Int32(place) << _PLACE_BIT
 
 
 def kind_of(unit: Int32) -> Int32:
@@ -161,17 +170,22 @@ def is_ahead(unit: Int32) -> Any:
 
 def index_of(unit: Int32) -> Int32:
     """The index of a unit's entry."""
-    return unit >> _ENTRY_BIT & ((1 << (_PLACE_BIT - _ENTRY_BIT)) - 1)
+    return unit >> _ENTRY_BIT & ((1 << (_PIECE_BIT - _ENTRY_BIT)) - 1)
+
+
+def piece_of(unit: Int32) -> Int32:
+    """Which piece of its panel a unit is."""
+    return unit >> _PIECE_BIT & ((1 << (_PLACE_BIT - _PIECE_BIT)) - 1)
 
 
 def place_of(unit: Int32) -> Int32:
-    """The number of a unit among those of its expert."""
+    """The number of a unit's panel among those of its expert."""
     return unit >> _PLACE_BIT
 
 
 def rows_of(unit: Int32) -> Int32:
     """Equal for units whose products have the same right operand."""
-    return unit & ((1 << _PLACE_BIT) - 1 - (1 << _LAST_BIT))
+    return unit & ((1 << _PIECE_BIT) - 1 - (1 << _LAST_BIT))
 
 
 class Shapes:
@@ -199,7 +213,8 @@ class Shapes:
             partial_units: cute.struct.MemRange[Int32, BUFFERS]
             sizes: cute.struct.MemRange[Int32, 2]
             totals: cute.struct.MemRange[Int32, 32]
-            maxima: cute.struct.MemRange[Int32, MULTIPLIERS * ROWS_AT_ONCE]
+            maxima: cute.struct.MemRange[Int32, 2 * MULTIPLIERS]
+            factors: cute.struct.MemRange[Int32, config.pairs]
             counts: cute.struct.MemRange[Int32, MAX_EXPERTS]
             starts: cute.struct.MemRange[Int32, MAX_EXPERTS]
             entries: cute.struct.MemRange[Int32, MAX_PAIRS]
