@@ -39,8 +39,7 @@ ATOMICS: dict[str, tuple[str, int]] = {  # name without ds_ and rtn -> operation
     "pk_add_bf16": ("pk_add_bf16", 32), "pk_add_f16": ("pk_add_f16", 32),
     "wrxchg_b32": ("swap", 32), "wrxchg_b64": ("swap", 64), "cmpst_b32": ("cmpst", 32), "cmpst_b64": ("cmpst", 64),
 }  # fmt: skip
-TRANSPOSING = {"ds_read_b64_tr_b16": 16, "ds_read_b64_tr_b8": 8}
-NOT_IMPLEMENTED = {"ds_read_b64_tr_b4", "ds_read_b96_tr_b6"}
+TRANSPOSING = {"ds_read_b64_tr_b16": 16, "ds_read_b64_tr_b8": 8, "ds_read_b96_tr_b6": 6, "ds_read_b64_tr_b4": 4}
 PERMUTING = {"ds_permute_b32", "ds_bpermute_b32", "ds_swizzle_b32"}
 
 
@@ -53,7 +52,7 @@ def test_every_lds_instruction_is_tested() -> None:
     names = {f"ds_read_{name}" for name in READS} | {f"ds_write_{name}" for name in WRITES}
     names |= {f"ds_{way}{name}" for way in ("read", "write") for name in TWICE}
     names |= {f"ds_{name}" for name in ATOMICS if not name.startswith("wrxchg")} | {f"ds_{_returning(name)}" for name in ATOMICS}
-    assert implemented("lds") == names | TRANSPOSING.keys() | NOT_IMPLEMENTED | PERMUTING
+    assert implemented("lds") == names | TRANSPOSING.keys() | PERMUTING
 
 
 _SIZE = 4096
@@ -241,19 +240,32 @@ def test_workgroups_have_lds_of_their_own() -> None:
 # Transposing reads
 
 
+def _words(mnemonic: str) -> int:
+    return 3 if TRANSPOSING[mnemonic] == 6 else 2
+
+
+def _received(s: Snippet, lane: int, mnemonic: str) -> int:
+    """What a lane received in registers from v2 on, as one number: its first element in the lowest bits."""
+    return sum(int(s.v(2 + i)[lane]) << 32 * i for i in range(_words(mnemonic)))
+
+
+def _element(memory: bytes, index: int, bits: int) -> int:
+    """An element of packed data, the first in the lowest bits."""
+    return int.from_bytes(memory, "little") >> index * bits & (1 << bits) - 1
+
+
 @pytest.mark.parametrize("mnemonic", TRANSPOSING)
 def test_lane_map_of_transposing_reads(mnemonic: str) -> None:
-    """Each group of 16 lanes reads 128 bytes, 8 a lane. In rows of 16 elements, lane i of the group receives column i."""
-    bits = TRANSPOSING[mnemonic]
-    per_lane, size = 64 // bits, bits // 8
+    """Each group of 16 lanes reads 8 or 12 bytes a lane. In rows of 16 elements, lane i of the group receives column i."""
+    bits, size = TRANSPOSING[mnemonic], 4 * _words(mnemonic)
     case = Case(20, 2)
     offset = 16
-    s = case.run(f"{mnemonic} v[2:3], v1 offset:{offset}\ns_waitcnt lgkmcnt(0)")
+    s = case.run(f"{mnemonic} v[2:{1 + _words(mnemonic)}], v1 offset:{offset}\ns_waitcnt lgkmcnt(0)")
     for lane in range(case.lanes):
         group, column = lane // 16 * 16, lane % 16
-        rows = b"".join(case.read(int(case.offsets[group + i]) + offset, 8) for i in range(16))  # row-major, 16 elements a row
-        elements = [rows[(row * 16 + column) * size :][:size] for row in range(per_lane)]
-        assert int(s.v64(2)[lane]).to_bytes(8, "little") == b"".join(elements), lane
+        rows = b"".join(case.read(int(case.offsets[group + i]) + offset, size) for i in range(16))  # row-major, 16 elements a row
+        expected = [_element(rows, row * 16 + column, bits) << row * bits for row in range(8 * size // bits)]
+        assert _received(s, lane, mnemonic) == sum(expected), lane
 
 
 def test_lane_maps_element_by_element() -> None:
@@ -277,7 +289,19 @@ def test_lane_maps_element_by_element() -> None:
             assert from_element[lane, element] == lane % 8
 
 
-@pytest.mark.parametrize("mnemonic", TRANSPOSING)
+def test_lane_maps_of_small_elements() -> None:
+    """Sixteen elements of 4 or 6 bits a lane are transposed among 16 lanes: element e of lane i comes from element i of lane e."""
+    for mnemonic in ("ds_read_b64_tr_b4", "ds_read_b96_tr_b6"):
+        bits, words = TRANSPOSING[mnemonic], _words(mnemonic)
+        values = np.random.default_rng(24).integers(0, 1 << bits, (WAVE, 16))
+        packed = b"".join(sum(int(value) << bits * i for i, value in enumerate(lane)).to_bytes(16, "little") for lane in values)
+        s = Snippet(f"{mnemonic} v[2:{1 + words}], v1", v={1: np.arange(WAVE) * 16}, lds=packed, registers=8).run()
+        for lane in range(WAVE):
+            expected = [int(values[lane // 16 * 16 + e, lane % 16]) << bits * e for e in range(16)]
+            assert _received(s, lane, mnemonic) == sum(expected), (mnemonic, lane)
+
+
+@pytest.mark.parametrize("mnemonic", [name for name, bits in TRANSPOSING.items() if bits >= 8])
 def test_a_matrix_transposed(mnemonic: str) -> None:
     """A matrix of rows of 16 elements in LDS; every group of 16 lanes reads some rows and receives columns."""
     bits = TRANSPOSING[mnemonic]
@@ -293,18 +317,20 @@ def test_a_matrix_transposed(mnemonic: str) -> None:
 def test_transposing_reads_with_lanes_off(mnemonic: str) -> None:
     """A wave is on or off as a whole."""
     case = Case(22, 3)
-    text = f"s_mov_b64 exec, s[4:5]\n{mnemonic} v[8:9], v1"
+    registers = range(8, 8 + _words(mnemonic))
+    instruction = f"{mnemonic} v[8:{registers[-1]}], v1"
+    text = f"s_mov_b64 exec, s[4:5]\n{instruction}"
     masks = np.array([MASK64, 0, MASK64], object)
-    whole = case.run(f"{mnemonic} v[8:9], v1")
+    whole = case.run(instruction)
     some = Snippet(text, v={1: case.offsets, **case.data}, s={4: masks}, waves=3, lds=case.lds, registers=16).run()
     on = np.repeat([True, False, True], WAVE)
-    for i in (8, 9):
+    for i in registers:
         assert np.array_equal(some.v(i), np.where(on, whole.v(i), case.data[i]))
     none = Snippet(text, v={1: case.offsets, **case.data}, s={4: 1 << 64}, waves=3, lds=case.lds, registers=16)
     none.group.set_s64(4, 0)
     assert np.array_equal(none.run().v(8), case.data[8])
     with pytest.raises(EmulationError, match="no defined result"):
-        Snippet(text, v={1: 0}, s={4: MASK64 - 1}, lds=64).run()
+        Snippet(text, v={1: 0}, s={4: MASK64 - 1}, lds=64, registers=16).run()
 
 
 def test_transposing_reads_beyond_the_allocation() -> None:
@@ -315,12 +341,6 @@ def test_transposing_reads_beyond_the_allocation() -> None:
     rows = b"".join(case.read(int(at), 8) for at in offsets[:16])
     assert int(s.v64(2)[4]).to_bytes(8, "little") == b"".join(rows[(row * 16 + 4) * 2 :][:2] for row in range(4))
     assert rows[40:48] == bytes(8)
-
-
-@pytest.mark.parametrize("mnemonic", sorted(NOT_IMPLEMENTED))
-def test_transposing_reads_that_are_not_implemented(mnemonic: str) -> None:
-    with pytest.raises(UnknownInstruction, match="are not implemented"):
-        Snippet(f"{mnemonic} v[2:4], v1")
 
 
 # Atomics

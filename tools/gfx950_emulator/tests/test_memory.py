@@ -409,6 +409,63 @@ def test_atomics_with_all_lanes_off(text: str) -> None:
     assert bytes(case.memory) == case.before
 
 
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("name", ["pk_add_bf16", "pk_add_f16"])
+def test_packed_atomics_at_the_edges_of_a_tensor(name: str, returns: bool) -> None:
+    """The half of a dword that is no tensor's stays as it is and reads zero, if zero is added to it."""
+    add = ATOMICS[name][0]
+    assert add is not None
+    memory = np.random.default_rng(24).integers(0x3C00, 0x4400, 8, dtype=np.uint16)
+    inside = memory[1:5]  # begins and ends in the middle of a dword
+    one = 0x3F80 if name == "pk_add_bf16" else 0x3C00
+    operands = [one << 16, one | one << 16, one]
+    before = memory.view(np.uint32).tolist()
+    text = f"global_atomic_{name} {'v3, ' if returns else ''}v1, v2, s[4:5]{' sc0' if returns else ''}\ns_waitcnt vmcnt(0)"
+
+    def run(values: list[int]) -> Snippet:
+        lanes = {1: [0, 4, 8], 2: values}
+        v = {i: np.array([*x, *[0] * 61], np.uint32) for i, x in lanes.items()}
+        return Snippet(text, v={**v, 3: 0}, s={4: memory.ctypes.data, "exec": 7}, arrays=[inside], registers=4).run()
+
+    s = run(operands)
+    bits = [0xFFFF0000, MASK32, 0xFFFF]
+    expected = [old & ~m & MASK32 | add(old & m, x) & m for old, x, m in zip(before, operands, bits, strict=False)]
+    assert memory.view(np.uint32).tolist() == [*expected, before[3]]
+    if returns:
+        assert s.v(3)[:3].tolist() == [old & m for old, m in zip(before, bits, strict=False)]
+    for lane in (0, 2):
+        both = [one | one << 16 if i == lane else x for i, x in enumerate(operands)]
+        with pytest.raises(SanitizerError, match="atomic of 4 bytes") as caught:
+            run(both)
+        assert caught.value.kind == "out-of-bounds"
+
+
+def test_a_loop_of_compare_and_swap_at_the_edge_of_a_tensor() -> None:
+    """Its first load reads a whole dword; half of it may be no tensor's if the loop swaps that half for itself."""
+    memory = np.array([5, 7, 9, 11], np.uint16)
+    loop = """
+        global_load_dword v5, v[2:3], off
+        s_waitcnt vmcnt(0)
+        {change}
+        global_atomic_cmpswap v6, v[2:3], v[4:5], off sc0
+        s_waitcnt vmcnt(0)
+    """
+
+    def run(change: str) -> Snippet:
+        at = memory.ctypes.data + 4
+        v = {2: at & MASK32, 3: at >> 32, 4: 0, 5: 0, 6: 0}
+        return Snippet(loop.format(change=change), v=v, s={"exec": 1}, arrays=[memory[:3]], registers=8).run()
+
+    s = run("v_add_u32_e32 v4, 1, v5")
+    assert memory.tolist() == [5, 7, 10, 11]
+    assert (int(s.v(5)[0]), int(s.v(6)[0])) == (9, 9)
+    with pytest.raises(SanitizerError, match="atomic of 4 bytes") as caught:
+        run("v_add_u32_e32 v4, 0x10000, v5")
+    assert caught.value.kind == "out-of-bounds"
+    with pytest.raises(SanitizerError, match="load of 4 bytes"):
+        run("v_add_u32_e32 v4, 1, v5\nglobal_load_dword v7, v[2:3], off")
+
+
 def test_minimum_of_a_nan_leaves_memory_alone() -> None:
     memory = np.array([np.nan, 1.0, -0.0, 0.0], np.float32)
     offsets = (np.arange(WAVE) % 4 * 4).astype(np.uint32)

@@ -341,7 +341,7 @@ def test_atomics_on_uninitialised_lds(mnemonic: str) -> None:
     run(f"ds_write_b32 v1, v2\ns_waitcnt lgkmcnt(0)\n{mnemonic}\ns_waitcnt lgkmcnt(0)", lds=1024)
 
 
-@pytest.mark.parametrize(("mnemonic", "bits"), [("ds_read_b64_tr_b16", 16), ("ds_read_b64_tr_b8", 8)])
+@pytest.mark.parametrize(("mnemonic", "bits"), [("ds_read_b64_tr_b16", 16), ("ds_read_b64_tr_b8", 8), ("ds_read_b64_tr_b4", 4)])
 def test_transposing_reads_of_uninitialised_lds(mnemonic: str, bits: int) -> None:
     """One lane's 8 bytes are missing: it is their receivers that are uninitialised, and of each only one half."""
     missing = 16 + 5

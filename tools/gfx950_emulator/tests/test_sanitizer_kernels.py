@@ -104,6 +104,26 @@ def test_one_element_past_a_tensor(kernel: str, dtype: torch.dtype, n: int) -> N
     _assert_reported(caught.value, "out-of-bounds", function, r"_load_|_store_")
 
 
+@pytest.mark.parametrize("sanitize", [True, False])
+def test_bounds_of_the_storage(sanitize: bool) -> None:
+    """A kernel that reads padding which its caller sliced off."""
+    memory, out = torch.randn(256), torch.zeros(30)
+    x = memory[100:130]
+    with emulated_gfx950(sanitize=sanitize), pytest.raises(SanitizerError, match="is 0 bytes past the end"):
+        faulty_triton.reads_too_far[(1,)](x, out, 30, 1, 256)
+    with emulated_gfx950(sanitize=sanitize, bounds="storage"):
+        faulty_triton.reads_too_far[(1,)](x, out, 30, 1, 256)
+        assert torch.equal(out, x)
+        faulty_triton.reads_too_far[(1,)](x, out, 30, 126, 256)
+        with pytest.raises(SanitizerError, match="past the end of argument x_ptr of 1024 bytes"):
+            faulty_triton.reads_too_far[(1,)](x, out, 30, 127, 256)
+
+
+def test_bounds_are_of_the_view_or_the_storage() -> None:
+    with pytest.raises(ValueError, match="bounds must be one of view, storage, got 'tensor'"), emulated_gfx950(bounds="tensor"):
+        pass
+
+
 @pytest.mark.parametrize("num_warps", [1, 4])
 def test_elements_before_a_tensor(num_warps: int) -> None:
     x, out = torch.arange(200.0), torch.full((200,), 7.0)

@@ -8,8 +8,9 @@ import torch
 
 from gfx950_emulator import emulated_gfx950
 from gfx950_emulator.driver import LaunchReport
+from gfx950_emulator.occupancy import Occupancy
 from gfx950_emulator.snippet import Snippet
-from gfx950_emulator.timing import NOTICE, Simulation, instruction_costs, instructions_of, predict, simulate
+from gfx950_emulator.timing import NOTICE, Prediction, Simulation, instruction_costs, instructions_of, predict, simulate
 
 from .kernels import elementwise, products
 
@@ -292,9 +293,36 @@ def test_the_grid_is_bound_by_memory_or_by_its_fullest_unit() -> None:
     # x is read once, out written once.
     assert large.memory_seconds == pytest.approx(2 * 4 * (1 << 20) / 8e12)
     assert large.seconds >= large.memory_seconds
+    for found in (small, large):
+        slow = max(found.compute_seconds, found.memory_seconds * 8 / 6.6)
+        assert found.achievable_seconds == pytest.approx(2.3e-6 + slow)
     assert small.bound_by == "global memory latency"
     # 4096 workgroups on 256 units of which each has room for 8: two rounds.
     assert 1.2 < large.compute_seconds / small.compute_seconds < 8
+
+
+@pytest.mark.parametrize(
+    ("valu", "mfma", "bound"),
+    [
+        (0.9, 0.3, "VALU throughput"),
+        (0.6, 0.3, "MFMA latency (VALU 60% busy)"),
+        (0.6, 0.86, "MFMA throughput"),
+        (0.4, 0.3, "MFMA latency"),
+    ],
+)
+def test_what_a_compute_unit_is_bound_by(valu: float, mfma: float, bound: str) -> None:
+    spent = {"MFMA": 50.0, "VALU": 40.0, "LDS": 10.0}
+    assert Simulation(1, 100.0, spent, {"VALU": valu, "MFMA": mfma, "LDS": 0.1}).bound_by == bound
+
+
+@pytest.mark.parametrize(("length", "measured"), [(1024, 9.74), (2048, 16.2), (4096, 25.3), (8192, 45.3)])
+def test_the_achievable_time_against_published_measurements(length: int, measured: float) -> None:
+    """Decode of 16 sequences with 8 key heads of 64 in bf16, in two launches, that reads each key and value once."""
+    memory = 2 * 2 * 16 * length * 8 * 64
+    idle = Simulation(1, 1.0, {"issue": 1.0}, {"VALU": 0.0})
+    fits = Occupancy(1, 1.0, {"LDS": 1}, "LDS", 64, 0, 32, 64, 0)
+    launches = [Prediction("decode", 0, idle, idle, fits, 0.0, bytes_ / 8e12) for bytes_ in (memory, 0)]
+    assert sum(launch.achievable_seconds for launch in launches) * 1e6 == pytest.approx(measured, rel=0.1)
 
 
 def test_idle_workgroups_cost_little() -> None:

@@ -32,6 +32,20 @@ def test_atomic_add(dtype: torch.dtype, rng: torch.Generator) -> None:
     assert torch.equal(totals.double(), expected)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("bins", [1, 7, 33])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_atomic_add_to_an_odd_number_of_halves(dtype: torch.dtype, bins: int, first: int, rng: torch.Generator) -> None:
+    """Atomics of 16 bits work on whole dwords, of which the tensor may have one half."""
+    values, chosen = integers(rng, -3, 4, 60).to(dtype), integers(rng, 0, bins, 60)
+    memory = integers(rng, -3, 4, bins + 3).to(dtype)
+    expected = memory.double()
+    expected[first : first + bins].index_add_(0, chosen.long(), values.double())
+    with emulated_gfx950():
+        atomics.add_to_bins[(1,)](values, chosen, memory[first : first + bins], 60, 64)
+    assert torch.equal(memory.double(), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.uint32], ids=str)
 def test_atomic_bounds_at_one_address(dtype: torch.dtype, rng: torch.Generator) -> None:
     # Stock Triton 3.6 and 3.9 combine the lanes of a wave that meet at an address by unsigned comparisons even where the

@@ -11,7 +11,7 @@ import triton
 from gfx950_emulator import emulated_gfx950
 
 from .kernels import control, elementwise, products
-from .kernels.formats import integers, random_operand, relative_error
+from .kernels.formats import integers, packed_across, random_operand, relative_error
 
 # One operation per element.
 
@@ -479,6 +479,28 @@ def test_scaled_matmul(a_format: str, b_format: str, m: int, n: int, k: int, sta
     expected = a_values @ b_values.T
     # Without a scale on both sides the values are multiplied in bfloat16 or float16; the scaled ones are exact there.
     assert relative_error(c, expected) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("a_format", "a_along_k", "b_along_k"),
+    [("e4m3", True, False), ("e2m1", True, False), ("e2m1", False, False), ("e2m1", False, True)],
+)
+@pytest.mark.parametrize(("m", "n", "stages"), [(16, 32, 1), (64, 64, 2)])
+def test_scaled_matmul_of_fp4_packed_across_k(
+    a_format: str, a_along_k: bool, b_along_k: bool, m: int, n: int, stages: int, rng: torch.Generator
+) -> None:
+    """Operands whose bytes hold two rows are taken apart by transposing reads of 4-bit elements."""
+    k = 256
+    a, a_scale, a_values = random_operand(a_format, m, k, rng)
+    b, b_scale, b_values = random_operand("e2m1", n, k, rng)
+    stored = [x if along_k else packed_across(x) for x, along_k in ((a, a_along_k), (b, b_along_k))]
+    c = torch.zeros(m, n)
+    with emulated_gfx950():
+        compiled = products.scaled_matmul_packed_across[(1,)](
+            stored[0], a_scale, stored[1], b_scale, c, k, a_format, a_along_k, b_along_k, m, n, 128, stages
+        )
+    assert "ds_read_b64_tr_b4" in compiled.asm["amdgcn"]
+    assert relative_error(c, a_values @ b_values.T) <= 1e-6
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(64, 32, 64), (50, 40, 72)])

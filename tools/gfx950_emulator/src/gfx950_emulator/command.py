@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gfx950_emulator import report
-from gfx950_emulator.driver import Emulator, emulated_gfx950
+from gfx950_emulator.driver import Bounds, Emulator, emulated_gfx950
 from gfx950_emulator.errors import EmulationError
 from gfx950_emulator.program import Program
 from gfx950_emulator.trace import InstructionTrace, Written
@@ -26,15 +26,16 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 Target = Annotated[str, typer.Argument(metavar="FILE.py::FUNCTION", help="A function without arguments, which launches kernels.")]
 Sanitize = Annotated[bool, typer.Option("--sanitize/--no-sanitize", help="Look for races, missing waits, uninitialised data.")]
+BoundsOption = Annotated[Bounds, typer.Option("--bounds", help="What of a tensor may be accessed: its elements or its storage.")]
 Kernel = Annotated[str, typer.Option("--kernel", "-k", help="Only kernels with this in their name.")]
 Top = Annotated[int, typer.Option("--top", help="Lines per table.", min=1)]
 
 
 @app.command()
-def run(target: Target, sanitize: Sanitize = True) -> None:
+def run(target: Target, sanitize: Sanitize = True, bounds: BoundsOption = "view") -> None:
     """Run a function's kernels, with the sanitizer, and list them."""
     console = report.console()
-    emulator, seconds = _execute(target, sanitize=sanitize)
+    emulator, seconds = _execute(target, sanitize=sanitize, bounds=bounds)
     for launch in emulator.launches:
         console.print(f"{report.headline(launch)}, {report.number(launch.instructions)} lockstep instructions")
     checked = "nothing to complain of" if sanitize else "not sanitized"
@@ -42,10 +43,10 @@ def run(target: Target, sanitize: Sanitize = True) -> None:
 
 
 @app.command()
-def stats(target: Target, kernel: Kernel = "", top: Top = 15, sanitize: Sanitize = False) -> None:
+def stats(target: Target, kernel: Kernel = "", top: Top = 15, sanitize: Sanitize = False, bounds: BoundsOption = "view") -> None:
     """Run a function's kernels and count: instructions, bytes, cache lines, bank conflicts; model the time."""
     console = report.console()
-    emulator, _ = _execute(target, sanitize=sanitize, counters=True)
+    emulator, _ = _execute(target, sanitize=sanitize, counters=True, bounds=bounds)
     chosen = [launch for launch in emulator.launches if kernel in launch.kernel]
     for launch in chosen:
         console.print(report.stats(launch, top))
@@ -64,12 +65,13 @@ def trace(
     limit: Annotated[int, typer.Option("--limit", "-n", help="Instructions at most.", min=1)] = 1000,
     as_float: Annotated[bool, typer.Option("--float", help="Show vector registers as float32.")] = False,
     sanitize: Sanitize = False,
+    bounds: BoundsOption = "view",
 ) -> None:
     """Run a function's kernels and print what one wave does: every instruction with what it wrote."""
     console = report.console()
     printer = _Printer(console, as_float)
     tracer = InstructionTrace(printer, workgroup, wave, kernel, _lanes(lanes), limit)
-    _execute(target, sanitize=sanitize, tracer=tracer)
+    _execute(target, sanitize=sanitize, tracer=tracer, bounds=bounds)
     if not tracer.told:
         _fail(
             f"nothing ran as wave {wave} of workgroup {workgroup}" + (f" in a kernel with {kernel!r} in its name" if kernel else "")

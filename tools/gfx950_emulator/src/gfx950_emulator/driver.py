@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ COMPUTE_UNITS = 256
 _DEVICE = 950
 
 Edit = Callable[[str, str], str]
+Bounds = Literal["view", "storage"]
 
 
 @dataclass
@@ -74,20 +75,24 @@ class Emulator:
     edit: Edit | None = None
     batch_lanes: int = machine.BATCH_LANES
     tracer: InstructionTrace | None = None
+    bounds: Bounds = "view"
     launches: list[LaunchReport] = field(default_factory=list)
     extra: list[Allocation] = field(default_factory=list)
 
     def share(self, tensor: torch.Tensor, name: str = "shared tensor") -> None:
         """Lets kernels access a tensor that is no argument of theirs: one whose address lies in another tensor."""
-        self.extra.append(_allocation_of(tensor, name))
+        self.extra.append(_allocation_of(tensor, name, self.bounds))
 
 
 _active: ContextVar[Emulator | None] = ContextVar("gfx950_emulator", default=None)
 
 
-def _allocation_of(tensor: torch.Tensor, name: str) -> Allocation:
-    """The bytes that a tensor's elements lie in."""
-    start, block = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+def _allocation_of(tensor: torch.Tensor, name: str, bounds: Bounds = "view") -> Allocation:
+    """The bytes that a tensor's elements lie in, or all of its storage."""
+    storage = tensor.untyped_storage()
+    start, block = tensor.data_ptr(), storage.data_ptr()
+    if bounds == "storage":
+        return Allocation(block, block + storage.nbytes(), name, block)
     if tensor.numel() == 0:
         return Allocation(start, start, name)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -181,7 +186,7 @@ class _Launcher:
                 tensor = value if isinstance(value, torch.Tensor) else value.base
                 if tensor.device.type != "cpu":
                     raise ValueError(f"{name}: argument {label} is on {tensor.device}; the emulator works on CPU tensors")
-                allocations.append(_allocation_of(tensor, label))
+                allocations.append(_allocation_of(tensor, label, emulator.bounds))
         values, memory = [item for _, item in pairs], [tensor for _, tensor in scratch]
         segment = _segment(kernel, grid, self.metadata.num_warps, values, memory, name)
         address = int(segment.ctypes.data)
@@ -361,6 +366,7 @@ def emulated_gfx950(
     edit: Edit | None = None,
     batch_lanes: int = machine.BATCH_LANES,
     tracer: InstructionTrace | None = None,
+    bounds: Bounds = "view",
 ) -> Iterator[Emulator]:
     """Inside the block, Triton and Gluon kernels are compiled for gfx950 and executed on CPU tensors.
 
@@ -374,13 +380,19 @@ def emulated_gfx950(
         edit: ``edit(kernel_name, text)`` returns the assembly text to execute instead.
         batch_lanes: lanes that are executed together at most; only speed depends on it.
         tracer: shown what one wave does, instruction by instruction.
+        bounds: what a kernel may access of a tensor that it was passed: ``"view"``, the bytes between its first and its last
+            element, or ``"storage"``, all of the memory that it is a view of, as on a GPU. For kernels that rely on padding
+            which their caller allocated and sliced off.
 
     Raises:
         RuntimeError: inside another such block.
+        ValueError: ``bounds`` is neither.
     """
+    if bounds not in get_args(Bounds):
+        raise ValueError(f"bounds must be one of {', '.join(get_args(Bounds))}, got {bounds!r}")
     if _active.get() is not None:
         raise RuntimeError("emulated_gfx950() inside emulated_gfx950()")
-    emulator = Emulator(sanitize, counters, jobs, edit, batch_lanes, tracer)
+    emulator = Emulator(sanitize, counters, jobs, edit, batch_lanes, tracer, bounds)
     config = triton.runtime.driver
     previous = config._active  # reading `active` would ask for a GPU
     token = _active.set(emulator)

@@ -76,15 +76,18 @@ class GlobalMemory:
         at = bisect.bisect_right(self._starts, low) - 1
         if at >= 0 and high + size <= self.allocations[at].end:
             return
-        if self.allocations:
-            inside = np.searchsorted(self._start_array, addresses, "right") - 1
-            bad = (inside < 0) | (addresses > self._end_array[inside] - size)  # a sum could overflow
-            if not bad.any():
-                return
-            address = int(addresses[bad][0])
-        else:
-            address = low
+        bad = ~self.contains(addresses, size)
+        if not bad.any():
+            return
+        address = int(addresses[bad][0])
         raise Fault("out-of-bounds", f"{what} of {size} bytes at {address:#x} {self._nearest(address, size)}")
+
+    def contains(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """bool [N]: which accesses of ``size`` bytes lie inside one allocation."""
+        if not self.allocations:
+            return np.zeros(len(addresses), bool)
+        at = np.searchsorted(self._start_array, addresses, "right") - 1
+        return (at >= 0) & (addresses <= self._end_array[at] - size)  # a sum could overflow
 
     def _nearest(self, address: int, size: int) -> str:
         if not self.allocations:

@@ -105,7 +105,7 @@ def _time(prediction: timing.Prediction) -> RenderableType:
     what.add_row(
         f"grid on {COMPUTE_UNITS} units",
         f"{number(prediction.cycles)} cycles = {prediction.seconds * 1e6:.2f} us at {CLOCK_HZ / 1e9:.1f} GHz "
-        f"(HBM alone {prediction.memory_seconds * 1e6:.2f} us)",
+        f"(HBM alone {prediction.memory_seconds * 1e6:.2f} us), achievable {prediction.achievable_seconds * 1e6:.2f} us",
     )
     if full.simulated < 1:
         what.add_row("simulated", f"{full.simulated:.0%} of the trace, the rest extrapolated")

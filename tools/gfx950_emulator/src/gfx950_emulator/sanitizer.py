@@ -397,7 +397,7 @@ class LocalShadow:
             lane, byte = (int(x[0]) for x in np.nonzero(bad))
             raise self._conflict(int(found[lane, byte]), "reads", int(waves[lane]), int(places[lane, byte]))
         if move is not None:
-            never = move(never.astype(np.uint8)) != 0
+            never = move(never * np.uint8(255)) != 0  # all bits of a byte: an element may be a part of it
         for i in range(max(1, size // 4)):
             unset = np.zeros(group.lanes, bool)
             unset[slice(None) if lanes is None else lanes] = never[:, 4 * i : 4 * i + 4].any(axis=1)

@@ -44,6 +44,12 @@ def random_operand(
     return stored, scale, values * decode_e8m0(scale).repeat_interleave(32, dim=1)
 
 
+def packed_across(packed: torch.Tensor) -> torch.Tensor:
+    """fp4 elements [rows, k / 2] packed along k, as [k, rows / 2] packed along the rows."""
+    elements = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    return (elements[0::2] | elements[1::2] << 4).T.contiguous()
+
+
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Frobenius norm of actual - expected, relative to that of expected; infinite where actual is not finite."""
     error = torch.linalg.norm(actual.double() - expected.double()) / torch.linalg.norm(expected.double())

@@ -72,6 +72,35 @@ def scaled_matmul(
 
 
 @triton.jit
+def scaled_matmul_packed_across(
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr, k, a_format: tl.constexpr, a_along_k: tl.constexpr, b_along_k: tl.constexpr,
+    m: tl.constexpr, n: tl.constexpr, block_k: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
+    """c [m, n] float32 = (a [m, k] scaled) @ (b [n, k] scaled)^T, one program; b is fp4.
+
+    An fp4 operand holds two elements of k a byte where its `along_k` is set: [m, k / 2]; otherwise two rows: [k, m / 2].
+    """
+    a_pack: tl.constexpr = 2 if a_format == "e2m1" else 1
+    acc = tl.zeros((m, n), tl.float32)
+    for first in tl.range(0, k, block_k, num_stages=stages):
+        inner, packed = first + tl.arange(0, block_k), first // 2 + tl.arange(0, block_k // 2)
+        scales = first // 32 + tl.arange(0, block_k // 32)
+        if a_along_k:
+            of_a = first // a_pack + tl.arange(0, block_k // a_pack)
+            a = tl.load(a_ptr + tl.arange(0, m)[:, None] * (k // a_pack) + of_a[None, :])
+        else:
+            a = tl.load(a_ptr + tl.arange(0, m // 2)[:, None] + inner[None, :] * (m // 2))
+        if b_along_k:
+            b = tl.load(b_ptr + tl.arange(0, n)[None, :] * (k // 2) + packed[:, None])
+        else:
+            b = tl.load(b_ptr + tl.arange(0, n // 2)[None, :] + inner[:, None] * (n // 2))
+        a_scale = tl.load(a_scale_ptr + tl.arange(0, m)[:, None] * (k // 32) + scales[None, :])
+        b_scale = tl.load(b_scale_ptr + tl.arange(0, n)[:, None] * (k // 32) + scales[None, :])
+        acc = tl.dot_scaled(a, a_scale, a_format, b, b_scale, "e2m1", acc, lhs_k_pack=a_along_k, rhs_k_pack=b_along_k)
+    tl.store(c_ptr + tl.arange(0, m)[:, None] * n + tl.arange(0, n)[None, :], acc)
+
+
+@triton.jit
 def matmul_by_descriptors(
     a_ptr, b_ptr, c_ptr, m, n, k, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr
 ):  # fmt: skip

@@ -95,7 +95,13 @@ def operations(bits: int) -> dict[str, Callable[[int, int], int]]:
 
 
 def apply_in_order(
-    cells: np.ndarray, places: np.ndarray, inside: np.ndarray | None, kind: str, operand: np.ndarray, compare: np.ndarray | None
+    cells: np.ndarray,
+    places: np.ndarray,
+    inside: np.ndarray | None,
+    kind: str,
+    operand: np.ndarray,
+    compare: np.ndarray | None,
+    changeable: np.ndarray | None = None,
 ) -> tuple[np.ndarray, bool]:
     """Applies an atomic lane by lane.
 
@@ -106,6 +112,7 @@ def apply_in_order(
         kind: of `operations`, or ``"cmpswap"``.
         operand: uint32 or uint64 [N].
         compare: likewise, what a ``"cmpswap"`` compares with.
+        changeable: likewise, the bits that are memory; the others read zero and stay. None for all.
 
     Returns:
         What was there before, in the operand's type, and whether memory changed: a wave that polls by an atomic changes nothing.
@@ -117,14 +124,15 @@ def apply_in_order(
         if inside is not None and not inside[i]:
             continue
         cell = cells[place : place + size].view(operand.dtype)
-        old = int(cell[0])
+        bits = -1 if changeable is None else int(changeable[i])
+        kept, old = int(cell[0]) & ~bits, int(cell[0]) & bits
         before[i] = old
         if compare is None:
             new = apply(old, int(operand[i]))
         else:
             new = int(operand[i]) if old == int(compare[i]) else old
-        if new != old:
-            cell[0], changed = new, True
+        if new & bits != old:
+            cell[0], changed = kept | new & bits, True
     return before, changed
 
 

@@ -5,6 +5,8 @@ Definitions: chapter "DS instructions" of AMD's CDNA3 ISA document; transposing 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from gfx950_emulator.constants import WAVE
@@ -165,13 +167,14 @@ def _bind_write2(site: Site) -> Bound:
     return bound
 
 
-# Transposing reads. Within each group of 16 lanes, memory holds a block of rows, one row of 8 bytes per lane address; the
-# result is the block transposed. With elements of b bits, lane i of 16 gets element i % (64/b) ... of the rows below.
+# Transposing reads. Within each group of 16 lanes, memory holds a block of rows of 16 elements, and every lane reads a piece of a
+# row: 16 elements of 4 or 6 bits are a row each, 8 of 8 bits half of one, 4 of 16 bits a quarter. Lane i receives column i.
 
 
+@lru_cache(maxsize=4)
 def transpose_map(bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which lane of a wave, and which element of what it read, each element of the result comes from: int64 [64, 64 / bits]."""
-    per_lane = 64 // bits
+    """Which lane of a wave, and which element of what it read, each element of the result comes from: int64 [64, elements]."""
+    per_lane = 16 if bits == 6 else 64 // bits
     lane, element = np.meshgrid(np.arange(WAVE), np.arange(per_lane), indexing="ij")
     # The 16 lanes read a block of 16 * per_lane elements, in row-major order of rows of 16 elements: 16 / per_lane lanes
     # read one row. Lane i of the result is column i; its element e is row e.
@@ -180,20 +183,31 @@ def transpose_map(bits: int) -> tuple[np.ndarray, np.ndarray]:
     return block + element * lanes_per_row + column // per_lane, column % per_lane
 
 
+def _transposed(read: np.ndarray, bits: int) -> np.ndarray:
+    """What the lanes of whole waves read, uint8 [N, bytes], as they receive it."""
+    size = read.shape[1]
+    if bits >= 8:
+        elements = read.view(np.uint16 if bits == 16 else np.uint8)
+    elif bits == 4:
+        elements = np.stack([read & np.uint8(15), read >> np.uint8(4)], axis=-1)
+    else:
+        elements = np.packbits(np.unpackbits(read, axis=1, bitorder="little").reshape(-1, bits), axis=1, bitorder="little")
+    moved = np.ascontiguousarray(elements.reshape(-1, WAVE, 8 * size // bits)[(slice(None), *transpose_map(bits))])
+    if bits == 4:
+        moved = moved[..., ::2] | moved[..., 1::2] << np.uint8(4)
+    elif bits == 6:
+        moved = np.packbits(np.unpackbits(moved.reshape(-1, 1), axis=1, count=bits, bitorder="little"), bitorder="little")
+    return moved.view(np.uint8).reshape(-1, size)
+
+
 @binder("ds_read_b64_tr_b16", "ds_read_b64_tr_b8", "ds_read_b64_tr_b4", "ds_read_b96_tr_b6")
 def _bind_transposed(site: Site) -> Bound:
     bits = int(site.mnemonic.rsplit("b", 1)[1])
-    if bits not in (8, 16):
-        raise site.unknown(f"transposing reads of {bits}-bit elements are not implemented")
-    dtype = np.uint16 if bits == 16 else np.uint8
-    from_lane, from_element = transpose_map(bits)
     data, address = site.operands
-    immediate, row, at, shape = int(site.take("offset", 0)), data.index, address.index, Shape(8)
+    immediate, row, at, shape = int(site.take("offset", 0)), data.index, address.index, Shape(12 if bits == 6 else 8)
 
-    def transposed(read: np.ndarray) -> np.ndarray:
-        """What lanes read, uint8 [N, 8] of whole waves, as they receive it."""
-        elements = read.view(dtype).reshape(-1, WAVE, 64 // bits)
-        return np.ascontiguousarray(elements[:, from_lane, from_element]).view(np.uint8).reshape(-1, 8)
+    def move(read: np.ndarray) -> np.ndarray:
+        return _transposed(read, bits)
 
     def run(g: Group) -> None:
         _issue(g, bound)
@@ -207,18 +221,19 @@ def _bind_transposed(site: Site) -> Bound:
         machine, local = g.machine, g.machine.local
         offsets = _offsets(g, at, lanes, immediate)
         if machine.counters is not None:
-            machine.counters.local_access(bound, g, offsets, 8, lanes)
-        addresses, inside = local.place(g, offsets, lanes, 8, "read")
+            machine.counters.local_access(bound, g, offsets, shape.size, lanes)
+        addresses, inside = local.place(g, offsets, lanes, shape.size, "read")
         if local.shadow is not None:
-            local.shadow.read(g, addresses, lanes, 8, row, transposed)
-        values = local.load(addresses, 2)
+            local.shadow.read(g, addresses, lanes, shape.size, row, move)
+        values = local.load(addresses, shape.dwords)
         if inside is not None:
             values = np.where(inside, values, np.uint32(0))
-        moved = transposed(np.ascontiguousarray(values.T).view(np.uint8))
+        moved = move(np.ascontiguousarray(values.T).view(np.uint8))
         write_loaded(g, row, moved.view(np.uint32).T, lanes, shape)
 
     reads = site.ids([address])
-    bound = Bound(run, (row, row + 1), reads, "lds", demands=reads, memory=Access("lds", "load", 8, "lgkmcnt"))
+    writes = tuple(range(row, row + shape.dwords))
+    bound = Bound(run, writes, reads, "lds", demands=reads, memory=Access("lds", "load", shape.size, "lgkmcnt"))
     return bound
 
 

@@ -17,7 +17,7 @@ from gfx950_emulator.decode import Access, Bound, Site, binder
 from gfx950_emulator.group import Group
 from gfx950_emulator.instructions.atomics import apply_in_order, check_aligned, operand_of, operations, write_before
 from gfx950_emulator.instructions.scalar_values import read32, read64
-from gfx950_emulator.memory import Fault, signed64
+from gfx950_emulator.memory import Fault, GlobalMemory, signed64
 from gfx950_emulator.operands import Operand
 
 
@@ -185,6 +185,7 @@ def _load(site: Site) -> Bound:
         from gfx950_emulator.instructions.dma import bind_buffer_to_lds  # it is built on this module
 
         return bind_buffer_to_lds(site)
+    begins_swap = _begins_swap(site)
     data, address, addressing = _parts(site, data_first=True)
     row, dwords = data.index, shape.dwords
 
@@ -194,7 +195,7 @@ def _load(site: Site) -> Bound:
         if lanes is not None and not len(lanes):
             return
         at, room = address(g, lanes)
-        values = fetch(g, at, room, shape)
+        values = _load_partly(g.machine.memory, at) if begins_swap else fetch(g, at, room, shape)
         if g.machine.counters is not None:
             g.machine.counters.global_access(bound, g, at, shape.size, room, lanes)
         write_loaded(g, row, values, lanes, shape)
@@ -300,6 +301,7 @@ def _atomic(site: Site) -> Bound:
         site.operands.pop(0)
     data, address, addressing = _parts(site, data_first=False)
     words, row, swaps_if_equal = bits // 32, data.index, name == "cmpswap"
+    halves = bits == 32 and (swaps_if_equal or name.startswith("pk_"))
 
     def run(g: Group) -> None:
         g.queue.vector.append(bound)
@@ -312,12 +314,16 @@ def _atomic(site: Site) -> Bound:
             machine.counters.global_access(bound, g, at, bits // 8, room, lanes)
         inside = None if room is None else room >= bits // 8
         reached = at if inside is None else at[inside]
-        if len(reached):
-            check_aligned(reached, bits // 8)
-            machine.memory.check(reached, bits // 8, "atomic")
         operand = operand_of(g, row, lanes, words)
         compare = operand_of(g, row + words, lanes, words) if swaps_if_equal else None
-        before, changed = apply_in_order(machine.memory.bytes, at - machine.memory.base, inside, name, operand, compare)
+        changeable = None
+        if len(reached):
+            check_aligned(reached, bits // 8)
+            if halves:
+                changeable = _bits_of_tensors(machine.memory, at, inside, operand, *([] if compare is None else [compare]))
+            else:
+                machine.memory.check(reached, bits // 8, "atomic")
+        before, changed = apply_in_order(machine.memory.bytes, at - machine.memory.base, inside, name, operand, compare, changeable)
         machine.progress += changed
         if destination is not None:
             write_before(g, destination.index, lanes, before)
@@ -326,3 +332,46 @@ def _atomic(site: Site) -> Bound:
     writes = tuple(range(destination.index, destination.index + words)) if destination is not None else ()
     bound = Bound(run, writes, reads, "vmem", demands=reads, memory=Access("global", "atomic", bits // 8, "vmcnt"))
     return bound
+
+
+# Atomics of 16 bits. There are packed atomics and compare-and-swap of dwords only. Compilers add zero to the other element, or
+# load the dword and swap it with the other element as it was. Where a tensor has an odd number of elements, or begins in the
+# middle of a dword, the other element is none: hardware does not mind, and neither may the bounds.
+
+
+def _bits_of_tensors(memory: GlobalMemory, at: np.ndarray, inside: np.ndarray | None, *operands: np.ndarray) -> np.ndarray | None:
+    """The bits of each dword that lie in a tensor, uint32 [N]; None for all. Raises `Fault` where none do, or where an operand has
+    a bit set among the others."""
+    whole = memory.contains(at, 4)
+    if inside is not None:
+        whole |= ~inside
+    if whole.all():
+        return None
+    halves = memory.contains(at, 2) * np.uint32(0xFFFF) | memory.contains(at + 2, 2) * np.uint32(0xFFFF0000)
+    bits = np.where(whole, np.uint32(0xFFFFFFFF), halves)
+    bad = bits == 0
+    for operand in operands:
+        bad |= (operand & ~bits) != 0
+    if bad.any():
+        memory.check(at[bad], 4, "atomic")
+    return bits
+
+
+def _begins_swap(site: Site) -> bool:
+    """Whether a load reads what a compare-and-swap of a dword at the same address will compare with at first."""
+    if site.mnemonic != "global_load_dword":
+        return False
+    found, address, *rest = site.instruction.operands
+    offset = site.instruction.modifiers.get("offset", 0)
+    for other in site.assembly.instructions:
+        if other.mnemonic == "global_atomic_cmpswap" and other.modifiers.get("offset", 0) == offset:
+            *_, at, data, base = other.operands
+            if [at, base] == [address, *rest] and data.endswith(f":{found.removeprefix('v')}]"):
+                return True
+    return False
+
+
+def _load_partly(memory: GlobalMemory, at: np.ndarray) -> np.ndarray:
+    """A dword from each address, uint32 [1, N], with zeros where it reaches beyond a tensor by 16 bits."""
+    bits = None if (at & 3).any() else _bits_of_tensors(memory, at, None)
+    return memory.load(at, 1) if bits is None else memory.dwords.take((at - memory.base) >> 2)[None] & bits
