@@ -31,6 +31,8 @@ k are padded with zeros.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -115,12 +117,21 @@ def _words(codes: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(codes, (0, blocks_of(2 * half_k) * BLOCK // 2 - half_k))
     # [experts, strip, second eight rows, g, block, s, second eight of k, t] -> [second eight of k, of rows, ..., block, g, t, s]
     bytes_of = padded.view(experts, rows // STRIP, 2, 8, -1, 4, 2, 4).permute(6, 2, 0, 1, 4, 3, 7, 5)
-    word = torch.zeros((), dtype=torch.int32, device=codes.device)
-    for register in range(4):
-        pair = bytes_of[register // 2, register % 2].to(torch.int32)
-        pair = (pair | pair << 12) & 0x000F000F  # a code in each half
-        word = word | (pair >> 3 & 0x00010001) << _SIGN_BITS[register] | (pair & 0x00070007) << _LOW_BITS[register]
-    return word.flatten(3, 4).contiguous()
+    # A table, because shifting takes a pass over memory for each step.
+    bits = (
+        of_byte.index_select(0, bytes_of[register // 2, register % 2].flatten().int())
+        for register, of_byte in enumerate(_bits_of_bytes(codes.device))
+    )
+    words: Tensor = functools.reduce(Tensor.bitwise_or_, bits)
+    return words.view(bytes_of.shape[2:]).flatten(3, 4)
+
+
+def _bits_of_bytes(device: torch.device) -> Tensor:
+    """int32 ``[4, 256]``: the bits of a word that a byte becomes, whose codes are two neighbours' of each register."""
+    pair = torch.arange(256, dtype=torch.int32, device=device)
+    pair = (pair | pair << 12) & 0x000F000F  # a code in each half
+    places = zip(_SIGN_BITS, _LOW_BITS, strict=True)
+    return torch.stack([(pair >> 3 & 0x00010001) << sign | (pair & 0x00070007) << low for sign, low in places])
 
 
 def _exponents(scale: Tensor) -> tuple[Tensor, Tensor]:

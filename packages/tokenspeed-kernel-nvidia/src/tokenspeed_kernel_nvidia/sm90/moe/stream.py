@@ -28,7 +28,7 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import blocks_of, panels_of
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import panels_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     COUNTERS,
     MAX_PAIRS,
@@ -36,7 +36,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     config_of,
     entries_of,
     every_config,
-    piece_of,
     turns_of,
     wanted_experts,
 )
@@ -55,8 +54,7 @@ class _Launch(NamedTuple):
     Attributes:
         program: the compiled function.
         ctas: how many.
-        piece: blocks of a unit of w2.
-        w13_turns, w2_turns: ranges of units that a CTA takes.
+        turns: ranges of units of each product that a CTA takes.
         slots_at: where in the memory between the products the results of the second begin.
         nbytes: that this memory has.
         counters: in global memory.
@@ -64,9 +62,7 @@ class _Launch(NamedTuple):
 
     program: Callable[..., Any]
     ctas: int
-    piece: int
-    w13_turns: int
-    w2_turns: int
+    turns: int
     slots_at: int
     nbytes: int
     counters: int
@@ -76,13 +72,12 @@ class _Launch(NamedTuple):
 def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _Launch:
     k = max(plan.hidden_size, plan.intermediate_size)
     config = config_of(DTYPES[dtype], k, pairs / plan.num_experts)
-    ctas, blocks = multiprocessors(device), blocks_of(plan.intermediate_size)
-    piece = piece_of(config, blocks, panels_of(plan.hidden_size), pairs, plan.num_experts, ctas)
+    ctas = multiprocessors(device)
     slots_at = -(-pairs * plan.intermediate_size * 2 // 256) * 256
-    nbytes = slots_at + -(-blocks // piece) * pairs * plan.hidden_size * 4
+    nbytes = slots_at + pairs * plan.hidden_size * 4
     turns = turns_of(wanted_experts(pairs, plan.num_experts) * panels_of(2 * plan.intermediate_size) / ctas)
     counters = COUNTERS + entries_of(config, pairs, plan.num_experts)
-    return _Launch(stream_program(config), ctas, piece, *turns, slots_at, nbytes, counters)
+    return _Launch(stream_program(config), ctas, turns, slots_at, nbytes, counters)
 
 
 def moe_apply_few(
@@ -103,12 +98,12 @@ def moe_apply_few(
 
 def _launch(x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor) -> None:
     device, pairs = x.get_device(), topk_ids.numel()
-    launch, ctas, piece, w13_turns, w2_turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device)
+    launch, ctas, turns, slots_at, nbytes, counters = _program_of(x.dtype, plan, pairs, device)
     workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, counters)
     memory_at = workspace.memory_at
     limit = math.inf if plan.limit is None else plan.limit
     launch(
         x, out, weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr(), topk_ids.data_ptr(), topk_weights.data_ptr(),
         memory_at, memory_at + slots_at, workspace.counters_at, plan.num_experts, plan.intermediate_size, plan.top_k, ctas,
-        piece, w13_turns, w2_turns, plan.alpha, limit, plan.beta,
+        turns, plan.alpha, limit, plan.beta,
     )  # fmt: skip

@@ -18,8 +18,6 @@ PARTS = {"bfloat16": 2, "float16": 3}
 MAX_PAIRS = 1024  # (token, slot) pairs of a launch
 MAX_EXPERTS = 384
 MAX_TOP_K = 8
-MAX_PIECES = 8  # that a panel of w2 is cut into
-_UNIT_TURNS = 0.4  # what a unit takes besides its slabs, in slabs of a warpgroup
 STAGES = 24  # slabs on their way, at most
 COUNTERS = 4  # in global memory, in front of those of entries
 BUFFERS = 2  # units whose sums have not been added up yet
@@ -120,26 +118,15 @@ def wanted_experts(pairs: int, experts: int) -> float:
     return experts * (1 - (1 - 1 / experts) ** pairs)
 
 
-def piece_of(config: Config, blocks: int, panels: int, pairs: int, experts: int, ctas: int) -> int:
-    """Blocks of a unit of w2, so that the CTA that has the most units has little more than others. Blocks and panels: of w2."""
-    turn = GROUPS * config.slab  # each warpgroup has a slab
-    turns = -(-blocks // turn)
+def turns_of(units: float) -> int:
+    """Ranges of w13, and of w2, that a CTA takes one after another, if there are so many units of w13 for each.
 
-    def longest(length: int) -> float:
-        units = round(wanted_experts(pairs, experts)) * panels * -(-turns // length)
-        return -(-units // ctas) * (length + _UNIT_TURNS)
-
-    return turn * min((length for length in range(1, turns + 1) if length * MAX_PIECES >= turns), key=longest)
-
-
-def turns_of(units: float) -> tuple[int, int]:
-    """Ranges of w13 and of w2 that a CTA takes one after another, if there are so many units of w13 for each.
-
-    With two, those that are quick do more, and the first entries of w2 need not wait for all CTAs. But each begins with preparing
-    rows. On an H200, microseconds for GPT-OSS-120B with one, two and four: 1 token 25.2, -, -; 4 tokens 64.4, 61.2, 63.0; 8 tokens
-    106.3, 101.8, 102.7; 16 tokens 170.2, 166.2, 166.3; 64 tokens 363, 372, 361.
+    With several, those that are quick do more, and the first entries of w2 need not wait for all CTAs. But each range begins with
+    preparing rows. On an H200, microseconds for GPT-OSS-120B with one, two and three: 4 tokens 64.4, 59.9, 62.1; 8 tokens 106.3,
+    101.3, 101.7; 16 tokens 170.2, 166.2, 164.9; 64 tokens 363, 362, 361. Cutting panels of w2 along k as well, so that all CTAs
+    have equally many of few, gains nothing: 1 token 25.2 whole, 25.6 in three pieces, 26.6 in five.
     """
-    return (2, 2) if 8 <= units < 64 else (1, 1)
+    return 1 if units < 8 else 2 if units < 24 else 3
 
 
 def entries_of(config: Config, pairs: int, experts: int) -> int:

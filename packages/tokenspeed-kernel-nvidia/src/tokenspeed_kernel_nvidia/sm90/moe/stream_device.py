@@ -46,7 +46,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     rows, size = arguments.rows, arguments.size
     tokens, hidden = size(), size(divisibility=32)
     x, out = (rows(config.dtype, tokens, hidden) for _ in range(2))
-    numbers = [*(Int64(0) for _ in range(7)), *(Int32(0) for _ in range(7)), *(Float32(0) for _ in range(3))]
+    numbers = [*(Int64(0) for _ in range(7)), *(Int32(0) for _ in range(5)), *(Float32(0) for _ in range(3))]
     return x, out, *numbers, arguments.stream()
 
 
@@ -69,9 +69,7 @@ class Stream(Schedule, Consumers):
         intermediate: Int32,
         top_k: Int32,
         ctas: Int32,
-        piece: Int32,
-        w13_turns: Int32,
-        w2_turns: Int32,
+        turns: Int32,
         alpha: Float32,
         limit: Float32,
         beta: Float32,
@@ -82,10 +80,9 @@ class Stream(Schedule, Consumers):
         w13_strips, w2_strips = intermediate * 2 // STRIP, hidden // STRIP
         w13_bytes, w2_bytes = (PANEL_HEAD_BYTES + blocks * PANEL_BLOCK_BYTES for blocks in (w13_blocks, w2_blocks))
         w13_panels, w2_panels = ((strips + PANEL_STRIPS - 1) // PANEL_STRIPS for strips in (w13_strips, w2_strips))
-        pieces = (w2_blocks + piece - 1) // piece
         layer = Layer(
-            w13, w2, w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels * pieces, piece,
-            pieces, w13_turns, w2_turns, experts, hidden, intermediate, top_k, alpha, limit, beta,
+            w13, w2, w13_strips, w2_strips, w13_bytes, w2_bytes, w13_blocks, w2_blocks, w13_panels, w2_panels, turns, experts,
+            hidden, intermediate, top_k, alpha, limit, beta,
         )  # fmt: skip
         self.kernel(
             layer, x.iterator.toint(), x.stride[0], ids, weights, out.iterator.toint(), out.stride[0], x.shape[0], activated, slots,
@@ -156,8 +153,8 @@ class Stream(Schedule, Consumers):
         ctas, _, _ = cute.arch.grid_dim()
         entries = call.sizes[ENTRIES]
         w13_units, w2_units = entries * layer.w13_units, entries * layer.w2_units
-        w13_ranges = self.ranges_of(w13_units, ctas * layer.w13_turns, entries)
-        w2_ranges = self.ranges_of(w2_units, ctas * layer.w2_turns, entries)
+        w13_ranges = self.ranges_of(w13_units, ctas * layer.turns, entries)
+        w2_ranges = self.ranges_of(w2_units, ctas * layer.turns, entries)
         at = first_to_fill()
         while ticket < w13_ranges + w2_ranges:
             if ticket < w13_ranges:
@@ -165,7 +162,7 @@ class Stream(Schedule, Consumers):
             else:
                 index = ticket - w13_ranges
                 at = self.load_range(call, at, W2, index * w2_units // w2_ranges, (index + 1) * w2_units // w2_ranges)
-                if layer.w2_turns == 1:
+                if layer.turns == 1:
                     # There is a range for each CTA. Without this wait, those that begin to load early would take two.
                     call.pipe.acquire(last_filled(at, self.stages))
             ticket = self.next_ticket(call)
@@ -184,49 +181,35 @@ class Stream(Schedule, Consumers):
         """Brings units to the ring. Returns where the ring goes on."""
         layer = call.layer
         units, size, blocks, weights = layer.w13_units, layer.w13_bytes, layer.w13_blocks, layer.w13
-        panels, length, pieces = units, blocks, Int32(1)  # a unit is a panel
         if cutlass.const_expr(kind == W2):
             units, size, blocks, weights = layer.w2_units, layer.w2_bytes, layer.w2_blocks, layer.w2
-            length, pieces = layer.piece, layer.pieces
-            panels = units // pieces
         index = first // units
-        place = (first - index * units) // pieces
-        piece = first - index * units - place * pieces
+        place = first - index * units
         expert = entry_of(call.entries[index]).expert
         left = end - first
         at = self.tell(call, at, ahead_of(unit_code(kind, index)))
         while left > 0:
-            last = cutlass.select_(left == 1 or (place == panels - 1 and piece == pieces - 1), Int32(1), Int32(0))
-            unit = unit_code(kind, index, place, piece, last)
-            panel = weights + (Int64(expert) * panels + place) * size
-            # The head comes with the first slab: before the first block in one copy, otherwise in one of its own.
-            head = cutlass.select_(piece == 0, Int32(PANEL_HEAD_BYTES), Int32(0))
-            alone = PANEL_HEAD_BYTES - head
-            source = panel + (alone + piece * length * PANEL_BLOCK_BYTES)
-            end_block = cutlass.min((piece + 1) * length, blocks)
-            for begin in cutlass.range(piece * length, end_block, self.slab, unroll=1):
-                count = cutlass.min(end_block - begin, self.slab) * PANEL_BLOCK_BYTES + head
+            last = cutlass.select_(left == 1 or place == units - 1, Int32(1), Int32(0))
+            unit = unit_code(kind, index, place, last)
+            source = weights + (Int64(expert) * units + place) * size
+            head = Int32(PANEL_HEAD_BYTES)  # comes with the first slab
+            for begin in cutlass.range(0, blocks, self.slab, unroll=1):
+                count = cutlass.min(blocks - begin, self.slab) * PANEL_BLOCK_BYTES + head
                 call.pipe.acquire(at)
                 if cute.arch.lane_idx() == 0:
                     call.units[at.stage] = unit
-                    call.pipe.commit(at, count + alone)
-                    to, full = call.ring + at.stage * self.config.stage_bytes, call.pipe.full.of(at).toint()
-                    bulk_load(to + PANEL_HEAD_BYTES - head, source, count, full)
-                    if alone > 0:
-                        bulk_load(to, panel, alone, full)
+                    call.pipe.commit(at, count)
+                    to = call.ring + at.stage * self.config.stage_bytes + PANEL_HEAD_BYTES - head
+                    bulk_load(to, source, count, call.pipe.full.of(at).toint())
                 source += count
-                head = alone = Int32(0)
+                head = Int32(0)
                 at = advance(at, self.stages)
             # Empty stages follow, so that each warpgroup gets equally many stages of a unit.
-            slabs = (end_block - piece * length + self.slab - 1) // self.slab
-            for _ in cutlass.range((GROUPS - slabs % GROUPS) % GROUPS, unroll=1):
+            for _ in cutlass.range((GROUPS - (blocks + self.slab - 1) // self.slab % GROUPS) % GROUPS, unroll=1):
                 at = self.tell_one(call, at, unit)
             left -= 1
-            piece += 1
-            if piece == pieces:
-                piece = Int32(0)
-                place += 1
-            if place == panels and left > 0:
+            place += 1
+            if place == units and left > 0:
                 place = Int32(0)
                 index += 1
                 expert = entry_of(call.entries[index]).expert

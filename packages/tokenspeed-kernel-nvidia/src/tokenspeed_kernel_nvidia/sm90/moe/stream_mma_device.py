@@ -34,7 +34,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
     FINISH_WARP,
     FINISHERS,
     GROUPS,
-    MAX_PIECES,
     MAX_TOP_K,
     MULTIPLIERS,
 )
@@ -53,7 +52,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
     is_ahead,
     is_last,
     kind_of,
-    piece_of,
     place_of,
     rows_of,
 )
@@ -129,9 +127,7 @@ class Consumers(Rows):
         lane = cute.arch.lane_idx()
         strip = warp % PANEL_STRIPS
         kind = kind_of(unit)
-        first_block = piece_of(unit) * call.layer.piece  # 0 of a unit of w13
-        blocks = cutlass.min(call.layer.w2_blocks - first_block, call.layer.piece)
-        blocks = cutlass.select_(kind == W13, call.layer.w13_blocks, blocks)
+        blocks = cutlass.select_(kind == W13, call.layer.w13_blocks, call.layer.w2_blocks)
         blocks = cutlass.select_(kind == END, Int32(0), blocks)
         sums = cute.make_rmem_tensor((self.tiles, 2), Float32)  # of both rows of a lane
         sums.fill(0.0)
@@ -148,15 +144,14 @@ class Consumers(Rows):
                 cute.arch.fence_view_async_shared()
             first = slab * self.slab + first_slab
             count = cutlass.min(blocks - first, self.slab)
-            row_block = first_block + first
             block_at = stage_at + PANEL_HEAD_BYTES + strip * BLOCK_BYTES
             if count == self.slab:
                 for begin in cutlass.range_constexpr(0, self.slab, self.group):
                     some = min(self.group, self.slab - begin)
-                    self.multiply_blocks(call, block_at + begin * PANEL_BLOCK_BYTES, row_block + begin, some, lane, sums)
+                    self.multiply_blocks(call, block_at + begin * PANEL_BLOCK_BYTES, first + begin, some, lane, sums)
             else:
                 for each in cutlass.range(count, unroll=1):
-                    self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, row_block + each, 1, lane, sums)
+                    self.multiply_blocks(call, block_at + each * PANEL_BLOCK_BYTES, first + each, 1, lane, sums)
             self.release(call, at)
             at = skip(at, GROUPS, self.stages)
             slab += GROUPS
@@ -279,8 +274,6 @@ class Consumers(Rows):
         if whole < cutlass.select_(first, layer.w13_strips, layer.w2_strips):
             head_at = call.heads + (at.stage * PANEL_STRIPS + strip) * HEAD_BYTES + lane // 4 * 4
             factor, factor8, bias, bias8 = (as_float(load_words("shared", head_at + each * 32, 1)) for each in range(4))
-            whole_bias = piece_of(unit) == 0
-            bias, bias8 = (cutlass.select_(whole_bias, each, Float32(0.0)) for each in (bias, bias8))
             for tile in cutlass.range_constexpr(self.tiles):
                 sums_at = call.sums + (at.stage * GROUPS * PANEL_STRIPS + strip) * (self.tiles * 256) + tile * 256 + lane * 8
                 upper, lower = Float32(0.0), Float32(0.0)
@@ -299,8 +292,7 @@ class Consumers(Rows):
                         store_half(to, pack(self.dtype, value, value))
                     else:
                         to = cute.make_ptr(Float32, call.slots, cute.AddressSpace.gmem)
-                        row = piece_of(unit) * (call.tokens * layer.top_k) + pair
-                        place = Int64(row) * layer.hidden + whole * 16 + lane // 4
+                        place = Int64(pair) * layer.hidden + whole * 16 + lane // 4
                         to[place] = upper * weights[tile]
                         to[place + 8] = lower * weights[tile]
 
@@ -318,9 +310,9 @@ class Consumers(Rows):
 
     @cute.jit
     def combine(self, call: Call, warp: Int32):
-        """Writes this CTA's part of the output: sums over slots, and over the pieces that panels of w2 were cut into.
+        """Writes this CTA's part of the output: sums over slots, in their order.
 
-        By all computing warps, when all products are done. A thread has four columns of a token, of one piece.
+        By all computing warps, when all products are done.
         """
         layer = call.layer
         self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_units * FINISHERS)
@@ -328,35 +320,26 @@ class Consumers(Rows):
             self.leave(call)
         ctas, _, _ = cute.arch.grid_dim()
         part, _, _ = cute.arch.block_idx()
-        thread, _, _ = cute.arch.thread_idx()
         width = layer.hidden // 4
         quads = call.tokens * width
         share = (quads + ctas - 1) // ctas
-        lanes = cutlass.select_(layer.pieces == 1, Int32(1), Int32(MAX_PIECES))  # that have the same columns
-        piece = thread % lanes
-        begin = part * share
-        end = cutlass.min(begin + share, quads)
-        while begin < end:
-            quad = begin + thread // lanes
+        quad = part * share + warp * 32 + cute.arch.lane_idx()
+        end = cutlass.min((part + 1) * share, quads)
+        while quad < end:
             token = quad // width
             column = (quad - token * width) * 4
             parts_of = cute.make_rmem_tensor((MAX_TOP_K, 4), Float32)
             parts_of.fill(0.0)
             for slot in cutlass.range_constexpr(MAX_TOP_K):
-                if slot < layer.top_k and quad < end and piece < layer.pieces:
+                if slot < layer.top_k:
                     pair = token * layer.top_k + slot
                     if call.places[pair] >= 0:
-                        row = piece * (call.tokens * layer.top_k) + pair
-                        found = load_floats("global.cg", call.slots + (Int64(row) * layer.hidden + column) * 4, 4)
+                        found = load_floats("global.cg", call.slots + (Int64(pair) * layer.hidden + column) * 4, 4)
                         for each in cutlass.range_constexpr(4):
                             parts_of[slot, each] = found[each]
             total = [Float32(0.0)] * 4
             for slot in cutlass.range_constexpr(MAX_TOP_K):
                 total = [total[each] + parts_of[slot, each] for each in range(4)]
-            if lanes > 1:
-                for distance in (1, 2, 4):
-                    total = [x + cute.arch.shuffle_sync_bfly(x, offset=distance) for x in total]
-            if quad < end and piece == 0:
-                to = call.out + (Int64(token) * call.out_stride + column) * 2
-                store_words(to, [pack(self.dtype, total[0], total[1]), pack(self.dtype, total[2], total[3])])
-            begin += PREPARING_THREADS // lanes
+            to = call.out + (Int64(token) * call.out_stride + column) * 2
+            store_words(to, [pack(self.dtype, total[0], total[1]), pack(self.dtype, total[2], total[3])])
+            quad += PREPARING_THREADS

@@ -1,9 +1,9 @@
 """What all warps of `stream_device` share: the call, the lists of pairs, and what a stage of the ring is about.
 
 An *entry* is some pairs of one expert, at most as many as a program computes at once: the reading of weights is shared among them.
-A *unit* is a panel of w13 for one entry, or a piece of a panel of w2: some blocks of k. Units of w13 and of w2 are handed out in
-*ranges* by a counter in global memory, all of w13 before any of w2. So whoever waits for something waits for a CTA that runs
-already, however many CTAs there is room for. Each CTA then adds up a part of the output, for which nobody waits.
+A *unit* is a panel of one entry. Units of w13 and of w2 are handed out in *ranges* by a counter in global memory, all of w13 before
+any of w2. So whoever waits for something waits for a CTA that runs already, however many CTAs there is room for. Each CTA then adds
+up a part of the output, for which nobody waits.
 """
 
 # mypy: ignore-errors
@@ -23,7 +23,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, COUNTERS, M
 TICKET, DONE, LEFT, READY = 0, 1, 2, COUNTERS
 # What a stage brings: a slab of a product, the order to add up the output, or the end.
 W13, W2, COMBINE, END = range(4)
-_LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _PIECE_BIT, _PLACE_BIT = 2, 3, 4, 15, 18
+_LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _PLACE_BIT = 2, 3, 4, 15
 _EXPERT_BITS, _FIRST_BITS = 9, 11
 # Of `sizes` in shared memory.
 ENTRIES = 0
@@ -39,9 +39,8 @@ class Layer:
         w13_strips, w2_strips: of each expert.
         w13_bytes, w2_bytes: of a panel.
         w13_blocks, w2_blocks: of a panel.
-        w13_units, w2_units: of each expert.
-        piece, pieces: blocks of a unit of w2, and the units that a panel of w2 is cut into.
-        w13_turns, w2_turns: ranges that a CTA takes of each, on average.
+        w13_units, w2_units: panels of each expert.
+        turns: ranges of w13, and of w2, that a CTA takes on average.
         experts, hidden, intermediate, top_k: as the plan's.
         alpha, limit, beta: as the plan's; infinity for no limit.
     """
@@ -56,10 +55,7 @@ class Layer:
     w2_blocks: Int32
     w13_units: Int32
     w2_units: Int32
-    piece: Int32
-    pieces: Int32
-    w13_turns: Int32
-    w2_turns: Int32
+    turns: Int32
     experts: Int32
     hidden: Int32
     intermediate: Int32
@@ -80,7 +76,7 @@ class Call:
         out, out_stride: as x.
         tokens: how many.
         activated: the results of the first product, of the tokens' dtype ``[pairs, intermediate]``.
-        slots: those of the second, weighted, float32 ``[pieces, pairs, hidden]``.
+        slots: those of the second, weighted, float32 ``[pairs, hidden]``.
         counters: see TICKET.
         pipe: the barriers of the ring.
         partial: those of the buffers of partial sums.
@@ -145,10 +141,9 @@ def entry_of(code: Int32) -> Entry:
     return Entry(code & ((1 << _EXPERT_BITS) - 1), first, code >> (_EXPERT_BITS + _FIRST_BITS))
 
 
-def unit_code(kind: Any, entry: Any = 0, place: Any = 0, piece: Any = 0, last: Any = 0) -> Int32:
-    """A unit as a number: a piece of the panel at ``place``. ``last``: 1 for the last of an entry in its range."""
-    unit = Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT
-    return unit | Int32(piece) << _PIECE_BIT | Int32(place) << _PLACE_BIT
+def unit_code(kind: Any, entry: Any = 0, place: Any = 0, last: Any = 0) -> Int32:
+    """A unit as a number. ``last``: 1 for the last of an entry in its range."""
+    return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _PLACE_BIT
 
 
 def kind_of(unit: Int32) -> Int32:
@@ -170,22 +165,17 @@ def is_ahead(unit: Int32) -> Any:
 
 def index_of(unit: Int32) -> Int32:
     """The index of a unit's entry."""
-    return unit >> _ENTRY_BIT & ((1 << (_PIECE_BIT - _ENTRY_BIT)) - 1)
-
-
-def piece_of(unit: Int32) -> Int32:
-    """Which piece of its panel a unit is."""
-    return unit >> _PIECE_BIT & ((1 << (_PLACE_BIT - _PIECE_BIT)) - 1)
+    return unit >> _ENTRY_BIT & ((1 << (_PLACE_BIT - _ENTRY_BIT)) - 1)
 
 
 def place_of(unit: Int32) -> Int32:
-    """The number of a unit's panel among those of its expert."""
+    """The number of a unit among those of its expert."""
     return unit >> _PLACE_BIT
 
 
 def rows_of(unit: Int32) -> Int32:
     """Equal for units whose products have the same right operand."""
-    return unit & ((1 << _PIECE_BIT) - 1 - (1 << _LAST_BIT))
+    return unit & ((1 << _PLACE_BIT) - 1 - (1 << _LAST_BIT))
 
 
 class Shapes:
