@@ -53,7 +53,8 @@ def bulk_load(to: Any, source: Any, count: Any, barrier: Any) -> None:
     """
     cute.arch.inline_ptx(
         "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;"
-        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{$r0}], [{$r1}], {$r2}, [{$r3}], first; }",
+        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}], first; }",
         read_only_args=[to, source, count, barrier],
     )
 
