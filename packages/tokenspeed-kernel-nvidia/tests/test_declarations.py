@@ -25,6 +25,7 @@ OPERATORS = [
     ("attention", "mha_extend_with_kvcache"),
     ("attention", "mha_prefill"),
     ("gemm", "mm"),
+    ("moe", "moe_apply"),
 ]
 
 
