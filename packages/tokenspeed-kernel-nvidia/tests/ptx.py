@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from .ptx_values import Lanes, Mbarrier, Memory, cut, halves, joined, narrowed, number, register, widen, width
 
@@ -240,8 +241,8 @@ class Warp:
         if "sync" in words and words[0] not in ("griddepcontrol",):
             assert lanes.all(), f"not all lanes are at {step.text}"
         for prefix, method in (
-            ("cp.async.bulk", self._bulk_copy), ("cp.async.mbarrier", self._copies_arrive), ("cp.async", self._copy),
-            ("mbarrier", self._mbarrier), ("wgmma", self._wgmma), ("stmatrix", self._stmatrix), ("ld", self._load),
+            ("cp.async.bulk.prefetch", self._prefetch), ("cp.async.bulk", self._bulk_copy), ("cp.async.mbarrier", self._copies_arrive), ("cp.async", self._copy),
+            ("mbarrier", self._mbarrier), ("wgmma", self._wgmma), ("mma", self._mma), ("stmatrix", self._stmatrix), ("ld", self._load),
             ("st", self._store), ("bar.", self._barrier), ("mov", self._move), ("cvt", self._convert), ("setp", self._compare),
             ("shfl", self._shuffle), ("match", self._match), ("elect", self._elect),
         ):  # fmt: skip
@@ -250,7 +251,7 @@ class Warp:
         target, kind = step.operands[0], words[-1]
         if kind in ("bf16x2", "f16x2"):
             result, kind = self._halves(step, kind), "b32"
-        elif words[0] in ("lop3", "selp", "popc"):
+        elif words[0] in ("lop3", "selp", "popc", "prmt"):
             result = self._special(step, words[0])
         else:
             given = [self.value(operand) for operand in step.operands[1:]]
@@ -271,7 +272,7 @@ class Warp:
         b = rest[0] if rest else a
         if name == "mul" and words[1] in ("wide", "hi"):
             product = a.astype(np.int64) * b.astype(np.int64)
-            return (product, f"b{2 * width(kind)}") if words[1] == "wide" else (product >> 32, kind)
+            return (product, f"b{2 * width(kind)}") if words[1] == "wide" else (product >> width(kind), kind)
         if name == "fma":
             return (a.astype(np.float64) * b + rest[1]).astype(np.float32), kind
         if name == "div":
@@ -292,6 +293,9 @@ class Warp:
             return np.array([int(x).bit_count() for x in cut(a, "b32")], np.uint64)
         if name == "selp":
             return np.where(cut(rest[1], "pred") != 0, a, rest[0])
+        if name == "prmt":
+            both = cut(a, "b32") | cut(rest[0], "b32") << np.uint64(32)
+            return sum((both >> np.uint64(8 * (int(step.operands[3], 0) >> 4 * at & 7)) & 0xFF) << np.uint64(8 * at) for at in range(4))
         table, result = int(step.operands[4], 0), np.zeros(LANES, np.uint64)
         for row in range(8):
             if table >> row & 1:
@@ -299,6 +303,10 @@ class Warp:
         return result
 
     def _halves(self, step: Instruction, kind: str) -> Lanes:
+        if "e4m3x2" in step.name:
+            codes = cut(self.value(step.operands[1]), "b16").astype(np.uint16)
+            pairs = torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn).float().view(-1, 2).numpy()
+            return joined(*(narrowed(pairs[:, half], kind) for half in range(2)))
         if step.name.startswith("cvt"):
             high, low = (number(self.value(operand), "f32") for operand in step.operands[1:])
             return joined(narrowed(low, kind), narrowed(high, kind))
@@ -448,6 +456,13 @@ class Warp:
             copy()
         self.cta.mbarriers[barrier].arrive()
 
+    def _prefetch(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
+        sources, counts = self.address(step.operands[0], "global"), cut(self.value(step.operands[1]), "b32")
+        for lane in np.nonzero(lanes)[0]:
+            source, count = int(sources[lane]), int(counts[lane])
+            assert count > 0 == source % 16 == count % 16, "a prefetch that is not of 16 bytes each"
+            self.cta.memory.place(source, count)
+
     # -- matrices --------------------------------------------------------------------------------------------------------------
 
     def _stmatrix(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
@@ -459,6 +474,24 @@ class Warp:
             for row in range(8):
                 place = shared.place(int(addresses[8 * index + row]), 16)
                 shared.data[place] = matrix[:, row].copy().view(np.uint8)
+
+    def _mma(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
+        """A product of a warp, of 16 x 16 and 16 x 8 numbers."""
+        kind, lane = words[-2], np.arange(LANES)
+        assert words[3:] == ["m16n8k16", "row", "col", "f32", kind, kind, "f32"][0:], step.text
+        to, a, b, c = (names(operand) for operand in step.operands)
+        left, right = np.zeros((16, 16), np.float64), np.zeros((16, 8), np.float64)
+        for at, name in enumerate(a):
+            for element, half in enumerate(halves(self.value(name))):
+                left[lane // 4 + 8 * (at % 2), 2 * (lane % 4) + element + 8 * (at // 2)] = widen(half, kind)
+        for at, name in enumerate(b):
+            for element, half in enumerate(halves(self.value(name))):
+                right[2 * (lane % 4) + element + 8 * at, lane // 4] = widen(half, kind)
+        result = left @ right
+        before = [number(self.value(name), "f32") for name in c]
+        for at, name in enumerate(to):
+            some = result[lane // 4 + 8 * (at // 2), 2 * (lane % 4) + at % 2]
+            self.assign(name, register((before[at] + some).astype(np.float32)), "f32", lanes)
 
     def _wgmma(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
         if words[1] == "mma_async":

@@ -58,7 +58,12 @@ def _program_of(
 ) -> tuple[Launch, int]:
     """The program and its CTAs."""
     config = config_of(dtype_name(a), weights, scales, dtype_name(out), tokens)
-    return mm_program(config), min(n, config.resident * multiprocessors(device))
+    return mm_program(config), ctas_of(config, n, multiprocessors(device))
+
+
+def ctas_of(config: Config, n: int, count: int) -> int:
+    """CTAs of a launch: no more than multiprocessors, whole clusters, and none without rows."""
+    return config.cluster * min(n, count // config.cluster)
 
 
 def _table(scale: Tensor | None) -> tuple[int, int, int]:

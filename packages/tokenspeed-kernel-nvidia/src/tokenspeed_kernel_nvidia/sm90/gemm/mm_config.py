@@ -9,12 +9,10 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 
 ROWS = 8  # rows of weights in a tile: columns of an instruction's result
 TOKENS = (8, 16)  # rows of activations that programs are made for: an instruction has room for 16
-LOAD_BYTES = 16  # that a lane loads of a row of weights at once
-QUAD_BYTES = 4 * LOAD_BYTES  # of a row, that four lanes load at once
-GROUP = 64  # rows of weights at most, whose sums are in shared memory together
-STAGED_GROUP = 40  # the same where shared memory has other uses
+LOAD_BYTES = 16  # that a lane reads of a row of weights at once
+QUAD_BYTES = 4 * LOAD_BYTES  # of a row, that four lanes read at once
+GROUP = 40  # rows of weights whose sums are in shared memory together; on 132 multiprocessors 5280 rows are one group of each
 SHARED_BYTES = 227 * 1024  # that a CTA may have
-RESERVED_BYTES = 1024  # that a CTA takes besides
 
 # How weights are stored, and how many of them 16 bytes hold.
 Weights = Literal["dense", "float8_e4m3fn", "mxfp4"]
@@ -36,13 +34,11 @@ class Config:
         out: dtype of the result.
         tokens: rows of activations that there is room for.
         warps: share a row of weights, each with its own part.
-        loads: of 16 bytes, that a lane has of a row at once. The activations for them are in registers.
-        depth: tiles of 8 rows of weights that are on their way.
-        staged: whether that way leads to shared memory, where each lane finds what it asked for itself; otherwise it leads to
-            registers. Not for mxfp4.
-        resident: CTAs that share a multiprocessor.
+        loads: of 16 bytes, that a lane has of a row in a stage.
+        parts: stages that a row takes, or a chunk of a longer row. The activations for a chunk are in registers.
+        stages: of the ring through which weights come.
+        cluster: CTAs that share rows of weights, each with its own part.
         dependent: whether a launch may begin while the kernel before ends.
-        spare: percent of a multiprocessor's memory that is wanted as shared memory beyond what CTAs need; the rest is L1 cache.
     """
 
     dtype: str
@@ -50,13 +46,13 @@ class Config:
     scales: Scales
     out: str
     tokens: int
-    warps: int
-    loads: int
-    depth: int
-    staged: bool = False
-    resident: int = 1
+    warps: int = 16
+    loads: int = 2
+    parts: int = 4
+    stages: int = 10
+    cluster: int = 1
     dependent: bool = True
-    spare: int = 0
+    stamped: bool = False
 
     @property
     def activation_bytes(self) -> int:
@@ -74,59 +70,54 @@ class Config:
 
     @property
     def threads(self) -> int:
+        """That compute; those of another warp load."""
         return 32 * self.warps
 
     @property
-    def chunk_bytes(self) -> int:
-        """Of a row, that all warps have at once."""
+    def part_bytes(self) -> int:
+        """Of a row, in a stage."""
         return self.warps * self.loads * QUAD_BYTES
 
     @property
-    def together(self) -> int:
-        """Loads of a lane that a warp has next to each other: two fill a line of 128 bytes."""
-        return 2 - self.loads % 2
+    def chunk_bytes(self) -> int:
+        """Of a row, whose activations are in registers."""
+        return self.parts * self.part_bytes
 
     @property
-    def group(self) -> int:
-        """Rows of weights whose sums are in shared memory together."""
-        return STAGED_GROUP if self.staged else GROUP // (ROWS * self.depth) * ROWS * self.depth
+    def pitch(self) -> int:
+        """Bytes from one row of a stage to the next, such that quads that read two rows at once read all banks."""
+        return self.part_bytes + QUAD_BYTES
 
     @property
-    def slot_bytes(self) -> int:
-        """Shared memory for a tile on its way."""
-        return self.threads * self.loads * LOAD_BYTES
-
-    @property
-    def result_pitch(self) -> int:
-        """Floats from one row of activations to the next, in the warps' sums: an odd multiple of 8, for the banks' sake."""
-        return ROWS * (self.group // ROWS | 1)
+    def stage_bytes(self) -> int:
+        return ROWS * self.pitch
 
     @property
     def result_floats(self) -> int:
         """Shared memory for the warps' sums."""
-        return self.warps * self.tokens * self.result_pitch
+        return self.warps * self.tokens * GROUP
+
+    @property
+    def gathered_floats(self) -> int:
+        """Shared memory for what the CTAs of a cluster have of the rows that this one writes."""
+        return self.tokens * GROUP if self.cluster > 1 else 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Shared memory for a group's scales of 32."""
+        return GROUP // ROWS * self.parts * self.loads * self.threads if self.scales == "mx" else 0
 
     @property
     def shared_bytes(self) -> int:
-        """Of a CTA."""
-        return 4 * self.result_floats + (self.depth * self.slot_bytes if self.staged else 0)
-
-    @property
-    def carveout(self) -> int:
-        """Percent of a multiprocessor's memory that is to be shared memory. Loads on their way take room in the rest."""
-        needed = self.resident * (self.shared_bytes + RESERVED_BYTES)
-        return min(100, -(-100 * needed // (SHARED_BYTES + RESERVED_BYTES)) + self.spare)
+        """Of a CTA, but for barriers."""
+        return self.stages * self.stage_bytes + 4 * (self.result_floats + self.gathered_floats) + self.scale_bytes
 
 
 def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int) -> Config:
     """The program for some work."""
     room = next(room for room in TOKENS if room >= tokens)
-    # Registers bound what is on its way. Activations take a lane as many as a tile of bfloat16 does for 8 rows, twice that for 16;
-    # to a load of weights of fewer bits belong two or four times as many activations.
-    loads = {"dense": 8, "float8_e4m3fn": 4, "mxfp4": 2}[weights] * 8 // room
-    if weights == "dense":
-        return Config(dtype, weights, scales, out, room, warps=16, loads=loads, depth=2 if loads == 8 else 3)
-    return Config(dtype, weights, scales, out, room, warps=8 if loads > 1 else 16, loads=loads, depth=4)
+    # To a load of weights of fewer bits belong two or four times as many activations, which are in registers.
+    return Config(dtype, weights, scales, out, room, parts={"dense": 4, "float8_e4m3fn": 2, "mxfp4": 1}[weights])
 
 
 # Activations' dtypes, weights and scales that go together.

@@ -1,14 +1,13 @@
-"""The device code of `mm`: the launch, the loop over tiles of weights, and the sums.
+"""The device code of `mm`: the launch, the ring of weights, the loop over tiles, and the sums.
 
-A CTA has some rows of the weights, in tiles of 8. A lane loads what it has of a tile itself, all at once and `Config.depth` tiles
-ahead: to registers, or to shared memory that nobody else reads, so that no warp waits for another. The activations for that part of
-k are in registers too, and stay there while tiles go by. So they are read once where a chunk, which is what all warps have at once,
-is a whole row, and once for each group of rows where it is not. The loop's code is short: a call runs it a few times only, and
-waits for code that no CTA has run yet.
+A CTA has some rows of the weights, in tiles of 8. One warp brings them to shared memory by bulk copies, a ring of stages, each a part
+of a tile's rows. All other warps have a part of every stage; the activations for theirs are in registers, and stay there while tiles
+go by. So they are read once where a chunk, which is what registers hold, is a whole row, and once for each group of rows where it is
+not. The loop's code is short: a call runs it a few times only, and waits for code that no CTA has run yet.
 
-At the end of a group the sums of all warps meet in shared memory.
+At the end of a group the sums of all warps meet in shared memory; those of a cluster's CTAs, which share rows, in that of one of them.
 
-In a tile a warp has parts of all rows, of 64 bytes that a quad of lanes shares, 16 each. `mm_formats_device` makes operands of
+In a stage a warp has parts of all rows, of 64 bytes that a quad of lanes shares, 16 each. `mm_formats_device` makes operands of
 them: which number of k is where in an instruction does not matter, as long as activations and weights agree. Products of 16 rows of
 activations and 8 rows of weights are single instructions, mma.sync m16n8k16, also where there is but one row of activations. For 16
 bytes of bfloat16 a lane then has a load, two products and about four moves, and would have 25 instructions if it multiplied and
@@ -19,7 +18,6 @@ added them itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -29,8 +27,10 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, first_to_read, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, store_floats
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, LOAD_BYTES, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, GROUP, QUAD_BYTES, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_formats_device import Formats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Call,
@@ -38,20 +38,15 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Table,
     Vector,
     load_float_if,
+    of_rank,
     prefetch_to_l2,
+    send_float,
     storage_of,
+    store_number,
     type_of,
-    wait_for_copies,
 )
 
-
-@dataclass(frozen=True)
-class Cursor:
-    """A tile of a chunk: the first row of its group, and its own in that, and where the chunk begins in a row, in bytes."""
-
-    begin: Int32
-    done: Int32
-    row: Int32
+_COMPUTING = 1  # the barrier of warps that compute
 
 
 def host(config: Config) -> Any:
@@ -99,17 +94,19 @@ class Mm(Formats):
         b_scale_column: Int32,
         stream: cuda.CUstream,
     ):
+        config = self.config
         size = weights.element_type.width // 8
         row_bytes, n = weights.shape[0] * size, out.shape[1]
-        share = n // ctas
+        share = n // (ctas // config.cluster)
         self.kernel(
-            Matrix(a.iterator.toint(), a.stride[0] * self.config.activation_bytes),
-            Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, out, Vector(bias, bias_kind),
-            Table(a_scale, a_scale_row, a_scale_column), Table(b_scale, b_scale_row, b_scale_column), share, n - share * ctas,
-            (ahead + row_bytes - 1) // row_bytes,
+            Matrix(a.iterator.toint(), a.stride[0] * config.activation_bytes),
+            Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
+            Vector(bias, bias_kind), Table(a_scale, Int64(a_scale_row), Int64(a_scale_column)),
+            Table(b_scale, Int64(b_scale_row), Int64(b_scale_column)), out.shape[0], n, share, n - share * (ctas // config.cluster),
+            ahead,
         ).launch(
-            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=self.config.dependent,
-            min_blocks_per_mp=self.config.resident, preferred_smem_carveout=self.config.carveout,
+            grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), cluster=(config.cluster, 1, 1), stream=stream,
+            use_pdl=config.dependent, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -118,134 +115,176 @@ class Mm(Formats):
         a: Matrix,
         weights: Matrix,
         row_bytes: Int32,
-        out: cute.Tensor,
+        out: Table,
         bias: Vector,
         a_scale: Table,
         b_scale: Table,
+        m: Int32,
+        n: Int32,
         share: Int32,
         more: Int32,
         ahead: Int32,
     ):
-        """``share``: rows of weights of each CTA; the first ``more`` have another. ``ahead``: rows to bring to the L2 cache."""
+        """``share``: rows of weights of each cluster; the first ``more`` have another."""
+        config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, _, _ = cute.arch.block_idx()
-        storage = cutlass.utils.SmemAllocator().allocate(storage_of(self.config))
+        if warp == 0:
+            self.stamp(a_scale.address, 0)
+            self.stamp(a_scale.address, 1, "globaltimer")
+        storage = cutlass.utils.SmemAllocator().allocate(storage_of(config))
+        rank, begin = Int32(0), Int32(0)
+        if const_expr(config.cluster > 1):
+            rank = cta % config.cluster
+            cta = cta // config.cluster
+            part = ((row_bytes + QUAD_BYTES - 1) // QUAD_BYTES + config.cluster - 1) // config.cluster * QUAD_BYTES
+            begin = rank * part
+            row_bytes = cutlass.min(part, row_bytes - begin)
         call = Call(
-            a, weights, row_bytes, bias, a_scale, b_scale, out.shape[0], out.shape[1], cta * share + cutlass.min(cta, more),
-            share + cutlass.select_(cta < more, Int32(1), Int32(0)), storage.results.data_ptr(), storage.slots.data_ptr().toint(),
+            a, weights, out, begin, row_bytes, bias, a_scale, b_scale, m, n, cta * share + cutlass.min(cta, more),
+            share + cutlass.select_(cta < more, Int32(1), Int32(0)), rank, pipeline(storage.full, storage.empty),
+            storage.ring.data_ptr().toint(), storage.results.data_ptr(), storage.scales.data_ptr().toint(),
+            storage.gathered.data_ptr(), storage.arrived.data_ptr(),
         )  # fmt: skip
-        # Who still writes weights writes them to the L2 cache.
-        for row in cutlass.range(warp, cutlass.min(call.rows, ahead), self.config.warps, unroll=1):
-            with cute.arch.elect_one():
-                prefetch_to_l2(call.weights.row(call.first + row), call.row_bytes)
-        # Whatever ran before may have written what is read here; what runs next may begin once there is room.
-        cute.arch.griddepcontrol_wait()
+        if warp == config.warps:
+            if cute.arch.lane_idx() == 0:
+                for stage in cutlass.range(config.stages, unroll=1):
+                    cute.arch.mbarrier_init(call.pipe.full.first + stage, 1)
+                    cute.arch.mbarrier_init(call.pipe.empty.first + stage, config.warps)
+                if const_expr(config.cluster > 1):
+                    cute.arch.mbarrier_init(call.arrived, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if const_expr(config.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+        # What runs next may begin when there is room; its own wait is for all that is done here.
         cute.arch.griddepcontrol_launch_dependents()
-        self.compute(call, out, warp)
+        if warp == config.warps:
+            self.bring(call, ahead)
+            if const_expr(config.cluster > 1):
+                cute.arch.cluster_wait()
+        else:
+            # Whatever ran before may have written what is read here.
+            self.stamp(a_scale.address, 2)
+            cute.arch.griddepcontrol_wait()
+            self.stamp(a_scale.address, 3)
+            self.compute(call, warp)
+
+    @cute.jit
+    def stamp(self, address: Int64, index: cutlass.Constexpr[int], clock: cutlass.Constexpr[str] = "clock64"):
+        if const_expr(self.config.stamped):
+            thread, _, _ = cute.arch.thread_idx()
+            cta, _, _ = cute.arch.block_idx()
+            if thread % self.config.threads == 0:
+                cute.arch.inline_ptx(
+                    "st.global.b64 [{$r0}], {$r1};",
+                    read_only_args=[address + Int64(cta * 16 + index) * 8, Int64(getattr(cute.arch, clock)())],
+                )
+
+    # -- weights -------------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def bring(self, call: Call, ahead: Int32):
+        """Brings weights to the ring."""
+        config = self.config
+        lane = cute.arch.lane_idx()
+        if ahead >= 0:
+            # Who still writes weights writes them to the L2 cache.
+            for row in cutlass.range(lane, cutlass.min(call.rows, (ahead + call.row_bytes - 1) // call.row_bytes), 32, unroll=1):
+                prefetch_to_l2(call.weights.row(call.first + row) + call.begin, call.row_bytes)
+            cute.arch.griddepcontrol_wait()
+        at = first_to_fill()
+        for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
+            rows = cutlass.min(call.rows - begin, GROUP)
+            for done in cutlass.range(0, call.row_bytes, config.chunk_bytes, unroll=1):
+                end = cutlass.min(done + config.chunk_bytes, call.row_bytes)
+                for tile in cutlass.range(0, rows, ROWS, unroll=1):
+                    count = cutlass.min(rows - tile, ROWS)
+                    source = call.weights.row(call.first + begin + tile + lane) + call.begin
+                    for part in cutlass.range(done, end, config.part_bytes, unroll=1):
+                        size = cutlass.min(end - part, config.part_bytes)
+                        call.pipe.acquire(at)
+                        if lane == 0:
+                            call.pipe.commit(at, count * size)
+                        if lane < count:
+                            to = call.ring + at.stage * config.stage_bytes + lane * config.pitch
+                            bulk_load(to, source + part, size, call.pipe.full.of(at).toint())
+                        at = advance(at, config.stages)
+        self.stamp(call.a_scale.address, 10)
 
     # -- products ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def compute(self, call: Call, out: cute.Tensor, warp: Int32):
+    def compute(self, call: Call, warp: Int32):
         """Multiplies a group of rows after another."""
         config = self.config
         lane = cute.arch.lane_idx()
-        part = self.part(warp)
-        weights, operands = self.coming(), self.operands()
+        place = self.place(warp)
+        operands = self.operands()
         acc = cute.make_rmem_tensor((4,), Float32)
         # This lane's sums of a tile.
-        place = call.results.toint() + ((warp * config.tokens + lane // 4) * config.result_pitch + lane % 4 * 2) * 4
-        at = Cursor(Int32(0), Int32(0), Int32(0))
-        own = call.slots + (warp * 32 + lane) * LOAD_BYTES  # what this lane has of the first slot
-        slot = Int32(0)
-        if const_expr(config.staged):
-            for index in cutlass.range(config.depth, unroll=1):
-                self.stage(call, own + index * config.slot_bytes, at.begin + at.row, at.done + part)
-                at = self.after(call, at, 0)
-        else:
-            for index in cutlass.range_constexpr(config.depth):
-                self.load(call, index, at.begin + at.row, at.done + part, weights)
-                at = self.after(call, at, index)
-        for begin in cutlass.range(0, call.rows, config.group, unroll=1):
-            rows = cutlass.min(call.rows - begin, config.group)
+        sums = call.results.toint() + ((warp * config.tokens + lane // 4) * GROUP + lane % 4 * 2) * 4
+        own = call.ring + lane // 4 * config.pitch + place  # what this lane has of the first stage
+        at = first_to_read()
+        for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
+            rows = cutlass.min(call.rows - begin, GROUP)
             first = call.first + begin
             edge = BLOCK - first % BLOCK
             beside = self.load_beside(call, first, rows)
             for done in cutlass.range(0, call.row_bytes, config.chunk_bytes, unroll=1):
                 # Activations stay where they are if a chunk is all of a row, but scales of blocks are another group's.
                 if (begin == 0) | (call.row_bytes > config.chunk_bytes) | Boolean(config.scales == "block"):
-                    self.fetch(call, begin, done + part, operands)
-                if const_expr(config.staged):
-                    for tile in cutlass.range(0, rows, ROWS, unroll=1):
-                        here = own + slot * config.slot_bytes
-                        wait_for_copies(config.depth - 1)
-                        loads = self.staged(here)
-                        self.add(call, acc, place, done, tile, edge, operands, loads, [None] * config.loads)
-                        self.stage(call, here, at.begin + at.row, at.done + part)
-                        at = self.after(call, at, 0)
-                        slot = cutlass.select_(slot == config.depth - 1, Int32(0), slot + 1)
-                else:
-                    for row in cutlass.range(0, rows, ROWS * config.depth, unroll=1):
-                        for index in cutlass.range_constexpr(config.depth):
-                            tile = row + index * ROWS
-                            loads, scales = self.loaded(weights, index)
-                            if tile < rows:
-                                self.add(call, acc, place, done, tile, edge, operands, loads, scales)
-                            self.load(call, index, at.begin + at.row, at.done + part, weights)
-                            at = self.after(call, at, index)
-            self.finish(call, out, first, rows, beside)
-            if begin + config.group < call.rows:  # the next group's sums go to the same place
-                cute.arch.sync_threads()
-
-    @cute.jit
-    def add(
-        self,
-        call: Call,
-        acc: cute.Tensor,
-        place: Int32,
-        done: Int32,
-        tile: Int32,
-        edge: Int32,
-        operands: list,
-        loads: list,
-        scales: list,
-    ):
-        """Adds a tile's products to this lane's sums of it. ``tile``: its first row in the group."""
-        to = place + tile * 4
-        acc.fill(0.0)
-        if done > 0:
-            self.add_before(acc, to)
-        self.multiply(acc, tile, edge, operands, loads, scales)
-        for half in cutlass.range_constexpr(self.halves):
-            store_floats("shared", to + half * (8 * 4 * self.config.result_pitch), [acc[2 * half], acc[2 * half + 1]])
+                    self.fetch(call, begin, done + place, operands)
+                if const_expr(config.scales == "mx"):
+                    self.keep_scales(call, begin, rows, done + place)
+                for tile in cutlass.range(0, rows, ROWS, unroll=1):
+                    acc.fill(0.0)
+                    if done > 0:
+                        self.add_before(acc, sums + tile * 4)
+                    for part in cutlass.range_constexpr(config.parts):
+                        if done + part * config.part_bytes < call.row_bytes:
+                            call.pipe.wait(at)
+                            if const_expr(config.stamped):
+                                if (tile == 0) & (part == 0):
+                                    self.stamp(call.a_scale.address, 4)
+                            loads = self.read(call, own + at.stage * config.stage_bytes, done + place, part)
+                            scales = self.kept_scales(call, tile // ROWS, part)
+                            self.multiply(acc, tile, edge, operands, part, loads, scales)
+                            cute.arch.sync_warp()
+                            call.pipe.release(at)
+                            at = advance(at, config.stages)
+                    for half in cutlass.range_constexpr(self.halves):
+                        to = sums + tile * 4 + half * (8 * 4 * GROUP)
+                        store_floats("shared", to, [acc[2 * half], acc[2 * half + 1]])
+                    if const_expr(config.stamped):
+                        if tile == 0:
+                            self.stamp(call.a_scale.address, 5)
+            self.stamp(call.a_scale.address, 6)
+            self.finish(call, first, rows, beside)
+            self.stamp(call.a_scale.address, 8)
+            self.stamp(call.a_scale.address, 9, "globaltimer")
+            if begin + GROUP < call.rows:  # the next group's sums go to the same place
+                cute.arch.barrier(barrier_id=_COMPUTING, number_of_threads=config.threads)
 
     @cute.jit
     def add_before(self, acc: cute.Tensor, place: Int32):
         """Takes the sums of the chunks before."""
         for half in cutlass.range_constexpr(self.halves):
-            sums = load_floats("shared", place + half * (8 * 4 * self.config.result_pitch), 2)
+            sums = load_floats("shared", place + half * (8 * 4 * GROUP), 2)
             for column in cutlass.range_constexpr(2):
                 acc[2 * half + column] = sums[column]
-
-    @cute.jit
-    def after(self, call: Call, at: Cursor, slot: cutlass.Constexpr[int]):
-        """The tile after that in a slot. A chunk's last tiles may lie beyond the group's rows: its first has the first slot."""
-        begin, done, row = at.begin, at.done, at.row + ROWS
-        if const_expr(self.config.staged or slot == self.config.depth - 1):
-            if row >= cutlass.min(call.rows - begin, self.config.group):
-                row = Int32(0)
-                done += self.config.chunk_bytes
-                if done >= call.row_bytes:
-                    done = Int32(0)
-                    begin += self.config.group
-        return Cursor(begin, done, row)
 
     # -- results -------------------------------------------------------------------------------------------------------------------
 
     @property
+    def own_rows(self) -> int:
+        """Rows of a group whose results a CTA of a cluster writes."""
+        return GROUP // self.config.cluster
+
+    @property
     def step(self) -> int:
         """Rows of activations whose results all threads write at once."""
-        return self.config.threads // self.config.group
+        return self.config.threads // self.own_rows
 
     @property
     def rounds(self) -> int:
@@ -256,7 +295,7 @@ class Mm(Formats):
     def load_beside(self, call: Call, first: Int32, rows: Int32):
         """What a thread's numbers are multiplied by, and what is added to them. At the beginning, as it would be waited for."""
         thread, _, _ = cute.arch.thread_idx()
-        row = thread % self.config.group
+        row = call.rank * self.own_rows + thread % self.own_rows
         bias = call.bias.load(first + row, row < rows)
         factors = cute.make_rmem_tensor((1 + self.rounds,), Float32)
         factors.fill(1.0)
@@ -264,23 +303,56 @@ class Mm(Formats):
             factors[0] = load_float_if(call.b_scale.at(Int32(0), first + row, 4), row < rows)
             if const_expr(self.config.activation_bytes == 1):
                 for turn in cutlass.range_constexpr(self.rounds):
-                    token = thread // self.config.group + turn * self.step
+                    token = thread // self.own_rows + turn * self.step
                     factors[1 + turn] = load_float_if(call.a_scale.at(token, Int32(0), 4), token < call.m)
         return bias, factors
 
     @cute.jit
-    def finish(self, call: Call, out: cute.Tensor, first: Int32, rows: Int32, beside: tuple):
-        """Adds what the warps have, in their order, and writes it."""
+    def finish(self, call: Call, first: Int32, rows: Int32, beside: tuple):
+        """Adds what the warps have, in their order, and then what CTAs have, and writes it."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
-        cute.arch.sync_threads()
-        row = thread % config.group
+        cute.arch.barrier(barrier_id=_COMPUTING, number_of_threads=config.threads)
+        self.stamp(call.a_scale.address, 7)
+        if const_expr(config.cluster > 1):
+            self.send(call, rows)
+        row = call.rank * self.own_rows + thread % self.own_rows
         stored, factors = beside
         bias = call.bias.number(stored)
         for turn in cutlass.range_constexpr(self.rounds):
-            token = thread // config.group + turn * self.step
-            if (row < rows) & (token < call.m) & (thread < self.step * config.group):
+            token = thread // self.own_rows + turn * self.step
+            if (row < rows) & (token < call.m) & (thread < self.step * self.own_rows):
                 total = Float32(0.0)
-                for each in cutlass.range_constexpr(config.warps):
-                    total += call.results[(each * config.tokens + token) * config.result_pitch + row]
-                out[token, first + row] = (total * (factors[0] * factors[1 + turn]) + bias).to(self.out)
+                if const_expr(config.cluster > 1):
+                    for each in cutlass.range_constexpr(config.cluster):
+                        total += call.gathered[(each * config.tokens + token) * self.own_rows + thread % self.own_rows]
+                else:
+                    total = self.sum_of(call, token, row)
+                value = total * (factors[0] * factors[1 + turn]) + bias
+                store_number(call.out.at(token, first + row, self.out.width // 8), value, self.out)
+
+    @cute.jit
+    def sum_of(self, call: Call, token: Int32, row: Int32):
+        """Of all warps, in their order."""
+        total = Float32(0.0)
+        for each in cutlass.range_constexpr(self.config.warps):
+            total += call.results[(each * self.config.tokens + token) * GROUP + row]
+        return total
+
+    @cute.jit
+    def send(self, call: Call, rows: Int32):
+        """Sends each CTA of the cluster the sums of its rows, and waits for those of others."""
+        config = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        if thread == 0:
+            own = cutlass.max(cutlass.min(rows - call.rank * self.own_rows, self.own_rows), 0)
+            cute.arch.mbarrier_arrive_and_expect_tx(call.arrived, own * call.m * (config.cluster * 4))
+        cute.arch.cluster_wait()  # barriers of all are made
+        for index in cutlass.range(thread, call.m * GROUP, config.threads, unroll=1):
+            token, row = index // GROUP, index % GROUP
+            if row < rows:
+                to = row // self.own_rows
+                place = (call.rank * config.tokens + token) * self.own_rows + row % self.own_rows
+                there = of_rank(call.gathered.toint() + place * 4, to)
+                send_float(there, self.sum_of(call, token, row), of_rank(call.arrived.toint(), to))
+        cute.arch.mbarrier_wait(call.arrived, 0)

@@ -13,17 +13,17 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Numeric, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import mma_m16n8k16
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, LOAD_BYTES, QUAD_BYTES, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, GROUP, LOAD_BYTES, QUAD_BYTES, ROWS, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Call,
-    close_copies,
-    copy_words_if,
     load_byte_if,
     load_float_if,
     load_words_if,
+    read_byte,
+    read_words_if,
     type_of,
+    write_byte,
 )
 
 MX = 32  # weights that share a scale
@@ -93,24 +93,24 @@ class Formats:
 
     # -- where a lane's loads are --------------------------------------------------------------------------------------------------
 
-    def part(self, warp: Int32):
-        """The first, in a chunk of a row, in bytes."""
-        return warp * (QUAD_BYTES * self.config.together) + cute.arch.lane_idx() % 4 * LOAD_BYTES
+    def place(self, warp: Int32):
+        """Where the first is in a part of a row, in bytes. Those of a warp lie next to each other."""
+        return warp * (QUAD_BYTES * self.config.loads) + cute.arch.lane_idx() % 4 * LOAD_BYTES
 
     def offset(self, each: int) -> int:
-        """Of another, from the first."""
-        together = self.config.together
-        return (each // together * self.config.warps * together + each % together) * QUAD_BYTES
+        """Of a chunk's other loads, from the first."""
+        return each // self.config.loads * self.config.part_bytes + each % self.config.loads * QUAD_BYTES
 
     # -- activations ---------------------------------------------------------------------------------------------------------------
 
     def operands(self) -> list[cute.Tensor]:
         """Room for what `fetch` brings: activations as operands, then scales of blocks, of two columns and of the activations."""
         config = self.config
-        tensors = [cute.make_rmem_tensor((config.loads, self.halves, self.words), Uint32)]
+        every = config.parts * config.loads
+        tensors = [cute.make_rmem_tensor((every, self.halves, self.words), Uint32)]
         if config.scales == "block":
-            tensors.append(cute.make_rmem_tensor((config.loads, 2), Float32))
-            tensors.append(cute.make_rmem_tensor((config.loads, self.halves), Float32))
+            tensors.append(cute.make_rmem_tensor((every, 2), Float32))
+            tensors.append(cute.make_rmem_tensor((every, self.halves), Float32))
         return tensors
 
     @cute.jit
@@ -119,14 +119,15 @@ class Formats:
 
         Args:
             begin: the first of the group's rows, among this CTA's.
-            at: where the lane's weights begin in a row, in bytes.
+            at: where the lane's weights begin in this CTA's part of a row, in bytes.
         """
         config = self.config
         lane = cute.arch.lane_idx()
-        raw = cute.make_rmem_tensor((config.loads, self.halves, self.raw_words), Uint32)
-        for each in cutlass.range_constexpr(config.loads):
+        every = config.parts * config.loads
+        raw = cute.make_rmem_tensor((every, self.halves, self.raw_words), Uint32)
+        for each in cutlass.range_constexpr(every):
             inside = at + self.offset(each) < call.row_bytes
-            k = (at + self.offset(each)) // LOAD_BYTES * config.elements
+            k = (call.begin + at + self.offset(each)) // LOAD_BYTES * config.elements
             for half in cutlass.range_constexpr(self.halves):
                 token = lane // 4 + half * 8
                 from_ = call.a.row(token) + k * config.activation_bytes
@@ -135,17 +136,21 @@ class Formats:
                     for word in cutlass.range_constexpr(4):
                         raw[each, half, vector * 4 + word] = words[word]
             if const_expr(config.scales == "block"):
+                # A quad's sums are of all of its lanes' parts, also where the row ends between two of them.
+                quad = at + self.offset(each) - lane % 4 * LOAD_BYTES
+                inside = quad < call.row_bytes
+                row = (call.begin + quad) // LOAD_BYTES * config.elements // BLOCK
                 block = (call.first + begin) // BLOCK
                 for which in cutlass.range_constexpr(2):
                     beside = cutlass.min(block + which, (call.n - 1) // BLOCK)
-                    to[1][each, which] = load_float_if(call.b_scale.at(k // BLOCK, beside, 4), inside)
+                    to[1][each, which] = load_float_if(call.b_scale.at(row, beside, 4), inside)
                 for half in cutlass.range_constexpr(self.halves):
                     token = lane // 4 + half * 8
                     if const_expr(config.activation_bytes == 1):
-                        to[2][each, half] = load_float_if(call.a_scale.at(token, k // BLOCK, 4), inside & (token < call.m))
+                        to[2][each, half] = load_float_if(call.a_scale.at(token, row, 4), inside & (token < call.m))
                     else:
                         to[2][each, half] = Float32(1.0)
-        for each in cutlass.range_constexpr(config.loads):
+        for each in cutlass.range_constexpr(every):
             for half in cutlass.range_constexpr(self.halves):
                 words = self.ordered([raw[each, half, word] for word in range(self.raw_words)])
                 for word in cutlass.range_constexpr(self.words):
@@ -159,63 +164,70 @@ class Formats:
 
     # -- weights -------------------------------------------------------------------------------------------------------------------
 
-    def coming(self) -> list[cute.Tensor]:
-        """Room for tiles of weights on their way, and for their scales of 32."""
-        config = self.config
-        tensors = [] if config.staged else [cute.make_rmem_tensor((config.depth, config.loads, 4), Uint32)]
-        if config.scales == "mx":
-            tensors.append(cute.make_rmem_tensor((config.depth, config.loads), Uint32))
-        return tensors
-
     @cute.jit
-    def stage(self, call: Call, slot: Int32, row: Int32, at: Int32):
-        """Starts to copy a lane's part of a tile to shared memory.
+    def read(self, call: Call, slot: Int32, at: Int32, part: cutlass.Constexpr[int]):
+        """A lane's loads of a stage.
 
         Args:
-            slot: where its first load goes. Nobody else reads it.
-            row, at: see `load`.
+            slot: where the lane's first load is.
+            at: where the lane's weights begin in the chunk. Behind the row's end there are zeros.
         """
-        row += cute.arch.lane_idx() // 4
-        from_ = call.weights.row(call.first + row) + at
+        loads = []
         for each in cutlass.range_constexpr(self.config.loads):
-            live = (row < call.rows) & (at + self.offset(each) < call.row_bytes)
-            copy_words_if(slot + each * self.config.threads * LOAD_BYTES, from_ + self.offset(each), live)
-        close_copies()
+            inside = at + self.offset(part * self.config.loads + each) < call.row_bytes
+            loads.append([*read_words_if(slot + each * QUAD_BYTES, inside)])
+        return loads
 
-    def staged(self, slot: Int32) -> list[Any]:
-        """A lane's part of a tile that has come."""
-        return [load_words("shared", slot + each * self.config.threads * LOAD_BYTES, 4) for each in range(self.config.loads)]
+    # -- scales of 32, of a group, which each lane keeps for itself ------------------------------------------------------------------
+
+    def scale_place(self, tile: Any, each: int):
+        """Where a lane's scale of a load is."""
+        thread, _, _ = cute.arch.thread_idx()
+        return (tile * (self.config.parts * self.config.loads) + each) * self.config.threads + thread
 
     @cute.jit
-    def load(self, call: Call, slot: cutlass.Constexpr[int], row: Int32, at: Int32, to: list):
-        """Starts to load a lane's part of a tile to registers.
+    def keep_scales(self, call: Call, begin: Int32, rows: Int32, at: Int32):
+        """Brings those of a chunk to shared memory. ``begin``: the group's first row, ``at``: where the lane's weights begin."""
+        every = self.config.parts * self.config.loads
+        found = []
+        for tile in cutlass.range_constexpr(GROUP // ROWS):
+            row = tile * ROWS + cute.arch.lane_idx() // 4
+            for each in cutlass.range_constexpr(every):
+                inside = (row < rows) & (at + self.offset(each) < call.row_bytes)
+                column = (call.begin + at + self.offset(each)) // LOAD_BYTES
+                found.append(load_byte_if(call.b_scale.at(column, call.first + begin + row, 1), inside))
+        for tile in cutlass.range_constexpr(GROUP // ROWS):
+            for each in cutlass.range_constexpr(every):
+                write_byte(call.scales + self.scale_place(tile, each), found[tile * every + each])
 
-        Args:
-            slot: where it goes.
-            row: the tile's first, among this CTA's. Behind the last there are zeros.
-            at: where the lane's weights begin in a row, in bytes. Behind its end there are zeros.
-        """
-        row += cute.arch.lane_idx() // 4
-        from_ = call.weights.row(call.first + row) + at
-        for each in cutlass.range_constexpr(self.config.loads):
-            live = (row < call.rows) & (at + self.offset(each) < call.row_bytes)
-            words = load_words_if(from_ + self.offset(each), live)
-            for word in cutlass.range_constexpr(4):
-                to[0][slot, each, word] = words[word]
-            if const_expr(self.config.scales == "mx"):
-                scale = call.b_scale.at((at + self.offset(each)) // LOAD_BYTES, call.first + row, 1)
-                to[1][slot, each] = load_byte_if(scale, live)
+    @cute.jit
+    def kept_scales(self, call: Call, tile: Int32, part: cutlass.Constexpr[int]):
+        """Those of a stage. ``tile``: counted in the group."""
+        loads = self.config.loads
+        if const_expr(self.config.scales != "mx"):
+            return [None] * loads
+        return [read_byte(call.scales + self.scale_place(tile, part * loads + each)) for each in range(loads)]
 
     # -- products ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(self, acc: cute.Tensor, row: Int32, edge: Int32, operands: list, loads: list, scales: list):
-        """Adds the products of a tile.
+    def multiply(
+        self,
+        acc: cute.Tensor,
+        row: Int32,
+        edge: Int32,
+        operands: list,
+        part: cutlass.Constexpr[int],
+        loads: list,
+        scales: list,
+    ):
+        """Adds the products of a tile's stage.
 
         Args:
             row: the tile's first, in the group.
             edge: rows of the group before those with the next block's scales.
             operands: what `fetch` brought.
+            part: which of a chunk's stages it is.
             loads: the lane's loads of weights.
             scales: of each in mxfp4.
         """
@@ -224,24 +236,19 @@ class Formats:
         sums = [[acc[index] for index in range(4)], [Float32(0.0)] * 4]
         for each in cutlass.range_constexpr(config.loads):
             words = self.widened(loads[each], scales[each])
+            which = part * config.loads + each
             if const_expr(config.scales == "block"):
-                apart = self.chain(operands[0], each, words, [[Float32(0.0)] * 4] * 2)
+                apart = self.chain(operands[0], which, words, [[Float32(0.0)] * 4] * 2)
                 for column in cutlass.range_constexpr(2):
                     before = row + (cute.arch.lane_idx() % 4 * 2 + column) < edge
-                    scale = cutlass.select_(before, operands[1][each, 0], operands[1][each, 1])
+                    scale = cutlass.select_(before, operands[1][which, 0], operands[1][which, 1])
                     for half in cutlass.range_constexpr(self.halves):
                         index = 2 * half + column
-                        sums[0][index] += (apart[0][index] + apart[1][index]) * (scale * operands[2][each, half])
+                        sums[0][index] += (apart[0][index] + apart[1][index]) * (scale * operands[2][which, half])
             else:
-                sums = self.chain(operands[0], each, words, sums)
+                sums = self.chain(operands[0], which, words, sums)
         for index in cutlass.range_constexpr(4):
             acc[index] = sums[0][index] + sums[1][index]
-
-    def loaded(self, weights: list, slot: int) -> tuple[list[Any], list[Any]]:
-        """A lane's part of a tile in registers, and its scales."""
-        loads = range(self.config.loads)
-        scales = [weights[1][slot, each] if len(weights) > 1 else None for each in loads]
-        return [[weights[0][slot, each, word] for word in range(4)] for each in loads], scales
 
     def widened(self, words: Any, byte: Any) -> Any:
         """A load of weights as operands."""

@@ -8,7 +8,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import store_half
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, pack
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import Config
 
 
@@ -31,20 +33,40 @@ def load_words_if(address: Any, condition: Boolean) -> Any:
     )
 
 
-def copy_words_if(to: Int32, address: Any, condition: Boolean) -> None:
-    """Starts to copy four neighbouring words of global memory to shared memory, or zeros."""
-    size = cutlass.select_(condition, Int32(16), Int32(0))
-    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[to, address, size])
+def read_words_if(address: Int32, condition: Boolean) -> Any:
+    """Four neighbouring words of shared memory, or zeros."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
+        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
+        "@p ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address, Int32(condition)],
+    )
 
 
-def close_copies() -> None:
-    """Makes those that this thread has started since the last time a set that can be waited for."""
-    cute.arch.inline_ptx("cp.async.commit_group;")
+def read_byte(address: Int32) -> Any:
+    """A byte of shared memory."""
+    return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 
 
-def wait_for_copies(left: int) -> None:
-    """Waits for this thread's copies, but for the last so many sets."""
-    cute.arch.inline_ptx(f"cp.async.wait_group {left};")
+def write_byte(address: Int32, value: Any) -> None:
+    """A byte, to shared memory."""
+    cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def of_rank(address: Int32, rank: Int32) -> Int32:
+    """Where an address of shared memory is in another CTA of the cluster."""
+    return Int32(
+        cute.arch.inline_ptx("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank])
+    )
+
+
+def send_float(address: Int32, value: Any, barrier: Int32) -> None:
+    """Stores a number in a CTA of the cluster, whose barrier counts its four bytes."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[address, value, barrier],
+    )
 
 
 def load_float_if(address: Any, condition: Boolean) -> Any:
@@ -63,6 +85,14 @@ def load_byte_if(address: Any, condition: Boolean) -> Any:
         write_only_types=[Uint32],
         read_only_args=[address, Int32(condition)],
     )
+
+
+def store_number(address: Int64, value: Float32, dtype: type[Numeric]) -> None:
+    """A number, rounded, to global memory."""
+    if dtype is Float32:
+        cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
+    else:
+        store_half(address, pack(dtype, value, value))
 
 
 def prefetch_to_l2(address: Int64, size: Int32) -> None:
@@ -118,16 +148,16 @@ class Vector:
 
 @dataclass(frozen=True)
 class Table:
-    """Scales: the address of the first, and how many elements further those of the next row and column are."""
+    """Scales or results: the address of the first, and how many elements further those of the next row and column are."""
 
     address: Int64
-    row: Int32
-    column: Int32
+    row: Int64
+    column: Int64
 
     @cute.jit
     def at(self, row: Int32, column: Int32, size: cutlass.Constexpr[int]):
         """The address of one. ``size``: bytes of each."""
-        return self.address + (Int64(row) * self.row + Int64(column) * self.column) * size
+        return self.address + (row * self.row + column * self.column) * size
 
 
 @dataclass(frozen=True)
@@ -135,17 +165,25 @@ class Call:
     """What a CTA is asked for.
 
     Attributes:
-        a, weights: rows of activations, and of weights.
-        row_bytes: of weights.
+        a, weights: rows of activations, and of weights; whole ones.
+        out: the result.
+        begin: where this CTA's part of rows of weights begins, in bytes.
+        row_bytes: of that part.
         bias: added to the result.
         a_scale, b_scale: scales as the operator has them, of a's rows and b's columns; a step of 0 where one serves all.
         m, n: rows of activations, and of all weights.
         first, rows: this CTA's rows of weights.
-        results, slots: shared memory for the warps' sums, and for weights on their way.
+        rank: the CTA in its cluster.
+        pipe: the ring.
+        ring, results, scales, gathered: shared memory for weights on their way, for the warps' sums, for scales of 32, and for the
+            sums of all CTAs of a cluster.
+        arrived: the barrier of the latter.
     """
 
     a: Matrix
     weights: Matrix
+    out: Table
+    begin: Int32
     row_bytes: Int32
     bias: Vector
     a_scale: Table
@@ -154,8 +192,13 @@ class Call:
     n: Int32
     first: Int32
     rows: Int32
+    rank: Int32
+    pipe: Pipeline
+    ring: Int32
     results: cute.Pointer
-    slots: Int32
+    scales: Int32
+    gathered: cute.Pointer
+    arrived: cute.Pointer
 
 
 def storage_of(config: Config) -> Any:
@@ -163,7 +206,12 @@ def storage_of(config: Config) -> Any:
 
     @cute.struct
     class Storage:
+        full: cute.struct.MemRange[Int64, config.stages]
+        empty: cute.struct.MemRange[Int64, config.stages]
+        arrived: cute.struct.MemRange[Int64, 1]
+        gathered: cute.struct.Align[cute.struct.MemRange[Float32, max(config.gathered_floats, 4)], 16]
         results: cute.struct.Align[cute.struct.MemRange[Float32, config.result_floats], 16]
-        slots: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.depth * config.slot_bytes if config.staged else 16], 16]
+        scales: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, max(config.scale_bytes, 16)], 16]
+        ring: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.stages * config.stage_bytes], 128]
 
     return Storage

@@ -1,0 +1,99 @@
+"""Products of few rows, executed without a GPU: small ones, by the instructions that a GPU would get."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass")
+
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, mx
+from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
+from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
+from tokenspeed_kernel_base.signature import dtype_name
+from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
+from tokenspeed_kernel_nvidia.sm90.gemm.mm import kinds_of, mm_program
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import Config, config_of
+
+from . import ptx
+from .ptx_values import Memory
+
+CPU = torch.device("cpu")
+BF16, F16, SINGLE = torch.bfloat16, torch.float16, torch.float32
+# What operands there are, and the result's dtype.
+CALLS = {
+    "dense bfloat16": (partial(dense, bias=BF16), BF16),
+    "dense float16": (partial(dense, dtype=F16, bias=SINGLE), F16),
+    "fp8 weights, channel": (partial(fp8, a_scale="", b_scale="channel", a_dtype=BF16, bias=BF16), BF16),
+    "fp8 weights, block": (partial(fp8, a_scale="", b_scale="block", a_dtype=F16), F16),
+    "fp8, token and channel": (partial(fp8, a_scale="token", b_scale="channel", out_dtype=SINGLE), SINGLE),
+    "fp8, blocks": (partial(fp8, a_scale="block", b_scale="block", out_dtype=SINGLE), SINGLE),
+    "mxfp4 weights": (partial(mx, a="dense", b="mxfp4", out_dtype=SINGLE), SINGLE),
+}
+TOLERANCE = {BF16: 4.5e-3, F16: 6e-4, SINGLE: 1e-5}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The PTX of a program, made once."""
+    folder = tmp_path_factory.mktemp("ptx")
+
+    @functools.cache
+    def text_of(config: Config) -> str:
+        Path(folder).mkdir(exist_ok=True)
+        return str(mm_program.compile(config, f"--keep-ptx --dump-dir {folder}").__ptx__)
+
+    return text_of
+
+
+def bytes_of(x: Tensor) -> Any:
+    return x.contiguous().view(torch.uint8).numpy().reshape(-1)
+
+
+def table_of(memory: Memory, scale: Tensor | None) -> list[int]:
+    if scale is None:
+        return [0, 0, 0]
+    stored = scale.mT if scale.ndim == 2 else scale  # as `mm` is given them, stored the other way
+    row, column = (scale.mT.contiguous().mT.stride()) if scale.ndim == 2 else (0, 0)
+    return [memory.put(bytes_of(stored)), row, column]
+
+
+def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, ahead: int, seed: int = 0) -> None:
+    made, dtype = CALLS[name]
+    given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, seed))
+    a, b, bias = (given[each] for each in ("a", "b", "bias"))
+    weights, scales = kinds_of(b, given["b_scale"])
+    config = config_of(dtype_name(a.dtype), weights, scales, dtype_name(dtype), m)
+    memory = Memory(1 << 24, ptx.GLOBAL_BASE)
+    row_bytes = b.shape[0] * b.element_size()
+    out = memory.put(np.full(m * n * dtype.itemsize, 0x44, np.uint8))
+    share = n // ctas
+    arguments = [
+        memory.put(bytes_of(a)), k * a.element_size(), memory.put(bytes_of(b.mT)), row_bytes, row_bytes, out, n, 1,
+        *([0, 0] if bias is None else [memory.put(bytes_of(bias)), KINDS[bias.dtype]]),
+        *table_of(memory, given["a_scale"]), *table_of(memory, given["b_scale"]), m, n, share, n - share * ctas, ahead,
+    ]  # fmt: skip
+    ptx.launch(texts(config), arguments, config.threads + 32, (ctas,), memory, random.Random(seed))
+    got = torch.from_numpy(memory.get(out, np.uint8, m * n * dtype.itemsize)).view(dtype).view(m, n)
+    wide_a, wide_b = decode_operands("mm", a, b, given["a_scale"], given["b_scale"])
+    wanted = wide_a.double() @ wide_b.double() + (0 if bias is None else bias.double())
+    print(got, wanted)
+    off = (got.double() - wanted).norm() / wanted.norm()
+    assert off <= TOLERANCE[dtype], off
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kind_of_weights(texts: Any, name: str) -> None:
+    """Two CTAs with different numbers of rows, a tile that is not full, and a row that ends inside of a part."""
+    run(texts, name, 3, 288, 21, 2, ahead=-1)
+    run(texts, name, 11, 96, 9, 1, ahead=0)
