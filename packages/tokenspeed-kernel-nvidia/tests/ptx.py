@@ -152,13 +152,16 @@ class Cta:
             assert quiet < _PATIENCE, f"nobody goes on: {[w.where() for w in running]}"
         assert not self.copies, "copies that nobody waited for"
 
-    def synchronise(self, warp: Warp, barrier: int, threads: int) -> None:
+    def synchronise(self, warp: Warp, barrier: int, threads: int, waits: bool) -> None:
         waiting = self.barriers.setdefault(barrier, set())
+        assert warp not in waiting, "a warp arrives twice"
         waiting.add(warp)
-        warp.waits_at = barrier
+        if waits:
+            warp.waits_at = barrier
         if LANES * len(waiting) == threads:
             for other in waiting:
-                other.waits_at = None
+                if other.waits_at == barrier:
+                    other.waits_at = None
             waiting.clear()
 
 
@@ -328,8 +331,10 @@ class Warp:
             self.assign(target, self._halves(step, words[2]), "b32", lanes)
         elif words[2] == "f16":
             self.assign(target, widen(halves(self.value(given[0]))[0], "f16"), "f32", lanes)
-        else:
-            self.assign(target, number(self.value(given[0]), words[2]), words[1], lanes)
+        else:  # to the nearest, or towards zero, where a float is made or cut
+            to, of = words[-2:]
+            found = number(self.value(given[0]), of)
+            self.assign(target, register(found.astype(np.float32) if to == "f32" else found.astype(np.int64)), to, lanes)
 
     def _move(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
         target, source = step.operands
@@ -370,7 +375,7 @@ class Warp:
         if words[1] == "warp":
             return
         threads = int(self.value(step.operands[1])[0]) if len(step.operands) > 1 else self.cta.threads
-        self.cta.synchronise(self, int(self.value(step.operands[0])[0]), threads)
+        self.cta.synchronise(self, int(self.value(step.operands[0])[0]), threads, words[1] != "arrive")
 
     def _mbarrier(self, step: Instruction, words: list[str], lanes: Lanes) -> bool:
         barriers = self.cta.mbarriers

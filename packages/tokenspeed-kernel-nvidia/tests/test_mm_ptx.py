@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
 from tokenspeed_kernel_nvidia.sm90.gemm.mm import kinds_of, mm_program
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import Config, config_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import Config, config_of, layout_of
 
 from . import ptx
 from .ptx_values import Memory
@@ -68,7 +68,7 @@ def table_of(memory: Memory, scale: Tensor | None) -> list[int]:
     return [memory.put(bytes_of(stored)), row, column]
 
 
-def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, ahead: int, seed: int = 0) -> None:
+def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, ahead: int, ring_bytes: int = 1 << 16, seed: int = 0) -> None:
     made, dtype = CALLS[name]
     given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, seed))
     a, b, bias = (given[each] for each in ("a", "b", "bias"))
@@ -78,16 +78,18 @@ def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, ahead: int, se
     row_bytes = b.shape[0] * b.element_size()
     out = memory.put(np.full(m * n * dtype.itemsize, 0x44, np.uint8))
     share = n // ctas
+    layout = layout_of(config, m, row_bytes, ring_bytes)
+    assert layout is not None
     arguments = [
-        memory.put(bytes_of(a)), k * a.element_size(), memory.put(bytes_of(b.mT)), row_bytes, row_bytes, out, n, 1,
-        *([0, 0] if bias is None else [memory.put(bytes_of(bias)), KINDS[bias.dtype]]),
-        *table_of(memory, given["a_scale"]), *table_of(memory, given["b_scale"]), m, n, share, n - share * ctas, ahead,
+        memory.put(bytes_of(b.mT)), row_bytes, row_bytes, row_bytes, share, n - share * ctas, layout.stages, layout.ring, ahead,
+        memory.put(bytes_of(a)), k * a.element_size(), m, n, layout.chunk_bytes, 16.0 / layout.chunk_bytes, layout.scales,
+        layout.activations, out, n, 1, *([0, 0] if bias is None else [memory.put(bytes_of(bias)), KINDS[bias.dtype]]),
+        *table_of(memory, given["a_scale"]), *table_of(memory, given["b_scale"]),
     ]  # fmt: skip
     ptx.launch(texts(config), arguments, config.threads + 32, (ctas,), memory, random.Random(seed))
     got = torch.from_numpy(memory.get(out, np.uint8, m * n * dtype.itemsize)).view(dtype).view(m, n)
     wide_a, wide_b = decode_operands("mm", a, b, given["a_scale"], given["b_scale"])
     wanted = wide_a.double() @ wide_b.double() + (0 if bias is None else bias.double())
-    print(got, wanted)
     off = (got.double() - wanted).norm() / wanted.norm()
     assert off <= TOLERANCE[dtype], off
 

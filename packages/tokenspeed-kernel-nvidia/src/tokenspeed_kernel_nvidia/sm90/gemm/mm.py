@@ -29,17 +29,20 @@ from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, KINDS
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     ELEMENTS,
+    QUAD_BYTES,
+    RING_BYTES,
     TOKENS,
     Config,
     Scales,
     Weights,
     config_of,
     every_config,
+    layout_of,
     results_of,
 )
 
-# Bytes of weights that a CTA brings to the L2 cache before it may read: all CTAs together half of what that holds.
-AHEAD = 192 * 1024
+# Bytes of weights that a CTA brings to the L2 cache before it may read.
+AHEAD = 0
 E4M3 = torch.float8_e4m3fn
 
 Launch = Callable[..., Any]
@@ -53,12 +56,33 @@ def mm_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 @functools.cache
-def _program_of(
-    a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, tokens: int, n: int, device: int
-) -> tuple[Launch, int]:
-    """The program and its CTAs."""
-    config = config_of(dtype_name(a), weights, scales, dtype_name(out), tokens)
-    return mm_program(config), ctas_of(config, n, multiprocessors(device))
+def _launch_of(
+    a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, m: int, n: int, row_bytes: int, device: int
+) -> tuple[Launch, tuple[int, ...]]:
+    """The program, and the numbers of a launch that depend on sizes alone."""
+    config = config_of(dtype_name(a), weights, scales, dtype_name(out), m)
+    return mm_program(config), numbers_of(config, m, n, row_bytes, multiprocessors(device))
+
+
+def numbers_of(
+    config: Config, m: int, n: int, row_bytes: int, count: int, ahead: int = AHEAD, ring_bytes: int = RING_BYTES
+) -> tuple[int, ...]:
+    """CTAs, bytes of weights to bring ahead, and where things are in shared memory.
+
+    Args:
+        row_bytes: of a row of weights.
+        count: of multiprocessors.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    part = -(-row_bytes // (QUAD_BYTES * config.cluster)) * QUAD_BYTES
+    found = layout_of(config, m, min(part, row_bytes), ring_bytes)
+    if found is None:
+        raise ValueError("wants more shared memory than there is")
+    return (
+        ctas_of(config, n, count), ahead, found.chunk_bytes, found.stages, found.scales, found.activations, found.ring, found.size
+    )  # fmt: skip
 
 
 def ctas_of(config: Config, n: int, count: int) -> int:
@@ -85,9 +109,9 @@ def kinds_of(b: Tensor, b_scale: Tensor | None) -> tuple[Weights, Scales]:
 
 
 def arguments_of(
-    a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, ctas: int, ahead: int
+    a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, numbers: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """What a program takes. All tensors must live until it is launched."""
+    """What a program takes; ``numbers``: see `numbers_of`. All tensors must live until it is launched."""
     if b.dtype == E4M3:  # programs take 8-bit floats as bytes, which every version of PyTorch hands over
         b = b.view(torch.uint8)
         if a.dtype == E4M3:
@@ -95,7 +119,7 @@ def arguments_of(
     bias_at = kind = 0
     if bias is not None:
         bias_at, kind = bias.data_ptr(), KINDS[bias.dtype]
-    return a, b, out, bias_at, kind, ctas, ahead, *_table(a_scale), *_table(b_scale)
+    return a, b, out, bias_at, kind, *_table(a_scale), *_table(b_scale), *numbers
 
 
 def multiply(
@@ -118,10 +142,11 @@ def multiply(
     Raises:
         ValueError: rows of a or b do not begin at multiples of 16 bytes, or have gaps between their elements.
     """
-    tokens = TOKENS[0] if a.shape[0] <= TOKENS[0] else TOKENS[1]
-    kinds = kinds_of(b, b_scale)
-    launch, ctas = _program_of(a.dtype, *kinds, out.dtype, tokens, b.shape[1], a.get_device())
-    launch(*arguments_of(a, b, bias, out, a_scale, b_scale, ctas, AHEAD))
+    k, n = b.shape
+    launch, numbers = _launch_of(
+        a.dtype, *kinds_of(b, b_scale), out.dtype, a.shape[0], n, k * b.element_size(), a.get_device()
+    )  # fmt: skip
+    launch(*arguments_of(a, b, bias, out, a_scale, b_scale, numbers))
 
 
 def mm(

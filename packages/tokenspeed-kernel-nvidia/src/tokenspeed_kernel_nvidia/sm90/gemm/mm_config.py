@@ -12,7 +12,11 @@ TOKENS = (8, 16)  # rows of activations that programs are made for: an instructi
 LOAD_BYTES = 16  # that a lane reads of a row of weights at once
 QUAD_BYTES = 4 * LOAD_BYTES  # of a row, that four lanes read at once
 GROUP = 40  # rows of weights whose sums are in shared memory together; on 132 multiprocessors 5280 rows are one group of each
+STAGES = 16  # of the ring at most
+HEAD_BYTES = 512  # of shared memory: barriers, and 16 bytes of zeros at the end
 SHARED_BYTES = 227 * 1024  # that a CTA may have
+# Bytes of weights on their way, of a multiprocessor, beyond which nothing is gained.
+RING_BYTES = 100 * 1024
 
 # How weights are stored, and how many of them 16 bytes hold.
 Weights = Literal["dense", "float8_e4m3fn", "mxfp4"]
@@ -33,10 +37,8 @@ class Config:
         scales: of weights, and of activations of 8 bits.
         out: dtype of the result.
         tokens: rows of activations that there is room for.
-        warps: share a row of weights, each with its own part.
+        warps: share a row of weights, each with its own part; another one loads.
         loads: of 16 bytes, that a lane has of a row in a stage.
-        parts: stages that a row takes, or a chunk of a longer row. The activations for a chunk are in registers.
-        stages: of the ring through which weights come.
         cluster: CTAs that share rows of weights, each with its own part.
         dependent: whether a launch may begin while the kernel before ends.
     """
@@ -46,10 +48,8 @@ class Config:
     scales: Scales
     out: str
     tokens: int
-    warps: int = 16
-    loads: int = 2
-    parts: int = 4
-    stages: int = 10
+    warps: int = 8
+    loads: int = 4
     cluster: int = 1
     dependent: bool = True
     stamped: bool = False
@@ -69,19 +69,19 @@ class Config:
         return ELEMENTS[self.weights]
 
     @property
+    def planes(self) -> int:
+        """Of 16 bytes each, the activations that belong to 16 bytes of weights, as operands."""
+        return self.elements // 8
+
+    @property
     def threads(self) -> int:
-        """That compute; those of another warp load."""
+        """That compute."""
         return 32 * self.warps
 
     @property
     def part_bytes(self) -> int:
         """Of a row, in a stage."""
         return self.warps * self.loads * QUAD_BYTES
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Of a row, whose activations are in registers."""
-        return self.parts * self.part_bytes
 
     @property
     def pitch(self) -> int:
@@ -92,32 +92,57 @@ class Config:
     def stage_bytes(self) -> int:
         return ROWS * self.pitch
 
-    @property
-    def result_floats(self) -> int:
-        """Shared memory for the warps' sums."""
-        return self.warps * self.tokens * GROUP
 
-    @property
-    def gathered_floats(self) -> int:
-        """Shared memory for what the CTAs of a cluster have of the rows that this one writes."""
-        return self.tokens * GROUP if self.cluster > 1 else 0
+@dataclass(frozen=True)
+class Layout:
+    """Shared memory of a CTA, which depends on the call: places of things behind the barriers, in bytes, and their sizes.
 
-    @property
-    def scale_bytes(self) -> int:
-        """Shared memory for a group's scales of 32."""
-        return GROUP // ROWS * self.parts * self.loads * self.threads if self.scales == "mx" else 0
+    Attributes:
+        chunk_bytes: of a row of weights, whose activations are there; whole parts.
+        stages: of the ring.
+        scales, activations, ring: where these begin; the warps' sums begin behind the barriers.
+        size: of all.
+    """
 
-    @property
-    def shared_bytes(self) -> int:
-        """Of a CTA, but for barriers."""
-        return self.stages * self.stage_bytes + 4 * (self.result_floats + self.gathered_floats) + self.scale_bytes
+    chunk_bytes: int
+    stages: int
+    scales: int
+    activations: int
+    ring: int
+    size: int
+
+
+def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYTES) -> Layout | None:
+    """The layout for some rows of activations and a row of weights; None where too little of a row would fit.
+
+    Args:
+        row_bytes: of a row of weights, that a CTA has.
+        ring_bytes: that the ring is to have at most, if that leaves it some stages.
+    """
+    part, stage = config.part_bytes, config.stage_bytes
+    sums = 4 * GROUP * m * (config.warps + (config.cluster > 1))
+    for parts in range(-(-row_bytes // part), 0, -1):
+        chunk = parts * part
+        scales = {
+            "none": 0,
+            "row": 4 * m,
+            "block": 4 * (2 + m) * (chunk // BLOCK),
+            "mx": GROUP * (chunk // LOAD_BYTES),
+        }[config.scales]
+        scales_at = HEAD_BYTES + sums
+        activations_at = -(-(scales_at + scales) // 16) * 16
+        ring_at = -(-(activations_at + config.planes * m * (chunk + QUAD_BYTES)) // 128) * 128
+        stages = min(STAGES, max(4, ring_bytes // stage), (SHARED_BYTES - ring_at) // stage)
+        if stages >= 4 or parts == 1:
+            break
+    if stages < 1:
+        return None
+    return Layout(chunk, stages, scales_at, activations_at, ring_at, ring_at + stages * stage)
 
 
 def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int) -> Config:
     """The program for some work."""
-    room = next(room for room in TOKENS if room >= tokens)
-    # To a load of weights of fewer bits belong two or four times as many activations, which are in registers.
-    return Config(dtype, weights, scales, out, room, parts={"dense": 4, "float8_e4m3fn": 2, "mxfp4": 1}[weights])
+    return Config(dtype, weights, scales, out, next(room for room in TOKENS if room >= tokens))
 
 
 # Activations' dtypes, weights and scales that go together.

@@ -1,16 +1,17 @@
 """The device code of `mm`: the launch, the ring of weights, the loop over tiles, and the sums.
 
 A CTA has some rows of the weights, in tiles of 8. One warp brings them to shared memory by bulk copies, a ring of stages, each a part
-of a tile's rows. All other warps have a part of every stage; the activations for theirs are in registers, and stay there while tiles
-go by. So they are read once where a chunk, which is what registers hold, is a whole row, and once for each group of rows where it is
-not. The loop's code is short: a call runs it a few times only, and waits for code that no CTA has run yet.
+of a tile's rows. All other warps have a piece of every stage. The activations lie in shared memory, as operands: they are read once
+where a chunk, which is what there is room for, is a whole row, and once for each group of rows where it is not. They are not in
+registers because then each part of a row would have code of its own: a call runs its code a few times only, and waits for what no
+CTA has run yet.
 
 At the end of a group the sums of all warps meet in shared memory; those of a cluster's CTAs, which share rows, in that of one of them.
 
 In a stage a warp has parts of all rows, of 64 bytes that a quad of lanes shares, 16 each. `mm_formats_device` makes operands of
 them: which number of k is where in an instruction does not matter, as long as activations and weights agree. Products of 16 rows of
 activations and 8 rows of weights are single instructions, mma.sync m16n8k16, also where there is but one row of activations. For 16
-bytes of bfloat16 a lane then has a load, two products and about four moves, and would have 25 instructions if it multiplied and
+bytes of bfloat16 a lane then has two loads, two products and about four moves, and would have 25 instructions if it multiplied and
 added them itself.
 """
 
@@ -22,31 +23,40 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.utils
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, first_to_read, pipeline
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, store_floats
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, GROUP, QUAD_BYTES, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
+    BLOCK,
+    GROUP,
+    HEAD_BYTES,
+    LOAD_BYTES,
+    QUAD_BYTES,
+    ROWS,
+    STAGES,
+    Config,
+)
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_formats_device import Formats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Call,
     Matrix,
+    Places,
     Table,
     Vector,
     load_float_if,
     of_rank,
     prefetch_to_l2,
+    read_float,
     send_float,
-    storage_of,
     store_number,
     type_of,
 )
 
-_COMPUTING = 1  # the barrier of warps that compute
+_READY, _COMPUTING = 1, 2  # barriers: of what all need to begin, and of warps that compute
 
 
 def host(config: Config) -> Any:
@@ -66,7 +76,8 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
         make_fake_tensor(out, (m, n), (cute.sym_int64(), cute.sym_int64()), assumed_align=out.width // 8),
     )
     scales = Int64(0), Int32(0), Int32(0)
-    return (*tensors, Int64(0), Int32(0), Int32(0), Int32(0), *scales, *scales, arguments.stream())
+    layout = tuple(Int32(0) for _ in range(6))
+    return (*tensors, Int64(0), Int32(0), *scales, *scales, Int32(0), Int32(0), *layout, arguments.stream())
 
 
 class Mm(Formats):
@@ -84,104 +95,135 @@ class Mm(Formats):
         out: cute.Tensor,
         bias: Int64,
         bias_kind: Int32,
-        ctas: Int32,
-        ahead: Int32,
         a_scale: Int64,
         a_scale_row: Int32,
         a_scale_column: Int32,
         b_scale: Int64,
         b_scale_row: Int32,
         b_scale_column: Int32,
+        ctas: Int32,
+        ahead: Int32,
+        chunk_bytes: Int32,
+        stages: Int32,
+        scales_at: Int32,
+        activations_at: Int32,
+        ring_at: Int32,
+        shared_bytes: Int32,
         stream: cuda.CUstream,
     ):
         config = self.config
         size = weights.element_type.width // 8
         row_bytes, n = weights.shape[0] * size, out.shape[1]
-        share = n // (ctas // config.cluster)
+        clusters = ctas // config.cluster
+        share = n // clusters
+        # What all CTAs of a cluster but the last have of a row.
+        part = ((row_bytes + QUAD_BYTES - 1) // QUAD_BYTES + config.cluster - 1) // config.cluster * QUAD_BYTES
         self.kernel(
-            Matrix(a.iterator.toint(), a.stride[0] * config.activation_bytes),
-            Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
-            Vector(bias, bias_kind), Table(a_scale, Int64(a_scale_row), Int64(a_scale_column)),
-            Table(b_scale, Int64(b_scale_row), Int64(b_scale_column)), out.shape[0], n, share, n - share * (ctas // config.cluster),
-            ahead,
+            Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, part, share, n - share * clusters, stages, ring_at,
+            ahead, Matrix(a.iterator.toint(), a.stride[0] * config.activation_bytes), out.shape[0], n, chunk_bytes,
+            1.0 / Float32(chunk_bytes // LOAD_BYTES), scales_at, activations_at,
+            Table(out.iterator.toint(), out.stride[0], out.stride[1]), Vector(bias, bias_kind),
+            Table(a_scale, Int64(a_scale_row), Int64(a_scale_column)), Table(b_scale, Int64(b_scale_row), Int64(b_scale_column)),
         ).launch(
-            grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), cluster=(config.cluster, 1, 1), stream=stream,
-            use_pdl=config.dependent, min_blocks_per_mp=1,
+            grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), cluster=(config.cluster, 1, 1), smem=shared_bytes, stream=stream,
+            use_pdl=config.dependent, min_blocks_per_mp=2, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
         self,
-        a: Matrix,
         weights: Matrix,
         row_bytes: Int32,
+        part: Int32,
+        share: Int32,
+        more: Int32,
+        stages: Int32,
+        ring_at: Int32,
+        ahead: Int32,
+        a: Matrix,
+        m: Int32,
+        n: Int32,
+        chunk_bytes: Int32,
+        units_inverse: Float32,
+        scales_at: Int32,
+        activations_at: Int32,
         out: Table,
         bias: Vector,
         a_scale: Table,
         b_scale: Table,
-        m: Int32,
-        n: Int32,
-        share: Int32,
-        more: Int32,
-        ahead: Int32,
     ):
         """``share``: rows of weights of each cluster; the first ``more`` have another."""
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
         if warp == 0:
             self.stamp(a_scale.address, 0)
-            self.stamp(a_scale.address, 1, "globaltimer")
-        storage = cutlass.utils.SmemAllocator().allocate(storage_of(config))
         rank, begin = Int32(0), Int32(0)
         if const_expr(config.cluster > 1):
             rank = cta % config.cluster
             cta = cta // config.cluster
-            part = ((row_bytes + QUAD_BYTES - 1) // QUAD_BYTES + config.cluster - 1) // config.cluster * QUAD_BYTES
             begin = rank * part
             row_bytes = cutlass.min(part, row_bytes - begin)
+        barriers = cute.arch.get_dyn_smem(Int64, alignment=128)
+        base = barriers.toint()
+        gathered = base + HEAD_BYTES + config.warps * m * (GROUP * 4)
         call = Call(
             a, weights, out, begin, row_bytes, bias, a_scale, b_scale, m, n, cta * share + cutlass.min(cta, more),
-            share + cutlass.select_(cta < more, Int32(1), Int32(0)), rank, pipeline(storage.full, storage.empty),
-            storage.ring.data_ptr().toint(), storage.results.data_ptr(), storage.scales.data_ptr().toint(),
-            storage.gathered.data_ptr(), storage.arrived.data_ptr(),
+            share + cutlass.select_(cta < more, Int32(1), Int32(0)), rank, units_inverse,
+            Pipeline(Barriers(barriers), Barriers(barriers + STAGES)), barriers + 2 * STAGES,
+            Places(
+                base + HEAD_BYTES, base + scales_at, base + activations_at, base + ring_at, gathered, base + HEAD_BYTES - LOAD_BYTES,
+                chunk_bytes, stages,
+            ),
         )  # fmt: skip
-        if warp == config.warps:
-            if cute.arch.lane_idx() == 0:
-                for stage in cutlass.range(config.stages, unroll=1):
-                    cute.arch.mbarrier_init(call.pipe.full.first + stage, 1)
-                    cute.arch.mbarrier_init(call.pipe.empty.first + stage, config.warps)
-                if const_expr(config.cluster > 1):
-                    cute.arch.mbarrier_init(call.arrived, 1)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        if const_expr(config.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
         # What runs next may begin when there is room; its own wait is for all that is done here.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == config.warps:
+            cute.arch.mbarrier_init(barriers + lane, cutlass.select_(lane < STAGES, Int32(1), Int32(config.warps)))
+            if const_expr(config.cluster > 1):
+                if lane == 0:
+                    cute.arch.mbarrier_init(call.arrived, 1)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
+            if const_expr(config.cluster > 1):
+                cute.arch.cluster_arrive()
             self.bring(call, ahead)
             if const_expr(config.cluster > 1):
                 cute.arch.cluster_wait()
         else:
+            if const_expr(config.cluster > 1):
+                cute.arch.cluster_arrive_relaxed()
+            if warp == 0:
+                if lane < 4:
+                    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[call.at.zeros + lane * 4, Int32(0)])
+            self.stamp(call.a_scale.address, 2)
             # Whatever ran before may have written what is read here.
-            self.stamp(a_scale.address, 2)
             cute.arch.griddepcontrol_wait()
-            self.stamp(a_scale.address, 3)
+            self.stamp(call.a_scale.address, 3)
             self.compute(call, warp)
 
     @cute.jit
-    def stamp(self, address: Int64, index: cutlass.Constexpr[int], clock: cutlass.Constexpr[str] = "clock64"):
+    def stamp(self, address: Int64, index: cutlass.Constexpr[int]):
         if const_expr(self.config.stamped):
             thread, _, _ = cute.arch.thread_idx()
             cta, _, _ = cute.arch.block_idx()
             if thread % self.config.threads == 0:
                 cute.arch.inline_ptx(
                     "st.global.b64 [{$r0}], {$r1};",
-                    read_only_args=[address + Int64(cta * 16 + index) * 8, Int64(getattr(cute.arch, clock)())],
+                    read_only_args=[address + Int64(cta * 16 + index) * 8, Int64(cute.arch.clock64())],
                 )
 
     # -- weights -------------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def advance(self, call: Call, at: Cursor):
+        """The next stage."""
+        stage, phase = at.stage + 1, at.phase
+        if stage == call.at.stages:
+            stage = Int32(0)
+            phase ^= 1
+        return Cursor(stage, phase)
 
     @cute.jit
     def bring(self, call: Call, ahead: Int32):
@@ -194,10 +236,12 @@ class Mm(Formats):
                 prefetch_to_l2(call.weights.row(call.first + row) + call.begin, call.row_bytes)
             cute.arch.griddepcontrol_wait()
         at = first_to_fill()
+        met = Boolean(False)
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
             rows = cutlass.min(call.rows - begin, GROUP)
-            for done in cutlass.range(0, call.row_bytes, config.chunk_bytes, unroll=1):
-                end = cutlass.min(done + config.chunk_bytes, call.row_bytes)
+            done = Int32(0)
+            while done < call.row_bytes:
+                end = cutlass.min(done + call.at.chunk_bytes, call.row_bytes)
                 for tile in cutlass.range(0, rows, ROWS, unroll=1):
                     count = cutlass.min(rows - tile, ROWS)
                     source = call.weights.row(call.first + begin + tile + lane) + call.begin
@@ -207,9 +251,16 @@ class Mm(Formats):
                         if lane == 0:
                             call.pipe.commit(at, count * size)
                         if lane < count:
-                            to = call.ring + at.stage * config.stage_bytes + lane * config.pitch
+                            to = call.at.ring + at.stage * config.stage_bytes + lane * config.pitch
                             bulk_load(to, source + part, size, call.pipe.full.of(at).toint())
-                        at = advance(at, config.stages)
+                        at = self.advance(call, at)
+                        if at.stage == 0 and not met:
+                            # Only now, as all that the ring holds is on its way.
+                            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=config.threads + 32)
+                            met = Boolean(True)
+                done = end
+        if not met:
+            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=config.threads + 32)
         self.stamp(call.a_scale.address, 10)
 
     # -- products ------------------------------------------------------------------------------------------------------------------
@@ -219,60 +270,72 @@ class Mm(Formats):
         """Multiplies a group of rows after another."""
         config = self.config
         lane = cute.arch.lane_idx()
-        place = self.place(warp)
-        operands = self.operands()
+        # Where this lane's first load is in a part.
+        place = warp * (QUAD_BYTES * config.loads) + lane % 4 * LOAD_BYTES
         acc = cute.make_rmem_tensor((4,), Float32)
         # This lane's sums of a tile.
-        sums = call.results.toint() + ((warp * config.tokens + lane // 4) * GROUP + lane % 4 * 2) * 4
-        own = call.ring + lane // 4 * config.pitch + place  # what this lane has of the first stage
+        sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
+        own = call.at.ring + lane // 4 * config.pitch + place  # what this lane has of the first stage
         at = first_to_read()
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
             rows = cutlass.min(call.rows - begin, GROUP)
             first = call.first + begin
             edge = BLOCK - first % BLOCK
-            beside = self.load_beside(call, first, rows)
-            for done in cutlass.range(0, call.row_bytes, config.chunk_bytes, unroll=1):
-                # Activations stay where they are if a chunk is all of a row, but scales of blocks are another group's.
-                if (begin == 0) | (call.row_bytes > config.chunk_bytes) | Boolean(config.scales == "block"):
-                    self.fetch(call, begin, done + place, operands)
-                if const_expr(config.scales == "mx"):
-                    self.keep_scales(call, begin, rows, done + place)
+            bias, factor = self.load_beside(call, first, rows)
+            done = Int32(0)
+            while done < call.row_bytes:
+                end = cutlass.min(done + call.at.chunk_bytes, call.row_bytes)
+                again = (begin == 0) | (call.row_bytes > call.at.chunk_bytes)
+                if again | const_expr(config.scales in ("block", "mx")):
+                    if begin + done > 0:  # until all are done with those before
+                        cute.arch.barrier(barrier_id=_COMPUTING, number_of_threads=config.threads)
+                    self.keep_scales(call, begin, rows, done)
+                    if again:
+                        self.keep_activations(call, done)
+                    if begin + done > 0:
+                        cute.arch.barrier(barrier_id=_COMPUTING, number_of_threads=config.threads)
+                    else:
+                        cute.arch.barrier(barrier_id=_READY, number_of_threads=config.threads + 32)
                 for tile in cutlass.range(0, rows, ROWS, unroll=1):
                     acc.fill(0.0)
                     if done > 0:
-                        self.add_before(acc, sums + tile * 4)
-                    for part in cutlass.range_constexpr(config.parts):
-                        if done + part * config.part_bytes < call.row_bytes:
-                            call.pipe.wait(at)
-                            if const_expr(config.stamped):
-                                if (tile == 0) & (part == 0):
-                                    self.stamp(call.a_scale.address, 4)
-                            loads = self.read(call, own + at.stage * config.stage_bytes, done + place, part)
-                            scales = self.kept_scales(call, tile // ROWS, part)
-                            self.multiply(acc, tile, edge, operands, part, loads, scales)
-                            cute.arch.sync_warp()
-                            call.pipe.release(at)
-                            at = advance(at, config.stages)
+                        self.add_before(call, acc, sums + tile * 4)
+                    for part in cutlass.range(done, end, config.part_bytes, unroll=1):
+                        call.pipe.wait(at)
+                        if const_expr(config.stamped):
+                            if (tile == 0) & (part == 0):
+                                self.stamp(call.a_scale.address, 4)
+                        slot = own + at.stage * config.stage_bytes
+                        loads = []
+                        for each in cutlass.range_constexpr(config.loads):
+                            inside = part + place + each * QUAD_BYTES < call.row_bytes
+                            from_ = cutlass.select_(inside, slot + each * QUAD_BYTES, call.at.zeros)
+                            loads.append([*load_words("shared", from_, 4)])
+                        self.multiply(call, acc, tile, edge, part - done + place, loads)
+                        cute.arch.sync_warp()
+                        call.pipe.release(at)
+                        at = self.advance(call, at)
                     for half in cutlass.range_constexpr(self.halves):
-                        to = sums + tile * 4 + half * (8 * 4 * GROUP)
-                        store_floats("shared", to, [acc[2 * half], acc[2 * half + 1]])
+                        if lane // 4 + half * 8 < call.m:
+                            store_floats("shared", sums + tile * 4 + half * (8 * 4 * GROUP), [acc[2 * half], acc[2 * half + 1]])
                     if const_expr(config.stamped):
                         if tile == 0:
                             self.stamp(call.a_scale.address, 5)
+                done = end
             self.stamp(call.a_scale.address, 6)
-            self.finish(call, first, rows, beside)
+            self.finish(call, first, rows, bias, factor)
             self.stamp(call.a_scale.address, 8)
-            self.stamp(call.a_scale.address, 9, "globaltimer")
             if begin + GROUP < call.rows:  # the next group's sums go to the same place
                 cute.arch.barrier(barrier_id=_COMPUTING, number_of_threads=config.threads)
 
     @cute.jit
-    def add_before(self, acc: cute.Tensor, place: Int32):
+    def add_before(self, call: Call, acc: cute.Tensor, place: Int32):
         """Takes the sums of the chunks before."""
         for half in cutlass.range_constexpr(self.halves):
-            sums = load_floats("shared", place + half * (8 * 4 * GROUP), 2)
-            for column in cutlass.range_constexpr(2):
-                acc[2 * half + column] = sums[column]
+            if cute.arch.lane_idx() // 4 + half * 8 < call.m:
+                sums = load_floats("shared", place + half * (8 * 4 * GROUP), 2)
+                for column in cutlass.range_constexpr(2):
+                    acc[2 * half + column] = sums[column]
 
     # -- results -------------------------------------------------------------------------------------------------------------------
 
@@ -286,29 +349,18 @@ class Mm(Formats):
         """Rows of activations whose results all threads write at once."""
         return self.config.threads // self.own_rows
 
-    @property
-    def rounds(self) -> int:
-        """How often they do."""
-        return -(-self.config.tokens // self.step)
-
     @cute.jit
     def load_beside(self, call: Call, first: Int32, rows: Int32):
         """What a thread's numbers are multiplied by, and what is added to them. At the beginning, as it would be waited for."""
         thread, _, _ = cute.arch.thread_idx()
         row = call.rank * self.own_rows + thread % self.own_rows
-        bias = call.bias.load(first + row, row < rows)
-        factors = cute.make_rmem_tensor((1 + self.rounds,), Float32)
-        factors.fill(1.0)
+        factor = Float32(1.0)
         if const_expr(self.config.scales == "row"):
-            factors[0] = load_float_if(call.b_scale.at(Int32(0), first + row, 4), row < rows)
-            if const_expr(self.config.activation_bytes == 1):
-                for turn in cutlass.range_constexpr(self.rounds):
-                    token = thread // self.own_rows + turn * self.step
-                    factors[1 + turn] = load_float_if(call.a_scale.at(token, Int32(0), 4), token < call.m)
-        return bias, factors
+            factor = load_float_if(call.b_scale.at(Int32(0), first + row, 4), row < rows)
+        return call.bias.load(first + row, row < rows), factor
 
     @cute.jit
-    def finish(self, call: Call, first: Int32, rows: Int32, beside: tuple):
+    def finish(self, call: Call, first: Int32, rows: Int32, stored: Any, factor: Float32):
         """Adds what the warps have, in their order, and then what CTAs have, and writes it."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
@@ -316,27 +368,27 @@ class Mm(Formats):
         self.stamp(call.a_scale.address, 7)
         if const_expr(config.cluster > 1):
             self.send(call, rows)
-        row = call.rank * self.own_rows + thread % self.own_rows
-        stored, factors = beside
+        own = thread % self.own_rows
+        row = call.rank * self.own_rows + own
         bias = call.bias.number(stored)
-        for turn in cutlass.range_constexpr(self.rounds):
-            token = thread // self.own_rows + turn * self.step
-            if (row < rows) & (token < call.m) & (thread < self.step * self.own_rows):
+        if (row < rows) & (thread < self.step * self.own_rows):
+            for token in cutlass.range(thread // self.own_rows, call.m, self.step, unroll=1):
                 total = Float32(0.0)
                 if const_expr(config.cluster > 1):
                     for each in cutlass.range_constexpr(config.cluster):
-                        total += call.gathered[(each * config.tokens + token) * self.own_rows + thread % self.own_rows]
+                        total += read_float(call.at.gathered + ((each * call.m + token) * self.own_rows + own) * 4)
                 else:
                     total = self.sum_of(call, token, row)
-                value = total * (factors[0] * factors[1 + turn]) + bias
-                store_number(call.out.at(token, first + row, self.out.width // 8), value, self.out)
+                if const_expr(config.scales == "row" and config.activation_bytes == 1):
+                    total *= read_float(call.at.scales + token * 4)
+                store_number(call.out.at(token, first + row, self.out.width // 8), total * factor + bias, self.out)
 
     @cute.jit
     def sum_of(self, call: Call, token: Int32, row: Int32):
         """Of all warps, in their order."""
         total = Float32(0.0)
         for each in cutlass.range_constexpr(self.config.warps):
-            total += call.results[(each * self.config.tokens + token) * GROUP + row]
+            total += read_float(call.at.sums + ((each * call.m + token) * GROUP + row) * 4)
         return total
 
     @cute.jit
@@ -352,7 +404,7 @@ class Mm(Formats):
             token, row = index // GROUP, index % GROUP
             if row < rows:
                 to = row // self.own_rows
-                place = (call.rank * config.tokens + token) * self.own_rows + row % self.own_rows
-                there = of_rank(call.gathered.toint() + place * 4, to)
+                place = (call.rank * call.m + token) * self.own_rows + row % self.own_rows
+                there = of_rank(call.at.gathered + place * 4, to)
                 send_float(there, self.sum_of(call, token, row), of_rank(call.arrived.toint(), to))
         cute.arch.mbarrier_wait(call.arrived, 0)

@@ -13,20 +13,21 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Numeric, Uint32, const_expr, cute
 
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import mma_m16n8k16
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, GROUP, LOAD_BYTES, QUAD_BYTES, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, GROUP, LOAD_BYTES, QUAD_BYTES, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Call,
     load_byte_if,
     load_float_if,
     load_words_if,
     read_byte,
-    read_words_if,
+    read_float,
     type_of,
     write_byte,
+    write_float,
 )
 
-MX = 32  # weights that share a scale
 TWO_126 = 0x7E807E80  # 2^126, twice, in bfloat16
 
 
@@ -91,70 +92,45 @@ class Formats:
         self.words = config.elements // 2  # registers of a load of weights, as operands
         self.raw_words = config.elements * config.activation_bytes // 4  # of the activations for it, as they are stored
 
-    # -- where a lane's loads are --------------------------------------------------------------------------------------------------
+    # -- activations, in shared memory -------------------------------------------------------------------------------------------------
+    #
+    # Each plane has some words of all units: 16 bytes of weights are a unit. So lanes that read neighbours read all banks.
 
-    def place(self, warp: Int32):
-        """Where the first is in a part of a row, in bytes. Those of a warp lie next to each other."""
-        return warp * (QUAD_BYTES * self.config.loads) + cute.arch.lane_idx() % 4 * LOAD_BYTES
-
-    def offset(self, each: int) -> int:
-        """Of a chunk's other loads, from the first."""
-        return each // self.config.loads * self.config.part_bytes + each % self.config.loads * QUAD_BYTES
-
-    # -- activations ---------------------------------------------------------------------------------------------------------------
-
-    def operands(self) -> list[cute.Tensor]:
-        """Room for what `fetch` brings: activations as operands, then scales of blocks, of two columns and of the activations."""
-        config = self.config
-        every = config.parts * config.loads
-        tensors = [cute.make_rmem_tensor((every, self.halves, self.words), Uint32)]
-        if config.scales == "block":
-            tensors.append(cute.make_rmem_tensor((every, 2), Float32))
-            tensors.append(cute.make_rmem_tensor((every, self.halves), Float32))
-        return tensors
+    def activation_pitch(self, call: Call):
+        """Bytes from one row to the next."""
+        return call.at.chunk_bytes + QUAD_BYTES
 
     @cute.jit
-    def fetch(self, call: Call, begin: Int32, at: Int32, to: list):
-        """Loads a lane's part of a chunk of activations. What are operands as they are is not waited for.
-
-        Args:
-            begin: the first of the group's rows, among this CTA's.
-            at: where the lane's weights begin in this CTA's part of a row, in bytes.
-        """
+    def keep_activations(self, call: Call, done: Int32):
+        """Brings those of a chunk to shared memory, as operands; zeros where rows have ended."""
         config = self.config
-        lane = cute.arch.lane_idx()
-        every = config.parts * config.loads
-        raw = cute.make_rmem_tensor((every, self.halves, self.raw_words), Uint32)
-        for each in cutlass.range_constexpr(every):
-            inside = at + self.offset(each) < call.row_bytes
-            k = (call.begin + at + self.offset(each)) // LOAD_BYTES * config.elements
-            for half in cutlass.range_constexpr(self.halves):
-                token = lane // 4 + half * 8
-                from_ = call.a.row(token) + k * config.activation_bytes
+        thread, _, _ = cute.arch.thread_idx()
+        units = call.at.chunk_bytes // LOAD_BYTES
+        pitch = self.activation_pitch(call)
+        turns = 4 if const_expr(self.raw_words == 4) else 2
+        for begin in cutlass.range(thread, call.m * units, turns * config.threads, unroll=1):
+            raw = cute.make_rmem_tensor((turns, self.raw_words), Uint32)
+            for turn in cutlass.range_constexpr(turns):
+                token, unit = self.place_of(call, begin + turn * config.threads, units)
+                live = (token < call.m) & (done + unit * LOAD_BYTES < call.row_bytes)
+                k = (call.begin + done) // LOAD_BYTES + unit
+                from_ = call.a.row(token) + k * (config.elements * config.activation_bytes)
                 for vector in cutlass.range_constexpr(self.raw_words // 4):
-                    words = load_words_if(from_ + vector * 16, inside & (token < call.m))
+                    words = load_words_if(from_ + vector * 16, live)
                     for word in cutlass.range_constexpr(4):
-                        raw[each, half, vector * 4 + word] = words[word]
-            if const_expr(config.scales == "block"):
-                # A quad's sums are of all of its lanes' parts, also where the row ends between two of them.
-                quad = at + self.offset(each) - lane % 4 * LOAD_BYTES
-                inside = quad < call.row_bytes
-                row = (call.begin + quad) // LOAD_BYTES * config.elements // BLOCK
-                block = (call.first + begin) // BLOCK
-                for which in cutlass.range_constexpr(2):
-                    beside = cutlass.min(block + which, (call.n - 1) // BLOCK)
-                    to[1][each, which] = load_float_if(call.b_scale.at(row, beside, 4), inside)
-                for half in cutlass.range_constexpr(self.halves):
-                    token = lane // 4 + half * 8
-                    if const_expr(config.activation_bytes == 1):
-                        to[2][each, half] = load_float_if(call.a_scale.at(token, row, 4), inside & (token < call.m))
-                    else:
-                        to[2][each, half] = Float32(1.0)
-        for each in cutlass.range_constexpr(every):
-            for half in cutlass.range_constexpr(self.halves):
-                words = self.ordered([raw[each, half, word] for word in range(self.raw_words)])
-                for word in cutlass.range_constexpr(self.words):
-                    to[0][each, half, word] = words[word]
+                        raw[turn, vector * 4 + word] = words[word]
+            for turn in cutlass.range_constexpr(turns):
+                token, unit = self.place_of(call, begin + turn * config.threads, units)
+                words = self.ordered([raw[turn, word] for word in range(self.raw_words)])
+                if token < call.m:
+                    for plane in cutlass.range_constexpr(config.planes):
+                        to = call.at.activations + (plane * call.m + token) * pitch + unit * LOAD_BYTES
+                        store_words_shared(to, words[plane * 4 : plane * 4 + 4])
+
+    def place_of(self, call: Call, index: Int32, units: Int32):
+        """Row and unit of the index-th unit of all rows. Float arithmetic does: there are less than 2^17 units of a row."""
+        token = Int32((Float32(index) + Float32(0.5)) * call.units_inverse)
+        return token, index - token * units
 
     def ordered(self, raw: list[Any]) -> list[Any]:
         """Activations as operands."""
@@ -162,91 +138,106 @@ class Formats:
             return [pair for word in raw for pair in widen_fp8(self.dtype, word)]
         return permuted(raw) if self.config.weights == "mxfp4" else raw
 
-    # -- weights -------------------------------------------------------------------------------------------------------------------
+    def activations_of(self, call: Call, half: int, unit_bytes: Int32):
+        """The operands that belong to a load of weights. ``unit_bytes``: where that begins in the chunk.
+
+        Lanes of rows that there are not read the last: their results are nobody's.
+        """
+        row = cutlass.min(cute.arch.lane_idx() // 4 + half * 8, call.m - 1)
+        pitch = self.activation_pitch(call)
+        words = []
+        for plane in range(self.config.planes):
+            words += load_words("shared", call.at.activations + (plane * call.m + row) * pitch + unit_bytes, 4)
+        return words
+
+    # -- scales, in shared memory --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def read(self, call: Call, slot: Int32, at: Int32, part: cutlass.Constexpr[int]):
-        """A lane's loads of a stage.
+    def keep_scales(self, call: Call, begin: Int32, rows: Int32, done: Int32):
+        """Brings those of a group's rows and a chunk to shared memory.
 
         Args:
-            slot: where the lane's first load is.
-            at: where the lane's weights begin in the chunk. Behind the row's end there are zeros.
+            begin: the first of the group's rows, among this CTA's.
+            done: where the chunk begins, in bytes of this CTA's part of a row.
         """
-        loads = []
-        for each in cutlass.range_constexpr(self.config.loads):
-            inside = at + self.offset(part * self.config.loads + each) < call.row_bytes
-            loads.append([*read_words_if(slot + each * QUAD_BYTES, inside)])
-        return loads
-
-    # -- scales of 32, of a group, which each lane keeps for itself ------------------------------------------------------------------
-
-    def scale_place(self, tile: Any, each: int):
-        """Where a lane's scale of a load is."""
+        config = self.config
         thread, _, _ = cute.arch.thread_idx()
-        return (tile * (self.config.parts * self.config.loads) + each) * self.config.threads + thread
+        if const_expr(config.scales == "row" and config.activation_bytes == 1):
+            if thread < call.m:
+                write_float(call.at.scales + thread * 4, load_float_if(call.a_scale.at(thread, Int32(0), 4), thread < call.m))
+        if const_expr(config.scales == "block"):
+            blocks = call.at.chunk_bytes // BLOCK
+            first = (call.begin + done) // BLOCK
+            end = (call.begin + call.row_bytes + BLOCK - 1) // BLOCK
+            beside = (call.first + begin) // BLOCK
+            for index in cutlass.range(thread, blocks * (2 + call.m), config.threads, unroll=1):
+                which = Int32((Float32(index) + Float32(0.5)) * (call.units_inverse * (BLOCK // LOAD_BYTES)))
+                block = first + index - which * blocks
+                inside = block < end
+                number = Float32(1.0)
+                if which < 2:
+                    column = cutlass.min(beside + which, (call.n - 1) // BLOCK)
+                    number = load_float_if(call.b_scale.at(block, column, 4), inside)
+                else:
+                    if const_expr(config.activation_bytes == 1):
+                        number = load_float_if(call.a_scale.at(which - 2, block, 4), inside)
+                write_float(call.at.scales + index * 4, number)
+        if const_expr(config.scales == "mx"):
+            units = call.at.chunk_bytes // LOAD_BYTES
+            first = (call.begin + done) // LOAD_BYTES
+            turns = 8
+            for index in cutlass.range(thread, rows * units, turns * config.threads, unroll=1):
+                found = []
+                for turn in cutlass.range_constexpr(turns):
+                    row, unit = self.place_of(call, index + turn * config.threads, units)
+                    live = (row < rows) & (done + unit * LOAD_BYTES < call.row_bytes)
+                    found.append(load_byte_if(call.b_scale.at(first + unit, call.first + begin + row, 1), live))
+                for turn in cutlass.range_constexpr(turns):
+                    if index + turn * config.threads < rows * units:
+                        write_byte(call.at.scales + index + turn * config.threads, found[turn])
 
-    @cute.jit
-    def keep_scales(self, call: Call, begin: Int32, rows: Int32, at: Int32):
-        """Brings those of a chunk to shared memory. ``begin``: the group's first row, ``at``: where the lane's weights begin."""
-        every = self.config.parts * self.config.loads
-        found = []
-        for tile in cutlass.range_constexpr(GROUP // ROWS):
-            row = tile * ROWS + cute.arch.lane_idx() // 4
-            for each in cutlass.range_constexpr(every):
-                inside = (row < rows) & (at + self.offset(each) < call.row_bytes)
-                column = (call.begin + at + self.offset(each)) // LOAD_BYTES
-                found.append(load_byte_if(call.b_scale.at(column, call.first + begin + row, 1), inside))
-        for tile in cutlass.range_constexpr(GROUP // ROWS):
-            for each in cutlass.range_constexpr(every):
-                write_byte(call.scales + self.scale_place(tile, each), found[tile * every + each])
-
-    @cute.jit
-    def kept_scales(self, call: Call, tile: Int32, part: cutlass.Constexpr[int]):
-        """Those of a stage. ``tile``: counted in the group."""
-        loads = self.config.loads
-        if const_expr(self.config.scales != "mx"):
-            return [None] * loads
-        return [read_byte(call.scales + self.scale_place(tile, part * loads + each)) for each in range(loads)]
+    def scale_of(self, call: Call, row: Int32, unit_bytes: Int32):
+        """In mxfp4, that of a load: its byte. ``row``: in the group."""
+        if self.config.scales != "mx":
+            return None
+        # Rows of a tile that there are not may lie behind all.
+        row = cutlass.min(row, GROUP - 1)
+        return read_byte(call.at.scales + row * (call.at.chunk_bytes // LOAD_BYTES) + unit_bytes // LOAD_BYTES)
 
     # -- products ------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(
-        self,
-        acc: cute.Tensor,
-        row: Int32,
-        edge: Int32,
-        operands: list,
-        part: cutlass.Constexpr[int],
-        loads: list,
-        scales: list,
-    ):
+    def multiply(self, call: Call, acc: cute.Tensor, row: Int32, edge: Int32, unit_bytes: Int32, loads: list):
         """Adds the products of a tile's stage.
 
         Args:
             row: the tile's first, in the group.
             edge: rows of the group before those with the next block's scales.
-            operands: what `fetch` brought.
-            part: which of a chunk's stages it is.
+            unit_bytes: where the lane's first load begins in the chunk.
             loads: the lane's loads of weights.
-            scales: of each in mxfp4.
         """
         config = self.config
+        lane = cute.arch.lane_idx()
         # Two chains of products, because each waits for the one before.
         sums = [[acc[index] for index in range(4)], [Float32(0.0)] * 4]
         for each in cutlass.range_constexpr(config.loads):
-            words = self.widened(loads[each], scales[each])
-            which = part * config.loads + each
+            here = unit_bytes + each * QUAD_BYTES
+            words = self.widened(loads[each], self.scale_of(call, row + lane // 4, here))
+            x = [self.activations_of(call, half, here) for half in range(self.halves)]
             if const_expr(config.scales == "block"):
-                apart = self.chain(operands[0], which, words, [[Float32(0.0)] * 4] * 2)
-                for column in cutlass.range_constexpr(2):
-                    before = row + (cute.arch.lane_idx() % 4 * 2 + column) < edge
-                    scale = cutlass.select_(before, operands[1][which, 0], operands[1][which, 1])
-                    for half in cutlass.range_constexpr(self.halves):
+                apart = self.chain(x, words, [[Float32(0.0)] * 4] * 2)
+                blocks = call.at.chunk_bytes // BLOCK
+                place = call.at.scales + (here - lane % 4 * LOAD_BYTES) // BLOCK * 4
+                pair = [read_float(place), read_float(place + blocks * 4)]
+                for half in cutlass.range_constexpr(self.halves):
+                    token = cutlass.min(lane // 4 + half * 8, call.m - 1)
+                    other = read_float(place + (2 + token) * blocks * 4)
+                    for column in cutlass.range_constexpr(2):
+                        scale = cutlass.select_(row + (lane % 4 * 2 + column) < edge, pair[0], pair[1])
                         index = 2 * half + column
-                        sums[0][index] += (apart[0][index] + apart[1][index]) * (scale * operands[2][which, half])
+                        sums[0][index] += (apart[0][index] + apart[1][index]) * (scale * other)
             else:
-                sums = self.chain(operands[0], which, words, sums)
+                sums = self.chain(x, words, sums)
         for index in cutlass.range_constexpr(4):
             acc[index] = sums[0][index] + sums[1][index]
 
@@ -261,15 +252,15 @@ class Formats:
             return [pair for word in words for pair in widen_fp8(self.dtype, word)]
         return words
 
-    def chain(self, x: cute.Tensor, each: int, weights: Any, sums: Any) -> Any:
+    def chain(self, x: list, weights: Any, sums: Any) -> Any:
         """Both chains of products with a load of weights."""
         zero = Uint32(0)
         sums = [*sums]
         for step in range(self.words // 2):
             low, high = 2 * step, 2 * step + 1
             if self.halves == 2:
-                left = [x[each, 0, low], x[each, 1, low], x[each, 0, high], x[each, 1, high]]
+                left = [x[0][low], x[1][low], x[0][high], x[1][high]]
             else:
-                left = [x[each, 0, low], zero, x[each, 0, high], zero]
+                left = [x[0][low], zero, x[0][high], zero]
             sums[step % 2] = [*mma_m16n8k16(self.dtype, sums[step % 2], left, weights[low : high + 1])]
         return sums

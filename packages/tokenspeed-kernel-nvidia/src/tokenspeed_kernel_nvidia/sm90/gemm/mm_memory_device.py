@@ -11,7 +11,6 @@ from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, cute
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import store_half
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, pack
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import Config
 
 
 def type_of(name: str) -> type[Numeric]:
@@ -33,17 +32,6 @@ def load_words_if(address: Any, condition: Boolean) -> Any:
     )
 
 
-def read_words_if(address: Int32, condition: Boolean) -> Any:
-    """Four neighbouring words of shared memory, or zeros."""
-    return cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
-        "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
-        "@p ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address, Int32(condition)],
-    )
-
-
 def read_byte(address: Int32) -> Any:
     """A byte of shared memory."""
     return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
@@ -52,6 +40,16 @@ def read_byte(address: Int32) -> Any:
 def write_byte(address: Int32, value: Any) -> None:
     """A byte, to shared memory."""
     cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+def read_float(address: Int32) -> Any:
+    """A number of shared memory."""
+    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+
+
+def write_float(address: Int32, value: Any) -> None:
+    """A number, to shared memory."""
+    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 def of_rank(address: Int32, rank: Int32) -> Int32:
@@ -161,6 +159,20 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Places:
+    """A `Layout` on the device: addresses in shared memory, and sizes."""
+
+    sums: Int32
+    scales: Int32
+    activations: Int32
+    ring: Int32
+    gathered: Int32
+    zeros: Int32
+    chunk_bytes: Int32
+    stages: Int32
+
+
+@dataclass(frozen=True)
 class Call:
     """What a CTA is asked for.
 
@@ -174,10 +186,10 @@ class Call:
         m, n: rows of activations, and of all weights.
         first, rows: this CTA's rows of weights.
         rank: the CTA in its cluster.
+        units_inverse: 1 over a chunk's units of 16 bytes.
         pipe: the ring.
-        ring, results, scales, gathered: shared memory for weights on their way, for the warps' sums, for scales of 32, and for the
-            sums of all CTAs of a cluster.
-        arrived: the barrier of the latter.
+        arrived: the barrier of sums from all CTAs of the cluster.
+        at: where things are in shared memory.
     """
 
     a: Matrix
@@ -193,25 +205,7 @@ class Call:
     first: Int32
     rows: Int32
     rank: Int32
+    units_inverse: Float32
     pipe: Pipeline
-    ring: Int32
-    results: cute.Pointer
-    scales: Int32
-    gathered: cute.Pointer
     arrived: cute.Pointer
-
-
-def storage_of(config: Config) -> Any:
-    """Shared memory of a CTA."""
-
-    @cute.struct
-    class Storage:
-        full: cute.struct.MemRange[Int64, config.stages]
-        empty: cute.struct.MemRange[Int64, config.stages]
-        arrived: cute.struct.MemRange[Int64, 1]
-        gathered: cute.struct.Align[cute.struct.MemRange[Float32, max(config.gathered_floats, 4)], 16]
-        results: cute.struct.Align[cute.struct.MemRange[Float32, config.result_floats], 16]
-        scales: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, max(config.scale_bytes, 16)], 16]
-        ring: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, config.stages * config.stage_bytes], 128]
-
-    return Storage
+    at: Places

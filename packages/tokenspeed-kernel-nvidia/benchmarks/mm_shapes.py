@@ -1,0 +1,135 @@
+"""Products of a decode step that are measured, and what they are held to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from judging import Bar, Times, of_ours
+from measuring import Limits
+
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, mx
+
+TOKENS = (1, 2, 4, 8, 16)
+# How far a result may be from float32's; rounding it to bfloat16 alone takes 1.7e-3, and of the worst row a little more.
+LIMITS = Limits(4e-3, 8e-3)
+_BYTES_PER_US = 4.35e6  # what reading takes on this device, measured
+
+_HALF = torch.bfloat16
+# Random operands, and bytes of a weight with its share of scales.
+_MADE: Mapping[str, Callable[[int, int, int], Any]] = {
+    "": functools.partial(dense, bias=_HALF),
+    "fp8 weights": functools.partial(fp8, a_scale="", b_scale="channel", a_dtype=_HALF, bias=_HALF),
+    "fp8 weights in blocks": functools.partial(fp8, a_scale="", b_scale="block", a_dtype=_HALF, bias=_HALF),
+    "fp8": functools.partial(fp8, a_scale="token", b_scale="channel", bias=_HALF),
+    "fp8 in blocks": functools.partial(fp8, a_scale="block", b_scale="block", bias=_HALF),
+    "mxfp4 weights": functools.partial(mx, a="dense", b="mxfp4", bias=_HALF),
+}
+_BYTES = {"": 2.0, "mxfp4 weights": 17 / 32, **dict.fromkeys([name for name in _MADE if name.startswith("fp8")], 1.0)}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A layer's ``[m, k] x [k, n]``, with a bfloat16 bias and result; weights are stored ``[n, k]``.
+
+    Attributes:
+        model, layer: whose it is.
+        bar: microseconds that one row may take; 16 rows may take 15% more.
+        weights: see `_MADE`; empty for bfloat16.
+    """
+
+    model: str
+    layer: str
+    k: int
+    n: int
+    bar: float | None = None
+    weights: str = ""
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, (f"{self.model} {self.layer}", self.weights)))
+
+    @property
+    def bytes(self) -> float:
+        """Of the weights."""
+        return self.k * self.n * _BYTES[self.weights]
+
+    @property
+    def floor_us(self) -> float:
+        """What reading the weights takes."""
+        return self.bytes / _BYTES_PER_US
+
+    def case(self, m: int) -> Case:
+        return Case(self.name, _MADE[self.weights](m, self.k, self.n), large=True)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product of some rows."""
+
+    product: Product
+    m: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.product.name} x {self.m}"
+
+    @property
+    def group(self) -> str:
+        return self.product.name
+
+    @property
+    def operator(self) -> str:
+        return "gemm.mm"
+
+
+_QKV = ("GPT-OSS-120B", "qkv", 2880, 5120)
+PRODUCTS = (
+    Product(*_QKV, 7.8),
+    Product("GPT-OSS-120B", "output", 4096, 2880, 6.4),
+    Product("GPT-OSS-120B", "router", 2880, 128, 1.8),
+    Product("GPT-OSS-120B", "unembedding", 2880, 201088),
+    Product("GPT-OSS-20B", "router", 2880, 32),
+    Product("Llama-8B", "gate and up", 4096, 28672),
+    Product("Llama-8B", "down", 14336, 4096),
+    Product("DeepSeek-V3", "q and kv down", 7168, 2112),
+    Product("DeepSeek-V3", "router", 7168, 256),
+    Product("Qwen3-235B", "router", 4096, 128),
+    *(Product(*_QKV, weights=name) for name in _MADE if name),
+    Product("Llama-8B", "gate and up", 4096, 28672, weights="fp8"),
+    Product("DeepSeek-V3", "q and kv down", 7168, 2112, weights="fp8 in blocks"),
+)
+SHAPES = tuple(Shape(product, m) for product in PRODUCTS for m in TOKENS)
+
+
+def _bars() -> list[Bar]:
+    bars = []
+    for product in PRODUCTS:
+        for m, more in ((1, 1.0), (16, 1.15)):
+            if product.bar is not None:
+                name = Shape(product, m).name
+                bars.append(Bar(f"{name}: us", round(product.bar * more, 2), True, (name,), of_ours(name)))
+    return bars
+
+
+BARS = _bars()
+
+
+def _worst_error(errors: Times) -> float:
+    """How many times the portable kernel's ours is, where that is most."""
+    return max(of_one["ours"] / of_one["triton"] for of_one in errors.values() if {"ours", "triton"} <= of_one.keys())
+
+
+def judge(times: Times, errors: Times, absent: Iterable[str] = ()) -> list[dict[str, Any]]:
+    """Every bar against what was measured: microseconds, and relative errors, by shape and contestant."""
+    absent = {*absent}
+    judged = [bar.judged(times, absent) for bar in BARS]
+    compared = tuple(shape for shape, of_one in errors.items() if {"ours", "triton"} <= of_one.keys())
+    if compared:
+        bar = Bar("relative error over the portable kernel's, worst shape", 1.2, True, compared, _worst_error, ("triton",))
+        judged.append(bar.judged(errors))
+    return judged
