@@ -1,11 +1,14 @@
 """Products of a decode step, ours beside PyTorch's, on one H200.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --output packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.json
-python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --quick --only "GPT-OSS-120B (qkv|output|router) x (1|16)$" --variants .
+python packages/tokenspeed-kernel-nvidia/benchmarks/h200_mm.py --quick --only "GPT-OSS-120B (qkv|output|router) x" --variants .
 
 All contestants run in one process on the same random numbers. Each result is checked first against a product in float32.
-``measuring.py`` says how times are taken; the calls of a graph take turns on copies of the weights, together more than twice what
-the L2 cache holds.
+``measuring.py`` says how times are taken, but for the kernel between calls: it is an rmsnorm of one row, as stands before most
+products of a model, which launches with programmatic dependence, and lets the next kernel be launched as soon as it works itself.
+So a product that can begins to set itself up meanwhile. What is subtracted is what the rmsnorm takes in a graph of its own. With
+the small kernel of PyTorch's that `measuring.py` has there, which neither waits so nor lets launch, each contestant is measured as
+well (``ordinary_us``). The calls of a graph take turns on copies of the weights, together more than twice what the L2 cache holds.
 
 ``--variants`` also measures other configurations of our programs, which no call chooses: see `VARIANTS`.
 """
@@ -17,6 +20,7 @@ import functools
 import itertools
 import math
 import re
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -32,22 +36,40 @@ from mm_shapes import LIMITS, SHAPES, TOKENS, Product, Shape, judge
 
 from tokenspeed_kernel.workbench.benchmark import Report, Unsupported
 from tokenspeed_kernel.workbench.benchmark.machine import gpu_monitor
+from tokenspeed_kernel.workbench.benchmark.timing import sample_graph
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import SHARED_BYTES, Config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import config_of, has_few
 
 _TOUCHED = 130e6  # bytes of weights, of a cache of 50 MB
+_WIDTH = 2880  # numbers in a row of the rmsnorm
+_BETWEEN_IS = (
+    "an rmsnorm of one row stands after each call, which lets the next kernel be launched while it works; its own time "
+    "(between_us) is subtracted"
+)
 
-# What is changed of the program that serves a call, and how many bytes a CTA brings to the L2 cache ahead.
+# What is changed of the program that serves a call.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "ahead 0": {"ahead": 0},
-    "not dependent": {"dependent": False, "ahead": 0},
+    "not dependent": {"dependent": False},
+    "no cluster": {"cluster": 1, "loads": 4},
 }
 
 Inputs = Mapping[str, Any]  # all arguments of the operator
+
+
+class Norm(Between):
+    """The rmsnorm that stands between calls."""
+
+    def __init__(self, device: torch.device, samples: int) -> None:
+        from mm_between_device import rmsnorm
+
+        x, weight, out = (torch.ones(_WIDTH, dtype=torch.bfloat16, device=device) for _ in range(3))
+        block = 1 << (_WIDTH - 1).bit_length()
+        self._launch = lambda: rmsnorm[(1,)](x, weight, out, _WIDTH, BLOCK=block, num_warps=8, launch_pdl=True)
+        self.us = self._time(device, samples)
 
 
 def _torchs(inputs: Inputs) -> Call:
@@ -67,21 +89,15 @@ def _own(inputs: Inputs) -> Call:
 
 def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
     """Another configuration, launched as ours is."""
-    changed = {**changes}
-    ahead = changed.pop("ahead", ours.AHEAD)
-    config = reconfigured(inputs, changed)
-    if config.shared_bytes > SHARED_BYTES:
-        raise Unsupported("wants more shared memory than there is")
-    ctas = ours.ctas_of(config, inputs["b"].shape[1], _machine.multiprocessors(inputs["a"].get_device()))
+    m, n = inputs["out"].shape
     operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
-    return functools.partial(ours.mm_program(config), *ours.arguments_of(**operands, ctas=ctas, ahead=ahead))
-
-
-def reconfigured(inputs: Inputs, changes: Mapping[str, Any]) -> Config:
-    """The program of a call with something changed."""
+    count, row_bytes = _machine.multiprocessors(inputs["a"].get_device()), inputs["b"].shape[0] * inputs["b"].element_size()
     weights, scales = ours.kinds_of(inputs["b"], inputs["b_scale"])
-    found = ours.config_of(dtype_name(inputs["a"].dtype), weights, scales, "bfloat16", len(inputs["a"]))
-    return dataclasses.replace(found, **changes)
+    few = has_few(weights, n, row_bytes, count)
+    found = config_of(dtype_name(inputs["a"].dtype), weights, scales, dtype_name(inputs["out"].dtype), m, few)
+    config = dataclasses.replace(found, **changes)
+    numbers = ours.numbers_of(config, m, n, row_bytes, count)
+    return functools.partial(ours.mm_program(config), *ours.arguments_of(**operands, numbers=numbers))
 
 
 def contestants(variants: str = "") -> list[Contestant]:
@@ -93,7 +109,7 @@ def contestants(variants: str = "") -> list[Contestant]:
     ]
     for name, changes in VARIANTS.items():
         if variants and re.search(variants, name):
-            everyone.append(Contestant(name, functools.partial(variant, changes), ours=True))
+            everyone.append(Contestant(name, functools.partial(variant, changes), "", ours=True))
     return everyone
 
 
@@ -140,18 +156,32 @@ def measure_shape(
         return run
 
     measurements = [Measurement(each, shape) for each in wanted]
+    beside: dict[str, float] = {}
     for each in measurements:
         each.guarded(functools.partial(each.check, functools.partial(checked, each.contestant), errors, LIMITS))
     if effort.rounds:
-        monitor, between = gpu_monitor(device), Between(device, effort.fewest, effort.back_to_back)
+        monitor = gpu_monitor(device)
+        ordinary = Between(device, effort.fewest, effort.back_to_back)
+        between = ordinary if effort.back_to_back else Norm(device, effort.fewest)
         least = math.ceil(measuring.GRAPH_US / max(shape.product.floor_us, 1.0))
         in_graph = max(len(copies), min(measuring.IN_GRAPH, least))
         for _ in range(effort.rounds):
             for each in measurements:
                 calls = functools.partial(_calls, each.contestant, copies)
                 each.guarded(functools.partial(each.time, calls, in_graph, device, between, monitor, effort))
+        for each in measurements:
+            each.guarded(functools.partial(_time_beside, each, beside, in_graph, device, ordinary, effort))
     more = {"m": shape.m, "k": shape.product.k, "n": shape.product.n, "floor_us": shape.product.floor_us}
-    return [{**each.row(cost), **more} for each in measurements]
+    return [{**each.row(cost), **more, "ordinary_us": beside.get(each.contestant.name)} for each in measurements]
+
+
+def _time_beside(
+    measurement: Measurement, found: dict[str, float], in_graph: int, device: torch.device, ordinary: Between, effort: Effort
+) -> None:
+    """One round with an ordinary kernel between calls."""
+    several = [ordinary.after(measurement.calls[index % len(measurement.calls)]) for index in range(in_graph)]
+    times = sample_graph(several, device, budget_s=0.0, fewest=effort.fewest, most=effort.fewest)
+    found[measurement.contestant.name] = statistics.median(times) - (ordinary.us or 0.0)
 
 
 def _calls(contestant: Contestant, copies: Sequence[Inputs]) -> list[Call]:
@@ -161,9 +191,10 @@ def _calls(contestant: Contestant, copies: Sequence[Inputs]) -> list[Call]:
 def document(
     rows: Sequence[dict[str, Any]], who: Iterable[Contestant], report: Report, *, back_to_back: bool = False
 ) -> dict[str, Any]:
-    """What is written; see `measuring.document`. Each row also has m, k, n and the floor."""
+    """What is written; see `measuring.document`. Each row also has m, k, n, the floor, and ``ordinary_us``."""
     judged = judge(times_of(rows), errors_of(rows), measuring.absent_of(rows))
-    return measuring.document(rows, who, report, SHAPES, judged, back_to_back=back_to_back)
+    between = "" if back_to_back else _BETWEEN_IS
+    return measuring.document(rows, who, report, SHAPES, judged, back_to_back=back_to_back, between=between)
 
 
 def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:

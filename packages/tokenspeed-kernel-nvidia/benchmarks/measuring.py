@@ -122,7 +122,10 @@ class Between:
         if back_to_back:
             return
         self._launch = functools.partial(torch.zeros(32, device=device).add_, 1.0)
-        self.us = statistics.median(sample_graph([self._launch] * _BETWEEN, device, budget_s=0.0, fewest=samples, most=samples))
+        self.us = self._time(device, samples)
+
+    def _time(self, device: torch.device, samples: int) -> float:
+        return statistics.median(sample_graph([self._launch] * _BETWEEN, device, budget_s=0.0, fewest=samples, most=samples))
 
     def after(self, call: Call) -> Call:
         """The call, and then this."""
@@ -282,13 +285,18 @@ def document(
     judged: Sequence[Mapping[str, Any]],
     *,
     back_to_back: bool = False,
+    between: str = "",
 ) -> dict[str, Any]:
-    """What is written: a report of the core's with more in it, ``load_report`` reads it. Rows are in the shapes' order."""
+    """What is written: a report of the core's with more in it, ``load_report`` reads it. Rows are in the shapes' order.
+
+    Args:
+        between: what stands between calls, in words, where that is not the small kernel.
+    """
     places = {shape.name: place for place, shape in enumerate(shapes)}
     absent = absent_of(rows)
     made = report.to_dict()
     more = {
-        "method": {**made["method"], "between": _BACK_TO_BACK_IS if back_to_back else _BETWEEN_IS},
+        "method": {**made["method"], "between": between or (_BACK_TO_BACK_IS if back_to_back else _BETWEEN_IS)},
         "rows": sorted(rows, key=lambda row: places.get(row["case"], len(places))),
         "versions": {each.name: each.version for each in who if each.name not in absent},
         "absent": absent,

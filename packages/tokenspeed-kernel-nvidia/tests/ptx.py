@@ -3,7 +3,7 @@
 Not fast, and not all of PTX: what the programs that are tested so consist of, anything else raises NotImplementedError. It finds
 wrong addresses, layouts and counts, reads of memory that nobody has written yet, and operands that are overwritten too early:
 copies and products that run on their own are done as late or as early as they may be, at random, and memory begins as NaN. Which
-warp goes on is random too. It knows nothing of clusters, of caches, and of what is visible to which proxy.
+warp goes on is random too. CTAs of a cluster run together. It knows nothing of caches, and of what is visible to which proxy.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ LANES = 32
 SHARED_BASE, GLOBAL_BASE = 1024, 0x7F0000000000
 SHARED_BYTES = 227 * 1024
 _PATIENCE = 20000  # turns in which nothing happened
+_CLUSTER = -1  # a barrier's number
+_RANK_BIT = 24  # of an address in another CTA's shared memory
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
@@ -138,19 +140,25 @@ class Cta:
     barriers: dict[int, set[Any]] = field(default_factory=dict)
     copies: list[Callable[[], None]] = field(default_factory=list)  # on their way
 
-    def run(self) -> None:
-        running = [Warp(self, index) for index in range(self.threads // LANES)]
-        quiet = 0
-        while running:
-            warp = self.chance.choice(running)
-            if self.copies and (quiet > _PATIENCE // 10 or self.chance.random() < 0.3):
-                self.copies.pop(self.chance.randrange(len(self.copies)))()
-                quiet = 0
-            quiet = 0 if warp.waits_at is None and warp.run(self.chance.randrange(1, 300)) else quiet + 1
-            if warp.done.all():
-                running.remove(warp)
-            assert quiet < _PATIENCE, f"nobody goes on: {[w.where() for w in running]}"
-        assert not self.copies, "copies that nobody waited for"
+    peers: list[Cta] = field(default_factory=list)  # the cluster's, this one among them
+    arrived: set[Any] = field(default_factory=set)  # warps at the cluster's barrier, which is used once; the first CTA's counts
+
+    def take(self, address: int, value: Lanes, barrier: int) -> None:
+        """A number of 32 bits arrives from another CTA."""
+        self.shared.store(np.array([address], np.uint64), value, 4)
+        self.mbarriers[barrier].arrive(0, arrived=4)
+
+    def meet(self, warp: Warp, waits: bool) -> None:
+        """The cluster's barrier."""
+        arrived, everyone = self.peers[0].arrived, len(self.peers) * self.threads // LANES
+        if waits:
+            warp.waits_at = None if len(arrived) == everyone else _CLUSTER
+            return
+        assert warp not in arrived, "a warp arrives twice"
+        arrived.add(warp)
+        for other in arrived if len(arrived) == everyone else ():
+            if other.waits_at == _CLUSTER:
+                other.waits_at = None
 
     def synchronise(self, warp: Warp, barrier: int, threads: int, waits: bool) -> None:
         waiting = self.barriers.setdefault(barrier, set())
@@ -163,6 +171,25 @@ class Cta:
                 if other.waits_at == barrier:
                     other.waits_at = None
             waiting.clear()
+
+
+def run_together(ctas: list[Cta], chance: random.Random) -> None:
+    """Runs the CTAs of a cluster."""
+    for cta in ctas:
+        cta.peers = ctas
+    running = [Warp(cta, index) for cta in ctas for index in range(cta.threads // LANES)]
+    quiet = 0
+    while running:
+        warp = chance.choice(running)
+        copies = warp.cta.copies
+        if copies and (quiet > _PATIENCE // 10 or chance.random() < 0.3):
+            copies.pop(chance.randrange(len(copies)))()
+            quiet = 0
+        quiet = 0 if warp.waits_at is None and warp.run(chance.randrange(1, 300)) else quiet + 1
+        if warp.done.all():
+            running.remove(warp)
+        assert quiet < _PATIENCE * len(ctas), f"nobody goes on: {[w.where() for w in running]}"
+    assert not any(cta.copies for cta in ctas), "copies that nobody waited for"
 
 
 class Warp:
@@ -244,9 +271,11 @@ class Warp:
         if "sync" in words and words[0] not in ("griddepcontrol",):
             assert lanes.all(), f"not all lanes are at {step.text}"
         for prefix, method in (
-            ("cp.async.bulk.prefetch", self._prefetch), ("cp.async.bulk", self._bulk_copy), ("cp.async.mbarrier", self._copies_arrive), ("cp.async", self._copy),
-            ("mbarrier", self._mbarrier), ("wgmma", self._wgmma), ("mma", self._mma), ("stmatrix", self._stmatrix), ("ld", self._load),
-            ("st", self._store), ("bar.", self._barrier), ("mov", self._move), ("cvt", self._convert), ("setp", self._compare),
+            ("cp.async.bulk", self._bulk_copy),
+            ("cp.async.mbarrier", self._copies_arrive), ("cp.async", self._copy), ("mbarrier", self._mbarrier),
+            ("barrier.cluster", self._cluster), ("st.async", self._send), ("mapa", self._map),
+            ("wgmma", self._wgmma), ("mma", self._mma), ("stmatrix", self._stmatrix), ("ld", self._load), ("st", self._store),
+            ("bar.", self._barrier), ("mov", self._move), ("cvt", self._convert), ("setp", self._compare),
             ("shfl", self._shuffle), ("match", self._match), ("elect", self._elect),
         ):  # fmt: skip
             if step.name.startswith(prefix):
@@ -298,7 +327,9 @@ class Warp:
             return np.where(cut(rest[1], "pred") != 0, a, rest[0])
         if name == "prmt":
             both = cut(a, "b32") | cut(rest[0], "b32") << np.uint64(32)
-            return sum((both >> np.uint64(8 * (int(step.operands[3], 0) >> 4 * at & 7)) & 0xFF) << np.uint64(8 * at) for at in range(4))
+            return sum(
+                (both >> np.uint64(8 * (int(step.operands[3], 0) >> 4 * at & 7)) & 0xFF) << np.uint64(8 * at) for at in range(4)
+            )
         table, result = int(step.operands[4], 0), np.zeros(LANES, np.uint64)
         for row in range(8):
             if table >> row & 1:
@@ -376,6 +407,21 @@ class Warp:
             return
         threads = int(self.value(step.operands[1])[0]) if len(step.operands) > 1 else self.cta.threads
         self.cta.synchronise(self, int(self.value(step.operands[0])[0]), threads, words[1] != "arrive")
+
+    def _cluster(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
+        self.cta.meet(self, words[2] == "wait")
+
+    def _map(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
+        address, rank = (cut(self.value(operand), "b32") for operand in step.operands[1:])
+        self.assign(step.operands[0], address | rank << np.uint64(_RANK_BIT), "b32", lanes)
+
+    def _send(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
+        to, barriers, values = self.address(step.operands[0]), self.address(step.operands[2]), self.value(step.operands[1])
+        for lane in np.nonzero(lanes)[0]:
+            (rank, at), (same, barrier) = (divmod(int(x[lane]), 1 << _RANK_BIT) for x in (to, barriers))
+            assert rank == same, "a number and its barrier are in different CTAs"
+            peer = self.cta.peers[rank]
+            peer.copies.append(partial(peer.take, at, values[lane : lane + 1], barrier))
 
     def _mbarrier(self, step: Instruction, words: list[str], lanes: Lanes) -> bool:
         barriers = self.cta.mbarriers
@@ -461,13 +507,6 @@ class Warp:
             copy()
         self.cta.mbarriers[barrier].arrive()
 
-    def _prefetch(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
-        sources, counts = self.address(step.operands[0], "global"), cut(self.value(step.operands[1]), "b32")
-        for lane in np.nonzero(lanes)[0]:
-            source, count = int(sources[lane]), int(counts[lane])
-            assert count > 0 == source % 16 == count % 16, "a prefetch that is not of 16 bytes each"
-            self.cta.memory.place(source, count)
-
     # -- matrices --------------------------------------------------------------------------------------------------------------
 
     def _stmatrix(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
@@ -483,7 +522,7 @@ class Warp:
     def _mma(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
         """A product of a warp, of 16 x 16 and 16 x 8 numbers."""
         kind, lane = words[-2], np.arange(LANES)
-        assert words[3:] == ["m16n8k16", "row", "col", "f32", kind, kind, "f32"][0:], step.text
+        assert words[3:] == ["m16n8k16", "row", "col", "f32", kind, kind, "f32"], step.text
         to, a, b, c = (names(operand) for operand in step.operands)
         left, right = np.zeros((16, 16), np.float64), np.zeros((16, 8), np.float64)
         for at, name in enumerate(a):
@@ -536,8 +575,16 @@ class Warp:
             self.registers[name] = register(number(self.registers[name], "f32") + some)
 
 
-def launch(text: str, arguments: Sequence[Any], threads: int, grid: tuple[int, ...], memory: Memory, chance: random.Random) -> None:
-    """Runs a kernel, one CTA after another.
+def launch(
+    text: str,
+    arguments: Sequence[Any],
+    threads: int,
+    grid: tuple[int, ...],
+    memory: Memory,
+    chance: random.Random,
+    cluster: int = 1,
+) -> None:
+    """Runs a kernel, one cluster after another.
 
     Args:
         text: PTX.
@@ -545,11 +592,16 @@ def launch(text: str, arguments: Sequence[Any], threads: int, grid: tuple[int, .
         threads, grid: of a CTA; CTAs.
         memory: global.
         chance: decides which warp goes on, and when copies arrive.
+        cluster: CTAs of a cluster, neighbours along x.
     """
     program = Program(text)
     assert len(arguments) == len(program.parameters), program.parameters
     given = {name: value for (_, name), value in zip(program.parameters, arguments, strict=True)}
     sizes = {f"%nctaid.{axis}": size for axis, size in zip("xyz", (*grid, 1, 1), strict=False)}
+    ctas = []
     for index in np.ndindex(*reversed(grid)):
         place = {f"%ctaid.{axis}": at for axis, at in zip("xyz", (*reversed(index), 0, 0), strict=False)}
-        Cta(program, given, threads, {**sizes, **place}, memory, chance).run()
+        ctas.append(Cta(program, given, threads, {**sizes, **place}, memory, chance))
+        if len(ctas) == cluster:
+            run_together(ctas, chance)
+            ctas = []

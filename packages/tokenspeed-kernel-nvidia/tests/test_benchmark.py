@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 import sys
@@ -20,7 +22,7 @@ from tokenspeed_kernel_base.operator import get_operator
 
 from .benchmark_programs import FOLDER, loaded, measure_on_the_cpu
 
-NAMES = ("measuring", "shapes", "contestants", "bars", "h200", "h200_mm", "plot")
+NAMES = ("measuring", "shapes", "contestants", "bars", "h200", "mm_shapes", "h200_mm", "plot")
 
 
 @pytest.fixture
@@ -345,59 +347,57 @@ def test_the_committed_report(modules: dict[str, ModuleType]) -> None:
 
 
 def test_products_are_listed(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    modules["h200_mm"].main(["--quick", "--variants", "8 x 2", "--list"])
+    modules["h200_mm"].main(["--only", "GPT-OSS-120B router x", "--variants", "no c", "--list"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
-        "gpt-oss-120b qkv: k 2880, n 5120",
-        "gpt-oss-120b output: k 4096, n 2880",
-        "gpt-oss-120b router: k 2880, n 128",
-    ]
-    assert {"torch", "ours", "staged, 16 warps, 8 x 2"} <= {*lines}
+    assert lines[:5] == [f"GPT-OSS-120B router x {m}" for m in (1, 2, 4, 8, 16)]
+    assert lines[5:] == ["ours", "torch", "triton", "no cluster"]
     with pytest.raises(SystemExit):
         modules["h200_mm"].main(["--only", "nothing has this name"])
 
 
-def test_variants_of_products_fit(modules: dict[str, ModuleType]) -> None:
-    """Few tokens leave room for the shared memory of each, and it is compiled for as many tokens as are asked for."""
-    h200_mm = modules["h200_mm"]
-    for weights in h200_mm._MADE:
-        small = h200_mm.Shape("small", 128, 2880, weights=weights)
+def test_products_are_measured(modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On the CPU, of small weights: rows, bars and files, with times that are invented."""
+    h200_mm, shapes, measuring = (modules[name] for name in ("h200_mm", "mm_shapes", "measuring"))
+    measure_on_the_cpu(measuring, monkeypatch)
+    monkeypatch.setattr(h200_mm, "sample_graph", measuring.sample_graph)
+    monkeypatch.setattr(h200_mm, "Norm", measuring.Between)
+    small = [dataclasses.replace(product, k=64, n=24) for product in shapes.PRODUCTS[:1]]
+    some = [shapes.Shape(product, m) for product in small for m in (1, 16)]
+
+    def stand_in(inputs: Any) -> Any:
+        return functools.partial(torch.addmm, inputs["bias"], inputs["a"], inputs["b"], out=inputs["out"])
+
+    def wrong(inputs: Any) -> Any:
+        return functools.partial(torch.mm, inputs["a"], inputs["b"], out=inputs["out"])
+
+    who = [measuring.Contestant(name, setup, "", ours=name == "ours") for name, setup in
+           (("ours", stand_in), ("torch", stand_in), ("wrong", wrong))]  # fmt: skip
+    monkeypatch.setattr(h200_mm, "_TOUCHED", 1e4)
+    report = Report(collect_metadata("h200_mm.py"), (), None, Method())
+    made = h200_mm.measure(some, who, torch.device("cpu"), measuring.Effort(2, 3, 0.0), report, tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(made))
+    status = {(row["case"], row["kernel"]): row["status"] for row in made["rows"]}
+    assert status["GPT-OSS-120B qkv x 16", "ours"] == "measured"
+    assert status["GPT-OSS-120B qkv x 16", "wrong"] == "failed"
+    ours = next(row for row in made["rows"] if row["kernel"] == "ours")
+    assert (ours["timing"]["median_us"], ours["ordinary_us"], ours["between_us"]) == (21.0, 21.0, 1.5)
+    assert made["method"]["between"] == h200_mm._BETWEEN_IS
+    bars = {bar["name"]: bar for bar in made["bars"]}
+    assert (bars["GPT-OSS-120B qkv x 1: us"]["bound"], bars["GPT-OSS-120B qkv x 1: us"]["value"]) == (7.8, 21.0)
+    assert bars["GPT-OSS-120B qkv x 16: us"]["bound"] == 8.97
+    assert bars["GPT-OSS-120B router x 1: us"]["value"] is None
+    head, *lines = h200_mm.short_table(made["rows"]).splitlines()
+    assert head.split() == ["us", "floor", "ours", "torch", "wrong"]
+    assert [line.split()[-2:] for line in lines] == [["21.00", "-"]] * 2
+
+
+def test_operands_of_products(modules: dict[str, ModuleType]) -> None:
+    """Of every kind of weights: as many bytes as are said, and the first rows of activations."""
+    h200_mm, shapes = modules["h200_mm"], modules["mm_shapes"]
+    for weights in shapes._MADE:
+        small = shapes.Product("a model's", "layer", 128, 2880, weights=weights)
         inputs = h200_mm.inputs_of(small, torch.device("cpu"), 0)
         for m in (1, 16):
             some = h200_mm.first_rows(inputs, m)
             assert (some["a"].shape[0], some["out"].shape) == (m, (m, 2880))
-            for changes in h200_mm.VARIANTS.values():
-                changed = {name: value for name, value in changes.items() if name != "ahead"}
-                config = h200_mm.reconfigured(some, changed)
-                assert m > 1 or config.shared_bytes <= h200_mm.SHARED_BYTES // config.resident
-                assert config.tokens == (8 if m == 1 else 16)
         assert small.bytes == pytest.approx(sum(t.nbytes for t in (inputs["b"], inputs["b_scale"]) if t is not None), rel=0.05)
-
-
-def test_what_is_said_of_products(modules: dict[str, ModuleType]) -> None:
-    h200_mm = modules["h200_mm"]
-    shape = h200_mm.SHAPES[0]
-    quick, slow, wrong = (h200_mm.Measurement(name, None, 1e-3) for name in ("ours", "torch", "staged"))
-    quick.rounds, slow.rounds, wrong.reason = [7.0, 7.5, 8.0], [12.0], "wrong: relative error 1"
-    rows = [h200_mm.row_of(shape, m, each) for m in (1, 16) for each in (slow, quick, wrong)]
-    assert rows[1]["us"] == 7.5
-    assert rows[1]["tb_per_s"] == pytest.approx(2 * 2880 * 5120 / 7.5e6)
-    assert "wrong: relative error 1" in h200_mm.line_of(rows[2])
-    bars = h200_mm.judged(rows)
-    assert [(bar["holds"], bar["bound"]) for bar in bars] == [(True, 7.8), (True, pytest.approx(8.97))]
-    head, *lines = h200_mm.table(rows).splitlines()
-    assert head.split() == ["qkv", "1", "qkv", "16"]
-    assert [line.split()[-1] for line in lines] == ["12.00", "7.50", "-"]
-
-
-def test_a_contestant_that_fails_does_not_stop_the_others(modules: dict[str, ModuleType]) -> None:
-    h200_mm = modules["h200_mm"]
-
-    def broken(inputs: Any) -> Any:
-        raise RuntimeError("no such configuration")
-
-    found = h200_mm.Measurement("broken", broken)
-    inputs = h200_mm.inputs_of(h200_mm.Shape("small", 16, 8), torch.device("cpu"), 0)
-    found.guarded(lambda: found.check(h200_mm.first_rows(inputs, 2), torch.zeros(2, 8)))
-    assert found.us is None
-    assert "no such configuration" in found.reason

@@ -20,7 +20,18 @@ from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_nvidia import _programs
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as module
 from tokenspeed_kernel_nvidia.sm90.gemm.mm import mm
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import SHARED_BYTES, every_config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
+    BLOCK,
+    CLUSTER,
+    GROUP,
+    HEAD_BYTES,
+    ROWS,
+    SHARED_BYTES,
+    STAGES,
+    every_config,
+    has_few,
+    layout_of,
+)
 
 DTYPES = sorted(HALVES, key=str)
 SINGLE = torch.float32
@@ -337,16 +348,34 @@ def test_every_mxfp4_number(sm90: torch.device) -> None:
 
 
 def test_configurations() -> None:
-    """Every program's sums fit into shared memory, and a group's tiles have a slot each."""
+    """Every program has room in shared memory for some rows of any length, and reads it without conflicts of banks."""
     every = every_config()
     assert len(set(every)) == len(every)
     for config in every:
-        assert config.shared_bytes <= SHARED_BYTES // config.resident
-        assert config.group > 0
-        assert config.group % (8 if config.staged else 8 * config.depth) == 0
-        assert config.group <= config.threads
-        assert config.result_pitch % 32 in (8, 24)
-        assert 0 < config.carveout <= 100
+        assert config.pitch % 128 == 64
+        assert GROUP % config.cluster == GROUP % ROWS == 0
+        assert config.threads // (GROUP // config.cluster) > 0
+        for m, row_bytes in itertools.product((1, config.tokens), (16, 64, 1000, 5760, 8192, 30000, 1 << 20)):
+            layout = layout_of(config, m, row_bytes)
+            assert layout is not None
+            assert layout.size <= SHARED_BYTES
+            assert 1 <= layout.stages <= STAGES
+            assert layout.chunk_bytes % config.part_bytes == 0
+            assert HEAD_BYTES <= layout.scales <= layout.activations < layout.ring < layout.size
+            assert (layout.activations % 16, layout.ring % 128, layout.chunk_bytes % BLOCK) == (0, 0, 0)
+            assert layout.activations + config.planes * m * (layout.chunk_bytes + 64) <= layout.ring
+
+
+def test_few_rows_are_shared() -> None:
+    """Where each CTA of a cluster has a part of them, and a cluster's are one group."""
+    assert has_few("dense", 128, 5760, 132)
+    assert has_few("dense", 640, 3584, 132)
+    assert not has_few("dense", 641, 5760, 132)
+    assert not has_few("dense", 128, 3583, 132)
+    assert not has_few("mxfp4", 128, 5760, 132)
+    for quads in range(CLUSTER * (CLUSTER - 1), 200):
+        part = -(-quads // CLUSTER)
+        assert part * (CLUSTER - 1) < quads
 
 
 @pytest.fixture
@@ -363,22 +392,26 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any
 
         return launch
 
-    module._program_of.cache_clear()
+    module._launch_of.cache_clear()
     monkeypatch.setattr(_programs.Program, "__call__", record)
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     yield found
-    module._program_of.cache_clear()
+    module._launch_of.cache_clear()
 
 
 def test_what_is_asked_for_is_compiled_ahead_of_time(asked: list[tuple[Any, tuple[Any, ...]]]) -> None:
     listed = set(every_config())
-    for dtype, out_dtype, m, n in itertools.product(DTYPES, (None, SINGLE), (1, 8, 9, 16), (1, 100, 1056, 1057, 5120)):
-        mm(torch.zeros(m, 64, dtype=dtype), torch.zeros(n, 64, dtype=dtype).t(), out_dtype=out_dtype)
-        config, (_, _, out, _, _, ctas, *_) = asked.pop()
+    for dtype, out_dtype, m, n, k in itertools.product(DTYPES, (None, SINGLE), (1, 8, 9, 16), (1, 100, 1057, 5120), (64, 2048)):
+        mm(torch.zeros(m, k, dtype=dtype), torch.zeros(n, k, dtype=dtype).t(), out_dtype=out_dtype)
+        config, (_, _, out, *numbers) = asked.pop()
         assert config in listed
         assert config.tokens >= m
         assert out.dtype == (out_dtype or dtype)
-        assert 1 <= ctas <= n
+        assert len(numbers) == 15
+        ctas, size = numbers[8], numbers[-1]
+        assert 1 <= ctas <= min(config.cluster * n, 132)
+        assert ctas % config.cluster == 0
+        assert size <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, SINGLE], ids=str)
@@ -412,11 +445,11 @@ def test_scales_are_handed_over(asked: list[tuple[Any, tuple[Any, ...]]], name: 
         arguments = _scaled(device, name, m, 320, n, dtype)
         for out_dtype in (None, SINGLE):
             mm(**{**arguments, "out": None, "out_dtype": out_dtype})
-            config, (a, b, out, _, _, _, _, *tables) = asked.pop()
+            config, (a, b, out, _, _, *tables) = asked.pop()
             assert config in set(every_config())
             assert out.dtype == (out_dtype or dtype or torch.bfloat16)
             assert {a.dtype, b.dtype} <= {torch.uint8, *DTYPES}
-            for scale, table in zip((arguments["a_scale"], arguments["b_scale"]), (tables[:3], tables[3:]), strict=True):
+            for scale, table in zip((arguments["a_scale"], arguments["b_scale"]), (tables[:3], tables[3:6]), strict=True):
                 if scale is None:
                     assert table == [0, 0, 0]
                 else:

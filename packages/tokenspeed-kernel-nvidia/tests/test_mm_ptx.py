@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 import random
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
 from tokenspeed_kernel_nvidia.sm90.gemm.mm import kinds_of, mm_program
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import Config, config_of, layout_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import CLUSTER, GROUP, QUAD_BYTES, Config, config_of, layout_of
 
 from . import ptx
 from .ptx_values import Memory
@@ -68,25 +68,26 @@ def table_of(memory: Memory, scale: Tensor | None) -> list[int]:
     return [memory.put(bytes_of(stored)), row, column]
 
 
-def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, ahead: int, ring_bytes: int = 1 << 16, seed: int = 0) -> None:
+def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, few: bool = False, seed: int = 0) -> None:
     made, dtype = CALLS[name]
     given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, seed))
     a, b, bias = (given[each] for each in ("a", "b", "bias"))
     weights, scales = kinds_of(b, given["b_scale"])
-    config = config_of(dtype_name(a.dtype), weights, scales, dtype_name(dtype), m)
+    config = config_of(dtype_name(a.dtype), weights, scales, dtype_name(dtype), m, few)
     memory = Memory(1 << 24, ptx.GLOBAL_BASE)
     row_bytes = b.shape[0] * b.element_size()
     out = memory.put(np.full(m * n * dtype.itemsize, 0x44, np.uint8))
-    share = n // ctas
-    layout = layout_of(config, m, row_bytes, ring_bytes)
+    share = n // (ctas // config.cluster)
+    part = -(-row_bytes // (QUAD_BYTES * config.cluster)) * QUAD_BYTES
+    layout = layout_of(config, m, min(row_bytes, part))
     assert layout is not None
     arguments = [
-        memory.put(bytes_of(b.mT)), row_bytes, row_bytes, row_bytes, share, n - share * ctas, layout.stages, layout.ring, ahead,
-        memory.put(bytes_of(a)), k * a.element_size(), m, n, layout.chunk_bytes, 16.0 / layout.chunk_bytes, layout.scales,
+        memory.put(bytes_of(b.mT)), row_bytes, row_bytes, part, share, n - share * (ctas // config.cluster), layout.stages,
+        layout.ring, memory.put(bytes_of(a)), k * a.element_size(), m, n, layout.chunk_bytes, 16.0 / layout.chunk_bytes, layout.scales,
         layout.activations, out, n, 1, *([0, 0] if bias is None else [memory.put(bytes_of(bias)), KINDS[bias.dtype]]),
         *table_of(memory, given["a_scale"]), *table_of(memory, given["b_scale"]),
     ]  # fmt: skip
-    ptx.launch(texts(config), arguments, config.threads + 32, (ctas,), memory, random.Random(seed))
+    ptx.launch(texts(config), arguments, config.threads + 32, (ctas,), memory, random.Random(seed), config.cluster)
     got = torch.from_numpy(memory.get(out, np.uint8, m * n * dtype.itemsize)).view(dtype).view(m, n)
     wide_a, wide_b = decode_operands("mm", a, b, given["a_scale"], given["b_scale"])
     wanted = wide_a.double() @ wide_b.double() + (0 if bias is None else bias.double())
@@ -97,5 +98,26 @@ def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, ahead: int, ri
 @pytest.mark.parametrize("name", CALLS)
 def test_every_kind_of_weights(texts: Any, name: str) -> None:
     """Two CTAs with different numbers of rows, a tile that is not full, and a row that ends inside of a part."""
-    run(texts, name, 3, 288, 21, 2, ahead=-1)
-    run(texts, name, 11, 96, 9, 1, ahead=0)
+    run(texts, name, 3, 288, 21, 2)
+    run(texts, name, 11, 96, 9, 1)
+
+
+@pytest.mark.parametrize("m", [2, 9])
+def test_several_groups_and_chunks(texts: Any, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of a row's chunks are added up, and each group's activations brought anew."""
+    layout = layout_of(config_of("bfloat16", "dense", "none", "bfloat16", m), m, 4608)
+    assert layout is not None
+    short = dataclasses.replace(layout, chunk_bytes=2048, stages=2)
+    monkeypatch.setattr(f"{__name__}.layout_of", lambda *given: short)
+    run(texts, "dense bfloat16", m, 2304, GROUP + 3, 1)
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize("n", [7, 39])
+def test_clusters(texts: Any, m: int, n: int) -> None:
+    """CTAs share rows; the last has less of each. Some have no rows to write."""
+    run(texts, "dense bfloat16", m, 1856, n, CLUSTER, few=True)
+
+
+def test_two_clusters(texts: Any) -> None:
+    run(texts, "dense float16", 3, 1792, 11, 2 * CLUSTER, few=True)

@@ -1,11 +1,14 @@
 """Products of a few rows of activations with weights, as in a decode step, on Hopper.
 
 Memory decides the speed: each weight is read once, for at most 16 rows of activations. Every multiprocessor has one CTA and equally
-many rows of the weights, to a row. No row is divided among CTAs, so that nothing is to be added up afterwards, and the bits are the
-same in every run. Much of what a CTA reads is on its way at once, see `mm_device`.
+many rows of the weights, to a row. Where weights have many rows, none is divided among CTAs, so that nothing is to be added up
+afterwards. Where they have few, as a router's, the CTAs of a cluster share some, each with a part, and have the same part of the
+activations to read; their sums are added in a fixed order. So the bits are the same in every run. On an H200 a cluster took 4.6
+microseconds for 16 rows and 128 columns of 2880, where single CTAs took 6.0; for one row 3.9 and 3.7.
 
-Weights may be what the kernel before writes: nothing in a call says that they are not. So they are brought to the L2 cache before
-that kernel has ended, which is right whatever it does, and to the multiprocessors after.
+Weights may be what the kernel before writes: nothing in a call says that they are not. So they are read when it has ended. With a
+ring of 100 KB, 2880 x 5120 weights of bfloat16 that were read before that took 8.8 microseconds instead of 9.1 behind a kernel that
+lets the next begin at once; and 14.5 instead of 11.4 if 192 KB for each CTA were brought to the L2 cache only, until then.
 """
 
 from __future__ import annotations
@@ -37,12 +40,11 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     Weights,
     config_of,
     every_config,
+    has_few,
     layout_of,
     results_of,
 )
 
-# Bytes of weights that a CTA brings to the L2 cache before it may read.
-AHEAD = 0
 E4M3 = torch.float8_e4m3fn
 
 Launch = Callable[..., Any]
@@ -60,14 +62,13 @@ def _launch_of(
     a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, m: int, n: int, row_bytes: int, device: int
 ) -> tuple[Launch, tuple[int, ...]]:
     """The program, and the numbers of a launch that depend on sizes alone."""
-    config = config_of(dtype_name(a), weights, scales, dtype_name(out), m)
-    return mm_program(config), numbers_of(config, m, n, row_bytes, multiprocessors(device))
+    count = multiprocessors(device)
+    config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, has_few(weights, n, row_bytes, count))
+    return mm_program(config), numbers_of(config, m, n, row_bytes, count)
 
 
-def numbers_of(
-    config: Config, m: int, n: int, row_bytes: int, count: int, ahead: int = AHEAD, ring_bytes: int = RING_BYTES
-) -> tuple[int, ...]:
-    """CTAs, bytes of weights to bring ahead, and where things are in shared memory.
+def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_bytes: int = RING_BYTES) -> tuple[int, ...]:
+    """How many CTAs, and where things are in shared memory.
 
     Args:
         row_bytes: of a row of weights.
@@ -80,9 +81,8 @@ def numbers_of(
     found = layout_of(config, m, min(part, row_bytes), ring_bytes)
     if found is None:
         raise ValueError("wants more shared memory than there is")
-    return (
-        ctas_of(config, n, count), ahead, found.chunk_bytes, found.stages, found.scales, found.activations, found.ring, found.size
-    )  # fmt: skip
+    ctas = ctas_of(config, n, count)
+    return ctas, found.chunk_bytes, found.stages, found.scales, found.activations, found.ring, found.size
 
 
 def ctas_of(config: Config, n: int, count: int) -> int:

@@ -1,12 +1,13 @@
 """The device code of `mm`: the launch, the ring of weights, the loop over tiles, and the sums.
 
-A CTA has some rows of the weights, in tiles of 8. One warp brings them to shared memory by bulk copies, a ring of stages, each a part
-of a tile's rows. All other warps have a piece of every stage. The activations lie in shared memory, as operands: they are read once
-where a chunk, which is what there is room for, is a whole row, and once for each group of rows where it is not. They are not in
-registers because then each part of a row would have code of its own: a call runs its code a few times only, and waits for what no
-CTA has run yet.
+A CTA has some rows of the weights, in tiles of 8. One warp brings them to shared memory by bulk copies, into a ring of stages, each
+a part of a tile's rows. All other warps have a piece of every stage. The activations lie in shared memory, as operands: they are
+read once where a chunk, which is what there is room for, is a whole row, and once for each group of rows where it is not. They are
+not in registers, because each part of a row would then have code of its own: a call runs its code a few times only, and waits for
+what no CTA has run yet.
 
-At the end of a group the sums of all warps meet in shared memory; those of a cluster's CTAs, which share rows, in that of one of them.
+At the end of a group the sums of all warps meet in shared memory. Those of a cluster's CTAs, which share rows, are sent to the CTA
+that writes a row.
 
 In a stage a warp has parts of all rows, of 64 bytes that a quad of lanes shares, 16 each. `mm_formats_device` makes operands of
 them: which number of k is where in an instruction does not matter, as long as activations and weights agree. Products of 16 rows of
@@ -23,7 +24,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
@@ -40,7 +41,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     STAGES,
     Config,
 )
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_formats_device import Formats
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_formats_device import COMPUTING, Formats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Call,
     Matrix,
@@ -49,14 +50,14 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Vector,
     load_float_if,
     of_rank,
-    prefetch_to_l2,
     read_float,
     send_float,
     store_number,
     type_of,
+    write_float,
 )
 
-_READY, _COMPUTING = 1, 2  # barriers: of what all need to begin, and of warps that compute
+_READY = 1  # the barrier of what all need to begin
 
 
 def host(config: Config) -> Any:
@@ -77,7 +78,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     )
     scales = Int64(0), Int32(0), Int32(0)
     layout = tuple(Int32(0) for _ in range(6))
-    return (*tensors, Int64(0), Int32(0), *scales, *scales, Int32(0), Int32(0), *layout, arguments.stream())
+    return (*tensors, Int64(0), Int32(0), *scales, *scales, Int32(0), *layout, arguments.stream())
 
 
 class Mm(Formats):
@@ -102,7 +103,6 @@ class Mm(Formats):
         b_scale_row: Int32,
         b_scale_column: Int32,
         ctas: Int32,
-        ahead: Int32,
         chunk_bytes: Int32,
         stages: Int32,
         scales_at: Int32,
@@ -119,14 +119,14 @@ class Mm(Formats):
         # What all CTAs of a cluster but the last have of a row.
         part = ((row_bytes + QUAD_BYTES - 1) // QUAD_BYTES + config.cluster - 1) // config.cluster * QUAD_BYTES
         self.kernel(
-            Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, part, share, n - share * clusters, stages, ring_at,
-            ahead, Matrix(a.iterator.toint(), a.stride[0] * config.activation_bytes), out.shape[0], n, chunk_bytes,
+            Matrix(weights.iterator.toint(), weights.stride[1] * size), row_bytes, part, share, n - share * clusters, stages,
+            ring_at, Matrix(a.iterator.toint(), a.stride[0] * config.activation_bytes), out.shape[0], n, chunk_bytes,
             1.0 / Float32(chunk_bytes // LOAD_BYTES), scales_at, activations_at,
             Table(out.iterator.toint(), out.stride[0], out.stride[1]), Vector(bias, bias_kind),
             Table(a_scale, Int64(a_scale_row), Int64(a_scale_column)), Table(b_scale, Int64(b_scale_row), Int64(b_scale_column)),
         ).launch(
             grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), cluster=(config.cluster, 1, 1), smem=shared_bytes, stream=stream,
-            use_pdl=config.dependent, min_blocks_per_mp=2, preferred_smem_carveout=100,
+            use_pdl=config.dependent, min_blocks_per_mp=2 if config.tokens == ROWS else 1, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
@@ -139,7 +139,6 @@ class Mm(Formats):
         more: Int32,
         stages: Int32,
         ring_at: Int32,
-        ahead: Int32,
         a: Matrix,
         m: Int32,
         n: Int32,
@@ -152,13 +151,17 @@ class Mm(Formats):
         a_scale: Table,
         b_scale: Table,
     ):
-        """``share``: rows of weights of each cluster; the first ``more`` have another."""
+        """Weights come first, as their loads do.
+
+        Args:
+            part: bytes of a row that each CTA of a cluster has, but the last, which may have less.
+            share, more: rows of weights of each cluster; the first so many have another.
+            units_inverse: see `Call`.
+        """
         config = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
-        if warp == 0:
-            self.stamp(a_scale.address, 0)
         rank, begin = Int32(0), Int32(0)
         if const_expr(config.cluster > 1):
             rank = cta % config.cluster
@@ -171,48 +174,38 @@ class Mm(Formats):
         call = Call(
             a, weights, out, begin, row_bytes, bias, a_scale, b_scale, m, n, cta * share + cutlass.min(cta, more),
             share + cutlass.select_(cta < more, Int32(1), Int32(0)), rank, units_inverse,
-            Pipeline(Barriers(barriers), Barriers(barriers + STAGES)), barriers + 2 * STAGES,
+            Pipeline(Barriers(barriers), Barriers(barriers + STAGES)), barriers + 2 * STAGES, barriers + 2 * STAGES + 1,
             Places(
-                base + HEAD_BYTES, base + scales_at, base + activations_at, base + ring_at, gathered, base + HEAD_BYTES - LOAD_BYTES,
-                chunk_bytes, stages,
+                base + HEAD_BYTES, base + scales_at, base + activations_at, base + ring_at, gathered,
+                base + HEAD_BYTES - LOAD_BYTES, chunk_bytes, stages,
             ),
         )  # fmt: skip
         # What runs next may begin when there is room; its own wait is for all that is done here.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == config.warps:
-            cute.arch.mbarrier_init(barriers + lane, cutlass.select_(lane < STAGES, Int32(1), Int32(config.warps)))
-            if const_expr(config.cluster > 1):
-                if lane == 0:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(STAGES):
+                    call.pipe.init(stage, config.warps)
+                cute.arch.mbarrier_init(call.activated, 1)
+                if const_expr(config.cluster > 1):
                     cute.arch.mbarrier_init(call.arrived, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
             if const_expr(config.cluster > 1):
                 cute.arch.cluster_arrive()
-            self.bring(call, ahead)
+            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=config.threads + 32)
+            self.bring(call)
             if const_expr(config.cluster > 1):
                 cute.arch.cluster_wait()
         else:
             if const_expr(config.cluster > 1):
                 cute.arch.cluster_arrive_relaxed()
             if warp == 0:
-                if lane < 4:
-                    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[call.at.zeros + lane * 4, Int32(0)])
-            self.stamp(call.a_scale.address, 2)
+                if lane < LOAD_BYTES // 4:
+                    write_float(call.at.zeros + lane * 4, Float32(0.0))
             # Whatever ran before may have written what is read here.
             cute.arch.griddepcontrol_wait()
-            self.stamp(call.a_scale.address, 3)
             self.compute(call, warp)
-
-    @cute.jit
-    def stamp(self, address: Int64, index: cutlass.Constexpr[int]):
-        if const_expr(self.config.stamped):
-            thread, _, _ = cute.arch.thread_idx()
-            cta, _, _ = cute.arch.block_idx()
-            if thread % self.config.threads == 0:
-                cute.arch.inline_ptx(
-                    "st.global.b64 [{$r0}], {$r1};",
-                    read_only_args=[address + Int64(cta * 16 + index) * 8, Int64(cute.arch.clock64())],
-                )
 
     # -- weights -------------------------------------------------------------------------------------------------------------------
 
@@ -226,17 +219,12 @@ class Mm(Formats):
         return Cursor(stage, phase)
 
     @cute.jit
-    def bring(self, call: Call, ahead: Int32):
+    def bring(self, call: Call):
         """Brings weights to the ring."""
         config = self.config
-        lane = cute.arch.lane_idx()
-        if ahead >= 0:
-            # Who still writes weights writes them to the L2 cache.
-            for row in cutlass.range(lane, cutlass.min(call.rows, (ahead + call.row_bytes - 1) // call.row_bytes), 32, unroll=1):
-                prefetch_to_l2(call.weights.row(call.first + row) + call.begin, call.row_bytes)
-            cute.arch.griddepcontrol_wait()
+        # The kernel before may have written them.
+        cute.arch.griddepcontrol_wait()
         at = first_to_fill()
-        met = Boolean(False)
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
             rows = cutlass.min(call.rows - begin, GROUP)
             done = Int32(0)
@@ -244,24 +232,20 @@ class Mm(Formats):
                 end = cutlass.min(done + call.at.chunk_bytes, call.row_bytes)
                 for tile in cutlass.range(0, rows, ROWS, unroll=1):
                     count = cutlass.min(rows - tile, ROWS)
-                    source = call.weights.row(call.first + begin + tile + lane) + call.begin
+                    source = call.weights.row(call.first + begin + tile) + call.begin
                     for part in cutlass.range(done, end, config.part_bytes, unroll=1):
                         size = cutlass.min(end - part, config.part_bytes)
                         call.pipe.acquire(at)
-                        if lane == 0:
+                        # By one lane, and an instruction for each row: their operands are in registers that lanes share.
+                        with cute.arch.elect_one():
                             call.pipe.commit(at, count * size)
-                        if lane < count:
-                            to = call.at.ring + at.stage * config.stage_bytes + lane * config.pitch
-                            bulk_load(to, source + part, size, call.pipe.full.of(at).toint())
+                            for row in cutlass.range_constexpr(ROWS):
+                                if row < count:
+                                    to = call.at.ring + at.stage * config.stage_bytes + row * config.pitch
+                                    from_ = source + row * call.weights.pitch + part
+                                    bulk_load(to, from_, size, call.pipe.full.of(at).toint())
                         at = self.advance(call, at)
-                        if at.stage == 0 and not met:
-                            # Only now, as all that the ring holds is on its way.
-                            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=config.threads + 32)
-                            met = Boolean(True)
                 done = end
-        if not met:
-            cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=config.threads + 32)
-        self.stamp(call.a_scale.address, 10)
 
     # -- products ------------------------------------------------------------------------------------------------------------------
 
@@ -277,6 +261,7 @@ class Mm(Formats):
         sums = call.at.sums + ((warp * call.m + lane // 4) * GROUP + lane % 4 * 2) * 4
         own = call.at.ring + lane // 4 * config.pitch + place  # what this lane has of the first stage
         at = first_to_read()
+        turn = Int32(0)
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
             rows = cutlass.min(call.rows - begin, GROUP)
             first = call.first + begin
@@ -288,23 +273,26 @@ class Mm(Formats):
                 again = (begin == 0) | (call.row_bytes > call.at.chunk_bytes)
                 if again | const_expr(config.scales in ("block", "mx")):
                     if begin + done > 0:  # until all are done with those before
-                        cute.arch.barrier(barrier_id=_COMPUTING, number_of_threads=config.threads)
+                        cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
                     self.keep_scales(call, begin, rows, done)
-                    if again:
-                        self.keep_activations(call, done)
+                    if const_expr(not config.copied):
+                        if again:
+                            self.keep_activations(call, done)
                     if begin + done > 0:
-                        cute.arch.barrier(barrier_id=_COMPUTING, number_of_threads=config.threads)
+                        cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
                     else:
                         cute.arch.barrier(barrier_id=_READY, number_of_threads=config.threads + 32)
+                    if const_expr(config.copied):
+                        if again:
+                            self.copy_activations(call, done, warp)
+                            cute.arch.mbarrier_wait(call.activated, turn)
+                            turn ^= 1
                 for tile in cutlass.range(0, rows, ROWS, unroll=1):
                     acc.fill(0.0)
                     if done > 0:
                         self.add_before(call, acc, sums + tile * 4)
                     for part in cutlass.range(done, end, config.part_bytes, unroll=1):
                         call.pipe.wait(at)
-                        if const_expr(config.stamped):
-                            if (tile == 0) & (part == 0):
-                                self.stamp(call.a_scale.address, 4)
                         slot = own + at.stage * config.stage_bytes
                         loads = []
                         for each in cutlass.range_constexpr(config.loads):
@@ -318,15 +306,10 @@ class Mm(Formats):
                     for half in cutlass.range_constexpr(self.halves):
                         if lane // 4 + half * 8 < call.m:
                             store_floats("shared", sums + tile * 4 + half * (8 * 4 * GROUP), [acc[2 * half], acc[2 * half + 1]])
-                    if const_expr(config.stamped):
-                        if tile == 0:
-                            self.stamp(call.a_scale.address, 5)
                 done = end
-            self.stamp(call.a_scale.address, 6)
             self.finish(call, first, rows, bias, factor)
-            self.stamp(call.a_scale.address, 8)
             if begin + GROUP < call.rows:  # the next group's sums go to the same place
-                cute.arch.barrier(barrier_id=_COMPUTING, number_of_threads=config.threads)
+                cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
 
     @cute.jit
     def add_before(self, call: Call, acc: cute.Tensor, place: Int32):
@@ -364,8 +347,7 @@ class Mm(Formats):
         """Adds what the warps have, in their order, and then what CTAs have, and writes it."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
-        cute.arch.barrier(barrier_id=_COMPUTING, number_of_threads=config.threads)
-        self.stamp(call.a_scale.address, 7)
+        cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
         if const_expr(config.cluster > 1):
             self.send(call, rows)
         own = thread % self.own_rows

@@ -13,7 +13,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Numeric, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store_words_shared
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, store_words_shared
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import mma_m16n8k16
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, GROUP, LOAD_BYTES, QUAD_BYTES, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
@@ -28,6 +28,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     write_float,
 )
 
+COMPUTING = 2  # the barrier of warps that compute
 TWO_126 = 0x7E807E80  # 2^126, twice, in bfloat16
 
 
@@ -92,7 +93,7 @@ class Formats:
         self.words = config.elements // 2  # registers of a load of weights, as operands
         self.raw_words = config.elements * config.activation_bytes // 4  # of the activations for it, as they are stored
 
-    # -- activations, in shared memory -------------------------------------------------------------------------------------------------
+    # -- activations, in shared memory ---------------------------------------------------------------------------------------------
     #
     # Each plane has some words of all units: 16 bytes of weights are a unit. So lanes that read neighbours read all banks.
 
@@ -126,6 +127,27 @@ class Formats:
                     for plane in cutlass.range_constexpr(config.planes):
                         to = call.at.activations + (plane * call.m + token) * pitch + unit * LOAD_BYTES
                         store_words_shared(to, words[plane * 4 : plane * 4 + 4])
+
+    @cute.jit
+    def copy_activations(self, call: Call, done: Int32, warp: Int32):
+        """Starts to copy those of a chunk, as they are; zeros behind rows' ends. ``call.activated`` ends a phase then."""
+        pitch = self.activation_pitch(call)
+        size = cutlass.min(call.row_bytes - done, call.at.chunk_bytes)
+        # What was read here before comes first.
+        cute.arch.fence_view_async_shared()
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(call.activated, call.m * size)
+                for token in cutlass.range(0, call.m, unroll=1):
+                    from_ = call.a.row(token) + (call.begin + done)
+                    bulk_load(call.at.activations + token * pitch, from_, size, call.activated.toint())
+        thread, _, _ = cute.arch.thread_idx()
+        # A chunk's last part may have no weights at its end.
+        for unit in cutlass.range(size // LOAD_BYTES + thread % 16, call.at.chunk_bytes // LOAD_BYTES, 16, unroll=1):
+            if thread // 16 < call.m:
+                to = call.at.activations + thread // 16 * pitch + unit * LOAD_BYTES
+                store_words_shared(to, [Uint32(0)] * 4)
+        cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=self.config.threads)
 
     def place_of(self, call: Call, index: Int32, units: Int32):
         """Row and unit of the index-th unit of all rows. Float arithmetic does: there are less than 2^17 units of a row."""

@@ -55,7 +55,9 @@ def write_float(address: Int32, value: Any) -> None:
 def of_rank(address: Int32, rank: Int32) -> Int32:
     """Where an address of shared memory is in another CTA of the cluster."""
     return Int32(
-        cute.arch.inline_ptx("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank])
+        cute.arch.inline_ptx(
+            "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
+        )
     )
 
 
@@ -189,6 +191,7 @@ class Call:
         units_inverse: 1 over a chunk's units of 16 bytes.
         pipe: the ring.
         arrived: the barrier of sums from all CTAs of the cluster.
+        activated: that of copies of activations.
         at: where things are in shared memory.
     """
 
@@ -208,4 +211,5 @@ class Call:
     units_inverse: Float32
     pipe: Pipeline
     arrived: cute.Pointer
+    activated: cute.Pointer
     at: Places
