@@ -81,11 +81,12 @@ def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, few: bool = Fa
     part = -(-row_bytes // (QUAD_BYTES * config.cluster)) * QUAD_BYTES
     layout = layout_of(config, m, min(row_bytes, part))
     assert layout is not None
+    scales_of = [number for each in ("a_scale", "b_scale") for number in table_of(memory, given[each])]
     arguments = [
-        memory.put(bytes_of(b.mT)), row_bytes, row_bytes, part, share, n - share * (ctas // config.cluster), layout.stages,
-        layout.ring, memory.put(bytes_of(a)), k * a.element_size(), m, n, layout.chunk_bytes, 16.0 / layout.chunk_bytes, layout.scales,
-        layout.activations, out, n, 1, *([0, 0] if bias is None else [memory.put(bytes_of(bias)), KINDS[bias.dtype]]),
-        *table_of(memory, given["a_scale"]), *table_of(memory, given["b_scale"]),
+        memory.put(bytes_of(b.mT)), row_bytes, row_bytes, part, share, n - share * (ctas // config.cluster),
+        layout.stages, layout.ring, memory.put(bytes_of(a)), k * a.element_size(), m, n, layout.chunk_bytes,
+        16.0 / layout.chunk_bytes, layout.scales, layout.activations, out, n, 1,
+        *([0, 0] if bias is None else [memory.put(bytes_of(bias)), KINDS[bias.dtype]]), *scales_of,
     ]  # fmt: skip
     ptx.launch(texts(config), arguments, config.threads + 32, (ctas,), memory, random.Random(seed), config.cluster)
     got = torch.from_numpy(memory.get(out, np.uint8, m * n * dtype.itemsize)).view(dtype).view(m, n)

@@ -45,16 +45,20 @@ def wait_for(address: Any, value: Int32) -> None:
         pass
 
 
-def bulk_load(to: Any, source: Any, count: Any, barrier: Any) -> None:
+def bulk_load(to: Any, source: Any, count: Any, barrier: Any, *, once: bool = True) -> None:
     """Starts the copy of bytes from global to shared memory; ``barrier``, an address like ``to``, counts them.
 
-    All of them are multiples of 16. The L2 cache drops these bytes first: they are read once, and others, instructions among them,
-    again and again.
+    All of them are multiples of 16.
+
+    Args:
+        once: the L2 cache drops these bytes first: they are read once, and others, instructions among them, again and again.
     """
+    head, hint, policy = "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; ", ".L2::cache_hint", ", first"
+    if not once:
+        head, hint, policy = "{ ", "", ""
     cute.arch.inline_ptx(
-        "{ .reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0;"
-        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [{$r0}], [{$r1}], {$r2}, [{$r3}], first; }",
+        f"{head}cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{hint}"
+        f" [{{$r0}}], [{{$r1}}], {{$r2}}, [{{$r3}}]{policy}; }}",
         read_only_args=[to, source, count, barrier],
     )
 

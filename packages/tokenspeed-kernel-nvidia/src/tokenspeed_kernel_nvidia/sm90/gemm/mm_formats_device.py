@@ -140,7 +140,7 @@ class Formats:
                 cute.arch.mbarrier_arrive_and_expect_tx(call.activated, call.m * size)
                 for token in cutlass.range(0, call.m, unroll=1):
                     from_ = call.a.row(token) + (call.begin + done)
-                    bulk_load(call.at.activations + token * pitch, from_, size, call.activated.toint())
+                    bulk_load(call.at.activations + token * pitch, from_, size, call.activated.toint(), once=False)
         thread, _, _ = cute.arch.thread_idx()
         # A chunk's last part may have no weights at its end.
         for unit in cutlass.range(size // LOAD_BYTES + thread % 16, call.at.chunk_bytes // LOAD_BYTES, 16, unroll=1):
