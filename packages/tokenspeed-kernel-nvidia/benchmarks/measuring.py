@@ -353,6 +353,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help="check the outputs, time nothing")
     parser.add_argument("--list", action="store_true", help="print the shapes, measure nothing")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there")
+    parser.add_argument("--commit", default="", help="of this code, where it is a copy whose checkout says another")
     return parser
 
 
@@ -374,6 +375,8 @@ def empty_report(given: argparse.Namespace, effort: Effort, words: Sequence[str]
         copies: of the inputs, which are called in turn.
     """
     metadata: Metadata = collect_metadata(shlex.join([Path(sys.executable).name, *words]), device)
+    if given.commit:
+        metadata = dataclasses.replace(metadata, git_commit=given.commit)
     method = Method("cold", IN_GRAPH, copies, effort.budget_s * effort.rounds, effort.rounds)
     return Report(metadata, (), None if given.quick or given.check else measure_roofline(device), method)
 

@@ -391,6 +391,13 @@ def test_products_are_measured(modules: dict[str, ModuleType], monkeypatch: pyte
     assert [line.split()[-2:] for line in lines] == [["21.00", "-"]] * 2
 
 
+def test_the_commit_of_a_copy(modules: dict[str, ModuleType]) -> None:
+    measuring = modules["measuring"]
+    given = measuring.parser_of("").parse_args(["--check", "--commit", "abc"])
+    report = measuring.empty_report(given, measuring.effort_of(given), ["h200_mm.py"], 1, torch.device("cpu"))
+    assert report.metadata.git_commit == "abc"
+
+
 def test_operands_of_products(modules: dict[str, ModuleType]) -> None:
     """Of every kind of weights: as many bytes as are said, and the first rows of activations."""
     h200_mm, shapes = modules["h200_mm"], modules["mm_shapes"]

@@ -95,11 +95,6 @@ def store_number(address: Int64, value: Float32, dtype: type[Numeric]) -> None:
         store_half(address, pack(dtype, value, value))
 
 
-def prefetch_to_l2(address: Int64, size: Int32) -> None:
-    """Starts to bring bytes to the L2 cache. Address and size: multiples of 16."""
-    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[address, size])
-
-
 # -- where things are ------------------------------------------------------------------------------------------------------------
 
 
