@@ -14,6 +14,13 @@ from gpt_oss.engine import Engine
 from gpt_oss.fields import dtype_name
 from gpt_oss.loader import RandomTensors
 
+# How an engine runs passes: all alike, decode passes in buffers that stay where they are, and either of them a pass ahead.
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "static": {"decode": "static"},
+    "eager, overlapping": {"overlap": True},
+    "static, overlapping": {"decode": "static", "overlap": True},
+}
 YARN = RopeConfig(kind="yarn", factor=4.0, original_max_positions=16, truncate=False)
 
 

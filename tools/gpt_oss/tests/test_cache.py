@@ -115,8 +115,10 @@ def test_batch() -> None:
     [
         ([Piece([1, 2]), Piece([1])], Phase.PREFILL),
         ([Piece([1], 5), Piece([1], 1)], Phase.DECODE),
-        ([Piece([1], 5), Piece([1])], Phase.EXTEND),
+        ([Piece([1], 5), Piece([1])], Phase.MIXED),
+        ([Piece([1], 5), Piece([1, 2], 5)], Phase.MIXED),
         ([Piece([1, 2], 5)], Phase.EXTEND),
+        ([Piece([1, 2], 5), Piece([1])], Phase.EXTEND),
     ],
 )
 def test_phase(pieces: list[Piece], phase: Phase) -> None:

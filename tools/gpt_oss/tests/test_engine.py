@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpt_oss_models import YARN, make_config, random_prompts, tensors_of
+from gpt_oss_models import MODES, YARN, make_config, random_prompts, tensors_of
 
 from gpt_oss.batch import Phase
 from gpt_oss.cache import OutOfPages, PagedKVCache
@@ -16,6 +16,11 @@ from gpt_oss.request import Completion, Event, Request
 from gpt_oss.sampling import Sampling
 
 LENGTHS = (3, 29, 8, 17, 1, 40)
+
+
+@pytest.fixture(params=MODES.values(), ids=MODES.keys())
+def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,7 @@ def prompts(config: Config) -> list[list[int]]:
     return random_prompts(LENGTHS, config.vocab_size)
 
 
-def make_engine(model: GptOss, pages: int = 200, **options: int) -> Engine:
+def make_engine(model: GptOss, pages: int = 200, **options: Any) -> Engine:
     return Engine(model, PagedKVCache(model.config, pages, 4, torch.float32), **options)
 
 
@@ -72,10 +77,10 @@ def test_greedy_is_what_recomputing_everything_gives(model: GptOss, prompts: lis
     ],
     ids=str,
 )
-def test_batched_equals_one_by_one(model: GptOss, prompts: list[list[int]], options: dict[str, int]) -> None:
+def test_batched_equals_one_by_one(model: GptOss, prompts: list[list[int]], options: dict[str, int], mode: dict[str, Any]) -> None:
     # Prompts and continuations differ in length, so that some sequences finish while others start.
     requests = [Request(prompt, 4 + 3 * i, keep_logits=True) for i, prompt in enumerate(prompts)]
-    engine = make_engine(model, **options)
+    engine = make_engine(model, **options, **mode)
     completions = engine.generate(requests)
     for request, completion in zip(requests, completions, strict=True):
         by_itself = alone(model, request)
@@ -86,9 +91,9 @@ def test_batched_equals_one_by_one(model: GptOss, prompts: list[list[int]], opti
     assert engine.cache.allocator.available == engine.cache.allocator.total
 
 
-def test_every_phase_is_run(model: GptOss, prompts: list[list[int]]) -> None:
-    engine = make_engine(model, prefill_tokens=16)
-    engine.generate([Request(prompt, 5) for prompt in prompts])
+def test_every_phase_is_run(model: GptOss, prompts: list[list[int]], mode: dict[str, Any]) -> None:
+    engine = make_engine(model, prefill_tokens=16, **mode)
+    engine.generate([Request(prompt, 5) for prompt in prompts[::-1]])
     assert all(engine.steps[phase] for phase in Phase)
 
 
@@ -98,8 +103,8 @@ def test_prefill_budget_holds_and_is_used(model: GptOss, prompts: list[list[int]
     assert sum(engine.steps.values()) == -(-sum(LENGTHS) // 10)
 
 
-def test_requests_may_come_late(model: GptOss, prompts: list[list[int]]) -> None:
-    engine = make_engine(model, prefill_tokens=8)
+def test_requests_may_come_late(model: GptOss, prompts: list[list[int]], mode: dict[str, Any]) -> None:
+    engine = make_engine(model, prefill_tokens=8, **mode)
     found: dict[int, list[int]] = {}
     expected: dict[int, list[int]] = {}
     queue = list(prompts)
@@ -112,10 +117,10 @@ def test_requests_may_come_late(model: GptOss, prompts: list[list[int]]) -> None
     assert found == expected
 
 
-def test_waits_for_pages(model: GptOss, prompts: list[list[int]]) -> None:
+def test_waits_for_pages(model: GptOss, prompts: list[list[int]], mode: dict[str, Any]) -> None:
     """The cache has room for the largest request only, so they run one after another, in order."""
     requests = [Request(prompt, 8) for prompt in prompts]
-    engine = make_engine(model, pages=12)
+    engine = make_engine(model, pages=12, **mode)
     order: list[int] = []
     completions = engine.generate(requests, lambda event: order.append(event.request) if event.finish_reason else None)
     assert [c.tokens for c in completions] == [alone(model, request).tokens for request in requests]
@@ -123,8 +128,8 @@ def test_waits_for_pages(model: GptOss, prompts: list[list[int]]) -> None:
     assert engine.cache.allocator.available == 12
 
 
-def test_a_small_request_does_not_overtake(model: GptOss, prompts: list[list[int]]) -> None:
-    engine = make_engine(model, pages=12)
+def test_a_small_request_does_not_overtake(model: GptOss, prompts: list[list[int]], mode: dict[str, Any]) -> None:
+    engine = make_engine(model, pages=12, **mode)
     first, big, small = (engine.add(Request(prompt, 4)) for prompt in (prompts[1], prompts[5], prompts[4]))
     finished = []
     while not engine.idle:
@@ -183,11 +188,11 @@ def test_an_engine_is_of_a_model_and_a_cache(model: GptOss) -> None:
         Engine(model, 200)  # type: ignore[arg-type]
 
 
-def test_stop_tokens(model: GptOss, prompts: list[list[int]]) -> None:
+def test_stop_tokens(model: GptOss, prompts: list[list[int]], mode: dict[str, Any]) -> None:
     for prompt in prompts:
         free = alone(model, Request(prompt, 12)).tokens
         stop = free[5]
-        stopped = alone(model, Request(prompt, 12, stop_tokens=frozenset({stop})))
+        stopped = make_engine(model, **mode).generate([Request(prompt, 12, stop_tokens=frozenset({stop}))])[0]
         assert stopped.tokens == free[: free.index(stop) + 1]
         assert stopped.finish_reason == "stop"
 
@@ -213,12 +218,12 @@ def sampled(prompts: Iterable[list[int]]) -> list[Request]:
     return [Request(prompt, 10, sampling) for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)]
 
 
-def test_sampling_does_not_depend_on_the_company(model: GptOss, prompts: list[list[int]]) -> None:
+def test_sampling_does_not_depend_on_the_company(model: GptOss, prompts: list[list[int]], mode: dict[str, Any]) -> None:
     requests = sampled(prompts)
     expected = [alone(model, request).tokens for request in requests]
     for options in ({}, {"prefill_tokens": 5}, {"max_sequences": 2}):
-        assert [c.tokens for c in make_engine(model, **options).generate(requests)] == expected
-    backwards = make_engine(model).generate(requests[::-1])
+        assert [c.tokens for c in make_engine(model, **options, **mode).generate(requests)] == expected
+    backwards = make_engine(model, **mode).generate(requests[::-1])
     assert [c.tokens for c in backwards[::-1]] == expected
 
 
@@ -236,10 +241,10 @@ def test_top_k_of_one_and_a_tiny_top_p_are_greedy(model: GptOss, prompts: list[l
 # -- streaming ----------------------------------------------------------------------------------------------------------------
 
 
-def test_stream(model: GptOss, prompts: list[list[int]]) -> None:
+def test_stream(model: GptOss, prompts: list[list[int]], mode: dict[str, Any]) -> None:
     requests = [Request(prompt, 3 + i) for i, prompt in enumerate(prompts)]
     by_request: dict[int, list[Event]] = {}
-    for event in make_engine(model, prefill_tokens=9).stream(requests):
+    for event in make_engine(model, prefill_tokens=9, **mode).stream(requests):
         by_request.setdefault(event.request, []).append(event)
     for number, request in enumerate(requests):
         events = by_request[number]

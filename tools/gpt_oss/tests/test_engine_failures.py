@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from gpt_oss_models import YARN, engine_state, make_config, random_prompts, tensors_of
+from gpt_oss_models import MODES, YARN, engine_state, make_config, random_prompts, tensors_of
 
 import gpt_oss
 from gpt_oss import Completion, Engine, Event, GptOss, PagedKVCache, Request, Sampling
 from gpt_oss.batch import Phase
 
 PACKAGE = str(Path(gpt_oss.__file__).parent)
-LENGTHS = (3, 19, 1, 11, 6)
+LENGTHS = (19, 3, 1, 11, 6)
 SAMPLINGS = (Sampling(), Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2), Sampling(1.0, top_p=0.9, seed=3), Sampling())
 
 
@@ -34,9 +35,9 @@ def requests(model: GptOss) -> list[Request]:
     return [Request(p, 3 + i, s, keep_logits=True) for i, (p, s) in enumerate(zip(prompts, SAMPLINGS, strict=True))]
 
 
-def make_engine(model: GptOss) -> Engine:
+def make_engine(model: GptOss, mode: str = "eager") -> Engine:
     """So small that prompts are cut, and requests wait for one another's pages."""
-    return Engine(model, PagedKVCache(model.config, 12, 4, torch.float32), prefill_tokens=9, max_sequences=4)
+    return Engine(model, PagedKVCache(model.config, 12, 4, torch.float32), prefill_tokens=9, max_sequences=4, **MODES[mode])
 
 
 class Failing:
@@ -91,19 +92,28 @@ def check_same(completions: dict[int, Completion], expected: list[Completion]) -
         assert torch.equal(torch.stack(completion.logits), torch.stack(wanted.logits))
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before the operator", "after the operator"])
+ERRORS = [
+    RuntimeError("a kernel failed"),
+    torch.OutOfMemoryError("out of memory"),
+    KeyboardInterrupt(),
+    ValueError("a check failed"),
+]
+FAILURES = [
+    *itertools.product(ERRORS, [False, True], ["eager"]),
+    *itertools.product(ERRORS[::2], [True], [mode for mode in MODES if mode != "eager"]),
+]
+
+
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("a kernel failed"), torch.OutOfMemoryError("out of memory"), KeyboardInterrupt(), ValueError("a check failed")],
-    ids=lambda error: type(error).__name__,
+    ("error", "after", "mode"), FAILURES, ids=[f"{type(e).__name__} {'after' if a else 'before'}, {m}" for e, a, m in FAILURES]
 )
 def test_every_operator_call_of_every_step_fails_once(
-    model: GptOss, requests: list[Request], monkeypatch: pytest.MonkeyPatch, error: BaseException, after: bool
+    model: GptOss, requests: list[Request], monkeypatch: pytest.MonkeyPatch, error: BaseException, after: bool, mode: str
 ) -> None:
-    expected = make_engine(model).generate(requests)
+    expected = make_engine(model, mode).generate(requests)
     failing = Failing(model.ops, error, after)
     monkeypatch.setattr(model, "ops", failing)
-    engine = make_engine(model)
+    engine = make_engine(model, mode)
     completions = {engine.add(request): Completion(request) for request in requests}
     for _ in range(100):
         if engine.idle:
@@ -128,6 +138,7 @@ def test_every_operator_call_of_every_step_fails_once(
         "mha_decode_with_kvcache",
         "mha_extend_with_kvcache",
         "mha_prefill",
+        "mha_with_kvcache",
         "mm",
         "moe_apply",
         "moe_topk",
@@ -202,52 +213,78 @@ def test_a_stream_that_fails_cancels_only_what_it_queued(
         failing.set(3)
         with pytest.raises(RuntimeError, match="a kernel failed"):
             next(engine.stream(requests[1:]))
-    events = [event for _ in range(3) for event in engine.step()]
+    events = []
+    while not engine.idle:
+        events += engine.step()
     assert [(event.request, event.token) for event in events] == [(earlier, token) for token in expected]
-    assert engine.idle
 
 
-def traced(function: Callable[[], Any], interrupt_at: int | None = None) -> tuple[Any, int]:
-    """Calls a function and counts the lines of this package that are run; before the given one it raises KeyboardInterrupt."""
-    lines = 0
+def traced(function: Callable[[], Any], interrupt_at: int | None = None) -> tuple[Any, str]:
+    """Calls a function, and raises KeyboardInterrupt before one of the lines of this package that it runs.
+
+    Returns:
+        What the function returned; or None and the text of the line before which it was interrupted.
+    """
+    lines, interrupted = 0, ""
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal lines
+        nonlocal lines, interrupted
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if event == "line":
             lines += 1
             if lines == interrupt_at:
+                interrupted = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
                 raise KeyboardInterrupt
         return trace
 
     previous = sys.gettrace()
     sys.settrace(trace)
     try:
-        return function(), lines
+        return function(), ""
+    except KeyboardInterrupt:
+        return None, interrupted
     finally:
         sys.settrace(previous)
 
 
+@pytest.mark.parametrize("mode", ["eager", "static, overlapping"])
 @pytest.mark.parametrize("call", ["step", "add", "cancel"])
-def test_an_interrupt_at_any_line_finds_all_or_nothing(call: str) -> None:
-    """A twin engine makes each call undisturbed, which says how many lines it runs. An interrupt is raised before each of them."""
+def test_an_interrupt_at_any_line_finds_all_or_nothing(call: str, mode: str) -> None:
+    """A twin engine makes each call undisturbed, which says what comes of it. An interrupt is raised before each of its lines."""
     config = make_config(layer_types=("full_attention",))
     model = GptOss(config, tensors_of(config), torch.float32)
     prompts = random_prompts((2, 7), config.vocab_size)
-    engine, twin = (Engine(model, PagedKVCache(config, 5, 4, torch.float32), prefill_tokens=6) for _ in range(2))
+    engine, twin = (Engine(model, PagedKVCache(config, 5, 4, torch.float32), prefill_tokens=6, **MODES[mode]) for _ in range(2))
 
     def calls_of(e: Engine) -> dict[str, Callable[[], Any]]:
         return {"step": e.step, "add": lambda: e.add(Request(prompts[1], 2)), "cancel": lambda: e.cancel(0)}
 
-    for number, name in enumerate(["add", "step", "add", "step", "cancel", "step", "step"]):
-        wanted, lines = traced(calls_of(twin)[name])
-        if name == call:
+    for number, name in enumerate(["add", "step", "step", "add", "step", "cancel", "step", "step", "step"]):
+        wanted = calls_of(twin)[name]()
+        got: Any = None
+        for at in itertools.count(1) if name == call else ():
             before = engine_state(engine)
+            got, interrupted = traced(calls_of(engine)[name], at)
+            if interrupted and engine_state(engine) == before:
+                continue
             # The last line of `step` and `add` returns what was done; it comes after the change. `cancel` returns nothing.
-            for at in range(1, lines + (name == "cancel")):
-                with pytest.raises(KeyboardInterrupt):
-                    traced(calls_of(engine)[name], at)
-                assert engine_state(engine) == before, f"call {number}, line {at} of {lines}"
-        assert calls_of(engine)[name]() == wanted
-    assert engine_state(engine)["_running"] == engine_state(twin)["_running"]
+            assert not interrupted or interrupted.startswith("return "), f"call {number}, line {at}: {interrupted}"
+            assert at > 3, "the call was traced"
+            break
+        else:
+            got, interrupted = calls_of(engine)[name](), ""
+        if not interrupted:
+            assert got == wanted
+        assert _told(engine) == _told(twin)
+
+
+def _told(engine: Engine) -> dict[str, Any]:
+    """An engine's state, in terms that can be compared with another one's."""
+    names = ("_waiting", "_running", "_added", "steps")
+    flight = engine._in_flight
+    return {
+        **{name: getattr(engine, name) for name in names},
+        "free": engine.cache.allocator.free_pages,
+        "in flight": None if flight is None else (flight.rows, flight.tokens()),
+    }

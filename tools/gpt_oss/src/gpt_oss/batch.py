@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from gpt_oss.cache import PagedKVCache
+from gpt_oss.transfer import to_device
 
 
 class Phase(enum.Enum):
     """What the pieces of a batch attend to. It decides which attention operator runs."""
 
     PREFILL = "prefill"  # every piece begins its sequence, so it attends to itself only
-    EXTEND = "extend"  # any pieces: some may have tokens before them in the cache, and their lengths may differ
+    EXTEND = "extend"  # pieces of prompts, some of which have tokens before them in the cache; it can run any pieces
+    MIXED = "mixed"  # pieces of prompts beside decoding sequences, whatever their lengths; it can run any pieces
     DECODE = "decode"  # every piece is one token that has others before it in the cache
 
 
@@ -47,8 +49,9 @@ class Batch:
         phase: see `Phase`.
         tokens: int64 ``[n]``, the ids.
         positions: int64 ``[n]``, the position of each token in its own sequence.
-        cu_seqlens_q: int32 ``[b + 1]``, cumulative lengths of the pieces.
-        cu_seqlens_kv: int32 ``[b + 1]``, cumulative lengths of what the pieces attend to, the pieces themselves included.
+        cu_seqlens_q: int32 ``[b + 1]``, cumulative lengths of the pieces; None where all decode.
+        cu_seqlens_kv: int32 ``[b + 1]``, cumulative lengths of what the pieces attend to, the pieces themselves included; None
+            where all decode.
         cache_seqlens: int32 ``[b]``, how many tokens of each sequence are in the cache once this pass has written its own.
         max_seqlen_q: length of the longest piece.
         max_seqlen_k: upper bound of ``cache_seqlens``, a whole number of pages.
@@ -60,8 +63,8 @@ class Batch:
     phase: Phase
     tokens: Tensor
     positions: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_kv: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_kv: Tensor | None
     cache_seqlens: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
@@ -74,7 +77,8 @@ def phase_of(pieces: Sequence[Piece]) -> Phase:
     """The most specific phase that can run these pieces."""
     if all(piece.start == 0 for piece in pieces):
         return Phase.PREFILL
-    return Phase.DECODE if all(piece.start and len(piece.tokens) == 1 for piece in pieces) else Phase.EXTEND
+    decoding = [piece.start > 0 and len(piece.tokens) == 1 for piece in pieces]
+    return Phase.DECODE if all(decoding) else Phase.MIXED if any(decoding) else Phase.EXTEND
 
 
 def make_batch(
@@ -91,7 +95,7 @@ def make_batch(
         cache: where keys and values are kept; None for a pass that keeps none. Then every piece must start at position 0.
         device: the model's.
         logits_of: indices of the pieces whose last token's logits are wanted; None for all tokens of all pieces.
-        phase: runs the pass in another phase than `phase_of` says. Extend can run any pieces.
+        phase: runs the pass in another phase than `phase_of` says. Extend and mixed can run any pieces.
 
     Raises:
         ValueError: there are no pieces, one is empty, or one has tokens before it and there is no cache.
@@ -102,7 +106,7 @@ def make_batch(
         raise ValueError("without a cache every piece must start at position 0")
 
     def ints(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device)
+        return to_device(values, dtype, device)
 
     def cumulative(lengths: Sequence[int]) -> list[int]:
         sums = [0]
@@ -110,15 +114,17 @@ def make_batch(
             sums.append(sums[-1] + length)
         return sums
 
+    phase = phase or phase_of(pieces)
+    decodes = phase is Phase.DECODE
     ends = cumulative([len(piece.tokens) for piece in pieces])
     page_size = cache.page_size if cache is not None else 1
     slots = [s for p in pieces for s in cache.slots(p.pages, p.start, p.stop)] if cache is not None else None
     return Batch(
-        phase=phase or phase_of(pieces),
+        phase=phase,
         tokens=ints([token for piece in pieces for token in piece.tokens]),
         positions=ints([position for piece in pieces for position in range(piece.start, piece.stop)]),
-        cu_seqlens_q=ints(ends, torch.int32),
-        cu_seqlens_kv=ints(cumulative([piece.stop for piece in pieces]), torch.int32),
+        cu_seqlens_q=None if decodes else ints(ends, torch.int32),
+        cu_seqlens_kv=None if decodes else ints(cumulative([piece.stop for piece in pieces]), torch.int32),
         cache_seqlens=ints([piece.stop for piece in pieces], torch.int32),
         max_seqlen_q=max(len(piece.tokens) for piece in pieces),
         # Whole pages: an operator remembers the checks of a call by its arguments, and a bound that grew with every token would

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gpt_oss.config import Config
 from gpt_oss.fields import COUNT, FLOAT_DTYPE, instance, integer
+from gpt_oss.transfer import sent
 
 
 class OutOfPages(RuntimeError):
@@ -121,4 +122,4 @@ class PagedKVCache:
         """int32 ``[batch, pages of the longest]``: the pages of each sequence in order, padded with page 0."""
         width = max((len(pages) for pages in sequences), default=0)
         rows = [[*pages, *([0] * (width - len(pages)))] for pages in sequences]
-        return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), width).to(self.device)
+        return sent(torch.tensor(rows, dtype=torch.int32).reshape(len(rows), width), self.device)

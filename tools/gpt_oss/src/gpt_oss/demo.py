@@ -172,10 +172,12 @@ def run(options: Options, console: Console) -> Result:
     longest = max(len(request.prompt) for request in requests) + options.max_tokens
     with console.status("loading the weights"):
         model = GptOss(config, source, options.dtype, options.device, max_positions=longest)
-    engine = Engine(model, _cache_for(model, requests, options.page_size), options.prefill_tokens)
-    with console.status("running every kernel once"), listen(model) as listener:
+    cache = _cache_for(model, requests, options.page_size)
+    with listen(model) as listener:
         # This is not timed: listening makes calls slower, and the first call of a kernel may compile it.
-        engine.generate([replace(request, max_tokens=min(2, request.max_tokens), keep_logits=False) for request in requests])
+        engine = Engine(model, cache, options.prefill_tokens, len(requests), console=console)
+        with console.status("running every kernel once"):
+            engine.generate([replace(request, max_tokens=min(2, request.max_tokens), keep_logits=False) for request in requests])
     engine.steps = dict.fromkeys(engine.steps, 0)
     started = time.perf_counter()
     completions = _generate(engine, requests, console)

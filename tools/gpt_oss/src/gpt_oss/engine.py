@@ -1,50 +1,35 @@
 """Continuous batching: requests come and go, and every step runs all that is ready in one forward pass.
 
-A step takes the next token of every sequence that is generating, and prompt tokens of the others up to a budget. If all its
-pieces begin their prompts it is a prefill, if all are generated tokens a decode, otherwise an extend. Requests start in the order
-in which they were added, each once there are free pages for its prompt and everything that it may generate. So no request that
-has started ever runs out of pages.
+A step takes the next token of every sequence that is generating, and prompt tokens of the others up to a budget. The pieces
+decide the kind of pass, see `gpt_oss.batch.Phase`. Requests start in the order in which they were added, each once there are free
+pages for its prompt and everything that it may generate. So no request that has started ever runs out of pages.
+
+On a GPU the host is one pass ahead: a step launches the next pass before it reads the tokens of the one before. That pass needs
+none of them on the host, because tokens are fed on the device and lengths are known. Only that a token ends its text is learned a
+pass late: the token after it has been computed by then, and is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from rich.console import Console
 
-from gpt_oss.batch import Phase, Piece, make_batch
+from gpt_oss.batch import Phase, Piece, make_batch, phase_of
 from gpt_oss.cache import PagedKVCache
-from gpt_oss.fields import COUNT, describe, instance
+from gpt_oss.decoder import Decoder
+from gpt_oss.fields import COUNT, FLAG, describe, instance, one_of, optional
 from gpt_oss.model import GptOss
 from gpt_oss.request import Completion, Event, Request, checked_request
 from gpt_oss.sampling import sample
+from gpt_oss.sequences import Flight, Running
+from gpt_oss.transfer import to_device
 
+# A sequence, and the tokens of it that a pass runs.
+_Scheduled = tuple[Running, Sequence["int | None"]]
 
-class _Sequence(NamedTuple):
-    """A request that has started, and how far it is. A step replaces it instead of changing it.
-
-    Attributes:
-        number: the request's number.
-        request: the engine's own copy of it.
-        pages: the pages that it holds.
-        cached: how many of its tokens have their keys and values in the cache.
-        generated: how many tokens have been generated.
-        last_token: the one generated last, which is not in the cache yet.
-    """
-
-    number: int
-    request: Request
-    pages: tuple[int, ...]
-    cached: int = 0
-    generated: int = 0
-    last_token: int = -1
-
-    def next_tokens(self, budget: int) -> Sequence[int]:
-        """The tokens that the next pass runs: the one generated last, or at most ``budget`` tokens of the prompt."""
-        if self.generated:
-            return (self.last_token,)
-        return self.request.prompt[self.cached : self.cached + budget]
+DECODE_MODES = ("eager", "static", "graphs")
 
 
 class Engine:
@@ -57,26 +42,53 @@ class Engine:
         cache: its key-value cache. Its size decides how many sequences run at a time.
         prefill_tokens: the most prompt tokens that a step takes; longer prompts are run in several steps.
         max_sequences: the most sequences that run at a time.
+        decode: how passes that only decode are run. ``"graphs"``: captured into CUDA graphs now, in buffers that stay where they
+            are, and replayed; ``"static"``: in such buffers, but launched from Python; ``"eager"``: like other passes. None is
+            ``"graphs"`` on a GPU, else ``"eager"``.
+        overlap: whether a step launches a pass before it reads the tokens of the one before, so that the device never waits for the
+            host. It then returns the events of the pass before. None: where graphs are.
+        console: where the progress of capturing is shown; None shows none.
 
     Attributes:
         steps: how many forward passes have been made, by phase.
+        decoder: what runs passes that only decode; None where they are run like the others.
 
     Raises:
         TypeError, ValueError: an argument is not as stated; the message names it.
+        RuntimeError: a pass cannot be captured; the message says why.
     """
 
-    def __init__(self, model: GptOss, cache: PagedKVCache, prefill_tokens: int = 512, max_sequences: int = 64) -> None:
+    def __init__(
+        self,
+        model: GptOss,
+        cache: PagedKVCache,
+        prefill_tokens: int = 512,
+        max_sequences: int = 64,
+        decode: str | None = None,
+        overlap: bool | None = None,
+        console: Console | None = None,
+    ) -> None:
         instance(GptOss).check("model", model)
         instance(PagedKVCache).check("cache", cache)
         COUNT.check("prefill_tokens", prefill_tokens)
         COUNT.check("max_sequences", max_sequences)
+        optional(one_of(*DECODE_MODES)).check("decode", decode)
+        optional(FLAG).check("overlap", overlap)
+        on_gpu = model.device.type == "cuda"  # AMD's GPUs too
+        if decode is None:
+            decode = "graphs" if on_gpu else "eager"
+        if decode == "graphs" and not on_gpu:
+            raise ValueError(f"decode must be 'eager' or 'static' on a device without graphs, got 'graphs' on {model.device}")
         self.model, self.cache = model, cache
         self.prefill_tokens, self.max_sequences = prefill_tokens, max_sequences
+        self.overlap = decode == "graphs" if overlap is None else overlap
+        self.decoder = None if decode == "eager" else Decoder(model, cache, max_sequences, decode == "graphs", console)
         self.steps = dict.fromkeys(Phase, 0)
         # The rest of the state, with the allocator's free pages. All of it is replaced, never changed in place; see `step`.
         self._waiting: tuple[tuple[int, Request], ...] = ()
-        self._running: tuple[_Sequence, ...] = ()
+        self._running: tuple[Running, ...] = ()
         self._added = 0
+        self._in_flight: Flight | None = None
 
     @property
     def idle(self) -> bool:
@@ -102,7 +114,8 @@ class Engine:
         self._drop([number])
 
     def step(self) -> list[Event]:
-        """Runs one forward pass, if anything waits or runs, and returns the tokens that it generated.
+        """Launches one forward pass, if anything waits or runs, and returns the tokens that it generated; or those of the pass
+        before if passes overlap.
 
         If `step` raises, whatever the reason (a kernel fails, memory runs out, the user presses Ctrl-C), it has changed nothing:
         no request has started, advanced or finished, and no page has changed hands. All that may be left are keys and values in
@@ -116,20 +129,20 @@ class Engine:
             OutOfPages: nothing runs, and the first waiting request cannot start because somebody else holds pages of the cache.
         """
         # First everything that can fail. It reads the state and does not change it.
+        before, pool = self._in_flight, self.cache.allocator
         waiting, running, free_pages = self._admitted()
         scheduled = self._scheduled(running)
-        if not scheduled:
-            return []
-        pieces = [Piece(tokens, sequence.cached, sequence.pages) for sequence, tokens in scheduled]
-        ready = [index for index, (s, tokens) in enumerate(scheduled) if s.cached + len(tokens) >= len(s.request.prompt)]
-        batch = make_batch(pieces, self.cache, self.model.device, logits_of=ready)
-        logits = self.model.forward(batch, self.cache)
-        events = self._sampled([scheduled[index][0] for index in ready], logits) if ready else []
-        running, free_pages = _advanced(running, scheduled, events, free_pages)
-        steps = {**self.steps, batch.phase: self.steps[batch.phase] + 1}
+        launched, steps = None, self.steps
+        if scheduled:
+            phase, launched = self._launched(scheduled, before)
+            steps = {**steps, phase: steps[phase] + 1}
+        running = _launched_of(running, scheduled)
+        read, in_flight = (before, launched) if self.overlap else (launched, None)
+        events = [] if read is None else _events(read, running)
+        running, free_pages = _told(running, events, free_pages)
         # Then the change: attributes are assigned, nothing is called. Python handles signals only between calls and rounds of
         # loops, so even an interrupt finds either none of this done or all of it.
-        self._waiting, self._running, self.steps, self.cache.allocator.free_pages = waiting, running, steps, free_pages
+        self._waiting, self._running, self._in_flight, self.steps, pool.free_pages = waiting, running, in_flight, steps, free_pages
         return events
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
@@ -219,7 +232,7 @@ class Engine:
         # The last token is only ever output, so it needs no room.
         return self.cache.allocator.pages_for(len(request.prompt) + request.max_tokens - 1)
 
-    def _admitted(self) -> tuple[tuple[tuple[int, Request], ...], tuple[_Sequence, ...], tuple[int, ...]]:
+    def _admitted(self) -> tuple[tuple[tuple[int, Request], ...], tuple[Running, ...], tuple[int, ...]]:
         """What waits, what runs and which pages are free once all requests that can start have started."""
         allocator = self.cache.allocator
         running, free_pages = list(self._running), allocator.free_pages
@@ -230,15 +243,17 @@ class Engine:
             if len(running) >= self.max_sequences or (needed > len(free_pages) and running):
                 break
             pages, free_pages = allocator.choose(needed, free_pages)  # raises if waiting would not help
-            running.append(_Sequence(number, request, pages))
+            running.append(Running(number, request, pages))
             started += 1
         return self._waiting[started:], tuple(running), free_pages
 
-    def _scheduled(self, running: Iterable[_Sequence]) -> list[tuple[_Sequence, Sequence[int]]]:
+    def _scheduled(self, running: Iterable[Running]) -> list[_Scheduled]:
         """The sequences that the next pass advances, and the tokens of each that it runs."""
         budget = self.prefill_tokens
         scheduled = []
         for sequence in running:
+            if sequence.complete:
+                continue
             tokens = sequence.next_tokens(budget)
             if not sequence.generated:
                 budget -= len(tokens)
@@ -246,43 +261,77 @@ class Engine:
                 scheduled.append((sequence, tokens))
         return scheduled
 
-    def _sampled(self, sequences: Sequence[_Sequence], logits: Tensor) -> list[Event]:
-        """The next token of each sequence, chosen from its row of the logits."""
-        choices = [s.request.sampling for s in sequences]
-        tokens = sample(self.model.ops, logits, choices, [s.generated for s in sequences]).tolist()
-        kept = logits.float().cpu() if any(s.request.keep_logits for s in sequences) else None
-        events = []
-        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-            request, index = sequence.request, sequence.generated
-            reason = "stop" if token in request.stop_tokens else "length" if index + 1 == request.max_tokens else None
-            shown = kept[row] if kept is not None and request.keep_logits else None
-            events.append(Event(sequence.number, index, token, reason, shown))
-        return events
+    def _launched(self, scheduled: Sequence[_Scheduled], before: Flight | None) -> tuple[Phase, Flight]:
+        """Launches a pass, and the choice of the tokens that follow."""
+        keep_logits = any(sequence.request.keep_logits for sequence, _ in scheduled)
+        if self.decoder is not None and all(sequence.generated for sequence, _ in scheduled):
+            return Phase.DECODE, self.decoder.launch([sequence for sequence, _ in scheduled], before, keep_logits)
+        # A token in flight is 0 until it is copied on the device.
+        pieces = [Piece([0 if t is None else t for t in tokens], s.cached, s.pages) for s, tokens in scheduled]
+        ready = [index for index, (s, tokens) in enumerate(scheduled) if s.cached + len(tokens) >= len(s.request.prompt)]
+        batch = make_batch(pieces, self.cache, self.model.device, logits_of=ready, phase=phase_of(pieces))
+        self._feed(batch.tokens, scheduled, before)
+        logits = self.model.forward(batch, self.cache)
+        sequences = [scheduled[index][0] for index in ready]
+        choices = [sequence.request.sampling for sequence in sequences]
+        indices = [sequence.generated for sequence in sequences]
+        tokens = sample(self.model.ops, logits, choices, indices) if ready else batch.tokens[:0]
+        rows = ((sequence.number, sequence.generated) for sequence in sequences)
+        return batch.phase, Flight(rows, tokens, logits if keep_logits else None)
+
+    def _feed(self, tokens: torch.Tensor, scheduled: Iterable[_Scheduled], before: Flight | None) -> None:
+        """Copies tokens that are in flight to their places among those of a pass."""
+        numbers, places, place = [], [], 0
+        for sequence, its in scheduled:
+            if its[0] is None:
+                numbers.append(sequence.number)
+                places.append(place)
+            place += len(its)
+        if numbers:
+            assert before is not None, "a token in flight belongs to a pass in flight"
+            row_of = before.row_of
+            rows = to_device([row_of[number] for number in numbers], torch.int64, tokens.device)
+            tokens[to_device(places, torch.int64, tokens.device)] = before.on_device[rows]
 
 
-def _advanced(
-    running: Iterable[_Sequence],
-    scheduled: Iterable[tuple[_Sequence, Sequence[int]]],
-    events: Iterable[Event],
-    free_pages: tuple[int, ...],
-) -> tuple[tuple[_Sequence, ...], tuple[int, ...]]:
-    """The sequences that still run after a pass that ran the scheduled tokens and gave these events, and the free pages then."""
+def _launched_of(running: Iterable[Running], scheduled: Iterable[_Scheduled]) -> tuple[Running, ...]:
+    """The sequences once a pass over the scheduled tokens has been launched."""
     lengths = {sequence.number: len(tokens) for sequence, tokens in scheduled}
+    return tuple(s.after(lengths[s.number]) if s.number in lengths else s for s in running)
+
+
+def _events(flight: Flight, running: Iterable[Running]) -> list[Event]:
+    """What a pass generated for the sequences that still run. Waits for the pass."""
+    requests = {sequence.number: sequence.request for sequence in running}
+    tokens, logits = flight.tokens(), flight.logits()
+    events = []
+    for row, ((number, index), token) in enumerate(zip(flight.rows, tokens, strict=True)):
+        request = requests.get(number)
+        if request is None:  # cancelled, or stopped by the token before
+            continue
+        reason = "stop" if token in request.stop_tokens else "length" if index + 1 == request.max_tokens else None
+        shown = logits[row] if logits is not None and request.keep_logits else None
+        events.append(Event(number, index, token, reason, shown))
+    return events
+
+
+def _told(
+    running: Iterable[Running], events: Iterable[Event], free_pages: tuple[int, ...]
+) -> tuple[tuple[Running, ...], tuple[int, ...]]:
+    """The sequences that still run once the host knows of these events, and the free pages then."""
     given = {event.request: event for event in events}
     remaining, finished = [], []
     for sequence in running:
-        number, request, pages, cached, generated, last_token = sequence
-        event = given.get(number)
-        if event is not None:
-            generated, last_token = event.index + 1, event.token
-            if event.finish_reason is not None:
-                finished.append(sequence)
-                continue
-        cached += lengths.get(number, 0)
-        remaining.append(_Sequence(number, request, pages, cached, generated, last_token))
+        event = given.get(sequence.number)
+        if event is not None and event.finish_reason is not None:
+            finished.append(sequence)
+        elif event is not None and event.index + 1 == sequence.generated:
+            remaining.append(sequence._replace(last_token=event.token))
+        else:
+            remaining.append(sequence)
     return tuple(remaining), _with_pages_of(finished, free_pages)
 
 
-def _with_pages_of(sequences: Iterable[_Sequence], free_pages: tuple[int, ...]) -> tuple[int, ...]:
+def _with_pages_of(sequences: Iterable[Running], free_pages: tuple[int, ...]) -> tuple[int, ...]:
     """The free pages, and those that these sequences hold."""
     return (*free_pages, *(page for sequence in sequences for page in reversed(sequence.pages)))

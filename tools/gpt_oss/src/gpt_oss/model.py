@@ -28,8 +28,8 @@ class Linear:
     weight: Tensor
     bias: Tensor | None
 
-    def __call__(self, ops: Any, x: Tensor) -> Tensor:
-        return ops.mm(x, self.weight.t(), bias=self.bias)
+    def __call__(self, ops: Any, x: Tensor, out: Tensor | None = None) -> Tensor:
+        return ops.mm(x, self.weight.t(), bias=self.bias, out=out)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,13 @@ class GptOss:
         self.unembedding = Linear(self.embedding if config.tie_word_embeddings else self._read("lm_head.weight"), None)
         del self._source
 
-    def forward(self, batch: Batch, cache: PagedKVCache | None) -> Tensor:
+    def forward(self, batch: Batch, cache: PagedKVCache | None, out: Tensor | None = None) -> Tensor:
         """Runs a batch, and writes its keys and values to the slots of the cache that the batch names. Changes nothing else.
+
+        Args:
+            batch: what to run.
+            cache: where keys and values are kept; None for a pass that keeps none.
+            out: receives the result.
 
         Returns:
             Logits in the model's dtype, ``[rows, vocab_size]``: those of ``batch.logit_rows``, or all if that is None.
@@ -107,7 +112,7 @@ class GptOss:
                 hidden, residual = hidden[batch.logit_rows], residual[batch.logit_rows]
             following = self.norm if last else self.layers[index + 1].attention_norm
             normed, residual = ops.rmsnorm(hidden, following, eps, residual=residual)
-        return self.unembedding(ops, normed)
+        return self.unembedding(ops, normed, out)
 
     def _attention(self, layer: Layer, x: Tensor, batch: Batch, k_cache: Tensor | None, v_cache: Tensor | None) -> Tensor:
         config, ops = self.config, self.ops
@@ -132,6 +137,18 @@ class GptOss:
                 batch.max_seqlen_q,
                 batch.max_seqlen_k,
                 is_causal=True,
+                **options,
+            )
+        elif batch.phase is Phase.MIXED:
+            attended = ops.mha_with_kvcache(
+                q,
+                batch.cu_seqlens_q,
+                k_cache,
+                v_cache,
+                batch.page_table,
+                batch.cache_seqlens,
+                batch.max_seqlen_q,
+                batch.max_seqlen_k,
                 **options,
             )
         else:

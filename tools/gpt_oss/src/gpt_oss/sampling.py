@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt_oss.fields import SMALLEST, check_fields, integer, number
+from gpt_oss.transfer import to_device
 
 # The ranges are those of the tensors that the values travel in: float32, int32 and int64.
 _FIELDS = {
@@ -68,7 +69,7 @@ def sample(ops: Any, logits: Tensor, choices: Sequence[Sampling], indices: Seque
         return ops.argmax(logits)
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(logits.device)
+        return to_device(values, dtype, logits.device)
 
     return ops.sample_top_k_top_p(
         logits,

@@ -1,0 +1,271 @@
+"""Decode passes in buffers that stay where they are, so that a device can run them without Python.
+
+Everything that a step needs lies on the device: each sequence's last token, its length, its pages, and how its next token is
+chosen. A step reads them, runs the model, samples, and leaves them as the next step needs them. So as long as the same sequences
+go on, nothing is sent to the device. When others join or some leave, their rows are sent; a token that the host does not know yet
+is copied on the device.
+
+A step consists of two parts, the model's pass and the choice of tokens. On a GPU each is captured into a CUDA graph when the
+decoder is made, for batch sizes in steps. A batch between two sizes is filled up with repetitions of its first sequence, which
+write nothing: so they choose the same experts as that one, and no weights are read for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from gpt_oss.batch import Batch, Phase
+from gpt_oss.cache import PagedKVCache
+from gpt_oss.model import GptOss
+from gpt_oss.sequences import Flight, Running
+from gpt_oss.transfer import sent
+
+_WIDE = ("tokens", "positions", "offsets", "seeds", "sources", "written")
+_NARROW = ("cache_seqlens", "top_k", "temperature", "top_p")
+
+
+def batch_sizes(largest: int) -> tuple[int, ...]:
+    """The sizes of batch that are captured: 1, 2, 4, 8, then steps of 8, from 64 on of a quarter of the power of two below them;
+    and the largest."""
+    sizes, size = [], 1
+    while size < largest:
+        sizes.append(size)
+        size += size if size < 8 else max(8, 1 << (size.bit_length() - 3))
+    return (*sizes, largest)
+
+
+class _Rows:
+    """What a step knows of each sequence, in one piece of memory, so that it is sent at once.
+
+    Attributes:
+        tokens: int64 ``[rows]``, the token that runs.
+        positions: int64 ``[rows]``, where it stands in its sequence.
+        offsets: int64 ``[rows]``, how many tokens had been generated before the one that is sampled.
+        seeds: int64 ``[rows]``, of the requests.
+        sources: int64 ``[rows]``, the row of the pass in flight that gives the token; -1 if ``tokens`` has it.
+        written: int64 ``[rows]``, 1 if keys and values go to the cache, 0 for a repetition.
+        cache_seqlens: int32 ``[rows]``, tokens in the cache, this one included.
+        top_k: int32 ``[rows]``; temperature, top_p: float32 ``[rows]``.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    offsets: Tensor
+    seeds: Tensor
+    sources: Tensor
+    written: Tensor
+    cache_seqlens: Tensor
+    top_k: Tensor
+    temperature: Tensor
+    top_p: Tensor
+
+    def __init__(self, rows: int, device: torch.device | str, pinned: bool = False) -> None:
+        # A whole number of 128 bytes a field, so that each is aligned as kernels like it.
+        rows = -(-rows // 32) * 32
+        split = 8 * len(_WIDE) * rows
+        self.memory = torch.zeros(split + 4 * len(_NARROW) * rows, dtype=torch.uint8, device=device, pin_memory=pinned)
+        self.wide = self.memory[:split].view(torch.int64).view(len(_WIDE), rows)
+        self.narrow = self.memory[split:].view(torch.int32).view(len(_NARROW), rows)
+        for name, field in zip((*_WIDE, *_NARROW), (*self.wide, *self.narrow), strict=True):
+            setattr(self, name, field.view(torch.float32) if name in ("temperature", "top_p") else field)
+
+
+class Decoder:
+    """Runs decode passes of an engine.
+
+    Args:
+        model: the model.
+        cache: its key-value cache.
+        largest: the most sequences of a pass.
+        capture: whether passes are captured into CUDA graphs now, and replayed. If not, the same passes are launched from Python.
+        console: where progress is shown; None shows none.
+
+    Attributes:
+        sizes: the sizes of batch that a pass may have.
+
+    Raises:
+        RuntimeError: a pass cannot be captured: a kernel that serves an operator waits for the device, for example.
+    """
+
+    def __init__(self, model: GptOss, cache: PagedKVCache, largest: int, capture: bool, console: Console | None = None) -> None:
+        self._model, self._cache = model, cache
+        self.sizes = batch_sizes(largest)
+        self._captured = capture
+        device, allocator = model.device, cache.allocator
+        self._rows = _Rows(largest, device)
+        width = max(1, min(allocator.pages_for(model.max_positions), allocator.total))
+        self._page_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
+        self._logits = torch.zeros(largest, model.config.vocab_size, dtype=model.dtype, device=device)
+        self._batches = {size: self._batch(size) for size in self.sizes}
+        # What the rows hold: a size, and for each sequence its number and length. None while that is not certain.
+        self._held: tuple[int, tuple[tuple[int, int], ...]] | None = None
+        self._launches = 0
+        self._page_rows: dict[int, Tensor] = {}
+        self._graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
+        if capture:
+            with self._on_device():
+                self._capture(console)
+
+    def launch(self, sequences: Sequence[Running], before: Flight | None, keep_logits: bool = False) -> Flight:
+        """Launches a pass over the last token of some sequences, and the choice of their next ones.
+
+        Args:
+            sequences: at least one and at most the largest size; every one has generated a token.
+            before: the pass that is in flight. Sequences whose last token is not known have a row in it.
+            keep_logits: whether the logits are fetched, too.
+        """
+        count = len(sequences)
+        size = next(size for size in self.sizes if size >= count)
+        wanted = (size, tuple((s.number, s.cached) for s in sequences))
+        with self._on_device():
+            fed = None
+            stale = wanted != self._held
+            if stale and before is not None:
+                fed = before.on_device.clone()  # the next lines may overwrite them
+            # From here on the rows are not certain until the end, and tokens of earlier launches are not where they were.
+            self._held, self._launches = None, self._launches + 1
+            launch = self._launches
+            if stale:
+                self._load(sequences, size, {} if before is None else before.row_of, fed)
+            self._run(size, "model")
+            self._run(size, "greedy" if all(s.request.sampling.temperature == 0 for s in sequences) else "sampled")
+            flight = Flight(
+                ((s.number, s.generated) for s in sequences),
+                self._rows.tokens[:count],
+                self._logits[:count] if keep_logits else None,
+                lambda: self._launches == launch,
+            )
+        self._held = (size, tuple((number, cached + 1) for number, cached in wanted[1]))
+        return flight
+
+    def replay(self, size: int) -> None:
+        """Launches a pass as the last one left the rows, and nothing else: for measuring. What it computes is of no use."""
+        self._held, self._launches = None, self._launches + 1
+        with self._on_device():
+            self._run(size, "model")
+            self._run(size, "greedy")
+
+    # -- one pass -------------------------------------------------------------------------------------------------------------
+
+    def _run(self, size: int, part: str) -> None:
+        if self._captured:
+            self._graphs[size, part].replay()
+        else:
+            self._launch(size, part)
+
+    def _launch(self, size: int, part: str) -> None:
+        """One part of a pass, which is what a graph of it holds."""
+        if part == "model":
+            self._forward(size)
+        else:
+            self._choose(size, part == "greedy")
+
+    def _forward(self, size: int) -> None:
+        """The model's pass: from the rows to the logits."""
+        rows, page_size = self._rows, self._cache.page_size
+        positions, page_table = rows.positions[:size], self._page_table[:size]
+        pages = page_table.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
+        slots = torch.add(positions % page_size, pages, alpha=page_size)
+        batch = replace(self._batches[size], slot_mapping=torch.where(rows.written[:size] > 0, slots, -1))
+        self._model.forward(batch, self._cache, out=self._logits[:size])
+
+    def _choose(self, size: int, greedy: bool) -> None:
+        """The choice of tokens, and the rows of the next pass."""
+        rows, ops, logits = self._rows, self._model.ops, self._logits[:size]
+        if greedy:
+            ops.argmax(logits, out=rows.tokens[:size])
+        else:
+            columns = (rows.temperature, rows.top_k, rows.top_p, rows.seeds, rows.offsets)
+            ops.sample_top_k_top_p(logits, *(column[:size] for column in columns), out=rows.tokens[:size])
+        rows.wide[_WIDE.index("positions") : _WIDE.index("offsets") + 1, :size].add_(1)
+        rows.cache_seqlens[:size].add_(1)
+
+    def _batch(self, size: int) -> Batch:
+        rows = self._rows
+        return Batch(
+            phase=Phase.DECODE,
+            tokens=rows.tokens[:size],
+            positions=rows.positions[:size],
+            cu_seqlens_q=None,
+            cu_seqlens_kv=None,
+            cache_seqlens=rows.cache_seqlens[:size],
+            max_seqlen_q=1,
+            max_seqlen_k=self._page_table.shape[1] * self._cache.page_size,
+            slot_mapping=None,
+            page_table=self._page_table[:size],
+            logit_rows=None,
+        )
+
+    # -- what the rows hold ---------------------------------------------------------------------------------------------------
+
+    def _load(self, sequences: Sequence[Running], size: int, row_of: dict[int, int], fed: Tensor | None) -> None:
+        """Sends the rows of a pass."""
+        pinned = self._model.device.type == "cuda"
+        filled = [*sequences, *[sequences[0]] * (size - len(sequences))]
+        samplings = [s.request.sampling for s in filled]
+        known = [s.last_token is not None for s in filled]
+        host = _Rows(self._rows.wide.shape[1], "cpu", pinned)
+        host.wide[:, :size] = torch.tensor(
+            [
+                [s.last_token if k else 0 for s, k in zip(filled, known, strict=True)],
+                [s.cached for s in filled],
+                [s.generated for s in filled],
+                [sampling.seed for sampling in samplings],
+                [-1 if k else row_of[s.number] for s, k in zip(filled, known, strict=True)],
+                [int(row < len(sequences)) for row in range(size)],
+            ]
+        )
+        host.narrow[:2, :size] = torch.tensor([[s.cached + 1 for s in filled], [sampling.top_k for sampling in samplings]])
+        host.temperature[:size] = torch.tensor([float(sampling.temperature) for sampling in samplings])
+        host.top_p[:size] = torch.tensor([float(sampling.top_p) for sampling in samplings])
+        self._rows.memory.copy_(host.memory, non_blocking=True)
+        if not all(known):
+            assert fed is not None, "a token in flight belongs to a pass in flight"
+            sources = self._rows.sources[:size]
+            tokens = torch.where(sources < 0, self._rows.tokens[:size], fed[sources.clamp(min=0)])
+            self._rows.tokens[:size] = tokens
+        held = self._page_rows
+        self._page_rows = {s.number: held[s.number] if s.number in held else self._pages_of(s) for s in sequences}
+        table = torch.stack([self._page_rows[s.number] for s in filled])
+        self._page_table[:size].copy_(sent(table, self._model.device))
+
+    def _pages_of(self, sequence: Running) -> Tensor:
+        row = torch.zeros(self._page_table.shape[1], dtype=torch.int32)
+        row[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
+        return row
+
+    # -- capturing ------------------------------------------------------------------------------------------------------------
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        device = self._model.device
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+    def _capture(self, console: Console | None) -> None:
+        """Captures all passes, the largest first, so that the others find room in its memory."""
+        columns = (TextColumn("capturing decode passes"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        pool = torch.cuda.graph_pool_handle()
+        with Progress(*columns, console=console, disable=console is None) as progress:
+            for size in progress.track(self.sizes[::-1]):
+                self._rows.memory.zero_()
+                self._rows.top_p.fill_(1)
+                # Once without capturing, so that kernels are compiled and have their workspaces.
+                for part in ("model", "greedy", "sampled"):
+                    self._launch(size, part)
+                for part in ("model", "greedy", "sampled"):
+                    graph = torch.cuda.CUDAGraph()
+                    try:
+                        with torch.cuda.graph(graph, pool=pool):
+                            self._launch(size, part)
+                    except RuntimeError as error:
+                        raise RuntimeError(
+                            f"a decode pass of {size} sequences cannot be captured into a CUDA graph: {error}; "
+                            'decode="eager" runs passes without graphs'
+                        ) from error
+                    self._graphs[size, part] = graph

@@ -1,0 +1,118 @@
+"""Decode passes in buffers that stay where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpt_oss_models import YARN, make_config, random_prompts, tensors_of
+from torch import Tensor
+
+from gpt_oss import Engine, GptOss, PagedKVCache, Request, Sampling, decoder
+from gpt_oss.decoder import Decoder, batch_sizes
+
+
+@pytest.fixture(scope="module")
+def model() -> GptOss:
+    config = make_config(rope=YARN)
+    return GptOss(config, tensors_of(config), torch.float32)
+
+
+def make_engine(model: GptOss, **options: Any) -> Engine:
+    return Engine(model, PagedKVCache(model.config, 40, 4, torch.float32), decode="static", **options)
+
+
+def test_batch_sizes() -> None:
+    assert batch_sizes(1) == (1,)
+    assert batch_sizes(5) == (1, 2, 4, 5)
+    assert batch_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    assert batch_sizes(130)[-5:] == (80, 96, 112, 128, 130)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_sent_while_the_same_sequences_go_on(model: GptOss, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    loads: list[int] = []
+    load = Decoder._load
+
+    def counted(self: Decoder, sequences: Any, *rest: Any) -> None:
+        loads.append(len(sequences))
+        load(self, sequences, *rest)
+
+    monkeypatch.setattr(Decoder, "_load", counted)
+    engine = make_engine(model, overlap=overlap)
+    prompts = random_prompts((3, 5, 9), model.config.vocab_size)
+    engine.generate([Request(prompt, 8 + 5 * (number == 1)) for number, prompt in enumerate(prompts)])
+    assert loads == [3, 1], "once for all three, and once when only one is left"
+
+
+def test_a_pass_ahead(model: GptOss) -> None:
+    engine = make_engine(model, overlap=True)
+    engine.add(Request([1, 2, 3], 3))
+    counts = []
+    while not engine.idle:
+        counts.append((len(engine.step()), sum(engine.steps.values())))
+    assert counts == [(0, 1), (1, 2), (1, 3), (1, 3)], "events of a step, and passes launched by then"
+
+
+def test_repetitions_write_nothing_and_choose_no_other_experts(model: GptOss, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five sequences run in a batch of eight."""
+    prompts = random_prompts((3, 5, 9, 2, 7), model.config.vocab_size)
+    requests = [Request(prompt, 6, Sampling(0.7, seed=number)) for number, prompt in enumerate(prompts)]
+    engine = make_engine(model, max_sequences=8)
+    slots: list[Tensor] = []
+    routed: list[Tensor] = []
+
+    class Watching:
+        def __getattr__(self, name: str) -> Any:
+            function = getattr(ops, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = function(*args, **kwargs)
+                if name == "apply_rope":
+                    slots.append(kwargs["slot_mapping"].clone())
+                if name == "moe_topk":
+                    routed.append(result[1].clone())
+                return result
+
+            return call
+
+    ops = model.ops
+    monkeypatch.setattr(model, "ops", Watching())
+    completions = engine.generate(requests)
+    passes = [index for index, its in enumerate(slots) if len(its) == 8]
+    assert len(passes) == 5 * len(model.layers)
+    for index in passes:
+        assert (slots[index][:5] >= 0).all()
+        assert (slots[index][5:] == -1).all()
+        assert (routed[index][5:] == routed[index][0]).all()
+    monkeypatch.setattr(model, "ops", ops)
+    alone = [make_engine(model).generate([request])[0] for request in requests]
+    assert [c.tokens for c in completions] == [c.tokens for c in alone]
+
+
+def test_graphs_need_a_gpu(model: GptOss) -> None:
+    with pytest.raises(ValueError, match="decode must be 'eager' or 'static' on a device without graphs, got 'graphs' on cpu"):
+        Engine(model, PagedKVCache(model.config, 4), decode="graphs")
+
+
+@pytest.mark.parametrize(("options", "message"), [({"decode": "lazy"}, "decode must be"), ({"overlap": 1}, "overlap must be")])
+def test_impossible_modes(model: GptOss, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Engine(model, PagedKVCache(model.config, 4), **options)
+
+
+def test_a_pass_that_cannot_be_captured_says_so(model: GptOss, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def __enter__(self) -> None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", Refused)
+    with pytest.raises(RuntimeError, match=r'a decode pass of 8 sequences cannot be captured .* decode="eager"'):
+        decoder.Decoder(model, PagedKVCache(model.config, 4, 4, torch.float32), 8, capture=True)
