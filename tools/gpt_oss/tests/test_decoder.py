@@ -91,12 +91,33 @@ def test_repetitions_write_nothing_and_choose_no_other_experts(model: GptOss, mo
     assert [c.tokens for c in completions] == [c.tokens for c in alone]
 
 
+@pytest.mark.parametrize("sizes", [(2,), (1, 3), (2, 5, 7)])
+def test_chosen_sizes(model: GptOss, sizes: tuple[int, ...]) -> None:
+    """Batches beyond the largest size run like other passes."""
+    prompts = random_prompts((3, 5, 9, 2, 7), model.config.vocab_size)
+    requests = [Request(prompt, 3 + number, Sampling(0.7, seed=number)) for number, prompt in enumerate(prompts)]
+    engine = make_engine(model, decode_sizes=sizes)
+    completions = engine.generate(requests)
+    assert [c.tokens for c in completions] == [make_engine(model).generate([request])[0].tokens for request in requests]
+    assert engine.decoder is not None
+    assert engine.decoder.sizes == sizes
+
+
 def test_graphs_need_a_gpu(model: GptOss) -> None:
     with pytest.raises(ValueError, match="decode must be 'eager' or 'static' on a device without graphs, got 'graphs' on cpu"):
         Engine(model, PagedKVCache(model.config, 4), decode="graphs")
 
 
-@pytest.mark.parametrize(("options", "message"), [({"decode": "lazy"}, "decode must be"), ({"overlap": 1}, "overlap must be")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decode": "lazy"}, "decode must be"),
+        ({"overlap": 1}, "overlap must be"),
+        ({"decode_sizes": ()}, "decode_sizes must be at least one size, ascending, got \\[\\]"),
+        ({"decode_sizes": (4, 2)}, "decode_sizes must be at least one size, ascending, got \\[4, 2\\]"),
+        ({"decode_sizes": (0, 2)}, r"decode_sizes\[0\] must be an int of at least 1, got 0"),
+    ],
+)
 def test_impossible_modes(model: GptOss, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Engine(model, PagedKVCache(model.config, 4), **options)
@@ -115,4 +136,4 @@ def test_a_pass_that_cannot_be_captured_says_so(model: GptOss, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph", Refused)
     with pytest.raises(RuntimeError, match=r'a decode pass of 8 sequences cannot be captured .* decode="eager"'):
-        decoder.Decoder(model, PagedKVCache(model.config, 4, 4, torch.float32), 8, capture=True)
+        decoder.Decoder(model, PagedKVCache(model.config, 4, 4, torch.float32), (1, 8), capture=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpt_oss_models import YARN, make_config, random_prompts, tensors_of
 from rich.console import Console
 
-from gpt_oss import demo
+from gpt_oss import Engine, GptOss, PagedKVCache, Request, Sampling, demo
 
 pytestmark = [
     pytest.mark.nvidia,
@@ -32,3 +33,22 @@ def test_every_operator_has_a_kernel_and_agrees(preset: str, layers: int | None,
     assert not on_the_reference, "\n".join(map(str, on_the_reference))
     assert result.agreement is not None
     assert result.agreement.agrees, result.agreement
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_gives_what_its_launches_give(dtype: torch.dtype) -> None:
+    """Requests come and go, so that rows move, batches are filled up, and tokens are fed from one kind of pass to another."""
+    config = make_config(rope=YARN, head_dim=16, hidden_size=64)
+    model = GptOss(config, tensors_of(config, dtype), dtype, "cuda")
+    prompts = random_prompts((3, 19, 1, 11, 6, 8, 2), config.vocab_size)
+    samplings = [Sampling(0.8 * (number % 2), seed=number) for number in range(len(prompts))]
+    requests = [Request(p, 3 + 2 * i, s, keep_logits=True) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True))]
+
+    def run(decode: str) -> list[tuple[list[int], torch.Tensor]]:
+        cache = PagedKVCache(config, 24, 16, dtype, "cuda")
+        engine = Engine(model, cache, prefill_tokens=9, max_sequences=5, decode=decode, overlap=True)
+        return [(c.tokens, torch.stack(c.logits)) for c in engine.generate(requests)]
+
+    for (tokens, logits), (wanted, expected) in zip(run("graphs"), run("static"), strict=True):
+        assert tokens == wanted
+        torch.testing.assert_close(logits, expected)

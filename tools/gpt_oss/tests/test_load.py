@@ -18,10 +18,13 @@ LONGEST = 12  # tokens generated
 SAMPLINGS = (Sampling(), Sampling(0.9), Sampling(1.3, top_k=9), Sampling(1.0, top_p=0.7))
 
 
-@pytest.fixture(scope="module")
-def model() -> GptOss:
-    config = make_config(rope=YARN)
-    return GptOss(config, tensors_of(config), torch.float32)
+ON_GPU = [pytest.mark.nvidia, pytest.mark.amd, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=ON_GPU)])
+def model(request: pytest.FixtureRequest) -> GptOss:
+    config = make_config(rope=YARN, head_dim=16)
+    return GptOss(config, tensors_of(config), torch.float32, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def texts(model: GptOss) -> list[tuple[Request, list[int]]]:
     """Prompts, how each is continued, and with what, if it is alone and nothing ends it early."""
     lengths = random.Random(0).choices((1, 2, 3, 4, 5, 7, 8, 9, 13, 20, 31), k=TEXTS)
     prompts = random_prompts(lengths, model.config.vocab_size)
-    engine = Engine(model, PagedKVCache(model.config, 20, PAGE_SIZE, torch.float32))
+    engine = Engine(model, PagedKVCache(model.config, 20, PAGE_SIZE, torch.float32, model.device), decode="eager")
     found = []
     for number, prompt in enumerate(prompts):
         sampling = SAMPLINGS[number % len(SAMPLINGS)]
@@ -80,8 +83,9 @@ def check_pages(engine: Engine) -> None:
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_load(model: GptOss, texts: list[tuple[Request, list[int]]], count: int, mode: str) -> None:
     chance = random.Random(count)
-    cache = PagedKVCache(model.config, PAGES, PAGE_SIZE, torch.float32)
-    engine = Engine(model, cache, prefill_tokens=11, max_sequences=5, **MODES[mode])
+    cache = PagedKVCache(model.config, PAGES, PAGE_SIZE, torch.float32, model.device)
+    options = {**MODES[mode], **({"decode": "graphs"} if model.device.type == "cuda" and "decode" in MODES[mode] else {})}
+    engine = Engine(model, cache, prefill_tokens=11, max_sequences=5, **options)
     requests: dict[int, Wanted] = {}
     while len(requests) < count or not engine.idle:
         for _ in range(min(chance.choice((0, 0, 1, 1, 4)), count - len(requests))):

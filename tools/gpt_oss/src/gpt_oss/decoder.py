@@ -83,20 +83,22 @@ class Decoder:
     Args:
         model: the model.
         cache: its key-value cache.
-        largest: the most sequences of a pass.
+        sizes: the numbers of sequences that a pass may have, ascending.
         capture: whether passes are captured into CUDA graphs now, and replayed. If not, the same passes are launched from Python.
         console: where progress is shown; None shows none.
 
     Attributes:
-        sizes: the sizes of batch that a pass may have.
+        sizes: see above.
 
     Raises:
         RuntimeError: a pass cannot be captured: a kernel that serves an operator waits for the device, for example.
     """
 
-    def __init__(self, model: GptOss, cache: PagedKVCache, largest: int, capture: bool, console: Console | None = None) -> None:
+    def __init__(
+        self, model: GptOss, cache: PagedKVCache, sizes: Sequence[int], capture: bool, console: Console | None = None
+    ) -> None:
         self._model, self._cache = model, cache
-        self.sizes = batch_sizes(largest)
+        self.sizes, largest = tuple(sizes), sizes[-1]
         self._captured = capture
         device, allocator = model.device, cache.allocator
         self._rows = _Rows(largest, device)

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from gpt_oss.batch import Phase, Piece, make_batch, phase_of
 from gpt_oss.cache import PagedKVCache
-from gpt_oss.decoder import Decoder
+from gpt_oss.decoder import Decoder, batch_sizes
 from gpt_oss.fields import COUNT, FLAG, describe, instance, one_of, optional
 from gpt_oss.model import GptOss
 from gpt_oss.request import Completion, Event, Request, checked_request
@@ -47,6 +47,8 @@ class Engine:
             ``"graphs"`` on a GPU, else ``"eager"``.
         overlap: whether a step launches a pass before it reads the tokens of the one before, so that the device never waits for the
             host. It then returns the events of the pass before. None: where graphs are.
+        decode_sizes: the numbers of sequences that such passes are made for, ascending; smaller batches are filled up, larger ones
+            run like other passes. None: in steps up to ``max_sequences``.
         console: where the progress of capturing is shown; None shows none.
 
     Attributes:
@@ -66,6 +68,7 @@ class Engine:
         max_sequences: int = 64,
         decode: str | None = None,
         overlap: bool | None = None,
+        decode_sizes: Sequence[int] | None = None,
         console: Console | None = None,
     ) -> None:
         instance(GptOss).check("model", model)
@@ -82,7 +85,8 @@ class Engine:
         self.model, self.cache = model, cache
         self.prefill_tokens, self.max_sequences = prefill_tokens, max_sequences
         self.overlap = decode == "graphs" if overlap is None else overlap
-        self.decoder = None if decode == "eager" else Decoder(model, cache, max_sequences, decode == "graphs", console)
+        sizes = _checked_sizes(batch_sizes(max_sequences) if decode_sizes is None else decode_sizes)
+        self.decoder = None if decode == "eager" else Decoder(model, cache, sizes, decode == "graphs", console)
         self.steps = dict.fromkeys(Phase, 0)
         # The rest of the state, with the allocator's free pages. All of it is replaced, never changed in place; see `step`.
         self._waiting: tuple[tuple[int, Request], ...] = ()
@@ -264,8 +268,9 @@ class Engine:
     def _launched(self, scheduled: Sequence[_Scheduled], before: Flight | None) -> tuple[Phase, Flight]:
         """Launches a pass, and the choice of the tokens that follow."""
         keep_logits = any(sequence.request.keep_logits for sequence, _ in scheduled)
-        if self.decoder is not None and all(sequence.generated for sequence, _ in scheduled):
-            return Phase.DECODE, self.decoder.launch([sequence for sequence, _ in scheduled], before, keep_logits)
+        decoder, decodes = self.decoder, all(sequence.generated for sequence, _ in scheduled)
+        if decoder is not None and decodes and len(scheduled) <= decoder.sizes[-1]:
+            return Phase.DECODE, decoder.launch([sequence for sequence, _ in scheduled], before, keep_logits)
         # A token in flight is 0 until it is copied on the device.
         pieces = [Piece([0 if t is None else t for t in tokens], s.cached, s.pages) for s, tokens in scheduled]
         ready = [index for index, (s, tokens) in enumerate(scheduled) if s.cached + len(tokens) >= len(s.request.prompt)]
@@ -292,6 +297,14 @@ class Engine:
             row_of = before.row_of
             rows = to_device([row_of[number] for number in numbers], torch.int64, tokens.device)
             tokens[to_device(places, torch.int64, tokens.device)] = before.on_device[rows]
+
+
+def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    for index, size in enumerate(sizes):
+        COUNT.check(f"decode_sizes[{index}]", size)
+    if not sizes or list(sizes) != sorted(set(sizes)):
+        raise ValueError(f"decode_sizes must be at least one size, ascending, got {describe(list(sizes))}")
+    return tuple(sizes)
 
 
 def _launched_of(running: Iterable[Running], scheduled: Iterable[_Scheduled]) -> tuple[Running, ...]:
