@@ -442,7 +442,7 @@ def test_published_signatures() -> None:
         ["family", "mode", "format_signature"],
         ["platform", "objective", "traits", "solution", "override", "sizes"],
     )
-    assert {p.name: int(p) for p in Priority} == {"REFERENCE": 0, "PORTABLE": 4, "PERFORMANT": 8, "SPECIALIZED": 12}
+    assert {p.name: int(p) for p in Priority} == {"REFERENCE": 0, "COMPOSED": 2, "PORTABLE": 4, "PERFORMANT": 8, "SPECIALIZED": 12}
     for name in (
         "get",
         "reset",

@@ -209,7 +209,9 @@ def test_an_operator_is_declared_completely(op: Operator[Any, Any]) -> None:
         # How processes reach one another depends on the platform, so an operator between processes needs no portable kernel.
         between_processes = any(case.world_size > 1 for case in op.all_cases())
         wanted = f"add triton/{op.family}/{op.mode}.py with capability=TRITON"
-        faults.unless(portable or between_processes, "no portable kernel", wanted)
+        # Its parts have theirs.
+        composed = op.composed and all(part in OPERATORS for part in op.composition.parts)
+        faults.unless(portable or between_processes or composed, "no portable kernel", wanted)
         _check_docstring(op, faults)
         for parameter in op.parameters:
             if parameter.name in op.outs:

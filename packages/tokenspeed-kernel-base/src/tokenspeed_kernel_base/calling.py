@@ -14,6 +14,7 @@ import torch
 
 from tokenspeed_kernel_base import dispatch, lowering, memo, recent, watch
 from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.composition import Composed
 from tokenspeed_kernel_base.declaration import STEPS, Operator, is_traced, readable
 from tokenspeed_kernel_base.explanation import Explanation, Override, Request, SelectedKernel
 from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotations, tensor_arguments
@@ -76,11 +77,15 @@ class Caller:
 
     def decide(self, args: tuple[Any, ...], override: str | None, solution: str | None) -> Callable[..., Any]:
         """Checks a call, chooses its kernel, and remembers the outcome for calls of the same description."""
+        return self._decide(args, override, solution)[0]
+
+    def _decide(self, args: tuple[Any, ...], override: str | None, solution: str | None) -> tuple[Callable[..., Any], bool]:
+        """What `decide` gives, and whether it holds for further calls of the same description."""
         started = memo.epoch()
         op = self.op
         arguments = dict(zip(op.names, args, strict=True))
         if is_traced(op.parameters, arguments):
-            return lambda *values: self._lowered(*values, override, solution)
+            return (lambda *values: self._lowered(*values, override, solution)), False
         check = op.check_call(arguments, values=False)  # the guard looks at values, now and whenever they change
         request, selected = self._select(arguments, check, override, solution)
         decided = self._decided(
@@ -95,11 +100,11 @@ class Caller:
             seen = watch.Call(
                 op.family, op.mode, selected.name, request.signature, tensors, described, arguments, request.traits, read_work
             )
-            return watch.watched(seen, call)
+            return watch.watched(seen, call), False
         if not selected.provisional:
             memo.remember(self._memo, key, entry, started)
             self._remember_recent(args, override, solution, decided, started)
-        return call
+        return call, not selected.provisional
 
     def _remember_recent(
         self, args: tuple[Any, ...], override: str | None, solution: str | None, decided: recent.Decided, started: int
@@ -143,8 +148,17 @@ class Caller:
 
     def _decided(self, selected: SelectedKernel, arguments: dict[str, Any], limits: list[int]) -> recent.Decided:
         """The kernel, preceded by what must be looked at in every call; and the check of those values that lie in host memory."""
-        call = self._with_overlap_guard(self._skip_if_empty(arguments) or selected.impl, arguments)
+        call = self._with_overlap_guard(self._launcher(selected, arguments), arguments)
         return self._with_check(call, arguments)._replace(limits=limits)
+
+    def _launcher(self, selected: SelectedKernel, arguments: dict[str, Any]) -> Callable[..., Any]:
+        """What runs calls of this description, checks aside."""
+        empty = self._skip_if_empty(arguments)
+        if empty is not None:
+            return empty
+        if isinstance(selected.impl, Composed):
+            return selected.impl.decided(_decide_part, tuple(arguments.values()))
+        return selected.impl
 
     def _skip_if_empty(self, arguments: dict[str, Any]) -> Callable[..., Any] | None:
         """A callable that launches nothing, for a call whose every output is empty; None for any other."""
@@ -268,7 +282,7 @@ class Caller:
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
         _, selected = self._select(arguments, check, override, solution)
-        return self._with_value_guard(self._with_check(self._skip_if_empty(arguments) or selected.impl, arguments))
+        return self._with_value_guard(self._with_check(self._launcher(selected, arguments), arguments))
 
     def explain(self, *args: Any, override: str | None = None, solution: str | None = None, **kwargs: Any) -> Explanation:
         """Which kernel a call with these arguments would run, and why not the others. Launches nothing."""
@@ -276,6 +290,12 @@ class Caller:
         check = self.op.check_call(arguments)
         wanted = self._wanted_kernel(override, solution)
         return consider(self.op.request(arguments, solution, self.op.sizes(arguments, check), self.package), wanted)
+
+
+def _decide_part(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:
+    """What a part of a composed kernel calls, and whether it may go on to call that."""
+    caller: Caller = function.caller
+    return caller._decide(args, None, None)
 
 
 def _limits(name: str, value: int | None, check: Checker, request: Request) -> tuple[int, int]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from tokenspeed_kernel_base import lowering, memory, planning
 from tokenspeed_kernel_base.cases import Case, Cost
 from tokenspeed_kernel_base.checks import Checker, describe, refuse_gradients, unusual_storage
+from tokenspeed_kernel_base.composition import COMPOSED, Composed, Composition
 from tokenspeed_kernel_base.explanation import Explanation, NoKernelFoundError, Override, Request
 from tokenspeed_kernel_base.parameters import (
     Kind,
@@ -66,6 +68,7 @@ class Operator(Generic[P, R]):
         scales: parameters that multiply the values of another one: positive, and near 1 where they are drawn at random.
         planned: the parameter that a plan is given as; None where there are none. See `tokenspeed_kernel_base.planning`.
         layout: the trait, and the plan's attribute, that says in which layout things are prepared; None where there is one only.
+        composed: whether the body calls other operators.
         function: what users call.
     """
 
@@ -91,8 +94,10 @@ class Operator(Generic[P, R]):
         scales: Iterable[str],
         planned: str | None,
         layout: str | None,
+        composed: bool,
     ) -> None:
         self.family, self.mode, self.body = family, mode, body
+        self.composed = composed
         self.parameters = parse_parameters(body, hints, bounds)
         self.names = tuple(p.name for p in self.parameters)
         self.outs, self.mutates, self.exact = tuple(outs), tuple(mutates), exact
@@ -195,24 +200,29 @@ class Operator(Generic[P, R]):
         self._hooks[name], self._wanted[name] = hook, wanted
 
     def register_reference(self) -> None:
-        """Registers the body as a kernel."""
-        registry = KernelRegistry.get()
-        registry.declare_interface(self.family, self.mode, self.names)
+        """Registers the body as a kernel; twice where it calls other operators, see `tokenspeed_kernel_base.composition`."""
+        KernelRegistry.get().declare_interface(self.family, self.mode, self.names)
+        self._register_body(REFERENCE, Priority.REFERENCE, frozenset({"determinism"}), self.reference)
+        if self.composed:
+            positions = tuple(map(self.names.index, self.outs))
+            self._register_body(COMPOSED, Priority.COMPOSED, frozenset(), Composed(lambda: self.composition, positions))
+
+    def _register_body(self, solution: str, priority: Priority, tags: frozenset[str], impl: Callable[..., Any]) -> None:
         code = inspect.unwrap(self.body).__code__
         spec = KernelSpec(
-            f"{REFERENCE}_{self.mode}",
+            f"{solution}_{self.mode}",
             self.family,
             self.mode,
-            solution=REFERENCE,
+            solution=solution,
             format_signatures=None,
-            traits=self._reference_traits,
+            traits=self._reference_traits if solution == REFERENCE else {},
             universal=True,
-            priority=Priority.REFERENCE,
-            tags=frozenset({"determinism"}),
+            priority=priority,
+            tags=tags,
             package=self.body.__module__.partition(".")[0],
             origin=f"{code.co_filename}:{code.co_firstlineno}",
         )
-        registry.register(spec, self.reference)
+        KernelRegistry.get().register(spec, impl)
 
     def run_hook(self, name: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
         hook = self._hooks.get(name)
@@ -221,6 +231,18 @@ class Operator(Generic[P, R]):
     def has_hook(self, name: str) -> bool:
         return name in self._hooks
 
+    @functools.cached_property
+    def composition(self) -> Composition:
+        """The body as it calls other operators, of an operator that is composed. Read when it is first needed: importing the
+        operators must be quick.
+
+        Raises:
+            TypeError: it is not, or calls one in a way that cannot be read.
+        """
+        if not self.composed:
+            raise TypeError(f"{self} is not declared as composed")
+        return Composition(self.body)
+
     # -- what is derived -------------------------------------------------------------------------------------------------------
 
     def reference(self, *args: Any) -> Any:
@@ -228,7 +250,8 @@ class Operator(Generic[P, R]):
         arguments = dict(zip(self.names, args, strict=True))
         provided = [arguments[out] for out in self.outs]
         # Contiguous, as ``fake`` promises: torch.compile relies on it, and a body's result may follow a strided input's order.
-        results = [result.contiguous() for result in lowering.as_list(self.body(*args))]  # type: ignore[call-arg]
+        body: Callable[..., Any] = self.composition.by_reference if self.composed else self.body
+        results = [result.contiguous() for result in lowering.as_list(body(*args))]
         for index, output in enumerate(provided):
             if output is not None and index < len(results):
                 output.copy_(results[index])

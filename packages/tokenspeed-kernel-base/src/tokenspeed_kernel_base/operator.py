@@ -48,8 +48,9 @@ raises RuntimeError.
 A parameter is a tensor, a plain option, a dataclass of such, or a resource, which outlives the call: a process group, say
 (`tokenspeed_kernel_base.resources`).
 
-The body runs as solution ``reference``. It takes ``out`` in its signature only; writing into it is done here, for every
-operator alike.
+The body runs as solution ``reference``. It takes ``out`` in its signature only; writing into it is done here, for every operator
+alike. A body that calls other operators runs as solution ``composed``, too, with the best kernel of each
+(`tokenspeed_kernel_base.composition`).
 """
 
 from __future__ import annotations
@@ -138,6 +139,7 @@ def operator(
     scales: Iterable[str] = (),
     planned: str | None = None,
     layout: str | None = None,
+    composed: bool = False,
 ) -> Callable[[Callable[P, R]], OperatorFunction[P, R]]:
     """Declares an operator; decorates its body. The module's docstring shows a whole declaration.
 
@@ -162,6 +164,8 @@ def operator(
         scales: parameters that hold scales of others: positive; uint8 ones are exponents (e8m0).
         planned: the parameter that a plan is given as, for operators whose kernel is chosen before any tensor exists.
         layout: the trait, and the plan's attribute, that says in which layout what is prepared for a kernel lies.
+        composed: the body calls other operators. Where no kernel serves a call as a whole, each of them is dispatched to its best
+            kernel; see `tokenspeed_kernel_base.composition`.
     """
 
     def declare(body: Callable[P, R]) -> OperatorFunction[P, R]:
@@ -186,6 +190,7 @@ def operator(
             scales=scales,
             planned=planned,
             layout=layout,
+            composed=composed,
         )
         function = op.function = Caller(op).function
         for hook in HOOKS:

@@ -20,6 +20,7 @@ class Priority(enum.IntEnum):
     """How good a kernel claims to be; the higher is preferred. Values between the named ones order kernels of one kind."""
 
     REFERENCE = 0
+    COMPOSED = 2
     PORTABLE = 4
     PERFORMANT = 8
     SPECIALIZED = 12
@@ -52,8 +53,8 @@ class KernelSpec:
         capability: what it needs of the platform.
         format_signatures: the operand formats it serves; None for all.
         traits: constraints by trait; see `tokenspeed_kernel_base.traits` for what silence means.
-        universal: silence means support: it serves every flag, but for what ``traits`` restrict. Only an
-            operator's reference may claim that.
+        universal: silence means support: it serves every flag, but for what ``traits`` restrict. Only what is made of an
+            operator's body may claim that: its reference, and where the body calls other operators, the kernel composed of those.
         priority: 0 to 19, see `Priority`.
         tags: some of `TAGS`.
         only_by_name: why the kernel serves only requests that name it; empty where it serves all that it declares.
@@ -191,6 +192,11 @@ class KernelSpec:
         if not isinstance(self.weight_preprocessor, str):
             fields["weight_preprocessor"] = None
         return functools.partial(KernelSpec, **fields), ()
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is its operator's reference, which says what is right."""
+        return self.universal and self.priority == Priority.REFERENCE
 
     @property
     def operator(self) -> str:

@@ -73,12 +73,16 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mla_extend_with_kvcache import mla_extend_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill
+    from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
     from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
     from tokenspeed_kernel_base.ops.gemm.bmm import bmm
     from tokenspeed_kernel_base.ops.gemm.mm import mm
+    from tokenspeed_kernel_base.ops.gemm.mm_add import mm_add
     from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+    from tokenspeed_kernel_base.ops.moe.moe_apply_add import moe_apply_add
     from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
+    from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
     from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
     from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
     from tokenspeed_kernel_base.ops.quantization.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_with_scale

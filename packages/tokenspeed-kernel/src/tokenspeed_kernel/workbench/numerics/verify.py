@@ -185,7 +185,7 @@ def verify_case(
             del arguments  # they may be large
 
             doing = "running the kernel"
-            is_reference = spec.universal
+            is_reference = spec.is_reference
             tolerance = functools.partial(tolerance_for, request=request, exact=op.exact or is_reference)
             trial = _Trial(op, spec, twin, lambda: op.prepared(build(), spec), expected, written, tolerance, repeat)
             trial.run()

@@ -90,7 +90,7 @@ def candidates(request: Request, specs: Iterable[KernelSpec]) -> list[tuple[str,
     reference is left out: it says what is right, and is no candidate.
     """
     first = untuned_choice(request)
-    real = sorted((s for s in specs if not s.universal), key=lambda s: (s.name != first, -s.priority, s.name))
+    real = sorted((s for s in specs if not s.is_reference), key=lambda s: (s.name != first, -s.priority, s.name))
     own: list[tuple[str, Config]] = [(spec.name, {}) for spec in real]
     return own + [(s.name, config) for s in real for config in s.configurations() if s.configuration_gap(config, request) is None]
 

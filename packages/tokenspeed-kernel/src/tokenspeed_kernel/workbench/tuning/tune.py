@@ -59,7 +59,7 @@ def tune_case(
         arguments = op.complete(case.build(where))
         op.check_call(arguments)
         for spec in registry.get_for_operator(op.family, op.mode):
-            if spec.universal or spec.capability.gap(platform) or refusal(op, spec, arguments) is not None:
+            if spec.is_reference or spec.capability.gap(platform) or refusal(op, spec, arguments) is not None:
                 continue
             prepared = op.prepared(arguments, spec)
             request = op.request(prepared)

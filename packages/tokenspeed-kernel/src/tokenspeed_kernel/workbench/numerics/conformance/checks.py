@@ -197,7 +197,7 @@ def _bounds_faults(space: CaseSpace, case: Case) -> list[str]:
 
 def host_kernel(space: CaseSpace) -> str:
     """Why a kernel may wait for the device; empty if it may not."""
-    if space.spec.universal:
+    if space.spec.is_reference:
         return "the reference reads lengths on the host, by contract"
     if space.spec.capability.vendors == frozenset({"cpu"}):
         return "runs on a CPU only"

@@ -1,0 +1,296 @@
+"""From the residual stream to what attention reads: queries, and keys and values in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
+from tokenspeed_kernel_base.explanation import bucket
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
+from tokenspeed_kernel_base.ops.gemm.mm import mm
+from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, padding_of
+from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+from tokenspeed_kernel_base.variation import Variation, Want
+
+
+@operator(
+    "attention",
+    "rmsnorm_qkv_rope",
+    formats=("x", "qkv_weight", "k_cache"),
+    outs=("out", "residual_out"),
+    mutates=("k_cache", "v_cache"),
+    in_place={"residual_out": ("x", "residual")},
+    varying=("tokens",),
+    capacity=("max_positions", "pages"),
+    composed=True,
+)
+def rmsnorm_qkv_rope(
+    x: Tensor,
+    norm_weight: Tensor,
+    qkv_weight: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    interleaved: bool = False,
+    k_cache: Tensor | None = None,
+    v_cache: Tensor | None = None,
+    slot_mapping: Tensor | None = None,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What attention reads: the normalised tokens' q, k and v, with q and k rotated, and k and v in the cache.
+
+    Composed of `rmsnorm`, which adds the residual first if there is one; `mm` with the weights of q, k and v side by side, and
+    their bias, whose result is rounded to x's dtype; and `apply_rope`, which rotates q and k in place, and writes k and v to the
+    cache. A kernel that does it all in one may leave out the rounding before the rotation.
+
+    Args:
+        x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
+        norm_weight: any float dtype ``[hidden]``.
+        qkv_weight: x's dtype ``[hidden, (heads + 2 * kv_heads) * head_dim]``: the query heads, those of keys, those of values. One
+            that is stored with outputs first is passed as ``weight.t()``.
+        positions: int32 or int64 ``[tokens]``, rows of cos_sin_cache.
+        cos_sin_cache: float32 ``[max_positions, rotary_dim]``, as for `apply_rope`.
+        kv_heads: heads of keys, and of values.
+        head_dim: of all heads.
+        eps: added to the mean square, > 0.
+        residual: like x; added to it before the normalisation.
+        bias: x's dtype ``[(heads + 2 * kv_heads) * head_dim]``.
+        interleaved: which elements are rotated together, as in `apply_rope`.
+        k_cache: x's dtype or an 8-bit float ``[pages, page_size, kv_heads, head_dim]``, written to; this and the next two come
+            together or not at all.
+        v_cache: k_cache's dtype, the same for v.
+        slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written.
+        out: receives q, k and v.
+        residual_out: receives the sum; may be the residual or x. Only with a residual.
+
+    Returns:
+        q, k and v side by side, x's dtype ``[tokens, (heads + 2 * kv_heads) * head_dim]``; with a residual also ``x + residual``,
+        like x.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+
+    Example:
+        One query head beside one of keys and one of values, each of two elements; the token at position 1 is turned by a quarter.
+
+        >>> import torch
+        >>> from tokenspeed_kernel import rmsnorm_qkv_rope
+        >>> cos_sin_cache = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> x, qkv_weight = torch.tensor([[1.0, -1.0]]), torch.eye(2).repeat(1, 3)
+        >>> rmsnorm_qkv_rope(x, torch.ones(2), qkv_weight, torch.tensor([1]), cos_sin_cache, kv_heads=1, head_dim=2).round()
+        tensor([[ 1.,  1.,  1.,  1.,  1., -1.]])
+
+    Safe in CUDA graphs.
+    """
+    normed: Any
+    total: Any
+    if residual is None:
+        normed, total = rmsnorm(x, norm_weight, eps), None
+    else:
+        normed, total = rmsnorm(x, norm_weight, eps, residual=residual, residual_out=residual_out)
+    qkv = mm(normed, qkv_weight, bias=bias, out=out)
+    q, k, v = _heads(qkv, kv_heads, head_dim)
+    written = None if k_cache is None else v
+    apply_rope(q, k, positions, cos_sin_cache, interleaved, written, k_cache, v_cache, slot_mapping, q_out=q, k_out=k)
+    return qkv if total is None else (qkv, total)
+
+
+def _heads(qkv: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of q, k and v: ``[tokens, heads or kv_heads, head_dim]``."""
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    every = qkv.view(-1, heads + 2 * kv_heads, head_dim)
+    return every[:, :heads], every[:, heads : heads + kv_heads], every[:, heads + kv_heads :]
+
+
+@rmsnorm_qkv_rope.traits
+def _(
+    x: Tensor,
+    cos_sin_cache: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    interleaved: bool,
+    k_cache: Tensor | None,
+) -> dict[str, object]:
+    traits: dict[str, object] = {
+        "tokens": bucket(x.shape[0]),
+        "hidden": x.shape[1],
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "rotary_dim": cos_sin_cache.shape[1],
+        "residual": residual is not None,
+        "bias": bias is not None,
+        "interleaved": interleaved,
+        "cache_write": k_cache is not None,
+    }
+    return traits if k_cache is None else {**traits, "page_size": k_cache.shape[1]}
+
+
+@rmsnorm_qkv_rope.check
+def _(
+    check: Checker,
+    x: Tensor,
+    norm_weight: Tensor,
+    qkv_weight: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    eps: float,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    **arguments: Any,
+) -> None:
+    check.tensor("x", x, "tokens hidden", FLOATS)
+    check.tensor("norm_weight", norm_weight, "hidden", FLOATS)
+    check.tensor("qkv_weight", qkv_weight, "hidden qkv", x.dtype)
+    check.tensor("bias", bias, "qkv", x.dtype)
+    check.require(eps > 0, "eps", "positive", eps)
+    check.same_shape("residual", residual, "x", x)
+    check.tensor("positions", positions, "tokens", INTS)
+    check.require(kv_heads > 0, "kv_heads", "positive", kv_heads)
+    check.require(head_dim > 0, "head_dim", "positive", head_dim)
+    heads, rest = divmod(check["qkv"], head_dim)
+    wanted = f"of (heads + 2 * kv_heads) * head_dim columns with kv_heads = {kv_heads}, head_dim = {head_dim} and heads > 0"
+    check.require(rest == 0 and heads > 2 * kv_heads, "qkv_weight", wanted, str(list(qkv_weight.shape)))
+    qkv = torch.empty(x.shape[0], check["qkv"], dtype=x.dtype, device="meta")
+    q, k, v = _heads(qkv, kv_heads, head_dim)
+    given = {"q": q, "k": k, "v": v if arguments["k_cache"] is not None else None}
+    apply_rope.operator.run_hook("check", {**arguments, **given, "positions": positions, "cos_sin_cache": cos_sin_cache}, check)
+
+
+@rmsnorm_qkv_rope.check_values(host=("positions", "slot_mapping"))
+def _(check: Checker, **arguments: Any) -> None:
+    apply_rope.operator.run_hook("check_values", arguments, check)
+
+
+@rmsnorm_qkv_rope.fake
+def _(x: Tensor, qkv_weight: Tensor, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+    qkv = x.new_empty(x.shape[0], qkv_weight.shape[1])
+    return qkv if residual is None else (qkv, torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
+@recipe
+def _inputs(
+    tokens: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    residual: bool = True,
+    bias: bool = True,
+    page_size: int | None = None,
+    max_positions: int = 4096,
+    **options: Any,
+) -> Callable[[Draw], dict[str, Any]]:
+    """``options``: of `apply_rope`'s case of these heads."""
+    rope = next(case.make for case in apply_rope.operator.all_cases() if case.name == "gpt-oss-120b decode 16")
+    rotation = rope.vary(  # type: ignore[attr-defined]
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        page_size=page_size,
+        max_positions=max_positions,
+        **options,
+    )
+
+    def make(draw: Draw) -> dict[str, Any]:
+        columns = (heads + 2 * kv_heads) * head_dim
+        rotated = rotation(draw)
+        kept = ("positions", "cos_sin_cache", "interleaved", "k_cache", "v_cache", "slot_mapping")
+        return {
+            "x": draw.normal(tokens, hidden, dtype=dtype),
+            "norm_weight": 1 + draw.normal(hidden, scale=0.1, dtype=dtype),
+            "qkv_weight": draw.normal(columns, hidden, dtype=dtype, scale=hidden**-0.5).t(),
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "residual": draw.normal(tokens, hidden, dtype=dtype) if residual else None,
+            "bias": draw.normal(columns, dtype=dtype, scale=0.5) if bias else None,
+            **{name: rotated[name] for name in kept if name in rotated},
+        }
+
+    return make
+
+
+@rmsnorm_qkv_rope.cases
+def _() -> list[Case]:
+    gpt_oss: tuple[int, int, int, int] = (2880, 64, 8, 64)
+    fp8 = torch.float8_e4m3fn
+    return [
+        Case("odd hidden, float32", _inputs(3, 33, 2, 1, 8, torch.float32)),
+        Case("with cache, no residual, float32", _inputs(7, 48, 4, 2, 16, torch.float32, residual=False, page_size=4)),
+        Case(
+            "interleaved, partial, no bias, float16",
+            _inputs(5, 64, 4, 2, 32, torch.float16, bias=False, interleaved=True, rotary_dim=16),
+        ),
+        Case("fp8 cache", _inputs(9, 96, 8, 2, 32, page_size=4, cache_dtype=fp8)),
+        Case("gpt-oss-120b heads, narrow, decode 4 with cache", _inputs(4, 160, 16, 2, 64, page_size=16)),
+        Case("no tokens", _inputs(0, 64, 4, 2, 16)),
+        *(Case(f"gpt-oss-120b decode {m} with cache", _inputs(m, *gpt_oss, page_size=64), large=True) for m in (1, 4, 16, 64)),
+        Case("gpt-oss-120b prefill 4096 with cache", _inputs(4096, *gpt_oss, page_size=64), large=True),
+    ]
+
+
+@rmsnorm_qkv_rope.vary
+def _(
+    variation: Variation,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+) -> dict[str, Tensor]:
+    if variation.want is not Want.CAPTURED:
+        return {}
+    varied = apply_rope.operator.run_hook(
+        "vary",
+        {**dict.fromkeys(("v", "k_cache", "v_cache", "slot_mapping")), "positions": positions, "cos_sin_cache": cos_sin_cache},
+        variation,
+    )
+    if k_cache is not None and v_cache is not None and slot_mapping is not None:
+        varied = {**varied, **captured_slots(variation, k_cache, v_cache, slot_mapping)}
+    return dict(varied)
+
+
+@rmsnorm_qkv_rope.work
+def _(slot_mapping: Tensor | None) -> dict[str, list[int]] | None:
+    return None if slot_mapping is None else padding_of(slot_mapping)
+
+
+@rmsnorm_qkv_rope.cost
+def _(
+    x: Tensor,
+    norm_weight: Tensor,
+    qkv_weight: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    k_cache: Tensor | None,
+    slot_mapping: Tensor | None,
+) -> Cost:
+    tokens, columns = x.shape[0], qkv_weight.shape[1]
+    flops = 4.0 * x.numel() + 2.0 * x.numel() * columns + 3.0 * tokens * columns
+    streams = 1 if residual is None else 3
+    moved = streams * nbytes(x) + nbytes(norm_weight, qkv_weight, bias, positions, slot_mapping)
+    moved += tokens * columns * x.element_size() + min(4 * tokens * cos_sin_cache.shape[1], nbytes(cos_sin_cache))
+    if k_cache is not None:
+        moved += 2 * tokens * kv_heads * head_dim * k_cache.element_size()
+    return Cost(flops=flops, bytes=moved)
