@@ -164,12 +164,10 @@ def test_whoever_watches_sees_the_whole_and_the_parts(composed: Any) -> None:
         seen.append((call.mode, call.kernel))
         return run
 
-    watch.start(watcher)
-    try:
+    with watch.watch_calls(watcher):
         composed(X, NORM, WEIGHT)
         composed(X, NORM, WEIGHT)
-    finally:
-        watch.stop(watcher)
+    composed(X, NORM, WEIGHT)
     mode = composed.operator.mode
     best = {
         op.mode: op.function.explain(*given).chosen.name

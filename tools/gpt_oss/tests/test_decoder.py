@@ -69,10 +69,10 @@ def test_repetitions_write_nothing_and_choose_no_other_experts(model: GptOss, mo
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 result = function(*args, **kwargs)
-                if name == "apply_rope":
+                if name == "rmsnorm_qkv_rope":
                     slots.append(kwargs["slot_mapping"].clone())
-                if name == "moe_topk":
-                    routed.append(result[1].clone())
+                if name == "rmsnorm_moe_topk":
+                    routed.append(result[2].clone())
                 return result
 
             return call

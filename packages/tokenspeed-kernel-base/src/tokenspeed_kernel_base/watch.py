@@ -6,8 +6,9 @@ deciding is where calls are seen.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,22 @@ def stop(watcher: Watcher) -> None:
         if watcher in _watchers:
             _watchers = tuple(w for w in _watchers if w != watcher)
             memo.leave_exceptional()
+
+
+@contextlib.contextmanager
+def watch_calls(watcher: Watcher) -> Iterator[None]:
+    """Shows every call of an operator inside the block, from any thread, to a watcher; parts of composed operators, too.
+
+    Args:
+        watcher: ``watcher(call, run)`` is given a `Call`, and what runs it. It returns what is run in its place, or ``run`` itself.
+
+    Calls take longer meanwhile, because each is decided afresh. What a CUDA graph replays is not seen.
+    """
+    start(watcher)
+    try:
+        yield
+    finally:
+        stop(watcher)
 
 
 def watching() -> bool:

@@ -52,6 +52,7 @@ from tokenspeed_kernel_base.signature import (
 )
 from tokenspeed_kernel_base.spec import Priority, RegistrationError
 from tokenspeed_kernel_base.traits import at_least, at_most, between, multiple_of, one_of
+from tokenspeed_kernel_base.watch import watch_calls
 
 if TYPE_CHECKING:  # so that editors and type checkers know them; an operator that is not listed here works all the same
     from tokenspeed_kernel.workbench.tuned import register_tuned_tables
@@ -145,6 +146,7 @@ __all__ = [
     "tensor_format",
     "use_platform",
     "warmup_selection",
+    "watch_calls",
 ]
 
 # What is imported when it is first used: the workbench is large, and most programs never enter it.

@@ -76,7 +76,7 @@ def run(workload: Workload, dtype: torch.dtype, device: str) -> dict[str, Any]:
     last = range(workload.batch)
 
     prefill = make_batch([Piece(prompt, 0, held[i]) for i, prompt in enumerate(prompts)], cache, model.device, last)
-    with listen(model) as listener:
+    with listen() as listener:
         tokens = _next(model, prefill, cache).tolist()
         _next(model, _decode_batch(tokens, workload.prompt_tokens, held, cache, model), cache).tolist()
     prefills = [_timed(functools.partial(_next, model, prefill, cache)) for _ in range(workload.repeats)]

@@ -173,7 +173,7 @@ def run(options: Options, console: Console) -> Result:
     with console.status("loading the weights"):
         model = GptOss(config, source, options.dtype, options.device, max_positions=longest)
     cache = _cache_for(model, requests, options.page_size)
-    with listen(model) as listener:
+    with listen() as listener:
         # This is not timed: listening makes calls slower, and the first call of a kernel may compile it.
         engine = Engine(model, cache, options.prefill_tokens, len(requests), console=console)
         with console.status("running every kernel once"):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpt_oss.model import GptOss
-from tokenspeed_kernel import Explanation, KernelRegistry, kernel_override, operators
+from tokenspeed_kernel import Explanation, KernelRegistry, get_operator, kernel_override, operators, watch_calls
 
 
 @dataclass
@@ -57,23 +56,18 @@ class Heard:
 
 
 class Listener:
-    """Looks operators up in ``ops`` and records which kernel each call selects. That makes every call slower."""
+    """Records which kernel each call of an operator selects. That makes every call slower."""
 
-    def __init__(self, ops: Any) -> None:
-        self._ops = ops
+    def __init__(self) -> None:
         self._heard: dict[tuple[str, str], Heard] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._ops, name)
-        if not hasattr(function, "operator"):
-            return function
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            heard = Heard(function.explain(*args, **kwargs))
-            self._heard.setdefault((heard.operator, heard.kernel), heard).calls += 1
-            return function(*args, **kwargs)
-
-        return call
+    def __call__(self, call: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+        operator = f"{call.family}.{call.mode}"
+        key = (operator, call.kernel)
+        if key not in self._heard:
+            self._heard[key] = Heard(get_operator(operator).function.explain(**call.arguments))
+        self._heard[key].calls += 1
+        return run
 
     def heard(self) -> list[Heard]:
         """One entry for each pair of operator and kernel, sorted by name."""
@@ -81,14 +75,11 @@ class Listener:
 
 
 @contextlib.contextmanager
-def listen(model: GptOss) -> Iterator[Listener]:
-    """Records the model's operator calls inside the block."""
-    listener = Listener(model.ops)
-    before, model.ops = model.ops, listener
-    try:
+def listen() -> Iterator[Listener]:
+    """Records the calls of operators inside the block, and those of the parts of composed ones."""
+    listener = Listener()
+    with watch_calls(listener):
         yield listener
-    finally:
-        model.ops = before
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The GPT-OSS model over a flat batch of tokens.
 
-Wherever tokenspeed-kernel has an operator, the model calls it. Nothing here depends on the device or on which kernel serves an
-operator there. PyTorch itself does the rest: looking up embeddings, making views, and selecting rows.
+Wherever tokenspeed-kernel has an operator, the model calls it, and where it has one for several steps at once, that one: fused
+kernels serve it where there are some, and its parts' kernels elsewhere. Nothing here depends on the device or on which kernel
+serves an operator there. PyTorch itself does the rest: looking up embeddings, making views, and selecting rows.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from gpt_oss.rope import cos_sin_cache
 
 @dataclass(frozen=True)
 class Linear:
-    """``x @ weight.T + bias`` with weight ``[outputs, inputs]``, and bias ``[outputs]`` or None."""
+    """``x @ weight + bias`` with weight ``[inputs, outputs]``, stored outputs first, and bias ``[outputs]`` or None."""
 
     weight: Tensor
     bias: Tensor | None
 
     def __call__(self, ops: Any, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return ops.mm(x, self.weight.t(), bias=self.bias, out=out)
+        return ops.mm(x, self.weight, bias=self.bias, out=out)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class GptOss:
         self.embedding = self._read("model.embed_tokens.weight")
         self.layers = [self._read_layer(layer) for layer in range(config.num_hidden_layers)]
         self.norm = self._read("model.norm.weight")
-        self.unembedding = Linear(self.embedding if config.tie_word_embeddings else self._read("lm_head.weight"), None)
+        self.unembedding = Linear((self.embedding if config.tie_word_embeddings else self._read("lm_head.weight")).t(), None)
         del self._source
 
     def forward(self, batch: Batch, cache: PagedKVCache | None, out: Tensor | None = None) -> Tensor:
@@ -99,29 +100,47 @@ class GptOss:
         Returns:
             Logits in the model's dtype, ``[rows, vocab_size]``: those of ``batch.logit_rows``, or all if that is None.
         """
-        ops, eps = self.ops, self.config.rms_norm_eps
-        residual = self.embedding[batch.tokens]
-        normed = ops.rmsnorm(residual, self.layers[0].attention_norm, eps)
+        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
+        hidden: Tensor = self.embedding[batch.tokens]
+        residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
-            attended = self._attention(layer, normed, batch, *caches)
-            normed, residual = ops.rmsnorm(attended, layer.mlp_norm, eps, residual=residual)
-            hidden = self._experts(layer, normed)
-            last = layer is self.layers[-1]
-            if last and batch.logit_rows is not None:
-                hidden, residual = hidden[batch.logit_rows], residual[batch.logit_rows]
-            following = self.norm if last else self.layers[index + 1].attention_norm
-            normed, residual = ops.rmsnorm(hidden, following, eps, residual=residual)
+            found = ops.rmsnorm_qkv_rope(
+                hidden,
+                layer.attention_norm,
+                layer.qkv.weight,
+                batch.positions,
+                self.cos_sin,
+                config.num_key_value_heads,
+                config.head_dim,
+                eps=eps,
+                residual=residual,
+                bias=layer.qkv.bias,
+                k_cache=caches[0],
+                v_cache=caches[1],
+                slot_mapping=batch.slot_mapping,
+            )
+            qkv, residual = (found, hidden) if residual is None else found
+            attended = layer.output(ops, self._attention(layer, qkv, batch, *caches))
+            normed, weights, ids, residual = ops.rmsnorm_moe_topk(
+                attended,
+                layer.mlp_norm,
+                layer.router.weight,
+                config.num_experts_per_tok,
+                eps=eps,
+                residual=residual,
+                router_bias=layer.router.bias,
+            )
+            hidden = ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
+        if batch.logit_rows is not None:
+            hidden, residual = hidden[batch.logit_rows], residual[batch.logit_rows]
+        normed, _ = ops.rmsnorm(hidden, self.norm, eps, residual=residual)
         return self.unembedding(ops, normed, out)
 
-    def _attention(self, layer: Layer, x: Tensor, batch: Batch, k_cache: Tensor | None, v_cache: Tensor | None) -> Tensor:
+    def _attention(self, layer: Layer, qkv: Tensor, batch: Batch, k_cache: Tensor | None, v_cache: Tensor | None) -> Tensor:
         config, ops = self.config, self.ops
-        q, k, v = (
-            part.unflatten(-1, (-1, config.head_dim))
-            for part in layer.qkv(ops, x).split((config.q_size, config.kv_size, config.kv_size), dim=-1)
-        )
-        written = {} if k_cache is None else {"v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": batch.slot_mapping}
-        q, k = ops.apply_rope(q, k, batch.positions, self.cos_sin, **written)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        q, k, v = qkv.unflatten(1, (-1, config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
         options = {"window_left": layer.window_left, "sinks": layer.sinks}
         if batch.phase is Phase.PREFILL:
             attended = ops.mha_prefill(q, k, v, batch.cu_seqlens_q, max_seqlen=batch.max_seqlen_q, **options)
@@ -155,12 +174,7 @@ class GptOss:
             attended = ops.mha_decode_with_kvcache(
                 q, k_cache, v_cache, batch.page_table, batch.cache_seqlens, batch.max_seqlen_k, **options
             )
-        return layer.output(ops, attended.flatten(1))
-
-    def _experts(self, layer: Layer, x: Tensor) -> Tensor:
-        ops = self.ops
-        weights, ids = ops.moe_topk(layer.router(ops, x), self.config.num_experts_per_tok, renormalize=True)
-        return ops.moe_apply(x, layer.experts, weights, ids, layer.plan)
+        return attended.flatten(1)
 
     # -- reading the weights --------------------------------------------------------------------------------------------------
 
@@ -173,7 +187,7 @@ class GptOss:
         def joined(suffix: str) -> Tensor:
             return torch.cat([self._read(name + suffix) for name in names])
 
-        return Linear(joined(".weight"), joined(".bias") if bias else None)
+        return Linear(joined(".weight").t(), joined(".bias") if bias else None)
 
     def _read_layer(self, index: int) -> Layer:
         config, prefix = self.config, layer_prefix(index)
