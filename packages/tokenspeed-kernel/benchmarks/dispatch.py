@@ -33,12 +33,12 @@ from tokenspeed_kernel_base.spec import KernelSpec
 CALLS, RUNS = 500, 401
 
 
-def _noop(operator: Any) -> None:
+def _noop(operator: Any, result: Any = None, name: str = "noop") -> None:
     """Registers a kernel that does nothing, ahead of every other, for all formats and traits."""
     names = ", ".join(operator.names)
-    kernel = eval(f"lambda {names}: None")  # a lambda of exactly the operator's parameters
+    kernel = eval(f"lambda {names}: result", {"result": result})  # a lambda of exactly the operator's parameters
     spec = KernelSpec(
-        f"noop_{operator.mode}",
+        f"{name}_{operator.mode}",
         operator.family,
         operator.mode,
         solution="noop",
@@ -107,6 +107,23 @@ def decide_again(function: Any, positional: tuple[Any, ...], keywords: dict[str,
     return figures
 
 
+def composed() -> dict[str, float]:
+    """Median nanoseconds of a composed operator, and of its body, which calls the parts one by one; kernels of parts do nothing."""
+    hidden, experts, top_k = 64, 8, 2
+    x, residual, weight = torch.zeros(4, hidden), torch.zeros(4, hidden), torch.ones(hidden)
+    router, bias = torch.zeros(experts, hidden).t(), torch.zeros(experts)
+    results = {"rmsnorm": (x, residual), "mm": torch.zeros(4, experts), "moe_topk": (torch.zeros(4, top_k), torch.zeros(4, top_k))}
+    for mode, result in results.items():
+        _noop(getattr(tk, mode).operator, result, "given")
+    op = tk.rmsnorm_moe_topk.operator
+    call = _repeat(tk.rmsnorm_moe_topk, {"residual": residual, "router_bias": bias}, (x, weight, router, top_k))
+    parts = _repeat(op.body, {"residual": residual, "router_bias": bias}, (x, weight, router, top_k))
+    whole_ns, parts_ns = map(statistics.median, _runs([call, parts]))
+    for mode in results:
+        KernelRegistry.get().unregister(f"given_{mode}")
+    return {"composed_ns": round(whole_ns, 1), "parts_one_by_one_ns": round(parts_ns, 1)}
+
+
 def _decode_arguments(sinks: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     batch, pages, page_size, heads, kv_heads, head_dim = 4, 64, 16, 64, 8, 64
     cache = torch.zeros(pages, page_size, kv_heads, head_dim, dtype=torch.bfloat16)
@@ -152,12 +169,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    parts = composed()
     for name in ("rmsnorm", "mha_decode_with_kvcache"):
         _noop(getattr(tk, name).operator)
     rows = {}
     for label, function, positional, keywords in _calls():
         rows[label] = {**overhead(function, positional, keywords), **decide_again(function, positional, keywords)}
         print(label, *(f"  {name:<20}{value:>10.1f}" for name, value in rows[label].items()), sep="\n")
+    print("rmsnorm_moe_topk, composed", *(f"  {name:<20}{value:>10.1f}" for name, value in parts.items()), sep="\n")
     imports = import_cost()
     print(f"import tokenspeed_kernel adds {imports['added_ms']} ms to import torch")
     if arguments.output:
@@ -167,6 +186,7 @@ def main() -> None:
             "calls_per_run": CALLS,
             "runs": RUNS,
             "overhead": rows,
+            "composed": parts,
             "import": imports,
         }
         arguments.output.write_text(json.dumps(result, indent=2) + "\n")
