@@ -15,6 +15,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.gemm.mm import mm
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
 
 
 @operator(
@@ -118,6 +119,11 @@ def _(x: Tensor, residual: Tensor | None, router_weight: Tensor, router_bias: Te
         "residual": residual is not None,
         "router_bias": router_bias is not None,
     }
+
+
+@rmsnorm_moe_topk.intermediates
+def _(x: Tensor) -> tuple[TensorFormat, ...]:
+    return (dense_tensor_format(x.dtype),)  # the logits that weights come from
 
 
 @rmsnorm_moe_topk.check

@@ -121,11 +121,12 @@ def _close_groups(
 
 
 @triton.jit
-def topk_kernel(
+def route(
     logits,
     correction_bias,
     weights,
     ids_out,
+    token,
     num_tokens,
     logits_row,
     logits_column,
@@ -146,10 +147,9 @@ def topk_kernel(
     RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
+    """Chooses the experts of some tokens, int64 ``[rows]``, and stores them and their weights."""
     group_size: tl.constexpr = EXPERTS // GROUPS
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = (token < num_tokens)[:, None]
     # Groups are padded one by one, so that they can be seen as an axis. Positions grow with expert ids.
     position = tl.arange(0, GROUPS_PADDED * GROUP_PADDED)
@@ -194,3 +194,60 @@ def topk_kernel(
         weight = tl.div_rn(_exp(logit - highest), tl.broadcast_to(total, logit.shape))
     tl.store(weights + token[:, None] * weights_row + slot * weights_column, weight * scaling_factor, mask=wanted)
     tl.store(ids_out + token[:, None] * ids_row + slot * ids_column, chosen, mask=wanted)
+
+
+@triton.jit
+def topk_kernel(
+    logits,
+    correction_bias,
+    weights,
+    ids_out,
+    num_tokens,
+    logits_row,
+    logits_column,
+    bias_stride,
+    weights_row,
+    weights_column,
+    ids_row,
+    ids_column,
+    scaling_factor,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    route(
+        logits,
+        correction_bias,
+        weights,
+        ids_out,
+        tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS),
+        num_tokens,
+        logits_row,
+        logits_column,
+        bias_stride,
+        weights_row,
+        weights_column,
+        ids_row,
+        ids_column,
+        scaling_factor,
+        EXPERTS,
+        TOP_K,
+        TOP_K_PADDED,
+        GROUPS,
+        GROUPS_PADDED,
+        GROUP_PADDED,
+        TOP_GROUPS,
+        SIGMOID,
+        RENORMALIZE,
+        BIAS,
+        PACKED,
+    )

@@ -94,6 +94,12 @@ def tolerance_for(dtype: torch.dtype, request: Request | None = None, *, exact: 
     if request is None:
         return tolerance
     operands = [fmt for _, fmt in request.signature.roles]
+    for fmt in request.intermediates:
+        if fmt.scale is None and fmt.storage_dtype in (
+            torch.float16,
+            torch.bfloat16,
+        ):  # or float32 results would be held to their own
+            tolerance = tolerance.widened(_BY_DTYPE[fmt.storage_dtype])
     if any(map(_is_fp4, operands)):
         tolerance = tolerance.widened(_FP4_OPERANDS)
     if any(map(_is_fp8, (*operands, *request.intermediates))):

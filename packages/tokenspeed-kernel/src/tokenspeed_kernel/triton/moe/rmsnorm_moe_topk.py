@@ -1,0 +1,156 @@
+"""Normalisation, the router's product and the choice of experts of a few tokens, in one kernel.
+
+Each program normalises one token, which is little work, and multiplies it with the router's weights of some experts, so that the
+weights are read by many multiprocessors at once. A token's logits meet in a workspace, and the program that comes last chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, has_rows, multiprocessors, next_power_of_2
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most
+from tokenspeed_kernel_base.workspace import keeper
+
+device_code = DeviceModule(__name__ + "_device")
+
+# Weights are read again for each token, from the L2 cache; beyond this many tokens a product of them all at once is quicker.
+MOST_TOKENS = 16
+
+
+class Tile(NamedTuple):
+    """What a program takes.
+
+    Attributes:
+        experts: of its token.
+        warps: of the program.
+    """
+
+    experts: int
+    warps: int
+
+
+@functools.cache
+def tile_for(tokens: int, experts: int, hidden: int, multiprocessor_count: int) -> Tile:
+    """About two programs a multiprocessor, so that all loads are on their way at once."""
+    share = cdiv(tokens * experts, 2 * multiprocessor_count)
+    block = min(8, next_power_of_2(share))
+    return Tile(block, min(8, max(1, block * next_power_of_2(hidden) // 2048)))
+
+
+@register_kernel(
+    "moe",
+    "rmsnorm_moe_topk",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures(("x", "router_weight"), "dense", FLOATS),
+    traits={
+        "tokens": at_most(MOST_TOKENS),
+        # A token, and a token's logits, lie in the registers of a program.
+        "hidden": at_most(8192),
+        "num_experts": at_most(1024),
+        "residual": any,
+        "router_bias": any,
+        "sigmoid": any,
+        "renormalize": any,
+        "correction_bias": any,
+        "grouped": any,
+        "scaled": any,
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
+def rmsnorm_moe_topk(
+    x: Tensor,
+    norm_weight: Tensor,
+    router_weight: Tensor,
+    top_k: int,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    router_bias: Tensor | None = None,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    correction_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scaling_factor: float = 1.0,
+    out: Tensor | None = None,
+    weights_out: Tensor | None = None,
+    ids_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `tokenspeed_kernel.rmsnorm_moe_topk`."""
+    tokens, hidden = x.shape
+    experts = router_weight.shape[1]
+    weights = x.new_empty(tokens, top_k, dtype=torch.float32) if weights_out is None else weights_out
+    ids = x.new_empty(tokens, top_k, dtype=torch.int32) if ids_out is None else ids_out
+    normed = out if out is not None and has_rows(out) else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    # Other programs read x and the residual when the first one writes their sum, so it may not lie in either.
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    added = x if residual is None else residual if residual.stride(1) == 1 else residual.contiguous()
+    if tokens:
+        tile = tile_for(tokens, experts, hidden, multiprocessors(x.device))
+        blocks = cdiv(experts, tile.experts)
+        device = x.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+        workspace = keeper.get(device, stream, 4 * tokens * experts, tokens)
+        device_code.rmsnorm_moe_topk_kernel[(blocks, tokens)](
+            x,
+            added,
+            norm_weight,
+            router_weight,
+            router_bias,
+            correction_bias,
+            normed,
+            normed if total is None else total,
+            workspace.memory.view(x.dtype),
+            workspace.counters,
+            weights,
+            ids,
+            hidden,
+            eps,
+            x.stride(0),
+            added.stride(0),
+            norm_weight.stride(0),
+            router_weight.stride(1),
+            router_weight.stride(0),
+            0 if router_bias is None else router_bias.stride(0),
+            normed.stride(0),
+            hidden,
+            0 if correction_bias is None else correction_bias.stride(0),
+            *weights.stride(),
+            *ids.stride(),
+            float(scaling_factor),
+            HAS_RESIDUAL=residual is not None,
+            ROUTER_BIAS=router_bias is not None,
+            HIDDEN_PADDED=next_power_of_2(hidden),
+            BLOCK=tile.experts,
+            BLOCKS=blocks,
+            EXPERTS=experts,
+            TOP_K=top_k,
+            TOP_K_PADDED=next_power_of_2(top_k),
+            GROUPS=num_groups,
+            GROUPS_PADDED=next_power_of_2(num_groups),
+            GROUP_PADDED=next_power_of_2(experts // num_groups),
+            TOP_GROUPS=top_groups,
+            SIGMOID=scoring == "sigmoid",
+            RENORMALIZE=renormalize,
+            BIAS=correction_bias is not None,
+            PACKED=num_groups == 1 and correction_bias is None and x.element_size() == 2,
+            num_warps=tile.warps,
+        )
+    if out is not None and out is not normed:
+        normed = out.copy_(normed)
+    if total is None:
+        return normed, weights, ids
+    return normed, weights, ids, total if residual_out is None else residual_out.copy_(total)

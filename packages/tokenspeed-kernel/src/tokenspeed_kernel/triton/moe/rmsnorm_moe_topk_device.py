@@ -1,0 +1,115 @@
+"""Device code of `rmsnorm_moe_topk`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.moe.moe_topk_device import route
+from tokenspeed_kernel.triton.norm.rmsnorm_device import inverse_rms
+
+
+@triton.jit
+def rmsnorm_moe_topk_kernel(
+    x,
+    residual,
+    norm_weight,
+    router_weight,
+    router_bias,
+    correction_bias,
+    out,
+    residual_out,
+    logits,
+    arrived,
+    weights,
+    ids,
+    hidden,
+    eps,
+    x_stride,
+    residual_stride,
+    norm_stride,
+    router_expert,
+    router_column,
+    router_bias_stride,
+    out_stride,
+    residual_out_stride,
+    correction_stride,
+    weights_row,
+    weights_column,
+    ids_row,
+    ids_column,
+    scaling_factor,
+    HAS_RESIDUAL: tl.constexpr,
+    ROUTER_BIAS: tl.constexpr,
+    HIDDEN_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """A program for each token and each ``BLOCK`` of experts."""
+    block, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, HIDDEN_PADDED)[None, :]
+    inside = column < hidden
+    expert = block * BLOCK + tl.arange(0, BLOCK)
+    real = expert < EXPERTS
+    # First what is the most, and depends on nothing.
+    rows = router_weight + expert[:, None].to(tl.int64) * router_expert + column * router_column
+    router = tl.load(rows, mask=real[:, None] & inside, other=0.0)
+    total = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        added = tl.load(residual + token * residual_stride + column, mask=inside, other=0.0)
+        total = (total.to(tl.float32) + added.to(tl.float32)).to(total.dtype)
+    scale = tl.load(norm_weight + column * norm_stride, mask=inside, other=0.0).to(tl.float32)
+    wide = total.to(tl.float32)
+    normed = (wide * inverse_rms(wide, hidden, eps) * scale).to(out.dtype.element_ty)
+    if block == 0:
+        tl.store(out + token * out_stride + column, normed, mask=inside)
+        if HAS_RESIDUAL:
+            tl.store(residual_out + token * residual_out_stride + column, total, mask=inside)
+    logit = tl.sum(router.to(tl.float32) * normed.to(tl.float32), axis=1)
+    if ROUTER_BIAS:
+        logit += tl.load(router_bias + expert * router_bias_stride, mask=real, other=0.0).to(tl.float32)
+    tl.store(logits + token * EXPERTS + expert, logit.to(logits.dtype.element_ty), mask=real)
+
+    # The last program of a token has all of its logits, and chooses. All threads' stores come before the count.
+    tl.debug_barrier()
+    before = tl.atomic_add(arrived + token, 1, sem="acq_rel", scope="gpu")
+    if before == BLOCKS - 1:
+        tl.store(arrived + token, 0)
+        route(
+            logits,
+            correction_bias,
+            weights,
+            ids,
+            token + tl.arange(0, 1),
+            token + 1,
+            EXPERTS,
+            1,
+            correction_stride,
+            weights_row,
+            weights_column,
+            ids_row,
+            ids_column,
+            scaling_factor,
+            EXPERTS,
+            TOP_K,
+            TOP_K_PADDED,
+            GROUPS,
+            GROUPS_PADDED,
+            GROUP_PADDED,
+            TOP_GROUPS,
+            SIGMOID,
+            RENORMALIZE,
+            BIAS,
+            PACKED,
+        )
