@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gpt_oss import benchmark, demo
+from gpt_oss import demo
 from gpt_oss.__main__ import app
 from gpt_oss.check import compare_with_reference
 from gpt_oss.config import preset
@@ -141,24 +141,6 @@ def test_a_device_that_is_not_there(command: str) -> None:
     assert "error: device must be one that PyTorch can use here, got 'cuda': " in run.output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--preset", "huge"), "preset must be 'tiny' or "),
-        (("--layers", "10001"), "layers must be an int from 1 to 10000, got 10001"),
-        (
-            ("--preset", "tiny", "--prompt-tokens", "1000", "--decode-steps", "24"),
-            "prompt_tokens and decode_steps must together be less than the context of 1024 tokens, got 1000 and 24",
-        ),
-        (("--device", "toaster"), "device must be one that PyTorch can use here, got 'toaster': "),
-    ],
-)
-def test_benchmark_says_what_is_wrong(arguments: tuple[str, ...], message: str) -> None:
-    run = CliRunner().invoke(app, ["benchmark", "--device", "cpu", *arguments])
-    assert run.exit_code == 2, run.output
-    assert f"error: {message}" in run.output
-
-
 NO_COUNT = (0, -1, 2.5, True, "4", [4])
 NO_FLAG = (None, 0, "yes")
 
@@ -190,15 +172,6 @@ def test_impossible_options(name: str, values: tuple[Any, ...]) -> None:
 
 def test_every_option_is_checked() -> None:
     assert demo._OPTIONS.keys() == {field.name for field in dataclasses.fields(demo.Options)}
-
-
-@pytest.mark.parametrize("name", ["layers", "batch", "prompt_tokens", "decode_steps", "page_size", "repeats"])
-def test_impossible_workloads(name: str) -> None:
-    for value in (None, *NO_COUNT):
-        with pytest.raises((TypeError, ValueError), match=rf"^{name} must be an int of at least 1, got "):
-            benchmark.Workload(**{"preset": "tiny", name: value})
-    with pytest.raises(TypeError, match=r"^seed must be an int, got None"):
-        benchmark.Workload("tiny", seed=None)  # type: ignore[arg-type]
 
 
 def test_seeds_go_on_beyond_the_largest() -> None:
@@ -242,26 +215,6 @@ def test_reference_only_forces_every_operator() -> None:
     assert explanation.chosen is not None
     assert explanation.chosen.solution == "reference"
     assert rmsnorm.explain(x, weight).override is None
-
-
-def test_benchmark() -> None:
-    run = gpt_oss(
-        "benchmark", "--preset", "tiny", "--batch", "2", "--prompt-tokens", "20", "--decode-steps", "3", "--device", "cpu", "--json"
-    )
-    assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout)
-    assert result["prefill"]["tokens_per_second"] > 0
-    assert result["decode"]["milliseconds_per_step"] > 0
-    assert {row["operator"] for row in result["kernels"]} >= {"attention.mha_prefill", "attention.mha_decode_with_kvcache"}
-    assert {"device", "torch", "tokenspeed_kernel", "dtype", "date"} <= result["metadata"].keys()
-
-
-def test_benchmark_measures_what_it_says() -> None:
-    workload = benchmark.Workload("tiny", layers=3, batch=2, prompt_tokens=5, decode_steps=2, repeats=2)
-    result = benchmark.run(workload, torch.float32, "cpu")
-    calls = {row["operator"]: row["calls"] for row in result["kernels"]}
-    assert calls["attention.mha_prefill"] == calls["attention.mha_decode_with_kvcache"] == 3
-    assert len(result["prefill"]["all_seconds"]) == 2
 
 
 @given(st.text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from enum import Enum
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from gpt_oss import benchmark as bench
 from gpt_oss import demo as demonstration
@@ -109,37 +109,60 @@ def demo(
         raise typer.Exit(DISAGREES)
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    """``"1,4,16"`` as numbers. Raises ValueError for anything else."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise ValueError(f"a list of numbers must look like 1,4,16, got {text!r}") from None
+
+
+def _shapes(text: str) -> tuple[tuple[int, int], ...]:
+    """``"1x1024,8x1024"`` as pairs of numbers. Raises ValueError for anything else."""
+    parts = [part.split("x") for part in text.split(",") if part]
+    try:
+        return tuple((int(batch), int(tokens)) for batch, tokens in parts)
+    except ValueError:
+        raise ValueError(f"a list of prefills must look like 1x1024,8x1024, got {text!r}") from None
+
+
 @app.command()
 def benchmark(
     device: DeviceOption,
     preset: Annotated[str, typer.Option(help=f"configuration: {', '.join(PRESETS)}")] = "gpt-oss-120b",
-    layers: Annotated[int, typer.Option(min=1, help="number of layers")] = 2,
-    batch: Annotated[int, typer.Option(min=1, help="number of sequences")] = 4,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="prompt tokens of each sequence")] = 1024,
-    decode_steps: Annotated[int, typer.Option(min=1, help="number of decode steps that are timed")] = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="number of prefills that are timed")] = 5,
+    layers: Annotated[int | None, typer.Option(min=1, help="number of layers; left out: the preset's")] = None,
+    batch: Annotated[str, typer.Option(help="numbers of sequences that decode together; empty: none")] = "1,4,16,64",
+    context: Annotated[str, typer.Option(help="tokens of each sequence before the decode steps")] = "1024",
+    decode_steps: Annotated[int, typer.Option(min=2, help="number of decode steps that are timed")] = 64,
+    prefill: Annotated[str, typer.Option(help="prefills that are timed, prompts x tokens of each; empty: none")] = "1x1024,8x1024",
+    repeats: Annotated[int, typer.Option(min=1, help="how often each prefill is timed")] = 5,
+    page_size: Annotated[int, typer.Option(min=1, help="tokens that a page of the cache holds")] = 64,
+    compare: Annotated[str, typer.Option(help=f"variants, one after the other: {', '.join(bench.VARIANTS)}")] = "optimised",
+    seed: Annotated[int, typer.Option(help="seed of weights, prompts and sampling")] = 0,
     dtype: DtypeOption = None,
+    output: Annotated[Path | None, typer.Option(help="write the result as JSON to this file")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measures a stack of layers with random weights: tokens per second of a prefill, and time of a decode step.
+    """Measures the runtime end to end with random weights: decode steps of the engine, and prefills.
 
     Exit status: 0, or 2 if an option is wrong or the model cannot be run.
     """
+    console = _console(as_json)
     try:
-        workload = bench.Workload(preset, layers, batch, prompt_tokens, decode_steps, repeats=repeats)
-        result = bench.run(workload, _dtype(dtype, _checked_device(device)), device)
+        workload = bench.Workload(
+            preset, layers, _counts(batch), _counts(context), decode_steps, _shapes(prefill), repeats, page_size, seed
+        )
+        variants = [name for name in compare.split(",") if name]
+        command = "python -m gpt_oss " + shlex.join(sys.argv[1:])
+        result = bench.run(workload, _dtype(dtype, _checked_device(device)), device, variants, command, console)
     except (ValueError, RuntimeError) as error:
         _give_up(error)
+    if output is not None:
+        output.write_text(json.dumps(result, indent=2) + "\n")
     if as_json:
         _print_json(result)
-        return
-    table = Table("pass", "tokens/s", "time", title=f"{preset}, {layers} layers, {batch} x {prompt_tokens} tokens")
-    prefill, decode = result["prefill"], result["decode"]
-    table.add_row("prefill", f"{prefill['tokens_per_second']:.0f}", f"{prefill['seconds'] * 1e3:.2f} ms")
-    table.add_row("decode", f"{decode['tokens_per_second']:.0f}", f"{decode['milliseconds_per_step']:.2f} ms a step")
-    console = _console()
-    console.print(table)
-    console.print(", ".join(f"{key} {value}" for key, value in result["metadata"].items()))
+    else:
+        bench.show(result, console)
 
 
 def _console(stderr: bool = False) -> Console:

@@ -1,137 +1,380 @@
-"""How fast a stack of layers is: tokens per second of a prefill, and time of a decode step."""
+"""How fast the runtime is, end to end: decode steps of the engine, and prefills, with random weights.
+
+A decode step is timed as a caller of the engine sees it, and beside it the same pass replayed on the device without an engine
+around it. Its floor is the time that the device takes to read what the step cannot do without: weights of attention and of those
+experts that its tokens chose, keys and values, and the output matrix.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-import platform
+import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-import tokenspeed_kernel
-from gpt_oss.batch import Batch, Piece, make_batch
 from gpt_oss.cache import PagedKVCache
-from gpt_oss.config import PRESETS, preset
-from gpt_oss.fields import COUNT, INT, check_fields, describe, dtype_name, one_of
-from gpt_oss.kernels import listen
+from gpt_oss.config import PRESETS, Config, preset
+from gpt_oss.engine import Engine
+from gpt_oss.fields import COUNT, INT, Field, check_fields, describe, dtype_name, is_int, one_of, optional
+from gpt_oss.kernels import Heard, listen, portable_only
 from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
+from gpt_oss.request import Request
+from gpt_oss.sampling import Sampling
+from tokenspeed_kernel import watch_calls
+from tokenspeed_kernel.workbench.benchmark import collect_metadata, measure_roofline
+
+# Which kernels may run.
+VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "optimised": contextlib.nullcontext,  # all that are installed
+    "portable": portable_only,  # those of the core alone
+}
+
+_WARM_STEPS = 4
+
+
+def _are_ints(value: object) -> bool:
+    return isinstance(value, Sequence) and all(map(is_int, value))
+
+
+def _are_positive(values: Sequence[int]) -> bool:
+    return all(value >= 1 for value in values)
+
+
+_COUNTS = Field("a sequence of ints of at least 1", _are_ints, _are_positive)
+_SHAPES = Field(
+    "a sequence of pairs of ints of at least 1",
+    lambda value: isinstance(value, Sequence) and all(_are_ints(pair) and len(pair) == 2 for pair in value),
+    lambda value: all(map(_are_positive, value)),
+)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is measured: a prefill of ``batch`` prompts of ``prompt_tokens`` each, then ``decode_steps`` decode steps.
-
-    All but the preset are ints of at least 1, and ``seed`` is any int.
+    """What is measured.
 
     Attributes:
         preset: the configuration; the weights are random.
-        layers: how many layers the model has. Embedding and output matrix are part of every pass.
+        layers: how many layers the model has; None for the preset's. Embedding and output matrix are part of every pass.
+        batches: numbers of sequences that decode together.
+        contexts: how many tokens each has before the steps that are timed. Every batch is measured with every context.
+        decode_steps: how many steps of each are timed.
+        prefills: numbers of prompts, and of tokens of each, that are prefilled in one pass.
+        repeats: how often each prefill is timed, after one that is not.
         page_size: tokens that a page of the cache holds.
-        repeats: how many prefills are timed, after one that is not.
+        seed: of weights, prompts and sampling; any int.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
     """
 
     preset: str = "gpt-oss-120b"
-    layers: int = 2
-    batch: int = 4
-    prompt_tokens: int = 1024
-    decode_steps: int = 32
-    page_size: int = 64
+    layers: int | None = None
+    batches: Sequence[int] = (1, 4, 16, 64)
+    contexts: Sequence[int] = (1024,)
+    decode_steps: int = 64
+    prefills: Sequence[tuple[int, int]] = ((1, 1024), (8, 1024))
     repeats: int = 5
+    page_size: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("layers", "batch", "prompt_tokens", "decode_steps", "page_size", "repeats")
-        check_fields({"preset": one_of(*PRESETS), **dict.fromkeys(counts, COUNT), "seed": INT}, self)
+        counts = ("decode_steps", "repeats", "page_size")
+        fields = {
+            "preset": one_of(*PRESETS),
+            "layers": optional(COUNT),
+            "batches": _COUNTS,
+            "contexts": _COUNTS,
+            "prefills": _SHAPES,
+            **dict.fromkeys(counts, COUNT),
+            "seed": INT,
+        }
+        check_fields(fields, self)
+
+    @property
+    def config(self) -> Config:
+        """Raises ConfigError if the model cannot have so many layers."""
+        return preset(self.preset) if self.layers is None else preset(self.preset).with_layers(self.layers)
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence."""
+        decoded = [context + _WARM_STEPS + self.decode_steps + 2 for context in self.contexts if self.batches]
+        return max([*decoded, *(tokens + 1 for _, tokens in self.prefills)])
 
 
-def run(workload: Workload, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Measures a workload. The result holds plain values, for JSON.
+def run(
+    workload: Workload,
+    dtype: torch.dtype,
+    device: str,
+    variants: Sequence[str] = ("optimised",),
+    command: str = "",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Measures a workload with each variant, one after the other. The result holds plain values, for JSON.
+
+    Args:
+        workload: what to measure.
+        dtype, device: of the model.
+        variants: names from `VARIANTS`.
+        command: the command line that measures the same.
+        console: where progress is shown; None shows none.
 
     Raises:
         ConfigError: the model cannot have so many layers.
-        ValueError: its context is too short for the prompt and the decode steps.
+        ValueError: its context is too short for the workload, or there is no such variant.
     """
-    config = preset(workload.preset).with_layers(workload.layers)
-    length = workload.prompt_tokens + workload.decode_steps + 1
-    if length > config.max_position_embeddings:
+    config = workload.config
+    for variant in variants:
+        one_of(*VARIANTS).check("variant", variant)
+    if workload.longest > config.max_position_embeddings:
         raise ValueError(
-            f"prompt_tokens and decode_steps must together be less than the context of {config.max_position_embeddings} tokens, "
-            f"got {describe(workload.prompt_tokens)} and {describe(workload.decode_steps)}"
+            f"contexts, decode_steps and prefills must fit the model's context of {config.max_position_embeddings} tokens, got "
+            f"{describe(list(workload.contexts))}, {workload.decode_steps} and {describe(list(workload.prefills))}"
         )
-    model = GptOss(config, RandomTensors(config, workload.seed, dtype, device), dtype, device, max_positions=length)
-    pages = -(-length // workload.page_size)
-    cache = PagedKVCache(config, workload.batch * pages, workload.page_size, dtype, device)
-    held = [cache.allocator.allocate(pages) for _ in range(workload.batch)]
-    generator = torch.Generator().manual_seed(workload.seed)
-    prompts = torch.randint(config.vocab_size, (workload.batch, workload.prompt_tokens), generator=generator).tolist()
-    last = range(workload.batch)
-
-    prefill = make_batch([Piece(prompt, 0, held[i]) for i, prompt in enumerate(prompts)], cache, model.device, last)
-    with listen() as listener:
-        tokens = _next(model, prefill, cache).tolist()
-        _next(model, _decode_batch(tokens, workload.prompt_tokens, held, cache, model), cache).tolist()
-    prefills = [_timed(functools.partial(_next, model, prefill, cache)) for _ in range(workload.repeats)]
-    decodes = []
-    for step in range(workload.decode_steps):
-        batch = _decode_batch(tokens, workload.prompt_tokens + step, held, cache, model)
-        # The first step selects kernels and may compile them, which a runtime would have done before it serves requests.
-        if step == 0:
-            _next(model, batch, cache).tolist()
-        decodes.append(_timed(functools.partial(_next, model, batch, cache)))
-    prefill_seconds, decode_seconds = statistics.median(prefills), statistics.median(decodes)
+    on_gpu = torch.device(device).type == "cuda"
+    bandwidth = measure_roofline(device).memory_gb_per_s if on_gpu else None
+    rows = len(workload.batches) * len(workload.contexts) + len(workload.prefills)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    measured = {}
+    with Progress(*columns, console=console, disable=console is None) as progress:
+        for variant in variants:
+            task = progress.add_task(variant, total=rows + 1)
+            with VARIANTS[variant]():
+                measured[variant] = _Measuring(workload, config, dtype, device, bandwidth, progress, task).rows()
+            _free(on_gpu)
     return {
         "workload": asdict(workload),
-        "prefill": {
-            "seconds": prefill_seconds,
-            "tokens_per_second": workload.batch * workload.prompt_tokens / prefill_seconds,
-            "all_seconds": prefills,
+        "metadata": {
+            **dataclasses.asdict(collect_metadata(command, device)),
+            "dtype": dtype_name(dtype),
+            "threads": torch.get_num_threads(),
+            "runtime": torch.version.cuda or torch.version.hip or "cpu",
         },
-        "decode": {
-            "milliseconds_per_step": 1e3 * decode_seconds,
-            "milliseconds_per_step_p90": 1e3 * sorted(decodes)[int(0.9 * (len(decodes) - 1))],
-            "tokens_per_second": workload.batch / decode_seconds,
-        },
-        "kernels": [heard.to_dict() for heard in listener.heard()],
-        "metadata": metadata(dtype, device),
+        "memory_gb_per_s": bandwidth,
+        "variants": measured,
     }
 
 
-def metadata(dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """The device, dtype, versions and date of a measurement."""
-    is_gpu = torch.device(device).type == "cuda"  # AMD's GPUs too
-    return {
-        "device": torch.cuda.get_device_name(device) if is_gpu else platform.processor() or platform.machine(),
-        "dtype": dtype_name(dtype),
-        "threads": torch.get_num_threads(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "runtime": torch.version.cuda or torch.version.hip or "cpu",
-        "tokenspeed_kernel": tokenspeed_kernel.__version__,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
+def _free(on_gpu: bool) -> None:
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
 
 
-def _next(model: GptOss, batch: Batch, cache: PagedKVCache) -> Tensor:
-    return model.ops.argmax(model.forward(batch, cache))
+class _Measuring:
+    """The measurements of one variant."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: Config,
+        dtype: torch.dtype,
+        device: str,
+        bandwidth: float | None,
+        progress: Progress,
+        task: TaskID,
+    ) -> None:
+        self.workload, self.config, self.dtype, self.device = workload, config, dtype, device
+        self.bandwidth, self._progress, self._task = bandwidth, progress, task
+        self.on_gpu = torch.device(device).type == "cuda"
+        self.heard: dict[tuple[str, str], Heard] = {}
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        started = time.perf_counter()
+        source = RandomTensors(config, workload.seed, dtype, device)
+        self.model = GptOss(config, source, dtype, device, max_positions=workload.longest)
+        self._wait()
+        self.seconds = time.perf_counter() - started
+        self.gigabytes = torch.cuda.max_memory_allocated(device) / 1e9 if self.on_gpu else None
+        progress.advance(task)
+
+    def rows(self) -> dict[str, Any]:
+        """Everything that was measured."""
+        decode = [self._decode(batch, context) for context in self.workload.contexts for batch in self.workload.batches]
+        prefill = [self._prefill(batch, tokens) for batch, tokens in self.workload.prefills]
+        return {
+            "weights": {"seconds": self.seconds, "most_gigabytes": self.gigabytes},
+            "decode": decode,
+            "prefill": prefill,
+            "kernels": [self.heard[key].to_dict() for key in sorted(self.heard)],
+        }
+
+    def _decode(self, batch: int, context: int) -> dict[str, Any]:
+        """Steps of an engine in which a whole batch decodes."""
+        steps = self.workload.decode_steps
+        with self._listening():
+            engine = self._engine(batch, context + _WARM_STEPS + steps + 1, context * batch, "graphs" if self.on_gpu else "static")
+            engine.generate([Request(prompt, 2) for prompt in self._prompts(batch, 1)])
+        # Sampled, because greedy choices of untrained weights soon repeat themselves; and then all tokens choose the same experts.
+        for number, prompt in enumerate(self._prompts(batch, context)):
+            engine.add(Request(prompt, _WARM_STEPS + steps + 1, Sampling(1.0, seed=self.workload.seed + number)))
+        told = 0
+        while told < batch * _WARM_STEPS:
+            told += len(engine.step())
+        seconds = [_seconds(engine.step) for _ in range(steps - 1)]
+        step = statistics.fmean(seconds)  # a step may end before its pass, and the next one then waits for both
+        experts = self._experts(engine, batch)
+        bare = self._bare(engine, batch)
+        floor = self._floor(batch, context + steps // 2, experts)
+        self._progress.advance(self._task)
+        return {
+            "batch": batch,
+            "context": context,
+            "milliseconds_a_step": 1e3 * step,
+            "milliseconds_median": 1e3 * statistics.median(seconds),
+            "milliseconds_p90": 1e3 * sorted(seconds)[int(0.9 * (len(seconds) - 1))],
+            "tokens_per_second": batch / step,
+            "milliseconds_bare": bare,
+            "over_bare": None if bare is None else 1e3 * step / bare,
+            "experts_a_layer": statistics.fmean(experts),
+            "bytes_floor": floor,
+            "milliseconds_floor": None if self.bandwidth is None else floor / self.bandwidth / 1e6,
+        }
+
+    def _prefill(self, batch: int, tokens: int) -> dict[str, Any]:
+        """A pass over whole prompts, from the request to the first token of each."""
+        engine = self._engine(batch, tokens, tokens * batch, "eager")
+        requests = [Request(prompt, 1) for prompt in self._prompts(batch, tokens)]
+        with self._listening():
+            engine.generate(requests)
+        engine.generate(requests)
+        seconds = [_seconds(functools.partial(engine.generate, requests)) for _ in range(self.workload.repeats)]
+        median = statistics.median(seconds)
+        self._progress.advance(self._task)
+        return {
+            "batch": batch,
+            "tokens": tokens,
+            "seconds": median,
+            "tokens_per_second": batch * tokens / median,
+            "all_seconds": seconds,
+        }
+
+    # -- what a measurement is made of ------------------------------------------------------------------------------------------
+
+    def _engine(self, batch: int, length: int, prefill_tokens: int, decode: str) -> Engine:
+        """An engine for a batch of sequences of that length."""
+        page_size = self.workload.page_size
+        cache = PagedKVCache(self.config, batch * -(-length // page_size), page_size, self.dtype, self.device)
+        return Engine(self.model, cache, prefill_tokens, batch, decode, decode_sizes=(batch,))
+
+    def _prompts(self, batch: int, tokens: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(self.workload.seed)
+        prompts: list[list[int]] = torch.randint(self.config.vocab_size, (batch, tokens), generator=generator).tolist()
+        return prompts
+
+    def _bare(self, engine: Engine, batch: int) -> float | None:
+        """Milliseconds of a pass that is replayed again and again, on the device's own clock; None where there are no graphs."""
+        if not self.on_gpu or engine.decoder is None:
+            return None
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        replays = self.workload.decode_steps
+        engine.decoder.replay(batch, sampled=True)
+        begin.record()
+        for _ in range(replays):
+            engine.decoder.replay(batch, sampled=True)
+        end.record()
+        self._wait()
+        milliseconds: float = begin.elapsed_time(end) / replays
+        return milliseconds
+
+    def _experts(self, engine: Engine, batch: int) -> list[int]:
+        """How many experts of each layer the next pass of an engine reads."""
+        chosen: list[torch.Tensor] = []
+
+        def watcher(call: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+            if call.mode == "moe_apply":
+                chosen.append(call.arguments["topk_ids"].clone())
+            return run
+
+        assert engine.decoder is not None
+        with watch_calls(watcher):
+            engine.decoder.forward(batch)
+        return [len(ids.unique()) for ids in chosen]
+
+    def _floor(self, batch: int, context: int, experts: Sequence[int]) -> float:
+        """Bytes that a decode step must read."""
+        config, size = self.config, self.dtype.itemsize
+        weights = config.num_local_experts, config.hidden_size, config.intermediate_size
+        expert = 3 * weights[1] * weights[2] * (17 / 32 if config.quantization == "mxfp4" else size)  # 4 bits, and 8 for each 32
+        expert += size * (2 * weights[2] + weights[1])  # biases
+        layer = self.model.layers[0]
+        products = (layer.qkv, layer.output, layer.router)
+        dense = sum(p.weight.numel() + (0 if p.bias is None else p.bias.numel()) for p in products) * size
+        visible = [context if left < 0 else min(context, left + 1) for left in map(config.window_left, range(len(experts)))]
+        cached = 2 * batch * sum(visible) * config.kv_size * size
+        return dense * len(experts) + expert * sum(experts) + cached + self.model.unembedding.weight.numel() * size
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        with listen() as listener:
+            yield
+        for heard in listener.heard():
+            self.heard.setdefault((heard.operator, heard.kernel), heard)
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
 
 
-def _decode_batch(tokens: list[int], position: int, held: list[list[int]], cache: PagedKVCache, model: GptOss) -> Batch:
-    pieces = [Piece([token], position, pages) for token, pages in zip(tokens, held, strict=True)]
-    return make_batch(pieces, cache, model.device, range(len(pieces)))
-
-
-def _timed(call: Callable[[], Tensor]) -> float:
-    """Seconds until the result of a call is in host memory, which is when an engine could begin its next step."""
+def _seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
-    call().tolist()
+    call()
     return time.perf_counter() - started
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Prints a result as tables."""
+    decode = Table(title="Decode", title_justify="left")
+    for heading in (
+        "variant",
+        "batch",
+        "context",
+        "ms a step",
+        "tokens/s",
+        "ms bare",
+        "engine/bare",
+        "experts a layer",
+        "ms floor",
+    ):
+        decode.add_column(heading, justify="left" if heading == "variant" else "right")
+    prefill = Table("variant", "prompts", "tokens", "ms", "tokens/s", title="Prefill", title_justify="left")
+    for variant, measured in result["variants"].items():
+        for row in measured["decode"]:
+            decode.add_row(
+                variant,
+                str(row["batch"]),
+                str(row["context"]),
+                f"{row['milliseconds_a_step']:.3f}",
+                f"{row['tokens_per_second']:.0f}",
+                _number(row["milliseconds_bare"], 3),
+                _number(row["over_bare"], 3),
+                f"{row['experts_a_layer']:.1f}",
+                _number(row["milliseconds_floor"], 2),
+            )
+        for row in measured["prefill"]:
+            prefill.add_row(
+                variant, str(row["batch"]), str(row["tokens"]), f"{1e3 * row['seconds']:.2f}", f"{row['tokens_per_second']:.0f}"
+            )
+    for table in (decode, prefill):
+        if table.row_count:
+            console.print(table)
+    workload = result["workload"]
+    layers = "all" if workload["layers"] is None else workload["layers"]
+    made_on = ", ".join(f"{key} {value}" for key, value in result["metadata"].items() if value)
+    console.print(f"{workload['preset']}, {layers} layers; {made_on}")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -147,12 +147,12 @@ class Decoder:
         self._held = (size, tuple((number, cached + 1) for number, cached in wanted[1]))
         return flight
 
-    def replay(self, size: int) -> None:
-        """Launches a pass as the last one left the rows, and nothing else: for measuring. What it computes is of no use."""
+    def replay(self, size: int, sampled: bool = False) -> None:
+        """Launches a pass as the last one left the rows, and nothing else: for measuring. Its tokens are nobody's."""
         self._held, self._launches = None, self._launches + 1
         with self._on_device():
             self._run(size, "model")
-            self._run(size, "greedy")
+            self._run(size, "sampled" if sampled else "greedy")
 
     # -- one pass -------------------------------------------------------------------------------------------------------------
 
@@ -165,12 +165,13 @@ class Decoder:
     def _launch(self, size: int, part: str) -> None:
         """One part of a pass, which is what a graph of it holds."""
         if part == "model":
-            self._forward(size)
+            self.forward(size)
         else:
             self._choose(size, part == "greedy")
 
-    def _forward(self, size: int) -> None:
-        """The model's pass: from the rows to the logits."""
+    def forward(self, size: int) -> None:
+        """Launches the model's pass, from the rows to the logits, from Python. The rows stay as they are, so that it may be done
+        once more than a graph does it, for those who watch calls."""
         rows, page_size = self._rows, self._cache.page_size
         positions, page_table = rows.positions[:size], self._page_table[:size]
         pages = page_table.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)

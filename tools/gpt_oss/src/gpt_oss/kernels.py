@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import tokenspeed_kernel
 from tokenspeed_kernel import Explanation, KernelRegistry, get_operator, kernel_override, operators, watch_calls
 
 
@@ -80,6 +81,22 @@ def listen() -> Iterator[Listener]:
     listener = Listener()
     with watch_calls(listener):
         yield listener
+
+
+@contextlib.contextmanager
+def portable_only() -> Iterator[None]:
+    """Leaves only the core's own kernels inside the block, in every thread: none of a vendor's package serves.
+
+    A model that runs in the block must be made in it too, because experts are prepared for the kernel that will serve them.
+    """
+    registry = KernelRegistry.get()
+    core = {op.body.__module__.partition(".")[0] for op in operators()} | {tokenspeed_kernel.__name__}
+    others = [spec.name for spec in registry.list_kernels() if spec.package not in core]
+    registry.publish(others, public=False)
+    try:
+        yield
+    finally:
+        registry.publish(others, public=True)
 
 
 @contextlib.contextmanager
