@@ -52,7 +52,8 @@ def rmsnorm_qkv_rope(
 
     Composed of `rmsnorm`, which adds the residual first if there is one; `mm` with the weights of q, k and v side by side, and
     their bias, whose result is rounded to x's dtype; and `apply_rope`, which rotates q and k in place, and writes k and v to the
-    cache. A kernel that does it all in one may leave out the rounding before the rotation.
+    cache. A kernel that does it all in one may round x times the norm's weight, and divide the product by the root
+    mean square.
 
     Args:
         x: float16, bfloat16, float32 or float64 ``[tokens, hidden]``.
