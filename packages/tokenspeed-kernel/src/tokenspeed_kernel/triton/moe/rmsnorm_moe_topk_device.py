@@ -7,6 +7,7 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.moe.moe_topk_device import route
 from tokenspeed_kernel.triton.norm.rmsnorm_device import inverse_rms
+from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 
 @triton.jit
@@ -55,6 +56,7 @@ def rmsnorm_moe_topk_kernel(
     RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """A program for each token and each ``BLOCK`` of experts."""
     block, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -68,10 +70,10 @@ def rmsnorm_moe_topk_kernel(
     total = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + token * residual_stride + column, mask=inside, other=0.0)
-        total = (total.to(tl.float32) + added.to(tl.float32)).to(total.dtype)
+        total = round_to(total.to(tl.float32) + added.to(tl.float32), total.dtype, INTERPRETED)
     scale = tl.load(norm_weight + column * norm_stride, mask=inside, other=0.0).to(tl.float32)
     wide = total.to(tl.float32)
-    normed = (wide * inverse_rms(wide, hidden, eps) * scale).to(out.dtype.element_ty)
+    normed = round_to(wide * inverse_rms(wide, hidden, eps) * scale, out.dtype.element_ty, INTERPRETED)
     if block == 0:
         tl.store(out + token * out_stride + column, normed, mask=inside)
         if HAS_RESIDUAL:
@@ -79,7 +81,7 @@ def rmsnorm_moe_topk_kernel(
     logit = tl.sum(router.to(tl.float32) * normed.to(tl.float32), axis=1)
     if ROUTER_BIAS:
         logit += tl.load(router_bias + expert * router_bias_stride, mask=real, other=0.0).to(tl.float32)
-    tl.store(logits + token * EXPERTS + expert, logit.to(logits.dtype.element_ty), mask=real)
+    tl.store(logits + token * EXPERTS + expert, round_to(logit, logits.dtype.element_ty, INTERPRETED), mask=real)
 
     # The last program of a token has all of its logits, and chooses. All threads' stores come before the count.
     tl.debug_barrier()

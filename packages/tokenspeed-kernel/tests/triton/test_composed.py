@@ -1,0 +1,95 @@
+"""Kernels of composed operators where the cases that all kernels share do not look: memory that is written in place, calls one
+after another, and what they leave to the composed kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.workspace import keeper
+
+DEVICE = default_device()
+FUSED = {"rmsnorm_moe_topk": "triton_rmsnorm_moe_topk", "rmsnorm_qkv_rope": "triton_rmsnorm_qkv_rope_64"}
+
+
+def draw(mode: str, seed: int = 0) -> dict[str, Any]:
+    """A small call with a residual."""
+    named = {"rmsnorm_moe_topk": "gpt-oss-120b decode 1", "rmsnorm_qkv_rope": "gpt-oss-120b heads, narrow, decode 4 with cache"}
+    op = get_operator(mode)
+    made = next(c for c in op.all_cases() if c.name == named[mode]).make
+    # In float32, where no rounding decides which expert is better.
+    return op.complete(made.vary(tokens=5, dtype=torch.float32)(Draw(DEVICE, seed)))  # type: ignore[attr-defined]
+
+
+def copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def run(mode: str, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    return getattr(tk, mode)(**arguments, override=FUSED[mode])
+
+
+@pytest.mark.parametrize("target", ["residual", "x"])
+@pytest.mark.parametrize("mode", FUSED)
+def test_the_sum_may_take_the_place_of_what_was_added(mode: str, target: str) -> None:
+    arguments = draw(mode)
+    wanted = run(mode, copied(arguments))
+    given = copied(arguments)
+    got = run(mode, {**given, "residual_out": given[target]})
+    assert got[-1] is given[target]
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mode", FUSED)
+def test_calls_one_after_another_do_not_disturb_each_other(mode: str) -> None:
+    """Whoever counts programs must find zeros."""
+    for seed in range(3):
+        arguments = draw(mode, seed=seed)
+        got = run(mode, copied(arguments))
+        wanted = getattr(tk, mode)(**copied(arguments), solution="reference")
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    index = torch.device(DEVICE).index or 0 if torch.device(DEVICE).type == "cuda" else -1
+    stream = torch.cuda.current_stream().cuda_stream if index >= 0 else 0
+    assert not keeper.get(index, stream, 0, 1).counters.any()
+
+
+@pytest.mark.parametrize("mode", FUSED)
+def test_weights_in_another_order(mode: str) -> None:
+    """Inputs first, rather than outputs."""
+    arguments = draw(mode)
+    name = "router_weight" if mode == "rmsnorm_moe_topk" else "qkv_weight"
+    wanted = run(mode, copied(arguments))
+    turned = {**copied(arguments), name: arguments[name].contiguous()}
+    assert turned[name].stride() != arguments[name].stride()
+    for one, other in zip(run(mode, turned), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "chosen"),
+    [
+        ("rmsnorm_moe_topk", 16, "triton_rmsnorm_moe_topk"),
+        ("rmsnorm_moe_topk", 17, "composed_rmsnorm_moe_topk"),
+        ("rmsnorm_qkv_rope", 17, "composed_rmsnorm_qkv_rope"),
+    ],
+)
+def test_many_tokens_are_left_to_the_parts(mode: str, tokens: int, chosen: str) -> None:
+    arguments = draw(mode)
+    longer = {
+        name: torch.cat([value] * 4)[:tokens] if isinstance(value, Tensor) and name in ("x", "residual", "positions") else value
+        for name, value in arguments.items()
+    }
+    if mode == "rmsnorm_qkv_rope":
+        longer["slot_mapping"] = torch.arange(tokens, device=DEVICE)
+    found = getattr(tk, mode).explain(**longer).chosen
+    assert found is not None
+    assert found.name == chosen
