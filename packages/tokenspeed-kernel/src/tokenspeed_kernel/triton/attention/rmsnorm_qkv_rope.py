@@ -70,7 +70,8 @@ def rmsnorm_qkv_rope(
     x, added = (t if t.stride(1) == 1 else t.contiguous() for t in (x, x if residual is None else residual))
     weight = qkv_weight.t() if qkv_weight.stride(0) == 1 else qkv_weight.t().contiguous()
     table = cos_sin_cache if cos_sin_cache.stride(1) == 1 else cos_sin_cache.contiguous()
-    cache_strides, page_size, slots_stride = (0,) * 8, 1, 0
+    cache_strides: tuple[int, ...] = (0,) * 8
+    page_size, slots_stride = 1, 0
     write = k_cache is not None and v_cache is not None and slot_mapping is not None and k_cache.numel() > 0
     if write:
         assert k_cache is not None and v_cache is not None and slot_mapping is not None  # noqa: PT018
