@@ -19,7 +19,9 @@ from gpt_oss.kernels import portable_only
 from tokenspeed_kernel import register_kernel, rmsnorm
 from tokenspeed_kernel_base.registry import KernelRegistry
 
-WORKLOAD = benchmark.Workload("tiny", layers=3, batches=(1, 3), contexts=(20,), decode_steps=4, prefills=((2, 9),), repeats=2)
+WORKLOAD = benchmark.Workload(
+    "tiny", layers=3, batches=(1, 3), contexts=(20,), decode_steps=4, prefills=((2, 9),), repeats=2, page_size=4
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,8 @@ def test_it_measures_what_it_says(result: dict[str, Any]) -> None:
         assert [(row["batch"], row["context"]) for row in measured["decode"]] == [(1, 20), (3, 20)]
         for row in measured["decode"]:
             assert row["milliseconds_a_step"] > 0
-            assert row["milliseconds_bare"] is row["milliseconds_floor"] is None, "there are no graphs here, and no roofline"
+            assert row["over_bare"] == row["milliseconds_a_step"] / row["milliseconds_bare"]
+            assert row["milliseconds_floor"] is None, "there is no roofline here"
             assert 4 <= row["experts_a_layer"] <= min(8, 4 * row["batch"])
         (prefill,) = measured["prefill"]
         assert (prefill["batch"], prefill["tokens"], len(prefill["all_seconds"])) == (2, 9, 2)

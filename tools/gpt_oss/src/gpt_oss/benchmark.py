@@ -42,6 +42,7 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 }
 
 _WARM_STEPS = 4
+_REPLAYS = 30  # of the bare pass; each is a position further, too
 
 
 def _are_ints(value: object) -> bool:
@@ -110,8 +111,12 @@ class Workload:
     @property
     def longest(self) -> int:
         """Positions of the longest sequence."""
-        decoded = [context + _WARM_STEPS + self.decode_steps + 2 for context in self.contexts if self.batches]
+        decoded = [self.length(context) for context in self.contexts if self.batches]
         return max([*decoded, *(tokens + 1 for _, tokens in self.prefills)])
+
+    def length(self, context: int) -> int:
+        """Positions that a sequence passes through when its decode steps are measured."""
+        return context + _WARM_STEPS + self.decode_steps + _REPLAYS + 3
 
 
 def run(
@@ -215,7 +220,7 @@ class _Measuring:
         """Steps of an engine in which a whole batch decodes."""
         steps = self.workload.decode_steps
         with self._listening():
-            engine = self._engine(batch, context + _WARM_STEPS + steps + 1, context * batch, "graphs" if self.on_gpu else "static")
+            engine = self._engine(batch, self.workload.length(context), context * batch, "graphs" if self.on_gpu else "static")
             engine.generate([Request(prompt, 2) for prompt in self._prompts(batch, 1)])
         # Sampled, because greedy choices of untrained weights soon repeat themselves; and then all tokens choose the same experts.
         for number, prompt in enumerate(self._prompts(batch, context)):
@@ -237,7 +242,7 @@ class _Measuring:
             "milliseconds_p90": 1e3 * sorted(seconds)[int(0.9 * (len(seconds) - 1))],
             "tokens_per_second": batch / step,
             "milliseconds_bare": bare,
-            "over_bare": None if bare is None else 1e3 * step / bare,
+            "over_bare": 1e3 * step / bare,
             "experts_a_layer": statistics.fmean(experts),
             "bytes_floor": floor,
             "milliseconds_floor": None if self.bandwidth is None else floor / self.bandwidth / 1e6,
@@ -274,19 +279,20 @@ class _Measuring:
         prompts: list[list[int]] = torch.randint(self.config.vocab_size, (batch, tokens), generator=generator).tolist()
         return prompts
 
-    def _bare(self, engine: Engine, batch: int) -> float | None:
-        """Milliseconds of a pass that is replayed again and again, on the device's own clock; None where there are no graphs."""
-        if not self.on_gpu or engine.decoder is None:
-            return None
+    def _bare(self, engine: Engine, batch: int) -> float:
+        """Milliseconds of a pass that is launched again and again: on a GPU replayed, and timed by the device's own clock."""
+        decoder = engine.decoder
+        assert decoder is not None
+        decoder.replay(batch, sampled=True)
+        if not self.on_gpu:
+            return 1e3 * _seconds(lambda: [decoder.replay(batch, sampled=True) for _ in range(_REPLAYS)]) / _REPLAYS
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        replays = self.workload.decode_steps
-        engine.decoder.replay(batch, sampled=True)
         begin.record()
-        for _ in range(replays):
-            engine.decoder.replay(batch, sampled=True)
+        for _ in range(_REPLAYS):
+            decoder.replay(batch, sampled=True)
         end.record()
         self._wait()
-        milliseconds: float = begin.elapsed_time(end) / replays
+        milliseconds: float = begin.elapsed_time(end) / _REPLAYS
         return milliseconds
 
     def _experts(self, engine: Engine, batch: int) -> list[int]:
@@ -358,10 +364,10 @@ def show(result: dict[str, Any], console: Console) -> None:
                 str(row["context"]),
                 f"{row['milliseconds_a_step']:.3f}",
                 f"{row['tokens_per_second']:.0f}",
-                _number(row["milliseconds_bare"], 3),
-                _number(row["over_bare"], 3),
+                f"{row['milliseconds_bare']:.3f}",
+                f"{row['over_bare']:.3f}",
                 f"{row['experts_a_layer']:.1f}",
-                _number(row["milliseconds_floor"], 2),
+                "" if row["milliseconds_floor"] is None else f"{row['milliseconds_floor']:.2f}",
             )
         for row in measured["prefill"]:
             prefill.add_row(
@@ -374,7 +380,3 @@ def show(result: dict[str, Any], console: Console) -> None:
     layers = "all" if workload["layers"] is None else workload["layers"]
     made_on = ", ".join(f"{key} {value}" for key, value in result["metadata"].items() if value)
     console.print(f"{workload['preset']}, {layers} layers; {made_on}")
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
