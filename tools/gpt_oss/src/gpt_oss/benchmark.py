@@ -224,7 +224,9 @@ class _Measuring:
             engine.generate([Request(prompt, 2) for prompt in self._prompts(batch, 1)])
         # Sampled, because greedy choices of untrained weights soon repeat themselves; and then all tokens choose the same experts.
         for number, prompt in enumerate(self._prompts(batch, context)):
-            engine.add(Request(prompt, _WARM_STEPS + steps + 1, Sampling(1.0, seed=self.workload.seed + number)))
+            # More tokens than are waited for, so that the passes that are replayed have pages of their own.
+            tokens = self.workload.length(context) - context
+            engine.add(Request(prompt, tokens, Sampling(1.0, seed=self.workload.seed + number)))
         told = 0
         while told < batch * _WARM_STEPS:
             told += len(engine.step())
