@@ -11,11 +11,11 @@ checked against the float32 reference. For decode and extend the emulator execut
 `gfx950_emulator.timing.predict` computes a time; its docstring describes the model, and the emulator's README what the model leaves
 out. The time of a call is the sum of the times of its launches.
 
-Prefill of 64 heads is too much work for the emulator. It executes one key head, with sequences of at most SAMPLED tokens, so that
-every workgroup of both sides computes at most one tile of 128 queries, and some compute none. That gives the cycles of a tile at
-every index in its sequence, for one workgroup alone and for several on one compute unit, and the cycles of a workgroup without a
-tile. For tiles further back, the cycles of one more step are taken from the second half of the indices. Then the tiles of the whole
-call are handed out to 256 compute units (`prefill_seconds`).
+Prefill of 64 heads is too much work for the emulator. It executes one key head, with at most four sequences of at most SAMPLED
+tokens, so that every workgroup of both sides computes at most one tile of 128 queries, and some compute none. That gives the
+cycles of a tile at every index in its sequence, for one workgroup alone and for several on one compute unit, and the cycles of
+a workgroup without a tile. For tiles further back, the cycles of one more step are taken from the second half of the indices.
+Then the tiles of the whole call are handed out to 256 compute units (`prefill_seconds`).
 
 ASSUMPTIONS lists what this rests on; it is printed with the table.
 """
@@ -66,7 +66,7 @@ ASSUMPTIONS = (
     "A compute unit takes as long as all its work at full occupancy, or as its longest workgroup alone, whichever is longer; a "
     "launch takes as long as its slowest compute unit, or as HBM needs at 8 TB/s to read or write every cache line once, whichever "
     "is longer.",
-    "The launches of a call follow one another; the cost of launching is left out, but for the achievable times: those count 2.3 us "
+    "The launches of a call follow one another; the cost of launching is left out, but for the achievable times: they count 2.3 us "
     "for each launch, and 6.6 TB/s for HBM.",
     "Caches are ideal: no line is fetched from HBM twice in a launch, and L2 gives 64 bytes a cycle to every compute unit.",
 )
@@ -108,8 +108,9 @@ class Case:
 
     @property
     def sample(self) -> Case:
-        """The part of a prefill that is executed: one key head and its query heads."""
-        return dataclasses.replace(self, length=min(self.length, SAMPLED), heads=self.heads // self.kv_heads, kv_heads=1)
+        """The part of a prefill that is executed: one key head and its query heads, of at most four sequences."""
+        few = {"sequences": min(self.sequences, 4), "heads": self.heads // self.kv_heads, "kv_heads": 1}
+        return dataclasses.replace(self, length=min(self.length, SAMPLED), **few)
 
     def inputs(self) -> dict[str, Any]:
         """Arguments of our public function."""
@@ -371,20 +372,21 @@ def tiles_of(case: Case, launch: Any, fits: Any) -> tuple[Tiles, Any]:
 def own_tiles(case: Case, tiles: Tiles, workers: int) -> dict[int, list[int]]:
     """The indices of each workgroup's tiles, in the order of our kernel (gfx950/attention/prefill_device.py).
 
-    Each XCD has heads of its own. Its tiles, those with most keys first, go to its workgroups in rounds. In each round the second
-    half of the workgroups is in opposite order; in every other round the order is reversed.
+    Each XCD has heads of its own. Its tiles, those with most keys first, go to its compute units in rounds, each in the opposite
+    order of the last one. The workgroups of a unit share its rounds.
     """
+    from gfx950_emulator import hardware as hw
+
     xcds = math.gcd(case.heads, 8)
     columns, workers = case.sequences * case.heads // xcds, workers // xcds
     count = case.length // tiles.rows
-    half = (workers + 1) // 2
+    units = min(workers, hw.COMPUTE_UNITS // xcds)
     found: dict[int, list[int]] = {}
     for worker in range(workers):
-        first = worker if worker < half else workers - 1 + half - worker
-        mine, turn = [], 0
-        while (rank := turn * workers + (first if turn % 2 == 0 else workers - 1 - first)) < count * columns:
+        unit, turn, mine = worker % units, worker // units, []
+        while (rank := turn * units + (unit if turn % 2 == 0 else units - 1 - unit)) < count * columns:
             mine.append(count - 1 - rank // columns)
-            turn += 1
+            turn += workers // units
         found |= {worker * xcds + xcd: mine for xcd in range(xcds)}
     return found
 
@@ -396,7 +398,9 @@ def prefill_seconds(case: Case, tiles: Tiles, own_order: bool) -> float:
     units = hw.COMPUTE_UNITS
     count = case.length // tiles.rows
     if own_order:
-        workers = min(units * tiles.resident, count * case.sequences * case.heads)
+        xcds = math.gcd(case.heads, 8)
+        most, each = count * case.sequences * case.heads // xcds, units // xcds
+        workers = xcds * min(most, each) * min(tiles.resident, -(-most // each))
         alone, load = [0.0] * units, [0.0] * units
         for workgroup, places in own_tiles(case, tiles, workers).items():
             unit = workgroup % units

@@ -120,6 +120,20 @@ def test_scores_far_from_zero(gfx950: torch.device) -> None:
     assert ((got[1] - wanted[1]).abs() <= LSE_ERROR + 1e-6 * wanted[1].abs()).all()
 
 
+@pytest.mark.parametrize("options", [{}, {"window_left": 150, "sinks": True}, _slow({"logit_cap": 90.0})], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_that_grow_too_large(gfx950: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Scores far from the diagonal exceed those on it by 60, so that tiles are computed again; those of one head do not."""
+    inputs = _inputs([400, 70], gfx950, heads=2, kv_heads=2, dtype=dtype)
+    inputs["q"][:, 0] = 1.0
+    inputs["k"][:, 0] *= 0.1
+    inputs["k"][40:42, 0] = 7.5  # a score of 7.5 * 64 / 8
+    inputs["k"][240, 0] = 7.5
+    if "sinks" in options:
+        options = {**options, "sinks": torch.tensor([50.0, -3.0], device=gfx950)}
+    _check(mha_prefill(**inputs, return_lse=True, **options), _reference(inputs, **options))
+
+
 def test_slices_of_a_fused_tensor(gfx950: torch.device) -> None:
     """q, k and v are slices of one tensor, and so is out: nothing is copied first."""
     inputs = _inputs([140, 9], gfx950, heads=4, kv_heads=2)
@@ -233,8 +247,8 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("head_dim", "options"), VARIANTS)
 def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> None:
-    """No VGPR and few SGPRs are spilled, two waves fit on a SIMD, no scratch, no bank conflict, no loop around a buffer
-    instruction."""
+    """No VGPR and few SGPRs are spilled, three waves fit on a SIMD (two with heads of 128), no scratch, no bank conflict, no loop
+    around a buffer instruction."""
     from gfx950_emulator.occupancy import occupancy
 
     launch = _launch(emulator, 300, head_dim, **options)
@@ -243,13 +257,13 @@ def test_resources(emulator: Any, head_dim: int, options: dict[str, Any]) -> Non
     assert int(spills["vgpr_spill_count"]) == 0
     assert int(spills["private_segment_fixed_size"]) == 0
     assert int(spills["sgpr_spill_count"]) <= 40
-    assert occupancy(launch.program.assembly, launch.waves, launch.lds).waves_per_simd >= 2
+    assert occupancy(launch.program.assembly, launch.waves, launch.lds).waves_per_simd >= (3 if head_dim == 64 else 2)
     assert launch.counters.total("lds_conflicts") == 0
     # A waterfall loop removes the lanes that it has served from EXEC, and repeats while there are others.
     assert not re.search(r"s_(xor|andn2)_b64 exec, exec,.*\n(\s*[.;].*\n)*\s*s_cbranch_execnz", text)
 
 
-@pytest.mark.parametrize(("head_dim", "most"), [(64, 204), _slow(128, 163)])
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 172), _slow(128, 120)])
 def test_instructions_of_a_step(emulator: Any, head_dim: int, most: int) -> None:
     """Instructions for 16 matrix instructions of the unmasked loop, as executed: copies, branches and waits included.
 

@@ -38,11 +38,11 @@ heads of 64 and 8 key heads in bf16 (`hardware.MEASURED`; `benchmarks/timing_mod
 ==================  ========  ========  ==========
 microseconds        measured  ideal     achievable
 ==================  ========  ========  ==========
-decode 16 x 1024    9.74      5.4       9.7
-decode 16 x 2048    16.2      9.3       14.8
-decode 16 x 4096    25.3      17.7      25.0
-decode 16 x 8192    45.3      34.5      45.3
-prefill 16 x 1024   317       186       188
+decode 16 x 1024    9.74      5.4       10.6
+decode 16 x 2048    16.2      9.3       15.7
+decode 16 x 4096    25.3      17.7      25.9
+decode 16 x 8192    45.3      34.5      46.2
+prefill 16 x 1024   317       182       184
 prefill 2 x 8192    1462      1127      1129
 ==================  ========  ========  ==========
 
@@ -112,7 +112,9 @@ class Simulation:
             return f"{unit} throughput"
         cause = max(self.spent, key=lambda name: self.spent[name])
         latency = f"{cause} latency" if cause in ("MFMA", "LDS", "global memory", "scalar memory") else cause
-        return f"{latency} ({unit} {self.busy[unit]:.0%} busy)" if self.busy[unit] >= 0.5 else latency
+        if self.busy[unit] < 0.5:
+            return latency
+        return f"{latency} ({'' if unit == cause else f'{unit} '}{self.busy[unit]:.0%} busy)"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ from tokenspeed_kernel_amd.gfx950.common.softmax_device import (
     SoftmaxState,
     cap_scores,
     initial_state,
+    load_keys,
+    load_values,
     normalise,
     nothing_seen,
     pv_mma,
@@ -133,11 +135,11 @@ def attend_blocks(q, cache, begin, end, visible, scaling, tile_shape):
             start = first + (fetching + stage) * block_n
             buffer = (fetching + stage) % stages
             async_copy.wait_group(2 * (stages - stage) - 1)
-            scores = cap_scores(qk_mma(q, cache.keys.shared.index(buffer)), scaling)
+            scores = cap_scores(qk_mma(q, load_keys(q, cache.keys.shared.index(buffer))), scaling)
             scores = hide_unseen(scores, visible, start, stop, visible.ends_differ, True)
             weights, state = softmax_step(scores, state, scaling)
             async_copy.wait_group(2 * (stages - stage) - 2)
-            acc = pv_mma(weights, cache.values.shared.index(buffer), state.acc, q.dtype)
+            acc = pv_mma(weights, load_values(q, cache.values.shared.index(buffer)), state.acc, q.dtype)
             state = SoftmaxState(acc, state.row_max, state.row_sum)
     return summed(state)
 
@@ -155,12 +157,12 @@ def attend_and_fetch(q, cache, first, block, end, state, visible, scaling, tile_
     buffer = block % tile_shape.stages
     page = find_pages(cache, first, ahead, cache.keys)
     async_copy.wait_group(2 * tile_shape.stages - 1)
-    scores = qk_mma(q, cache.keys.shared.index(buffer))
+    scores = qk_mma(q, load_keys(q, cache.keys.shared.index(buffer)))
     copy_block(cache, cache.keys, buffer, page, ahead, False)
     scores = hide_unseen(cap_scores(scores, scaling), visible, start, end, ENDS, False)
     weights, state = softmax_step(scores, state, scaling)
     async_copy.wait_group(2 * tile_shape.stages - 1)
-    acc = pv_mma(weights, cache.values.shared.index(buffer), state.acc, q.dtype)
+    acc = pv_mma(weights, load_values(q, cache.values.shared.index(buffer)), state.acc, q.dtype)
     if cache.keys.copy != cache.values.copy:
         page = find_pages(cache, first, ahead, cache.values)
     copy_block(cache, cache.values, buffer, page, ahead, True)

@@ -1,7 +1,12 @@
 """Prefill: causal attention of whole sequences, whose keys and values lie one after another in memory, not in pages.
 
 Workgroups stay on the device and take one tile of queries after another. Which sequence a tile belongs to, and how long that is, is
-found on the device."""
+found on the device.
+
+A tile begins with the diagonal, whose largest score stays the maximum of the softmax: later weights may be larger than 1, which
+bfloat16 and float32 hold as exactly as smaller ones. That saves the maximum and the rescaling of every further step. Where a row's
+weights grow too large (a sum above 2**40, or above 2**15 in float16), the workgroup computes its tiles once more, and follows the
+maximum."""
 
 from __future__ import annotations
 
@@ -29,34 +34,29 @@ _XCDS = 8
 
 @dataclass(frozen=True)
 class Config:
-    """How work is divided, and what the compiler is told.
+    """How work is divided, and what the compiler is told. Figures are microseconds of the emulator's timing model.
 
     Attributes:
-        block_n: keys of one step. Twice as many need fewer instructions for each key (a step's maximum, sums and copies), and twice
-            the registers and LDS.
-        block_m: queries of one head that a workgroup computes at a time; each of its waves has 32 of them.
+        waves_per_simd: how many waves must fit on a SIMD: three leave 168 registers for each lane, two leave 256. What one wave
+            waits for, others hide. A prefill of 4 x 1024 tokens takes 36 with three and 41 with two; four would spill.
+        block_n: keys of one step. Twice as many would need fewer instructions for each key, and more registers than three waves
+            have: 40 for the same prefill.
+        block_m: queries of one head that a workgroup computes at a time, two steps of keys; each of its waves has 32 of them.
         warps: waves of a workgroup.
-        waves_per_simd: how many waves must fit on a SIMD; two of them leave 256 registers for each lane.
         attributes: LLVM's attributes of the function. Without accumulation registers (AGPRs) any value may be in any register; with
-            them LLVM reserves half of the registers and moves values between the halves (32 moves in a masked step of 128 keys).
-            With AGPRs the times that benchmarks/timing_model.py predicts are 2% to 4% longer where there is a window, otherwise
-            2% longer to 1% shorter.
+            them LLVM reserves half of the registers and moves values between the halves.
     """
 
-    block_n: int
+    waves_per_simd: int
+    block_n: int = 64
     block_m: int = 128
     warps: int = 4
-    waves_per_simd: int = 2
     attributes: str = "amdgpu-agpr-alloc=0"
 
 
-def _config(head_dim: int, v_head_dim: int, capped: bool) -> Config:
-    """Steps of 128 keys where they fit, otherwise of 64.
-
-    With heads of 128, steps of 128 keys spill registers, and only one workgroup fits on a compute unit. With a logit cap and a
-    short window they spill 32 scalar registers.
-    """
-    return Config(128 if head_dim == v_head_dim == 64 and not capped else 64)
+def _config(head_dim: int, v_head_dim: int) -> Config:
+    """Three waves a SIMD where heads are short, otherwise two: with heads of 128 three would spill."""
+    return Config(3 if head_dim == v_head_dim == 64 else 2)
 
 
 class Operands(NamedTuple):
@@ -123,11 +123,13 @@ class TileShape(NamedTuple):
     Attributes:
         block_m, block_n: see `Config`.
         block_b: how many sequences' lengths a workgroup reads together: 1 for one sequence, otherwise at least the batch.
+        units: compute units of an XCD.
     """
 
     block_m: int
     block_n: int
     block_b: int
+    units: int
 
 
 @register_kernel(
@@ -173,12 +175,13 @@ def mha_prefill(
     q, k, v, cu_seqlens = aligned_rows(q), aligned_rows(k), aligned_rows(v), cu_seqlens.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
     scale, cap = score_scaling(head_dim, softmax_scale, logit_cap)
-    config = _config(head_dim, v_head_dim, logit_cap > 0)
+    config = _config(head_dim, v_head_dim)
     xcds = math.gcd(heads, _XCDS)
     # An upper bound of the tiles of one XCD: the last one of every sequence may be partly empty.
     most = (tokens // config.block_m + min(batch, tokens)) * (heads // xcds)
-    resident = current_compute_units() * 4 * config.waves_per_simd // config.warps
-    device.mha_prefill_gfx950[(xcds * min(most, max(resident // xcds, 1)),)](
+    units = max(current_compute_units() // xcds, 1)
+    each = min(4 * config.waves_per_simd // config.warps, -(-most // units))  # workgroups of a compute unit
+    device.mha_prefill_gfx950[(xcds * min(most, units) * each,)](
         Operands(q, k, v, result, lse, sinks, cu_seqlens),
         batch,
         Strides(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *result.stride()[:2]),
@@ -193,7 +196,7 @@ def mha_prefill(
             sinks=sinks is not None,
             lse=return_lse,
         ),
-        TileShape(config.block_m, config.block_n, 1 if batch == 1 else max(64, 1 << (batch - 1).bit_length())),
+        TileShape(config.block_m, config.block_n, 1 if batch == 1 else max(64, 1 << (batch - 1).bit_length()), units),
         num_warps=config.warps,
         waves_per_eu=config.waves_per_simd,
         llvm_fn_attrs=config.attributes,

@@ -16,12 +16,17 @@ from tokenspeed_kernel_amd.gfx950.common.softmax_device import (
     SoftmaxState,
     add,
     cap_scores,
-    initial_state,
+    first_step,
+    in_some_row,
+    largest_sum,
+    load_keys,
+    load_values,
     normalise,
     pv_mma,
     qk_mma,
     softmax_step,
     summed,
+    weigh,
 )
 
 
@@ -73,6 +78,12 @@ class Band:
 
 
 # -- which tile ----------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def rank_of(turn, unit, units: gl.constexpr):
+    """The place in the order of tiles of the one that a compute unit gets in a round."""
+    return turn * units + gl.where(turn % 2 == 0, unit, units - 1 - unit)
 
 
 @gluon.jit
@@ -145,36 +156,58 @@ def block_at(base, keys, values, position):
 
 
 @gluon.jit
-def attend_block(q, keys, values, side, first, state, band, scaling, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr):
-    """The state with the block in one side of LDS, whose first key is at position ``first``."""
-    scores = cap_scores(qk_mma(q, keys.shared.index(side)), scaling)
+def block_after(block, keys, values):
+    """The block that follows."""
+    block_n: gl.constexpr = keys.shared.shape[1]
+    return Block(block.keys + block_n * keys.token_stride, block.values + block_n * values.token_stride)
+
+
+@gluon.jit
+def attend_block(
+    q, keys, values, side: gl.constexpr, first, state, band, scaling,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, MAXIMUM: gl.constexpr,
+):  # fmt: skip
+    """The state with the block in one side of LDS, whose first key is at position ``first``.
+
+    Args:
+        MAXIMUM: "first" for the first block of a tile, "moves" to follow the maximum, "stays" to leave it (see `weigh`).
+    """
+    scores = cap_scores(qk_mma(q, load_keys(q, keys.shared.index(side))), scaling)
     scores = hide_outside_band(scores, band.row, first, band.window_left, CAUSAL, WINDOWED)
-    weights, state = softmax_step(scores, state, scaling)
-    acc = pv_mma(weights, values.shared.index(side), state.acc, q.dtype)
+    if MAXIMUM == "first":
+        weights, state = first_step(scores, values.shared.shape[2], scaling)
+    elif MAXIMUM == "moves":
+        weights, state = softmax_step(scores, state, scaling)
+    else:
+        weights, state = weigh(scores, state, scaling)
+    acc = pv_mma(weights, load_values(q, values.shared.index(side)), state.acc, q.dtype)
     return SoftmaxState(acc, state.row_max, state.row_sum)
 
 
 @gluon.jit
-def attend_before_diagonal(q, keys, values, side, block, state, band, scaling, begin, end, last, WINDOWED: gl.constexpr):
-    """The state with the blocks from position ``begin`` to ``end``, which all lie before the diagonal.
+def attend_before_diagonal(
+    q, keys, values, block, state, band, scaling, begin, end, last, WINDOWED: gl.constexpr, MAXIMUM: gl.constexpr
+):
+    """The state with the blocks from position ``begin`` to ``end``, an even number of them, which all lie before the diagonal.
 
-    When this begins, the copy of ``block``, the one at ``begin``, to one side of LDS has been started. When it ends, so has that of
+    When this begins, the copy of ``block``, the one at ``begin``, to side 0 of LDS has been started. When it ends, so has that of
     the block at ``end``, unless ``end`` is ``last``: there is none to copy then.
 
     Returns:
-        The side, the block, and the state.
+        The block at ``end``, and the state.
     """
     block_n: gl.constexpr = keys.shared.shape[1]
-    for first in range(begin, end, block_n):
+    for first in range(begin, end, 2 * block_n):
         async_copy.wait_group(0)
-        block = Block(block.keys + block_n * keys.token_stride, block.values + block_n * values.token_stride)
-        # A branch, rather than copying something needless after the last block: products are scheduled worse in one basic block
-        # with the copies (2992 instead of 2648 cycles for a step of 128 keys, by the emulator's timing model).
-        if first + block_n < last:
-            copy_block(keys, values, 1 - side, block)
-        state = attend_block(q, keys, values, side, first, state, band, scaling, False, WINDOWED)
-        side = 1 - side
-    return side, block, state
+        block = block_after(block, keys, values)
+        copy_block(keys, values, 1, block)
+        state = attend_block(q, keys, values, 0, first, state, band, scaling, False, WINDOWED, MAXIMUM)
+        async_copy.wait_group(0)
+        block = block_after(block, keys, values)
+        if first + 2 * block_n < last:
+            copy_block(keys, values, 0, block)
+        state = attend_block(q, keys, values, 1, first + block_n, state, band, scaling, False, WINDOWED, MAXIMUM)
+    return block, state
 
 
 @gluon.jit
@@ -185,6 +218,114 @@ def load_queries(q, place, first_row, head, strides, head_dim: gl.constexpr, blo
     base = q + (place.start + first_row).to(gl.int64) * strides.q_token + head * strides.q_head
     offsets = gl.minimum(row, place.length - 1 - first_row) * strides.q_token
     return cdna4.buffer_load(base, offsets[:, None] + column[None, :])
+
+
+@gluon.jit
+def attend_tiles(
+    operands, batch, keys, values, strides, scaling, window_left,
+    shape: gl.constexpr, variant: gl.constexpr, tile_shape: gl.constexpr, layouts: gl.constexpr, MAXIMUM: gl.constexpr,
+):  # fmt: skip
+    """Computes a workgroup's tiles, and writes them.
+
+    Args:
+        MAXIMUM: what happens to it where a row sees all keys of a block, see `attend_block`.
+
+    Returns:
+        int32 [rows], not 0 if some sum became too large.
+    """
+    block_m: gl.constexpr = tile_shape.block_m
+    block_n: gl.constexpr = tile_shape.block_n
+    heads: gl.constexpr = shape.heads
+    dtype: gl.constexpr = operands.q.dtype.element_ty
+    row_layout: gl.constexpr = gl.SliceLayout(1, layouts.product)
+    too_large = gl.zeros([block_m], gl.int32, row_layout)
+    # Consecutive workgroups run on different XCDs. Each XCD has heads of its own, so that its L2 holds the keys of few heads.
+    xcd = gl.program_id(0) % shape.xcds
+    workers = gl.num_programs(0) // shape.xcds
+    worker = gl.program_id(0) // shape.xcds
+    # Tiles go to compute units in rounds, each in the opposite order of the last one: the unit that got the longest tile of a round
+    # gets the shortest of the next. The workgroups of a unit share its rounds.
+    units: gl.constexpr = tile_shape.units
+    turn = worker // units
+    rank = rank_of(turn, worker % units, units)
+    place = find_tile(operands.cu_seqlens, batch, 1 << 30, rank, heads, block_m, tile_shape.block_b)
+    while place.level >= 0:
+        head = xcd * heads + place.rank % heads
+        kv_head = head // shape.gqa_ratio
+        first_row = place.level * block_m
+
+        # Every row sees all keys up to first_row, unless they lie before its window ...
+        begin = 0
+        full_begin = 0
+        if variant.windowed:
+            begin = gl.maximum(first_row - window_left, 0) // block_m * block_m
+            # ... and none from full_begin on lies before the window of any row.
+            inside = gl.maximum(first_row + block_m - 1 - window_left, 0)
+            full_begin = gl.minimum((inside + block_m - 1) // block_m * block_m, first_row)
+        sequence = Block(
+            operands.k + place.start.to(gl.int64) * strides.k_token + kv_head * strides.k_head,
+            operands.v + place.start.to(gl.int64) * strides.v_token + kv_head * strides.v_head,
+        )
+        # The diagonal comes first: only its blocks may reach beyond the sequence, and every row sees some key in them.
+        block = block_at(sequence, keys, values, first_row)
+        left = place.length - first_row
+        # Loads come back in order: q, from HBM, before the keys, which other workgroups read too.
+        q = load_queries(operands.q, place, first_row, head, strides, shape.head_dim, block_m, layouts.queries)
+        copy_block(within(keys, left), within(values, left), 0, block)
+        sink = None
+        if variant.sinks:
+            sink = gl.load(operands.sinks + head).to(gl.float32) * LOG2_E
+        # The next tile is found while this one's keys arrive, not after its output was stored: loads wait for earlier stores.
+        turn += (workers + units - 1) // units
+        next_rank = rank_of(turn, worker % units, units)
+        step = next_rank - rank
+        rank = next_rank
+        following = find_tile(operands.cu_seqlens, batch, place.level, place.rank + step, heads, block_m, tile_shape.block_b)
+        row = first_row + gl.arange(0, block_m, row_layout)
+        # What LLVM cannot see through: it would keep the comparisons of the diagonal, which are the same for all tiles, in 64 pairs
+        # of scalar registers, and spill them.
+        opaque = gl.inline_asm_elementwise("", "=v,0", [row], dtype=gl.int32, is_pure=True, pack=1)
+        band = Band(opaque, gl.to_tensor(window_left))
+        async_copy.wait_group(0)
+        if left > block_n:
+            copy_block(within(keys, left - block_n), within(values, left - block_n), 1, block_after(block, keys, values))
+        state = attend_block(q, keys, values, 0, first_row, None, band, scaling, True, variant.narrow, "first")
+        block = block_at(sequence, keys, values, begin)
+        if left > block_n:
+            async_copy.wait_group(0)
+        if begin < first_row:
+            copy_block(keys, values, 0, block)
+        if left > block_n:
+            # A row whose window is narrow may see no key in the first block.
+            second: gl.constexpr = "moves" if variant.narrow else MAXIMUM
+            state = attend_block(q, keys, values, 1, first_row + block_n, state, band, scaling, True, variant.narrow, second)
+        if variant.windowed:
+            masked_end = full_begin if MAXIMUM == "stays" else first_row
+            block, state = attend_before_diagonal(
+                q, keys, values, block, state, band, scaling, begin, masked_end, first_row, True, MAXIMUM
+            )
+        if MAXIMUM == "stays" or not variant.windowed:
+            _, state = attend_before_diagonal(
+                q, keys, values, block, state, band, scaling, full_begin, first_row, first_row, False, MAXIMUM
+            )
+        state = summed(state)
+        if MAXIMUM == "stays":
+            too_large |= gl.where(state.row_sum <= largest_sum(dtype), 0, 1)
+
+        result, log_sum = normalise(state, sink)
+        first_token = (place.start + first_row).to(gl.int64)
+        out_row = gl.arange(0, block_m, row_layout)
+        column = gl.arange(0, shape.v_head_dim, gl.SliceLayout(0, layouts.product))
+        out = operands.out + first_token * strides.out_token + head * strides.out_head
+        offsets = out_row[:, None] * strides.out_token + column[None, :]
+        cdna4.buffer_store(result.to(dtype), out, offsets, mask=(row < place.length)[:, None])
+        if variant.lse:
+            all_heads: gl.constexpr = shape.xcds * heads
+            lse = operands.lse + first_token * all_heads + head
+            cdna4.buffer_store(log_sum * LN_2, lse, out_row * all_heads, mask=row < place.length)
+
+        place = following
+    return too_large
 
 
 @gluon.jit(do_not_specialize=["batch", "window_left"])
@@ -200,89 +341,15 @@ def mha_prefill_gfx950(
     tile_shape: gl.constexpr,
 ):
     """A workgroup computes tiles of its XCD's heads until none are left. Arguments: see `gfx950.attention.prefill`."""
-    block_m: gl.constexpr = tile_shape.block_m
     block_n: gl.constexpr = tile_shape.block_n
-    heads: gl.constexpr = shape.heads
     dtype: gl.constexpr = operands.q.dtype.element_ty
     layouts: gl.constexpr = attention_layouts(32, gl.num_warps(), block_n, shape.head_dim, shape.v_head_dim, dtype)
-    row_layout: gl.constexpr = gl.SliceLayout(1, layouts.product)
     keys = allocate_rows(dtype, [2, block_n, shape.head_dim], layouts.keys, layouts.key_copy, strides.k_token)
     values = allocate_rows(dtype, [2, block_n, shape.v_head_dim], layouts.values, layouts.value_copy, strides.v_token)
     scaling = Scaling(scale, cap, variant.capped)
-
-    # Consecutive workgroups run on different XCDs. Each XCD has heads of its own, so that its L2 holds the keys of few heads.
-    xcd = gl.program_id(0) % shape.xcds
-    workers = gl.num_programs(0) // shape.xcds
-    worker = gl.program_id(0) // shape.xcds
-    # Workgroups of the second half share compute units with those of the first, and take their tiles in the opposite order. So do
-    # all workgroups in every other round: the one that had the longest tile gets the shortest next.
-    half = (workers + 1) // 2
-    turn = gl.where(worker < half, worker, workers - 1 + half - worker)  # this workgroup's place in the round
-    place = find_tile(operands.cu_seqlens, batch, 1 << 30, turn, heads, block_m, tile_shape.block_b)
-    while place.level >= 0:
-        head = xcd * heads + place.rank % heads
-        kv_head = head // shape.gqa_ratio
-        first_row = place.level * block_m
-
-        stop = gl.minimum(first_row + block_m, (place.length + block_n - 1) // block_n * block_n)
-        # Every row sees all keys up to full_end, which is before the tile's first row, unless they lie before its window ...
-        full_end = first_row // block_n * block_n
-        begin = 0
-        full_begin = 0
-        if variant.windowed:
-            begin = gl.minimum(gl.maximum(first_row - window_left, 0) // block_n * block_n, full_end)
-            # ... and none from full_begin on lies before the window of any row.
-            inside = gl.maximum(first_row + block_m - 1 - window_left, 0)
-            full_begin = gl.minimum((inside + block_n - 1) // block_n * block_n, full_end)
-        sequence = Block(
-            operands.k + place.start.to(gl.int64) * strides.k_token + kv_head * strides.k_head,
-            operands.v + place.start.to(gl.int64) * strides.v_token + kv_head * strides.v_head,
-        )
-        block = block_at(sequence, keys, values, full_end)
-        left = place.length - full_end
-        copy_block(within(keys, left), within(values, left), 0, block)
-
-        q = load_queries(operands.q, place, first_row, head, strides, shape.head_dim, block_m, layouts.queries)
-        row = first_row + gl.arange(0, block_m, row_layout)
-        band = Band(row, gl.to_tensor(window_left))
-        state = initial_state(block_m, shape.v_head_dim, block_n, layouts.product)
-        # The diagonal comes first: only its blocks may reach beyond the sequence, and every row sees some key in them.
-        side = first_row * 0
-        for first in range(full_end, stop, block_n):
-            async_copy.wait_group(0)
-            left -= block_n
-            if first + block_n < stop:
-                block = Block(block.keys + block_n * keys.token_stride, block.values + block_n * values.token_stride)
-                copy_block(within(keys, left), within(values, left), 1 - side, block)
-            else:
-                block = block_at(sequence, keys, values, begin)
-                if begin < full_end:
-                    copy_block(keys, values, 1 - side, block)
-            state = attend_block(q, keys, values, side, first, state, band, scaling, True, variant.narrow)
-            side = 1 - side
-        if variant.windowed:
-            side, block, state = attend_before_diagonal(
-                q, keys, values, side, block, state, band, scaling, begin, full_begin, full_end, True
-            )
-        _, _, state = attend_before_diagonal(
-            q, keys, values, side, block, state, band, scaling, full_begin, full_end, full_end, False
-        )
-
-        sink = None
-        if variant.sinks:
-            sink = gl.load(operands.sinks + head).to(gl.float32) * LOG2_E
-        result, log_sum = normalise(summed(state), sink)
-        first_token = (place.start + first_row).to(gl.int64)
-        out_row = gl.arange(0, block_m, row_layout)
-        column = gl.arange(0, shape.v_head_dim, gl.SliceLayout(0, layouts.product))
-        out = operands.out + first_token * strides.out_token + head * strides.out_head
-        offsets = out_row[:, None] * strides.out_token + column[None, :]
-        cdna4.buffer_store(result.to(dtype), out, offsets, mask=(row < place.length)[:, None])
-        if variant.lse:
-            all_heads: gl.constexpr = shape.xcds * heads
-            lse = operands.lse + first_token * all_heads + head
-            cdna4.buffer_store(log_sum * LN_2, lse, out_row * all_heads, mask=row < place.length)
-
-        step = 2 * (workers - 1 - turn) + 1
-        turn = workers - 1 - turn
-        place = find_tile(operands.cu_seqlens, batch, place.level, place.rank + step, heads, block_m, tile_shape.block_b)
+    too_large = attend_tiles(
+        operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, layouts, "stays"
+    )
+    if in_some_row(too_large):
+        async_copy.wait_group(0)
+        attend_tiles(operands, batch, keys, values, strides, scaling, window_left, shape, variant, tile_shape, layouts, "moves")

@@ -3,7 +3,8 @@
 The scores of a row never exist all at once. For the blocks so far, three values are kept for each row: the largest score
 ``row_max``; ``row_sum``, the sum of the weights ``exp(score - row_max)``; and ``acc``, the sum of the weighted values. Where a
 block has a larger score, the earlier sums are multiplied by ``exp(old row_max - new row_max)`` ("online softmax",
-https://arxiv.org/abs/1805.02867).
+https://arxiv.org/abs/1805.02867). Any other number near the largest score does as well, as long as no weight overflows: `weigh`
+keeps what it finds, and `largest_sum` says how far that is right.
 
 All scores are in units of log 2, so that an exponential is one instruction.
 
@@ -76,8 +77,8 @@ def add(a, b):
 def lane_sums(weights):
     """The sum of a row's elements in each lane, [rows, 4]: the sum over lanes can wait until the end.
 
-    Where only two lanes share a row their sum is formed at once, [rows, 1]: a prefill of 1024 tokens then takes 10.7 us of the
-    emulator's timing model, and 11.0 with a sum for each lane.
+    Where only two lanes share a row their sum is formed at once, [rows, 1]: a prefill of 1024 tokens took 10.0 us of the emulator's
+    timing model, and 10.5 with a sum for each lane, which LLVM schedules worse.
     """
     rows: gl.constexpr = weights.shape[0]
     columns: gl.constexpr = weights.shape[1]
@@ -111,19 +112,28 @@ def nothing_seen(rows: gl.constexpr, v_head_dim: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def qk_mma(q, keys):
-    """q @ keys^T, float32; keys in LDS, [keys, head_dim]. Single bytes are widened to q's dtype."""
+def load_keys(q, keys):
+    """Keys in LDS, [keys, head_dim], as the operand of `qk_mma`."""
     layout: gl.constexpr = q.type.layout.parent
-    k = async_copy.load_shared_relaxed(keys.permute([1, 0]), gl.DotOperandLayout(1, layout, key_width(keys.dtype)))
-    return cdna4.mfma(q, k.to(q.dtype), gl.zeros([q.shape[0], keys.shape[0]], gl.float32, layout))
+    return async_copy.load_shared_relaxed(keys.permute([1, 0]), gl.DotOperandLayout(1, layout, key_width(keys.dtype)))
 
 
 @gluon.jit
-def pv_mma(weights, values, acc, dtype: gl.constexpr):
-    """acc + weights @ values, with weights rounded to a dtype; values in LDS, [keys, v_head_dim]."""
-    layout: gl.constexpr = acc.type.layout
-    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, layout, 4), assert_trivial=True)
-    v = async_copy.load_shared_relaxed(values, gl.DotOperandLayout(1, layout, 4))
+def load_values(q, values):
+    """Values in LDS, [keys, v_head_dim], as the operand of `pv_mma`."""
+    return async_copy.load_shared_relaxed(values, gl.DotOperandLayout(1, q.type.layout.parent, 4))
+
+
+@gluon.jit
+def qk_mma(q, k):
+    """q @ keys^T, float32. Single bytes are widened to q's dtype."""
+    return cdna4.mfma(q, k.to(q.dtype), gl.zeros([q.shape[0], k.shape[1]], gl.float32, q.type.layout.parent))
+
+
+@gluon.jit
+def pv_mma(weights, v, acc, dtype: gl.constexpr):
+    """acc + weights @ values, with weights rounded to a dtype."""
+    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 4), assert_trivial=True)
     return cdna4.mfma(p, v.to(dtype), acc)
 
 
@@ -152,6 +162,45 @@ def softmax_step(scores, state, scaling):
     acc = state.acc * shrink[:, None]
     row_sum = state.row_sum * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     return weights, SoftmaxState(acc, row_max, row_sum)
+
+
+@gluon.jit
+def weigh(scores, state, scaling):
+    """As `softmax_step`, but the maximum stays: weights may be larger than 1. See `largest_sum`."""
+    if scaling.capped:
+        weights = gl.exp2(scores - state.row_max[:, None])
+    else:
+        weights = gl.exp2(scores * scaling.scale - state.row_max[:, None])
+    return weights, SoftmaxState(state.acc, state.row_max, state.row_sum + lane_sums(weights))
+
+
+@gluon.jit
+def first_step(scores, v_head_dim: gl.constexpr, scaling):
+    """The weights of the first block of scores, and the state that includes them but not yet their values."""
+    highest = gl.reduce(scores, 1, larger)
+    if scaling.capped:
+        row_max = larger(highest, LOWEST)
+        weights = gl.exp2(scores - row_max[:, None])
+    else:
+        row_max = larger(highest * scaling.scale, LOWEST)
+        weights = gl.exp2(scores * scaling.scale - row_max[:, None])
+    acc = gl.zeros([scores.shape[0], v_head_dim], gl.float32, scores.type.layout)
+    return weights, SoftmaxState(acc, row_max, lane_sums(weights))
+
+
+@gluon.constexpr_function
+def largest_sum(dtype):
+    """How large a row's sum may be where weights were rounded to a dtype, so that none of them became infinite. Sums of products
+    stay finite with values of up to 2**87."""
+    return 2.0**15 if dtype == gl.float16 else 2.0**40
+
+
+@gluon.jit
+def in_some_row(found):
+    """Whether ``found``, int32 [rows], is not 0 in some row of the workgroup."""
+    # Every lane reads the maximum from LDS. That it is the same in all of them LLVM has to be told.
+    most = gl.max(found, 0)
+    return gl.inline_asm_elementwise("v_readfirstlane_b32 $0, $1", "=s,v", [most], dtype=gl.int32, is_pure=True, pack=1) != 0
 
 
 @gluon.jit

@@ -61,13 +61,13 @@ def visible_positions(tile, length, window_left: gl.constexpr, ends_differ: gl.c
 
 @gluon.jit
 def load_queries(q, tile, strides, head_dim: gl.constexpr, layout: gl.constexpr):
-    """The tile's rows of q, [m, head_dim], with 0 in rows that do not exist."""
-    row = rows_of(tile, layout)
+    """The tile's rows of q, [m, head_dim]. The last row is read again in place of those that do not exist, without a mask: nothing
+    waits for q before it is multiplied."""
+    row = gl.minimum(rows_of(tile, layout), tile.q_len * tile.gqa_ratio - 1)
     at = gl.arange(0, head_dim, gl.SliceLayout(0, layout))
     q += tile.first_query.to(gl.int64) * strides.q_token + tile.kv_head * tile.gqa_ratio * strides.q_head
     offsets = row // tile.gqa_ratio * strides.q_token + row % tile.gqa_ratio * strides.q_head
-    inside = row < tile.q_len * tile.gqa_ratio
-    return cdna4.buffer_load(q, offsets[:, None] + at[None, :], mask=inside[:, None], other=0)
+    return cdna4.buffer_load(q, offsets[:, None] + at[None, :])
 
 
 @gluon.jit
