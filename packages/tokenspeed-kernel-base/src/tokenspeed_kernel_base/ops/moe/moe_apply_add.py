@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
@@ -103,7 +103,6 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@recipe
 def _with_residual(make: Callable[[Draw], dict[str, Any]]) -> Callable[[Draw], dict[str, Any]]:
     def with_residual(draw: Draw) -> dict[str, Any]:
         arguments = make(draw)
