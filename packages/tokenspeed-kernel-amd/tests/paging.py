@@ -108,7 +108,8 @@ def check_case(device: torch.device, mode: str, case: Case) -> None:
     """Runs a case through the operator, on the kernel as its launcher declares it, by the core's own checks."""
     if case.large and device.type == "cpu":
         pytest.skip("is sized for a GPU")
-    kernel, op = kernel_of(mode), get_operator(f"attention.{mode}")
+    kernel = kernel_of(mode)
+    op = get_operator(kernel.operator)
     refused = refusal(op, kernel, op.complete(case.build(device)))
     if refused is not None:
         pytest.skip(f"the kernel does not declare it: {refused}")

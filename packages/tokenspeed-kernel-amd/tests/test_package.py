@@ -23,7 +23,7 @@ from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 
 PACKAGE = Path(tokenspeed_kernel_amd.__file__).parent
-FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill", "mha_with_kvcache"]
+FUNCTIONS = ["mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_prefill", "mha_with_kvcache", "moe_apply"]
 
 
 def _python(code: str) -> str:
@@ -252,7 +252,7 @@ def test_a_declaration_says_where_it_stands(registered: KernelRegistry) -> None:
 
 
 def test_every_kernel_in_gluon_is_declared(registered: KernelRegistry) -> None:
-    names = {spec.name for spec in registered.list_kernels() if spec.solution == "gluon"}
-    assert names == {f"gluon_{function}" for function in FUNCTIONS}
-    for name in names:
-        assert registered.get_impl(name).__module__.startswith("tokenspeed_kernel_amd.gfx950.attention.")
+    specs = [spec for spec in registered.list_kernels() if spec.solution == "gluon"]
+    assert {spec.mode for spec in specs} == set(FUNCTIONS)
+    for spec in specs:
+        assert registered.get_impl(spec.name).__module__.startswith(f"tokenspeed_kernel_amd.gfx950.{spec.family}.")

@@ -1,0 +1,380 @@
+"""Predicted times of the experts of GPT-OSS-120B's layer (mxfp4 weights, fp8 activations), ours, the published wheel's and the
+portable kernel's, by one model. **For ratios only.**
+
+    python packages/tokenspeed-kernel-amd/benchmarks/timing_model_moe.py --peer peer --output timing_model_moe.json --readme
+
+``--peer`` is the folder of `timing_model`; without it our side and the portable kernel are measured. All sides get the same tokens,
+routing and weights. The peer takes router logits and static scales of activations, ours and the portable kernel routed tokens, and
+make a scale a token: so the time of `moe_topk`, by the core's portable kernel, is added to theirs.
+
+Up to 16 tokens the whole layer is executed. For more, two slices are, with all experts and tokens: one has 256 intermediate
+features, from which come the first product and what is before it and after the second; the other has 256 hidden features, from
+which come the second product and what is before it. A product has 2880 / 256 times as many workgroups, and its time grows as much.
+
+ASSUMPTIONS lists what this rests on; it is printed with the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import math
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing_model import README, _metadata, prepare_peer
+from torch import Tensor
+
+MARKS = ("<!-- predicted times of experts -->", "<!-- end of experts -->")
+EXPERTS, TOP_K, SIZE, SLICE, DISTINCT = 128, 4, 2880, 256, 4
+TOKENS = (1, 4, 16, 64, 256, 1024)
+WHOLE = 16  # tokens up to which the whole layer is executed
+LAUNCH_US = 2.3
+ERRORS = {"ours": 0.05, "portable": 0.05, "peer": 0.1}  # relative, of the output; the peer's scales are static
+SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
+
+ASSUMPTIONS = (
+    "Ratios only. The model has not been compared with an MI355X: no time below is a claim about one.",
+    "All sides run the same inputs through the same compiler (stock Triton), emulator and model, which the emulator's timing.py "
+    "describes. Routing is uniform, and tokens are independent.",
+    "The time of a call is the sum of the times of its launches; a column adds 2.3 us for each of them, which is what published "
+    "measurements of short kernels on MI355X suggest.",
+    "The peer routes tokens itself. For ours and the portable kernel the time and the launch of moe_topk, by the core's portable "
+    "kernel, are added.",
+    "From 64 tokens on a product is executed with 256 of its 2880 features, and its work and the lines that it moves, but those of "
+    "what is multiplied, grow in proportion: its compute units have equal shares.",
+    "Caches are ideal: no line is fetched from HBM twice in a launch.",
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer, or a slice of one: sizes, and what goes in. There are four experts, which repeat."""
+
+    tokens: int
+    hidden: int
+    features: int
+
+    def inputs(self) -> dict[str, Tensor]:
+        draw = torch.Generator().manual_seed(self.tokens)
+        x = torch.randn(self.tokens, self.hidden, generator=draw).bfloat16()
+        return {"x": x, "logits": torch.randn(self.tokens, EXPERTS, generator=draw).bfloat16()}
+
+    def weights(self) -> Any:
+        from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+
+        draw = torch.Generator().manual_seed(7)
+
+        def projection(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+            codes = torch.randint(0, 256, (DISTINCT, rows, k // 2), generator=draw, dtype=torch.uint8)
+            exponent = 127 + round(math.log2(k**-0.5 / 3))
+            scale = torch.randint(exponent - 1, exponent + 2, (DISTINCT, rows, k // 32), generator=draw, dtype=torch.uint8)
+            return codes, scale, 0.2 * torch.randn(DISTINCT, rows, generator=draw)
+
+        return MoEWeights(*projection(2 * self.features, self.hidden), *projection(self.hidden, self.features))
+
+    def plan(self, kernel: str, layout: str) -> Any:
+        from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+
+        return MoEPlan(
+            EXPERTS, TOP_K, self.hidden, self.features, torch.bfloat16, "mxfp4", "fp8", w13_interleaved=True, bias=True,
+            activation="swiglu", kernel=kernel, weight_layout=layout, **SWIGLU,
+        )  # fmt: skip
+
+
+def repeated(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.repeat(EXPERTS // DISTINCT, *(1 for _ in tensor.shape[1:]))
+
+
+# -- the sides -----------------------------------------------------------------------------------------------------------------
+
+# Makes the call of a layer.
+Side = Callable[[Layer], Callable[[], Tensor]]
+
+
+def _operator(layer: Layer, kernel: str, layout: str) -> Callable[[], Tensor]:
+    import tokenspeed_kernel as core
+    from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+
+    plan, inputs = layer.plan(kernel, layout), layer.inputs()
+    few = core.moe_process_weights(layer.weights(), dataclasses.replace(plan, num_experts=DISTINCT))
+    parts = (getattr(few, f"{w}_weight{part}") for w in ("w13", "w2") for part in ("", "_scale", "_bias"))
+    weights = MoEWeights(*map(repeated, parts), layout=layout)  # type: ignore[arg-type]
+
+    def call() -> Tensor:
+        topk_weights, topk_ids = core.moe_topk(inputs["logits"], TOP_K, solution="triton")
+        return core.moe_apply(inputs["x"], weights, topk_weights, topk_ids, plan, override=kernel)
+
+    return call
+
+
+def ours(layer: Layer) -> Callable[[], Tensor]:
+    return _operator(layer, "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
+
+
+def portable(layer: Layer) -> Callable[[], Tensor]:
+    return _operator(layer, "triton_moe_apply_mxfp4", "triton_mxfp4")
+
+
+def peer(layer: Layer) -> Callable[[], Tensor]:
+    """The peer's public functions. Static scales are those of a token's largest magnitudes here."""
+    package = "tokenspeed_kernel_amd.ops.gfx950.moe.mxfp4"
+    prepare = importlib.import_module(f"{package}.weight_preprocess").preprocess_gluon_mxfp4_gfx950_moe_weights
+    function = importlib.import_module(f"{package}.fused").gluon_mxfp_fused_moe
+    module, weights, inputs = torch.nn.Module(), layer.weights(), layer.inputs()
+    for name in ("w13_weight", "w2_weight"):
+        for part in ("", "_scale", "_bias"):
+            module.register_parameter(name + part, torch.nn.Parameter(getattr(weights, name + part), requires_grad=False))
+    for name, largest in (("w13_input_scale", 5.0), ("w2_input_scale", 56.0)):
+        scale = torch.full((DISTINCT,), largest / 448)
+        module.register_parameter(name, torch.nn.Parameter(scale, requires_grad=False))
+    module.w13_input_layout = "interleaved"  # type: ignore[assignment]
+    plan = {"num_experts": DISTINCT, "top_k": TOP_K, "hidden_size": layer.hidden, "intermediate_size": layer.features}
+    prepare(plan, module)
+    made: dict[str, Any] = {}
+    for name in ("w13", "w2"):
+        made[f"{name}_weight"] = repeated_view(getattr(module, f"{name}_weight_triton_tensor"))
+        made[f"{name}_mx_scale"] = repeated_view(getattr(module, f"{name}_precision_config").b_mx_scale)
+        made[f"{name}_act_scale"] = getattr(module, f"{name}_act_scale")
+        made[f"{name}_bias"] = repeated(getattr(weights, f"{name}_weight_bias"))
+    return lambda: function(
+        inputs["x"], inputs["logits"], **made, top_k=TOP_K, **{f"swiglu_{name}": value for name, value in SWIGLU.items()}
+    )
+
+
+def repeated_view(tensor: Tensor) -> Tensor:
+    """More experts of a tensor whose axes may lie in memory in any order, with the strides that such a tensor has."""
+    order = sorted(range(tensor.dim()), key=lambda axis: (axis != 0, -tensor.stride(axis)))
+    back = [order.index(axis) for axis in range(tensor.dim())]
+    plain = tensor.permute(order).contiguous()
+    made = plain.repeat(EXPERTS // DISTINCT, *(1 for _ in plain.shape[1:])).permute(back)
+    made.__dict__.update(tensor.__dict__)  # the peer notes sizes there
+    return made
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------------------
+
+
+def check(side: str, layer: Layer, out: Tensor) -> float:
+    """The relative error of the first tokens. Raises RuntimeError if it is too large."""
+    from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+
+    inputs, some = layer.inputs(), slice(0, 4)
+    chosen = inputs["logits"][some].float().sort(dim=-1, descending=True, stable=True)
+    weights, ids = chosen.values[:, :TOP_K].softmax(-1), chosen.indices[:, :TOP_K].int() % DISTINCT
+    wanted = moe_apply.operator.body(inputs["x"][some].float(), layer.weights(), weights, ids, layer.plan("", ""))
+    error = float((out[some, : layer.hidden].float() - wanted).norm() / wanted.norm())
+    if not error <= ERRORS[side]:
+        raise RuntimeError(f"{side}, {layer}: relative error {error:.1e}")
+    return error
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch was found to take, in microseconds; ``mfma``: a measure of its products."""
+
+    kernel: str
+    mfma: float
+    us: float
+    compute_us: float
+    memory_us: float
+    bound_by: str
+
+    def row(self) -> dict[str, Any]:
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "mfma"}
+
+
+def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0) -> Launch:
+    """The time of a launch, or of one with ``scale`` times as many workgroups, which move scale times as many bytes, but for
+    some."""
+    from gfx950_emulator import hardware as hw
+    from gfx950_emulator import timing
+
+    counters = report.counters
+    costs = timing.instruction_costs(counters)
+    mfma = sum(cost.mfma * int(count) for cost, count in zip(costs, counters.executions(), strict=True))
+    found = timing.predict(report, max_instructions=2_000_000)
+    compute, memory, full = found.compute_seconds, found.memory_seconds, found.full
+    if scale != 1.0:
+        traces = timing.instructions_of(counters, found.workgroup)
+        full = timing.simulate(costs, [traces] * found.occupancy.workgroups, max_instructions=2_000_000)
+        spans = report.program.blocks.items()
+        work = counters.trace.work({start: sum(costs[i].weight for i in range(start, block.end)) for start, block in spans})
+        share = scale * sum(work.values()) / work[found.workgroup] / hw.COMPUTE_UNITS
+        compute = max(found.alone.cycles, share * full.cycles / full.workgroups) / hw.CLOCK_HZ
+        memory = (scale * (counters.memory_bytes - fixed_bytes) + fixed_bytes) / hw.HBM_BYTES_PER_SECOND
+    unit = max(full.busy, key=lambda name: full.busy[name])
+    bound = found.bound_by if scale == 1.0 else f"{unit} throughput" if full.busy[unit] > 0.5 else "latency"
+    bound = "HBM bandwidth" if memory >= compute else bound
+    return Launch(report.kernel, mfma, max(compute, memory) * 1e6, compute * 1e6, memory * 1e6, bound)
+
+
+def _products(reports: list[Any]) -> list[int]:
+    """The places of the two launches with most products, in order."""
+    return sorted(sorted(range(len(reports)), key=lambda i: -predicted(reports[i]).mfma)[:2])
+
+
+def _run(name: str, side: Side, layer: Layer) -> tuple[list[Any], float]:
+    from gfx950_emulator import emulated_gfx950
+
+    # The peer's routing writes into padding behind what it passes.
+    with emulated_gfx950(counters=True, sanitize=False, bounds="storage") as emulator:
+        call = side(layer)
+        del emulator.launches[:]
+        out = call()
+    return list(emulator.launches), check(name, layer, out)
+
+
+def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
+    """The launches of a call, and their times."""
+    if tokens <= WHOLE:
+        reports, error = _run(name, side, Layer(tokens, SIZE, SIZE))
+        launches = [predicted(report) for report in reports]
+    else:
+        first, error = _run(name, side, Layer(tokens, SIZE, SLICE))
+        one, two = _products(first)
+        launches = [predicted(report) for report in first[:one]]
+        launches.append(predicted(first[one], SIZE / SLICE, tokens * SIZE))
+        after = [predicted(report) for report in first[two + 1 :]]
+        del first
+        second, other = _run(name, side, Layer(tokens, SLICE, SIZE))
+        one, two = _products(second)
+        launches += [predicted(report) for report in second[one + 1 : two]]
+        launches.append(predicted(second[two], SIZE / SLICE, tokens * TOP_K * SIZE))
+        launches += after
+        error = max(error, other)
+    us = sum(launch.us for launch in launches)
+    return {
+        "us": us,
+        "with_launches_us": us + LAUNCH_US * len(launches),
+        "relative_error": error,
+        "launches": [launch.row() for launch in launches],
+    }
+
+
+def floor_us(tokens: int) -> float:
+    """The least that memory or matrix cores allow: experts that are hit at 8 TB/s, or products at the rate of e4m3."""
+    logits = Layer(tokens, 32, 32).inputs()["logits"]
+    experts = len(set(logits.topk(TOP_K).indices.flatten().tolist()))
+    weights = experts * 3 * SIZE * SIZE * (0.5 + 1 / 32)
+    flops = 6 * tokens * TOP_K * SIZE * SIZE
+    return max(weights / 8e12, flops / 5.03e15) * 1e6
+
+
+def measure_all(name: str, side: Side, tokens: list[int]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    rows = {}
+    for count in tokens:
+        start = time.perf_counter()
+        rows[str(count)] = measure(name, side, count)
+        print(
+            f"{name}: {count}: {rows[str(count)]['us']:.1f} us ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True
+        )
+    return rows
+
+
+# -- showing -------------------------------------------------------------------------------------------------------------------
+
+
+def _mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Geometric means of the ratios to the peer, without and with the cost of launches."""
+    rated = [row for row in rows if "peer" in row]
+    if not rated:
+        return {}
+    return {
+        "geometric_mean": _mean([row["ours"]["us"] / row["peer"]["us"] for row in rated]),
+        "geometric_mean_with_launches": _mean([row["ours"]["with_launches_us"] / row["peer"]["with_launches_us"] for row in rated]),
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: a row a number of tokens."""
+    lines = [
+        "| tokens | floor, µs | ours, µs (launches) | peer, µs (launches) | ours / peer | with 2.3 µs a launch | portable, µs "
+        "| portable / ours |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        mine, cells = row["ours"], [str(row["tokens"]), f"{row['floor_us']:.1f}"]
+        cells.append(f"{mine['us']:.1f} ({len(mine['launches'])})")
+        if "peer" in row:
+            other = row["peer"]
+            cells.append(f"{other['us']:.1f} ({len(other['launches'])})")
+            cells.append(f"{mine['us'] / other['us']:.3f}")
+            cells.append(f"{mine['with_launches_us'] / other['with_launches_us']:.3f}")
+        else:
+            cells += ["", "", ""]
+        slow = row.get("portable")
+        cells += [f"{slow['us']:.1f}", f"{slow['us'] / mine['us']:.2f}"] if slow else ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    found = report["summary"]
+    if found:
+        lines += [
+            "",
+            f"The geometric mean of ours / peer is {found['geometric_mean']:.3f}, with 2.3 µs a launch "
+            f"{found['geometric_mean_with_launches']:.3f}.",
+        ]
+    return "\n".join(lines)
+
+
+def in_readme(report: dict[str, Any], text: str) -> str:
+    """The README with the table of this report."""
+    metadata = report["metadata"]
+    versions = f"\n(Triton {metadata['triton']}, peer: tokenspeed-kernel-amd {metadata['peer']})" if metadata["peer"] else ""
+    assumptions = [textwrap.fill(line, 132, initial_indent="- ", subsequent_indent="  ") for line in report["assumptions"]]
+    body = "\n\n".join([table(report), f"`{metadata['command']}`" + versions, "\n".join(assumptions)])
+    begin, end = (text.index(mark) for mark in MARKS)
+    return f"{text[: begin + len(MARKS[0])]}\n\n{body}\n\n{text[end:]}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, help="the folder into which the wheel to compare with was installed")
+    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--portable-up-to", type=int, default=16, help="tokens up to which the portable kernel is measured")
+    parser.add_argument("--output", type=Path, help="where to write the report, JSON")
+    parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
+    parser.add_argument("--as-peer", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.as_peer is not None:
+        prepare_peer(options.as_peer)
+        print(json.dumps(measure_all("peer", peer, options.tokens)))
+        return
+    mine = measure_all("ours", ours, options.tokens)
+    slow = measure_all("portable", portable, [count for count in options.tokens if count <= options.portable_up_to])
+    others: dict[str, Any] = {}
+    if options.peer is not None:
+        counts = [str(count) for count in options.tokens]
+        command = [sys.executable, str(Path(__file__).resolve()), "--as-peer", str(options.peer), "--tokens", *counts]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        others = json.loads(done.stdout)
+    rows: list[dict[str, Any]] = []
+    for count in options.tokens:
+        row: dict[str, Any] = {"tokens": count, "floor_us": floor_us(count), "ours": mine[str(count)]}
+        row |= {side: found[str(count)] for side, found in (("peer", others), ("portable", slow)) if str(count) in found}
+        rows.append(row)
+    metadata = _metadata(options.peer)
+    metadata["command"] = metadata["command"].replace("timing_model.py", Path(__file__).name)
+    report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}
+    print(*(f"- {assumption}" for assumption in ASSUMPTIONS), "", table(report), sep="\n")
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    if options.readme:
+        README.write_text(in_readme(report, README.read_text()))
+
+
+if __name__ == "__main__":
+    main()

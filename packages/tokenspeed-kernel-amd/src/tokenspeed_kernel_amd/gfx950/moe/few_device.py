@@ -1,0 +1,297 @@
+# mypy: ignore-errors
+"""Device code of `few`: both products, each of which encodes by itself what it multiplies."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna4
+
+from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
+    activation_layout,
+    encode_by_block,
+    encode_by_token,
+    load_activations,
+    token_step,
+)
+from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
+    activated,
+    add_products,
+    axis_layout,
+    halves_at,
+    load_half_quad,
+    load_quad,
+    product_layout,
+    strips_at,
+)
+
+# Columns of a matrix instruction. There are fewer rows: they repeat.
+_COLUMNS = gl.constexpr(16)
+
+
+@gluon.constexpr_function
+def repeated_codes_layout(rows, warps):
+    """uint8 [1, 16 / rows, pieces, rows, 16]: as a right operand lies, rows being repeated. All warps have the same."""
+    return gl.BlockedLayout([1, 1, 1, 1, 16], [1, 16 // rows, 4, rows, 1], [warps, 1, 1, 1, 1], [4, 3, 1, 2, 0])
+
+
+@gluon.constexpr_function
+def repeated_scale_layout(rows, warps):
+    """uint8 [1, 16 / rows, rows, g, step], likewise."""
+    return gl.BlockedLayout([1, 1, 1, 1, 4], [1, 16 // rows, rows, 4, 1], [warps, 1, 1, 1, 1], [4, 2, 1, 3, 0])
+
+
+@gluon.constexpr_function
+def plain(rank):
+    """A layout of LDS without gaps, the last axis fastest."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
+
+
+@gluon.aggregate
+class Encoded:
+    """Rows in LDS, encoded, of each plane:
+
+    * codes, uint8 [quads, 1, 1, pieces, rows, 16]: pieces of 16 bytes of a row's four steps, so that what the lanes of a wave read
+      together lies in one piece;
+    * block scales, uint8 [quads, 1, 1, rows, g, step].
+    """
+
+    first: gl.shared_memory_descriptor
+    second: gl.shared_memory_descriptor
+    third: gl.shared_memory_descriptor
+    first_scale: gl.shared_memory_descriptor
+    second_scale: gl.shared_memory_descriptor
+    third_scale: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def store_codes(codes, ROWS: gl.constexpr, BLOCK: gl.constexpr, encoding: gl.constexpr):
+    """Puts codes [rows, blocks, bytes] into LDS."""
+    pieces: gl.constexpr = 16 if encoding.format == "e2m1" else 32
+    shape: gl.constexpr = [BLOCK // 512, 1, 1, pieces, ROWS, 16]
+    shared = gl.allocate_shared_memory(gl.uint8, shape, plain(6))
+    shared.store(codes.reshape(ROWS, 1, 1, BLOCK // 512, pieces, 16).permute(3, 1, 2, 4, 0, 5))
+    return shared.reinterpret(gl.uint8, shape, plain(5))
+
+
+@gluon.jit
+def store_scale(exponents, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """Puts block scales [rows, blocks] into LDS."""
+    shape: gl.constexpr = [BLOCK // 512, 1, 1, ROWS, 4, 4]
+    shared = gl.allocate_shared_memory(gl.uint8, shape, plain(6))
+    # [row, 1, 1, quad, step, g] -> [quad, 1, 1, row, g, step]
+    shared.store(exponents.reshape(ROWS, 1, 1, BLOCK // 512, 4, 4).permute(3, 1, 2, 0, 5, 4))
+    return shared.reinterpret(gl.uint8, shape, plain(5))
+
+
+@gluon.jit
+def encode(x, row, k, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """Encodes rows of x, which begin at ``row``, int32 [rows]. Returns them, and their scales, float32 [rows] (1 where blocks have
+    scales)."""
+    layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
+    values = load_activations(x, row, 0, k, BLOCK, layout)
+    step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
+    if encoding.by_token:
+        step = token_step(gl.abs(values))
+        first = store_codes(encode_by_token(values, step), ROWS, BLOCK, encoding)
+        shared = Encoded(first, first, first, first, first, first)
+    else:
+        planes, exponents = encode_by_block(values, encoding)
+        first = store_codes(planes[0], ROWS, BLOCK, encoding)
+        second = first
+        third = first
+        first_scale = store_scale(exponents[0], ROWS, BLOCK)
+        second_scale = first_scale
+        third_scale = first_scale
+        if encoding.planes > 1:
+            second = store_codes(planes[1], ROWS, BLOCK, encoding)
+            second_scale = store_scale(exponents[1], ROWS, BLOCK)
+        if encoding.planes > 2:
+            third = store_codes(planes[2], ROWS, BLOCK, encoding)
+            third_scale = store_scale(exponents[2], ROWS, BLOCK)
+        shared = Encoded(first, second, third, first_scale, second_scale, third_scale)
+    return shared, step
+
+
+@gluon.jit
+def repeated_codes(shared, quad, encoding: gl.constexpr):
+    """Four steps of a plane as the right operand, [512, 16] (packed: [256, 16])."""
+    pieces: gl.constexpr = shared.shape[3]
+    ROWS: gl.constexpr = shared.shape[4]
+    layout: gl.constexpr = repeated_codes_layout(ROWS, gl.num_warps())
+    operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(gl.num_warps()), 16)
+    once = shared.index(quad).load(layout)
+    often, _ = gl.broadcast(once, gl.zeros([1, _COLUMNS // ROWS, pieces, ROWS, 16], gl.uint8, layout))
+    tokens = often.permute(0, 1, 3, 2, 4).reshape(_COLUMNS, pieces * 16).permute(1, 0)
+    tokens = gl.convert_layout(tokens, operand, assert_trivial=True)
+    return tokens if encoding.format == "e2m1" else tokens.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def repeated_scale(shared, quad):
+    """Block scales of four steps of a plane, uint8 [16, 16]."""
+    ROWS: gl.constexpr = shared.shape[3]
+    layout: gl.constexpr = repeated_scale_layout(ROWS, gl.num_warps())
+    operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(gl.num_warps()), 16)
+    scale_layout: gl.constexpr = cdna4.get_mfma_scale_layout(operand, [_COLUMNS, 16])
+    once = shared.index(quad).load(layout)
+    often, _ = gl.broadcast(once, gl.zeros([1, _COLUMNS // ROWS, ROWS, 4, 4], gl.uint8, layout))
+    return gl.convert_layout(often.permute(0, 1, 2, 4, 3).reshape(_COLUMNS, 16), scale_layout, assert_trivial=True)
+
+
+@gluon.jit
+def operands_of(shared, quad, encoding: gl.constexpr):
+    """Codes and block scales of all planes; codes in place of scales where there are none."""
+    first = repeated_codes(shared.first, quad, encoding)
+    second = first
+    third = first
+    first_scale = first
+    second_scale = first
+    third_scale = first
+    if encoding.planes > 1:
+        second = repeated_codes(shared.second, quad, encoding)
+    if encoding.planes > 2:
+        third = repeated_codes(shared.third, quad, encoding)
+    if not encoding.by_token:
+        first_scale = repeated_scale(shared.first_scale, quad)
+        second_scale = first_scale
+        third_scale = first_scale
+        if encoding.planes > 1:
+            second_scale = repeated_scale(shared.second_scale, quad)
+        if encoding.planes > 2:
+            third_scale = repeated_scale(shared.third_scale, quad)
+    return (first, second, third), (first_scale, second_scale, third_scale)
+
+
+@gluon.jit
+def by_column(values, ROWS: gl.constexpr, layout: gl.constexpr):
+    """One number a row, [rows], for each of the 16 columns of a product."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 1], [1, 64], [1, gl.num_warps()], [0, 1])
+    once = gl.convert_layout(values, gl.SliceLayout(0, wide))[None, :]
+    often, _ = gl.broadcast(once, gl.zeros([_COLUMNS // ROWS, ROWS], values.dtype, wide))
+    return gl.convert_layout(often.reshape(_COLUMNS), layout)
+
+
+@gluon.jit
+def first_kernel(operands, tokens, strips, steps, k, blocks, swiglu, shape: gl.constexpr):
+    """The first product: program (pair, block of strips), the latter fastest. A column is a token.
+
+    The first of all pairs that go to an expert has the work of that expert; others end at once. The result of a token is stored
+    where the first of its slots with that expert is.
+
+    Args:
+        operands, swiglu, shape: see `few`.
+        tokens: how many there are.
+        strips: of an expert.
+        steps: of k.
+        blocks: of strips.
+    """
+    warps: gl.constexpr = gl.num_warps()
+    encoding: gl.constexpr = shape.encoding
+    top_k: gl.constexpr = shape.top_k
+    product: gl.constexpr = product_layout(warps)
+    pair = gl.program_id(0) // blocks
+    first_strip = gl.program_id(0) % blocks * warps
+    lane = gl.arange(0, 64, gl.BlockedLayout([1], [64], [warps], [0]))
+    expert = gl.load(operands.ids + pair)
+    others = cdna4.buffer_load(operands.ids, lane, mask=lane < pair, other=-1)
+    earlier = gl.max((others == expert).to(gl.int32), axis=0)
+    if (expert >= 0) & (expert < shape.num_experts) & (earlier == 0):
+        own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, steps, warps)
+        even = load_quad(own, 0, warps)
+        odd = load_quad(own, 1, warps)
+        rows = gl.arange(0, shape.rows, axis_layout(activation_layout(shape.rows, warps), 3, 0))
+        shared, step = encode(operands.x, gl.minimum(rows, tokens - 1) * operands.x_stride, k, encoding, shape.rows, shape.block)
+        # Which slot of each column's token has this expert.
+        column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
+        token = gl.minimum(column, tokens - 1)
+        slot = gl.full([_COLUMNS], top_k, gl.int32, gl.SliceLayout(0, product))
+        for candidate in gl.static_range(top_k - 1, -1, -1):
+            named = cdna4.buffer_load(operands.ids, token * top_k + candidate)
+            slot = gl.where(named == expert, candidate, slot)
+        gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
+        up = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
+        for quad in range(0, (steps + 3) // 4, 2):
+            codes, scales = operands_of(shared, quad, encoding)
+            gate = add_products(gate, even.first, even.first_scale, codes, scales, encoding)
+            up = add_products(up, even.second, even.second_scale, codes, scales, encoding)
+            even = load_quad(own, quad + 2, warps)
+            if quad + 1 < (steps + 3) // 4:
+                codes, scales = operands_of(shared, quad + 1, encoding)
+                gate = add_products(gate, odd.first, odd.first_scale, codes, scales, encoding)
+                up = add_products(up, odd.second, odd.second_scale, codes, scales, encoding)
+            odd = load_quad(own, quad + 3, warps)
+        if encoding.by_token:
+            scale = by_column(step, shape.rows, gl.SliceLayout(0, product))
+            gate *= scale[None, :]
+            up *= scale[None, :]
+        row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
+        strip = first_strip + row // 16
+        inside = strip < strips
+        if shape.bias:
+            bias = operands.bias + expert.to(gl.int64) * strips * 32
+            at = strip * 32 + row % 16
+            gate += cdna4.buffer_load(bias, at, mask=inside, other=0.0)[:, None]
+            up += cdna4.buffer_load(bias, at + 16, mask=inside, other=0.0)[:, None]
+        result = activated(gate, up, swiglu, shape.limited)
+        exists = (column < tokens) & (slot < top_k)
+        out_row = (token * top_k + slot) * (strips * 16)
+        cdna4.buffer_store(
+            result.to(operands.out.dtype.element_ty), operands.out, (strip * 16 + row % 16)[:, None] + out_row[None, :],
+            mask=inside[:, None] & exists[None, :],
+        )  # fmt: skip
+
+
+@gluon.jit
+def second_kernel(operands, strips, steps, k, shape: gl.constexpr):
+    """The second product and the sum over slots: program (half a strip, token). A warp has a slot, and so has a column: what counts
+    of the product are the blocks where they are the same.
+
+    Args:
+        operands, shape: see `few`.
+        strips: of an expert.
+        steps: of k.
+    """
+    warps: gl.constexpr = gl.num_warps()
+    encoding: gl.constexpr = shape.encoding
+    top_k: gl.constexpr = shape.top_k
+    product: gl.constexpr = product_layout(warps)
+    half = gl.program_id(0)
+    ids = operands.ids + gl.program_id(1) * top_k
+    own = halves_at(operands.weight, operands.weight_scale, ids, half, strips, steps, shape.num_experts, top_k, warps)
+    even = load_half_quad(own, 0, warps)
+    odd = load_half_quad(own, 1, warps)
+    # A result is stored where the first slot with its expert is.
+    slot = gl.minimum(gl.arange(0, warps, axis_layout(activation_layout(warps, warps), 3, 0)), top_k - 1)
+    expert = gl.load(ids + slot)
+    stored = slot
+    for candidate in gl.static_range(top_k - 1, -1, -1):
+        stored = gl.where(gl.load(ids + candidate) == expert, gl.minimum(stored, candidate), stored)
+    h = operands.x + gl.program_id(1) * top_k * k
+    shared, step = encode(h, stored * k, k, encoding, warps, shape.block)
+    row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
+    row_slot = gl.minimum(row // 16, top_k - 1)
+    row_expert = gl.load(ids + row_slot)
+    present = (row // 16 < top_k) & (row_expert >= 0) & (row_expert < shape.num_experts)
+    weight = gl.load(operands.topk_weights + gl.program_id(1) * top_k + row_slot)
+    acc = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
+    for quad in range(0, (steps + 3) // 4, 2):
+        codes, scales = operands_of(shared, quad, encoding)
+        acc = add_products(acc, even.first, even.first_scale, codes, scales, encoding)
+        even = load_half_quad(own, quad + 2, warps)
+        if quad + 1 < (steps + 3) // 4:
+            codes, scales = operands_of(shared, quad + 1, encoding)
+            acc = add_products(acc, odd.first, odd.first_scale, codes, scales, encoding)
+        odd = load_half_quad(own, quad + 3, warps)
+    if encoding.by_token:
+        acc *= by_column(step, warps, gl.SliceLayout(0, product))[None, :]
+    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
+    result = gl.sum(gl.where((row // 16)[:, None] == column[None, :], acc, 0.0), axis=1)
+    if shape.bias:
+        at = gl.where(present, row_expert, 0).to(gl.int64) * (strips * 32) + half * 16 + row % 16
+        result += gl.load(operands.bias + at)
+    result = gl.where(present, result * weight, 0.0)
+    total = gl.sum(result.reshape(warps, 16), axis=0)
+    feature = gl.arange(0, 16, total.type.layout)
+    out = operands.out + gl.program_id(1).to(gl.int64) * operands.out_stride + half * 16
+    cdna4.buffer_store(total.to(operands.out.dtype.element_ty), out, feature)

@@ -1,0 +1,239 @@
+"""`moe_apply` for many pairs of tokens and slots: both products by expert, in tiles of tokens.
+
+Five launches: pairs are sorted by expert and tokens encoded; the first product with its activation; its result is encoded; the
+second product; the sum over slots. The grid covers the most tiles that any routing can need, the schedule stays on the device.
+
+A workgroup's waves multiply strips of weights of their own, which they read into registers while the steps before are multiplied,
+by a tile of tokens that they share in LDS. So an expert's weights are read once for each of its tiles of tokens, and those tiles
+run one after another on the same XCD.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
+from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoded, Encoding, encoding_of, room_for
+from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import QUAD, STEP, quads_of, steps_of, strips_of
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+
+device = DeviceModule(__name__ + "_device")
+wide_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.wide_device")
+schedule_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.schedule_device")
+encode_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.encode_device")
+
+_XCDS = 8  # consecutive workgroups go to these in turn
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a workgroup computes.
+
+    Attributes:
+        columns: tokens.
+        warps: strips of weights.
+        wide: by the kernel that reads tokens from LDS part by part; for tokens with one scale each.
+        blocks: of strips, that a workgroup computes one after another. Only for the wide kernel.
+    """
+
+    columns: int
+    warps: int
+    wide: bool = False
+    blocks: int = 1
+
+
+# Up to so many pairs an expert on average, and then. Figures are microseconds of both products by the emulator's timing model, at
+# GPT-OSS-120B's sizes with fp8 activations and 8 experts.
+_TILES = (
+    (12.0, Tile(16, 4)),
+    (48.0, Tile(32, 4)),  # 32 pairs an expert: 14.6, of which 14.1 are memory's; with 16 columns 15.5, wide with 64 24.9
+)
+_WIDE = Tile(128, 8, wide=True, blocks=3)  # 256 pairs an expert: three quarters of the time of 32 columns
+
+
+class Operands(NamedTuple):
+    """Tensors of a product.
+
+    Attributes:
+        order, tiles: the schedule, see ``schedule_device``.
+        weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
+        codes, scale: of what is multiplied, see `encoding`.
+        out: [rows, features].
+    """
+
+    order: Tensor
+    tiles: Tensor
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    codes: Tensor
+    scale: Tensor
+    out: Tensor
+
+
+class Swiglu(NamedTuple):
+    """What the activation takes besides gate and up."""
+
+    alpha: float
+    limit: float
+    beta: float
+
+
+class Shape(NamedTuple):
+    """What of a product is known to the compiler.
+
+    Attributes:
+        columns: tokens of a tile.
+        blocks: of strips, that a workgroup computes one after another.
+        top_k: slots of a token.
+        gated: the first product, whose rows are gathered from the tokens and whose result is activated.
+        bias: whether there is one.
+        limited: whether gate and up are clamped.
+        encoding: of what is multiplied.
+    """
+
+    columns: int
+    blocks: int
+    top_k: int
+    gated: bool
+    bias: bool
+    limited: bool
+    encoding: Encoding
+
+
+class Schedule(NamedTuple):
+    """Pairs sorted by expert, see ``schedule_device``. ``entries``: of the list of tiles."""
+
+    order: Tensor
+    tiles: Tensor
+    entries: int
+
+
+def tile_for(pairs: int, plan: MoEPlan) -> Tile:
+    """The tile for so many pairs."""
+    for most, tile in _TILES:
+        if pairs <= most * plan.num_experts:
+            return tile
+    return _WIDE if encoding_of(plan).by_token else _TILES[-1][1]
+
+
+def moe_apply_many(
+    x: Tensor,
+    weights: MoEWeights,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    out: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """See the operator. Weights are in the layout of `mxfp4_layout`; ``tile`` by the number of pairs if None."""
+    tokens, hidden = x.shape
+    pairs, features = topk_ids.numel(), plan.intermediate_size
+    written = rows_to_write(out, x, tokens, hidden)
+    if not pairs:
+        return deliver(written, out)
+    most = most_tokens(plan)
+    if tokens > most:
+        for first in range(0, tokens, most):
+            some = slice(first, first + most)
+            moe_apply_many(x[some], weights, topk_weights[some], topk_ids[some], plan, written[some], tile)
+        return deliver(written, out)
+    if tile is None:
+        tile = tile_for(pairs, plan)
+    encoding = encoding_of(plan)
+    x, topk_ids, topk_weights = rows(x), topk_ids.contiguous(), topk_weights.contiguous()
+    schedule, encoded = _route(x, topk_ids, plan, tile, encoding)
+    activated = x.new_empty(pairs, features)
+    _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True)
+    encoded = room_for(encoding, pairs, features, x.device)
+    encode_device.encode_kernel[(pairs,)](
+        activated, schedule.tiles[-1], *encoded, features, _width(features), pairs,
+        encoding=encoding, BLOCK=_block(features), num_warps=4,
+    )  # fmt: skip
+    slots = x.new_empty(pairs, hidden)
+    _product(tile, encoding, schedule, weights, encoded, slots, plan, gated=False)
+    block = min(1024, max(256, 1 << (hidden - 1).bit_length()))
+    device.combine_kernel[(tokens, -(-hidden // block))](
+        slots, topk_weights, topk_ids, written, hidden, written.stride(0), plan.num_experts, TOP_K=plan.top_k, BLOCK=block
+    )
+    return deliver(written, out)
+
+
+def most_tokens(plan: MoEPlan) -> int:
+    """Tokens of one pass: offsets in bytes of what its pairs have are 32-bit numbers."""
+    widest = max(_width(max(plan.hidden_size, plan.intermediate_size)), plan.hidden_size * plan.dtype.itemsize)
+    return (2**31 - 1) // (plan.top_k * widest)
+
+
+def _width(k: int) -> int:
+    """Elements of a row of codes."""
+    return quads_of(k) * QUAD * STEP
+
+
+def _block(k: int) -> int:
+    """Elements of a row that a program encodes at once."""
+    return min(4096, max(2048, 1 << (_width(k) - 1).bit_length()))
+
+
+def _route(x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Encoding) -> tuple[Schedule, Encoded]:
+    tokens, hidden = x.shape
+    pairs = topk_ids.numel()
+    entries = pairs // tile.columns + plan.num_experts
+    schedule = Schedule(
+        torch.empty(pairs, dtype=torch.int32, device=x.device),
+        torch.empty(entries + 1, 4, dtype=torch.int32, device=x.device),
+        entries,
+    )
+    encoded = room_for(encoding, tokens, hidden, x.device)
+    schedule_device.route_kernel[(plan.num_experts + tokens,)](
+        topk_ids, pairs, schedule.order, schedule.tiles, entries, plan.num_experts,
+        x, x.stride(0), *encoded, hidden, _width(hidden), tokens,
+        encoding=encoding, ROWS=tile.columns, CHUNK=1024, BLOCK=_block(hidden), num_warps=4,
+    )  # fmt: skip
+    return schedule, encoded
+
+
+def projection(weights: MoEWeights, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the layout has of a projection, with scales as words of four steps."""
+    weight, scale, bias = (getattr(weights, name + part) for part in ("", "_scale", "_bias"))
+    return weight, scale.view(torch.int32), bias
+
+
+def _product(
+    tile: Tile,
+    encoding: Encoding,
+    schedule: Schedule,
+    weights: MoEWeights,
+    encoded: Encoded,
+    out: Tensor,
+    plan: MoEPlan,
+    *,
+    gated: bool,
+) -> None:
+    """One grouped product."""
+    k = plan.hidden_size if gated else plan.intermediate_size
+    features = 2 * plan.intermediate_size if gated else plan.hidden_size
+    name = "w13_weight" if gated else "w2_weight"
+    weight, weight_scale, bias = projection(weights, name)
+    codes = encoded.codes if encoding.format == "e2m1" else encoded.codes.view(torch.float8_e4m3fn)
+    strips = strips_of(features)
+    # A multiple of the XCDs, so that an expert's tiles of tokens find its weights in the same L2.
+    blocks = -(-strips // (tile.warps * tile.blocks * _XCDS)) * _XCDS
+    shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, gated and plan.limit is not None, encoding)
+    kernel = wide_device.wide_kernel if tile.wide else device.grouped_kernel
+    kernel[(schedule.entries * blocks,)](
+        Operands(schedule.order, schedule.tiles, weight, weight_scale, bias, codes, encoded.scale, out),
+        encoded.codes.shape[1],
+        strips,
+        steps_of(k),
+        blocks,
+        Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
+        shape=shape,
+        num_warps=tile.warps,
+    )

@@ -1,0 +1,253 @@
+# mypy: ignore-errors
+"""Device code of `grouped`: a tile of one expert's product, and the sum over slots."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd import cdna4
+
+from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
+    activated,
+    add_products,
+    axis_layout,
+    load_quad,
+    product_layout,
+    strips_at,
+    token_scale_layout,
+)
+
+
+@gluon.constexpr_function
+def copy_layout(row_bytes, warps):
+    """uint8 [columns, bytes of four steps]: 16 bytes a lane."""
+    lanes = row_bytes // 16
+    return gl.BlockedLayout([1, 16], [64 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.aggregate
+class Columns:
+    """A tile of tokens, and where the codes of their rows lie.
+
+    Attributes:
+        codes, scale: pointers to the first row of the first plane.
+        plane_codes, plane_scales: from one plane to the next.
+        offsets: int32 [columns, bytes of four steps] of the codes.
+        scale_offsets: int32 [columns, 4, 4] of block scales.
+        quads: groups of four steps.
+    """
+
+    codes: gl.tensor
+    scale: gl.tensor
+    plane_codes: gl.tensor
+    plane_scales: gl.tensor
+    offsets: gl.tensor
+    scale_offsets: gl.tensor
+    quads: gl.tensor
+
+
+@gluon.jit
+def row_of_column(order, first, count, top_k, GATED: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """The row that each column multiplies: its token in the first product, else its place; the last one's beyond ``count``."""
+    row = first + gl.minimum(gl.arange(0, COLUMNS, layout), count - 1)
+    return gl.load(order + row) // top_k if GATED else row
+
+
+@gluon.jit
+def load_codes(columns, quad, encoding: gl.constexpr):
+    """The codes of four steps, of all planes; zeros beyond the last step."""
+    size: gl.constexpr = columns.offsets.shape[1]
+    exists = gl.full(columns.offsets.shape, quad, gl.int32, columns.offsets.type.layout) < columns.quads
+    first = cdna4.buffer_load(columns.codes + quad * size, columns.offsets, mask=exists)
+    second = first
+    third = first
+    if encoding.planes > 1:
+        second = cdna4.buffer_load(columns.codes + columns.plane_codes + quad * size, columns.offsets, mask=exists)
+    if encoding.planes > 2:
+        third = cdna4.buffer_load(columns.codes + 2 * columns.plane_codes + quad * size, columns.offsets, mask=exists)
+    return first, second, third
+
+
+@gluon.jit
+def store_codes(shared, codes, encoding: gl.constexpr):
+    for plane in gl.static_range(encoding.planes):
+        shared.index(plane).store(codes[plane])
+
+
+@gluon.jit
+def load_scales(columns, quad, encoding: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """The block scales of four steps, uint8 [columns, 16], of all planes."""
+    exists = gl.full(columns.scale_offsets.shape, quad, gl.int32, columns.scale_offsets.type.layout) < columns.quads
+    first = cdna4.buffer_load(columns.scale + quad * 16, columns.scale_offsets, mask=exists)
+    second = first
+    third = first
+    if encoding.planes > 1:
+        second = cdna4.buffer_load(columns.scale + columns.plane_scales + quad * 16, columns.scale_offsets, mask=exists)
+    if encoding.planes > 2:
+        third = cdna4.buffer_load(columns.scale + 2 * columns.plane_scales + quad * 16, columns.scale_offsets, mask=exists)
+    return (
+        gl.convert_layout(first.permute(0, 2, 1).reshape(COLUMNS, 16), layout, assert_trivial=True),
+        gl.convert_layout(second.permute(0, 2, 1).reshape(COLUMNS, 16), layout, assert_trivial=True),
+        gl.convert_layout(third.permute(0, 2, 1).reshape(COLUMNS, 16), layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
+    """The codes of each plane as the product's right operand."""
+    first = shared.index(0).permute([1, 0]).load(operand)
+    second = first
+    third = first
+    if encoding.planes > 1:
+        second = shared.index(1).permute([1, 0]).load(operand)
+    if encoding.planes > 2:
+        third = shared.index(2).permute([1, 0]).load(operand)
+    return first, second, third
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def grouped_kernel(operands, rows, strips, steps, blocks, swiglu, shape: gl.constexpr):
+    """A tile of one product: program (tile of tokens, block of strips), the latter fastest.
+
+    Args:
+        operands, swiglu, shape: see `grouped`.
+        rows: that are encoded.
+        strips: of an expert.
+        steps: of k.
+        blocks: of strips.
+    """
+    COLUMNS: gl.constexpr = shape.columns
+    warps: gl.constexpr = gl.num_warps()
+    encoding: gl.constexpr = shape.encoding
+    product: gl.constexpr = product_layout(warps)
+    operand: gl.constexpr = gl.DotOperandLayout(1, product, 16)
+    size: gl.constexpr = 256 if encoding.format == "e2m1" else 512  # bytes of a row's four steps
+    copy: gl.constexpr = copy_layout(size, warps)
+    scale_copy: gl.constexpr = token_scale_layout(COLUMNS, warps)
+    token_scale: gl.constexpr = cdna4.get_mfma_scale_layout(operand, [COLUMNS, 16])
+    tile = gl.program_id(0) // blocks
+    block = gl.program_id(0) % blocks
+    expert = gl.load(operands.tiles + tile * 4)
+    first_strip = block * warps
+    if (expert >= 0) & (first_strip < strips):
+        first_row = gl.load(operands.tiles + tile * 4 + 1)
+        count = gl.load(operands.tiles + tile * 4 + 2)
+        own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, steps, warps)
+        quads = (steps + 3) // 4
+        even = load_quad(own, 0, warps)
+        odd = load_quad(own, 1, warps)
+        row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, COLUMNS, gl.SliceLayout(1, copy))
+        scale_row = row_of_column(
+            operands.order, first_row, count, shape.top_k, shape.gated, COLUMNS, axis_layout(scale_copy, 3, 0)
+        )
+        scale_offsets = (scale_row * (quads * 16))[:, None, None] + gl.arange(0, 4, axis_layout(scale_copy, 3, 1))[
+            None, :, None
+        ] * 4
+        columns = Columns(
+            operands.codes,
+            operands.scale,
+            rows.to(gl.int64) * quads * size,
+            rows.to(gl.int64) * quads * 16,
+            (row * (quads * size))[:, None] + gl.arange(0, size, gl.SliceLayout(0, copy))[None, :],
+            scale_offsets + gl.arange(0, 4, axis_layout(scale_copy, 3, 2))[None, None, :],
+            quads,
+        )
+        storage: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[size, 32]], [COLUMNS, size], [1, 0])
+        even_shared = gl.allocate_shared_memory(operands.codes.dtype.element_ty, [encoding.planes, COLUMNS, size], storage)
+        odd_shared = gl.allocate_shared_memory(operands.codes.dtype.element_ty, [encoding.planes, COLUMNS, size], storage)
+        even_codes = load_codes(columns, 0, encoding)
+        odd_codes = load_codes(columns, 1, encoding)
+        even_scales = None
+        odd_scales = None
+        if not encoding.by_token:
+            even_scales = load_scales(columns, 0, encoding, COLUMNS, token_scale)
+            odd_scales = load_scales(columns, 1, encoding, COLUMNS, token_scale)
+        tokens = tokens_of(operands, first_row, count, shape, COLUMNS, gl.SliceLayout(0, product))
+        first = gl.zeros([16 * warps, COLUMNS], gl.float32, product)
+        second = gl.zeros([16 * warps, COLUMNS], gl.float32, product)
+        store_codes(even_shared, even_codes, encoding)
+        even_codes = load_codes(columns, 2, encoding)
+        gl.barrier()  # otherwise the compiler has two in each turn of the loop: one for its first turn, and one for the others
+        for quad in range(0, quads, 2):
+            store_codes(odd_shared, odd_codes, encoding)
+            odd_codes = load_codes(columns, quad + 3, encoding)
+            codes = read_codes(even_shared, encoding, operand)
+            first = add_products(first, even.first, even.first_scale, codes, even_scales, encoding)
+            second = add_products(second, even.second, even.second_scale, codes, even_scales, encoding)
+            even = load_quad(own, quad + 2, warps)
+            if not encoding.by_token:
+                even_scales = load_scales(columns, quad + 2, encoding, COLUMNS, token_scale)
+            store_codes(even_shared, even_codes, encoding)
+            even_codes = load_codes(columns, quad + 4, encoding)
+            codes = read_codes(odd_shared, encoding, operand)
+            first = add_products(first, odd.first, odd.first_scale, codes, odd_scales, encoding)
+            second = add_products(second, odd.second, odd.second_scale, codes, odd_scales, encoding)
+            odd = load_quad(own, quad + 3, warps)
+            if not encoding.by_token:
+                odd_scales = load_scales(columns, quad + 3, encoding, COLUMNS, token_scale)
+        store_product(operands, first, second, expert, first_strip, strips, tokens, swiglu, shape)
+
+
+@gluon.aggregate
+class Tokens:
+    """What a tile's columns are: where the result belongs, and what it is multiplied by (1 where blocks have scales)."""
+
+    exists: gl.tensor
+    out_row: gl.tensor
+    scale: gl.tensor
+
+
+@gluon.jit
+def tokens_of(operands, first_row, count, shape: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """The columns of a tile whose first row is ``first_row``, and which has ``count`` of them."""
+    column = gl.arange(0, COLUMNS, layout)
+    row = first_row + gl.minimum(column, gl.maximum(count, 1) - 1)
+    pair = gl.load(operands.order + row)
+    scale = gl.full([COLUMNS], 1.0, gl.float32, layout)
+    if shape.encoding.by_token:
+        scale = gl.load(operands.scale + (pair // shape.top_k if shape.gated else row))
+    return Tokens(column < count, row if shape.gated else pair, scale)
+
+
+@gluon.jit
+def store_product(operands, first, second, expert, first_strip, strips, tokens, swiglu, shape: gl.constexpr):
+    """Scales the sums, adds the bias, applies the activation, and stores a tile."""
+    by_row: gl.constexpr = gl.SliceLayout(1, first.type.layout)
+    if shape.encoding.by_token:
+        first *= tokens.scale[None, :]
+        second *= tokens.scale[None, :]
+    lane = gl.arange(0, first.shape[0], by_row)
+    strip = first_strip + lane // 16
+    inside = strip < strips
+    row = strip * 32 + lane % 16  # of the first half
+    if shape.bias:
+        bias = operands.bias + expert.to(gl.int64) * strips * 32
+        first += cdna4.buffer_load(bias, row, mask=inside, other=0.0)[:, None]
+        second += cdna4.buffer_load(bias, row + 16, mask=inside, other=0.0)[:, None]
+    dtype: gl.constexpr = operands.out.dtype.element_ty
+    stored = inside[:, None] & tokens.exists[None, :]
+    if shape.gated:
+        at = (strip * 16 + lane % 16)[:, None] + (tokens.out_row * strips * 16)[None, :]
+        cdna4.buffer_store(activated(first, second, swiglu, shape.limited).to(dtype), operands.out, at, mask=stored)
+    else:
+        at = row[:, None] + (tokens.out_row * strips * 32)[None, :]
+        cdna4.buffer_store(first.to(dtype), operands.out, at, mask=stored)
+        cdna4.buffer_store(second.to(dtype), operands.out, at + 16, mask=stored)
+
+
+@gluon.jit
+def combine_kernel(slots, weights, ids, out, hidden, out_stride, num_experts, TOP_K: gl.constexpr, BLOCK: gl.constexpr):
+    """``out[token] = sum of weights[token, slot] * slots[token, slot]``, in order: program (token, block of features)."""
+    layout: gl.constexpr = gl.BlockedLayout([BLOCK // (64 * gl.num_warps())], [64], [gl.num_warps()], [0])
+    token = gl.program_id(0).to(gl.int64)
+    feature = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, layout)
+    total = gl.zeros([BLOCK], gl.float32, layout)
+    for slot in gl.static_range(TOP_K):
+        expert = gl.load(ids + token * TOP_K + slot)
+        # The row of a slot without an expert was not written, and may be NaN; so may its weight.
+        present = (expert >= 0) & (expert < num_experts)
+        weight = gl.load(weights + token * TOP_K + slot)
+        known = feature < gl.where(present, hidden, 0)
+        value = cdna4.buffer_load(slots + (token * TOP_K + slot) * hidden, feature, mask=known, other=0.0)
+        total += gl.where(present, weight * value.to(gl.float32), 0.0)
+    cdna4.buffer_store(total.to(out.dtype.element_ty), out + token * out_stride, feature, mask=feature < hidden)

@@ -1,0 +1,82 @@
+"""The layout ``"gfx950_mxfp4"`` of mxfp4 expert weights: what the kernels of this folder read, made once when a model is loaded.
+
+A projection ``[rows, k]`` is cut into *strips* of 32 rows and *steps* of 128 elements of k. A wave reads the piece of a strip and a
+step as it lies in memory, 16 bytes a lane, twice: these are the left operands of two matrix instructions of 16 x 16 x 128. In w13
+the first 16 rows of a strip are the gates of 16 features and the others their ups, so that a gate meets its up in one lane; in w2
+they are 32 rows in order.
+
+    weight  uint8    [experts, strips, steps, 2, 64, 16]     byte ``b`` of lane ``16 g + r`` has elements ``32 g + 2 b`` and the
+                                                             next one of row ``r`` of the strip's half
+    scale   uint8    [experts, strips, quads, 2, 64, 4]      of four steps each, lanes as above; beyond the last step 0
+    bias    float32  [experts, 32 * strips]                  rows as above, or None
+
+Elements of k are padded to a multiple of 128 with code 0, whose scale is 0 (2^-127).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
+
+LAYOUT = "gfx950_mxfp4"
+STRIP = 32  # rows
+HALF = 16  # rows of a matrix instruction
+STEP = 128  # elements of k of a matrix instruction
+QUAD = 4  # steps whose scales a lane reads at once
+_LANES_K = 4  # lanes along k, 32 elements each
+_BYTES = 16  # of a lane
+
+
+def strips_of(rows: int) -> int:
+    """Strips of an expert. Rows are a multiple of 32, because mxfp4 wants that of what the other projection sums over."""
+    return rows // STRIP
+
+
+def steps_of(k: int) -> int:
+    """Steps of k, the last of which may be padded."""
+    return -(-k // STEP)
+
+
+def quads_of(k: int) -> int:
+    """Groups of four steps, the last of which may have fewer."""
+    return -(-k // (QUAD * STEP))
+
+
+def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
+    """Canonical mxfp4 weights in the layout above, an expert at a time. The result has the bytes of the weights, and padding."""
+    device = weights.w13_weight.device
+    features = torch.arange(2 * plan.intermediate_size, device=device)
+    gate_up = features.view(-1, 2).t() if plan.w13_interleaved else features.view(2, -1)  # [2, features]
+    w13_rows = gate_up.reshape(2, -1, HALF).transpose(0, 1).flatten()
+    w2_rows = torch.arange(plan.hidden_size, device=device)
+    w13 = _arranged(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, w13_rows)
+    w2 = _arranged(weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias, w2_rows)
+    return MoEWeights(*w13, *w2, layout=LAYOUT)
+
+
+def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """One projection. ``rows``: the canonical row of each row of the strips, in their order."""
+    assert scale is not None  # checked by the operator
+    experts, count, half_k = codes.shape
+    strips, steps, quads = strips_of(count), steps_of(2 * half_k), quads_of(2 * half_k)
+    weight = codes.new_empty(experts, strips, steps, 2, _LANES_K * HALF, _BYTES)
+    exponents = scale.new_empty(experts, strips, quads, 2, _LANES_K * HALF, QUAD)
+    for expert in range(experts):
+        padded = _padded(codes[expert].index_select(0, rows), steps * STEP // 2)
+        # [strip, half, r, step, g, b] -> [strip, step, half, g, r, b]
+        lanes = padded.view(strips, 2, HALF, steps, _LANES_K, _BYTES).permute(0, 3, 1, 4, 2, 5)
+        weight[expert].view(strips, steps, 2, _LANES_K, HALF, _BYTES).copy_(lanes)
+        padded = _padded(scale[expert].index_select(0, rows), quads * QUAD * STEP // BLOCK_MX)
+        # [strip, half, r, quad, step, g] -> [strip, quad, half, g, r, step]
+        lanes = padded.view(strips, 2, HALF, quads, QUAD, _LANES_K).permute(0, 3, 1, 5, 2, 4)
+        exponents[expert].view(strips, quads, 2, _LANES_K, HALF, QUAD).copy_(lanes)
+    arranged = None if bias is None else bias.float().index_select(1, rows).contiguous()
+    return weight, exponents, arranged
+
+
+def _padded(rows: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, columns - rows.shape[1]))

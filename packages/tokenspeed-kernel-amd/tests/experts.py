@@ -1,0 +1,66 @@
+"""Layers of experts with random weights, for tests of what computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_amd.gfx950.moe import mxfp4_layout
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.platform import cpu_platform
+
+GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
+
+
+class RandomLayer:
+    """A layer as it is given and as the kernels want it."""
+
+    def __init__(self, device: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, **options: Any) -> None:
+        self.plan: MoEPlan = moe_apply.plan(
+            experts, top_k, hidden, intermediate, weight_format="mxfp4", platform=cpu_platform(),
+            override="reference_moe_apply", **options,
+        )  # fmt: skip
+        self.random = torch.Generator().manual_seed(hidden + intermediate + experts)
+        self.device = device
+        self.given = MoEWeights(*self._projection(2 * intermediate, hidden), *self._projection(hidden, intermediate))
+        self.prepared = mxfp4_layout.prepare_weights(self.given, self.plan)
+
+    def _projection(self, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        experts, exponent = self.plan.num_experts, 127 + round(torch.tensor(k**-0.5 / 3).log2().item())
+        codes = self._bytes(0, 256, experts, rows, k // 2)
+        scale = self._bytes(exponent - 2, exponent + 3, experts, rows, k // 32)
+        return codes, scale, self._normal(experts, rows) * 0.2 if self.plan.bias else None
+
+    def _bytes(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.random, dtype=torch.uint8).to(self.device)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.random).to(self.device)
+
+    def tokens(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x, weights of experts, and experts, no expert twice for a token."""
+        chosen = torch.rand(count, self.plan.num_experts, generator=self.random).topk(self.plan.top_k).indices
+        weights = torch.softmax(self._normal(count, self.plan.top_k), -1)
+        return self._normal(count, self.plan.hidden_size).to(self.plan.dtype), weights, chosen.int().to(self.device)
+
+    def wanted(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """What the reference makes of it, without rounding at the end."""
+        result: Tensor = moe_apply.operator.body(x.float(), self.given, weights, ids, self.plan)
+        return result
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference over that of what is wanted; NaN where there is one."""
+    return float((got.float() - wanted).norm() / wanted.norm())
+
+
+def mxfp4_cases() -> list[Case]:
+    """The operator's cases with mxfp4 weights that are not sized for a GPU."""
+    cases = get_operator("moe.moe_apply").all_cases()
+    return [case for case in cases if not case.large and "mxfp4" in case.name and not case.name.startswith("dense")]

@@ -1,0 +1,83 @@
+"""The program that predicts times of experts: whole layers of GPT-OSS-120B at one and four tokens, and slices of more."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tokenspeed_kernel_amd import _machine
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    gap = _machine.triton_gap()
+    if gap is not None:
+        pytest.skip(gap)
+    if importlib.util.find_spec("gfx950_emulator") is None:
+        pytest.skip("needs the package gfx950-emulator")
+    monkeypatch.syspath_prepend(FOLDER)
+    for name in ("timing_model", "timing_model_moe"):
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    return module
+
+
+def test_whole_layers(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All 128 experts at full size, in two launches and that of the router, within 1.35 times the floor at four tokens."""
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{program.MARKS[0]}\nold\n{program.MARKS[1]}\nafter\n")
+    monkeypatch.setattr(program, "README", readme)
+    output = tmp_path / "report.json"
+    program.main(["--tokens", "1", "4", "--portable-up-to", "0", "--output", str(output), "--readme"])
+    report = json.loads(output.read_text())
+    assert [row["tokens"] for row in report["rows"]] == [1, 4]
+    for row in report["rows"]:
+        assert row["ours"]["relative_error"] <= program.ERRORS["ours"]
+        assert [launch["kernel"] for launch in row["ours"]["launches"]][1:] == ["first_kernel", "second_kernel"]
+    assert report["rows"][1]["ours"]["us"] <= 1.35 * report["rows"][1]["floor_us"]
+    assert report["summary"] == {}
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert program.table(report) in capsys.readouterr().out
+
+
+def test_slices_predict_whole_layers(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of 512 features, by slices of 256, takes about as long as when it is executed whole."""
+    monkeypatch.setattr(program, "SIZE", 512)
+    monkeypatch.setattr(program, "EXPERTS", 16)
+    whole = program.measure("ours", program.ours, 16)
+    monkeypatch.setattr(program, "WHOLE", 4)
+    sliced = program.measure("ours", program.ours, 16)
+    assert [launch["kernel"] for launch in sliced["launches"]] == [launch["kernel"] for launch in whole["launches"]]
+    for found, wanted in zip(sliced["launches"], whole["launches"], strict=True):
+        assert found["memory_us"] == pytest.approx(wanted["memory_us"], rel=0.15)
+        assert found["us"] == pytest.approx(wanted["us"], rel=0.3)
+
+
+def test_the_committed_report(program: ModuleType) -> None:
+    """The README shows the committed report."""
+    report = json.loads((FOLDER / "timing_model_moe.json").read_text())
+    assert program.table(report) in (FOLDER.parent / "README.md").read_text()
+    assert [row["tokens"] for row in report["rows"]] == list(program.TOKENS)
+    assert report["summary"] == pytest.approx(program.summary(report["rows"]))
+    ratios = {row["tokens"]: row["ours"]["us"] / row["peer"]["us"] for row in report["rows"]}
+    assert max(ratios.values()) <= 1.05
+    assert ratios[1] <= 0.7
+    assert all(row["portable"]["us"] >= 1.7 * row["ours"]["us"] for row in report["rows"] if "portable" in row)
+    assert math.prod(ratios.values()) ** (1 / len(ratios)) <= 0.9

@@ -1,0 +1,144 @@
+"""moe_apply with mxfp4 weights: cases, errors against the portable kernel's, routing, and what compiled code is like."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+import tokenspeed_kernel
+from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel_amd.gfx950.moe import few, grouped
+from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+
+from .experts import GPT_OSS, RandomLayer, mxfp4_cases, relative_error
+from .paging import check_case, kernel_of, spills
+
+FEW: list[tuple[int, int, dict[str, Any]]] = [
+    (1, 4, {"activation_dtype": "fp8", **GPT_OSS}),
+    (8, 8, {"activation_dtype": "fp8"}),
+    (3, 3, {"activation_dtype": "mxfp4", **GPT_OSS}),
+    (5, 1, {"dtype": torch.float16}),
+    (4, 6, {"bias": True}),
+]
+TILES = [grouped.Tile(16, 4), grouped.Tile(32, 4), grouped.Tile(128, 8, wide=True, blocks=2)]
+
+
+@pytest.mark.parametrize("case", mxfp4_cases(), ids=lambda case: case.name)
+def test_cases(gfx950: torch.device, case: Case) -> None:
+    check_case(gfx950, f"moe_apply_mxfp4{'_float32_fp8' if 'float32' in case.name else ''}", case)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("activation_dtype", ["fp8", "none", "mxfp4"])
+def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, activation_dtype: str) -> None:
+    """Sizes that end within steps, blocks of strips and tiles; an expert has most tokens, another has none."""
+    if activation_dtype != "fp8" and tile.wide:
+        pytest.skip("it is for tokens with one scale each, and is not chosen for others")
+    layer = RandomLayer(gfx950, 6, 2, 224, 672, activation_dtype=activation_dtype, **GPT_OSS)
+    x, weights, ids = layer.tokens(150)
+    ids[:139, 0] = 4
+    ids[:70, 1] = 1
+    ids[5] = -1
+    ids = ids.where(ids != 2, 3)
+    wanted = layer.wanted(x, weights, ids)
+    got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan, tile=tile)
+    assert not got[5].any()
+    assert relative_error(got, wanted) <= 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "options"), FEW)
+def test_few_tokens_are_as_exact_as_the_portable_kernel(
+    gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
+) -> None:
+    """Also where a slot is skipped, and where a token names an expert twice, which other tokens have as well."""
+    layer = RandomLayer(gfx950, 9, top_k, 224, 672, **options)
+    x, weights, ids = layer.tokens(tokens)
+    ids[-1, 0] = ids[0, -1]
+    if top_k > 2:
+        ids[0, 1] = -1
+        ids[-1, 2] = ids[-1, 0]
+    assert few.few_enough(tokens, layer.plan, layer.prepared)
+    wanted = layer.wanted(x, weights, ids)
+    got = few.moe_apply_few(x, layer.prepared, weights, ids, layer.plan)
+    assert relative_error(got, wanted) <= 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
+    assert torch.equal(few.moe_apply_few(x, layer.prepared, weights, ids, layer.plan), got)
+
+
+def portable(layer: RandomLayer, *arguments: torch.Tensor) -> torch.Tensor:
+    plan = dataclasses.replace(layer.plan, kernel="triton_moe_apply_mxfp4", weight_layout="triton_mxfp4")
+    prepared = tokenspeed_kernel.moe_process_weights(layer.given, plan)
+    x, weights, ids = arguments
+    return tokenspeed_kernel.moe_apply(x, prepared, weights, ids, plan, override=plan.kernel)
+
+
+def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) -> None:
+    for activation_dtype in ("fp8", "none", "mxfp4"):
+        layer = RandomLayer(gfx950, 4, 2, 96, 64, activation_dtype=activation_dtype)
+        x, weights, ids = layer.tokens(5)
+        clean = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
+        x[1, 3], x[3, 70] = torch.nan, torch.inf
+        got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan)
+        assert got[[1, 3]].isnan().all()
+        assert torch.equal(got[[0, 2, 4]], clean[[0, 2, 4]])
+
+
+@pytest.mark.parametrize("name", ["mxfp4, concatenated, fp8 activations", "mxfp4, float16"])
+def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
+    """In a call of few tokens, and in one of so many that they are sorted."""
+    (case,) = (case for case in mxfp4_cases() if case.name == name)
+    spec = kernel_of("moe_apply_mxfp4")
+    traits = get_operator(spec.operator).request(get_operator(spec.operator).complete(case.build(gfx950))).traits
+    flags = {name: {True} for name, value in traits.items() if value is True}
+    kept = {"weight_layout": spec.traits["weight_layout"], "processed_weights": spec.traits["processed_weights"]}
+    findings = conform(dataclasses.replace(spec, traits={**flags, **kept}), gfx950, Options(shrink_seconds=0), [case])
+    assert [f"{finding}: {finding.detail}" for finding in findings if finding.wrong] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moe_apply_mxfp4", "moe_apply_mxfp4_float32_fp8", "moe_apply_mxfp4_float32_mxfp4"])
+def test_the_kit_finds_nothing_at_all(gfx950: torch.device, name: str) -> None:
+    findings = conform(kernel_of(name), gfx950, Options(shrink_seconds=0))
+    assert [str(finding) for finding in findings if finding.wrong] == []
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_compiled_code(emulator: Any, tile: grouped.Tile) -> None:
+    """Nothing is spilled, no bank conflicts, no loops around buffer instructions."""
+    layer = RandomLayer(torch.device("cpu"), 2, 1, 1056, 32, activation_dtype="fp8", **GPT_OSS)
+    grouped.moe_apply_many(*_arguments(layer, 3), tile=tile)
+    launches = [launch for launch in emulator.launches if launch.kernel in ("grouped_kernel", "wide_kernel")]
+    assert len(launches) == 2
+    for launch in launches:
+        text = launch.program.assembly.text
+        assert not any(spills(text).values())
+        assert launch.counters.total("lds_conflicts") == 0
+        assert "s_cbranch_execnz" not in text
+
+
+def _arguments(layer: RandomLayer, tokens: int) -> tuple[Any, ...]:
+    x, weights, ids = layer.tokens(tokens)
+    return x, layer.prepared, weights, ids, layer.plan
+
+
+@pytest.mark.parametrize("activation_dtype", ["fp8", "none", "mxfp4"])
+def test_compiled_code_for_few(emulator: Any, activation_dtype: str) -> None:
+    layer = RandomLayer(torch.device("cpu"), 4, 4, 2880, 32, activation_dtype=activation_dtype, **GPT_OSS)
+    few.moe_apply_few(*_arguments(layer, 4))
+    for launch in emulator.launches:
+        text = launch.program.assembly.text
+        assert not any(spills(text).values())
+        assert "s_cbranch_execnz" not in text
+
+
+def test_launches(emulator: Any) -> None:
+    layer = RandomLayer(torch.device("cpu"), 8, 2, 96, 64, activation_dtype="fp8")
+    moe_apply(*_arguments(layer, 1))
+    assert [launch.kernel for launch in emulator.launches] == ["first_kernel", "second_kernel"]
+    moe_apply(*_arguments(layer, 40))
+    names = ["route_kernel", "grouped_kernel", "encode_kernel", "grouped_kernel", "combine_kernel"]
+    assert [launch.kernel for launch in emulator.launches[2:]] == names
