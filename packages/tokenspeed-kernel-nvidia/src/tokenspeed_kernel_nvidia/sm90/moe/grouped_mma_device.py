@@ -154,11 +154,11 @@ class Consumers(Shapes):
                 )
         else:
             weights, columns = self.multiply_all(call, storage, mma, acc, left, right, weights, columns, words, slot, lane, units)
-        factors = self.share_scales(storage, scales, thread, wg, width)
+        scales_at = self.share_scales(storage, scales, thread, wg, width)
         if const_expr(c.gated):
-            self.store_activated(call, storage, item, acc, heads, factors, thread, wg, width)
+            self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, width)
         else:
-            self.store_sums(call, storage, item, acc, heads, factors, thread, wg, width)
+            self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, width)
         if const_expr(-(-width // CHUNK) % 2 == 1):  # the next item begins with the buffer that others may still read
             self.sync_warpgroup(wg)
         return weights, columns
@@ -409,17 +409,22 @@ class Consumers(Shapes):
         return scales
 
     @cute.jit
-    def share_scales(self, storage: Any, scales: list, thread: Int32, wg: Int32, width: cutlass.Constexpr[int]) -> list:
-        """Those of the two columns in eight that a thread has, for each eight."""
-        factors = []
+    def share_scales(self, storage: Any, scales: list, thread: Int32, wg: Int32, width: cutlass.Constexpr[int]) -> Int32:
+        """Gives scales to the warpgroup. Returns where a thread finds those of its first two columns."""
+        begin = storage.scales.data_ptr().toint() + wg * (4 * self.config.columns)
         if const_expr(self.config.scaled):
-            begin = storage.scales.data_ptr().toint() + wg * (4 * self.config.columns)
             for turn in cutlass.range_constexpr(len(scales)):
                 if thread % 128 + turn * 128 < width:
                     store_float(begin + (thread % 128 + turn * 128) * 4, scales[turn])
             self.sync_warpgroup(wg)
-            factors = [load_floats("shared", begin + (8 * j + thread % 4 * 2) * 4, 2) for j in range(width // 8)]
-        return factors
+        return begin + thread % 4 * 8
+
+    def factors(self, heads: list, scales_at: Int32, at: int) -> list:
+        """What sums are multiplied by: of the thread's two rows, for its two columns of eight. ``at``: the first sum of these."""
+        if not self.config.scaled:
+            return [[heads[r]] * 2 for r in range(2)]
+        scales = load_floats("shared", scales_at + 8 * at, 2)
+        return [[heads[r] * scales[column] for column in range(2)] for r in range(2)]
 
     # -- results ---------------------------------------------------------------------------------------------------------------
 
@@ -431,7 +436,7 @@ class Consumers(Shapes):
         item: Item,
         acc: list,
         heads: list,
-        factors: list,
+        scales_at: Int32,
         thread: Int32,
         wg: Int32,
         width: cutlass.Constexpr[int],
@@ -445,6 +450,7 @@ class Consumers(Shapes):
                 at = 4 * (chunk * (CHUNK // 8) + j)
                 if const_expr(at < width // 2):
                     results = []
+                    factors = self.factors(heads, scales_at, at)
                     for column in cutlass.range_constexpr(2):
                         gate, up = (self.result(acc, heads, factors, at, r, column) for r in range(2))
                         gate, up = at_most(gate, call.limit), at_most(up, call.limit)
@@ -470,7 +476,7 @@ class Consumers(Shapes):
         item: Item,
         acc: list,
         heads: list,
-        factors: list,
+        scales_at: Int32,
         thread: Int32,
         wg: Int32,
         width: cutlass.Constexpr[int],
@@ -483,11 +489,10 @@ class Consumers(Shapes):
                 words = []
                 for j in cutlass.range_constexpr(2):
                     at = 4 * (chunk * (CHUNK // 8) + 2 * half + j)
-                    for r in cutlass.range_constexpr(2):
-                        first = at + 2 * r if at < width // 2 else 2 * r  # of columns beyond the tile's, which nobody stores
-                        words.append(
-                            pack(self.dtype, *(self.result(acc, heads, factors, first - 2 * r, r, column) for column in range(2)))
-                        )
+                    at = at if at < width // 2 else 0  # of columns beyond the tile's, which nobody stores
+                    factors = self.factors(heads, scales_at, at)
+                    sums = [[self.result(acc, heads, factors, at, r, column) for column in range(2)] for r in range(2)]
+                    words += [pack(self.dtype, *of_row) for of_row in sums]
                 # A lane gives the address of a column: of the first or second eight features of a warp, two pieces of eight.
                 column = 16 * half + lane // 16 * 8 + lane % 8
                 piece = 2 * warp + lane // 8 % 2
@@ -502,10 +507,9 @@ class Consumers(Shapes):
                 self.store_piece(call, item, place, chunk * CHUNK + column, feature, strip < call.strips)
 
     def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
-        """A number of the product, with its bias. ``at``: the first element of its eight columns."""
-        factor = heads[r] * factors[at // 4][column] if factors else heads[r]
+        """A number of the product, with its bias."""
         each = cute.size(acc[0])
-        return acc[at // each][at % each + 2 * r + column] * factor + heads[2 + r]
+        return acc[at // each][at % each + 2 * r + column] * factors[r][column] + heads[2 + r]
 
     @cute.jit
     def buffer(self, storage: Any, wg: Int32, chunk: cutlass.Constexpr[int]) -> Int32:
