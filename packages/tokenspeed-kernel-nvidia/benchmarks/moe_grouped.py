@@ -1,15 +1,17 @@
 """Experts for many tokens in the size of GPT-OSS-120B's layer: how wide tiles should be, and what each kernel of a call takes.
 
 python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py
-python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py --tokens 1024 8192 --variants 64 160 160s 192s --no-portable
+python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py --tokens 1024 8192 --variants 64 160 288 160v 144c --no-portable
 
-A variant is the most columns of a tile; ``s`` stands for one set of registers for weights. Results of each are first compared with
-float32 at some tokens. Times are medians of calls in a CUDA graph, without the router. Tokens are routed to experts at random.
+A variant is the most columns of a tile; with ``v`` or ``c`` activations are fp8, and what is multiplied are their values in 16
+bits, or their codes. Results of each are first compared with float32 at some tokens. Times are medians of calls in a CUDA graph,
+without the router. Tokens are routed to experts at random.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import statistics
 import traceback
@@ -23,6 +25,7 @@ from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_nvidia.sm90.moe import grouped, mxfp4_layout
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PLAIN, VALUES
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 4, 2880, 2880
 _CHECKED = 48  # tokens that are compared with float32
@@ -87,13 +90,14 @@ def kernels_of(call: Call) -> str:
 
 
 def variant_of(name: str) -> dict[str, Any]:
-    return {"columns": int(name.rstrip("s")), "double": not name.endswith("s")}
+    kind = {"v": VALUES, "c": CODES}.get(name[-1], PLAIN)
+    return {"columns": int(name.rstrip("vc")), "inputs": (kind,)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 8192])
-    parser.add_argument("--variants", nargs="+", default=["64", "160", "160s", "192s"])
+    parser.add_argument("--variants", nargs="+", default=["64", "160", "288", "160v", "144c"])
     parser.add_argument("--no-portable", action="store_true", help="without the portable kernel")
     parser.add_argument("--profile", action="store_true", help="with the times of each kernel")
     options = parser.parse_args(arguments)
@@ -102,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, weight_format="mxfp4", w13_interleaved=True, bias=True, alpha=1.702, limit=7.0,
         beta=1.0, platform=cpu_platform(), override="reference_moe_apply",
     )  # fmt: skip
+    rounded = dataclasses.replace(plan, activation_dtype="fp8")
     given = draw_weights(device)
     prepared = mxfp4_layout.prepare_weights(given, plan)
     portable = None
@@ -113,26 +118,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tokens in options.tokens:
         x, weights, ids = draw_tokens(tokens, device)
         some = torch.arange(0, tokens, max(1, tokens // _CHECKED), device=device)
-        wanted = moe_apply.operator.body(x[some].float(), given, weights[some], ids[some], plan)
-        given_tokens = x, prepared, weights, ids, plan
-        calls: dict[str, Call] = {
-            name: functools.partial(grouped.moe_apply_many, *given_tokens, **variant_of(name)) for name in options.variants
-        }
+        # Of a variant: the call, and the plan that it follows.
+        calls: dict[str, tuple[Call, Any]] = {}
+        for name in options.variants:
+            of_name = rounded if name[-1] in "vc" else plan
+            given_tokens = x, prepared, weights, ids, of_name
+            calls[name] = functools.partial(grouped.moe_apply_many, *given_tokens, **variant_of(name)), of_name
         if portable is not None:
-            calls["portable"] = functools.partial(portable[0], x, portable[1], weights, ids, plan)
-        for name, call in calls.items():
+            for name, of_name in (("portable", plan), ("portable fp8", rounded)):
+                calls[name] = functools.partial(portable[0], x, portable[1], weights, ids, of_name), of_name
+        wanted = {
+            of_name: moe_apply.operator.body(x[some].float(), given, weights[some], ids[some], of_name)
+            for of_name in {of_name for _, of_name in calls.values()}
+        }
+        for name, (call, of_name) in calls.items():
             try:
-                error = (call()[some].float() - wanted).norm() / wanted.norm()
+                error = (call()[some].float() - wanted[of_name]).norm() / wanted[of_name].norm()
                 again = all(torch.equal(call(), call()) for _ in range(3))
                 took = microseconds(call)
                 flops = 6.0 * tokens * TOP_K * HIDDEN * INTERMEDIATE
-                line = f"{tokens:6} {name:>9} {took:9.1f} us {flops / took / 1e6:7.0f} TFLOP/s  error {error:.1e}"
+                line = f"{tokens:6} {name:>12} {took:9.1f} us {flops / took / 1e6:7.0f} TFLOP/s  error {error:.1e}"
                 line += "" if again else "  NOT THE SAME BITS"
                 if options.profile:
                     line += f"  kernels {kernels_of(call)}"
             except Exception as problem:  # one variant must not end the others
                 traceback.print_exc()
-                line = f"{tokens:6} {name:>9} failed: {type(problem).__name__}: {str(problem)[:80]}"
+                line = f"{tokens:6} {name:>12} failed: {type(problem).__name__}: {str(problem)[:80]}"
             print(line, flush=True)
             lines.append(line)
     print("\n" + "\n".join(lines))

@@ -11,7 +11,7 @@ from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import cpu_platform
-from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_layout
+from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_weights
 
 GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
 
@@ -27,7 +27,19 @@ class RandomLayer:
         self.random = torch.Generator(device).manual_seed(hidden + intermediate + experts)
         self.device = device
         self.given = MoEWeights(*self._projection(2 * intermediate, hidden), *self._projection(hidden, intermediate))
-        self.prepared = mxfp4_layout.prepare_weights(self.given, self.plan)
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Arranges what is given, once more if a test has changed that."""
+        self.prepared = mxfp4_weights.prepare_weights(self.given, self.plan)
+
+    def spread_scales(self, experts: Any) -> None:
+        """Gives a row of each of these experts scales that float8_e5m2 cannot hold together."""
+        scale = self.given.w13_weight_scale
+        assert scale is not None
+        for expert in experts:
+            scale[expert, 3, 0] -= mxfp4_weights.OCTAVES + 5
+        self.prepare()
 
     def _projection(self, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         experts, exponent = self.plan.num_experts, 127 + round(torch.tensor(k**-0.5 / 3).log2().item())

@@ -18,7 +18,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from .ptx_values import Lanes, Mbarrier, Memory, cut, halves, joined, narrowed, number, register, widen, width
+from .ptx_values import (
+    Lanes,
+    Mbarrier,
+    Memory,
+    cut,
+    halves,
+    joined,
+    narrowed,
+    number,
+    parts,
+    register,
+    rounded_to_e4m3,
+    widen,
+    width,
+)
 
 LANES = 32
 SHARED_BASE, GLOBAL_BASE = 1024, 0x7F0000000000
@@ -116,13 +130,14 @@ class Program:
 
 @dataclass
 class Product:
-    """A wgmma that has begun: registers of the accumulator and of the left operand, the right one's descriptor."""
+    """A wgmma that has begun: registers of the sums and of the left operand, the right one's descriptor, and whether it adds."""
 
     sums: list[str]
     left: list[str]
     descriptor: int
     columns: int
-    kind: str
+    kinds: tuple[str, str]
+    adds: bool
 
 
 @dataclass
@@ -276,7 +291,7 @@ class Warp:
             ("barrier.cluster", self._cluster), ("st.async", self._send), ("mapa", self._map),
             ("wgmma", self._wgmma), ("mma", self._mma), ("stmatrix", self._stmatrix), ("ld", self._load), ("st", self._store),
             ("bar.", self._barrier), ("mov", self._move), ("cvt", self._convert), ("setp", self._compare),
-            ("shfl", self._shuffle), ("match", self._match), ("elect", self._elect),
+            ("shfl", self._shuffle), ("match", self._match), ("elect", self._elect), ("vote", self._vote),
         ):  # fmt: skip
             if step.name.startswith(prefix):
                 return method(step, words, lanes) is not False
@@ -307,6 +322,8 @@ class Warp:
             return (product, f"b{2 * width(kind)}") if words[1] == "wide" else (product >> width(kind), kind)
         if name == "fma":
             return (a.astype(np.float64) * b + rest[1]).astype(np.float32), kind
+        if name == "div" and kind == "f32":
+            return np.where(lanes, a, 1).astype(np.float32) / np.where(lanes, b, 1).astype(np.float32), kind
         if name == "div":
             b = np.where(lanes, b, 1)
             return np.abs(a) // np.abs(b) * np.sign(a) * np.sign(b), kind
@@ -358,7 +375,10 @@ class Warp:
 
     def _convert(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
         target, *given = step.operands
-        if words[2] in ("bf16x2", "f16x2"):
+        if words[-2] == "e4m3x2":  # the first operand becomes the upper byte
+            high, low = (rounded_to_e4m3(number(self.value(operand), "f32")) for operand in given)
+            self.assign(target, low | high << np.uint64(8), "b16", lanes)
+        elif words[2] in ("bf16x2", "f16x2"):
             self.assign(target, self._halves(step, words[2]), "b32", lanes)
         elif words[2] == "f16":
             self.assign(target, widen(halves(self.value(given[0]))[0], "f16"), "f32", lanes)
@@ -370,15 +390,15 @@ class Warp:
     def _move(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
         target, source = step.operands
         if target[0] == "{":
-            parts = names(target)
-            size = width(words[-1]) // len(parts)
-            for at, part in enumerate(parts):
+            targets = names(target)
+            size = width(words[-1]) // len(targets)
+            for at, part in enumerate(targets):
                 self.assign(part, self.value(source) >> np.uint64(at * size), f"b{size}", lanes)
         elif source[0] == "{":
-            parts = names(source)
-            size = width(words[-1]) // len(parts)
+            sources = names(source)
+            size = width(words[-1]) // len(sources)
             whole = np.zeros(LANES, np.uint64)
-            for at, part in enumerate(parts):
+            for at, part in enumerate(sources):
                 whole |= cut(self.value(part), f"b{size}") << np.uint64(at * size)
             self.assign(target, whole, words[-1], lanes)
         else:
@@ -396,6 +416,10 @@ class Warp:
         source = self.value(step.operands[1])
         masks = [sum(1 << lane for lane in range(LANES) if source[lane] == mine) for mine in source]
         self.assign(step.operands[0], np.array(masks, np.uint64), "b32", lanes)
+
+    def _vote(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
+        mask = sum(1 << lane for lane, held in enumerate(cut(self.value(step.operands[1]), "pred")) if held)
+        self.assign(step.operands[0], np.full(LANES, mask, np.uint64), "b32", lanes)
 
     def _elect(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
         target, predicate = step.operands[0].split("|")
@@ -539,14 +563,15 @@ class Warp:
 
     def _wgmma(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
         if words[1] == "mma_async":
-            shape = re.search(r"m64n(\d+)k16\.f32\.(\w+)\.", step.name)
+            shape = re.search(r"m64n(\d+)k(16|32)\.f32\.(\w+)\.(\w+)", step.name)
             assert shape is not None, step.text
-            assert step.operands[4:] == ("1", "1", "0"), step.text
+            assert step.operands[4:] == (("1", "1", "0") if shape[2] == "16" else ("1", "1")), step.text
             descriptor = self.value(step.operands[2])
             assert (descriptor == descriptor[0]).all()
-            assert cut(self.value(step.operands[3]), "pred").all()
-            left = names(step.operands[1])
-            self.products.append(Product(names(step.operands[0]), left, int(descriptor[0]), int(shape[1]), shape[2]))
+            adds = cut(self.value(step.operands[3]), "pred") != 0
+            assert (adds == adds[0]).all()
+            sums, left = (names(step.operands[at]) for at in range(2))
+            self.products.append(Product(sums, left, int(descriptor[0]), int(shape[1]), (shape[3], shape[4]), bool(adds[0])))
         elif words[1] == "commit_group":
             self.groups.append(self.products)
             self.products = []
@@ -559,20 +584,22 @@ class Warp:
         """As late as it may be: with what its operands have when somebody waits for it."""
         descriptor, lane = product.descriptor, np.arange(LANES)
         assert (descriptor >> 62, descriptor >> 49 & 7) == (1, 0), "another swizzle than that of 128 bytes"
-        left = np.zeros((16, 16), np.float32)
+        size = 1 if product.kinds[0].startswith("e") else 2  # bytes
+        left = np.zeros((16, 32 // size), np.float32)
         for at, name in enumerate(product.left):
-            for element, half in enumerate(halves(self.registers[name])):
-                left[lane // 4 + 8 * (at % 2), 2 * (lane % 4) + element + 8 * (at // 2)] = widen(half, product.kind)
-        column, k = np.meshgrid(np.arange(product.columns), np.arange(16), indexing="ij")
+            for element, part in enumerate(parts(self.registers[name], size)):
+                k = 4 // size * (lane % 4) + element + 16 // size * (at // 2)
+                left[lane // 4 + 8 * (at % 2), k] = widen(part, product.kinds[0])
+        column, k = np.meshgrid(np.arange(product.columns), np.arange(32 // size), indexing="ij")
         start, step = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
-        linear = start + column // 8 * step + column % 8 * 128 + 2 * k
+        linear = start + column // 8 * step + column % 8 * 128 + size * k
         swizzled = linear ^ ((linear >> 7 & 7) << 4)
-        right = widen(self.cta.shared.load(swizzled.astype(np.uint64), 2).astype(np.uint16), product.kind)
+        right = widen(self.cta.shared.load(swizzled.astype(np.uint64), size).astype(np.uint16), product.kinds[1])
         result = (left.astype(np.float64) @ right.T.astype(np.float64)).astype(np.float32)
         for at, name in enumerate(product.sums):
             group, r, c = at // 4, at // 2 % 2, at % 2
             some = result[lane // 4 + 8 * r, 8 * group + 2 * (lane % 4) + c]
-            self.registers[name] = register(number(self.registers[name], "f32") + some)
+            self.registers[name] = register(number(self.registers[name], "f32") + some if product.adds else some)
 
 
 def launch(

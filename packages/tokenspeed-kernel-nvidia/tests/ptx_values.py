@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 Lanes = Any  # an array of a number for each lane
 _UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -43,7 +44,13 @@ def register(x: Lanes) -> Lanes:
 
 
 def widen(x: Lanes, kind: str) -> Lanes:
-    """16-bit floats, as uint16, in float32."""
+    """Floats of 16 or 8 bits, as uint16, in float32."""
+    if kind == "e5m2":
+        return (x.astype(np.uint16) << np.uint16(8)).view(np.float16).astype(np.float32)
+    if kind == "e4m3":
+        sign, field, rest = 1 - 2 * (x >> 7 & 1).astype(np.float32), (x >> 3 & 15).astype(np.int32), (x & 7).astype(np.float32)
+        value = np.where(field > 0, 8 + rest, rest) * np.exp2(np.maximum(field, 1) - 10.0)
+        return np.where((x & 0x7F) == 0x7F, np.nan, sign * value).astype(np.float32)
     if "bf16" in kind:
         return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return x.astype(np.uint16).view(np.float16).astype(np.float32)
@@ -60,6 +67,18 @@ def narrowed(x: Lanes, kind: str) -> Lanes:
 
 def halves(x: Lanes) -> tuple[Lanes, Lanes]:
     return tuple(((x >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.uint16) for shift in (0, 16))  # type: ignore[return-value]
+
+
+def rounded_to_e4m3(x: Lanes) -> Lanes:
+    """The codes of float32, saturating."""
+    codes = torch.from_numpy(x.copy()).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.numpy().astype(np.uint64)
+
+
+def parts(x: Lanes, size: int) -> list[Lanes]:
+    """Those of so many bytes of 32 bits, as uint16, the lowest first."""
+    mask = np.uint64((1 << 8 * size) - 1)
+    return [((x >> np.uint64(8 * at)) & mask).astype(np.uint16) for at in range(0, 4, size)]
 
 
 def joined(low: Lanes, high: Lanes) -> Lanes:

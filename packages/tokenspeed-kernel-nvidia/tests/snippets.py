@@ -71,6 +71,9 @@ def _result(name: str, a: Tensor, rest: list[Tensor]) -> Tensor:
         return bits(floats(a) - floats(rest[0]))
     if name == "mul.f32":
         return bits(floats(a) * floats(rest[0]))
+    if name == "prmt.b32":
+        selected = [((a | rest[0] << 32) >> 8 * (int(rest[1]) >> 4 * byte & 7) & 0xFF) << 8 * byte for byte in range(4)]
+        return selected[0] | selected[1] | selected[2] | selected[3]
     if name == "lop3.b32":
         assert rest[2] == 0xEA  # (a and b) or c
         return a & rest[0] | rest[1]

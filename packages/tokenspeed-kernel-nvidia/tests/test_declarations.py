@@ -173,6 +173,7 @@ def _planned(platform: str = "sm_90", **changed: Any) -> str:
         {"limit": None, "alpha": 1.0, "beta": 0.0},
         {"num_experts": MAX_EXPERTS, "top_k": MAX_TOP_K, "hidden_size": max_k(), "intermediate_size": max_k()},
         {"num_experts": 1, "top_k": 1, "hidden_size": 32, "intermediate_size": 32},
+        {"activation_dtype": "fp8"},
     ],
     ids=str,
 )
@@ -189,7 +190,6 @@ def test_experts_in_mxfp4(registered: KernelRegistry, changed: dict[str, Any]) -
         {"intermediate_size": max_k() + 32},
         {"top_k": MAX_TOP_K + 1},
         {"num_experts": MAX_EXPERTS + 1},
-        {"activation_dtype": "fp8"},
         {"activation_dtype": "mxfp4"},
         {"dtype": torch.float32},
         {"weight_format": "dense"},

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tokenspeed_kernel_nvidia.sm90.moe import grouped
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import Schedule, every_schedule, most_tiles
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PLAIN, SERVED, Schedule, every_schedule, most_tiles
 
 from .experts import GPT_OSS, RandomLayer, compare
 
-COLUMNS = [schedule.columns for schedule in every_schedule()]
+COLUMNS = SERVED[PLAIN]
 
 
 class Layer(RandomLayer):
@@ -157,6 +157,42 @@ def test_kernels_that_overlap(sm90: torch.device) -> None:
     for _ in range(5):
         graph.replay()
         assert torch.equal(out, wanted)
+
+
+class RoundedLayer(RandomLayer):
+    """A layer with fp8 activations."""
+
+    apply = staticmethod(grouped.moe_apply_rounded)
+
+    def error(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, **options: Any) -> float:
+        wanted = self.wanted(x, weights, ids)
+        return float((self.run(x, weights, ids, **options).float() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("inexact", [[], [1, 4], range(8)], ids=["all exact", "some not", "none exact"])
+@pytest.mark.parametrize(("tokens", "hidden", "intermediate"), [(30, 192, 160), (700, 2880, 288), (700, 96, 1440)])
+def test_fp8_activations(sm90: torch.device, tokens: int, hidden: int, intermediate: int, inexact: Any, dtype: torch.dtype) -> None:
+    layer = RoundedLayer(sm90, 8, 2, hidden, intermediate, dtype=dtype, activation_dtype="fp8", **GPT_OSS)
+    layer.spread_scales(inexact)
+    call = layer.tokens(tokens)
+    error = layer.error(*call)
+    # Numbers between the products are rounded before they become codes, so some become the neighbouring one.
+    assert error <= 2e-2
+    assert layer.error(*call, codes=True) <= 1.2 * error
+    for codes in (False, True):
+        first = layer.run(*call, codes=codes)
+        assert all(torch.equal(layer.run(*call, codes=codes), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("columns", SERVED[CODES])
+@pytest.mark.parametrize("count", [1, 9, 31, 33, 64, 79, 100, 128, 129, 144, 145, 300])
+def test_every_width_of_codes(sm90: torch.device, count: int, columns: int) -> None:
+    layer = RoundedLayer(sm90, 4, 1, 160, 192, activation_dtype="fp8", **GPT_OSS)
+    x, weights, ids = layer.tokens(2 * count - 1)
+    ids[:count], ids[count:] = 2, 1
+    for codes in (False, True):
+        assert layer.error(x, weights, ids, codes=codes, columns=columns) <= 2e-2
 
 
 @pytest.mark.slow

@@ -16,14 +16,28 @@ from torch import Tensor
 
 pytest.importorskip("cutlass")
 
+from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_nvidia._programs import Program
 from tokenspeed_kernel_nvidia.sm90.moe import grouped
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import FEW_COLUMNS, MANY_COLUMNS, Combine, Product, Schedule, most_tiles
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
+    CODES,
+    FEW_COLUMNS,
+    MANY_COLUMNS,
+    MOST_COLUMNS,
+    PLAIN,
+    ROUNDED_COLUMNS,
+    VALUES,
+    Combine,
+    Product,
+    Rounding,
+    Schedule,
+    most_tiles,
+)
 
 from . import ptx
 from .experts import GPT_OSS, RandomLayer, compare
 from .ptx_values import Memory
-from .test_grouped import tiles_of
+from .test_grouped import COLUMNS, tiles_of
 
 CPU = torch.device("cpu")
 
@@ -71,21 +85,32 @@ class Launches:
         given = [ids, top_k, 1, self.ids.numel(), top_k, self.plan.num_experts, *addresses]
         self.launch(grouped.schedule_program, Schedule(self.columns), given, 1024, 1)
 
-    def products(self, double: bool = True) -> int:
-        """Returns where the results are."""
+    def products(self, *inputs: str) -> int:
+        """Returns where the results are. ``inputs``: of programs that compute some experts each."""
         plan, pairs = self.plan, self.ids.numel()
-        rows, width = self.memory.put(bytes_of(self.x)), plan.hidden_size
+        rows, width = self.x, plan.hidden_size
         swiglu = [plan.alpha, math.inf if plan.limit is None else plan.limit, plan.beta]
-        prepared = self.layer.prepared
+        prepared: Any = self.layer.prepared
+        exact = self.memory.put(bytes_of(prepared.exact)) if len(inputs) > 1 else 0
         for gated, weight in ((True, prepared.w13_weight), (False, prepared.w2_weight)):
             features = plan.intermediate_size if gated else plan.hidden_size
             results = self.room(2 * pairs * features)
-            strips = features // (8 if gated else 16)
-            given = [self.memory.put(bytes_of(weight)), strips, width, rows, width, self.sources, self.tiles]
-            config = Product("bfloat16" if plan.dtype == torch.bfloat16 else "float16", gated, self.columns, double)
-            self.launch(grouped.product_program, config, [*given, self.tile_count, results, features, *swiglu], 512, 2)
-            rows, width = results, features
-        return rows
+            strips, weight_at = features // (8 if gated else 16), self.memory.put(bytes_of(weight))
+            for kind in inputs:
+                config = Product("bfloat16" if plan.dtype == torch.bfloat16 else "float16", gated, self.columns, kind)
+                rows_at, scales = self.given(rows, kind)
+                given = [weight_at, strips, width, rows_at, width, scales, exact, self.sources, self.tiles, self.tile_count]
+                self.launch(grouped.product_program, config, [*given, results, features, *swiglu], config.threads, 2)
+            rows = torch.from_numpy(self.memory.get(results, np.uint8, 2 * pairs * features)).view(plan.dtype)
+            rows, width = rows.view(pairs, features), features
+        return results
+
+    def given(self, rows: Tensor, inputs: str) -> tuple[int, int]:
+        """Where a product finds its rows, and their scales."""
+        if inputs == PLAIN:
+            return self.memory.put(bytes_of(rows)), 0
+        values, scales = rounded(rows, inputs)
+        return self.memory.put(bytes_of(values)), self.memory.put(bytes_of(scales))
 
     def combine(self, results: int) -> Tensor:
         hidden, (tokens, top_k) = self.plan.hidden_size, self.ids.shape
@@ -97,6 +122,14 @@ class Launches:
         return torch.from_numpy(content).view(self.plan.dtype).view(tokens, hidden)
 
 
+def rounded(rows: Tensor, inputs: str) -> tuple[Tensor, Tensor]:
+    """What a program that rounds makes: codes, of each 16 in the order of `decode_e5m2`, or their values; and scales."""
+    codes, scales = quantize_fp8.operator.body(rows, "token")
+    if inputs == VALUES:
+        return codes.float().to(rows.dtype), scales
+    return codes.view(torch.uint8).view(len(rows), -1, 2, 4, 2).permute(0, 1, 3, 4, 2).reshape(rows.shape), scales
+
+
 def some_experts(ids: Tensor) -> Tensor:
     """All slots of a token, and a third of all, are skipped."""
     ids = torch.where(ids % 3 == 0, -1, ids)
@@ -104,7 +137,7 @@ def some_experts(ids: Tensor) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize("columns", [FEW_COLUMNS, MANY_COLUMNS])
+@pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(3, 1, 300), (33, 4, 50), (384, 8, 20), (2, 2, 1)])
 def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: int) -> None:
     layer = RandomLayer(CPU, experts, top_k, 32, 32)
@@ -140,16 +173,17 @@ def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: in
 
 
 @pytest.mark.parametrize(
-    ("dtype", "columns", "experts", "top_k", "hidden", "intermediate", "tokens", "double"),
+    ("dtype", "columns", "experts", "top_k", "hidden", "intermediate", "tokens"),
     [
-        (torch.bfloat16, FEW_COLUMNS, 3, 2, 96, 64, 5, True),
-        (torch.float16, FEW_COLUMNS, 4, 2, 32, 160, 33, True),
-        (torch.bfloat16, MANY_COLUMNS, 3, 2, 192, 96, 170, True),
-        pytest.param(torch.float16, MANY_COLUMNS, 4, 2, 128, 96, 170, True, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, MANY_COLUMNS, 1, 1, 64, 64, 400, False, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, FEW_COLUMNS, 8, 4, 256, 192, 40, True, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, FEW_COLUMNS, 5, 2, 704, 96, 20, True, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, FEW_COLUMNS, 2, 2, 32, 1312, 9, True, marks=pytest.mark.slow),
+        (torch.bfloat16, FEW_COLUMNS, 3, 2, 96, 64, 5),
+        (torch.float16, FEW_COLUMNS, 4, 2, 32, 160, 33),
+        (torch.bfloat16, MANY_COLUMNS, 3, 2, 192, 96, 170),
+        (torch.bfloat16, MOST_COLUMNS, 2, 1, 96, 96, 500),
+        pytest.param(torch.float16, MANY_COLUMNS, 4, 2, 128, 96, 170, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, MANY_COLUMNS, 1, 1, 64, 64, 400, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, FEW_COLUMNS, 8, 4, 256, 192, 40, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, FEW_COLUMNS, 5, 2, 704, 96, 20, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, FEW_COLUMNS, 2, 2, 32, 1312, 9, marks=pytest.mark.slow),
     ],
 )
 def test_layers(
@@ -161,11 +195,59 @@ def test_layers(
     hidden: int,
     intermediate: int,
     tokens: int,
-    double: bool,
 ) -> None:
     layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, dtype=dtype, **GPT_OSS)
     x, weights, ids = layer.tokens(tokens)
     ids = some_experts(ids) if experts > 1 else ids
     call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)
     call.schedule()
-    compare(call.combine(call.products(double)), layer.wanted(x, weights, ids))
+    compare(call.combine(call.products(PLAIN)), layer.wanted(x, weights, ids))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "columns", "experts", "top_k", "hidden", "intermediate", "tokens"),
+    [
+        ((CODES,), torch.bfloat16, FEW_COLUMNS, 3, 2, 160, 96, 9),
+        ((VALUES,), torch.float16, FEW_COLUMNS, 3, 2, 96, 64, 9),
+        ((CODES, VALUES), torch.bfloat16, FEW_COLUMNS, 4, 2, 96, 64, 9),
+        pytest.param((CODES,), torch.float16, ROUNDED_COLUMNS, 3, 2, 256, 320, 170, marks=pytest.mark.slow),
+        pytest.param((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 2, 1, 160, 96, 300, marks=pytest.mark.slow),
+    ],
+)
+def test_rounded_layers(
+    texts: Any,
+    inputs: tuple[str, ...],
+    dtype: torch.dtype,
+    columns: int,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    tokens: int,
+) -> None:
+    layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, dtype=dtype, activation_dtype="fp8", **GPT_OSS)
+    if len(inputs) > 1:
+        layer.spread_scales([1, 2])
+    x, weights, ids = layer.tokens(tokens)
+    ids = some_experts(ids)
+    call = Launches(texts, layer, columns, (x, weights, ids), seed=hidden)
+    call.schedule()
+    got, wanted = call.combine(call.products(*inputs)).float(), layer.wanted(x, weights, ids)
+    # Numbers between the products are rounded before they become codes, so some become the neighbouring one.
+    assert (got - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("inputs", [CODES, VALUES])
+@pytest.mark.parametrize(("dtype", "k"), [(torch.bfloat16, 96), (torch.float16, 2880), (torch.bfloat16, 4512)])
+def test_rounding(texts: Any, dtype: torch.dtype, k: int, inputs: str) -> None:
+    rows = torch.randn(3, k, generator=torch.Generator().manual_seed(k)) * torch.tensor([[1.0], [300.0], [1e-3]])
+    rows[2, 7] = 0.0
+    given = rows.to(dtype)
+    memory, size = Memory(1 << 20, ptx.GLOBAL_BASE), 1 if inputs == CODES else 2
+    result, scales = memory.put(np.full(3 * k * size, 0xFF, np.uint8)), memory.put(np.full(12, 0xFF, np.uint8))
+    config = Rounding("bfloat16" if dtype == torch.bfloat16 else "float16", inputs)
+    arguments = [memory.put(bytes_of(given)), k, result, k, scales, k]
+    ptx.launch(texts(grouped.rounding_program, config), arguments, 128, (3,), memory, random.Random(k))
+    wanted, wanted_scales = rounded(given, inputs)
+    assert torch.equal(torch.from_numpy(memory.get(scales, np.float32, 3)), wanted_scales.flatten())
+    assert (memory.get(result, np.uint8, 3 * k * size) == bytes_of(wanted).flatten()).all()

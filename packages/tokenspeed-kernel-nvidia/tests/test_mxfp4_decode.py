@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_decode_device as device
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import OCTAVES
 
 from .snippets import HALVES, execute, halves
 from .test_mxfp4_layout import MAGNITUDE_OF, MAGNITUDES, SIGN_OF
@@ -59,3 +60,23 @@ def test_bytes_of_e5m2() -> None:
             place = 2 * element + register // 2  # of elements 0, 8, 1, 9
             got = (rows[register % 2] >> 8 * place & 0xFF).to(torch.uint8).view(torch.float8_e5m2).float()
             assert torch.equal(got, wanted)
+
+
+def test_scaled_bytes() -> None:
+    """`decode_scaled_e5m2` with all scales that it has exactly."""
+    word = words(1)
+    random = torch.Generator().manual_seed(5)
+    fields = torch.randint(253 - OCTAVES, 254, (4, len(word)), generator=random)
+    scales = fields[0] | fields[1] << 8 | fields[2] << 16 | fields[3] << 24
+    both = [execute(device.BOTH, pair) for pair in execute(device.FLOAT16_PAIRS, scales)]  # [row][half]
+    for half in range(2):
+        rows = execute(device.SCALED_E5M2, word, both[0][half], both[1][half])
+        for register in range(4):
+            field = fields[2 * half + register % 2].double()
+            for element in range(2):
+                bits = word >> 16 * element
+                sign = 1 - 2 * ((bits >> SIGN_OF[register]) & 1)
+                wanted = sign * MAGNITUDES[(bits >> MAGNITUDE_OF[register]) & 7].double() * torch.exp2(field - 253)
+                place = 2 * element + register // 2  # of elements 0, 8, 1, 9
+                got = (rows[register % 2] >> 8 * place & 0xFF).to(torch.uint8).view(torch.float8_e5m2).double()
+                assert torch.equal(got, wanted)

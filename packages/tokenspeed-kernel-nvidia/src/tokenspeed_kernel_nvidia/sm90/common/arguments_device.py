@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Int32, cute
+from cutlass import Int32, Uint8, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of
@@ -18,6 +18,12 @@ def rows(dtype: str, *shape: Any) -> Any:
     """A tensor of 16-bit numbers whose last axis is contiguous. Rows begin at multiples of 16 bytes, as bulk copies need."""
     strides = tuple(cute.sym_int64(divisibility=8) for _ in shape[:-1])
     return make_fake_tensor(dtype_of(dtype), shape, (*strides, 1), assumed_align=16)
+
+
+def byte_rows(*shape: Any) -> Any:
+    """`rows` of bytes."""
+    strides = tuple(cute.sym_int64(divisibility=16) for _ in shape[:-1])
+    return make_fake_tensor(Uint8, shape, (*strides, 1), assumed_align=16)
 
 
 def ints(*shape: Any, contiguous: bool = True) -> Any:

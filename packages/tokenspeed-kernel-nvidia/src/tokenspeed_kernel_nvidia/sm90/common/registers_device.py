@@ -99,6 +99,15 @@ def pack(dtype: type[Numeric], low: Float32, high: Float32) -> Uint32:
     )
 
 
+def widened(dtype: type[Numeric], word: Uint32) -> Any:
+    """The two 16-bit numbers of a register, as float32."""
+    if dtype is cutlass.BFloat16:
+        code = "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xFFFF0000; }"
+    else:
+        code = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
+    return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
+
+
 def mma_m16n8k16(dtype: type[Numeric], c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> Any:
     """``c + a @ b``, of 16 x 16 and 16 x 8 numbers."""
     kind = _ptx_type(dtype)

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int, pack
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int, pack, widened
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import Combine
 
 THREADS = 256
@@ -116,20 +116,12 @@ class CombineSlots:
                 for each in cutlass.range_constexpr(AT_ONCE):
                     if present[each] >= 0:
                         for word in cutlass.range_constexpr(NUMBERS // 2):
-                            low, high = self.widened(words[each, word])
+                            low, high = widened(self.dtype, words[each, word])
                             totals[2 * word] += weights[each] * low
                             totals[2 * word + 1] += weights[each] * high
             packed = [pack(self.dtype, totals[2 * word], totals[2 * word + 1]) for word in range(NUMBERS // 2)]
             at = slots.out + (Int64(token) * slots.out_stride + feature) * 2
             cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, *packed])
-
-    def widened(self, word: Uint32) -> Any:
-        """The two numbers of a word."""
-        if self.dtype is cutlass.BFloat16:
-            code = "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xFFFF0000; }"
-        else:
-            code = "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
-        return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
 
 
 def load_float(address: Any) -> Float32:

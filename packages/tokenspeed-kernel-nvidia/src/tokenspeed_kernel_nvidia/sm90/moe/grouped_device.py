@@ -15,7 +15,7 @@ import cutlass.utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, CONSUMERS, THREADS, Product
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, COLUMN_WARPS, Product
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call
@@ -29,9 +29,11 @@ def host(config: Product) -> Any:
 def fake_arguments(config: Product) -> tuple[Any, ...]:
     """Stand-ins for what `host` takes."""
     size, rows = arguments.size, arguments.rows
-    tensors = (rows(config.dtype, size(), size(divisibility=32)) for _ in range(2))
-    addresses = (Int64(0) for _ in range(4))
-    return *tensors, *addresses, Int32(0), Int32(0), *(Float32(0) for _ in range(3)), arguments.stream()
+    out = rows(config.dtype, size(), size(divisibility=32))
+    shape = size(), size(divisibility=32)
+    given = arguments.byte_rows(*shape) if config.inputs == CODES else rows(config.dtype, *shape)
+    addresses = (Int64(0) for _ in range(6))
+    return given, out, *addresses, Int32(0), Int32(0), *(Float32(0) for _ in range(3)), arguments.stream()
 
 
 class GroupedProduct(Loader, Consumers):
@@ -43,6 +45,8 @@ class GroupedProduct(Loader, Consumers):
         rows: cute.Tensor,
         out: cute.Tensor,
         weights: Int64,
+        row_scales: Int64,
+        exact: Int64,
         sources: Int64,
         tiles: Int64,
         tile_count: Int64,
@@ -54,10 +58,12 @@ class GroupedProduct(Loader, Consumers):
         stream: cuda.CUstream,
     ):
         call = Call(
-            weights, strips, rows.shape[1], rows.iterator.toint(), rows.stride[0], sources, tiles, tile_count, out.iterator.toint(),
-            out.stride[0], alpha, limit, beta,
+            weights, strips, rows.shape[1], rows.iterator.toint(), rows.stride[0], row_scales, exact, sources, tiles, tile_count,
+            out.iterator.toint(), out.stride[0], alpha, limit, beta,
         )  # fmt: skip
-        self.kernel(call).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1)
+        self.kernel(call).launch(
+            grid=(ctas, 1, 1), block=(self.config.threads, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(self, call: Call):
@@ -68,10 +74,10 @@ class GroupedProduct(Loader, Consumers):
             weight_pipe, column_pipe = self.weight_pipe(storage), self.column_pipe(storage)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(c.weight_stages):
-                    weight_pipe.init(stage, CONSUMERS)
+                    weight_pipe.init(stage, c.strips)
                 for stage in cutlass.range_constexpr(c.column_stages):
                     column_pipe.full.init(stage, 32 * COLUMN_WARPS)
-                    column_pipe.empty.init(stage, CONSUMERS)
+                    column_pipe.empty.init(stage, c.strips)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Up to here the kernel before may still run. The first product is what has waited for the schedule when the second one

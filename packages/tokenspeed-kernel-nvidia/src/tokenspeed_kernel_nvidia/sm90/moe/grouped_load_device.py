@@ -12,12 +12,11 @@ from cutlass import Int32, Int64, const_expr, cute
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, WARPGROUPS
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_BYTES, COLUMN_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 PIECE = 16  # bytes of a copy
-ROW_BYTES = 2 * BLOCK  # of a column in a stage
 AT_ONCE = 4  # columns that a warp copies with one instruction, eight lanes each
 
 
@@ -44,23 +43,23 @@ class Loader(Shapes):
         while index < items:
             item = self.read_item(call, index)
             panel = item.strip // PANEL_STRIPS
-            panels = cutlass.min(call.panels - panel, WARPGROUPS)
+            panels = cutlass.min(call.panels - panel, c.tile.warpgroups)
             source = call.weights + (Int64(item.expert) * call.panels + panel + lane) * panel_bytes
             # The head of a panel comes with its first blocks.
             head = Int32(PANEL_HEAD_BYTES)
-            left = blocks
+            left = blocks if item.count > 0 else Int32(0)
             while left > 0:
-                size = head + cutlass.min(left, c.blocks) * PANEL_BLOCK_BYTES
+                size = head + cutlass.min(left, c.tile.blocks) * PANEL_BLOCK_BYTES
                 pipe.acquire(at)
                 if lane == 0:
                     pipe.commit(at, panels * size)
                 cute.arch.sync_warp()
                 if lane < panels:
-                    to = slot + at.stage * (WARPGROUPS * c.slot_bytes) + PANEL_HEAD_BYTES - head
+                    to = slot + at.stage * (c.tile.warpgroups * c.slot_bytes) + PANEL_HEAD_BYTES - head
                     bulk_load(to, source, size, pipe.full.of(at).toint())
                 source += size
                 head = Int32(0)
-                left -= c.blocks
+                left -= c.tile.blocks
                 at = advance(at, c.weight_stages)
             index += grid
 
@@ -80,10 +79,11 @@ class Loader(Shapes):
         turns = -(-c.columns // (AT_ONCE * COLUMN_WARPS))
         own = AT_ONCE * warp + lane // 8  # this lane's first column
         step = AT_ONCE * COLUMN_WARPS  # to its next one; odd in fours, so that places alternate between two halves of eight
-        begin = storage.columns.data_ptr().toint() + own * ROW_BYTES
+        begin = storage.columns.data_ptr().toint() + own * COLUMN_BYTES
         places = [begin + ((piece ^ (own % 8)) * PIECE), begin + ((piece ^ ((own + step) % 8)) * PIECE)]
         offsets = cute.make_rmem_tensor((turns,), Int32)
-        blocks = call.blocks
+        numbers = PIECE * c.panel_k // COLUMN_BYTES  # of a piece
+        stages = (call.k + (c.panel_k * c.panels - 1)) // (c.panel_k * c.panels)
         grid, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
@@ -92,26 +92,27 @@ class Loader(Shapes):
             item = self.read_item(call, index)
             self.find_columns(call, item, own, offsets)
             source = call.rows + piece * PIECE
-            # In the last block, what lies beyond k must not be NaN. Weights are zero there.
-            left = call.k - piece * (PIECE // 2)
-            for _ in cutlass.range(blocks, unroll=1):
+            # In the last stage, what lies beyond k must not be NaN. Weights are zero there.
+            left = call.k - piece * numbers
+            for _ in cutlass.range(stages if item.count > 0 else 0, unroll=1):
                 pipe.acquire(at)
-                count = Int32(PIECE) if left > 0 else Int32(0)
                 stage = at.stage * c.column_bytes
-                for turn in cutlass.range_constexpr(turns):
-                    if offsets[turn] >= 0:
-                        to = places[turn % 2] + stage + turn * (step * ROW_BYTES)
-                        copy_piece(to, source + Int64(offsets[turn]) * PIECE, count)
+                for panel in cutlass.range_constexpr(c.panels):
+                    count = Int32(PIECE) if left > 0 else Int32(0)
+                    for turn in cutlass.range_constexpr(turns):
+                        if offsets[turn] >= 0:
+                            to = places[turn % 2] + stage + (panel * c.columns + turn * step) * COLUMN_BYTES
+                            copy_piece(to, source + Int64(offsets[turn]) * PIECE, count)
+                    source += COLUMN_BYTES
+                    left -= c.panel_k
                 cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full.of(at))
-                source += ROW_BYTES
-                left -= BLOCK
                 at = advance(at, c.column_stages)
             index += grid
 
     @cute.jit
     def find_columns(self, call: Call, item: Item, own: Int32, offsets: cute.Tensor):
         """Where the columns of a lane begin, in pieces from the first row on; -1 for those that the tile does not have."""
-        pieces = Int32(call.row_stride // (PIECE // 2))
+        pieces = Int32(call.row_stride // (PIECE * self.config.panel_k // COLUMN_BYTES))
         for turn in cutlass.range_constexpr(cute.size(offsets)):
             column = own + turn * (AT_ONCE * COLUMN_WARPS)
             offsets[turn] = Int32(-1)

@@ -8,6 +8,7 @@ of a feature are rows g and g + 8 of a strip, which one thread has.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import opt_barrier, pack
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, load_int, opt_barrier, pack
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
-from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import start_mma
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK, ROWS, WARPGROUPS
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, multipliers
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     BLOCK,
     BLOCK_BYTES,
@@ -34,6 +34,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     STRIP,
 )
 
+WORDS = 4  # that a lane has of a block
 STORE = 1  # named barriers, one for each warpgroup: its buffer of results is written
 
 
@@ -78,9 +79,10 @@ class Consumers(Shapes):
         items = self.count_items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         mma = self.mma_of(8).get_slice(0)
-        left = [mma.make_fragment_A(mma.partition_shape_A((ROWS, BLOCK))) for _ in range(2 if self.config.double else 1)]
+        # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
+        left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
         for registers in left:
-            registers.fill(0.0)
+            cute.recast_tensor(registers, Uint32).fill(0)
         if index < items:
             item = self.read_item(call, index)
             working = Boolean(True)
@@ -92,7 +94,7 @@ class Consumers(Shapes):
                 if working:
                     following = self.read_item(call, index)
                 least = 0
-                for width in self.config.widths:
+                for width in self.config.tile.widths:
                     if item.count > least and item.count <= width:
                         weights, columns = self.compute(call, storage, item, left, weights, columns, width)
                     least = width
@@ -100,10 +102,12 @@ class Consumers(Shapes):
 
     def mma_of(self, width: int) -> cute.TiledMma:
         """The products of a tile of some columns."""
-        op = warpgroup.MmaF16BF16Op(
-            self.dtype, Float32, (64, width, 16), warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
-        )
-        return cute.make_tiled_mma(op, cute.make_layout((WARPGROUPS, 1, 1)))
+        source, major = warpgroup.OperandSource.RMEM, OperandMajorMode.K
+        if self.is_fp8:
+            op = warpgroup.MmaF8Op(self.left_dtype, self.right_dtype, Float32, (64, width, 32), source, major, major)
+        else:
+            op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (64, width, 16), source, major, major)
+        return cute.make_tiled_mma(op, cute.make_layout((self.config.tile.warpgroups, 1, 1)))
 
     @cute.jit
     def compute(
@@ -121,65 +125,103 @@ class Consumers(Shapes):
         # What follows from the thread's number is computed anew here, or it would take registers in the loops of all widths.
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
         wg = cute.arch.make_warp_uniform(thread // 128)
-        mma = self.mma_of(width)
+        # A product has at most 256 columns. More are two products with the same left operand.
+        products = -(-width // 256)
+        mma = self.mma_of(width // products)
         mine = mma.get_slice(wg * 128)
-        right = mine.make_fragment_B(mine.partition_B(self.ring.tiles(storage.columns, width)))
-        acc = cute.make_rmem_tensor(mine.partition_shape_C((ROWS, width)), Float32)
+        right = cute.local_tile(self.columns(storage, width), (width // products, c.unit * BLOCK), (None, 0, None))
+        right = [mine.make_fragment_B(mine.partition_B(right[None, None, each, None])) for each in range(products)]
+        acc = [cute.make_rmem_tensor(mine.partition_shape_C((c.rows, width // products)), Float32) for _ in range(products)]
         lane = thread % 32
         strip = thread // 32 % PANEL_STRIPS
         slot = storage.weights.data_ptr().toint() + wg * c.slot_bytes
         blocks = call.blocks
 
+        scales = self.load_scales(call, item, thread % 128, width)
         self.weight_pipe(storage).wait(weights.at)
         # Of the rows lane / 4 and eight below: factors, biases.
-        head = slot + weights.at.stage * (WARPGROUPS * c.slot_bytes) + strip * HEAD_BYTES + lane // 4 * 4
+        head = slot + weights.at.stage * (c.tile.warpgroups * c.slot_bytes) + strip * HEAD_BYTES + lane // 4 * 4
         heads = [load_float(head + 4 * at) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
-        acc.fill(0.0)
+        for sums in acc:
+            sums.fill(0.0)
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-        if const_expr(c.double):
-            weights = self.decode_block(call, storage, weights, slot, lane, left[0], blocks == 1)
-            # Blocks two by two, so that each of a pair has registers of its own, but the first one of an even number.
-            if blocks % 2 == 0:
-                self.multiply(storage, mma, acc, left[0], right, columns)
-                columns = self.finish_block(storage, columns)
-                weights = self.decode_block(call, storage, weights, slot, lane, left[0], blocks == 2)
-            before = columns
-            pairs = (blocks - 1) // 2
-            for pair in cutlass.range(pairs, unroll=1):
-                weights, before, columns = self.step(
-                    call, storage, mma, acc, left[0], left[1], right, weights, before, columns, slot, lane, pair == 0,
-                    Boolean(False),
-                )  # fmt: skip
-                weights, before, columns = self.step(
-                    call, storage, mma, acc, left[1], left[0], right, weights, before, columns, slot, lane, Boolean(False),
-                    pair + 1 == pairs,
-                )  # fmt: skip
-            self.multiply(storage, mma, acc, left[0], right, columns)
-            if pairs > 0:
-                warpgroup.wait_group(1)
-                self.column_pipe(storage).release(before)
-            columns = self.finish_block(storage, columns)
+        units = (blocks + (c.unit - 1)) // c.unit
+        words = self.load_unit(call, storage, weights, slot, lane, units == 1)
+        if const_expr(c.promoted):
+            for unit in cutlass.range(units, unroll=1):
+                weights, columns, words = self.promoted_unit(
+                    call, storage, mma, acc, left[0], right, weights, columns, words, slot, lane, units - unit
+                )
         else:
-            # Meanwhile other warpgroups multiply.
-            for block in cutlass.range(blocks, unroll=1):
-                weights = self.decode_block(call, storage, weights, slot, lane, left[0], block + 1 == blocks)
-                self.multiply(storage, mma, acc, left[0], right, columns)
-                columns = self.finish_block(storage, columns)
+            weights, columns = self.multiply_all(call, storage, mma, acc, left, right, weights, columns, words, slot, lane, units)
+        scales_at = self.share_scales(storage, scales, thread, wg, width)
         if const_expr(c.gated):
-            self.store_activated(call, storage, item, acc, heads, thread, wg, width)
+            self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, width)
         else:
-            self.store_sums(call, storage, item, acc, heads, thread, wg, width)
+            self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, width)
         if const_expr(-(-width // CHUNK) % 2 == 1):  # the next item begins with the buffer that others may still read
             self.sync_warpgroup(wg)
         return weights, columns
 
-    # -- the loop over blocks --------------------------------------------------------------------------------------------------
+    # -- the loop over units ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(self, storage: Any, mma: cute.TiledMma, acc: cute.Tensor, left: cute.Tensor, right: cute.Tensor, columns: Cursor):
-        """Starts the products of a block of weights, when its columns are there."""
+    def begin_unit(self, storage: Any, columns: Cursor):
+        """Waits for the columns of a unit, and orders what was written to registers before the products that read them."""
         self.column_pipe(storage).wait(columns)
-        start_mma(mma, acc, left, right[None, None, None, columns.stage], True)
+        warpgroup.fence()
+
+    @cute.jit
+    def multiply(
+        self, mma: cute.TiledMma, acc: list, left: cute.Tensor, right: list, columns: Cursor, part: cutlass.Constexpr[int]
+    ):
+        """Starts one part of a unit's products, as a group of its own."""
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, part > 0 or not self.config.promoted)
+        for sums, tile in zip(acc, right, strict=True):
+            cute.gemm(atom, sums, left[None, None, part], tile[None, None, part, columns.stage], sums)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def multiply_all(
+        self,
+        call: Call,
+        storage: Any,
+        mma: cute.TiledMma,
+        acc: list,
+        left: list,
+        right: list,
+        weights: Weights,
+        columns: Cursor,
+        words: list,
+        slot: Int32,
+        lane: Int32,
+        units: Int32,
+    ):
+        """Multiplies all units. ``words``: what the lane has of the first. Returns where the rings go on."""
+        self.decode_unit(call, words, left[0])
+        weights = self.leave_unit(storage, weights, units == 1)
+        if const_expr(self.config.tile.ahead):
+            if units > 1:
+                words = self.load_unit(call, storage, weights, slot, lane, units == 2)
+        before = columns
+        given = call, storage, mma, acc, right, slot, lane
+        # Units two by two, so that each of a pair has registers of its own.
+        pairs = (units - 1) // 2
+        for pair in cutlass.range(pairs, unroll=1):
+            rest = units - 2 * pair
+            weights, before, columns, words = self.step(*given, left[0], left[1], weights, before, columns, words, pair == 0, rest)
+            weights, before, columns, words = self.step(
+                *given, left[1], left[0], weights, before, columns, words, Boolean(False), rest - 1
+            )
+        if units % 2 == 0:
+            weights, before, columns, words = self.step(
+                *given, left[0], left[1], weights, before, columns, words, pairs == 0, Int32(2)
+            )
+            columns = self.finish(storage, mma, acc, left[1], right, before, columns, Boolean(False))
+        else:
+            columns = self.finish(storage, mma, acc, left[0], right, before, columns, pairs == 0)
+        return weights, columns
 
     @cute.jit
     def step(
@@ -187,86 +229,202 @@ class Consumers(Shapes):
         call: Call,
         storage: Any,
         mma: cute.TiledMma,
-        acc: cute.Tensor,
+        acc: list,
+        right: list,
+        slot: Int32,
+        lane: Int32,
         left: cute.Tensor,
         following: cute.Tensor,
-        right: cute.Tensor,
         weights: Weights,
         before: Cursor,
         columns: Cursor,
-        slot: Int32,
-        lane: Int32,
+        words: list,
         first: Boolean,
-        last: Boolean,
+        units: Int32,
     ):
-        """Multiplies a block that is decoded, and meanwhile decodes the next one.
+        """Multiplies a unit that is decoded, and meanwhile decodes the next one.
 
         Args:
-            following: receives the next block.
-            before: the columns of the block before, which may still be in use.
-            first: whether there is no block before.
-            last: whether the next block is the last one.
+            following: receives the next unit.
+            before: the stage of columns before, which may still be in use.
+            words: what the lane has of the next unit, if that was read ahead.
+            first: whether there is no unit before.
+            units: from this one on, at least 2.
 
         Returns:
-            where the rings go on, with the columns of this block and of the next.
+            where the rings go on, with the stage of columns of this unit and that of the next; and the words of the unit after the
+            next, if they are read ahead.
         """
-        self.multiply(storage, mma, acc, left, right, columns)
-        words, scales = self.load_block(storage, weights, slot, lane)
-        warpgroup.wait_group(1)
+        c = self.config
+        self.begin_unit(storage, columns)
+        for part in cutlass.range_constexpr(c.parts):
+            self.multiply(mma, acc, left, right, columns, part)
+        if const_expr(not c.tile.ahead):
+            words = self.load_unit(call, storage, weights, slot, lane, units == 2)
+        warpgroup.wait_group(c.parts)  # those of the unit before are done
         if not first:
             self.column_pipe(storage).release(before)
-        self.decode_words(call, words, scales, following)
-        return self.leave_block(storage, weights, last), columns, advance(columns, self.config.column_stages)
+        self.decode_unit(call, words, following)
+        weights = self.leave_unit(storage, weights, units == 2)
+        if const_expr(c.tile.ahead):
+            if units > 2:
+                words = self.load_unit(call, storage, weights, slot, lane, units == 3)
+        return weights, columns, advance(columns, c.column_stages), words
 
     @cute.jit
-    def finish_block(self, storage: Any, columns: Cursor) -> Cursor:
-        """Waits for the products of a block. Returns where the ring of columns goes on."""
+    def finish(
+        self,
+        storage: Any,
+        mma: cute.TiledMma,
+        acc: list,
+        left: cute.Tensor,
+        right: list,
+        before: Cursor,
+        columns: Cursor,
+        first: Boolean,
+    ) -> Cursor:
+        """Multiplies the last unit, and waits for all products. Returns where the ring of columns goes on."""
+        self.begin_unit(storage, columns)
+        for part in cutlass.range_constexpr(self.config.parts):
+            self.multiply(mma, acc, left, right, columns, part)
         warpgroup.wait_group(0)
+        if not first:
+            self.column_pipe(storage).release(before)
         self.column_pipe(storage).release(columns)
         return advance(columns, self.config.column_stages)
 
     @cute.jit
-    def decode_block(self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, left: cute.Tensor, last: Boolean):
-        """Decodes a block when it is there. Returns where the ring goes on."""
-        words, scales = self.load_block(storage, weights, slot, lane)
-        self.decode_words(call, words, scales, left)
-        return self.leave_block(storage, weights, last)
+    def promoted_unit(
+        self,
+        call: Call,
+        storage: Any,
+        mma: cute.TiledMma,
+        totals: list,
+        left: cute.Tensor,
+        right: list,
+        weights: Weights,
+        columns: Cursor,
+        words: list,
+        slot: Int32,
+        lane: Int32,
+        left_over: Int32,
+    ):
+        """Decodes a unit part by part, each while the one before is multiplied, and adds its sums to those of all.
+
+        Args:
+            words: what the lane has of the unit.
+            left_over: units from this one on.
+
+        Returns:
+            where the rings go on, and the words of the next unit.
+        """
+        c = self.config
+        acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
+        self.column_pipe(storage).wait(columns)
+        for part in cutlass.range_constexpr(c.parts):
+            self.decode_unit(call, words, left, part)
+            warpgroup.fence()
+            self.multiply(mma, acc, left, right, columns, part)
+        weights = self.leave_unit(storage, weights, left_over == 1)
+        if left_over > 1:
+            words = self.load_unit(call, storage, weights, slot, lane, left_over == 2)
+        warpgroup.wait_group(0)
+        self.column_pipe(storage).release(columns)
+        for sums, all_sums in zip(acc, totals, strict=True):
+            for at in cutlass.range_constexpr(cute.size(sums)):
+                all_sums[at] += sums[at]
+        return weights, advance(columns, c.column_stages), words
 
     @cute.jit
-    def load_block(self, storage: Any, weights: Weights, slot: Int32, lane: Int32):
-        """The words and scales that a lane has of a block, when they are there."""
+    def load_unit(self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
+        """The words that a lane has of a unit's blocks, and behind each block's its scales, when they are there.
+
+        ``last``: it is the last unit, which may have a block less; that counts as zeros.
+        """
         self.weight_pipe(storage).wait(weights.at)
         c = self.config
-        begin = slot + weights.at.stage * (WARPGROUPS * c.slot_bytes) + weights.block * PANEL_BLOCK_BYTES
-        words = load_words("shared", begin + lane * 16, 4)
-        return words, load_words("shared", begin + lane // 4 * 4 + CODE_BYTES, 1)
+        begin = slot + weights.at.stage * (c.tile.warpgroups * c.slot_bytes) + weights.block * PANEL_BLOCK_BYTES
+        words = []
+        for block in cutlass.range_constexpr(c.unit):
+            words += load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane * 16, WORDS)
+            words.append(load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane // 4 * 4 + CODE_BYTES, 1))
+        if const_expr(c.unit == 2):
+            if last and call.blocks % 2 == 1:
+                for at in cutlass.range_constexpr(WORDS + 1, 2 * (WORDS + 1)):
+                    words[at] = Uint32(0)
+        return words
+
+    @property
+    def scale_dtype(self) -> Any:
+        """What multipliers of codes are."""
+        return cutlass.Float16 if self.is_fp8 else self.dtype
 
     @cute.jit
-    def decode_words(self, call: Call, words: Any, scales: Uint32, left: cute.Tensor):
-        """Makes the left operand of a block's four products.
+    def decode_unit(self, call: Call, words: list, left: cute.Tensor, part: cutlass.Constexpr[int] = -1):
+        """Makes the left operand of a unit's products, or of one part of them.
 
         The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them:
         ptxas uses registers of wgmma's left operands for nothing else, and those that have nothing to do with one another would be
         others for each width, soon all that there are.
         """
+        c = self.config
+        each = WORDS * c.unit // c.parts  # words of a part
         if call.strips != 0:
-            halves = multipliers(self.dtype, scales)
             registers = cute.recast_tensor(left, Uint32)
-            for s in cutlass.range_constexpr(4):
-                decoded = decode(self.dtype, words[s], *halves[s // 2])
-                for at in cutlass.range_constexpr(4):
-                    registers[4 * s + at] = decoded[at]
+            for word in cutlass.range_constexpr(max(part, 0) * each, (part + 1) * each if part >= 0 else WORDS * c.unit):
+                block, s = word // WORDS, word % WORDS
+                scales = multipliers(self.scale_dtype, words[block * (WORDS + 1) + WORDS])
+                decode_word = decode_scaled_e5m2 if self.is_fp8 else functools.partial(decode, self.dtype)
+                decoded = decode_word(words[block * (WORDS + 1) + s], *scales[s // 2])
+                for at in cutlass.range_constexpr(len(decoded)):
+                    registers[len(decoded) * word + at] = decoded[at]
 
     @cute.jit
-    def leave_block(self, storage: Any, weights: Weights, last: Boolean) -> Weights:
-        """Goes on to the next block of the ring of weights. ``last``: it is of another item, and in another stage."""
-        at, block = weights.at, weights.block + 1
-        if last or block == self.config.blocks:
+    def leave_unit(self, storage: Any, weights: Weights, last: Boolean) -> Weights:
+        """Goes on to the next unit of the ring of weights. ``last``: it is of another item, and in another stage."""
+        c = self.config
+        at, block = weights.at, weights.block + c.unit
+        if last or block == c.tile.blocks:
             cute.arch.sync_warp()
             self.weight_pipe(storage).release(at)
-            at = advance(at, self.config.weight_stages)
+            at = advance(at, c.weight_stages)
             block = Int32(0)
         return Weights(at, block)
+
+    # -- scales of columns -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_scales(self, call: Call, item: Item, thread: Int32, width: cutlass.Constexpr[int]) -> list:
+        """Those that a thread reads for its warpgroup, early, as they come from far away."""
+        scales = []
+        if const_expr(self.config.scaled):
+            for turn in cutlass.range_constexpr(-(-width // 128)):
+                scale = Float32(0.0)
+                if thread + turn * 128 < item.count:
+                    row = item.first + thread + turn * 128
+                    if const_expr(self.config.gated):
+                        row = load_int(call.sources + Int64(row) * 4, False)
+                    scale = load_float(call.row_scales + Int64(row) * 4, "global")
+                scales.append(scale)
+        return scales
+
+    @cute.jit
+    def share_scales(self, storage: Any, scales: list, thread: Int32, wg: Int32, width: cutlass.Constexpr[int]) -> Int32:
+        """Gives scales to the warpgroup. Returns where a thread finds those of its first two columns."""
+        begin = storage.scales.data_ptr().toint() + wg * (4 * self.config.columns)
+        if const_expr(self.config.scaled):
+            for turn in cutlass.range_constexpr(len(scales)):
+                if thread % 128 + turn * 128 < width:
+                    store_float(begin + (thread % 128 + turn * 128) * 4, scales[turn])
+            self.sync_warpgroup(wg)
+        return begin + thread % 4 * 8
+
+    def factors(self, heads: list, scales_at: Int32, at: int) -> list:
+        """What sums are multiplied by: of the thread's two rows, for its two columns of eight. ``at``: the first sum of these."""
+        if not self.config.scaled:
+            return [[heads[r]] * 2 for r in range(2)]
+        scales = load_floats("shared", scales_at + 8 * at, 2)
+        return [[heads[r] * scales[column] for column in range(2)] for r in range(2)]
 
     # -- results ---------------------------------------------------------------------------------------------------------------
 
@@ -276,8 +434,9 @@ class Consumers(Shapes):
         call: Call,
         storage: Any,
         item: Item,
-        acc: cute.Tensor,
+        acc: list,
         heads: list,
+        scales_at: Int32,
         thread: Int32,
         wg: Int32,
         width: cutlass.Constexpr[int],
@@ -289,11 +448,12 @@ class Consumers(Shapes):
             words = []
             for j in cutlass.range_constexpr(CHUNK // 8):
                 at = 4 * (chunk * (CHUNK // 8) + j)
-                if const_expr(at < cute.size(acc)):
+                if const_expr(at < width // 2):
                     results = []
+                    factors = self.factors(heads, scales_at, at)
                     for column in cutlass.range_constexpr(2):
-                        gate = at_most(acc[at + column] * heads[0] + heads[2], call.limit)
-                        up = at_most(acc[at + 2 + column] * heads[1] + heads[3], call.limit)
+                        gate, up = (self.result(acc, heads, factors, at, r, column) for r in range(2))
+                        gate, up = at_most(gate, call.limit), at_most(up, call.limit)
                         up = at_least(up, -call.limit)
                         results.append((up + call.beta) * gate * cute.arch.rcp_approx(1.0 + exp2(scale * gate)))
                     words.append(pack(self.dtype, *results))
@@ -314,8 +474,9 @@ class Consumers(Shapes):
         call: Call,
         storage: Any,
         item: Item,
-        acc: cute.Tensor,
+        acc: list,
         heads: list,
+        scales_at: Int32,
         thread: Int32,
         wg: Int32,
         width: cutlass.Constexpr[int],
@@ -328,9 +489,10 @@ class Consumers(Shapes):
                 words = []
                 for j in cutlass.range_constexpr(2):
                     at = 4 * (chunk * (CHUNK // 8) + 2 * half + j)
-                    for r in cutlass.range_constexpr(2):
-                        first = at + 2 * r if at < cute.size(acc) else 2 * r  # of columns beyond the tile's, which nobody stores
-                        words.append(pack(self.dtype, *(acc[first + column] * heads[r] + heads[2 + r] for column in range(2))))
+                    at = at if at < width // 2 else 0  # of columns beyond the tile's, which nobody stores
+                    factors = self.factors(heads, scales_at, at)
+                    sums = [[self.result(acc, heads, factors, at, r, column) for column in range(2)] for r in range(2)]
+                    words += [pack(self.dtype, *of_row) for of_row in sums]
                 # A lane gives the address of a column: of the first or second eight features of a warp, two pieces of eight.
                 column = 16 * half + lane // 16 * 8 + lane % 8
                 piece = 2 * warp + lane // 8 % 2
@@ -343,6 +505,11 @@ class Consumers(Shapes):
                 place = buffer + column * 128 + ((piece ^ (column % 8)) * 16)
                 feature = (item.strip + 4 * wg) * STRIP + piece * 8
                 self.store_piece(call, item, place, chunk * CHUNK + column, feature, strip < call.strips)
+
+    def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
+        """A number of the product, with its bias."""
+        each = cute.size(acc[0])
+        return acc[at // each][at % each + 2 * r + column] * factors[r][column] + heads[2 + r]
 
     @cute.jit
     def buffer(self, storage: Any, wg: Int32, chunk: cutlass.Constexpr[int]) -> Int32:
@@ -363,6 +530,11 @@ class Consumers(Shapes):
         cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
 
 
-def load_float(address: Any) -> Float32:
-    """A number of shared memory."""
-    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+def load_float(address: Any, space: str = "shared") -> Float32:
+    """A number of memory."""
+    return cute.arch.inline_ptx(f"ld.{space}.f32 {{$w0}}, [{{$r0}}];", write_only_types=[Float32], read_only_args=[address])
+
+
+def store_float(address: Any, value: Float32) -> None:
+    """To shared memory."""
+    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])

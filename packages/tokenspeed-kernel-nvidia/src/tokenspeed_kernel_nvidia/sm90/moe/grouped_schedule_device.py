@@ -1,7 +1,8 @@
 """The device code of the schedule of `grouped`: pairs sorted by expert, and cut into tiles, by one CTA.
 
-Each warp has a range of the pairs. It counts those of each expert in a row of its own of a table in shared memory; sums over the
-rows then say where each warp's pairs of an expert belong. So pairs of an expert stay in order, and nothing depends on who is first.
+Each warp has a range of the pairs. It counts those of each expert in a row of its own of a table in shared memory, and notes the
+number that each pair got; sums over the rows then say where each warp's pairs of an expert begin. So pairs of an expert stay in
+order, and nothing depends on who is first.
 """
 
 # mypy: ignore-errors
@@ -15,13 +16,13 @@ import cutlass.utils
 from cutlass import Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int, warp_prefix_sum
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int, warp_prefix_sum
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import MAX_EXPERTS, RECORD, Schedule
 
 WARPS = 32
 THREADS = 32 * WARPS
-AT_ONCE = 4  # ids that a lane reads together
-EVERY_LANE = 0xFFFFFFFF
+AT_ONCE = 8  # numbers that a lane reads together
+ID_BITS = (MAX_EXPERTS - 1).bit_length()
 
 
 def host(config: Schedule) -> Any:
@@ -76,6 +77,7 @@ class SchedulePairs:
         @cute.struct
         class Storage:
             counts: cute.struct.MemRange[Int32, WARPS * MAX_EXPERTS]
+            begins: cute.struct.MemRange[Int32, MAX_EXPERTS]
             # Of each expert: the columns of its last tile and of the one before where those are divided evenly, and how many tiles
             # that are not full.
             rests: cute.struct.MemRange[Int32, MAX_EXPERTS]
@@ -121,48 +123,63 @@ class SchedulePairs:
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        # Of this warp, in rounds of AT_ONCE times a warp's lanes.
-        rounds = (pairs.count + (THREADS * AT_ONCE - 1)) // (THREADS * AT_ONCE)
-        first = warp * rounds * (32 * AT_ONCE)
-        own = counts + warp * MAX_EXPERTS
-        ids = cute.make_rmem_tensor((AT_ONCE,), Int32)
-        for turn in cutlass.range(rounds, unroll=1):
-            self.read_ids(pairs, first + turn * (32 * AT_ONCE) + lane, ids)
+        each_lane = (pairs.count + (THREADS - 1)) // THREADS
+        begin = warp * each_lane * 32
+        end = cutlass.min(begin + each_lane * 32, pairs.count)
+        counts += warp * MAX_EXPERTS
+        # A number that is multiplied in place of dividing by top_k. Exact for fewer than 2^28 pairs, as top_k is at most 8.
+        inverse = Int32((Int64(1) << 31) // pairs.top_k + 1)
+        ids, places = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
+        for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
             for each in cutlass.range_constexpr(AT_ONCE):
-                self.count_pair(own, ids[each], lane)
+                ids[each] = self.read_id(pairs, first + 32 * each + lane, end, inverse)
+            for each in cutlass.range_constexpr(AT_ONCE):
+                if first + 32 * each < end:
+                    place = self.count_pair(counts, ids[each], lane)
+                    if ids[each] >= 0:
+                        store_int(pairs.positions + Int64(first + 32 * each + lane) * 4, place)
         cute.arch.sync_threads()
         self.place_experts(pairs, storage, thread, warp, lane)
-        for turn in cutlass.range(rounds, unroll=1):
-            begin = first + turn * (32 * AT_ONCE) + lane
-            self.read_ids(pairs, begin, ids)
+        begins = storage.begins.data_ptr()
+        for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
             for each in cutlass.range_constexpr(AT_ONCE):
-                place = self.count_pair(own, ids[each], lane)
-                pair = begin + each * 32
-                if pair < pairs.count:
-                    if ids[each] < 0:
-                        place = Int32(-1)
-                    else:
-                        store_int(pairs.sources + Int64(place) * 4, pair // pairs.top_k)
+                pair = first + 32 * each + lane
+                ids[each] = self.read_id(pairs, pair, end, inverse)
+                if ids[each] >= 0:
+                    places[each] = load_int(pairs.positions + Int64(pair) * 4, False)
+            for each in cutlass.range_constexpr(AT_ONCE):
+                pair = first + 32 * each + lane
+                if pair < end:
+                    place = Int32(-1)
+                    if ids[each] >= 0:
+                        place = begins[ids[each]] + counts[ids[each]] + places[each]
+                        store_int(pairs.sources + Int64(place) * 4, self.token_of(pair, inverse))
                     store_int(pairs.positions + Int64(pair) * 4, place)
 
+    def token_of(self, pair: Int32, inverse: Int32) -> Int32:
+        """``pair // top_k``."""
+        return cute.arch.inline_ptx("mul.hi.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[2 * pair, inverse])
+
     @cute.jit
-    def read_ids(self, pairs: Pairs, first: Int32, ids: cute.Tensor):
-        """The experts of every 32nd pair from ``first`` on; -1 for none."""
-        for each in cutlass.range_constexpr(AT_ONCE):
-            pair = first + each * 32
-            ids[each] = Int32(-1)
-            if pair < pairs.count:
-                token = pair // pairs.top_k
-                slot = pair - token * pairs.top_k
-                at = pairs.ids + (Int64(token) * pairs.token_stride + Int64(slot) * pairs.slot_stride) * 4
-                expert = load_int(at, False)
-                if expert >= 0 and expert < pairs.experts:
-                    ids[each] = expert
+    def read_id(self, pairs: Pairs, pair: Int32, end: Int32, inverse: Int32) -> Int32:
+        """The expert of a pair; -1 for none."""
+        result = Int32(-1)
+        if pair < end:
+            token = self.token_of(pair, inverse)
+            slot = pair - token * pairs.top_k
+            expert = load_int(pairs.ids + (Int64(token) * pairs.token_stride + Int64(slot) * pairs.slot_stride) * 4, False)
+            if expert >= 0 and expert < pairs.experts:
+                result = expert
+        return result
 
     @cute.jit
     def count_pair(self, own: cute.Pointer, expert: Int32, lane: Int32) -> Int32:
         """Adds a warp's pairs, one a lane, to its counts of their experts. Returns each one's number. By whole warps."""
-        same = Int32(cute.arch.match_sync(EVERY_LANE, expert, "any"))
+        # The lanes of the same expert. Asking for each bit is quicker than `match`, which takes as long as there are experts.
+        same = Int32(-1)
+        for bit in cutlass.range_constexpr(ID_BITS + 1):  # and the sign
+            mine = expert << (31 - bit) >> 31 if bit < ID_BITS else expert >> 31
+            same &= ~(ballot(mine != 0) ^ mine)
         below = cute.arch.popc(same & ((1 << lane) - 1))
         place = Int32(0)
         if expert >= 0:
@@ -175,14 +192,16 @@ class SchedulePairs:
 
     @cute.jit
     def place_experts(self, pairs: Pairs, storage: Any, thread: Int32, warp: Int32, lane: Int32):
-        """Makes counts the places of the first ones, and lists the tiles. A thread has an expert."""
+        """Makes counts those of warps before, finds where experts begin, and lists the tiles. A thread has an expert."""
         c = self.config
         counts = storage.counts.data_ptr()
         rests, pair_sums, full_sums = storage.rests.data_ptr(), storage.pair_sums.data_ptr(), storage.full_sums.data_ptr()
         count = Int32(0)
-        if thread < MAX_EXPERTS:
+        if thread < pairs.experts:
+            of_warps = [counts[other * MAX_EXPERTS + thread] for other in range(WARPS)]
             for other in cutlass.range_constexpr(WARPS):
-                count += counts[other * MAX_EXPERTS + thread]
+                counts[other * MAX_EXPERTS + thread] = count
+                count += of_warps[other]
         # All tiles but the last are full. Where that would have few pairs, it shares those of the one before with it.
         tiles = (count + (c.columns - 1)) // c.columns
         left = count - (tiles - 1) * c.columns  # of the last one
@@ -195,24 +214,20 @@ class SchedulePairs:
         if lane == 31:
             pair_sums[warp] = pairs_end
             full_sums[warp] = full_end
-        if thread < MAX_EXPERTS:
+        if thread < pairs.experts:
             rests[thread] = rest * 4 + parts if parts > 0 else Int32(0)
         cute.arch.sync_threads()
-        if thread < MAX_EXPERTS:
+        if thread < pairs.experts:
             start, full_at, all_full = pairs_end - count, full_end - full, Int32(0)
             for other in cutlass.range_constexpr(MAX_EXPERTS // 32):
                 if other < warp:
                     start += pair_sums[other]
                     full_at += full_sums[other]
                 all_full += full_sums[other]
-            place = start
-            for other in cutlass.range_constexpr(WARPS):
-                of_warp = counts[other * MAX_EXPERTS + thread]
-                counts[other * MAX_EXPERTS + thread] = place
-                place += of_warp
+            storage.begins.data_ptr()[thread] = start
             # Tiles with more pairs come first; among those with as many, lower experts.
             rest_at, all_rest = all_full, Int32(0)
-            for other in cutlass.range(pairs.experts, unroll=8):
+            for other in cutlass.range(pairs.experts, unroll=16):
                 theirs = rests[other]
                 if theirs // 4 > rest or (theirs // 4 == rest and other < thread):
                     rest_at += theirs % 4

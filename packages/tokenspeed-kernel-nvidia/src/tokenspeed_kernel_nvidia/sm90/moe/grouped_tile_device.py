@@ -1,7 +1,7 @@
 """What the warps of `grouped_device` share: the call, which tiles a CTA has, and its shared memory.
 
-An *item* is a tile of the schedule, which is some pairs of one expert, times `ROWS` rows of that expert's weights. A CTA has every
-so-manieth one. The schedule's longest tiles come first.
+An *item* is a tile of the schedule, which is some pairs of one expert, times `Product.rows` rows of that expert's weights. A CTA
+has every so-manieth one. The schedule's longest tiles come first.
 """
 
 # mypy: ignore-errors
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
-from tokenspeed_kernel_nvidia.sm90.common.tiles_device import Ring
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import RECORD, STRIPS, WARPGROUPS, Product
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import swizzle
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, RECORD, Product
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 
@@ -29,6 +29,8 @@ class Call:
         strips: of each expert.
         k: elements of a row of activations.
         rows, row_stride: the activations, and elements from one row to the next, a multiple of 8.
+        row_scales: float32, of each row, or 0.
+        exact: int32 ``[experts]``, or 0: 1 for those that programs with inputs of `CODES` compute, 0 for those that others do.
         sources: int32, the row of each column, for the first product.
         tiles: int32 ``[tiles, RECORD]``: expert, first column, columns.
         tile_count: int32, how many.
@@ -41,6 +43,8 @@ class Call:
     k: Int32
     rows: Int64
     row_stride: Int64
+    row_scales: Int64
+    exact: Int64
     sources: Int64
     tiles: Int64
     tile_count: Int64
@@ -54,11 +58,6 @@ class Call:
     def blocks(self) -> Int32:
         """Blocks of k."""
         return (self.k + (BLOCK - 1)) // BLOCK
-
-    @property
-    def row_tiles(self) -> Int32:
-        """Tiles of an expert's rows."""
-        return (self.strips + (STRIPS - 1)) // STRIPS
 
     @property
     def panels(self) -> Int32:
@@ -77,7 +76,7 @@ class Item:
     Attributes:
         expert: whose weights.
         first: the first column, among those of all experts.
-        count: columns.
+        count: columns; 0 for those that another program computes.
         strip: the first strip.
     """
 
@@ -93,10 +92,15 @@ class Shapes:
     def __init__(self, config: Product):
         self.config = config
         self.dtype = dtype_of(config.dtype)
-        self.ring = Ring(config.columns, BLOCK, config.column_stages)
+        self.is_fp8 = config.inputs == CODES
+        self.left_dtype = cutlass.Float8E5M2 if self.is_fp8 else self.dtype
+        self.right_dtype = cutlass.Float8E4M3FN if self.is_fp8 else self.dtype
 
     def storage(self) -> Any:
-        config, dtype = self.config, self.dtype
+        config, dtype = self.config, self.right_dtype
+        count_of_columns = config.column_stages * config.columns * config.panels * config.panel_k
+        weight_bytes = config.weight_stages * config.tile.warpgroups * config.slot_bytes
+        scale_count = max(1, config.scale_bytes // 4)
 
         @cute.struct
         class Storage:
@@ -104,29 +108,47 @@ class Shapes:
             weights_empty: cute.struct.MemRange[cutlass.Int64, config.weight_stages]
             columns_full: cute.struct.MemRange[cutlass.Int64, config.column_stages]
             columns_empty: cute.struct.MemRange[cutlass.Int64, config.column_stages]
-            columns: cute.struct.Align[cute.struct.MemRange[dtype, self.ring.size], 1024]
-            weights: cute.struct.Align[cute.struct.MemRange[Uint8, config.weight_stages * WARPGROUPS * config.slot_bytes], 128]
+            scales: cute.struct.MemRange[Float32, scale_count]
+            columns: cute.struct.Align[cute.struct.MemRange[dtype, count_of_columns], 1024]
+            weights: cute.struct.Align[cute.struct.MemRange[Uint8, weight_bytes], 128]
             results: cute.struct.Align[cute.struct.MemRange[Uint8, config.staging_bytes], 128]
 
         return Storage
 
     def weight_pipe(self, storage: Any) -> Pipeline:
-        """The ring of weights. A stage is `Product.blocks` blocks of a tile's panels, each panel's in a slot of its own."""
+        """The ring of weights. A stage is `Tile.blocks` blocks of a tile's panels, each panel's in a slot of its own."""
         return pipeline(storage.weights_full, storage.weights_empty)
 
     def column_pipe(self, storage: Any) -> Pipeline:
-        """The ring of columns. A stage is one block of all columns of a tile."""
+        """The ring of columns. A stage is one unit of all columns of a tile."""
         return pipeline(storage.columns_full, storage.columns_empty)
+
+    def columns(self, storage: Any, width: int) -> cute.Tensor:
+        """``(width, k, stage)`` of the ring of columns: the first columns of each stage."""
+        c = self.config
+        panel = c.columns * c.panel_k
+        shape, stride = (width, (c.panel_k, c.panels), c.column_stages), (c.panel_k, (1, panel), c.panels * panel)
+        layout = cute.make_layout(shape, stride=stride)
+        return storage.columns.get_tensor(layout, swizzle=swizzle())
+
+    def row_tiles(self, call: Call) -> Int32:
+        """Tiles of an expert's rows."""
+        return (call.strips + (self.config.strips - 1)) // self.config.strips
 
     @cute.jit
     def count_items(self, call: Call) -> Int32:
         """Of the launch. To be asked when the schedule is there."""
-        return load_int(call.tile_count, False) * call.row_tiles
+        return load_int(call.tile_count, False) * self.row_tiles(call)
 
     @cute.jit
     def read_item(self, call: Call, index: Int32) -> Item:
         """An item. Every thread reads it for itself."""
-        row_tiles = call.row_tiles
+        row_tiles = self.row_tiles(call)
         tile = index // row_tiles
         expert, first, count, _ = load_words("global", call.tiles + Int64(tile) * (4 * RECORD), 4)
-        return Item(Int32(expert), Int32(first), Int32(count), (index - tile * row_tiles) * STRIPS)
+        count = Int32(count)
+        if const_expr(self.config.scaled):
+            if call.exact != 0:
+                if load_int(call.exact + Int64(expert) * 4, False) != (1 if self.is_fp8 else 0):
+                    count = Int32(0)
+        return Item(Int32(expert), Int32(first), count, (index - tile * row_tiles) * self.config.strips)

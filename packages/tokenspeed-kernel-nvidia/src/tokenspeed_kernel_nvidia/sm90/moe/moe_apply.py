@@ -22,8 +22,9 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
-from tokenspeed_kernel_nvidia.sm90.moe.grouped import moe_apply_many
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import LAYOUT, prepare_weights
+from tokenspeed_kernel_nvidia.sm90.moe.grouped import moe_apply_many, moe_apply_rounded
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import LAYOUT
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import prepare_weights
 from tokenspeed_kernel_nvidia.sm90.moe.stream import moe_apply_few
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
 
@@ -38,14 +39,18 @@ def _require_served(plan: MoEPlan) -> None:
     for name, most in limits.items():
         if getattr(plan, name) > most:
             raise ValueError(f"moe_apply: plan.{name} must be at most {most} for {_NAME}, got {getattr(plan, name)}")
-    if plan.activation_dtype != "none":
-        raise ValueError(f"moe_apply: plan.activation_dtype must be 'none' for {_NAME}, got {plan.activation_dtype!r}")
+    if plan.activation_dtype not in ("none", "fp8"):
+        raise ValueError(f"moe_apply: plan.activation_dtype must be 'none' or 'fp8' for {_NAME}, got {plan.activation_dtype!r}")
 
 
 def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | None:
     """More pairs than a launch takes are streamed in several, each of which reads all weights."""
     pairs = request.sizes["tokens"] * request.traits["top_k"]
-    return f"{pairs} pairs are more than a launch takes" if pairs > MAX_PAIRS and not config["grouped"] else None
+    if config["grouped"]:
+        return None
+    if request.traits["fp8_activations"]:
+        return "rows that are rounded are not streamed past"
+    return f"{pairs} pairs are more than a launch takes" if pairs > MAX_PAIRS else None
 
 
 @register_kernel(
@@ -67,6 +72,7 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
         "w13_interleaved": any,
         "swiglu_limit": any,
         "swiglu_alpha_beta": any,
+        "fp8_activations": any,
     },
     priority=Priority.PORTABLE,  # below the portable kernel for mxfp4 weights, see the head of this file
     tags={"determinism"},
@@ -86,9 +92,12 @@ def moe_apply(
 ) -> Tensor:
     """See the operator. Weights are in the layout that `prepare_weights` makes.
 
-    ``grouped``: whether pairs are sorted and cut into tiles, or streamed past; by their number if None.
+    ``grouped``: whether pairs are sorted and cut into tiles, or streamed past; by their number if None. With fp8 activations they
+    always are.
     """
     _require_served(plan)
+    if plan.activation_dtype == "fp8":
+        return moe_apply_rounded(x, weights, topk_weights, topk_ids, plan, out)
     pairs = topk_ids.numel()
     if grouped is None:
         grouped = pairs > min(MAX_PAIRS, _FEW * plan.num_experts)

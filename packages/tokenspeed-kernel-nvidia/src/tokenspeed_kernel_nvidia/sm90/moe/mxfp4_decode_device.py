@@ -59,6 +59,17 @@ and.b32 s, s, 0x80808080;
 lop3.b32 {$w1}, a, 0x0E0E0E0E, s, 0xEA;
 }"""
 
+# The same, each times its row's multiplier: the upper byte of a float16 is a float8_e5m2. Nothing is lost while results stay at
+# 2^-16 and more.
+SCALED_E5M2 = (
+    FLOAT16.replace(".b32 a, s;", ".b32 a, s, w, x, y, z;")
+    .replace("{$w0}", "w")
+    .replace("{$w1}", "x")
+    .replace("{$w2}", "y")
+    .replace("{$w3}", "z")[:-1]
+    + "prmt.b32 {$w0}, w, y, 0x7351;\nprmt.b32 {$w1}, x, z, 0x7351;\n}"
+)
+
 # The four scales of a lane's two rows become two pairs of numbers, {first half of k, second half}, by their exponent fields.
 BFLOAT16_PAIRS = """{
 .reg .b32 a;
@@ -119,6 +130,14 @@ def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) ->
     """
     code = BFLOAT16 if dtype is cutlass.BFloat16 else FLOAT16
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[word, first, second])
+
+
+def decode_scaled_e5m2(word: Uint32, first: Uint32, second: Uint32) -> tuple[Uint32, Uint32]:
+    """`decode_e5m2` times multipliers of the two rows, two float16 each: see `multipliers`.
+
+    Exact where a row's scale is not less than 2^-15 times its largest.
+    """
+    return cute.arch.inline_ptx(SCALED_E5M2, write_only_types=[Uint32] * 2, read_only_args=[word, first, second])
 
 
 def decode_e5m2(word: Uint32) -> tuple[Uint32, Uint32]:

@@ -1,0 +1,75 @@
+"""mxfp4 weights as a layer of experts keeps them, and whether products of bytes have them exactly.
+
+With fp8 activations weights can be float8_e5m2: a code times its scale, relative to the largest of its row. The type's exponents
+hold that exactly while a row's scales are at most `OCTAVES` powers of two apart. Experts with other rows are computed with 16-bit
+operands, which hold everything; which ones is decided here, when weights are loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.resources import Resource
+from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_layout
+
+# Half of a row's largest scale times 2^-15 is 2^-16, float8_e5m2's least.
+OCTAVES = 15
+
+
+@dataclass
+class RoundedWeights(MoEWeights, Resource):
+    """Weights for fp8 activations, in the layout of `mxfp4_layout`.
+
+    Attributes:
+        exact: int32 ``[experts]``, 1 for experts that products of bytes have exactly.
+        inexact: how many experts they do not have exactly.
+    """
+
+    exact: Tensor | None = None
+    inexact: int = 0
+    key: Any = field(default=None, repr=False)
+
+    @property
+    def card(self) -> str:
+        """How experts are computed, in a sentence."""
+        count = 0 if self.exact is None else len(self.exact)
+        if not self.inexact:
+            return f"{count} experts: float8 products have all weights exactly"
+        exact = f"{count} experts: float8 products have the weights of {count - self.inexact} exactly"
+        return f"{exact}; {self.inexact} with scales more than {OCTAVES} octaves apart in a row have 16-bit products"
+
+    def __str__(self) -> str:
+        return self.card
+
+
+def exact_experts(*scales: Tensor | None) -> Tensor:
+    """int32 ``[experts]``: 1 where in no row of any projection scales are too far apart.
+
+    Args:
+        scales: uint8 ``[experts, rows, k / 32]`` of each projection.
+    """
+    result: Tensor | None = None
+    for scale in scales:
+        assert scale is not None  # checked by the operator
+        near = (scale.amax(-1).int() - scale.amin(-1).int()).amax(-1) <= OCTAVES
+        result = near if result is None else result & near
+    assert result is not None
+    return result.int()
+
+
+def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
+    """`mxfp4_layout.prepare_weights`; for fp8 activations `RoundedWeights`. Waits for the device then."""
+    prepared = mxfp4_layout.prepare_weights(weights, plan)
+    if plan.activation_dtype != "fp8":
+        return prepared
+    exact = exact_experts(weights.w13_weight_scale, weights.w2_weight_scale)
+    inexact = len(exact) - int(exact.sum())
+    return RoundedWeights(
+        prepared.w13_weight, None, None, prepared.w2_weight, None, None, prepared.layout, exact, inexact,
+        (prepared.layout, inexact, len(exact)),
+    )  # fmt: skip
