@@ -1,8 +1,9 @@
 """`moe_apply` with mxfp4 weights on Hopper. Weights are in one layout, see `mxfp4_layout`, and two ways read it: `stream` where an
 expert has few pairs of tokens and slots, and memory decides the speed, and `grouped` where it has many.
 
-A plan holds for any number of tokens, and between 256 and 1024 tokens of GPT-OSS-120B the portable kernel was quicker on an H200.
-So that one is preferred. Ask for this one by ``solution="cutedsl"``, or tune.
+Up to 256 tokens of GPT-OSS-120B, and from 8192 on, this kernel was quicker on an H200 than the portable one, and at 1024 slower
+(`benchmarks/h200_moe.json`). A plan holds for any number of tokens, so the portable kernel is preferred until that is so for all.
+Ask for this one by ``solution="cutedsl"``, or tune.
 """
 
 from __future__ import annotations
