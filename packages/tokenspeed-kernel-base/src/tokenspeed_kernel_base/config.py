@@ -40,7 +40,7 @@ VARIABLES: dict[str, str] = {
     PREFIX + "VERBOSE": "1: log every new selection with its reason",
     PREFIX + "DISABLE_PLUGINS": "comma-separated plugin names that are not loaded; * for all",
     PREFIX + "TUNED": "directory of measured choices, instead of the user's cache directory (on); off: none are read or written",
-    PREFIX + "PROGRAMS": "directory of kernels that plugins compile, instead of the user's cache directory (on); off: none are kept",
+    PREFIX + "PROGRAMS": "directory of kernels that plugins compile, instead of the user's cache directory (on); off: none kept",
     PREFIX + "CAPTURE_SHAPES": "path of a file that receives the shapes of every call; off: they are not recorded",
     PREFIX + "PROFILE": "1: every call in a range that profilers show; a folder: the times of all calls are written there",
     OVERRIDE_PREFIX + "<FAMILY>_<MODE>": "name of the kernel that serves this operator",
@@ -157,7 +157,9 @@ def _file(name: str, text: str) -> Path | None:
     """The path of a file, or None if a word says no. No file is named by a word: whoever writes one means a flag."""
     word = _word(text)
     if word:
-        raise ConfigurationError(f"{name} must be the path of a file, or off, got {text!r}; a file of that name is ./{text.strip()}")
+        raise ConfigurationError(
+            f"{name} must be the path of a file, or off, got {text!r}; a file of that name is ./{text.strip()}"
+        )
     return Path(text) if word is None else None
 
 
