@@ -61,7 +61,8 @@ def mla_extend_with_kvcache(
             sums them itself.
         kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
         page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot
-            ``j % page_size``. Entries that cache_seqlens reaches name a page; others may be anything. Sequences may share pages.
+            ``j % page_size``. Entries that cache_seqlens reaches name a page, none is -1, as there is no window that could hide
+            one; others may be anything, and are never read. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
         max_seqlen_q: an upper bound of a sequence's queries.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
