@@ -68,8 +68,8 @@ def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int |
 
 
 def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale: bool = False, guarded: bool = False) -> Tensor:
-    """A cache with ``token``-shaped tokens in the slots that hold one. ``stale``: NaN lies in all others. ``guarded``: and in front of
-    the cache, where a page -1 would be, so that who reads that one finds NaN, and no memory of others."""
+    """A cache with ``token``-shaped tokens in the slots that hold one. ``stale``: NaN lies in all others. ``guarded``: and in
+    front of the cache, where a page -1 would be, so that who reads that one finds NaN, and no memory of others."""
     if guarded:
         return draw_cache(draw, torch.cat((torch.zeros_like(held[:1]), held)), *token, dtype=dtype, stale=True)[1:]
     values = draw.normal(*held.shape, *token, dtype=torch.float32 if dtype in FP8 else dtype)

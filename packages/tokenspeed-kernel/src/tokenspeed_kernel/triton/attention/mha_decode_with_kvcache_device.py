@@ -248,10 +248,9 @@ def decode_kernel(
         slot = held % PAGE_SIZE
         if PAGE_SIZE % BLOCK_N == 0:
             seen = block
-            if WINDOWED:
-                if cu_seqlens_q is not None:
-                    # Shares begin where Q_LEN new tokens would see; with fewer, the first page may be one that was freed.
-                    seen = tl.maximum(block, low // BLOCK_N)
+            if WINDOWED and cu_seqlens_q is not None:
+                # Shares begin where Q_LEN new tokens would see; with fewer, the first page may be one that was freed.
+                seen = tl.maximum(block, low // BLOCK_N)
             page = tl.load(pages + seen // (PAGE_SIZE // BLOCK_N) * table.page_stride)
         else:
             page = tl.load(pages + held // PAGE_SIZE * table.page_stride)
