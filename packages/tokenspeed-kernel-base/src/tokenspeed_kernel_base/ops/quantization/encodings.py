@@ -108,8 +108,8 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float
 
 
 def encode_mxfp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, round_up: bool = False) -> tuple[Tensor, Tensor]:
-    """float ``[..., k]`` to ``dtype`` (e4m3fn or e5m2) ``[..., k]`` and e8m0 scales, uint8 ``[..., k/32]``. ``round_up``: scales are
-    the smallest at which nothing saturates, instead of those of the OCP."""
+    """float ``[..., k]`` to ``dtype`` (e4m3fn or e5m2) ``[..., k]`` and e8m0 scales, uint8 ``[..., k/32]``. ``round_up``: scales
+    are the smallest at which nothing saturates, instead of those of the OCP."""
     scaled, scale = _share_exponents(x, _EMAX_FP8[dtype], torch.finfo(dtype).max if round_up else None)
     return encode_fp8(scaled, dtype), scale
 
@@ -166,8 +166,8 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
 def _share_exponents(x: Tensor, emax: int, largest: float | None = None) -> tuple[Tensor, Tensor]:
     """x over its blocks' shared scales, float32 ``[..., k]``, and those scales as e8m0, uint8 ``[..., k/32]``.
 
-    ``emax`` is the exponent of the largest power of two that elements have. With ``largest``, their largest number, scales are rounded
-    up so that nothing exceeds it.
+    ``emax`` is the exponent of the largest power of two that elements have. With ``largest``, their largest number, scales are
+    rounded up so that nothing exceeds it.
     """
     blocks = split_blocks(x.float(), BLOCK_MX)
     # A float32's exponent field is floor(log2) + 127. Subnormal numbers have 0, and end up at the smallest scale either way.
