@@ -68,6 +68,12 @@ def test_windows(gfx950: torch.device, window_left: int) -> None:
     _run(gfx950, [1, 127, 128, 129, 130, 0, 1300], window_left=window_left, sinks=True, page_size=16 if window_left < 2 else 64)
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
+    """The window hides whole pages, which are gone."""
+    _run(gfx950, [5, 128, 805, 0, 400], window_left=100, max_seqlen_q=2, page_size=page_size, freed=True)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (8, 1), pytest.param(40, 1, marks=pytest.mark.slow)])
 def test_head_ratios(gfx950: torch.device, heads: int, kv_heads: int) -> None:
     _run(gfx950, [70, 140], heads=heads, kv_heads=kv_heads, dtype=torch.float16)

@@ -27,6 +27,12 @@ def test_lengths(gfx950: torch.device, longest: int, page_size: int) -> None:
     _run(gfx950, kv_lens, q_lens, page_size=page_size)
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
+    """The window hides whole pages, which are gone."""
+    _run(gfx950, [200, 63, 9, 300], [40, 7, 9, 1], page_size=page_size, window_left=30, freed=True)
+
+
 def test_uneven_stretches(gfx950: torch.device) -> None:
     """Lengths are so different that sequences share slots. They end at edges of tiles, and some have no row in their last slot."""
     _run(gfx950, [33, 200, 64, 9, 5, 31], [33, 100, 32, 0, 1, 31])

@@ -72,6 +72,12 @@ def test_few_tokens_of_few_sequences(gfx950: torch.device) -> None:
     _run(gfx950, [800, 300, 0, 500], [1, 9, 0, 5], page_size=64)
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_freed_pages(gfx950: torch.device, page_size: int) -> None:
+    """One launch of decode for sequences with many, few and no new tokens: the window of each hides pages that are gone."""
+    _run(gfx950, [805, 300, 0, 500, 461], [1, 9, 0, 5, 4], page_size=page_size, window_left=100, freed=True)
+
+
 @pytest.mark.parametrize("q_lens", [[1, 1, 1, 1], [1, 0, 1, 1], pytest.param([2, 1, 0, 4], marks=pytest.mark.slow)], ids=str)
 def test_only_short_ones(gfx950: torch.device, q_lens: list[int]) -> None:
     _run(gfx950, [300, 0, 17, 64] if q_lens[1] == 0 else [300, 1, 17, 64], q_lens, page_size=64)

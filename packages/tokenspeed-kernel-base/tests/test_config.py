@@ -114,6 +114,56 @@ def test_a_flag_that_is_neither() -> None:
         read(VERBOSE="maybe")
 
 
+NO = ["0", "False", "no", " off ", "OFF"]
+YES = ["1", "true", "YES", "on"]
+
+
+@pytest.mark.parametrize("word", NO)
+def test_a_word_for_no_is_no_path(toml: Any, word: str) -> None:
+    settings = read(CONFIG=word, CAPTURE_SHAPES=word, TUNED=word, PROFILE=word, VERBOSE=word)
+    assert settings == config.Settings(tuned=config.OFF)
+    assert not settings.watches_calls
+    path = toml("capture_shapes = 'calls'\ntuned = '/tmp/tuned'\n")
+    settings = read(path, CAPTURE_SHAPES=word, TUNED=word)
+    assert (settings.capture_path, settings.tuned) == (None, config.OFF), "the environment wins"
+    settings = read(toml(f"capture_shapes = '{word}'\ntuned = '{word}'\n"))
+    assert (settings.capture_path, settings.tuned) == (None, config.OFF), "the file says it like the environment"
+
+
+@pytest.mark.parametrize("word", YES)
+@pytest.mark.parametrize("name", ["CONFIG", "CAPTURE_SHAPES"])
+def test_a_word_for_yes_names_no_file(toml: Any, name: str, word: str) -> None:
+    message = rf"TOKENSPEED_KERNEL_{name} must be the path of a file, or off, got '{word}'; a file of that name is \./{word}"
+    with pytest.raises(ConfigurationError, match=message):
+        read(**{name: word})
+    path = toml(f"capture_shapes = '{word}'\n")
+    with pytest.raises(ConfigurationError, match=f"{path}: capture_shapes must be the path of a file, or off, got '{word}'"):
+        read(path)
+
+
+@pytest.mark.parametrize("word", YES)
+def test_a_word_for_yes_is_the_usual_directory(toml: Any, word: str) -> None:
+    assert read(TUNED=word).tuned is None
+    assert read(toml("tuned = 'off'\n"), TUNED=word).tuned is None, "the environment wins"
+    assert read(toml(f"tuned = '{word}'\n")).tuned is None
+
+
+def test_files_named_like_words() -> None:
+    settings = read(CAPTURE_SHAPES="./0", TUNED="./off")
+    assert (settings.capture_path, settings.tuned) == (Path("0"), "./off")
+
+
+def test_where_files_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for text, place in [
+        ("", tmp_path / "tokenspeed_kernel" / "things"),
+        ("on", tmp_path / "tokenspeed_kernel" / "things"),
+        ("there", Path("there")),
+        ("0", None),
+    ]:
+        assert config.kept_in(config.directory(text), "things") == place
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [("VERBOS", "VERBOSE"), ("DISABLED_PLUGINS", "DISABLE_PLUGINS"), ("PLATTFORM", "PLATFORM"), ("CONFIG_FILE", "CONFIG")],

@@ -248,6 +248,8 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("dequantize_fp8", {"q": ones(3, 256)}, T, r"q must be a tensor of float8.*, got bfloat16"),
     ("dequantize_fp8", {"scale": ones(1)}, T, r"scale must be a tensor of float32, got bfloat16"),
     ("quantize_mxfp8", {"x": ones(3, 33)}, V, r"x must be of shape .* a multiple of 32, got a bfloat16 tensor of shape \[3, 33\]"),
+    ("quantize_mxfp8", {"scale_rounding": "nearest"}, V, r"scale_rounding must be .*down.*up.*, got 'nearest'"),
+    ("quantize_mxfp8", {"scale_rounding": None}, T, r"scale_rounding must be str, got None"),
     ("dequantize_mxfp8", {"scale": ones(3, 3, dtype=U8)}, V, r"scale must be of shape \[3, 2\].*, got a uint8 tensor of shape \[3, 3\]"),
     ("quantize_mxfp4", {"x": ones(3, 64, dtype=I32)}, T, r"x must be a tensor of .*, got int32"),
     ("dequantize_mxfp4", {"scale": ones(3, 2, dtype=F32)}, T, r"scale must be a tensor of uint8, got float32"),

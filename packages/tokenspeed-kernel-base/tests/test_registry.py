@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import sys
 import textwrap
@@ -17,7 +19,13 @@ import torch
 from tokenspeed_kernel_base import platform, selection, signature
 from tokenspeed_kernel_base import registry as registry_module
 from tokenspeed_kernel_base.platform import ArchVersion, CapabilityRequirement
-from tokenspeed_kernel_base.registry import KernelRegistry, PriorityClashWarning, describe_kernel, register_kernel
+from tokenspeed_kernel_base.registry import (
+    KernelLoadWarning,
+    KernelRegistry,
+    PriorityClashWarning,
+    describe_kernel,
+    register_kernel,
+)
 from tokenspeed_kernel_base.selection import NoKernelFoundError, select_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
 from tokenspeed_kernel_base.spec import KernelSpec, Priority, RegistrationError
@@ -374,21 +382,104 @@ def test_lists(registry: KernelRegistry) -> None:
     assert registry.list_solutions() == ["torch", "triton"]
 
 
-def test_describe_kernel(registry: KernelRegistry) -> None:
-    registry.register(
-        spec(
-            capability=CapabilityRequirement(ArchVersion(9, 0), None, frozenset({"triton"}), frozenset({"nvidia"})),
-            traits={"head_dim": at_most(256) & multiple_of(16), "sinks": any},
-            tags={"latency"},
-        ),
-        "nowhere:kernel",
+def _suits(request: Any, config: Any) -> None: ...
+
+
+def _present() -> None: ...
+
+
+def _described(name: str) -> dict[str, str]:
+    first, *lines = describe_kernel(name).splitlines()
+    assert first == name
+    width = len("weight preprocessor")
+    assert all(line[:2] == "  " and line[2 + width] == " " for line in lines)
+    return {line[2 : 2 + width].strip(): line[3 + width :] for line in lines}
+
+
+def test_describe_kernel_lists_every_fact(registry: KernelRegistry) -> None:
+    requirement = CapabilityRequirement(
+        ArchVersion(9, 0), ArchVersion(9, 9), frozenset({"triton"}), frozenset({"nvidia"}), probe=_present
     )
-    text = describe_kernel("mine")
-    for fact in ("norm.scale", "torch", "8", "nvidia", "9.0 to any", "triton", "x: bfloat16", "latency", "here:1"):
-        assert fact in text, fact
-    assert "head_dim: at most 256 and a multiple of 16; sinks: any" in text
+    capability = {
+        "vendors": "nvidia",
+        "architectures": "9.0 to 9.9",
+        "platform features": "triton",
+        "probe": f"{__name__}:_present",
+    }
+    traits = "head_dim: at most 256 and a multiple of 16; sinks: any"
+    tags = "latency: the objective of that name prefers it; waits: it may wait for the device, so that it is not for CUDA graphs"
+    facts: dict[str, tuple[Any, dict[str, str]]] = {
+        "name": ("mine", {}),
+        "family": ("norm", {"operator": "norm.scale"}),
+        "mode": ("scale", {"operator": "norm.scale"}),
+        "solution": ("torch", {"solution": "torch"}),
+        "capability": (requirement, capability),
+        "format_signatures": (BF16, {"formats": "x: bfloat16"}),
+        "traits": ({"head_dim": at_most(256) & multiple_of(16), "sinks": any}, {"traits": traits}),
+        "priority": (8, {"priority": "8 (performant)"}),
+        "tags": ({"latency", "waits"}, {"tags": tags}),
+        "only_by_name": ("it is an experiment", {"only by name": "it is an experiment"}),
+        "weight_preprocessor": ("mine.weights:arrange", {"weight preprocessor": "mine.weights:arrange"}),
+        "universal": (True, {"undeclared flags": "served"}),
+        "tunables": ({"block": (1, 2), "warps": (4,)}, {"tunables": "block: 1, 2; warps: 4"}),
+        "tunable_if": (_suits, {"tunable if": f"{__name__}:_suits"}),
+        "package": ("my_kernels", {"package": "my_kernels"}),
+        "origin": ("here:1", {"declared by": "here:1"}),
+    }
+    assert facts.keys() == {field.name for field in dataclasses.fields(KernelSpec)}, "a fact of a declaration is not shown"
+    registry.register(KernelSpec(**{name: value for name, (value, _) in facts.items()}), "nowhere:kernel")
+    shown = {label: text for _, lines in facts.values() for label, text in lines.items()}
+    of_registry = {"serves": "everyone", "implementation": "nowhere:kernel", "load error": "none"}
+    assert _described("mine") == {**shown, **of_registry}
+
+    registry.publish(["mine"], public=False)
+    with pytest.warns(KernelLoadWarning):
+        registry.load_or_leave_out("mine")
+    described = _described("mine")
+    assert described["serves"] == "the functions of my_kernels"
+    assert described["load error"].startswith("ImportError: kernel mine is implemented by nowhere:kernel")
+
+
+def test_describe_kernel_says_what_there_is_not(registry: KernelRegistry) -> None:
+    registry.register(KernelSpec("plain", "norm", "scale", "torch", format_signatures=None, priority=9), functools.partial(kernel))
+    described = _described("plain")
+    nothing = ("package", "platform features", "probe", "traits", "tunables", "tunable if", "weight preprocessor", "tags")
+    assert {label for label, text in described.items() if text == "none"} == {*nothing, "load error"}
+    assert described["vendors"] == described["formats"] == "any"
+    assert described["architectures"] == "any to any"
+    assert described["only by name"] == "no"
+    assert described["priority"] == "9"
+    assert described["undeclared flags"] == "not served"
+    assert described["implementation"] == f"{__name__}:kernel"
     with pytest.raises(KeyError, match="no kernel named other"):
         describe_kernel("other")
+
+
+def test_the_nearest_kernel_is_of_the_operator(registry: KernelRegistry) -> None:
+    registry.register(spec("triton_scale", solution="triton", priority=5), kernel)
+    registry.register(spec("torch_scale"), kernel)
+    registry.register(spec("triton_scales", mode="scales", solution="triton"), kernel)
+    with pytest.raises(KeyError, match=r"no kernel named triton_scalez; did you mean triton_scales?\?"):
+        registry.get_by_name("triton_scalez")
+    with pytest.raises(KeyError, match=r"no kernel named triton_scalez; did you mean triton_scale\?"):
+        registry.get_by_name("triton_scalez", "norm.scale")
+    with pytest.raises(KeyError, match=r"no kernel named triton_scales_2; did you mean triton_scales\?"):
+        registry.get_by_name("triton_scales_2", "norm.scales")
+    assert registry.get_by_name("triton_scales", "norm.scale").mode == "scales", "a name is a name"
+
+
+def test_a_solution_is_not_a_kernel(registry: KernelRegistry) -> None:
+    registry.register(spec("triton_scale", solution="triton", priority=5), kernel)
+    registry.register(spec("other_scale", solution="triton", priority=6), kernel)
+    for number in range(4):
+        registry.register(spec(f"some_{number}", solution="triton", mode="some", priority=number), kernel)
+    message = r"no kernel named {}; did you mean a kernel of solution triton \({}\)\?"
+    with pytest.raises(KeyError, match=message.format("triton", "other_scale, triton_scale")):
+        registry.get_by_name("triton", "norm.scale")
+    with pytest.raises(KeyError, match=message.format("tritn", r"other_scale, some_0, some_1, some_2, \.\.\.")):
+        registry.get_by_name("tritn")
+    with pytest.raises(KeyError, match=r"^'no kernel named qqq'$"):
+        registry.get_by_name("qqq")
 
 
 def test_specs_are_immutable(registry: KernelRegistry) -> None:

@@ -239,6 +239,25 @@ def test_an_override_of_nothing_known(add: Callable[..., Any], three: None) -> N
         chosen(override="fsat")
     with pytest.raises(NoKernelFoundError, match=r"elsewhere is wanted by override=, but implements norm.other, not norm.scale"):
         chosen(override="elsewhere")
+    add("fasta", mode="other", priority=4)
+    with pytest.raises(NoKernelFoundError, match=r"but implements norm.other, not norm.scale; did you mean fast\?"):
+        chosen(override="fasta")
+    with pytest.raises(NoKernelFoundError, match=r"no kernel named fasty; did you mean fast\?"):
+        chosen(override="fasty")
+    with pytest.raises(
+        NoKernelFoundError, match=r"no kernel named triton; did you mean a kernel of solution triton \(.*fast.*\)\?"
+    ):
+        chosen(override="triton")
+
+
+def test_a_solution_that_the_operator_has_not(add: Callable[..., Any], three: None) -> None:
+    add("elsewhere", mode="other", solution="tritom")
+    with pytest.raises(NoKernelFoundError, match=r"no kernel of this operator has solution tritom; did you mean triton\?"):
+        chosen(solution="tritom")
+    with pytest.raises(NoKernelFoundError, match=r"has solution fast; it is a kernel of solution triton: override= takes it"):
+        chosen(solution="fast")
+    with pytest.raises(NoKernelFoundError, match=r"no kernel of this operator has solution qqq\n"):
+        chosen(solution="qqq")
 
 
 def test_kernel_override_holds_inside_the_block(three: None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -136,6 +136,22 @@ class Paged:
     @property
     def cu_seqlens_q(self) -> Tensor:
         return offsets(self.q_lens, self.q.device)
+
+    def freed(self, window_left: int) -> Paged:
+        """The same without the pages that the window hides from all new tokens: -1 in the page table, NaN in the caches and,
+        where a page -1 would be, before them."""
+        table = self.page_table.clone()
+        gone = []
+        for row, q_len, kv_len in zip(table, self.q_lens, self.kv_lens, strict=True):
+            hidden = max(kv_len - q_len - window_left, 0) // self.k_cache.shape[1]
+            gone += row[:hidden].tolist()
+            row[:hidden] = -1
+        caches = []
+        for cache in (self.k_cache, self.v_cache):
+            guarded = torch.cat((torch.full_like(cache[:1], torch.nan), cache))[1:]
+            guarded[gone] = torch.nan
+            caches.append(guarded)
+        return replace(self, k_cache=caches[0], v_cache=caches[1], page_table=table)
 
     def wanted(self, options: Options) -> tuple[Tensor, Tensor]:
         return attend_paged(self.q, self.k_cache, self.v_cache, self.page_table, self.q_lens, self.kv_lens, options)

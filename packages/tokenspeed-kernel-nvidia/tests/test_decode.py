@@ -118,6 +118,15 @@ def test_windows(sm90: torch.device, window_left: int) -> None:
     _run(sm90, kv_lens * 7, shape=GPT_OSS, window_left=window_left, sinks=_sinks(64, sm90))
 
 
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("window_left", [0, 100, 700])
+def test_freed_pages(sm90: torch.device, window_left: int, new: int, page_size: int) -> None:
+    for kv_lens in ([5, 128, 805, 0, 1400], [5, 128, 805, 0, 1400] * 80):
+        case = _case(sm90, kv_lens, new, page_size=page_size)
+        oracle.check(_launch(case.freed(window_left), window_left=window_left), case.wanted(Options(window_left)))
+
+
 @pytest.mark.parametrize("ratio", range(1, 17))
 def test_head_ratios(sm90: torch.device, ratio: int) -> None:
     _run(sm90, [70, 500], shape=(3 * ratio, 3, 64))

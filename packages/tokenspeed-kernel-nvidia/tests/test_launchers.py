@@ -96,6 +96,17 @@ def test_what_launchers_ask_for_is_compiled_ahead_of_time(asked: list[tuple[Any,
     assert len(listed) == len(MODULES)
 
 
+def test_freed_pages_are_left_to_the_device(asked: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    """A page table with -1 is handed on as it is: what lies there is decided where lengths are known."""
+    for launcher, arguments in _calls(16, 2, 64, 64, torch.bfloat16):
+        if "page_table" in arguments:
+            table = arguments["page_table"].fill_(-1)
+            launcher(**arguments)
+            handed = [given for given in asked[-1][2] if isinstance(given, Tensor) and given.data_ptr() == table.data_ptr()]
+            assert [given.tolist() for given in handed] == [table.tolist()]
+            assert (table == -1).all()
+
+
 def _apart(tensor: Tensor) -> Tensor:
     return tensor.repeat_interleave(2, dim=-1)[..., ::2]
 

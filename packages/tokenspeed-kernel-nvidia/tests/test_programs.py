@@ -211,8 +211,11 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert _programs.cache_directory() == tmp_path / "tokenspeed_kernel" / "programs"
     monkeypatch.setenv(_programs.VARIABLE, str(tmp_path / "there"))
     assert _programs.cache_directory() == tmp_path / "there"
-    monkeypatch.setenv(_programs.VARIABLE, "off")
-    assert _programs.cache_directory() is None
+    for word in ("off", "0", "false", "No"):
+        monkeypatch.setenv(_programs.VARIABLE, word)
+        assert _programs.cache_directory() is None
+    monkeypatch.setenv(_programs.VARIABLE, "1")
+    assert _programs.cache_directory() == tmp_path / "tokenspeed_kernel" / "programs"
 
 
 def test_a_program_is_pickled_by_name(scaling: Any) -> None:

@@ -103,6 +103,13 @@ def test_pages(sm90: torch.device, page_size: int) -> None:
     _extend(sm90, [37, 64, 1, 555, 16, 0], [500, 64, 63, 1000, 17, 20], GPT_OSS, page_size)
 
 
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("window_left", [0, 30, 127])
+def test_freed_pages(sm90: torch.device, page_size: int, window_left: int) -> None:
+    case = oracle.paged([40, 1, 7, 130, 3], [900, 129, 7, 400, 260], 16, 2, 64, page_size, torch.bfloat16, sm90)
+    oracle.check(_launch(case.freed(window_left), window_left), case.wanted(Options(window_left)))
+
+
 def test_positions_of_all_kinds(sm90: torch.device) -> None:
     """First positions at all distances from a multiple of 16, where copies of pages and tiles begin elsewhere."""
     starts = list(range(120, 152))

@@ -13,9 +13,9 @@ from tokenspeed_kernel.workbench.tuned import tables
 @pytest.fixture(autouse=True)
 def _state_is_put_back(state_is_put_back: None) -> Iterator[None]:
     times, shipped = dict(tables._measured), list(tables._shipped)
-    loaded = dict(plugins._loaded), dict(plugins._failed), set(plugins._disabled)
+    loaded = dict(plugins._loaded), dict(plugins._failed), set(plugins._disabled), dict(plugins._declared), plugins._filled
     yield
     tables._measured.clear()
     tables._measured.update(times)
     tables._shipped[:] = shipped
-    plugins._loaded, plugins._failed, plugins._disabled = loaded
+    plugins._loaded, plugins._failed, plugins._disabled, plugins._declared, plugins._filled = loaded

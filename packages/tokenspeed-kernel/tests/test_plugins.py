@@ -27,7 +27,7 @@ import tokenspeed_kernel
 from tokenspeed_kernel import NoKernelFoundError, plugins
 from tokenspeed_kernel.plugins import PluginWarning, discover_plugins
 from tokenspeed_kernel_base.config import PREFIX
-from tokenspeed_kernel_base.registry import KernelRegistry, register_package
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel, register_package
 
 SAMPLES = Path(__file__).parent / "sample_plugins"
 
@@ -274,6 +274,47 @@ def test_force_looks_again(run: Run, installed: dict[str, Path]) -> None:
     assert result == [[], [], ["sample"], "sample", True]
 
 
+def test_force_brings_everything_back_after_a_reset(run: Run) -> None:
+    result, _ = run(
+        """
+        def state():
+            registry = KernelRegistry.get()
+            return [
+                [(spec.name, spec.operator, spec.origin) for spec in registry.list_kernels()],
+                [p.kernel_names for p in plugins.list_plugins()],
+                [f"{f.name}: {f.error}" for f in plugins.plugin_failures()],
+                [str(clash) for clash in registry.clashes()],
+            ]
+
+        before, served_before = state(), served()
+        KernelRegistry.reset()
+        try:
+            served()
+            without = ""
+        except tokenspeed_kernel.NoKernelFoundError as error:
+            without = str(error)
+        plugins.discover_plugins()
+        still = len(KernelRegistry.get().list_kernels())
+        plugins.discover_plugins(force=True)
+        again = state()
+        plugins.discover_plugins(force=True)
+        result = [without, still, before == again == state(), served_before, served(), len(before[0]), before[1], before[2]]
+        result += [tokenspeed_kernel.mm(x, torch.ones(4, 2)).tolist(), tokenspeed_kernel.argmax(x).tolist()]
+        """,
+        "good",
+        "broken",
+    )
+    without, still, same, served_before, served, kernels, loaded, failed, product, largest = result
+    assert "no kernel is registered for this operator" in without
+    assert still == 0, "only force looks again"
+    assert same
+    assert (served_before, served) == ("sample", "sample")
+    assert kernels > 40
+    assert len(failed) == len(BROKEN)
+    assert ["sample_mm", "sample_rmsnorm"] in loaded
+    assert (product, largest) == ([[4.0, 4.0]] * 2, [0, 0])
+
+
 def test_an_unknown_override_is_warned_of(run: Run) -> None:
     _, stderr = run("result = 0", "good", OVERRIDE_NORM_RMSNROM="sample_rmsnorm")
     assert (
@@ -302,9 +343,11 @@ class Entry:
 
 @pytest.fixture
 def entries(monkeypatch: pytest.MonkeyPatch, registry: Any) -> list[Entry]:
+    """Plugins to be found, and a registry that holds nothing else."""
     found: list[Entry] = []
     monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: list(found))
-    plugins._loaded, plugins._failed, plugins._disabled = {}, {}, set()
+    plugins._loaded, plugins._failed, plugins._disabled, plugins._declared = {}, {}, set(), {}
+    plugins._filled = registry
     return found
 
 
@@ -329,6 +372,39 @@ def test_two_packages_with_a_plugin_of_one_name(entries: list[Entry]) -> None:
     with pytest.warns(PluginWarning, match="plugin same of two 1 is left out: a plugin of that name was loaded from one 1"):
         (loaded,) = discover_plugins(force=True)
     assert loaded.package == "one"
+
+
+def test_kernels_declared_on_import_come_back(entries: list[Entry]) -> None:
+    """A plugin's function that runs once, as a module does that declares kernels when it is imported."""
+    ran = []
+
+    def register() -> None:
+        if not ran:
+            ran.append(True)
+            register_kernel("norm", "rmsnorm", name="once", solution="once", signatures=None)(lambda *arguments: None)
+
+    entries.append(Entry("once", register))
+    (first,) = discover_plugins(force=True)
+    KernelRegistry.reset()
+    (second,) = discover_plugins(force=True)
+    assert first == second
+    assert KernelRegistry.get().is_public("once")
+    assert KernelRegistry.get().is_public("reference_rmsnorm"), "the core is back, too"
+    plugins.disable_plugin("once")
+    KernelRegistry.reset()
+    assert discover_plugins(force=True) == []
+    assert not KernelRegistry.get().is_public("once"), "what is disabled stays so"
+
+
+def test_a_name_that_was_taken_since_a_reset(entries: list[Entry]) -> None:
+    entries.append(Entry("mine", lambda: declared_by_plugin(lambda *arguments: None)))
+    declared_by_plugin = register_kernel("norm", "rmsnorm", name="taken", solution="mine", signatures=None)
+    discover_plugins(force=True)
+    KernelRegistry.reset()
+    register_kernel("norm", "rmsnorm", name="taken", solution="other", signatures=None)(lambda *arguments: None)
+    with pytest.warns(PluginWarning, match="plugin mine of made-up 1 failed to load .* a kernel named taken exists"):
+        assert discover_plugins(force=True) == []
+    assert [failure.name for failure in plugins.plugin_failures()] == ["mine"]
 
 
 _packages = itertools.count()

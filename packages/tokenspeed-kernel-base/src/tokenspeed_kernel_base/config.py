@@ -35,16 +35,18 @@ PREFIX = "TOKENSPEED_KERNEL_"
 OVERRIDE_PREFIX = PREFIX + "OVERRIDE_"
 
 VARIABLES: dict[str, str] = {
-    PREFIX + "CONFIG": "path of a TOML file with settings",
+    PREFIX + "CONFIG": "path of a TOML file with settings; off: none is read",
     PREFIX + "PLATFORM": "pretend to be this platform (gfx950, sm_90, cpu): selection can be explained, nothing launches",
     PREFIX + "VERBOSE": "1: log every new selection with its reason",
     PREFIX + "DISABLE_PLUGINS": "comma-separated plugin names that are not loaded; * for all",
-    PREFIX + "TUNED": "directory of measured choices, instead of the user's cache directory; off: none are read or written",
-    PREFIX + "PROGRAMS": "directory of kernels that plugins compile, instead of the user's cache directory; off: none are kept",
-    PREFIX + "CAPTURE_SHAPES": "path of a file that receives the shapes of every call",
+    PREFIX + "TUNED": "directory of measured choices, instead of the user's cache directory (on); off: none are read or written",
+    PREFIX + "PROGRAMS": "directory of kernels that plugins compile, instead of the user's cache directory (on); off: none kept",
+    PREFIX + "CAPTURE_SHAPES": "path of a file that receives the shapes of every call; off: they are not recorded",
     PREFIX + "PROFILE": "1: every call in a range that profilers show; a folder: the times of all calls are written there",
     OVERRIDE_PREFIX + "<FAMILY>_<MODE>": "name of the kernel that serves this operator",
 }
+
+OFF = "off"
 
 
 class ConfigurationError(ValueError):
@@ -112,11 +114,10 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """
     env = os.environ if environ is None else environ
     _warn_about_unknown(env)
-    path = env.get(PREFIX + "CONFIG")
-    table = _read_toml(Path(path)) if path else {}
-    settings = _settings_from_table(table, Path(path) if path else None)
+    path = _file(PREFIX + "CONFIG", env.get(PREFIX + "CONFIG", ""))
+    settings = _settings_from_table(_read_toml(path) if path else {}, path)
     disabled = _names(env[PREFIX + "DISABLE_PLUGINS"]) if PREFIX + "DISABLE_PLUGINS" in env else settings.disabled_plugins
-    capture = env.get(PREFIX + "CAPTURE_SHAPES")
+    tuned, capture = env.get(PREFIX + "TUNED"), env.get(PREFIX + "CAPTURE_SHAPES")
     profile, folder = settings.profile, settings.profile_folder
     if PREFIX + "PROFILE" in env:
         profile, folder = _flag_or_folder(PREFIX + "PROFILE", env[PREFIX + "PROFILE"])
@@ -127,8 +128,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         objective=settings.objective,
         platform=env.get(PREFIX + "PLATFORM") or settings.platform,
         verbose=_flag(PREFIX + "VERBOSE", env[PREFIX + "VERBOSE"]) if PREFIX + "VERBOSE" in env else settings.verbose,
-        tuned=env.get(PREFIX + "TUNED") or settings.tuned,
-        capture_path=Path(capture) if capture else settings.capture_path,
+        tuned=directory(tuned) if tuned else settings.tuned,
+        capture_path=_file(PREFIX + "CAPTURE_SHAPES", capture) if capture else settings.capture_path,
         profile=profile,
         profile_folder=folder,
         source=settings.source,
@@ -139,16 +140,44 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(part.strip() for part in text.split(",") if part.strip())
 
 
-def _flag(name: str, text: str) -> bool:
+def _word(text: str) -> bool | None:
+    """What a word for yes or no says; None for any other text."""
     lowered = text.strip().lower()
-    if lowered not in _TRUE | _FALSE:
+    return True if lowered in _TRUE else False if lowered in _FALSE else None
+
+
+def _flag(name: str, text: str) -> bool:
+    word = _word(text)
+    if word is None:
         raise ConfigurationError(f"{name} must be 1 or 0, got {text!r}")
-    return lowered in _TRUE
+    return word
+
+
+def _file(name: str, text: str) -> Path | None:
+    """The path of a file, or None if a word says no. No file is named by a word: whoever writes one means a flag."""
+    word = _word(text)
+    if word:
+        raise ConfigurationError(
+            f"{name} must be the path of a file, or off, got {text!r}; a file of that name is ./{text.strip()}"
+        )
+    return Path(text) if word is None else None
+
+
+def directory(text: str) -> str | None:
+    """What a setting says that names a directory in which files are kept: its path, `OFF` if a word says no, None if one says yes,
+    or nothing is said: then it is the usual one.
+
+    Args:
+        text: the setting's value; empty where it is not set.
+    """
+    word = _word(text) if text else True
+    return text if word is None else None if word else OFF
 
 
 def _flag_or_folder(name: str, text: str) -> tuple[bool, Path | None]:
-    if text.strip().lower() in _TRUE | _FALSE:
-        return _flag(name, text), None
+    word = _word(text)
+    if word is not None:
+        return word, None
     if not Path(text).is_dir():
         raise ConfigurationError(f"{name} must be 1, 0 or a folder that exists, got {text!r}")
     return False, Path(text)
@@ -220,15 +249,14 @@ def _settings_from_table(table: Mapping[str, Any], source: Path | None) -> Setti
             raise ConfigurationError(f"{source}: {key} must be a {_KEYS[key].__name__}, got {value!r}")
     if not all(isinstance(name, str) for name in table.get("disabled_plugins", ())):
         raise ConfigurationError(f"{source}: disabled_plugins must be a list of str, got {table['disabled_plugins']!r}")
-    capture = table.get("capture_shapes")
     return Settings(
         overrides=_overrides_from_table(table.get("overrides", {}), source),
         disabled_plugins=frozenset(table.get("disabled_plugins", ())),
         objective=table.get("objective"),
         platform=table.get("platform"),
         verbose=table.get("verbose", False),
-        tuned=table.get("tuned"),
-        capture_path=Path(capture) if capture else None,
+        tuned=directory(table.get("tuned", "")),
+        capture_path=_file(f"{source}: capture_shapes", table.get("capture_shapes", "")),
         profile=table.get("profile", False),
         source=source,
     )
@@ -255,6 +283,15 @@ def cache_directory() -> Path | None:
     except RuntimeError:
         return None
     return Path(cache) / "tokenspeed_kernel"
+
+
+def kept_in(chosen: str | None, folder: str) -> Path | None:
+    """Where files are kept, for a setting that `directory` has read: the directory that it names; None if it says `OFF`; else the
+    folder of this name in `cache_directory`, and None where that is."""
+    if chosen is not None:
+        return None if chosen == OFF else Path(chosen)
+    cache = cache_directory()
+    return None if cache is None else cache / folder
 
 
 _settings: Settings | None = None

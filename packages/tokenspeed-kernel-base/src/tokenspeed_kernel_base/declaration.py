@@ -200,16 +200,29 @@ class Operator(Generic[P, R]):
         self._hooks[name], self._wanted[name] = hook, wanted
 
     def register_reference(self) -> None:
-        """Registers the body as a kernel; twice where it calls other operators, see `tokenspeed_kernel_base.composition`."""
-        KernelRegistry.get().declare_interface(self.family, self.mode, self.names)
-        self._register_body(REFERENCE, Priority.REFERENCE, frozenset({"determinism"}), self.reference)
+        """Registers the body as a kernel, unless it is registered already; twice where it calls other operators, see
+        `tokenspeed_kernel_base.composition`."""
+        registry = KernelRegistry.get()
+        registry.declare_interface(self.family, self.mode, self.names)
+        for spec, impl in self._bodies:
+            if not registry.has(spec):
+                registry.register(spec, impl)
+
+    @functools.cached_property
+    def _bodies(self) -> list[tuple[KernelSpec, Callable[..., Any]]]:
+        """What the body is registered as."""
+        bodies: list[tuple[KernelSpec, Callable[..., Any]]] = [
+            (self._body_spec(REFERENCE, Priority.REFERENCE, frozenset({"determinism"})), self.reference)
+        ]
         if self.composed:
             positions = tuple(map(self.names.index, self.outs))
-            self._register_body(COMPOSED, Priority.COMPOSED, frozenset(), Composed(lambda: self.composition, positions))
+            composed = Composed(lambda: self.composition, positions)
+            bodies.append((self._body_spec(COMPOSED, Priority.COMPOSED, frozenset()), composed))
+        return bodies
 
-    def _register_body(self, solution: str, priority: Priority, tags: frozenset[str], impl: Callable[..., Any]) -> None:
+    def _body_spec(self, solution: str, priority: Priority, tags: frozenset[str]) -> KernelSpec:
         code = inspect.unwrap(self.body).__code__
-        spec = KernelSpec(
+        return KernelSpec(
             f"{solution}_{self.mode}",
             self.family,
             self.mode,
@@ -222,7 +235,6 @@ class Operator(Generic[P, R]):
             package=self.body.__module__.partition(".")[0],
             origin=f"{code.co_filename}:{code.co_firstlineno}",
         )
-        KernelRegistry.get().register(spec, impl)
 
     def run_hook(self, name: str, arguments: Mapping[str, Any], *leading: Any) -> Any:
         hook = self._hooks.get(name)
@@ -396,7 +408,7 @@ class Operator(Generic[P, R]):
             check.fail(
                 self.planned or "", f"a {self.plan_class.__name__}, as {self.mode}.plan makes it", type(plan).__name__, TypeError
             )
-        return self._hooks["prepare"](planning.Preparation(check, self.planned or "", package), given, plan)
+        return self._hooks["prepare"](planning.Preparation(check, str(self), self.planned or "", package), given, plan)
 
     def sizes(self, arguments: dict[str, Any], check: Checker | None = None) -> dict[str, int]:
         """How large a call is: the sizes that its ``check`` hook names, without capacities, and the bounds that are given."""

@@ -92,11 +92,13 @@ class Preparation(NamedTuple):
 
     Attributes:
         check: raises errors in the name of the function that was called.
+        operator: whose hook it is, ``"family.mode"``.
         planned: the operator's parameter that the plan is given as.
         package: the package whose kernels serve that function; None for all.
     """
 
     check: Checker
+    operator: str
     planned: str
     package: str | None = None
 
@@ -129,7 +131,7 @@ class Preparation(NamedTuple):
     def _kernel(self, plan: Any) -> KernelSpec:
         argument = f"{self.planned}.kernel"
         try:
-            spec = KernelRegistry.get().get_by_name(plan.kernel)
+            spec = KernelRegistry.get().get_by_name(plan.kernel, self.operator)
         except KeyError as error:
             self.check.fail(argument, "a registered kernel", f"{plan.kernel!r}: {error.args[0]}")
         if self.package is not None and spec.package != self.package:

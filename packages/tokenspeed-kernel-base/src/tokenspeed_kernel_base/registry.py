@@ -20,7 +20,7 @@ from tokenspeed_kernel_base import memo
 from tokenspeed_kernel_base.discovery import import_modules
 from tokenspeed_kernel_base.platform import CapabilityRequirement
 from tokenspeed_kernel_base.signature import FormatSignature
-from tokenspeed_kernel_base.spec import KernelSpec, Priority, RegistrationError
+from tokenspeed_kernel_base.spec import TAGS, KernelSpec, Priority, RegistrationError
 
 F = TypeVar("F")
 
@@ -175,12 +175,19 @@ class KernelRegistry:
         with self._lock:
             return name in self._public()
 
-    def get_by_name(self, name: str) -> KernelSpec:
-        """The declaration of a kernel. Raises KeyError, naming the nearest, if there is none."""
+    def get_by_name(self, name: str, operator: str | None = None) -> KernelSpec:
+        """The declaration of a kernel. Raises KeyError, naming the nearest, if there is none: the nearest of an operator,
+        ``"family.mode"``, if one is given."""
         with self._lock:
             if name not in self._specs:
-                raise KeyError(_no_such_kernel(name, self._specs))
+                peers = [spec for spec in self._specs.values() if operator in (None, spec.operator)]
+                raise KeyError(f"no kernel named {name}{nearest_kernel(name, peers)}")
             return self._specs[name]
+
+    def declarations(self, names: Iterable[str]) -> list[tuple[KernelSpec, Callable[..., Any] | str]]:
+        """What kernels were registered with, so that they can be registered again; a function where it has been imported."""
+        with self._lock:
+            return [(self.get_by_name(name), self._impls[name]) for name in names]
 
     def get_impl(self, name: str) -> Callable[..., Any]:
         """The implementation, imported now if it was given by name.
@@ -318,11 +325,28 @@ def _module_of(function: Callable[..., Any]) -> str:
     return str(getattr(inner, "__module__", None) or type(inner).__module__)
 
 
-def _no_such_kernel(name: str, names: Iterable[str]) -> str:
+def nearest_kernel(name: str, specs: Iterable[KernelSpec]) -> str:
+    """Which of these kernels may have been meant by a name that none of them has, as the end of a sentence; empty where none is
+    like it. The name of a solution means its kernels."""
     import difflib
 
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"no kernel named {name}" + (f"; did you mean {near[0]}?" if near else "")
+    names: set[str] = set()
+    by_solution: dict[str, list[str]] = {}
+    for spec in specs:
+        names.add(spec.name)
+        by_solution.setdefault(spec.solution, []).append(spec.name)
+    # Solutions last: of equally near ones, difflib gives the first.
+    near = difflib.get_close_matches(name, [*sorted(names), *sorted(by_solution.keys() - names)], n=1)
+    if not near:
+        return ""
+    if near[0] in names:
+        return f"; did you mean {near[0]}?"
+    kernels = sorted(by_solution[near[0]])
+    listed = ", ".join(kernels[:_FEW]) + (", ..." if len(kernels) > _FEW else "")
+    return f"; did you mean a kernel of solution {near[0]} ({listed})?"
+
+
+_FEW = 4  # kernels of a solution that an error names
 
 
 # What each module has declared, in the order of its text. A module is run once; what it declared can be registered again.
@@ -434,22 +458,40 @@ def register_kernel(
 
 
 def describe_kernel(name: str) -> str:
-    """A kernel's declaration as text, one fact a line. Raises KeyError if there is none of that name."""
+    """Everything that is known of a kernel as text, one fact a line. Raises KeyError if there is none of that name."""
     registry = KernelRegistry.get()
-    spec = registry.get_by_name(name)
+    ((spec, impl),) = registry.declarations([name])
     capability = spec.capability
+    names = {int(priority): priority.name.lower() for priority in Priority}
     facts = {
         "operator": spec.operator,
         "solution": spec.solution,
-        "priority": f"{spec.priority}",
+        "package": spec.package or "none",
+        "priority": f"{spec.priority}" + (f" ({names[spec.priority]})" if spec.priority in names else ""),
         "vendors": ", ".join(sorted(capability.vendors)) if capability.vendors is not None else "any",
         "architectures": f"{capability.min_arch_version or 'any'} to {capability.max_arch_version or 'any'}",
         "platform features": ", ".join(sorted(capability.required_features)) or "none",
+        "probe": _called(capability.probe),
         "formats": "any" if spec.format_signatures is None else " | ".join(sorted(map(str, spec.format_signatures))),
         "traits": "; ".join(f"{k}: {v}" for k, v in sorted(spec.traits.items())) or ("any" if spec.universal else "none"),
+        "undeclared flags": "served" if spec.universal else "not served",
         "tunables": "; ".join(f"{k}: {', '.join(map(str, v))}" for k, v in spec.tunables.items()) or "none",
-        "tags": ", ".join(sorted(spec.tags)) or "none",
+        "tunable if": _called(spec.tunable_if),
+        "weight preprocessor": _called(spec.weight_preprocessor),
+        "tags": "; ".join(f"{tag}: {TAGS[tag]}" for tag in sorted(spec.tags)) or "none",
         "only by name": spec.only_by_name or "no",
-        "declared by": spec.origin,
+        "serves": "everyone" if registry.is_public(name) else f"the functions of {spec.package}",
+        "implementation": _called(impl),
+        "load error": registry.load_error(name) or "none",
+        "declared by": spec.origin or "unknown",
     }
-    return "\n".join([name, *(f"  {label:<18} {value}" for label, value in facts.items())])
+    width = max(map(len, facts))
+    return "\n".join([name, *(f"  {label:<{width}} {value}" for label, value in facts.items())])
+
+
+def _called(function: Callable[..., Any] | str | None) -> str:
+    """A function as ``module:name``."""
+    if function is None or isinstance(function, str):
+        return function or "none"
+    inner = inspect.unwrap(getattr(function, "func", function))
+    return f"{_module_of(function)}:{getattr(inner, '__qualname__', type(inner).__qualname__)}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import difflib
 import enum
 import functools
 import logging
@@ -32,7 +33,7 @@ from tokenspeed_kernel_base.explanation import (
 )
 from tokenspeed_kernel_base.measured import Found, Tuned
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform
-from tokenspeed_kernel_base.registry import KernelRegistry, load_object
+from tokenspeed_kernel_base.registry import KernelRegistry, load_object, nearest_kernel
 from tokenspeed_kernel_base.signature import FormatSignature
 from tokenspeed_kernel_base.spec import KernelSpec, Priority
 from tokenspeed_kernel_base.traits import format_traits
@@ -172,7 +173,7 @@ def kernel_override(family: str, mode: str, kernel_name: str, *, config: Mapping
         KeyError: no kernel of that name.
         ValueError: the kernel is another operator's, or does not declare the configuration.
     """
-    spec = KernelRegistry.get().get_by_name(kernel_name)
+    spec = KernelRegistry.get().get_by_name(kernel_name, f"{family}.{mode}")
     if (spec.family, spec.mode) != (family, mode):
         raise ValueError(f"{kernel_name} implements {spec.operator}, not {family}.{mode}")
     undeclared = spec.undeclared(config or {})
@@ -335,6 +336,8 @@ def consider(request: Request, override: Override | None = None, *, found: Found
         # An override that cannot be honoured is an error: quietly running something else would hide it.
         chosen = None
         problem = _why_no_override(override, request, rejected)
+    elif request.solution is not None and not any(spec.solution == request.solution for spec in specs):
+        problem = _no_such_solution(request.solution, specs)
     return Explanation(request, (*accepted, *rejected), chosen, override, problem, found.notes)
 
 
@@ -354,17 +357,29 @@ def _why_no_override(override: Override, request: Request, rejected: Iterable[Ve
     for verdict in rejected:
         if verdict.spec.name == override.kernel:
             return f"{override.kernel} is wanted by {override.source}, but fails the {verdict.gate} gate: {verdict.reason}"
+    near = nearest_kernel(override.kernel, KernelRegistry.get().get_for_operator(request.family, request.mode, request.package))
     try:
         spec = KernelRegistry.get().get_by_name(override.kernel)
-    except KeyError as error:
-        return f"{override.source}: {error.args[0]}"
+    except KeyError:
+        return f"{override.source}: no kernel named {override.kernel}{near}"
     if spec.operator != request.operator:
-        problem = f"implements {spec.operator}, not {request.operator}"
+        problem = f"implements {spec.operator}, not {request.operator}{near}"
     elif request.package is not None:
         problem = f"is no kernel of {request.package}"
     else:
         problem = f"serves only the functions of {spec.package}"
     return f"{override.kernel} is wanted by {override.source}, but {problem}"
+
+
+def _no_such_solution(solution: str, specs: Iterable[KernelSpec]) -> str:
+    """Why an operator's kernels cannot serve a request for a solution that none of them has."""
+    kernels = {spec.name: spec.solution for spec in specs}
+    if solution in kernels:
+        near = f"; it is a kernel of solution {kernels[solution]}: override= takes it"
+    else:
+        found = difflib.get_close_matches(solution, sorted({*kernels.values()}), n=1)
+        near = f"; did you mean {found[0]}?" if found else ""
+    return f"no kernel of this operator has solution {solution}{near}"
 
 
 _decisions: dict[Any, SelectedKernel] = memo.new_memo()

@@ -332,3 +332,35 @@ def test_an_empty_batch_may_have_no_pages(function: Any) -> None:
             arguments[name] = ints(0)
     arguments["page_table"] = arguments["page_table"][:, :0]
     assert function(**arguments).shape[0] == 0
+
+
+@pytest.mark.parametrize("function", MHA_PAGED, ids=lambda function: function.__name__)
+def test_pages_that_the_window_hides_may_be_freed(function: Any) -> None:
+    arguments = BASES[function]() | {"window_left": 1}
+    if function is not mha_decode_with_kvcache:
+        arguments |= {"q": torch.zeros(3, 4, 8), "cu_seqlens_q": ints(0, 2, 3), "max_seqlen_q": 2}
+    whole = function(**arguments)
+    freed = arguments | {"page_table": ints(-1, 1, 2, -1).view(2, 2)}
+    assert torch.equal(function(**freed), whole)
+    message = r"page_table\[0, 0\] must be a page of k_cache, 0 to 2, where cache_seqlens\[0\] = 7 reaches, got {}"
+    for others, got in [
+        ({"window_left": 6}, "-1"),
+        ({"window_left": -1}, "-1"),
+        ({"page_table": ints(-2, 1, 2, -1).view(2, 2)}, "-2"),
+        ({"page_table": ints(3, 1, 2, -1).view(2, 2)}, "3"),
+    ]:
+        with pytest.raises(ValueError, match=message.format(got)):
+            function(**{**freed, **others})
+
+
+def test_a_page_is_hidden_only_from_all_new_tokens() -> None:
+    arguments = decode() | {"q": torch.zeros(4, 4, 8), "max_seqlen_q": 2, "page_table": ints(-1, 1, 2, -1).view(2, 2)}
+    mha_decode_with_kvcache(**arguments, window_left=1)  # the older one, at 5, sees 4 and 5
+    with pytest.raises(ValueError, match=r"page_table\[0, 0\] must be a page of"):
+        mha_decode_with_kvcache(**arguments, window_left=2)
+
+
+@pytest.mark.parametrize("function", MLA_PAGED, ids=lambda function: function.__name__)
+def test_without_a_window_no_page_is_free(function: Any) -> None:
+    with pytest.raises(ValueError, match=r"page_table\[0, 0\] must be a page of kv_cache"):
+        function(**BASES[function]() | {"page_table": ints(-1, 1, 2, -1).view(2, 2)})

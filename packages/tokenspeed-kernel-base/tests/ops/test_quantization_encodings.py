@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tokenspeed_kernel_base.ops.quantization import encodings
 from tokenspeed_kernel_base.ops.quantization.encodings import (
+    BLOCK_MX,
     FP8_MAX,
     decode_e2m1,
     decode_mxfp4,
@@ -274,3 +275,32 @@ def test_expand_scale_cuts_short_last_blocks() -> None:
     expanded = encodings.expand_scale(scale, (2, 3), (3, 4))
     assert expanded.tolist() == [[0, 0, 0, 1], [0, 0, 0, 1], [2, 2, 2, 3]]
     assert encodings.expand_scale(scale, (1, 2), (2, 3)).tolist() == [[0, 0, 1], [2, 2, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_scales_rounded_up_are_the_smallest_at_which_nothing_saturates(dtype: torch.dtype) -> None:
+    most = Fraction(torch.finfo(dtype).max)
+    edges = torch.finfo(dtype).max * 2.0 ** torch.arange(-140.0, 105.0)
+    amax = torch.cat((edges.nextafter(edges * 0), edges, edges.nextafter(edges * 2), torch.rand(200).exp2() * edges[:200]))
+    x = torch.zeros(len(amax), BLOCK_MX)
+    x[:, 7] = amax
+    q, scale = encode_mxfp8(x, dtype, round_up=True)
+    for magnitude, byte in zip(amax.tolist(), scale.flatten().tolist(), strict=True):
+        steps = Fraction(magnitude) / Fraction(2) ** (byte - 127)
+        assert steps <= most
+        assert byte == 0 or 2 * steps > most, f"{magnitude} would have fitted the scale below"
+    assert (q.float() <= float(most)).all()
+    errors = (decode_mxfp8(q, scale) - x).abs().amax(1) / amax
+    assert errors[scale.flatten() > 0].max() <= torch.finfo(dtype).eps / 2, "nothing saturates"
+
+
+def test_rounding_of_scales_differs_from_448_on() -> None:
+    for magnitude, down, up in ((256.0, 127, 127), (448.0, 127, 127), (449.0, 127, 128), (511.0, 127, 128), (512.0, 128, 128)):
+        x = torch.full((32,), magnitude)
+        assert encode_mxfp8(x)[1].item() == down
+        assert encode_mxfp8(x, round_up=True)[1].item() == up
+    for special in (torch.nan, torch.inf):
+        x[3] = special
+        q, scale = encode_mxfp8(x, round_up=True)
+        assert scale.item() == 255
+        assert not q.float().any()

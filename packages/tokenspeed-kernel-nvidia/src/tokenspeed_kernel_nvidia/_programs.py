@@ -38,7 +38,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from tokenspeed_kernel_base.config import cache_directory as user_directory
+from tokenspeed_kernel_base import config as settings
 from tokenspeed_kernel_base.storage import locked, part_of, replace_file, set_aside, warn_once
 
 VARIABLE = "TOKENSPEED_KERNEL_PROGRAMS"
@@ -193,13 +193,7 @@ def cache_directory() -> Path | None:
     """Where compiled programs are kept: ``TOKENSPEED_KERNEL_PROGRAMS``, or ``tokenspeed_kernel/programs`` in the user's cache
     directory; None if the variable says ``off``, or there is no home.
     """
-    chosen = os.environ.get(VARIABLE)
-    if chosen == "off":
-        return None
-    if chosen:
-        return Path(chosen)
-    cache = user_directory()
-    return None if cache is None else cache / "programs"
+    return settings.kept_in(settings.directory(os.environ.get(VARIABLE, "")), "programs")
 
 
 def source_digest(module: str) -> str:

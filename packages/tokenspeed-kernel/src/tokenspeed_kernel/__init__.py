@@ -29,7 +29,7 @@ from tokenspeed_kernel_base.platform import (
     named_platform,
     use_platform,
 )
-from tokenspeed_kernel_base.registry import KernelRegistry, describe_kernel, register_kernel, register_package
+from tokenspeed_kernel_base.registry import KernelRegistry, describe_kernel, register_kernel
 from tokenspeed_kernel_base.selection import (
     Explanation,
     NoKernelFoundError,
@@ -174,8 +174,6 @@ if settings().verbose:
 import_modules("tokenspeed_kernel_base.ops")
 globals().update({operator.mode: operator.function for operator in operators()})
 __all__ += [operator.mode for operator in operators()]
-register_package("tokenspeed_kernel.torch")
-register_package("tokenspeed_kernel.triton")
 measured.use("tokenspeed_kernel.workbench.tuned.tables")
 set_autotuner("tokenspeed_kernel.workbench.tuning.autotune:autotune")
 discover_plugins()

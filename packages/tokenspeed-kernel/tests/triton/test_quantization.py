@@ -159,6 +159,7 @@ def test_fp4_and_mxfp8_of_hard_blocks(source: torch.dtype) -> None:
     special[10] *= 1e-44
     x = _as(torch.cat([rows, special]), source)
     _both(tk.quantize_mxfp8, x)
+    _both(tk.quantize_mxfp8, x, "up")
     _both(tk.quantize_mxfp4, x)
     for global_scale in (1.0, 1e-8, 1e-30, 1e-44, 3e30, 0.0, -0.01, float("inf"), float("nan"), 1 / 3):
         _both(tk.quantize_nvfp4, x, torch.tensor([global_scale], device=device))
@@ -195,6 +196,7 @@ def test_tensors_that_are_not_contiguous() -> None:
             _both(tk.quantize_fp8, x, granularity, 32)
         _both(tk.quantize_fp8_with_scale, x, torch.tensor(0.3, device=device))
         _both(tk.quantize_mxfp8, x)
+        _both(tk.quantize_mxfp8, x, "up")
         _both(tk.quantize_mxfp4, x)
         _both(tk.quantize_nvfp4, x, torch.tensor(0.01, device=device))
     q = torch.randint(0, 256, (6, 4, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(7)).to(device)

@@ -17,13 +17,15 @@ import os
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.operator import operators
-from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.registry import KernelRegistry, register_package
+from tokenspeed_kernel_base.spec import KernelSpec
 
 GROUP = "tokenspeed_kernel.plugins"
 
@@ -58,14 +60,23 @@ _lock = threading.RLock()
 _loaded: dict[str, PluginInfo] = {}
 _failed: dict[str, PluginFailure] = {}
 _disabled: set[str] = set()
-_discovered = False
+# Of each loaded plugin: what its kernels were registered with. A plugin's modules are run once, and may declare kernels when they
+# are imported, so that its function cannot be relied on to register them a second time.
+_declared: dict[str, list[tuple[KernelSpec, Callable[..., Any] | str]]] = {}
+# The registry that everything is in; another one is there after `KernelRegistry.reset`.
+_filled: KernelRegistry | None = None
+
+CORE = ("tokenspeed_kernel.torch", "tokenspeed_kernel.triton")
+"""Packages of the core's own kernels."""
 
 
 def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
-    """Loads the plugins that are installed; those that are disabled are left out.
+    """Loads the plugins that are installed; those that are disabled are left out. The core's own kernels are registered before
+    them, if they are not in the registry yet.
 
     Args:
-        force: look again; plugins that are loaded already stay as they are, failed ones are tried again.
+        force: look again; plugins that are loaded already stay as they are, failed ones are tried again. After
+            `KernelRegistry.reset` the kernels of the core and of all plugins are registered again.
 
     Returns:
         The loaded plugins.
@@ -74,11 +85,14 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
         PluginWarning: a plugin failed, or is left out because another package's plugin has its name; the settings disable a plugin
             that is not installed; or a kernel implements an operator that is not declared.
     """
-    global _discovered
+    global _filled
     with _lock:
-        if _discovered and not force:
+        if _filled is not None and not force:
             return list_plugins()
-        _discovered = True
+        if _filled is not KernelRegistry.get():
+            _register_core()
+            _loaded.clear()
+            _filled = KernelRegistry.get()
         # Sorted, so that the outcome does not depend on the order in which distributions lie on disk.
         entries = sorted(metadata.entry_points(group=GROUP), key=lambda e: (e.name, e.value))
         for entry in entries:
@@ -90,6 +104,14 @@ def discover_plugins(*, force: bool = False) -> list[PluginInfo]:
             _load(entry)
         _warn_of_unknown_names({entry.name for entry in entries})
         return list_plugins()
+
+
+def _register_core() -> None:
+    """Every operator's body, and the kernels of the core."""
+    for op in operators():
+        op.register_reference()
+    for package in CORE:
+        register_package(package)
 
 
 def _warn_of_unknown_names(installed: set[str]) -> None:
@@ -133,10 +155,13 @@ def _load(entry: metadata.EntryPoint) -> None:
     package, version = _package_of(entry)
     try:
         with KernelRegistry.get().transaction() as added:
-            register = entry.load()
-            if not callable(register):
-                raise TypeError(f"{entry.value} must be a function without parameters, got {register!r}")
-            register()
+            if entry.name in _declared:
+                _register_again(_declared[entry.name])
+            else:
+                register = entry.load()
+                if not callable(register):
+                    raise TypeError(f"{entry.value} must be a function without parameters, got {register!r}")
+                register()
     except (Exception, SystemExit) as error:  # whatever a plugin does wrong is its own failure, kept and shown
         _failed[entry.name] = PluginFailure(
             entry.name, package, version, f"{type(error).__name__}: {error}", traceback.format_exc()
@@ -148,7 +173,17 @@ def _load(entry: metadata.EntryPoint) -> None:
         return
     _failed.pop(entry.name, None)
     names = tuple(sorted(spec.name for spec in added))
+    _declared[entry.name] = KernelRegistry.get().declarations(names)
     _loaded[entry.name] = PluginInfo(entry.name, package, version, len(names), names)
+
+
+def _register_again(declared: Sequence[tuple[KernelSpec, Callable[..., Any] | str]]) -> None:
+    """Offers kernels to everyone that were registered before, in a registry that may be another one."""
+    registry = KernelRegistry.get()
+    for spec, impl in declared:
+        if not registry.has(spec):
+            registry.register(spec, impl)
+    registry.publish([spec.name for spec, _ in declared], True)
 
 
 def list_plugins() -> list[PluginInfo]:
@@ -183,6 +218,7 @@ def disable_plugin(name: str) -> None:
             raise KeyError(f"no plugin named {name}; installed are: {', '.join(sorted(installed)) or 'none'}")
         _disabled.add(name)
         _failed.pop(name, None)
+        _declared.pop(name, None)
         info = _loaded.pop(name, None)
         if info is not None:
             KernelRegistry.get().publish(info.kernel_names, False)

@@ -180,7 +180,7 @@ def _check_settings(findings: list[Finding]) -> None:
             if name is None:
                 raise KeyError("no such operator")
             get_operator(name)
-            spec = registry.get_by_name(kernel)
+            spec = registry.get_by_name(kernel, name)
             if spec.operator != name:
                 raise KeyError(f"{kernel} implements {spec.operator}, not {name}")
         except KeyError as error:

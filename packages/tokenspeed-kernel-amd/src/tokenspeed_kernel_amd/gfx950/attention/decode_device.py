@@ -117,6 +117,10 @@ def decode_kernel(
             after_block = gl.minimum(first_block + share, blocks)
             if split == first_split and gl.program_id(2) + kv_head == 0:
                 gl.store(partial.plan + sequence, (gl.to_tensor(first_split).to(gl.int64) << 32) + (blocks + share - 1) // share)
+        start = begin + first_block * block_n
+        if plan.window_left >= 0 and operands.cu_seqlens_q is not None:
+            # Splits are cut for plan.q_len new tokens. With fewer, what comes first may lie in a page that was freed.
+            start = gl.maximum(start, gl.maximum(length - new - plan.window_left, 0) // plan.aligned * plan.aligned)
         tile = QueryTile(
             gl.to_tensor(first_query),
             gl.to_tensor(new),
@@ -127,7 +131,7 @@ def decode_kernel(
         )
         state = attend(
             operands, shape, strides, variant, tile_shape, tile, sequence, length,
-            begin + first_block * block_n, gl.minimum(begin + after_block * block_n, length),
+            start, gl.minimum(begin + after_block * block_n, length),
             variant.is_causal and plan.q_len > 1,
         )  # fmt: skip
         if plan.split_kv and blocks > share:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import FLOATS, FP8, INTS, Checker, describe
+from tokenspeed_kernel_base.ops.attention._softmax import hidden_pages
 
 
 def check_options(
@@ -169,9 +170,17 @@ def _read_hint(check: Checker, name: str, hint: Sequence[int] | Tensor | None) -
 
 
 def check_values_paging(
-    check: Checker, page_table: Tensor | None, cache_seqlens: Tensor | None, max_seqlen_k: int, cache: Tensor, cache_name: str
+    check: Checker,
+    page_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    max_seqlen_k: int,
+    cache: Tensor,
+    cache_name: str,
+    window_left: int = -1,
+    new_tokens: Tensor | int = 0,
 ) -> None:
-    """The lengths in a cache, and the pages that they use; each is None where it cannot be read."""
+    """The lengths in a cache, and the pages that they use; each is None where it cannot be read. ``new_tokens``: of each sequence;
+    0 where that cannot be read."""
     if cache_seqlens is None or not cache_seqlens.numel():
         return
     shortest, longest = (int(bound) for bound in cache_seqlens.aminmax())
@@ -181,7 +190,10 @@ def check_values_paging(
         return
     pages, page_size = cache.shape[:2]
     starts = torch.arange(0, page_table.shape[1] * page_size, page_size)
-    reached = torch.where(starts < cache_seqlens.unsqueeze(1), page_table, 0)
+    used = starts < cache_seqlens.unsqueeze(1)
+    if window_left >= 0:
+        used &= ~(hidden_pages(cache_seqlens, new_tokens, window_left, page_table.shape[1], page_size) & (page_table == -1))
+    reached = torch.where(used, page_table, 0)
     lowest, highest = reached.aminmax()
     if int(lowest) < 0 or int(highest) >= pages:
         row, column = (int(index) for index in ((reached < 0) | (reached >= pages)).nonzero()[0])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Draw, recipe
 from tokenspeed_kernel_base.checks import FP8
+from tokenspeed_kernel_base.ops.attention._softmax import hidden_pages
 
 Make = Callable[[Draw], dict[str, Any]]
 
@@ -66,8 +67,11 @@ def draw_paging(draw: Draw, kv_lens: Sequence[int], page_size: int, width: int |
     return page_table, draw.tensor(list(kv_lens), torch.int32), held
 
 
-def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale: bool = False) -> Tensor:
-    """A cache with ``token``-shaped tokens in the slots that hold one. ``stale``: NaN lies in all others."""
+def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale: bool = False, guarded: bool = False) -> Tensor:
+    """A cache with ``token``-shaped tokens in the slots that hold one. ``stale``: NaN lies in all others. ``guarded``: and in
+    front of the cache, where a page -1 would be, so that who reads that one finds NaN, and no memory of others."""
+    if guarded:
+        return draw_cache(draw, torch.cat((torch.zeros_like(held[:1]), held)), *token, dtype=dtype, stale=True)[1:]
     values = draw.normal(*held.shape, *token, dtype=torch.float32 if dtype in FP8 else dtype)
     if stale:
         values[~held] = torch.nan
@@ -90,6 +94,7 @@ def paged(
     scales: Sequence[str] = (),
     scale_per_head: bool = False,
     stale: bool = False,
+    freed: bool = False,
     running_sums: bool = True,
     width: int | None = None,
     **options: Any,
@@ -101,6 +106,7 @@ def paged(
         kv_lora_rank: the cache is one of latents, and ``head_dim`` the width of one.
         scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one a kv head.
         stale: slots that hold no token hold NaN.
+        freed: page table entries are -1 where the window hides a whole page, and NaN lies in those pages and in front of the cache.
         running_sums: where there are q_lens, give ``cu_seqlens_kv`` too.
         width: entries of the page table for each sequence; one more than any has pages if not given.
     """
@@ -109,6 +115,11 @@ def paged(
         page_table, cache_seqlens, held = draw_paging(draw, kv_lens, page_size, width)
         stored = cache_dtype or dtype
         tokens = sum(q_lens) if q_lens is not None else len(kv_lens) * options.get("max_seqlen_q", 1)
+        if freed:
+            new = options.get("max_seqlen_q", 1) if q_lens is None else draw.tensor(list(q_lens), torch.int32)
+            hidden = hidden_pages(cache_seqlens, new, options["window_left"], page_table.shape[1], page_size)
+            held[page_table[hidden].long()] = False
+            page_table = page_table.masked_fill(hidden, -1)
         arguments: dict[str, Any] = {
             "q": draw.normal(tokens, heads, head_dim, dtype=dtype),
             "page_table": page_table,
@@ -116,10 +127,12 @@ def paged(
             "max_seqlen_k": max(kv_lens, default=0),
         }
         if kv_lora_rank is None:
-            arguments["k_cache"] = draw_cache(draw, held, kv_heads, head_dim, dtype=stored, stale=stale)
-            arguments["v_cache"] = draw_cache(draw, held, kv_heads, v_head_dim or head_dim, dtype=stored, stale=stale)
+            arguments["k_cache"] = draw_cache(draw, held, kv_heads, head_dim, dtype=stored, stale=stale, guarded=freed)
+            arguments["v_cache"] = draw_cache(
+                draw, held, kv_heads, v_head_dim or head_dim, dtype=stored, stale=stale, guarded=freed
+            )
         else:
-            arguments["kv_cache"] = draw_cache(draw, held, head_dim, dtype=stored, stale=stale)
+            arguments["kv_cache"] = draw_cache(draw, held, head_dim, dtype=stored, stale=stale, guarded=freed)
             arguments["kv_lora_rank"] = kv_lora_rank
         if q_lens is not None:
             arguments["cu_seqlens_q"] = draw.cumulative(q_lens)

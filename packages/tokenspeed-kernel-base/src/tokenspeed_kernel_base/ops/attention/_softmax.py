@@ -59,6 +59,15 @@ def first_visible(position: int, window_left: int) -> int:
     return max(position - window_left, 0) if window_left >= 0 else 0
 
 
+def hidden_pages(cache_seqlens: Tensor, new_tokens: Tensor | int, window_left: int, max_pages: int, page_size: int) -> Tensor:
+    """Which places in a page table ``[batch, max_pages]`` hold positions that no new token of their sequence sees, because they lie
+    before the window of the oldest."""
+    ends = torch.arange(1, max_pages + 1, device=cache_seqlens.device) * page_size
+    if window_left < 0:
+        return torch.zeros(len(cache_seqlens), max_pages, dtype=torch.bool, device=cache_seqlens.device)
+    return ends <= (cache_seqlens - new_tokens - window_left).unsqueeze(1)
+
+
 def _wide(q: Tensor) -> torch.dtype:
     """The dtype of the arithmetic."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

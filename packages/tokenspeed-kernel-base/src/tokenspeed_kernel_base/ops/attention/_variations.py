@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import poisoned
 from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
+from tokenspeed_kernel_base.ops.attention._softmax import hidden_pages
 from tokenspeed_kernel_base.variation import Variation, Want
 
 _CACHES = ("k_cache", "v_cache", "kv_cache")
@@ -36,7 +37,7 @@ def vary_paged(variation: Variation, **arguments: Any) -> dict[str, Any]:
     if variation.want is Want.CAPTURED:
         return _captured(variation, caches, arguments)
     if variation.want is Want.UNUSED:
-        return _without_unused(arguments["page_table"], arguments["cache_seqlens"], caches)
+        return _without_unused(arguments, caches)
     return {**_shortened(arguments), **_moved(arguments["page_table"], caches)}
 
 
@@ -62,15 +63,28 @@ def _captured(variation: Variation, caches: dict[str, Tensor], arguments: dict[s
 
 
 def _shortened(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Cached sequences without their last third; new tokens stay."""
-    lengths, offsets = arguments["cache_seqlens"], arguments.get("cu_seqlens_q")
-    new = torch.full_like(lengths, arguments["max_seqlen_q"]) if offsets is None else offsets.diff().to(lengths.dtype)
+    """Cached sequences without their last third; new tokens stay, and so do sequences of which pages were freed: shorter ones would
+    see those."""
+    lengths, new = arguments["cache_seqlens"], _new_tokens(arguments)
     shorter = torch.minimum(lengths, torch.maximum(new, lengths * 2 // 3))
+    table = arguments["page_table"]
+    freed = hidden_pages(lengths, 0, 0, table.shape[1], _page_size(arguments)) & (table == -1)
+    shorter = torch.where(freed.any(1), lengths, shorter)
     made = {"cache_seqlens": shorter}
     sums = arguments.get("cu_seqlens_kv")
     if sums is not None:
         made["cu_seqlens_kv"] = torch.cat((sums[:1], shorter.cumsum(0).to(sums.dtype)))
     return made
+
+
+def _new_tokens(arguments: dict[str, Any]) -> Tensor:
+    """How many tokens of each sequence are new."""
+    lengths, offsets = arguments["cache_seqlens"], arguments.get("cu_seqlens_q")
+    return torch.full_like(lengths, arguments["max_seqlen_q"]) if offsets is None else offsets.diff().to(lengths.dtype)
+
+
+def _page_size(arguments: dict[str, Any]) -> int:
+    return int(next(arguments[name] for name in _CACHES if name in arguments).shape[1])
 
 
 def _moved(page_table: Tensor, caches: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -83,17 +97,21 @@ def _moved(page_table: Tensor, caches: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-def _without_unused(page_table: Tensor, cache_seqlens: Tensor, caches: dict[str, Tensor]) -> dict[str, Tensor]:
-    """NaN in slots that hold no token, and page table entries that name no page where no length reaches. To look such an entry up
-    fails on a host. On a device it would be an illegal access: there they name a page of no sequence, if there is one."""
+def _without_unused(arguments: dict[str, Any], caches: dict[str, Tensor]) -> dict[str, Tensor]:
+    """NaN in slots that hold no token, and page table entries that name no page where no length reaches, and -1 where the window
+    hides a whole page. To look such an entry up fails on a host. On a device it would be an illegal access: there those that no
+    length reaches name a page of no sequence, if there is one."""
+    page_table, cache_seqlens = arguments["page_table"], arguments["cache_seqlens"]
     pages, page_size = next(iter(caches.values())).shape[:2]
     positions = torch.arange(page_table.shape[1] * page_size, device=page_table.device).view(-1, page_size)
-    reached = positions < cache_seqlens.view(-1, 1, 1)  # [batch, max_pages, page_size]
+    hidden = hidden_pages(cache_seqlens, _new_tokens(arguments), arguments.get("window_left", -1), page_table.shape[1], page_size)
+    page_table = page_table.masked_fill(hidden, -1)
+    reached = (positions < cache_seqlens.view(-1, 1, 1)) & ~hidden.unsqueeze(2)  # [batch, max_pages, page_size]
     named = page_table.long().clamp(min=0).unsqueeze(2).expand_as(reached) * page_size + positions % page_size
     held = torch.zeros(pages * page_size, dtype=torch.bool, device=page_table.device)
     held[named[reached]] = True
     held = held.view(pages, page_size)
     free = (~held.any(1)).nonzero().flatten()
     elsewhere = torch.iinfo(page_table.dtype).max if not page_table.is_cuda else int(free[0]) if len(free) else 0
-    changed = {"page_table": page_table if elsewhere == 0 else torch.where(reached.any(2), page_table, elsewhere)}
+    changed = {"page_table": page_table if elsewhere == 0 else torch.where(reached.any(2) | hidden, page_table, elsewhere)}
     return {**changed, **{name: poisoned(cache, ~held) for name, cache in caches.items()}}

@@ -55,8 +55,9 @@ def mha_decode_with_kvcache(
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, head_dim]``, sequence by sequence.
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
-        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, also where the window hides it;
-            others may be anything. Sequences may share pages.
+        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
+            all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be
+            anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. It may be less than
             max_seqlen_q, as 0 is for a sequence that only pads a batch; queries before position 0 then see nothing.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
@@ -149,8 +150,16 @@ def _(
 
 
 @mha_decode_with_kvcache.check_values(host=("page_table", "cache_seqlens"))
-def _(check: Checker, k_cache: Tensor, page_table: Tensor | None, cache_seqlens: Tensor | None, max_seqlen_k: int) -> None:
-    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, k_cache, "k_cache")
+def _(
+    check: Checker,
+    k_cache: Tensor,
+    page_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    max_seqlen_k: int,
+    max_seqlen_q: int,
+    window_left: int,
+) -> None:
+    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, k_cache, "k_cache", window_left, max_seqlen_q)
 
 
 mha_decode_with_kvcache.fake(paged_outputs)
@@ -176,6 +185,12 @@ def _() -> list[Case]:
         Case("window of the token alone", paged([9, 40, 16], **gqa, window_left=0)),
         Case("four new tokens, sinks and lse", paged([2, 20, 4], **gqa, max_seqlen_q=4, sinks=True, return_lse=True)),
         Case("four new tokens in a window of three", paged([2, 20, 4], **gqa, max_seqlen_q=4, window_left=2)),
+        Case("freed pages before a window", paged([5, 70, 16, 0, 100], **gqa, window_left=20, freed=True, return_lse=True)),
+        Case(
+            "freed pages of 64, three new tokens",
+            paged([5, 400, 131], **gqa, page_size=64, window_left=2, max_seqlen_q=3, freed=True),
+        ),
+        Case("freed pages of 5, head_dim 80", paged([64, 11], None, 10, 2, 80, page_size=5, window_left=17, freed=True)),
         Case("fp8 cache without scales", paged([33, 18], **gqa, cache_dtype=e4m3)),
         Case("fp8 q and cache, a scale each", paged([33, 18], **gqa, dtype=e4m3, scales=("q_scale", *both))),
         Case("fp8 e5m2 cache, a scale a kv head", paged([33, 18], **gqa, cache_dtype=e5m2, scales=both, scale_per_head=True)),

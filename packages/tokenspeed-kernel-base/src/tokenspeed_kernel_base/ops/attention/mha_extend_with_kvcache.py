@@ -62,8 +62,9 @@ def mha_extend_with_kvcache(
             sums them itself.
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
-        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, also where the window hides it;
-            others may be anything. Sequences may share pages.
+        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
+            all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be
+            anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
         max_seqlen_q: an upper bound of a sequence's queries.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
@@ -171,8 +172,10 @@ def _(
     max_seqlen_q: int,
     max_seqlen_k: int,
     is_causal: bool,
+    window_left: int,
 ) -> None:
-    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, k_cache, "k_cache")
+    new_tokens = 0 if cu_seqlens_q is None else cu_seqlens_q.diff()
+    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, k_cache, "k_cache", window_left, new_tokens)
     _checks.check_values_extension(check, q, cu_seqlens_q, cu_seqlens_kv, cache_seqlens, max_seqlen_q, is_causal)
 
 
@@ -204,6 +207,9 @@ def _() -> list[Case]:
         Case("window, cap, sinks and lse together", paged([60, 9], [33, 9], **causal, **everything)),
         Case("window of the token alone, float16", paged([20, 9], [7, 9], **causal, dtype=torch.float16, window_left=0)),
         Case("running sums left out", paged([20, 9], [7, 9], **causal, cu_seqlens_kv=None)),
+        Case("freed pages before a window", paged([100, 9, 300, 70], [33, 9, 1, 0], **causal, window_left=20, freed=True)),
+        Case("freed pages of 64", paged([400, 9, 131], [70, 9, 3], **causal, page_size=64, window_left=49, freed=True)),
+        Case("freed pages, not causal", paged([100, 50], [33, 3], **gqa, window_left=20, freed=True)),
         Case("fp8 cache without scales", paged([33, 18], [10, 18], **causal, cache_dtype=e4m3)),
         Case("fp8 q and cache, a scale each", paged([33, 18], [10, 18], **causal, dtype=e4m3, scales=("q_scale", *both))),
         Case("fp8 e5m2 cache, a scale a kv head", paged([33], [10], **causal, cache_dtype=e5m2, scales=both, scale_per_head=True)),

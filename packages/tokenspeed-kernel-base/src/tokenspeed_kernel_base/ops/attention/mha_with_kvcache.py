@@ -58,8 +58,9 @@ def mha_with_kvcache(
         cu_seqlens_q: int32 ``[batch + 1]``, where each sequence's queries begin in q, and the number of tokens.
         k_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_heads, head_dim]``; kv_heads divides heads.
         v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``.
-        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, also where the window hides it;
-            others may be anything. Sequences may share pages.
+        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
+            all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be
+            anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, at least its new ones.
         max_seqlen_q: an upper bound of a sequence's queries.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
@@ -160,8 +161,10 @@ def _(
     cache_seqlens: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    window_left: int,
 ) -> None:
-    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, k_cache, "k_cache")
+    new_tokens = 0 if cu_seqlens_q is None else cu_seqlens_q.diff()
+    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, k_cache, "k_cache", window_left, new_tokens)
     _checks.check_values_extension(check, q, cu_seqlens_q, None, cache_seqlens, max_seqlen_q, True)
 
 
@@ -200,6 +203,11 @@ def _() -> list[Case]:
         Case("NaN in slots that hold no token", _mixed([21, 50, 5, 0, 70], [1, 30, 5, 0, 1], **gqa, stale=True, return_lse=True)),
         Case("window, cap, sinks and lse together", _mixed([60, 9, 70, 33], [33, 9, 1, 2], **gqa, **everything)),
         Case("window of the token alone, float16", _mixed([20, 9, 12], [7, 1, 12], **gqa, dtype=torch.float16, window_left=0)),
+        Case("freed pages before a window", _mixed([100, 9, 300, 70, 65], [33, 9, 1, 0, 2], **gqa, window_left=20, freed=True)),
+        Case(
+            "freed pages of 64 before a long window",
+            _mixed([461, 9, 451, 452, 900], [4, 9, 1, 2, 1], **gqa, page_size=64, window_left=386, freed=True),
+        ),
         Case("two drafts to verify beside a prefill", _mixed([90, 17, 40], [2, 17, 2], **gqa, page_size=32)),
         Case("all decode", _mixed([90, 17, 0, 40], [1, 1, 0, 1], **gqa, sinks=True, return_lse=True)),
         Case(

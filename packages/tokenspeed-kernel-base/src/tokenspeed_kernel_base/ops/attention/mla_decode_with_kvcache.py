@@ -52,8 +52,8 @@ def mla_decode_with_kvcache(
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, kv_lora_rank + rope_dim]``, sequence by
             sequence, absorbed part first.
         kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
-        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page; others may be anything. Sequences
-            may share pages.
+        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, none is -1, as there is no window
+            that could hide one; others may be anything, and are never read. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. It may be less than
             max_seqlen_q, as 0 is for a sequence that only pads a batch; queries before position 0 then see nothing.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.

@@ -37,7 +37,7 @@ def mla_extend_with_kvcache(
     max_seqlen_k: int,
     kv_lora_rank: int,
     softmax_scale: float,
-    is_causal: bool = False,
+    is_causal: bool = True,
     logit_cap: float = 0.0,
     return_lse: bool = False,
     q_scale: Tensor | None = None,
@@ -61,14 +61,16 @@ def mla_extend_with_kvcache(
             sums them itself.
         kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
         page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot
-            ``j % page_size``. Entries that cache_seqlens reaches name a page; others may be anything. Sequences may share pages.
+            ``j % page_size``. Entries that cache_seqlens reaches name a page, none is -1, as there is no window that could hide
+            one; others may be anything, and are never read. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
         max_seqlen_q: an upper bound of a sequence's queries.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
         kv_lora_rank: width of the latent, which is the value; what follows it is the rotary part.
         softmax_scale: multiplies the products of q and cache. ``1 / sqrt`` of the width before absorption, times what rope scaling
             adds: it cannot be told from the shapes.
-        is_causal: hide keys later than the query. No sequence may then have more queries than the cache has tokens of it.
+        is_causal: hide keys later than the query; no sequence may then have more queries than the cache has tokens of it. False
+            shows all keys, as of a prefix that the queries are no part of.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
@@ -94,7 +96,7 @@ def mla_extend_with_kvcache(
         >>> kv_cache = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 0.0], [-1.0, 0.0]]).view(1, 4, 2)
         >>> mla_extend_with_kvcache(
         ...     torch.zeros(2, 1, 2), ints(0, 2), None, kv_cache, page_table=ints(0).view(1, 1), cache_seqlens=ints(3),
-        ...     max_seqlen_q=2, max_seqlen_k=4, kv_lora_rank=1, softmax_scale=1.0, is_causal=True
+        ...     max_seqlen_q=2, max_seqlen_k=4, kv_lora_rank=1, softmax_scale=1.0
         ... ).flatten()
         tensor([2., 3.])
 
@@ -184,7 +186,7 @@ def _() -> list[Case]:
         Case("one token of one, float32", paged([1], [1], **causal, dtype=torch.float32)),
         Case("lengths about a page's end, float32", paged([15, 16, 17, 0, 33], [3, 16, 1, 0, 20], **causal, dtype=torch.float32)),
         Case("float64, pages of 1", paged([3, 1, 6], [2, 0, 6], **causal, page_size=1, dtype=torch.float64)),
-        Case("not causal, more queries than keys, lse", paged([30, 3, 0], [4, 5, 2], **tiny, return_lse=True)),
+        Case("not causal, more queries than keys, lse", paged([30, 3, 0], [4, 5, 2], **tiny, is_causal=False, return_lse=True)),
         Case("NaN in slots that hold no token", paged([5, 20, 0, 50], [5, 3, 0, 30], **causal, stale=True)),
         Case(
             "logit cap 5, float16, running sums left out",

@@ -107,9 +107,10 @@ def decode_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float
     return _scale_blocks(decode_e2m1(packed), e8m0_to_float(scale), BLOCK_MX).to(dtype)
 
 
-def encode_mxfp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """float ``[..., k]`` to ``dtype`` (e4m3fn or e5m2) ``[..., k]`` and e8m0 scales, uint8 ``[..., k/32]``."""
-    scaled, scale = _share_exponents(x, _EMAX_FP8[dtype])
+def encode_mxfp8(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, round_up: bool = False) -> tuple[Tensor, Tensor]:
+    """float ``[..., k]`` to ``dtype`` (e4m3fn or e5m2) ``[..., k]`` and e8m0 scales, uint8 ``[..., k/32]``. ``round_up``: scales
+    are the smallest at which nothing saturates, instead of those of the OCP."""
+    scaled, scale = _share_exponents(x, _EMAX_FP8[dtype], torch.finfo(dtype).max if round_up else None)
     return encode_fp8(scaled, dtype), scale
 
 
@@ -162,12 +163,21 @@ def split_blocks(x: Tensor, block: int) -> Tensor:
     return x.contiguous().view(*x.shape[:-1], x.shape[-1] // block, block)
 
 
-def _share_exponents(x: Tensor, emax: int) -> tuple[Tensor, Tensor]:
-    """x over its blocks' shared scales, float32 ``[..., k]``, and those scales as e8m0, uint8 ``[..., k/32]``."""
+def _share_exponents(x: Tensor, emax: int, largest: float | None = None) -> tuple[Tensor, Tensor]:
+    """x over its blocks' shared scales, float32 ``[..., k]``, and those scales as e8m0, uint8 ``[..., k/32]``.
+
+    ``emax`` is the exponent of the largest power of two that elements have. With ``largest``, their largest number, scales are
+    rounded up so that nothing exceeds it.
+    """
     blocks = split_blocks(x.float(), BLOCK_MX)
     # A float32's exponent field is floor(log2) + 127. Subnormal numbers have 0, and end up at the smallest scale either way.
-    field = blocks.abs().amax(-1).view(torch.int32) >> 23
+    amax = blocks.abs().amax(-1)
+    field = amax.view(torch.int32) >> 23
     finite = field != 255
+    if largest is not None:
+        # Magnitudes of more than the largest number's mantissa need the next power of two.
+        mantissa = amax.view(torch.int32) & 0x7FFFFF
+        field = field + (mantissa > round((largest * 2.0**-emax - 1) * 2**23)).to(torch.int32)
     scale = torch.where(finite, (field - emax).clamp(min=0), _E8M0_NAN)
     # Multiplying by the reciprocal, 2^(127 - byte), is exact. It is normal for all bytes that occur: 0 to 254 - emax.
     reciprocal = ((254 - scale) << 23).view(torch.float32)

@@ -26,11 +26,14 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
 from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format, mxfp8_format
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
 
+SCALE_ROUNDINGS = ("down", "up")
 MXFP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 
 @operator("quantization", "quantize_mxfp8", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows",))
-def quantize_mxfp8(x: Tensor, out: Tensor | None = None, scale_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_mxfp8(
+    x: Tensor, scale_rounding: str = "down", out: Tensor | None = None, scale_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """mxfp8: e4m3 elements, 32 of which share a power of two, such that ``x ~= q * 2^(scale - 127)``.
 
     Exactly, for each 32 consecutive elements of the last axis (OCP MX v1.0, section 6.3)::
@@ -39,11 +42,15 @@ def quantize_mxfp8(x: Tensor, out: Tensor | None = None, scale_out: Tensor | Non
         scale    = exponent + 127                        # e8m0
         q        = e4m3fn(x / 2^exponent)                # to nearest, ties to even, saturating at 448
 
+    So magnitudes from 448 to 512 times the scale saturate. With ``scale_rounding="up"`` the exponent is the smallest at which none
+    does, ``max(ceil(log2(amax / 448)), -127)``.
+
     where ``amax`` is the largest magnitude. Subnormal numbers count as they are. A block that holds a NaN or an infinity gets
     ``scale = 255``, which is NaN, and all of q 0. Zeros keep their sign.
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``, k a multiple of 32.
+        scale_rounding: ``"down"``, as the OCP says, or ``"up"``.
         out: receives q.
         scale_out: receives the scales.
 
@@ -62,7 +69,7 @@ def quantize_mxfp8(x: Tensor, out: Tensor | None = None, scale_out: Tensor | Non
 
     Safe in CUDA graphs.
     """
-    return encode_mxfp8(x)
+    return encode_mxfp8(x, round_up=scale_rounding == "up")
 
 
 @operator("quantization", "quantize_mxfp4", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows",))
@@ -119,10 +126,19 @@ def _packed(x: Tensor) -> tuple[int, ...]:
     return (*x.shape[:-1], x.shape[-1] // 2)
 
 
-quantize_mxfp8.traits(_source_traits)
 quantize_mxfp4.traits(_source_traits)
-quantize_mxfp8.check(_check_source)
 quantize_mxfp4.check(_check_source)
+
+
+@quantize_mxfp8.traits
+def _(x: Tensor, scale_rounding: str) -> dict[str, object]:
+    return {**_source_traits(x), "scales_rounded_up": scale_rounding == "up"}
+
+
+@quantize_mxfp8.check
+def _(check: Checker, x: Tensor, scale_rounding: str) -> None:
+    _check_source(check, x)
+    check.one_of("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
 
 
 @quantize_mxfp8.fake
@@ -136,10 +152,10 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @recipe
-def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
+def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
         rows = draw.normal(*shape[:-1], 1, scale=3.0).exp()
-        return {"x": (draw.normal(*shape) * rows).to(dtype)}
+        return {"x": (draw.normal(*shape) * rows).to(dtype), **options}
 
     return make
 
@@ -171,7 +187,27 @@ def _quantisation_cases() -> list[Case]:
     ]
 
 
-quantize_mxfp8.cases(_quantisation_cases)
+def _about_the_largest(draw: Draw) -> dict[str, Any]:
+    """Largest magnitudes at which a scale that is rounded up changes, and those before and after, from the smallest on."""
+    edges = 448.0 * 2.0 ** torch.arange(-140.0, 120.0, 7.0)  # the first ones are subnormal
+    wanted = torch.stack((edges.nextafter(edges * 0), edges, edges.nextafter(edges * 2))).flatten().to(draw.device)
+    rows = draw.uniform(len(wanted), BLOCK_MX, low=-1.0, high=1.0) * wanted.unsqueeze(1)
+    rows[:, 5] = -wanted
+    return {"x": rows, "scale_rounding": "up"}
+
+
+@quantize_mxfp8.cases
+def _() -> list[Case]:
+    return [
+        *_quantisation_cases(),
+        Case("scales rounded up, gpt-oss-120b decode 8", _inputs(8, 2880, scale_rounding="up")),
+        Case("scales rounded up, float16", _inputs(5, 96, dtype=torch.float16, scale_rounding="up")),
+        Case("scales rounded up, NaN and others", lambda draw: {**_extremes(draw), "scale_rounding": "up"}),
+        Case("scales rounded up, about the largest number", _about_the_largest),
+        Case("scales rounded up, gpt-oss-120b prefill 16384", _inputs(16384, 2880, scale_rounding="up"), large=True),
+    ]
+
+
 quantize_mxfp4.cases(_quantisation_cases)
 
 

@@ -236,7 +236,7 @@ def decode_kernel(
     v_head = head_of(values, head)
     low = first * 0
     if WINDOWED:
-        low = tl.maximum(length - Q_LEN - window_left, 0)
+        low = tl.maximum(length - q_len - window_left, 0)
     n = tl.arange(0, BLOCK_N)
     state = no_keys_yet(BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_W], tl.float32)
@@ -247,7 +247,11 @@ def decode_kernel(
         held = tl.maximum(tl.minimum(key, length - 1), low)
         slot = held % PAGE_SIZE
         if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(pages + block // (PAGE_SIZE // BLOCK_N) * table.page_stride)
+            seen = block
+            if WINDOWED and cu_seqlens_q is not None:
+                # Shares begin where Q_LEN new tokens would see; with fewer, the first page may be one that was freed.
+                seen = tl.maximum(block, low // BLOCK_N)
+            page = tl.load(pages + seen // (PAGE_SIZE // BLOCK_N) * table.page_stride)
         else:
             page = tl.load(pages + held // PAGE_SIZE * table.page_stride)
         if TILE.far:

@@ -32,7 +32,7 @@ def mla_extend_with_kvcache(
     max_seqlen_k: int,
     kv_lora_rank: int,
     softmax_scale: float,
-    is_causal: bool = False,
+    is_causal: bool = True,
     logit_cap: float = 0.0,
     return_lse: bool = False,
     q_scale: Tensor | None = None,

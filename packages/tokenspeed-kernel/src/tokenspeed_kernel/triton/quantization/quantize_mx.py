@@ -23,11 +23,13 @@ device_code = DeviceModule(__name__ + "_device")
     solution="triton",
     capability=TRITON,
     signatures=format_signatures("x", "dense", FLOATS),
+    traits={"scales_rounded_up": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def quantize_mxfp8(x: Tensor, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _launch(x, made_or(out, tuple(x.shape), torch.float8_e4m3fn, x), out, scale_out)
+def quantize_mxfp8(x: Tensor, scale_rounding: str, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:
+    q = made_or(out, tuple(x.shape), torch.float8_e4m3fn, x)
+    return _launch(x, q, out, scale_out, up=scale_rounding == "up")
 
 
 @register_kernel(
@@ -43,7 +45,7 @@ def quantize_mxfp4(x: Tensor, out: Tensor | None, scale_out: Tensor | None) -> t
     return _launch(x, made_or(out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x), out, scale_out)
 
 
-def _launch(x: Tensor, q: Tensor, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:
+def _launch(x: Tensor, q: Tensor, out: Tensor | None, scale_out: Tensor | None, up: bool = False) -> tuple[Tensor, Tensor]:
     scale = made_or(scale_out, (*x.shape[:-1], x.shape[-1] // BLOCK_MX), torch.uint8, x)
     if x.numel():
         rows = rows_of(x)
@@ -61,6 +63,7 @@ def _launch(x: Tensor, q: Tensor, out: Tensor | None, scale_out: Tensor | None) 
             groups.outer_stride,
             BLOCKS=blocks,
             FP4=fp4,
+            UP=up,
             PAIRS=fp4 and able.bfloat16_pairs and _has_pairs(rows),
             NATIVE=able.native,
             num_warps=config.warps,

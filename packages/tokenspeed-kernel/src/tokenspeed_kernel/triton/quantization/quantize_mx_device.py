@@ -30,10 +30,11 @@ def quantize_mx_kernel(
     x_outer_stride,
     BLOCKS: tl.constexpr,
     FP4: tl.constexpr,
+    UP: tl.constexpr,
     PAIRS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """``BLOCKS`` blocks of one outer row; q and the scales are contiguous."""
+    """``BLOCKS`` blocks of one outer row; q and the scales are contiguous. ``UP``: scales of e4m3 are rounded up."""
     programs = tl.cdiv(count, BLOCKS)
     outer, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * BLOCKS
     x_ptr += outer * x_outer_stride + first.to(tl.int64) * x_stride
@@ -51,8 +52,11 @@ def quantize_mx_kernel(
         x = tl.load(x_ptr + block[:, None] * x_stride + at, mask=inside[:, None], other=0.0).to(tl.float32)
         amax = largest(x, 1)
     # A float32's exponent field is floor(log2) + 127. Subnormal numbers have 0, and end up at the smallest scale either way.
-    field = amax.to(tl.int32, bitcast=True) >> 23
+    bits = amax.to(tl.int32, bitcast=True)
+    field = bits >> 23
     finite = field != 255
+    if UP:  # magnitudes beyond 448, whose mantissa is 1.75, carry into the next power of two
+        field = (bits + (0x7FFFFF - 0x600000)) >> 23
     scale = tl.where(finite, tl.maximum(field - (_EMAX_E2M1 if FP4 else _EMAX_E4M3), 0), 255)
     tl.store(scale_ptr + first_made + block, scale.to(tl.uint8), mask=inside)
     # The reciprocal, 2^(127 - byte), is normal for all bytes of finite blocks; in others all codes become those of +0.

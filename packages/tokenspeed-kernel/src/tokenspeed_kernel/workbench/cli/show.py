@@ -142,12 +142,13 @@ def explain(
     chosen = _varied(found, starts, changes or ())
     request = _request(found, chosen)
     registry = KernelRegistry.get()
-    if solution is not None and solution not in registry.list_solutions():
-        unknown("solution", solution, registry.list_solutions())
+    solutions = sorted({spec.solution for spec in registry.get_for_operator(found.family, found.mode)})
+    if solution is not None and solution not in solutions:
+        unknown(f"solution of {found}", solution, solutions)
     wanted = override_in_force(found.family, found.mode)
     if override is not None:
         try:
-            wanted = Override(registry.get_by_name(override).name, "--override")
+            wanted = Override(registry.get_by_name(override, str(found)).name, "--override")
         except KeyError as error:
             fail(error.args[0])
     try:

@@ -23,8 +23,6 @@ from tokenspeed_kernel_base.measured import Found, Tuned
 from tokenspeed_kernel_base.platform import PlatformInfo, driver_version
 from tokenspeed_kernel_base.registry import KernelRegistry
 
-OFF = "off"
-
 
 @dataclass(frozen=True)
 class Listed:
@@ -55,11 +53,7 @@ def register_tuned_tables(directory: str | Path) -> None:
 def tuned_directory() -> Path | None:
     """Where results of this machine lie: ``TOKENSPEED_KERNEL_TUNED``, or ``tokenspeed_kernel/tuned`` in the user's cache directory
     (``XDG_CACHE_HOME``, ``~/.cache``). None where tables are switched off, or there is no home."""
-    chosen = config.settings().tuned
-    if chosen is not None:
-        return None if chosen == OFF else Path(chosen)
-    cache = config.cache_directory()
-    return None if cache is None else cache / "tuned"
+    return config.kept_in(config.settings().tuned, "tuned")
 
 
 def user_table(device: Device) -> Path | None:
@@ -92,7 +86,7 @@ def _places(chosen: str | None, shipped: tuple[Path, ...], device: Device, prete
     """The files that may have results for a device, the user's first, each with whether it was shipped. ``chosen``: the setting."""
     path = user_table(device)
     own = [] if path is None or pretended else [(path, False)]
-    return (*own, *((directory / f"{device.arch}.json", True) for directory in shipped if chosen != OFF))
+    return (*own, *((directory / f"{device.arch}.json", True) for directory in shipped if chosen != config.OFF))
 
 
 def _sources(device: Device, pretended: bool) -> Iterator[tuple[str, bool, Entries]]:
