@@ -1,0 +1,54 @@
+"""What is registered with vLLM, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from vllm.logger import init_logger
+
+from tokenspeed_kernel_vllm.settings import Settings
+
+# Below vLLM's own name, so that its logging settings hold for us too.
+logger = init_logger("vllm.plugins.tokenspeed_kernel")
+
+BACKEND = "tokenspeed_kernel_vllm.attention.backend.TokenspeedBackend"
+QUANTIZATION = "gpt_oss_mxfp4"
+
+
+def register_parts(settings: Settings) -> None:
+    """Registers each part that is switched on. One whose hook is missing is logged and left out."""
+    parts: list[tuple[str, bool, Callable[[], None]]] = [
+        ("attention", settings.attention, _register_attention),
+        ("experts", settings.experts, _register_experts),
+    ]
+    for name, wanted, add in parts:
+        if not wanted:
+            continue
+        try:
+            add()
+        except (ImportError, AttributeError, TypeError) as error:  # what a hook that moved or changed its arguments raises
+            import vllm
+
+            logger.error("tokenspeed_kernel_vllm: no %s, because a hook of vLLM %s is missing: %s", name, vllm.__version__, error)
+
+
+def _register_attention() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    # A name is given to vLLM, and the class imported where a layer asks for it; what would fail there fails here instead.
+    import_module(BACKEND.rpartition(".")[0])
+    taken = custom.get_path() if custom.is_overridden() else BACKEND
+    if taken != BACKEND:
+        logger.warning("tokenspeed_kernel_vllm: no attention, because %s is the attention backend CUSTOM already", taken)
+        return
+    register_backend(custom, BACKEND)
+
+
+def _register_experts() -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from tokenspeed_kernel_vllm.experts.config import GptOssConfig
+
+    register_quantization_config(QUANTIZATION)(GptOssConfig)

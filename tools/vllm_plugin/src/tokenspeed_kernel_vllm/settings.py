@@ -1,0 +1,47 @@
+"""The switches of this package: environment variables, because vLLM hands those on to all of its processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PREFIX = "TOKENSPEED_VLLM_"
+_FLAGS = {"1": True, "0": False}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says.
+
+    Attributes:
+        attention: whether the attention backend is registered (``TOKENSPEED_VLLM_ATTENTION``, 1 by default).
+        experts: whether MXFP4 experts are served where a kernel can (``TOKENSPEED_VLLM_EXPERTS``, 1 by default).
+        package: the package whose attention functions are called (``TOKENSPEED_VLLM_PACKAGE``); None for the core if it is
+            installed, else whichever vendor's wheel serves the layer.
+    """
+
+    attention: bool = True
+    experts: bool = True
+    package: str | None = None
+
+
+def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Reads the environment.
+
+    Raises:
+        ValueError: a variable has a value that it cannot have, or starts like ours and is none of them.
+    """
+    env = os.environ if environ is None else environ
+    names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "PACKAGE")}
+    for name in sorted(env):
+        if name.startswith(PREFIX) and name not in names:
+            raise ValueError(f"{name} is no setting; expected one of {', '.join(sorted(names))}")
+
+    def flag(name: str) -> bool:
+        value = env.get(PREFIX + name, "1")
+        if value not in _FLAGS:
+            raise ValueError(f"{PREFIX}{name} must be 1 or 0, got {value!r}")
+        return _FLAGS[value]
+
+    return Settings(flag("ATTENTION"), flag("EXPERTS"), env.get(PREFIX + "PACKAGE") or None)

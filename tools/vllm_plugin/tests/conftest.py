@@ -1,0 +1,38 @@
+"""A vLLM configuration for a machine without a GPU, and what tests set for the whole process put back."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ["TOKENSPEED_KERNEL_TUNED"] = "off"  # what was tuned on this machine must not decide what a test sees
+sys.path.append(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def vllm_config() -> Iterator[Any]:
+    """vLLM's configuration in force, and bfloat16 as the model's dtype."""
+    pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+
+    from tokenspeed_kernel_vllm.attention.serving import find_serving
+
+    config = VllmConfig(device_config=DeviceConfig("cpu"))
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    find_serving.cache_clear()
+    try:
+        with set_current_vllm_config(config), torch.inference_mode():
+            yield config
+    finally:
+        torch.set_default_dtype(dtype)
+        find_serving.cache_clear()

@@ -1,0 +1,287 @@
+"""vLLM's attention layer, metadata and forward context on our backend, against attention in plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
+core = pytest.importorskip("tokenspeed_kernel", reason="on a CPU the reference of the core attends")
+
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm_batches import HEAD_DIM, KV_HEADS, check, expected, make_batch, make_builder, make_layer, run
+
+from tokenspeed_kernel_vllm.attention.backend import TokenspeedBackend
+from tokenspeed_kernel_vllm.attention.serving import NotServedError
+
+DECODE = ([37, 150, 16, 1], [1, 1, 1, 1])
+MIXED = ([37, 16, 150, 33, 40], [1, 1, 20, 33, 1])
+PREFILL = ([33, 1, 50], [33, 1, 50])
+
+
+def package_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Makes a package with some of the core's functions the one that serves, as a wheel that has no others would be."""
+    package = ModuleType("wheel_of_some")
+    for name in names:
+        setattr(package, name, getattr(core, name))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setenv("TOKENSPEED_VLLM_PACKAGE", package.__name__)
+
+
+@pytest.mark.parametrize("batch", [DECODE, MIXED, PREFILL], ids=["decode", "mixed", "prefill"])
+@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("sinks", [True, False])
+def test_a_step(vllm_config: Any, batch: tuple[list[int], list[int]], window: int | None, sinks: bool) -> None:
+    """The layer writes the cache through slots, then attends to it; rows that pad the batch are NaN and disturb nothing."""
+    layer = make_layer(vllm_config, window=window, sinks=sinks)
+    step = make_batch(layer, *batch, rows=96)
+    metadata = make_builder(vllm_config, layer).build(0, step.common)
+    check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, window))
+
+
+@pytest.mark.parametrize("batch", [DECODE, MIXED, PREFILL], ids=["decode", "mixed", "prefill"])
+def test_a_wheel_without_a_kernel_for_mixed_batches(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, batch: tuple[list[int], list[int]]
+) -> None:
+    """Requests that decode, which come first, are served apart from the others."""
+    package_of(monkeypatch, "mha_decode_with_kvcache", "mha_extend_with_kvcache", "store_kv_cache")
+    layer = make_layer(vllm_config, window=32)
+    assert layer.impl.serving.mixed is None
+    step = make_batch(layer, *batch, rows=90)
+    metadata = make_builder(vllm_config, layer).build(0, step.common)
+    check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, 32))
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3"])
+def test_an_fp8_cache(vllm_config: Any, dtype: str) -> None:
+    vllm_config.cache_config.cache_dtype = dtype
+    layer = make_layer(vllm_config, window=32)
+    step = make_batch(layer, *MIXED)
+    metadata = make_builder(vllm_config, layer).build(0, step.common)
+    got = run(vllm_config, layer, metadata, step)
+    assert layer.kv_cache.dtype == torch.uint8
+    check(got[: step.tokens], expected(layer, step, 32))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_both_orders_of_the_cache_in_memory(vllm_config: Any, layout: str) -> None:
+    from vllm.v1.attention.backends import utils
+
+    utils.set_kv_cache_layout(layout)
+    try:
+        layer = make_layer(vllm_config)
+        step = make_batch(layer, *MIXED)
+        heads_first = layer.kv_cache.stride(1) > layer.kv_cache.stride(2)
+        assert heads_first == (layout == "HND")
+        metadata = make_builder(vllm_config, layer).build(0, step.common)
+        check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, None))
+    finally:
+        utils.set_kv_cache_layout(None)
+
+
+def test_what_pads_a_captured_batch(vllm_config: Any) -> None:
+    """Requests without tokens decode with the others: they write nothing to the cache, and their rows are zero."""
+    layer = make_layer(vllm_config, sinks=False)
+    step = make_batch(layer, *DECODE, pad_to=8)
+    step.query[step.tokens :] = 1.0
+    metadata = make_builder(vllm_config, layer).build(0, step.common)
+    assert metadata.all_decode
+    before = layer.kv_cache[0].clone()
+    got = run(vllm_config, layer, metadata, step)
+    check(got[: step.tokens], expected(layer, step, None))
+    assert (got[step.tokens :] == 0).all()
+    assert torch.equal(layer.kv_cache[0].view(torch.int16), before.view(torch.int16))
+
+
+def test_drafts_of_speculative_decoding(vllm_config: Any) -> None:
+    """Requests with one accepted token and two drafts each are one call of the decode kernel."""
+    vllm_config.speculative_config = type("Drafts", (), {"num_speculative_tokens": 2, "parallel_drafting": False})()
+    layer = make_layer(vllm_config, window=32)
+    builder = make_builder(vllm_config, layer)
+    assert builder.reorder_batch_threshold == 3
+    assert builder.get_cudagraph_support(vllm_config, builder.kv_cache_spec) is AttentionCGSupport.UNIFORM_BATCH
+    for lens, decodes in (([3, 3, 3], 3), ([3, 3, 20], 2), ([2, 3, 1], 1)):
+        step = make_batch(layer, [37, 70, 33], lens)
+        metadata = builder.build(0, step.common)
+        assert metadata.num_decodes == decodes
+        check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, 32))
+
+
+def test_metadata_is_vllms_own_memory(vllm_config: Any) -> None:
+    """A captured graph reads where the next step writes, so nothing that it reads may be a copy; and nothing waits."""
+    layer = make_layer(vllm_config)
+    step = make_batch(layer, *DECODE, pad_to=8)
+    builder = make_builder(vllm_config, layer)
+    for metadata in (builder.build_for_cudagraph_capture(step.common), builder.build(0, step.common)):
+        assert metadata.seq_lens is step.common.seq_lens
+        assert metadata.query_start_loc is step.common.query_start_loc
+        assert metadata.block_table is step.common.block_table_tensor
+        assert metadata.slot_mapping is step.common.slot_mapping
+    on_a_device = {
+        name: getattr(step.common, name).to("meta") for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+    }
+    mixed = make_batch(layer, *MIXED).common
+    for common in (step.common, mixed):  # tensors without values: whatever read one would fail
+        builder.build(0, dataclasses.replace(common, **on_a_device))
+
+
+def test_other_blocks_for_the_same_batch(vllm_config: Any) -> None:
+    """vLLM builds metadata once for several groups of layers, and changes where they find their blocks."""
+    layer = make_layer(vllm_config)
+    step = make_batch(layer, *MIXED)
+    builder = make_builder(vllm_config, layer)
+    elsewhere = dataclasses.replace(step.common, block_table_tensor=step.common.block_table_tensor.zero_())
+    metadata = builder.build(0, elsewhere)
+    other = make_batch(layer, *MIXED)
+    updated = builder.update_block_table(metadata, other.common.block_table_tensor, other.common.slot_mapping)
+    check(run(vllm_config, layer, updated, other)[: other.tokens], expected(layer, other, None))
+
+
+def test_the_longest_sequence_of_a_captured_batch_fits_its_blocks(vllm_config: Any) -> None:
+    layer = make_layer(vllm_config)
+    step = make_batch(layer, *DECODE)
+    common = dataclasses.replace(step.common, max_seq_len=10**6)
+    metadata = make_builder(vllm_config, layer).build_for_cudagraph_capture(common)
+    assert metadata.max_seq_len == common.block_table_tensor.shape[1] * 16
+    check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, None))
+
+
+def test_profiling_gives_zeros(vllm_config: Any) -> None:
+    layer = make_layer(vllm_config)
+    step = make_batch(layer, *DECODE)
+    assert (run(vllm_config, layer, None, step) == 0).all()
+
+
+def test_vllm_writes_the_cache_where_a_wheel_cannot(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel that has attention alone leaves writing to vLLM's own operator, which gets bytes and its own arguments."""
+    from vllm import _custom_ops
+
+    calls: list[str] = []
+
+    def write(key: Any, value: Any, k: Any, v: Any, slots: Any, dtype: str, k_scale: Any, v_scale: Any) -> None:
+        calls.append(dtype)
+        assert k.dtype == torch.uint8
+        assert k.shape[2:] == (KV_HEADS, HEAD_DIM)
+        fp8 = torch.float8_e4m3fn
+        core.store_kv_cache(key[: len(slots)], value[: len(slots)], k.view(fp8), v.view(fp8), slots, k_scale, v_scale)
+
+    monkeypatch.setattr(_custom_ops, "reshape_and_cache_flash", write)
+    package_of(monkeypatch, "mha_decode_with_kvcache", "mha_with_kvcache")
+    vllm_config.cache_config.cache_dtype = "fp8"
+    layer = make_layer(vllm_config)
+    step = make_batch(layer, *MIXED, rows=80)
+    metadata = make_builder(vllm_config, layer).build(0, step.common)
+    check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, None))
+    assert calls == ["fp8"]
+
+
+# -- what is refused ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_no_kernel_serves(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    package_of(monkeypatch, "mha_decode_with_kvcache")
+    with pytest.raises(NotServedError, match="wheel_of_some: has no mha_with_kvcache\nwheel_of_some: has no mha_extend_with_kvcache"):
+        make_layer(vllm_config)
+
+
+def test_a_wheel_says_why_its_kernels_do_not_serve(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the reason of each kernel, as `explain` gives it."""
+    wheel = pytest.importorskip("tokenspeed_kernel_amd")
+    monkeypatch.setenv("TOKENSPEED_VLLM_PACKAGE", wheel.__name__)
+    with pytest.raises(NotServedError, match=f"{wheel.__name__}: .*mha_decode_with_kvcache(.|\n)*needs"):
+        make_layer(vllm_config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alibi_slopes": [0.5] * 8}, "no kernel for alibi_slopes"),
+        ({"attn_type": "encoder_only"}, "not of type encoder_only"),
+    ],
+)
+def test_a_layer_that_is_refused(vllm_config: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_layer(vllm_config, **options)
+
+
+def test_a_cache_of_another_dtype(vllm_config: Any) -> None:
+    vllm_config.cache_config.cache_dtype = "float16"
+    with pytest.raises(ValueError, match=r"caches of the model's torch\.bfloat16 or fp8, not of float16"):
+        make_layer(vllm_config)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("causal", False),
+        ("causal", torch.tensor([True])),
+        ("dcp_local_seq_lens", torch.ones(4)),
+        ("mm_req_doc_ranges", {0: [(0, 3)]}),
+        ("rswa_prefix_lens", torch.ones(4)),
+        ("encoder_seq_lens", torch.ones(4)),
+    ],
+)
+def test_a_batch_that_is_refused(vllm_config: Any, field: str, value: Any) -> None:
+    layer = make_layer(vllm_config)
+    step = make_batch(layer, *DECODE)
+    builder = make_builder(vllm_config, layer)
+    with pytest.raises(ValueError, match=field):
+        builder.build(0, dataclasses.replace(step.common, **{field: value}))
+
+
+def test_output_is_not_quantised(vllm_config: Any) -> None:
+    layer = make_layer(vllm_config)
+    step = make_batch(layer, *DECODE)
+    metadata = make_builder(vllm_config, layer).build(0, step.common)
+    out = torch.empty_like(step.query)
+    with pytest.raises(NotImplementedError, match="quantise"):
+        layer.impl.forward(layer, step.query, step.key, step.value, layer.kv_cache, metadata, out, output_scale=torch.ones(1))
+
+
+# -- what vLLM asks the backend before it builds a layer ------------------------------------------------------------------------
+
+
+def reasons(**options: Any) -> list[str]:
+    from vllm.platforms.interface import DeviceCapability
+
+    asked: dict[str, Any] = {
+        "head_size": 64,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": 16,
+        "use_mla": False,
+        "has_sink": True,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder",
+        "has_sliding_window": True,
+    }
+    found: list[str] = TokenspeedBackend.validate_configuration(**asked | options)
+    return found
+
+
+def test_what_is_valid() -> None:
+    assert not reasons()
+    assert not reasons(kv_cache_dtype="fp8", block_size=128, dtype=torch.float16)
+    assert reasons(dtype=torch.float32) == ["dtype not supported"]
+    assert reasons(kv_cache_dtype="fp8_e5m2") == ["kv_cache_dtype not supported"]
+    assert reasons(head_size=72) == ["head_size not supported"]
+    assert reasons(use_mla=True) == ["MLA not supported"]
+    assert reasons(use_non_causal=True) == ["non-causal attention not supported"]
+    assert reasons(use_mm_prefix=True) == ["partial multimodal token full attention not supported"]
+    assert reasons(use_batch_invariant=True) == ["batch invariance not supported"]
+    assert reasons(attn_type="encoder") == ["attention type encoder not supported"]
+
+
+def test_graphs_of_uniform_batches(vllm_config: Any) -> None:
+    layer = make_layer(vllm_config)
+    builder = make_builder(vllm_config, layer)
+    assert builder.get_cudagraph_support(vllm_config, builder.kv_cache_spec) is AttentionCGSupport.UNIFORM_BATCH
+    assert not builder.use_cascade_attention(64, [1], 8, 2, False, False, False, 132, 1)
