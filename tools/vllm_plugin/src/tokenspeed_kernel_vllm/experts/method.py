@@ -1,0 +1,101 @@
+"""A layer of MXFP4 experts: its weights as vLLM loads them, prepared once for the kernel that was chosen, and the layer itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, FusedMoEParallelConfig, FusedMoEQuantConfig
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+
+# Values that share a scale, and values in a byte.
+BLOCK, PACKED = 32, 2
+
+
+class GptOssExperts(FusedMoEMethodBase):
+    """Experts of one layer, from router logits to their weighted sum; this rank's share of it under parallelism."""
+
+    def __init__(self, moe: FusedMoEConfig, plan: Any) -> None:
+        """
+        Args:
+            moe: vLLM's description of the layer.
+            plan: the core's, with the kernel.
+        """
+        super().__init__(moe)
+        self.plan = plan
+        self.weights: Any = None
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Routing is done here, too."""
+        return True
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: FusedMoEParallelConfig
+    ) -> tuple[int, int]:
+        """The sizes of this rank's shard: those of the plan."""
+        return self.plan.hidden_size, self.plan.intermediate_size
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Adds the parameters that vLLM's loader fills, under the names that it looks for. Zero where it leaves them."""
+        h, i = hidden_size, intermediate_size_per_partition
+        shapes = {
+            "w13_weight": (2 * i, h // PACKED),
+            "w13_weight_scale": (2 * i, h // BLOCK),
+            "w2_weight": (h, i // PACKED),
+            "w2_weight_scale": (h, i // BLOCK),
+        }
+        biases = {"w13_bias": (2 * i,), "w2_bias": (h,)} if self.moe.has_bias else {}
+        for name, shape in {**shapes, **biases}.items():
+            dtype = torch.bfloat16 if name in biases else torch.uint8
+            parameter = torch.nn.Parameter(torch.zeros(num_experts, *shape, dtype=dtype), requires_grad=False)
+            layer.register_parameter(name, parameter)
+            set_weight_attrs(parameter, extra_weight_attrs)
+            if name.endswith("_scale"):
+                parameter.quant_method = "block"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Arranges the weights for the plan's kernel. What it does not keep is dropped, so that they are not there twice."""
+        from tokenspeed_kernel import MoEWeights, moe_process_weights
+
+        names = ["w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias"]
+        loaded = [getattr(layer, name, None) for name in names]
+        given = [None if parameter is None else parameter.data for parameter in loaded]
+        self.weights = moe_process_weights(MoEWeights(*given), self.plan)
+        kept = {value.untyped_storage().data_ptr() for value in vars(self.weights).values() if isinstance(value, Tensor)}
+        for name, tensor in zip(names, given, strict=True):
+            if tensor is not None and tensor.untyped_storage().data_ptr() not in kept:
+                replace_parameter(layer, name, tensor.new_empty(0))
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
+        """None: it describes weights to kernels of vLLM's, which do not serve this layer."""
+        return None
+
+    def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        """The weighted sum over the experts that the router chooses. Does not wait for the device.
+
+        Args:
+            layer: vLLM's `RoutedExperts`; its map from experts to those of this rank is read, where it has one.
+            x: ``[tokens, hidden]``.
+            router_logits: ``[tokens, experts]``, of all ranks.
+            input_ids: not read.
+
+        Returns:
+            ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks: vLLM adds those up.
+        """
+        from tokenspeed_kernel import moe_apply, moe_topk
+
+        weights, ids = moe_topk(router_logits, self.plan.top_k, renormalize=True)
+        if layer.expert_map is not None:
+            # -1 for experts of other ranks, which skips them.
+            ids = layer.expert_map.index_select(0, ids.flatten()).view_as(ids)
+        return moe_apply(x, self.weights, weights, ids, self.plan)

@@ -1,0 +1,235 @@
+"""vLLM's layer of experts with our method, from loading to its output, against plain PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
+pytest.importorskip("tokenspeed_kernel", reason="experts are served by the core's kernels")
+
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.fused_moe import config as moe_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import mxfp4
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_vllm.experts import config as ours
+from tokenspeed_kernel_vllm.experts.method import GptOssExperts
+
+EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 3, 64, 11
+CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@pytest.fixture
+def one_process(vllm_config: Any, tmp_path: Any) -> Iterator[Any]:
+    """vLLM's process groups, of this process alone."""
+    init_distributed_environment(1, 0, f"file://{tmp_path}/rendezvous", 0, "gloo")
+    initialize_model_parallel(1, 1)
+    yield vllm_config
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def make_layer(intermediate: int, **options: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "num_experts": EXPERTS,
+        "top_k": TOP_K,
+        "hidden_size": HIDDEN,
+        "intermediate_size": intermediate,
+        "renormalize": True,
+        "quant_config": ours.GptOssConfig(),
+        "prefix": "model.layers.0.mlp.experts",
+        "has_bias": True,
+        "activation": "swigluoai",
+    }
+    return FusedMoE(**arguments | options)
+
+
+def checkpoint(intermediate: int) -> dict[str, Tensor]:
+    """The tensors of a layer as GPT-OSS has them: rows of w13 are gate 0, up 0, gate 1, up 1, ..."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = {"w13": (2 * intermediate, HIDDEN), "w2": (HIDDEN, intermediate)}
+    tensors = {}
+    for name, (rows, columns) in shapes.items():
+        tensors[f"{name}_weight"] = torch.randint(0, 256, (EXPERTS, rows, columns // 2), dtype=torch.uint8, generator=draw)
+        tensors[f"{name}_weight_scale"] = torch.randint(121, 126, (EXPERTS, rows, columns // 32), dtype=torch.uint8, generator=draw)
+        tensors[f"{name}_bias"] = torch.randn(EXPERTS, rows, generator=draw).bfloat16()
+    return tensors
+
+
+def load(layer: Any, tensors: dict[str, Tensor], shard: slice = slice(None), experts: slice = slice(None), first: bool = True) -> None:
+    """Gives a rank its shard of the intermediate features, or its experts, as vLLM's loader of GPT-OSS does; then prepares them."""
+    begin, end, _ = shard.indices(tensors["w2_weight"].shape[2] * 2)
+    part = {
+        "w13_weight": tensors["w13_weight"][experts, 2 * begin : 2 * end],
+        "w13_weight_scale": tensors["w13_weight_scale"][experts, 2 * begin : 2 * end],
+        "w13_bias": tensors["w13_bias"][experts, 2 * begin : 2 * end],
+        "w2_weight": tensors["w2_weight"][experts, :, begin // 2 : end // 2],
+        "w2_weight_scale": tensors["w2_weight_scale"][experts, :, begin // 32 : end // 32],
+        "w2_bias": tensors["w2_bias"][experts] * first,
+    }
+    for name, value in part.items():
+        parameter = getattr(layer.routed_experts, name)
+        parameter.weight_loader(parameter, value, weight_name=name, shard_id=None, expert_id=None)
+    process_weights_after_loading(layer, SimpleNamespace(dtype=torch.bfloat16, quantization="gpt_oss_mxfp4"), torch.device("cpu"))
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    return torch.randn(TOKENS, HIDDEN, generator=draw).bfloat16(), torch.randn(TOKENS, EXPERTS, generator=draw).bfloat16()
+
+
+def run(config: Any, layer: Any, x: Tensor, logits: Tensor) -> Tensor:
+    with set_forward_context(None, config, num_tokens=len(x)):
+        out: Tensor = layer(hidden_states=x.clone(), router_logits=logits)
+    return out
+
+
+def expected(tensors: dict[str, Tensor], x: Tensor, logits: Tensor) -> Tensor:
+    def decoded(name: str) -> Tensor:
+        packed, scale = tensors[f"{name}_weight"], tensors[f"{name}_weight_scale"]
+        values = CODES[torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()]
+        return values * torch.exp2(scale.float() - 127).repeat_interleave(32, -1)
+
+    w13, w2 = decoded("w13").float(), decoded("w2").float()
+    chosen, ids = logits.float().topk(TOP_K)
+    result = torch.zeros(x.shape, dtype=torch.float32)
+    for token, (weights, experts) in enumerate(zip(chosen.softmax(-1), ids, strict=True)):
+        for weight, expert in zip(weights, experts, strict=True):
+            gate_up = w13[expert] @ x[token].float() + tensors["w13_bias"][expert].float()
+            gate, up = gate_up[::2].clamp(max=7.0), gate_up[1::2].clamp(-7.0, 7.0)
+            hidden = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            result[token] += weight * (w2[expert] @ hidden + tensors["w2_bias"][expert].float())
+    return result
+
+
+def check(got: Tensor, wanted: Tensor, error: float = 0.01) -> None:
+    assert got.shape == wanted.shape
+    assert ((got.float() - wanted).norm(dim=-1) <= error * wanted.norm(dim=-1)).all()
+
+
+def test_a_layer(one_process: Any) -> None:
+    """vLLM's runner: routing, experts, biases, and activation."""
+    layer, tensors = make_layer(96), checkpoint(96)
+    assert isinstance(layer.routed_experts.quant_method, GptOssExperts)
+    load(layer, tensors)
+    x, logits = inputs()
+    check(run(one_process, layer, x, logits), expected(tensors, x, logits))
+
+
+def test_shards_of_a_size_that_is_no_multiple_of_a_block(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two ranks has 80 of 160 features in vLLM's count. The loader gives the first 96 and the second 64."""
+    tensors = checkpoint(160)
+    x, logits = inputs()
+    total = torch.zeros(x.shape)
+    for rank, shard in enumerate((slice(0, 96), slice(96, 160))):
+        monkeypatch.setattr(moe_config, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        layer = make_layer(160, tp_size=2, prefix=f"model.layers.{rank}.mlp.experts")
+        assert layer.routed_experts.w2_weight.shape == (EXPERTS, HIDDEN, 48)
+        load(layer, tensors, shard=shard, first=rank == 0)
+        total += run(one_process, layer, x, logits).float()
+    check(total, expected(tensors, x, logits), 0.02)
+
+
+def test_experts_of_two_ranks(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank routes among all experts, and computes its own."""
+    one_process.parallel_config.enable_expert_parallel = True
+    tensors = checkpoint(96)
+    x, logits = inputs()
+    total = torch.zeros(x.shape)
+    for rank in range(2):
+        monkeypatch.setattr(moe_config, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        layer = make_layer(96, tp_size=2, prefix=f"model.layers.{rank}.mlp.experts")
+        assert layer.routed_experts.expert_map.tolist() == ([0, 1, 2, 3] + [-1] * 4 if rank == 0 else [-1] * 4 + [0, 1, 2, 3])
+        load(layer, tensors, experts=slice(4 * rank, 4 * rank + 4))
+        total += run(one_process, layer, x, logits).float()
+    check(total, expected(tensors, x, logits), 0.02)
+
+
+def test_weights_that_were_arranged_are_not_kept_twice(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tokenspeed_kernel
+
+    layer, tensors = make_layer(96), checkpoint(96)
+    kept_bias = layer.routed_experts.w2_bias.data
+
+    def arrange(weights: Any, plan: Any) -> Any:
+        copies = {name: value.clone() for name, value in vars(weights).items() if isinstance(value, Tensor)}
+        return tokenspeed_kernel.MoEWeights(**copies | {"w2_weight_bias": weights.w2_weight_bias})
+
+    monkeypatch.setattr(tokenspeed_kernel, "moe_process_weights", arrange)
+    load(layer, tensors)
+    assert layer.routed_experts.w13_weight.numel() == 0
+    assert layer.routed_experts.w2_bias.data_ptr() == kept_bias.data_ptr()
+    x, logits = inputs()
+    check(run(one_process, layer, x, logits), expected(tensors, x, logits))
+
+
+# -- what vLLM does itself ------------------------------------------------------------------------------------------------------
+
+
+class Own(GptOssExperts):
+    """Stands for vLLM's own method, which needs a GPU."""
+
+    def __init__(self, moe: Any) -> None:
+        plan = SimpleNamespace(hidden_size=moe.hidden_dim, intermediate_size=moe.intermediate_size_per_partition)
+        super().__init__(moe, plan)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What the log says where vLLM serves a layer."""
+    said: list[str] = []
+    monkeypatch.setattr(mxfp4, "GptOssMxfp4MoEMethod", Own)
+    monkeypatch.setattr(ours.logger, "warning_once", lambda text, *args: said.append(text % args))
+    yield said
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"activation": "silu"}, "activation silu"),
+        ({"renormalize": False}, "a routing other than"),
+        ({"scoring_func": "sigmoid"}, "a routing other than"),
+        ({"apply_router_weight_on_input": True}, "routing weights on the input"),
+    ],
+)
+def test_vllm_serves_what_is_refused(one_process: Any, own: list[str], options: dict[str, Any], reason: str) -> None:
+    layer = make_layer(96, **options)
+    assert isinstance(layer.routed_experts.quant_method, Own)
+    assert len(own) == 1
+    assert own[0].startswith("tokenspeed_kernel_vllm: vLLM's own MXFP4 experts, because it does not serve")
+    assert reason in own[0]
+    assert "\n" not in own[0]
+
+
+def test_the_reason_of_every_kernel_is_logged(one_process: Any, own: list[str]) -> None:
+    """On a device that no kernel is for, the line is what `explain` says."""
+    without_triton = dataclasses.replace(named_platform("sm_50"), features=frozenset())
+    with use_platform(without_triton):
+        layer = make_layer(96)
+    assert isinstance(layer.routed_experts.quant_method, Own)
+    assert "only reference_moe_apply would serve it, which waits for the device" in own[0]
+    assert "moe.moe_apply on sm_50" in own[0]
+    assert "needs triton, which this platform lacks" in own[0]
+
+
+def test_without_the_core(one_process: Any, own: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "find_spec", lambda name: None)
+    make_layer(96)
+    assert "tokenspeed-kernel, which chooses among kernels, is not installed" in own[0]
+
+
+def test_other_layers_are_vllms(one_process: Any) -> None:
+    linear = LinearBase(8, 8)
+    assert isinstance(ours.GptOssConfig().get_quant_method(linear, "lm_head"), UnquantizedLinearMethod)

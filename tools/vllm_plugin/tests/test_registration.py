@@ -1,0 +1,118 @@
+"""What vLLM's plugin loader finds, and what registering does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tokenspeed_kernel_vllm
+from tokenspeed_kernel_vllm.settings import Settings, read_settings
+
+
+def test_importing_imports_neither_vllm_nor_pytorch() -> None:
+    code = "import sys, tokenspeed_kernel_vllm as p; assert p.__version__; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
+    assert run.stdout.strip() == "[]"
+
+
+def test_settings() -> None:
+    assert read_settings({}) == Settings(attention=True, experts=True, package=None)
+    given = {"TOKENSPEED_VLLM_ATTENTION": "0", "TOKENSPEED_VLLM_EXPERTS": "0", "TOKENSPEED_VLLM_PACKAGE": "my_kernels"}
+    assert read_settings(given) == Settings(attention=False, experts=False, package="my_kernels")
+    with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERTS must be 1 or 0, got 'off'"):
+        read_settings({"TOKENSPEED_VLLM_EXPERTS": "off"})
+    with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERT is no setting; expected one of TOKENSPEED_VLLM_ATTENTION"):
+        read_settings({"TOKENSPEED_VLLM_EXPERT": "0"})
+
+
+def test_the_entry_point_is_declared() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert '[project.entry-points."vllm.general_plugins"]\ntokenspeed_kernel = "tokenspeed_kernel_vllm:register"\n' in text
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's tables, put back after the test."""
+    pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
+    from vllm.model_executor.layers import quantization
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
+    AttentionBackendEnum.CUSTOM.clear_override()
+    yield AttentionBackendEnum.CUSTOM
+    AttentionBackendEnum.CUSTOM.clear_override()
+
+
+def test_vllm_finds_and_calls_it(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own loader, as each of its processes does."""
+    from vllm import plugins
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    entry = metadata.EntryPoint("tokenspeed_kernel", "tokenspeed_kernel_vllm:register", "vllm.general_plugins")
+    installed = metadata.entry_points
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [entry] if group == entry.group else installed(group=group))
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    plugins.load_general_plugins()
+    assert registered.get_class().__name__ == "TokenspeedBackend"
+    assert get_quantization_config("gpt_oss_mxfp4").__name__ == "GptOssConfig"
+
+
+def test_registering_again_changes_nothing(registered: Any) -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    seen = []
+    for _ in range(3):
+        tokenspeed_kernel_vllm.register()
+        seen.append((registered.get_class(), get_quantization_config("gpt_oss_mxfp4"), list(QUANTIZATION_METHODS)))
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_each_part_has_a_switch(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+
+    monkeypatch.setenv("TOKENSPEED_VLLM_ATTENTION", "0")
+    monkeypatch.setenv("TOKENSPEED_VLLM_EXPERTS", "0")
+    tokenspeed_kernel_vllm.register()
+    assert not registered.is_overridden()
+    assert get_quantization_config("gpt_oss_mxfp4") is GptOssMxfp4Config
+    monkeypatch.setenv("TOKENSPEED_VLLM_EXPERTS", "1")
+    tokenspeed_kernel_vllm.register()
+    assert not registered.is_overridden()
+    assert get_quantization_config("gpt_oss_mxfp4").__name__ == "GptOssConfig"
+
+
+def test_another_plugin_keeps_its_backend(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.attention.backends.registry import register_backend
+
+    from tokenspeed_kernel_vllm import parts
+
+    said: list[str] = []
+    monkeypatch.setattr(parts.logger, "warning", lambda text, *args: said.append(text % args))
+    register_backend(registered, "other.plugin.Backend")
+    tokenspeed_kernel_vllm.register()
+    assert registered.get_path() == "other.plugin.Backend"
+    assert said == ["tokenspeed_kernel_vllm: no attention, because other.plugin.Backend is the attention backend CUSTOM already"]
+
+
+def test_a_hook_that_is_missing_leaves_its_part_out(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM starts all the same, and the log names the hook."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.v1.attention.backends import registry
+
+    from tokenspeed_kernel_vllm import parts
+
+    said: list[str] = []
+    monkeypatch.setattr(parts.logger, "error", lambda text, *args: said.append(text % args))
+    monkeypatch.delattr(registry, "register_backend")
+    tokenspeed_kernel_vllm.register()
+    assert len(said) == 1
+    assert said[0].startswith("tokenspeed_kernel_vllm: no attention, because a hook of vLLM")
+    assert "register_backend" in said[0]
+    assert get_quantization_config("gpt_oss_mxfp4").__name__ == "GptOssConfig"
