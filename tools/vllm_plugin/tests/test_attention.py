@@ -72,6 +72,8 @@ def test_an_fp8_cache(vllm_config: Any, dtype: str) -> None:
 def test_both_orders_of_the_cache_in_memory(vllm_config: Any, layout: str) -> None:
     from vllm.v1.attention.backends import utils
 
+    if not hasattr(utils, "set_kv_cache_layout"):
+        pytest.skip("this vLLM asks no backend for an order")
     utils.set_kv_cache_layout(layout)
     try:
         layer = make_layer(vllm_config)
@@ -123,7 +125,8 @@ def test_metadata_is_vllms_own_memory(vllm_config: Any) -> None:
         assert metadata.block_table is step.common.block_table_tensor
         assert metadata.slot_mapping is step.common.slot_mapping
     on_a_device = {
-        name: getattr(step.common, name).to("meta") for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+        name: getattr(step.common, name).to("meta")
+        for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
     }
     mixed = make_batch(layer, *MIXED).common
     for common in (step.common, mixed):  # tensors without values: whatever read one would fail
@@ -185,7 +188,9 @@ def test_vllm_writes_the_cache_where_a_wheel_cannot(vllm_config: Any, monkeypatc
 
 def test_a_layer_that_no_kernel_serves(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     package_of(monkeypatch, "mha_decode_with_kvcache")
-    with pytest.raises(NotServedError, match="wheel_of_some: has no mha_with_kvcache\nwheel_of_some: has no mha_extend_with_kvcache"):
+    with pytest.raises(
+        NotServedError, match="wheel_of_some: has no mha_with_kvcache\nwheel_of_some: has no mha_extend_with_kvcache"
+    ):
         make_layer(vllm_config)
 
 
@@ -284,4 +289,3 @@ def test_graphs_of_uniform_batches(vllm_config: Any) -> None:
     layer = make_layer(vllm_config)
     builder = make_builder(vllm_config, layer)
     assert builder.get_cudagraph_support(vllm_config, builder.kv_cache_spec) is AttentionCGSupport.UNIFORM_BATCH
-    assert not builder.use_cascade_attention(64, [1], 8, 2, False, False, False, 132, 1)

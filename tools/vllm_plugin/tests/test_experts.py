@@ -17,7 +17,7 @@ pytest.importorskip("tokenspeed_kernel", reason="experts are served by the core'
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import config as moe_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import mxfp4
@@ -53,7 +53,8 @@ def make_layer(intermediate: int, **options: Any) -> Any:
         "has_bias": True,
         "activation": "swigluoai",
     }
-    return FusedMoE(**arguments | options)
+    make = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE  # the newer name, and the older
+    return make(**arguments | options)
 
 
 def checkpoint(intermediate: int) -> dict[str, Tensor]:
@@ -68,7 +69,9 @@ def checkpoint(intermediate: int) -> dict[str, Tensor]:
     return tensors
 
 
-def load(layer: Any, tensors: dict[str, Tensor], shard: slice = slice(None), experts: slice = slice(None), first: bool = True) -> None:
+def load(
+    layer: Any, tensors: dict[str, Tensor], shard: slice = slice(None), experts: slice = slice(None), first: bool = True
+) -> None:
     """Gives a rank its shard of the intermediate features, or its experts, as vLLM's loader of GPT-OSS does; then prepares them."""
     begin, end, _ = shard.indices(tensors["w2_weight"].shape[2] * 2)
     part = {
@@ -82,7 +85,8 @@ def load(layer: Any, tensors: dict[str, Tensor], shard: slice = slice(None), exp
     for name, value in part.items():
         parameter = getattr(layer.routed_experts, name)
         parameter.weight_loader(parameter, value, weight_name=name, shard_id=None, expert_id=None)
-    process_weights_after_loading(layer, SimpleNamespace(dtype=torch.bfloat16, quantization="gpt_oss_mxfp4"), torch.device("cpu"))
+    model = SimpleNamespace(dtype=torch.bfloat16, quantization="gpt_oss_mxfp4", word_embeddings_untied_by_checkpoint=False)
+    process_weights_after_loading(layer, model, torch.device("cpu"))
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -187,12 +191,12 @@ class Own(GptOssExperts):
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def own(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the log says where vLLM serves a layer."""
     said: list[str] = []
     monkeypatch.setattr(mxfp4, "GptOssMxfp4MoEMethod", Own)
     monkeypatch.setattr(ours.logger, "warning_once", lambda text, *args: said.append(text % args))
-    yield said
+    return said
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import utils
 
 from tokenspeed_kernel_vllm.attention.backend import TokenspeedBackend
 
@@ -19,7 +20,9 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK = 8, 2, 64, 16
 K_SCALE, V_SCALE = 0.02, 0.05
 
 
-def make_layer(config: Any, *, window: int | None = None, sinks: bool = True, name: str = "model.layers.0.attn", **options: Any) -> Any:
+def make_layer(
+    config: Any, *, window: int | None = None, sinks: bool = True, name: str = "model.layers.0.attn", **options: Any
+) -> Any:
     """vLLM's layer, on our backend."""
     learned = torch.linspace(-1, 2, HEADS, dtype=torch.bfloat16) if sinks else None
     layer = Attention(
@@ -47,7 +50,8 @@ def make_builder(config: Any, layer: Any) -> Any:
 
 def make_cache(layer: Any, blocks: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """A cache in the order in memory that the backend asks for, full of NaN (of 0xff where it is bytes)."""
-    order = TokenspeedBackend.get_kv_cache_stride_order()
+    asks = hasattr(utils, "get_kv_cache_layout")  # newer releases have an order of their own
+    order = TokenspeedBackend.get_kv_cache_stride_order() if asks else (0, 2, 1, 3)
     shape = TokenspeedBackend.get_kv_cache_shape(blocks, BLOCK, KV_HEADS, HEAD_DIM)
     physical = torch.empty([shape[axis] for axis in order], dtype=dtype)
     physical.fill_(255 if dtype == torch.uint8 else torch.nan)
@@ -100,7 +104,9 @@ def make_batch(
         keys, values = random(length, KV_HEADS, HEAD_DIM), random(length, KV_HEADS, HEAD_DIM)
         slot = torch.tensor([row[i // BLOCK] * BLOCK + i % BLOCK for i in range(length)], dtype=torch.long)
         stored = cache.view(layer.impl.fp8_dtype) if fp8 else cache
-        for part, written, scale in zip(stored.transpose(1, 2).split(HEAD_DIM, -1), (keys, values), (K_SCALE, V_SCALE), strict=True):
+        for part, written, scale in zip(
+            stored.transpose(1, 2).split(HEAD_DIM, -1), (keys, values), (K_SCALE, V_SCALE), strict=True
+        ):
             old = slot[: length - new]
             wide = (written[: length - new].float() / (scale if fp8 else 1)).to(part.dtype)
             for at, row_of in zip(old.tolist(), wide, strict=True):

@@ -1,1 +1,1 @@
-"""The attention backend: `backend` says what it can do, `metadata` describes a batch, `impl` attends, `serving` finds the kernels."""
+"""The attention backend: `backend` says what it can do, `metadata` describes a batch, `impl` attends, `serving` finds kernels."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.utils import get_kv_cache_layout
 
 from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES, TokenspeedImpl
 from tokenspeed_kernel_vllm.attention.metadata import TokenspeedMetadataBuilder
@@ -47,8 +46,8 @@ class TokenspeedBackend(AttentionBackend):
         return TokenspeedMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int]:
-        """Tokens of a page."""
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+        """Tokens of a page, whatever the layer."""
         return list(PAGE_SIZES)
 
     @staticmethod
@@ -60,7 +59,12 @@ class TokenspeedBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """The axes of the cache in the order in which they lie in memory. Kernels go by strides, so that either of vLLM's does."""
+        """The axes of the cache in the order in which they lie in memory. Kernels go by strides, so that either of vLLM's does.
+
+        Newer releases decide the shape and the order themselves, and ask for neither.
+        """
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
         return _ORDERS[get_kv_cache_layout()][include_num_layers_dimension]
 
     @classmethod
@@ -72,6 +76,11 @@ class TokenspeedBackend(AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         """Layers that see so many tokens back."""
         return True
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        """Sequences that are divided among ranks would have to be merged by their log-sum-exp, which is not done here."""
+        return False
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

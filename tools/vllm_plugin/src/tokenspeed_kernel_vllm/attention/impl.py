@@ -174,10 +174,8 @@ class TokenspeedImpl(AttentionImpl):
         if self.serving.store is None:
             from vllm._custom_ops import reshape_and_cache_flash
 
-            k_bytes, v_bytes = kv_cache.transpose(1, 2).split(self.head_size, -1)
-            reshape_and_cache_flash(
-                key, value, k_bytes, v_bytes, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale
-            )
+            k_bytes, v_bytes = torch.split(kv_cache.transpose(1, 2), self.head_size, -1)
+            reshape_and_cache_flash(key, value, k_bytes, v_bytes, slot_mapping, self.kv_cache_dtype, layer._k_scale, layer._v_scale)
             return
         tokens = len(slot_mapping)
         k_cache, v_cache = self._caches(kv_cache)
@@ -188,5 +186,5 @@ class TokenspeedImpl(AttentionImpl):
         """Keys and values ``[blocks, block_size, kv_heads, head_size]``, as views."""
         if self.fp8:  # vLLM says bytes
             kv_cache = kv_cache.view(self.fp8_dtype)
-        k_cache, v_cache = kv_cache.transpose(1, 2).split(self.head_size, -1)
+        k_cache, v_cache = torch.split(kv_cache.transpose(1, 2), self.head_size, -1)
         return k_cache, v_cache

@@ -1,4 +1,4 @@
-"""Which functions serve a layer's attention: the core's operators, or those of a vendor's wheel that is installed without the core."""
+"""Which functions serve a layer's attention: the core's operators, or those of a vendor's wheel if that is installed alone."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def find_serving(shape: LayerShape, package: str | None = None) -> Serving:
             store, _ = _accepted(module, "store_kv_cache", shape)
             return Serving(module.__name__, decode, mixed, extend, store)
         reasons += [f"{module.__name__}: {text}" for text in (why, why_not_mixed, why_not_extend) if text]
-    raise NotServedError(f"no kernel serves attention of {shape}\n" + "\n".join(reasons or ["no package with kernels is installed"]))
+    raise NotServedError(
+        f"no kernel serves attention of {shape}\n" + "\n".join(reasons or ["no package with kernels is installed"])
+    )
 
 
 def serves_decode(serving: Serving, shape: LayerShape, tokens: int) -> bool:
@@ -141,11 +143,11 @@ def _arguments(shape: LayerShape, name: str, tokens: int = 1) -> dict[str, Any]:
     page_size = PAGE_SIZES[0]
     kv = make(tokens, shape.kv_heads, 2 * shape.head_dim, dtype=shape.dtype)
     kv_cache = make(1, page_size, shape.kv_heads, 2 * shape.head_dim, dtype=shape.cache_dtype)
-    k_cache, v_cache = kv_cache.split(shape.head_dim, -1)
+    k_cache, v_cache = torch.split(kv_cache, shape.head_dim, -1)
     scale = torch.ones((), dtype=torch.float32, device=shape.device) if shape.scaled else None
     cache = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": scale, "v_scale": scale}
     if name == "store_kv_cache":
-        k, v = kv.split(shape.head_dim, -1)
+        k, v = torch.split(kv, shape.head_dim, -1)
         return {"k": k, "v": v, **cache, "slot_mapping": torch.arange(tokens, device=shape.device)}
     arguments = {
         "q": make(tokens, shape.heads, shape.head_dim, dtype=shape.dtype),
@@ -163,5 +165,3 @@ def _arguments(shape: LayerShape, name: str, tokens: int = 1) -> dict[str, Any]:
     if name == "mha_extend_with_kvcache":
         arguments |= {"cu_seqlens_kv": None, "is_causal": True}
     return arguments
-
-

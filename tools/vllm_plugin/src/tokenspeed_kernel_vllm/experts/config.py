@@ -12,11 +12,10 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
-from tokenspeed_kernel_vllm.experts.method import BLOCK, GptOssExperts
+from tokenspeed_kernel_vllm.experts.method import BLOCK, CORE, GptOssExperts
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
-CORE = "tokenspeed_kernel"
 # Of ``(up + beta) * gate * sigmoid(alpha * gate)``, gate and up cut at the limit: what vLLM's activation ``swigluoai`` means.
 ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0
 

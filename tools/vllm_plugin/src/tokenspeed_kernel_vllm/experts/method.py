@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
+CORE = "tokenspeed_kernel"
 # Values that share a scale, and values in a byte.
 BLOCK, PACKED = 32, 2
 
@@ -24,6 +26,7 @@ class GptOssExperts(FusedMoEMethodBase):
         """
         super().__init__(moe)
         self.plan = plan
+        self.ops: Any = import_module(CORE)
         self.weights: Any = None
 
     @property
@@ -32,7 +35,11 @@ class GptOssExperts(FusedMoEMethodBase):
         return True
 
     def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: FusedMoEParallelConfig
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: FusedMoEParallelConfig,
     ) -> tuple[int, int]:
         """The sizes of this rank's shard: those of the plan."""
         return self.plan.hidden_size, self.plan.intermediate_size
@@ -61,16 +68,14 @@ class GptOssExperts(FusedMoEMethodBase):
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, extra_weight_attrs)
             if name.endswith("_scale"):
-                parameter.quant_method = "block"
+                set_weight_attrs(parameter, {"quant_method": "block"})
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Arranges the weights for the plan's kernel. What it does not keep is dropped, so that they are not there twice."""
-        from tokenspeed_kernel import MoEWeights, moe_process_weights
-
         names = ["w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias"]
         loaded = [getattr(layer, name, None) for name in names]
-        given = [None if parameter is None else parameter.data for parameter in loaded]
-        self.weights = moe_process_weights(MoEWeights(*given), self.plan)
+        given: list[Any] = [None if parameter is None else parameter.data for parameter in loaded]
+        self.weights = self.ops.moe_process_weights(self.ops.MoEWeights(*given), self.plan)
         kept = {value.untyped_storage().data_ptr() for value in vars(self.weights).values() if isinstance(value, Tensor)}
         for name, tensor in zip(names, given, strict=True):
             if tensor is not None and tensor.untyped_storage().data_ptr() not in kept:
@@ -92,10 +97,9 @@ class GptOssExperts(FusedMoEMethodBase):
         Returns:
             ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks: vLLM adds those up.
         """
-        from tokenspeed_kernel import moe_apply, moe_topk
-
-        weights, ids = moe_topk(router_logits, self.plan.top_k, renormalize=True)
+        weights, ids = self.ops.moe_topk(router_logits, self.plan.top_k, renormalize=True)
         if layer.expert_map is not None:
             # -1 for experts of other ranks, which skips them.
             ids = layer.expert_map.index_select(0, ids.flatten()).view_as(ids)
-        return moe_apply(x, self.weights, weights, ids, self.plan)
+        out: Tensor = self.ops.moe_apply(x, self.weights, weights, ids, self.plan)
+        return out

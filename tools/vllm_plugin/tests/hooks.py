@@ -1,0 +1,117 @@
+"""Every place where vLLM and this package meet: what is relied on, by name. The README's table has the same rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ATTENTION = "vllm.v1.attention"
+MOE = "vllm.model_executor.layers.fused_moe"
+QUANTIZATION = "vllm.model_executor.layers.quantization"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Something of vLLM's that is called, subclassed or read.
+
+    Attributes:
+        path: module and name.
+        parameters: those that we give to a function or class, or that vLLM gives to ours in its place. Others need a default.
+        attributes: those of a class or an enumeration that are read or overridden; of a dataclass, its fields.
+        partial: whether it has other parameters, on which nothing here depends.
+        until: the release that was found without it, and is served without it.
+    """
+
+    path: str
+    parameters: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    partial: bool = False
+    until: str = ""
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+FORWARD = "self layer query key value kv_cache attn_metadata output output_scale output_block_scale"
+IMPL = (
+    "self num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap attn_type "
+    "kv_sharing_target_layer_name"
+)
+COMMON = (
+    "query_start_loc query_start_loc_cpu seq_lens num_reqs num_actual_tokens max_query_len max_seq_len block_table_tensor "
+    "slot_mapping causal dcp_local_seq_lens mm_req_doc_ranges rswa_prefix_lens encoder_seq_lens"
+)
+VALIDATE = (
+    "get_name get_impl_cls get_builder_cls get_supported_kernel_block_sizes "
+    "supported_dtypes supported_kv_cache_dtypes supports_sink supports_sliding_window supports_head_size "
+    "forward_includes_kv_cache_update validate_configuration"
+)
+ROUTED = (
+    "moe_config renormalize use_grouped_topk custom_routing_function scoring_func routed_scaling_factor swiglu_limit swiglu_alpha "
+    "swiglu_beta e_score_correction_bias apply_router_weight_on_input"
+)
+MOE_CONFIG = (
+    "num_local_experts experts_per_token hidden_dim intermediate_size_per_partition in_dtype has_bias device activation "
+    "moe_parallel_config moe_backend is_lora_enabled rocm_aiter_fmoe_enabled"
+)
+METHOD = (
+    "create_weights process_weights_after_loading get_fused_moe_quant_config is_monolithic maybe_roundup_sizes apply_monolithic"
+)
+CREATE = "self layer num_experts hidden_size intermediate_size_per_partition params_dtype extra_weight_attrs"
+
+HOOKS = [
+    Hook("vllm.plugins.load_general_plugins"),
+    Hook("vllm.logger.init_logger", words("name")),
+    Hook(f"{ATTENTION}.backends.registry.register_backend", words("backend class_path")),
+    Hook(f"{ATTENTION}.backends.registry.AttentionBackendEnum", attributes=words("CUSTOM get_path is_overridden")),
+    Hook(f"{ATTENTION}.backend.AttentionBackend", attributes=words(VALIDATE)),
+    Hook(
+        f"{ATTENTION}.backend.AttentionBackend.get_kv_cache_shape",
+        words("num_blocks block_size num_kv_heads head_size cache_dtype_str"),
+        until="0.33",
+    ),
+    Hook(f"{ATTENTION}.backend.AttentionBackend.get_kv_cache_stride_order", words("include_num_layers_dimension"), until="0.33"),
+    Hook(f"{ATTENTION}.backend.AttentionImpl.__init__", words(IMPL)),
+    Hook(f"{ATTENTION}.backend.AttentionImpl.forward", words(FORWARD)),
+    Hook(
+        f"{ATTENTION}.backends.triton_attn.TritonAttentionImpl.do_kv_cache_update",
+        words("self layer key value kv_cache slot_mapping"),
+    ),
+    Hook(
+        f"{ATTENTION}.backend.AttentionMetadataBuilder",
+        words("kv_cache_spec layer_names vllm_config device"),
+        words("supports_update_block_table _init_reorder_batch_threshold build_for_cudagraph_capture"),
+    ),
+    Hook(
+        f"{ATTENTION}.backend.AttentionMetadataBuilder.build",
+        words("self common_prefix_len common_attn_metadata fast_build"),
+    ),
+    Hook(f"{ATTENTION}.backend.AttentionMetadataBuilder.update_block_table", words("self metadata blk_table slot_mapping")),
+    Hook(f"{ATTENTION}.backend.AttentionMetadataBuilder.get_cudagraph_support", words("vllm_config kv_cache_spec")),
+    Hook(f"{ATTENTION}.backend.CommonAttentionMetadata", attributes=words(COMMON)),
+    Hook(f"{ATTENTION}.backend.AttentionCGSupport", attributes=words("UNIFORM_BATCH UNIFORM_SINGLE_TOKEN_DECODE")),
+    Hook(f"{ATTENTION}.backends.utils.split_decodes_and_prefills", words("common_attn_metadata decode_threshold require_uniform")),
+    Hook(f"{ATTENTION}.backends.utils.get_kv_cache_layout", until="0.33"),
+    Hook("vllm.model_executor.layers.attention.Attention.__init__", words("attn_backend extra_impl_args"), partial=True),
+    Hook("vllm.config.get_layers_from_vllm_config", words("vllm_config layer_type")),
+    Hook(
+        "vllm._custom_ops.reshape_and_cache_flash",
+        words("key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale"),
+    ),
+    Hook(f"{QUANTIZATION}.register_quantization_config", words("quantization")),
+    Hook(f"{QUANTIZATION}.mxfp4.GptOssMxfp4Config.get_quant_method", words("self layer prefix")),
+    Hook(f"{MOE}.FusedMoEMethodBase", words("moe"), words(METHOD)),
+    Hook(f"{MOE}.FusedMoEMethodBase.create_weights", words(CREATE)),
+    Hook(f"{MOE}.FusedMoEMethodBase.apply_monolithic", words("self layer x router_logits input_ids")),
+    Hook(
+        f"{MOE}.FusedMoEMethodBase.maybe_roundup_sizes",
+        words("self hidden_size intermediate_size_per_partition act_dtype moe_parallel_config"),
+    ),
+    Hook(f"{MOE}.RoutedExperts.__init__", words(ROUTED), partial=True),
+    Hook(f"{MOE}.RoutedExperts", attributes=words("expert_map")),
+    Hook(f"{MOE}.FusedMoEConfig", attributes=words(MOE_CONFIG)),
+    Hook(f"{MOE}.FusedMoEParallelConfig", attributes=words("dp_size pcp_size sp_size use_ep enable_eplb")),
+    Hook(f"{MOE}.activation.MoEActivation", attributes=words("SWIGLUOAI")),
+    Hook("vllm.model_executor.utils.replace_parameter", words("layer param_name"), partial=True),
+    Hook("vllm.model_executor.utils.set_weight_attrs", words("weight weight_attrs")),
+]
