@@ -24,10 +24,13 @@ RUNTIME = "tools/gpt_oss"
 EMULATOR = "tools/gfx950_emulator"
 AMD = "packages/tokenspeed-kernel-amd"
 NVIDIA = "packages/tokenspeed-kernel-nvidia"
+VLLM_PLUGIN = "tools/vllm_plugin"
 # The build for CPUs where the package index offers one. Named exactly, so that every session and CI run the same.
 TORCH = "torch==2.13.0"
 # The oldest and the newest Triton that the kernels are compiled with.
 TRITONS = ("triton==3.6.0", "triton==3.9.0")
+# The releases that the vLLM plugin is tested with. They pin another PyTorch, and are installed without what they require.
+VLLMS = ("vllm==0.26.0", "vllm==0.33.0")
 # Compiles the NVIDIA wheel's kernels; its runtime needs no GPU to be installed.
 CUTEDSL = "nvidia-cutlass-dsl==4.8.1"
 
@@ -54,8 +57,8 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU. Arguments go to pytest instead of the defaults."""
     _install(session, "test", "peers", "build")
-    # What wants Triton is run by `emulate`, what wants CuteDSL by `cutedsl`.
-    others = ("--ignore", EMULATOR, "--ignore", AMD, "--ignore", NVIDIA)
+    # What wants Triton is run by `emulate`, what wants CuteDSL by `cutedsl`, what wants vLLM by `vllm`.
+    others = ("--ignore", EMULATOR, "--ignore", AMD, "--ignore", NVIDIA, "--ignore", VLLM_PLUGIN)
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", *others]
     # One thread a worker: two that each use all cores slow each other down many times over.
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
@@ -90,6 +93,21 @@ def cutedsl(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
     if not session.posargs:
         session.run("python", "ci/compile_cutedsl.py", "--each")
+
+
+@nox.session
+@nox.parametrize("release", VLLMS)
+def vllm(session: nox.Session, release: str) -> None:
+    """The plugin in vLLM's own layers, on a CPU: the core's references, and a wheel's kernels on the emulator. Arguments go to pytest.
+
+    vLLM's Python files are what is wanted of it; its compiled operators, for a GPU, are not run.
+    """
+    _install(session, "test", "vllm", runtime=False)
+    session.install(TRITONS[-1], "-e", EMULATOR, "-e", AMD, "-e", VLLM_PLUGIN)
+    session.install("--no-deps", release)
+    arguments = session.posargs or ["-n", "auto", f"{VLLM_PLUGIN}/tests"]
+    environment = {"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    session.run("python", "-m", "pytest", *arguments, env=environment)
 
 
 @nox.session

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-import tokenspeed_kernel_vllm
+tokenspeed_kernel_vllm = pytest.importorskip("tokenspeed_kernel_vllm", reason="needs the plugin: `nox -s vllm` installs it")
+
 from tokenspeed_kernel_vllm.settings import Settings, read_settings
 
 
