@@ -98,7 +98,7 @@ def cutedsl(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("release", VLLMS)
 def vllm(session: nox.Session, release: str) -> None:
-    """The plugin in vLLM's own layers, on a CPU: the core's references, and a wheel's kernels on the emulator. Arguments go to pytest.
+    """The plugin in vLLM's own layers, on a CPU: references, and a wheel's kernels on the emulator. Arguments go to pytest.
 
     vLLM's Python files are what is wanted of it; its compiled operators, for a GPU, are not run.
     """
