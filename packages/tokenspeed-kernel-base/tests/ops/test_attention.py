@@ -285,8 +285,10 @@ def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
         for row, length in zip(a["page_table"].tolist(), a["cache_seqlens"].tolist(), strict=True):
             slots = [(row[j // k_cache.shape[1]], j % k_cache.shape[1]) for j in range(length)]
             pages, inside = (torch.tensor([s[axis] for s in slots], dtype=torch.int64) for axis in (0, 1))
-            keys.append(scaled(k_cache[pages, inside], k_scale))
-            values.append(scaled(v_cache[pages, inside], v_scale))
+            # A window hides what was on freed pages; NaN would show through a weight of zero.
+            freed = (pages < 0).view(-1, 1, 1)
+            keys.append(scaled(k_cache[pages, inside], k_scale).masked_fill(freed, 0.0))
+            values.append(scaled(v_cache[pages, inside], v_scale).masked_fill(freed, 0.0))
         new = a["cu_seqlens_q"].diff().tolist() if "cu_seqlens_q" in a else [a["max_seqlen_q"]] * len(keys)
         queries, causal = q_all.split(new), a.get("is_causal", True)
     heads, width = q_all.shape[1], (values[0] if len(values) else a.get("v", q_all)).shape[-1]

@@ -54,9 +54,13 @@ def _check_product(got: torch.Tensor, arguments: dict[str, Any]) -> None:
     exact, terms = a @ b, a.abs() @ b.abs()
     if arguments.get("bias") is not None:
         exact, terms = exact + arguments["bias"].double(), terms + arguments["bias"].double().abs()
+    rounded = exact.abs()
+    if arguments.get("residual") is not None:  # is added to the rounded product, and the sum is rounded again
+        exact = exact + arguments["residual"].double()
+        rounded = rounded + exact.abs()
     sums = UNIT[F64 if arguments["a"].dtype == F64 else F32]
-    # The result is rounded once; each term carries the rounding of two decoded operands, and sums are of k terms.
-    bound = UNIT[got.dtype] * exact.abs() * 1.01 + sums * (3 + math.sqrt(a.shape[-1]) * 2) * terms + 1e-30
+    # The product is rounded once; each term carries the rounding of two decoded operands, and sums are of k terms.
+    bound = UNIT[got.dtype] * rounded * 1.01 + sums * (3 + math.sqrt(a.shape[-1]) * 2) * terms + 1e-30
     assert ((got.double() - exact).abs() <= bound).all()
 
 

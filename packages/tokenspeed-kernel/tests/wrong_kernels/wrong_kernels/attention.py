@@ -101,10 +101,11 @@ def _make_decode(fault=NONE):
         for b in range(len(cache_seqlens)):
             length = cache_seqlens[b]
             entries = page_table[b]
+            kept = (entries >= 0).repeat_interleave(page_size, output_size=len(positions))  # others have left the window
             if not fault.looks_up_every_page:
                 reached = torch.arange(0, len(positions), page_size, device=q.device) < length
-                entries = torch.where(reached, entries, 0)
-            held = (positions < length).view(-1, 1, 1)
+                entries = torch.where(reached & (entries >= 0), entries, 0)
+            held = ((positions < length) & kept).view(-1, 1, 1)
             keys, values = (
                 torch.where(held, cache[entries.long()].flatten(0, 1).to(_wide(q)), 0).transpose(0, 1)
                 for cache in (k_cache, v_cache)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, Recipe, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs, moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, intermediates_of, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.planning import CANONICAL
@@ -103,19 +103,26 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _with_residual(make: Callable[[Draw], dict[str, Any]]) -> Callable[[Draw], dict[str, Any]]:
-    def with_residual(draw: Draw) -> dict[str, Any]:
-        arguments = make(draw)
+@recipe
+def _inputs_and_residual(
+    tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, **options: Any
+) -> Callable[[Draw], dict[str, Any]]:
+    """As for `moe_apply`."""
+    layer = _inputs(tokens, experts, top_k, hidden, intermediate, **options)
+
+    def make(draw: Draw) -> dict[str, Any]:
+        arguments = layer(draw)
         return {**arguments, "residual": draw.normal(*arguments["x"].shape, dtype=arguments["x"].dtype)}
 
-    return with_residual
+    return make
 
 
 @moe_apply_add.cases
 def _() -> list[Case]:
     wanted = ("float32, 4 experts", "dense bfloat16", "mxfp4, gpt-oss", "no tokens", "gpt-oss-120b decode")
     found = [case for case in moe_apply.operator.all_cases() if any(part in case.name for part in wanted)]
-    return [Case(case.name, _with_residual(case.make), large=case.large) for case in found]
+    recipes = ((case, case.make) for case in found)
+    return [Case(c.name, _inputs_and_residual(**make.values), large=c.large) for c, make in recipes if isinstance(make, Recipe)]
 
 
 @moe_apply_add.work
