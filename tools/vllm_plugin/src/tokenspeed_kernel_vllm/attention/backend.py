@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend
 
+from tokenspeed_kernel_vllm.attention.builder import TokenspeedMetadataBuilder
 from tokenspeed_kernel_vllm.attention.impl import FP8_CACHES, TokenspeedImpl
-from tokenspeed_kernel_vllm.attention.metadata import TokenspeedMetadataBuilder
 from tokenspeed_kernel_vllm.attention.serving import PAGE_SIZES
 
 # Which of blocks, heads, tokens and content comes first in memory: the axes of `get_kv_cache_shape`, by vLLM's name for the order.

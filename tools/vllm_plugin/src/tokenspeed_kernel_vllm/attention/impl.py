@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from tokenspeed_kernel_vllm.attention.metadata import TokenspeedMetadata
 from tokenspeed_kernel_vllm.attention.serving import LayerShape, find_serving, serves_decode
 from tokenspeed_kernel_vllm.settings import read_settings
-
-if TYPE_CHECKING:
-    from tokenspeed_kernel_vllm.attention.metadata import TokenspeedMetadata
 
 FP8_CACHES = ("fp8", "fp8_e4m3")
 

@@ -1,19 +1,10 @@
-"""What attention is told about a batch, and how it is made of what vLLM says of it. Nothing here waits for the device."""
+"""What attention is told about a batch."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.kv_cache_interface import AttentionSpec
-
-from tokenspeed_kernel_vllm.attention.impl import TokenspeedImpl
 
 
 @dataclass
@@ -55,84 +46,3 @@ class TokenspeedMetadata:
     def all_decode(self) -> bool:
         """Whether no request does anything else."""
         return self.num_decodes == len(self.seq_lens)
-
-
-class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
-    """Makes the metadata of each step."""
-
-    supports_update_block_table = True
-
-    def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Requests that decode are put first; with speculation, those that check a draft count as such, if kernels take them.
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=_serves_drafts(vllm_config))
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Batches in which all requests have the same number of new tokens can be captured whole.
-
-        Mixed batches cannot: vLLM pads the tokens of a captured batch, and then there are rows behind the last offset, of which
-        the operators do not say what becomes. vLLM captures those batches in pieces, with attention between them.
-        """
-        if vllm_config.speculative_config is None or _serves_drafts(vllm_config):
-            return AttentionCGSupport.UNIFORM_BATCH
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> TokenspeedMetadata:
-        """The metadata of a step. A common prefix is attended to as any other part of the cache: cascades are never asked for.
-
-        Raises:
-            ValueError: the batch asks for something that no operator here has; the message says what.
-        """
-        common = common_attn_metadata
-        _refuse_what_is_not_served(common)
-        decodes, _, decode_tokens, rest_tokens = split_decodes_and_prefills(
-            common, decode_threshold=self.reorder_batch_threshold, require_uniform=True
-        )
-        offsets = common.query_start_loc
-        if rest_tokens == 0:
-            rest = None
-        else:
-            rest = offsets if decodes == 0 else offsets[decodes:] - decode_tokens
-        return TokenspeedMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            query_start_loc=offsets,
-            # Graphs are captured with the longest sequence that the model allows, which may be more than whole blocks hold.
-            max_seq_len=min(common.max_seq_len, common.block_table_tensor.shape[1] * self.kv_cache_spec.block_size),
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
-            num_decodes=decodes,
-            decode_query_len=decode_tokens // decodes if decodes else 0,
-            rest_start_loc=rest,
-        )
-
-    def update_block_table(self, metadata: TokenspeedMetadata, blk_table: Tensor, slot_mapping: Tensor) -> TokenspeedMetadata:
-        """The same batch in the cache of other layers."""
-        return dataclasses.replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
-
-
-def _serves_drafts(vllm_config: VllmConfig) -> bool:
-    """Whether every layer's decode kernel takes as many new tokens as a draft has, and one more."""
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.num_speculative_tokens is None:
-        return False
-    impls = [layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention).values()]
-    ours = [impl for impl in impls if isinstance(impl, TokenspeedImpl)]
-    return all(impl.serves_decode(1 + speculative.num_speculative_tokens) for impl in ours)
-
-
-def _refuse_what_is_not_served(common: CommonAttentionMetadata) -> None:
-    asked = {
-        "attention to later tokens (causal is not True)": common.causal is not True,
-        "sequences divided among ranks (dcp_local_seq_lens)": common.dcp_local_seq_lens is not None,
-        "spans that see all of themselves (mm_req_doc_ranges)": common.mm_req_doc_ranges is not None,
-        "prompts that windows leave visible (rswa_prefix_lens)": common.rswa_prefix_lens is not None,
-        "attention to an encoder (encoder_seq_lens)": common.encoder_seq_lens is not None,
-    }
-    for feature, wanted in asked.items():
-        if wanted:
-            raise ValueError(f"tokenspeed_kernel_vllm has no kernel for {feature}; choose another attention backend")
