@@ -486,7 +486,7 @@ def test_layouts(launches: list[Launch], tokens: int) -> None:
     [
         ({"top_k": 9, "num_experts": 16}, "plan.top_k must be at most 8"),
         ({"hidden_size": 7200}, "plan.hidden_size must be at most 7168"),
-        ({"activation_dtype": "fp8"}, "plan.activation_dtype must be 'none'"),
+        ({"activation_dtype": "mxfp4"}, "plan.activation_dtype must be 'none' or 'fp8'"),
     ],
 )
 def test_a_plan_that_names_the_kernel_is_checked(changes: dict[str, Any], message: str) -> None:

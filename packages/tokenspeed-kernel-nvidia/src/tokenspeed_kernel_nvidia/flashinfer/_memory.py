@@ -75,3 +75,9 @@ def lse_for(q: Tensor, wanted: bool) -> Tensor | None:
 def sinks_of(sinks: Tensor | None) -> Tensor | None:
     """As kernels want them: float32, contiguous. They are in units of scores after softmax_scale, as the operators' are."""
     return None if sinks is None else sinks.float().contiguous()
+
+
+def pages(page_table: Tensor, window_left: int) -> Tensor:
+    """The page table, contiguous. Pages that have left a window may have been freed, and their entries be -1: FlashInfer does not
+    say that it never looks at such a page, so any page stands for them, which is then hidden by the window."""
+    return page_table.contiguous() if window_left < 0 else page_table.clamp(min=0)

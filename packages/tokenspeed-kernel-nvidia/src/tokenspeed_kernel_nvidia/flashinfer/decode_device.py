@@ -11,7 +11,7 @@ import math
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia._rows import deliver
-from tokenspeed_kernel_nvidia.flashinfer._memory import alike, counters, lse_for, sinks_of, to_write, workspace
+from tokenspeed_kernel_nvidia.flashinfer._memory import alike, counters, lse_for, pages, sinks_of, to_write, workspace
 from tokenspeed_kernel_nvidia.flashinfer.package import load
 
 _attend = load("flashinfer.decode", "trtllm_batch_decode_with_kv_cache")
@@ -37,8 +37,9 @@ def mha_decode_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel_nvidia.mha_decode_with_kvcache`; one new token a sequence, no scales, no cap.
 
-    Never waits for the device. The first call gets the kernel, which takes minutes where nvcc compiles it, and 256 MiB of memory on
-    each stream: make it before a graph is captured.
+    Never waits for the device. Where a window has freed pages (-1), what lies on page 0 must be finite. The first call gets the
+    kernel, which takes minutes where nvcc compiles it, and 256 MiB of memory on each stream: make it before a graph is
+    captured.
 
     Raises:
         ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.
@@ -53,7 +54,7 @@ def mha_decode_with_kvcache(
         q.contiguous(),
         alike(k_cache, v_cache),
         workspace(q.device),
-        page_table.contiguous(),
+        pages(page_table, window_left),
         cache_seqlens.contiguous(),
         max_seqlen_k,
         # Of the scores; the second is of the output.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_nvidia._rows import deliver
-from tokenspeed_kernel_nvidia.flashinfer._memory import alike, counters, sinks_of, to_write, workspace
+from tokenspeed_kernel_nvidia.flashinfer._memory import alike, counters, pages, sinks_of, to_write, workspace
 from tokenspeed_kernel_nvidia.flashinfer.package import load
 
 _attend = load("flashinfer.prefill", "trtllm_batch_context_with_kv_cache")
@@ -41,7 +41,8 @@ def mha_extend_with_kvcache(
 ) -> Tensor:
     """See `tokenspeed_kernel_nvidia.mha_extend_with_kvcache`; no log-sum-exp, no scales, no cap. Never waits for the device.
 
-    Unused slots of the last page of each sequence must be finite. Make the first call before a graph is captured.
+    Unused slots of the last page of each sequence must be finite, and where a window has freed pages (-1), so must page 0. Make
+    the first call before a graph is captured.
 
     Raises:
         ValueError: k_cache and v_cache differ in their strides, or their last axis is not contiguous.
@@ -57,7 +58,7 @@ def mha_extend_with_kvcache(
         q if q.stride(2) == 1 else q.contiguous(),
         alike(k_cache, v_cache),
         workspace(q.device),
-        page_table.contiguous(),
+        pages(page_table, window_left),
         cache_seqlens.contiguous(),
         max_seqlen_q,
         max_seqlen_k,
