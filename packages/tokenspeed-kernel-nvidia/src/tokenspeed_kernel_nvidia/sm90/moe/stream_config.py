@@ -68,7 +68,7 @@ class Config:
     @property
     def group(self) -> int:
         """Blocks whose products are begun together: as many as registers have room for the results of."""
-        return max(1, (40 if self.columns < 32 else 64) // self.columns)
+        return max(1, (64 if self.columns == 32 and self.parts == 2 else 40) // self.columns)
 
     @property
     def rows_bytes(self) -> int:
