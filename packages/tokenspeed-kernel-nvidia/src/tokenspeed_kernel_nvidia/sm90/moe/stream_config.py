@@ -68,7 +68,7 @@ class Config:
     @property
     def group(self) -> int:
         """Blocks whose products are begun together: as many as registers have room for the results of."""
-        return max(1, (64 if self.columns == 32 and self.parts == 2 else 40) // self.columns)
+        return max(1, (40 if self.columns < 32 else 64) // self.columns)
 
     @property
     def rows_bytes(self) -> int:
@@ -109,7 +109,9 @@ def config_of(dtype: str, k: int, pairs_per_expert: float) -> Config:
 
 def _configs(dtype: str, blocks: int) -> list[Config]:
     """Those for strips of so many blocks, from few columns to many."""
-    every = [Config(dtype, blocks, columns, slab) for columns, slab in _SLABS[blocks].items()]
+    # With three parts and most columns, registers suffice for a block less.
+    less = {32: 1} if PARTS[dtype] > 2 else {}
+    every = [Config(dtype, blocks, columns, slab - less.get(columns, 0)) for columns, slab in _SLABS[blocks].items()]
     return [config for config in every if config.tiles]
 
 
