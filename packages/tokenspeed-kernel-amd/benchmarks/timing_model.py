@@ -505,21 +505,22 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def in_readme(report: dict[str, Any], text: str) -> str:
-    """The README with the table of this report."""
+def in_readme(report: dict[str, Any], text: str, shown: str, marks: tuple[str, str] = MARKS) -> str:
+    """The README with this report between its marks. ``shown``: the report's table."""
     metadata = report["metadata"]
     versions = f"\n(Triton {metadata['triton']}, peer: tokenspeed-kernel-amd {metadata['peer']})" if metadata["peer"] else ""
     assumptions = [textwrap.fill(text, 132, initial_indent="- ", subsequent_indent="  ") for text in report["assumptions"]]
-    body = "\n\n".join([table(report), f"`{metadata['command']}`" + versions, "\n".join(assumptions)])
-    begin, end = (text.index(mark) for mark in MARKS)
-    return f"{text[: begin + len(MARKS[0])]}\n\n{body}\n\n{text[end:]}"
+    body = "\n\n".join([shown, f"`{metadata['command']}`" + versions, "\n".join(assumptions)])
+    begin, end = (text.index(mark) for mark in marks)
+    return f"{text[: begin + len(marks[0])]}\n\n{body}\n\n{text[end:]}"
 
 
-def _metadata(folder: Path | None) -> dict[str, Any]:
+def metadata_of(program: Path, folder: Path | None) -> dict[str, Any]:
+    """Of a report that a program of this folder writes. ``folder``: the peer's."""
     from tokenspeed_kernel.workbench.benchmark import collect_metadata
 
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
-    command = " ".join(["python packages/tokenspeed-kernel-amd/benchmarks/timing_model.py", *words])
+    command = " ".join([f"python packages/tokenspeed-kernel-amd/benchmarks/{program.name}", *words])
     found = dataclasses.asdict(collect_metadata(command, device=torch.device("cpu")))
     found |= {"device": "gfx950, emulated: a model of time, no measurement", "arch": "gfx950"}
     version = ""
@@ -551,12 +552,13 @@ def main(arguments: list[str] | None = None) -> None:
         if case.name in others:
             row |= {"peer": others[case.name], "ratio": mine[case.name]["us"] / others[case.name]["us"]}
         rows.append(row)
-    report = {"metadata": _metadata(options.peer), "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}
+    metadata = metadata_of(Path(__file__), options.peer)
+    report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}
     print(*(f"- {assumption}" for assumption in ASSUMPTIONS), "", table(report), sep="\n")
     if options.output:
         options.output.write_text(json.dumps(report, indent=1) + "\n")
     if options.readme:
-        README.write_text(in_readme(report, README.read_text()))
+        README.write_text(in_readme(report, README.read_text(), table(report)))
 
 
 if __name__ == "__main__":

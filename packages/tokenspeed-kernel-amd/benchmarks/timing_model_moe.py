@@ -23,7 +23,6 @@ import json
 import math
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing_model import README, _metadata, prepare_peer
+from timing_model import README, in_readme, metadata_of, prepare_peer
 from torch import Tensor
 
 MARKS = ("<!-- predicted times of experts -->", "<!-- end of experts -->")
@@ -180,7 +179,7 @@ def check(side: str, layer: Layer, out: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch was found to take, in microseconds; ``mfma``: a measure of its products."""
+    """The predicted time of a launch, in microseconds. ``mfma``: cycles of all its MFMA instructions."""
 
     kernel: str
     mfma: float
@@ -219,7 +218,7 @@ def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0) -> Laun
 
 
 def _products(reports: list[Any]) -> list[int]:
-    """The places of the two launches with most products, in order."""
+    """The indices of the two launches that keep the matrix cores busy the longest: the layer's products, the first one first."""
     return sorted(sorted(range(len(reports)), key=lambda i: -predicted(reports[i]).mfma)[:2])
 
 
@@ -330,16 +329,6 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def in_readme(report: dict[str, Any], text: str) -> str:
-    """The README with the table of this report."""
-    metadata = report["metadata"]
-    versions = f"\n(Triton {metadata['triton']}, peer: tokenspeed-kernel-amd {metadata['peer']})" if metadata["peer"] else ""
-    assumptions = [textwrap.fill(line, 132, initial_indent="- ", subsequent_indent="  ") for line in report["assumptions"]]
-    body = "\n\n".join([table(report), f"`{metadata['command']}`" + versions, "\n".join(assumptions)])
-    begin, end = (text.index(mark) for mark in MARKS)
-    return f"{text[: begin + len(MARKS[0])]}\n\n{body}\n\n{text[end:]}"
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help="the folder into which the wheel to compare with was installed")
@@ -366,14 +355,13 @@ def main(arguments: list[str] | None = None) -> None:
         row: dict[str, Any] = {"tokens": count, "floor_us": floor_us(count), "ours": mine[str(count)]}
         row |= {side: found[str(count)] for side, found in (("peer", others), ("portable", slow)) if str(count) in found}
         rows.append(row)
-    metadata = _metadata(options.peer)
-    metadata["command"] = metadata["command"].replace("timing_model.py", Path(__file__).name)
+    metadata = metadata_of(Path(__file__), options.peer)
     report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}
     print(*(f"- {assumption}" for assumption in ASSUMPTIONS), "", table(report), sep="\n")
     if options.output:
         options.output.write_text(json.dumps(report, indent=1) + "\n")
     if options.readme:
-        README.write_text(in_readme(report, README.read_text()))
+        README.write_text(in_readme(report, README.read_text(), table(report), MARKS))
 
 
 if __name__ == "__main__":

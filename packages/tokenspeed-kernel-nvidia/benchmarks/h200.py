@@ -123,21 +123,10 @@ def main(words: Sequence[str] | None = None) -> None:
     effort = measuring.effort_of(given)
     command = sys.argv if words is None else ["h200.py", *words]
     report = measuring.empty_report(given, effort, command, _COPIES, device)
-    rows: list[dict[str, Any]] = []
-    made: dict[str, Any] = {}
-    # What takes long comes last, and the file is written after each: whoever stops the program keeps what there is.
-    for shape in sorted(shapes, key=_work):
-        found = measure_shape(shape, who, device, effort)
-        rows += found
-        print(line_of(shape, found), flush=True)
-        made = document(rows, who, report, back_to_back=given.back_to_back)
-        if given.output is not None:
-            measuring.write(given.output, made)
-        lost = measuring.lost(device)
-        if lost:
-            print(f"stopped: {lost}")
-            break
-    measuring.print_outcome(made)
+    # What takes long comes last.
+    measured = ((shape, measure_shape(shape, who, device, effort)) for shape in sorted(shapes, key=_work))
+    document_of = functools.partial(document, who=who, report=report, back_to_back=given.back_to_back)
+    measuring.print_outcome(measuring.collect(measured, line_of, document_of, given.output, device))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -249,23 +249,16 @@ def measure(
     shapes: Sequence[Shape], who: Sequence[Contestant], device: torch.device, effort: Effort, report: Report, output: Path | None
 ) -> dict[str, Any]:
     """Measures contestants at all shapes. Returns the document, which is written after each."""
-    rows: list[dict[str, Any]] = []
-    made: dict[str, Any] = {}
-    for product, of_product in itertools.groupby(shapes, lambda shape: shape.product):
-        count = max(1, math.ceil(_TOUCHED / product.bytes)) if effort.rounds else 1
-        every = [inputs_of(product, device, seed) for seed in range(count)]
-        for shape in of_product:
-            found = measure_shape(shape, every, who, device, effort)
-            rows += found
-            print(line_of(shape, found), flush=True)
-            made = document(rows, who, report, back_to_back=effort.back_to_back)
-            if output is not None:
-                measuring.write(output, made)
-            lost = measuring.lost(device)
-            if lost:
-                print(f"stopped: {lost}")
-                return made
-    return made
+
+    def measured() -> Iterator[tuple[Shape, list[dict[str, Any]]]]:
+        for product, of_product in itertools.groupby(shapes, lambda shape: shape.product):
+            count = max(1, math.ceil(_TOUCHED / product.bytes)) if effort.rounds else 1
+            every = [inputs_of(product, device, seed) for seed in range(count)]
+            for shape in of_product:
+                yield shape, measure_shape(shape, every, who, device, effort)
+
+    document_of = functools.partial(document, who=who, report=report, back_to_back=effort.back_to_back)
+    return measuring.collect(measured(), line_of, document_of, output, device)
 
 
 if __name__ == "__main__":

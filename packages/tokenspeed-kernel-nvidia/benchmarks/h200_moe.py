@@ -21,7 +21,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,33 +260,26 @@ def measure(
     shapes: Sequence[Shape], who: Sequence[Contestant], device: torch.device, effort: Effort, report: Report, output: Path | None
 ) -> dict[str, Any]:
     """Measures contestants at all shapes, of one model after another. Returns the document, which is written after each shape."""
-    rows: list[dict[str, Any]] = []
-    made: dict[str, Any] = {}
-    for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
-        of_group = list(group)
-        layers = [Layer.drawn(of_group[0], device, seed) for seed in range(_LAYERS)]
-        loaded = []
-        for each in who:
-            loaded.append(Loaded.of(each, of_group[0], layers, device))
-            torch.cuda.empty_cache()
-            if device.type == "cuda" and torch.cuda.memory_allocated(device) > _MOST_BYTES:
-                loaded[-1].experts.clear()
-                loaded[-1].failure = MemoryError(f"all together would keep more than {_MOST_BYTES >> 30} GiB")
-        print(f"{of_group[0].group}: a layer arranged in ms: " + _prepared(loaded), flush=True)
-        for shape in of_group:
-            found = measure_shape(shape, loaded, layers, device, effort)
-            rows += found
-            print(line_of(shape, found), flush=True)
-            made = document(rows, who, report, back_to_back=effort.back_to_back)
-            if output is not None:
-                measuring.write(output, made)
-            lost = measuring.lost(device)
-            if lost:
-                print(f"stopped: {lost}")
-                return made
-        # Before those of the next model are drawn.
-        del layers, loaded
-    return made
+
+    def measured() -> Iterator[tuple[Shape, list[dict[str, Any]]]]:
+        for _, group in itertools.groupby(shapes, lambda shape: (shape.model, shape.activation_dtype)):
+            of_group = list(group)
+            layers = [Layer.drawn(of_group[0], device, seed) for seed in range(_LAYERS)]
+            loaded = []
+            for each in who:
+                loaded.append(Loaded.of(each, of_group[0], layers, device))
+                torch.cuda.empty_cache()
+                if device.type == "cuda" and torch.cuda.memory_allocated(device) > _MOST_BYTES:
+                    loaded[-1].experts.clear()
+                    loaded[-1].failure = MemoryError(f"all together would keep more than {_MOST_BYTES >> 30} GiB")
+            print(f"{of_group[0].group}: a layer arranged in ms: " + _prepared(loaded), flush=True)
+            for shape in of_group:
+                yield shape, measure_shape(shape, loaded, layers, device, effort)
+            # Before those of the next model are drawn.
+            del layers, loaded
+
+    document_of = functools.partial(document, who=who, report=report, back_to_back=effort.back_to_back)
+    return measuring.collect(measured(), line_of, document_of, output, device)
 
 
 def _prepared(loaded: Iterable[Loaded]) -> str:

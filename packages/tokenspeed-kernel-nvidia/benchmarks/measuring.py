@@ -314,6 +314,33 @@ def write(file: Path, made: Mapping[str, Any]) -> None:
     beside.replace(file)
 
 
+def collect(
+    measured: Iterable[tuple[Any, list[dict[str, Any]]]],
+    line_of: Callable[[Any, list[dict[str, Any]]], str],
+    document_of: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    output: Path | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Goes through shapes and their rows, which are measured meanwhile, and prints a line for each. Returns the document.
+
+    It is written after each shape, so that whoever stops the program keeps what there is. Nothing more is measured once a kernel
+    has broken the process.
+    """
+    rows: list[dict[str, Any]] = []
+    made: dict[str, Any] = {}
+    for shape, of_shape in measured:
+        rows += of_shape
+        print(line_of(shape, of_shape), flush=True)
+        made = document_of(rows)
+        if output is not None:
+            write(output, made)
+        broken = lost(device)
+        if broken:
+            print(f"stopped: {broken}")
+            break
+    return made
+
+
 def cells(rows: Iterable[Mapping[str, Any]], rate_of: Callable[[Mapping[str, Any]], str]) -> list[str]:
     """Of each contestant at a shape, for one line: microseconds, rate and error, or what became of it."""
     said = []

@@ -245,7 +245,7 @@ def _words(mnemonic: str) -> int:
 
 
 def _received(s: Snippet, lane: int, mnemonic: str) -> int:
-    """What a lane received in registers from v2 on, as one number: its first element in the lowest bits."""
+    """The bits that a lane's registers from v2 on hold, as one number. The first element is in the lowest bits."""
     return sum(int(s.v(2 + i)[lane]) << 32 * i for i in range(_words(mnemonic)))
 
 

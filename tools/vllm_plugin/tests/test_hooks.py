@@ -96,7 +96,7 @@ def test_the_loader_of_gpt_oss_looks_for_our_parameters() -> None:
 
 
 def test_what_the_activation_of_gpt_oss_means() -> None:
-    """vLLM writes its constants where it describes the layer to its own kernels."""
+    """vLLM passes alpha, beta and the limit as literals to its own kernels; they must equal ours."""
     from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 
     from tokenspeed_kernel_vllm.experts import config

@@ -131,7 +131,8 @@ class Decoder:
             stale = wanted != self._held
             if stale and before is not None:
                 fed = before.on_device.clone()  # the next lines may overwrite them
-            # From here on the rows are not certain until the end, and tokens of earlier launches are not where they were.
+            # The next lines change the rows. If one of them fails, what the rows hold is unknown, so they are sent again next time.
+            # They also overwrite the tokens of the last launch, and its flight asks for the count of launches to notice that.
             self._held, self._launches = None, self._launches + 1
             launch = self._launches
             if stale:

@@ -31,7 +31,7 @@ def attend(
     """Causal attention of new tokens to a paged cache that holds them; see `tokenspeed_kernel_amd.mha_extend_with_kvcache`.
 
     Every sequence has at least as many tokens in the cache as queries. Caches may have any strides; q, page_table and out are
-    copied where their last axis is not contiguous.
+    copied where their last axis is not contiguous. Where a window has freed pages (-1), what lies on page 0 must be finite.
     """
     written = rows_to_write(out, q, *q.shape)
     if not q.numel():
@@ -49,7 +49,8 @@ def attend(
         causal=True,
         # It reads the first number only, and counts the token itself besides it.
         window_size=(window_left, 0 if window_left >= 0 else -1),
-        block_table=rows(page_table),
+        # Whether it looks at a page that has left the window, and may have been freed (-1), is not known: page 0 stands for those.
+        block_table=rows(page_table if window_left < 0 else page_table.clamp(min=0)),
         softcap=0.0,
         q_descale=None,
         k_descale=None,

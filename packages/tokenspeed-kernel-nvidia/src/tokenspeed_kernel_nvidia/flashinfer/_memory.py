@@ -78,6 +78,6 @@ def sinks_of(sinks: Tensor | None) -> Tensor | None:
 
 
 def pages(page_table: Tensor, window_left: int) -> Tensor:
-    """The page table, contiguous. Pages that have left a window may have been freed, and their entries be -1: FlashInfer does not
-    say that it never looks at such a page, so any page stands for them, which is then hidden by the window."""
+    """The page table, contiguous. Pages that have left a window may have been freed, and their entries be -1: whether
+    FlashInfer looks at such a page is not known. Page 0 stands for those, and the window hides what is on it."""
     return page_table.contiguous() if window_left < 0 else page_table.clamp(min=0)

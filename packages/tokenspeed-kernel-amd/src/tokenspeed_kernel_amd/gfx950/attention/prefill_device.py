@@ -243,8 +243,8 @@ def attend_tiles(
     xcd = gl.program_id(0) % shape.xcds
     workers = gl.num_programs(0) // shape.xcds
     worker = gl.program_id(0) // shape.xcds
-    # Tiles go to compute units in rounds, each in the opposite order of the last one: the unit that got the longest tile of a round
-    # gets the shortest of the next. The workgroups of a unit share its rounds.
+    # Each round gives every compute unit one tile, the longest tiles first. Every second round goes through the units backwards, so
+    # that the unit with the longest tile of a round gets the shortest of the next. The workgroups of a unit take turns with rounds.
     units: gl.constexpr = tile_shape.units
     turn = worker // units
     rank = rank_of(turn, worker % units, units)

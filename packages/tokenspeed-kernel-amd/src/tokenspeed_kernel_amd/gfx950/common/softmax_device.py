@@ -120,7 +120,7 @@ def load_keys(q, keys):
 
 @gluon.jit
 def load_values(q, values):
-    """Values in LDS, [keys, v_head_dim], as the operand of `pv_mma`."""
+    """Loads values from LDS, [keys, v_head_dim], in the layout that `pv_mma` takes as its right operand."""
     return async_copy.load_shared_relaxed(values, gl.DotOperandLayout(1, q.type.layout.parent, 4))
 
 

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Activations to the codes that the matrix cores multiply. ``encoding`` says what the codes are.
+"""Rounds activations to the codes that the matrix cores multiply. ``encoding`` says what the codes are.
 
-Tiles of activations are float32 [rows, blocks, 32]: blocks of 32 elements along k share a scale.
+A tile of activations is float32 [rows, blocks, 32], because 32 neighbours along k share a scale.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load_activations(x, row, first, k, BLOCK: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def token_step(magnitudes):
-    """The scales of tokens, float32 [rows], as `quantize_fp8` has them. A NaN is not the largest magnitude, but stays a code."""
+    """The scale of each token, float32 [rows], as `quantize_fp8` computes it. The maximum ignores NaN, which its element keeps."""
     rows: gl.constexpr = magnitudes.shape[0]
     largest = gl.max(magnitudes.reshape(rows, magnitudes.shape[1] * 32), axis=1)
     largest = gl.convert_layout(largest, axis_layout(magnitudes.type.layout, 3, 0), assert_trivial=True)

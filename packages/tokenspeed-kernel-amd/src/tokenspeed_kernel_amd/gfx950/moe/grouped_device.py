@@ -237,7 +237,8 @@ def store_product(operands, first, second, expert, first_strip, strips, tokens, 
 
 @gluon.jit
 def combine_kernel(slots, weights, ids, out, hidden, out_stride, num_experts, TOP_K: gl.constexpr, BLOCK: gl.constexpr):
-    """``out[token] = sum of weights[token, slot] * slots[token, slot]``, in order: program (token, block of features)."""
+    """``out[token] = sum of weights[token, slot] * slots[token, slot]``, summed in the order of slots. A program computes one block
+    of features of one token."""
     layout: gl.constexpr = gl.BlockedLayout([BLOCK // (64 * gl.num_warps())], [64], [gl.num_warps()], [0])
     token = gl.program_id(0).to(gl.int64)
     feature = gl.program_id(1) * BLOCK + gl.arange(0, BLOCK, layout)

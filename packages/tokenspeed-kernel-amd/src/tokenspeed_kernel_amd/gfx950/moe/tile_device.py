@@ -123,7 +123,7 @@ def strips_at(weight, scale, expert, first, strips, steps, warps: gl.constexpr, 
 
 @gluon.aggregate
 class HalfQuad:
-    """Four steps of halves of strips: a tile of weights, uint8 [16 * warps, 256], and the words of its scales."""
+    """Weights of four steps along k, uint8 [16 * warps, 256], and the words of their scales. A warp has 16 rows, half a strip."""
 
     first: gl.tensor
     first_scale: gl.tensor

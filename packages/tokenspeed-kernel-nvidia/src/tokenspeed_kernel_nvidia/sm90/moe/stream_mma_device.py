@@ -140,7 +140,8 @@ class Consumers(Rows):
             stage_at = call.ring + at.stage * self.config.stage_bytes
             if slab == 0 and group == 0:
                 head = load_words("shared", stage_at + strip * HEAD_BYTES + lane * 4, 1)
-                # Nothing else waits for this load before the stage is given back.
+                # The products wait for the words of their blocks, and nothing waits for this load. It must have ended before the
+                # stage is released, because a copy into the stage may begin then.
                 cute.arch.fence_view_async_shared()
             first = slab * self.slab + first_slab
             count = cutlass.min(blocks - first, self.slab)
