@@ -1,0 +1,215 @@
+"""Memory that the ranks of a group write to in one another's devices.
+
+On GPUs it is symmetric memory of PyTorch: every rank allocates as much, and gets the addresses of the others'. NVLink multicast is
+not asked for. On CPUs it is a file that the processes of a machine map, so that kernels can be interpreted there.
+
+There are two protocols, which kernels implement:
+
+*One shot*: every rank sends all it has to every other one. *Two shots*: rows belong to ranks; each is sent to its owner, who sends
+what becomes of it to all.
+
+Both tell that data has arrived by its value: memory that waits holds `SENTINEL` in each 32-bit word, no such word is ever sent, and
+who reads a word puts the sentinel back. The memory is there twice, and calls use the two in turns: a rank that sends for the next but one
+call has received something of every rank's next call, and so every rank is done with this one. Each unit of `UNIT` bytes counts its
+uses by itself, on the device, so that graphs may be replayed in any order, and calls may be of any sizes. All this rests on every rank
+making the same calls in the same order, on one stream, or on streams that wait for one another.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SENTINEL = -2147450880
+"""0x80008000, two negative zeros of 16 bits, as int32."""
+
+UNIT = 512
+"""Bytes of memory that count their uses together."""
+
+VECTOR = 16
+"""Bytes that are sent at once."""
+
+ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
+
+# Messages up to this many bytes take one shot, by world size; larger ones two.
+ONE_SHOT_MOST = {2: 1 << 40, 3: 1 << 19, 4: 1 << 18, 8: 1 << 17}
+
+
+def one_shot_most(world_size: int) -> int:
+    """Bytes of the largest message that takes one shot rather than two."""
+    return next(most for size, most in sorted(ONE_SHOT_MOST.items()) if size >= min(world_size, max(ONE_SHOT_MOST)))
+
+
+class PeerMemory:
+    """This rank's memory, and the addresses of all ranks'.
+
+    Attributes:
+        rank, world_size: of the group.
+        device: where it is.
+        one_shot_bytes: the largest message of one shot, whose rows are rounded up to `UNIT`.
+        two_shot_bytes: the largest message of two shots.
+        share_bytes: what belongs to one owner of that.
+        one_shot: the addresses that a message of one shot goes to, by rank, beginning with the rank behind this one.
+        one_shot_source: where messages of one shot arrive: rank r's ``r * one_shot_bytes`` behind it.
+        two_shot, two_shot_source: the same for the first shot of two: rank r's ``r * share_bytes`` behind it.
+        sums, sums_source: the same for the second shot, which each row has one sender of.
+        one_shot_uses, two_shot_uses, sums_uses: int32, how often each unit was used; of the first shot of two, owner after owner.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, one_shot_bytes: int, two_shot_bytes: int) -> None:
+        """Use `connect`, which all ranks call."""
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.one_shot_bytes = -(-one_shot_bytes // UNIT) * UNIT
+        self.share_bytes = -(-two_shot_bytes // (UNIT * world_size)) * UNIT
+        self.two_shot_bytes = self.share_bytes * world_size
+        # Each is there twice.
+        self._two_shot_start = 2 * world_size * self.one_shot_bytes
+        self._sums_start = self._two_shot_start + 2 * self.two_shot_bytes
+        self.nbytes = self._sums_start + 2 * self.two_shot_bytes
+        self.one_shot_uses = torch.zeros(self.one_shot_bytes // UNIT, dtype=torch.int32, device=device)
+        self.two_shot_uses = torch.zeros(self.two_shot_bytes // UNIT, dtype=torch.int32, device=device)
+        self.sums_uses = torch.zeros_like(self.two_shot_uses)
+        self._memory: tuple[Any, ...] = ()
+
+    def found(self, addresses: Sequence[int], *memory: Any) -> None:
+        """Sets where each rank's memory begins in this process, and what keeps it alive."""
+        self._memory = memory
+        others = [addresses[(self.rank + 1 + index) % self.world_size] for index in range(self.world_size - 1)]
+        own = addresses[self.rank]
+        self.one_shot = tuple(other + self.rank * self.one_shot_bytes for other in others)
+        self.one_shot_source = own
+        self.two_shot = tuple(other + self._two_shot_start + self.rank * self.share_bytes for other in others)
+        self.two_shot_source = own + self._two_shot_start
+        self.sums = tuple(other + self._sums_start for other in others)
+        self.sums_source = own + self._sums_start
+
+    def protocol(self, row_bytes: int, rows: int) -> str:
+        """How a message of rows is sent, `ONE_SHOT` or `TWO_SHOT`; where it cannot be, why not. All ranks say the same."""
+        row = -(-row_bytes // UNIT) * UNIT
+        if row_bytes % VECTOR:
+            return f"none: {row_bytes} bytes are no multiple of {VECTOR}"
+        if row * rows <= min(self.one_shot_bytes, one_shot_most(self.world_size)):
+            return ONE_SHOT
+        if row * -(-rows // self.world_size) <= self.share_bytes:
+            return TWO_SHOT
+        if row * rows <= self.one_shot_bytes:
+            return ONE_SHOT
+        return f"none: {row * rows} bytes are more than the {max(self.one_shot_bytes, self.two_shot_bytes)} of the peer memory"
+
+
+def connect(
+    group: dist.ProcessGroup, control: dist.ProcessGroup, device: torch.device, one_shot_bytes: int, two_shot_bytes: int
+) -> PeerMemory | str:
+    """Memory that all ranks of a group write to. Every rank calls this, with the same sizes.
+
+    Args:
+        group: the ranks.
+        control: the same ranks, on gloo.
+        device: of this rank's memory.
+        one_shot_bytes, two_shot_bytes: the largest messages.
+
+    Returns:
+        The memory; or why there is none, the same text on every rank.
+    """
+    memory = PeerMemory(dist.get_rank(group), dist.get_world_size(group), device, one_shot_bytes, two_shot_bytes)
+    gap = _first_gap(control, _reach_gap(control, device))
+    if gap is None:
+        gap = _allocate_on_gpus(memory, group, control) if device.type == "cuda" else _allocate_in_file(memory, control)
+    if gap is not None:
+        return gap
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier(control)  # nobody sends before all memory holds the sentinel
+    return memory
+
+
+def _first_gap(control: dist.ProcessGroup, gap: str | None) -> str | None:
+    """What the first rank that misses something misses; None if no rank does."""
+    gaps: list[str | None] = [None] * dist.get_world_size(control)
+    dist.all_gather_object(gaps, gap, control)
+    return next((f"rank {rank}: {said}" for rank, said in enumerate(gaps) if said is not None), None)
+
+
+def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why this rank cannot reach the others' memory, as far as that can be told before trying."""
+    cuda = device.type == "cuda"
+    mine = socket.gethostname(), device.type, str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
+    all_of: list[tuple[str, str, str]] = [mine] * dist.get_world_size(control)
+    dist.all_gather_object(all_of, mine, control)
+    hosts = sorted({host for host, _, _ in all_of})
+    if len(hosts) > 1:
+        return f"the ranks are on several machines: {', '.join(hosts)}"
+    if any(kind != device.type for _, kind, _ in all_of):
+        return f"some ranks are on {device.type}, some are not"
+    if not cuda:
+        return None
+    if torch.version.hip is not None:
+        return "kernels between peers were not run on AMD GPUs yet"
+    if len({uuid for _, _, uuid in all_of}) < len(all_of):
+        return "several ranks share a GPU, where a kernel of one may wait for a kernel of another that cannot start"
+    visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
+    for rank, (_, _, uuid) in enumerate(all_of):
+        other = visible.get(uuid)  # one that is not visible to this process is tried when memory is mapped
+        if other is not None and other != device.index and not torch.cuda.can_device_access_peer(device, other):
+            return f"its GPU cannot access the memory of rank {rank}'s"
+    return None
+
+
+def _allocate_on_gpus(memory: PeerMemory, group: dist.ProcessGroup, control: dist.ProcessGroup) -> str | None:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    gap: str | None = None
+    try:
+        words = symmetric.empty(memory.nbytes // 4, dtype=torch.int32, device=memory.device)
+        words.fill_(SENTINEL)
+    except RuntimeError as error:
+        gap = f"symmetric memory cannot be allocated: {_first_line(error)}"
+    gap = _first_gap(control, gap)
+    if gap is not None:
+        return gap
+    try:
+        handle = symmetric.rendezvous(words, group)
+        memory.found([int(address) for address in handle.buffer_ptrs], words, handle)
+    except RuntimeError as error:
+        gap = f"symmetric memory cannot be mapped: {_first_line(error)}"
+    return _first_gap(control, gap)
+
+
+def _allocate_in_file(memory: PeerMemory, control: dist.ProcessGroup) -> str | None:
+    """Maps a file of each rank, for processes on CPUs. The files have no names any more when this returns."""
+    folders: list[Any] = [tempfile.mkdtemp(prefix="peer_memory_") if memory.rank == 0 else None]
+    dist.broadcast_object_list(folders, dist.get_global_rank(control, 0), control)
+    path, gap = os.path.join(folders[0], "{}"), None
+    maps: list[Tensor] = []
+
+    def map_file(rank: int) -> Tensor:
+        return torch.from_file(path.format(rank), shared=True, size=memory.nbytes // 4, dtype=torch.int32)
+
+    try:
+        own = map_file(memory.rank).fill_(SENTINEL)
+    except (OSError, RuntimeError) as error:
+        gap = f"a file of {memory.nbytes} bytes cannot be mapped: {_first_line(error)}"
+    gap = _first_gap(control, gap)
+    if gap is None:
+        try:
+            maps = [own if rank == memory.rank else map_file(rank) for rank in range(memory.world_size)]
+        except (OSError, RuntimeError) as error:
+            gap = f"another rank's file cannot be mapped: {_first_line(error)}"
+        gap = _first_gap(control, gap)
+    if memory.rank == 0:
+        shutil.rmtree(folders[0], ignore_errors=True)
+    if gap is None:
+        memory.found([each.data_ptr() for each in maps], *maps)
+    return gap
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

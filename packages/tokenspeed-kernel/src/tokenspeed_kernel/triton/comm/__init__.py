@@ -1,0 +1,1 @@
+"""Portable kernels between processes that reach one another's memory."""

@@ -1,0 +1,265 @@
+"""Device code of the all-reduces between peers, with or without the residual add and normalisation of their result.
+
+One program works on a row at a time, in turns: it sends its own row, waits for those of the other ranks, and adds them in the order
+of the ranks, so that every rank gets the same bits.
+
+*One shot*: every rank sends every row to every other rank, and each adds them all. One trip.
+*Two shots*: row r belongs to rank r mod world size. The others send it to its owner, who adds them and sends the sum to all. Two
+trips, and 2 / world size of the bytes. Every rank normalises all sums itself: sending normalised rows, too, would take as long again.
+
+Memory that waits for vectors is there twice, for calls in turns. Each unit of 512 bytes of it has a generation, which says how often
+it was used, and so whose turn it is; see `tokenspeed_kernel_base.ops.comm.peers`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.comm._peers_device import VECTOR, clear, pack, poll, push, rounded, sendable, unpack
+
+# Vectors that share a generation.
+_UNIT = tl.constexpr(32)
+
+
+@triton.jit
+def _load(start, row, column, inside, ROW: tl.constexpr):
+    """The words of a row that lies densely behind ``start``."""
+    vector = row.to(tl.int64) * ROW + column
+    return tl.load(start.to(tl.pointer_type(tl.int32), bitcast=True) + vector[:, None] * 4 + tl.arange(0, 4)[None, :], inside[:, None])
+
+
+@triton.jit
+def _store(start, row, column, inside, words, ROW: tl.constexpr):
+    vector = row.to(tl.int64) * ROW + column
+    tl.store(
+        start.to(tl.pointer_type(tl.int32), bitcast=True) + vector[:, None] * 4 + tl.arange(0, 4)[None, :], words, inside[:, None]
+    )
+
+
+@triton.jit
+def _inside(row, column, total, ROW: tl.constexpr):
+    """Which vectors of a row there are; the last row may be short."""
+    return (column < ROW) & (row.to(tl.int64) * ROW + column < total)
+
+
+@triton.jit
+def _from_other(inside, rank, other, column):
+    """Which vectors another rank sends: none if it is this one."""
+    return inside & (column * 0 + rank != other)
+
+
+@triton.jit
+def _slot(generations, position, column, inside, half, UNITS: tl.constexpr):
+    """Where the vectors of a row go in memory that waits, in bytes from its start; and the generations of their units."""
+    unit = position * UNITS + column // _UNIT
+    generation = tl.load(generations + unit, mask=inside, other=0)
+    return (generation & 1).to(tl.int64) * half + (position.to(tl.int64) * (UNITS * _UNIT) + column) * VECTOR, generation
+
+
+@triton.jit
+def _next_generation(generations, position, column, inside, generation, UNITS: tl.constexpr):
+    """To be called after a barrier, when all threads have read the generation."""
+    first = inside & (column % _UNIT == 0)
+    tl.store(generations + position * UNITS + column // _UNIT, generation + 1, mask=first)
+
+
+@triton.jit
+def _finish(
+    first,
+    second,
+    row,
+    column,
+    inside,
+    scales,
+    residual,
+    out,
+    residual_out,
+    hidden,
+    eps,
+    DTYPE: tl.constexpr,
+    ROW: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    residual_words,
+):
+    """Writes a row's sum, or what follows from it."""
+    if NORM:
+        first, second = rounded(first, DTYPE), rounded(second, DTYPE)
+        if RESIDUAL:
+            first_added, second_added = unpack(residual_words, DTYPE)
+            first, second = rounded(first + first_added, DTYPE), rounded(second + second_added, DTYPE)
+            _store(residual_out, row, column, inside, pack(first, second, DTYPE), ROW)
+        squares = tl.sum(tl.sum(first * first + second * second, axis=1), axis=0)
+        inverse = tl.rsqrt(squares / hidden + eps)
+        first_scale, second_scale = unpack(scales, DTYPE)
+        first, second = first * inverse * first_scale, second * inverse * second_scale
+    _store(out, row, column, inside, pack(first, second, DTYPE), ROW)
+
+
+@triton.jit(do_not_specialize=["rows", "total", "rank"])
+def one_shot_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    residual_out,
+    generations,
+    targets,
+    source,
+    capacity,
+    rows,
+    total,
+    rank,
+    hidden,
+    eps,
+    limit,
+    WORLD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    UNITS: tl.constexpr = (ROW + _UNIT - 1) // _UNIT
+    column = tl.arange(0, BLOCK)
+    capacity = capacity.to(tl.int64)
+    half = WORLD * capacity
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    scales = tl.zeros((BLOCK, 4), tl.int32)
+    if NORM:
+        scales = _load(weight, rank * 0, column, column < ROW, ROW)
+    for start in range(tl.program_id(0), tl.program_id(0) + 1 if ONCE else rows, 1 if ONCE else tl.num_programs(0)):
+        row = tl.program_id(0) if ONCE else start
+        inside = _inside(row, column, total, ROW)
+        slot, generation = _slot(generations, row, column, inside, half, UNITS)
+        own = _load(x, row, column, inside, ROW)
+        added = own
+        if RESIDUAL:
+            added = _load(residual, row, column, inside, ROW)
+        words = sendable(own, DTYPE)
+        for index in tl.static_range(WORLD - 1):
+            push(targets[index] + slot, words, inside)
+        first = tl.zeros((BLOCK, 4), tl.float32)
+        second = tl.zeros((BLOCK, 4), tl.float32)
+        for other in tl.static_range(WORLD):
+            active = _from_other(inside, rank, other, column)
+            received = poll(source + other * capacity + slot, active, limit, PACK)
+            first_part, second_part = unpack(tl.where(rank == other, own, received), DTYPE)
+            first += first_part
+            second += second_part
+        _finish(
+            first, second, row, column, inside, scales, residual, out, residual_out, hidden, eps, DTYPE, ROW, NORM, RESIDUAL, added
+        )
+        tl.debug_barrier()
+        for other in tl.static_range(WORLD):
+            clear(source + other * capacity + slot, _from_other(inside, rank, other, column))
+        _next_generation(generations, row, column, inside, generation, UNITS)
+
+
+@triton.jit(do_not_specialize=["rows", "total", "rank"])
+def two_shot_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    residual_out,
+    generations,
+    sum_generations,
+    targets,
+    sum_targets,
+    source,
+    sum_source,
+    capacity,
+    sum_capacity,
+    units,
+    rows,
+    total,
+    rank,
+    hidden,
+    eps,
+    limit,
+    WORLD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ONCE: tl.constexpr,
+    EARLY: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    UNITS: tl.constexpr = (ROW + _UNIT - 1) // _UNIT
+    column = tl.arange(0, BLOCK)
+    capacity = capacity.to(tl.int64)
+    half = WORLD * capacity
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    scales = tl.zeros((BLOCK, 4), tl.int32)
+    if NORM:
+        scales = _load(weight, rank * 0, column, column < ROW, ROW)
+    for start in range(tl.program_id(0), tl.program_id(0) + 1 if ONCE else rows, 1 if ONCE else tl.num_programs(0)):
+        row = tl.program_id(0) if ONCE else start
+        owner = row % WORLD
+        position = row // WORLD
+        inside = _inside(row, column, total, ROW)
+        # Generations of memory at the owner: every rank counts those of all owners.
+        owned = generations + owner * units
+        slot, generation = _slot(owned, position, column, inside, half, UNITS)
+        sum_slot, sum_generation = _slot(sum_generations, row, column, inside, sum_capacity, UNITS)
+        own = _load(x, row, column, inside, ROW)
+        added = own
+        if RESIDUAL:
+            added = _load(residual, row, column, inside, ROW)
+        if owner != rank:
+            for index in tl.static_range(WORLD - 1):
+                # Targets begin with the rank behind this one.
+                to_owner = inside & (column * 0 + (rank + 1 + index) % WORLD == owner)
+                push(targets[index] + slot, sendable(own, DTYPE), to_owner)
+            total_words = poll(sum_source + sum_slot, inside, limit, PACK)
+        else:
+            first = tl.zeros((BLOCK, 4), tl.float32)
+            second = tl.zeros((BLOCK, 4), tl.float32)
+            for other in tl.static_range(WORLD):
+                active = _from_other(inside, rank, other, column)
+                received = poll(source + other * capacity + slot, active, limit, PACK)
+                first_part, second_part = unpack(tl.where(rank == other, own, received), DTYPE)
+                first += first_part
+                second += second_part
+            # What the others receive, and nothing else, so that all have the same bits.
+            total_words = sendable(pack(first, second, DTYPE), DTYPE)
+            for index in tl.static_range(WORLD - 1):
+                push(sum_targets[index] + sum_slot, total_words, inside)
+        first_sum, second_sum = unpack(total_words, DTYPE)
+        _finish(
+            first_sum,
+            second_sum,
+            row,
+            column,
+            inside,
+            scales,
+            residual,
+            out,
+            residual_out,
+            hidden,
+            eps,
+            DTYPE,
+            ROW,
+            NORM,
+            RESIDUAL,
+            added,
+        )
+        tl.debug_barrier()
+        if owner == rank:
+            for other in tl.static_range(WORLD):
+                clear(source + other * capacity + slot, _from_other(inside, rank, other, column))
+        else:
+            clear(sum_source + sum_slot, inside)
+        _next_generation(owned, position, column, inside, generation, UNITS)
+        _next_generation(sum_generations, row, column, inside, sum_generation, UNITS)

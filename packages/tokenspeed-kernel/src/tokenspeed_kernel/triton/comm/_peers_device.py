@@ -1,0 +1,179 @@
+"""How a kernel sends vectors of 16 bytes to other ranks, and waits for theirs.
+
+A vector's arrival is seen by its value. Memory that waits for vectors holds `SENTINEL` in every 32-bit word, and no word that is
+sent has that value. Words arrive whole, so a vector is there when none of its four words is the sentinel, and no flag, fence or
+second trip is needed. Whoever reads a vector puts the sentinel back (this is the low-latency protocol of NCCL, and the one-shot
+all-reduce of TensorRT-LLM).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.target_info import is_cuda
+
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+# 0x80008000: two negative zeros of 16 bits.
+SENTINEL = tl.constexpr(-2147450880)
+_SENTINEL_HEX = "0x80008000"
+
+VECTOR = tl.constexpr(16)
+"""Bytes of a vector."""
+
+
+def _poll_asm(pack: int) -> str:
+    """Loads ``pack`` vectors until all their words have arrived; those that are not active give zeros.
+
+    Every 65536 turns the time is compared, and a wait longer than the limit (in ns) traps: the launch fails, and nothing hangs.
+    """
+    word = [[f"${plane * pack + item}" for plane in range(4)] for item in range(pack)]
+    address = [f"${4 * pack + item}" for item in range(pack)]
+    active = [f"${5 * pack + item}" for item in range(pack)]
+    limit = f"${6 * pack}"
+    lines = [
+        "{",
+        ".reg .pred again, slow, late;",
+        *(f".reg .pred active{item};" for item in range(pack)),
+        ".reg .b32 turns, low;",
+        ".reg .b64 began, now;",
+        "mov.b32 turns, 0;",
+        "mov.b64 began, 0;",
+        *(f"mov.b32 {register}, 0;" for item in range(pack) for register in word[item]),
+        *(f"setp.ne.b32 active{item}, {active[item]}, 0;" for item in range(pack)),
+        "AGAIN:",
+        *(f"@active{item} ld.relaxed.sys.global.v4.b32 {{{', '.join(word[item])}}}, [{address[item]}];" for item in range(pack)),
+        f"setp.eq.b32 again, {word[0][0]}, {_SENTINEL_HEX};",
+        *(
+            f"setp.eq.or.b32 again, {register}, {_SENTINEL_HEX}, again;"
+            for item in range(pack)
+            for register in word[item]
+            if register != word[0][0]
+        ),
+        "@!again bra DONE;",
+        "add.u32 turns, turns, 1;",
+        "and.b32 low, turns, 0xffff;",
+        "setp.ne.b32 slow, low, 0;",
+        "@slow bra AGAIN;",
+        "mov.u64 now, %globaltimer;",
+        "setp.eq.b64 late, began, 0;",
+        "@late mov.b64 began, now;",
+        "sub.u64 now, now, began;",
+        f"setp.gt.u64 late, now, {limit};",
+        "@late trap;",
+        "bra AGAIN;",
+        "DONE:",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+def _poll_constraints(pack: int) -> str:
+    return ",".join(["=&r"] * 4 * pack + ["l"] * pack + ["r"] * pack + ["l"] * pack)
+
+
+_POLL_1, _POLL_1_REGISTERS = tl.constexpr(_poll_asm(1)), tl.constexpr(_poll_constraints(1))
+_POLL_2, _POLL_2_REGISTERS = tl.constexpr(_poll_asm(2)), tl.constexpr(_poll_constraints(2))
+_POLL_4, _POLL_4_REGISTERS = tl.constexpr(_poll_asm(4)), tl.constexpr(_poll_constraints(4))
+
+_PUSH = tl.constexpr("""{
+.reg .pred active;
+setp.ne.b32 active, $6, 0;
+@active st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5};
+mov.b32 $0, 0;
+}""")
+
+
+@triton.jit
+def words_at(address):
+    """Pointers to the words of vectors, ``[vectors, 4]``, from their addresses, int64 ``[vectors]``."""
+    return address[:, None].to(tl.pointer_type(tl.int32)) + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def push(address, words, active):
+    """Sends vectors, int32 ``[vectors, 4]``, to addresses, int64 ``[vectors]``, where ``active``."""
+    if _INTERPRETED or not is_cuda():
+        tl.store(words_at(address), words, mask=active[:, None])
+    else:
+        even, odd = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        tl.inline_asm_elementwise(
+            _PUSH,
+            "=r,l,r,r,r,r,r",
+            [address, first, second, third, fourth, active.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def poll(address, active, limit, PACK: tl.constexpr):
+    """Waits for the vectors at addresses, int64 ``[vectors]``: int32 ``[vectors, 4]``; zeros where not ``active``.
+
+    ``limit``: int64, the longest wait in ns. PACK: how many vectors a thread waits for at once; 0 is for any processor: the program
+    asks for all of them until all are there.
+    """
+    if _INTERPRETED or not is_cuda() or PACK == 0:
+        at = words_at(address)
+        words = tl.load(at, mask=active[:, None], other=0, volatile=True)
+        while tl.max(tl.max((words == SENTINEL).to(tl.int32), axis=1), axis=0) != 0:
+            words = tl.load(at, mask=active[:, None], other=0, volatile=True)
+        return words
+    else:
+        ASM: tl.constexpr = _POLL_1 if PACK == 1 else (_POLL_2 if PACK == 2 else _POLL_4)
+        REGISTERS: tl.constexpr = _POLL_1_REGISTERS if PACK == 1 else (_POLL_2_REGISTERS if PACK == 2 else _POLL_4_REGISTERS)
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            ASM,
+            REGISTERS,
+            [address, active.to(tl.int32), limit.to(tl.int64)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=PACK,
+        )
+        return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (address.shape[0], 4))
+
+
+@triton.jit
+def clear(address, active):
+    """Puts the sentinel back. Only after a barrier: another thread may still wait for a vector that it would wipe out."""
+    push(address, tl.full((address.shape[0], 4), SENTINEL, tl.int32), active)
+
+
+@triton.jit
+def sendable(words, DTYPE: tl.constexpr):
+    """Words without the sentinel: two negative zeros become positive ones; of float32, a value changes by less than 2e-45."""
+    if DTYPE == tl.float32:
+        return tl.where(words == SENTINEL, SENTINEL + 1, words)
+    else:
+        return tl.where(words == SENTINEL, 0, words)
+
+
+@triton.jit
+def unpack(words, DTYPE: tl.constexpr):
+    """The elements of words as float32: first and second ones of a pair; for float32 the second ones are zeros."""
+    if DTYPE == tl.float32:
+        first = words.to(tl.float32, bitcast=True)
+        return first, tl.zeros_like(first)
+    elif DTYPE == tl.bfloat16:
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        first = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        return first, (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def pack(first, second, DTYPE: tl.constexpr):
+    """Words of rounded elements, see `unpack`."""
+    if DTYPE == tl.float32:
+        return first.to(tl.int32, bitcast=True)
+    else:
+        low = first.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return low | (second.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    return value.to(DTYPE).to(tl.float32)
