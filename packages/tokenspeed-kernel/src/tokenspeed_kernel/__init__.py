@@ -75,6 +75,12 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.attention.mla_extend_with_kvcache import mla_extend_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill
     from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
+    from tokenspeed_kernel_base.ops.comm.all_gather import all_gather
+    from tokenspeed_kernel_base.ops.comm.all_reduce import all_reduce
+    from tokenspeed_kernel_base.ops.comm.all_reduce_rmsnorm import all_reduce_rmsnorm
+    from tokenspeed_kernel_base.ops.comm.moe_combine import moe_combine
+    from tokenspeed_kernel_base.ops.comm.moe_dispatch import moe_dispatch
+    from tokenspeed_kernel_base.ops.comm.reduce_scatter import reduce_scatter
     from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
     from tokenspeed_kernel_base.ops.gemm.bmm import bmm
     from tokenspeed_kernel_base.ops.gemm.mm import mm

@@ -125,7 +125,7 @@ def test_what_works() -> None:
         "sums": dict.fromkeys(("torch.float32", "torch.bfloat16", "torch.int64"), total),
         "turned": torch.tensor(total).t().tolist(),
         "compiled": (torch.tensor(total) + 1).tolist(),
-        "traits": {"world_size": 2, "backend": "gloo"},
+        "traits": {"world_size": 2, "backend": "gloo", "protocol": "none: made by ProcessGroup.of, without peer memory"},
         "agreed": 1.0,
         "environment": "2",
     }
@@ -169,7 +169,8 @@ def test_a_case_for_two_is_verified_by_two() -> None:
     spec = KernelRegistry.get().get_by_name("reference_all_reduce")
     case = next(case for case in get_operator("all_reduce").all_cases() if case.world_size == 2 and not case.large)
     result = verify_case(spec, case, "cpu")
-    assert (result.status, result.traits) == (Status.PASSED, {"world_size": 2, "backend": "gloo"}), result.reason
+    wanted = {"world_size": 2, "backend": "gloo", "protocol": "none: 4290 bytes are no multiple of 16"}
+    assert (result.status, result.traits) == (Status.PASSED, wanted), result.reason
     assert result.comparisons
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.comm._inputs import captured_values, own_values
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
@@ -21,24 +21,24 @@ from tokenspeed_kernel_base.variation import Variation, Want
 def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """The sum of the x of all ranks, on every rank.
 
-    Every rank of the group must call this in the same order, with x of the same shape and dtype. On gloo the reference makes sure
-    of that at the first call of each shape and dtype, within ``group.time_limit_s``.
+    Every rank of the group must call this in the same order, with x of the same shape and dtype. On gloo, and with peer memory,
+    that is made sure of at the first call of each shape and dtype, within ``group.time_limit_s``.
 
     float16 and bfloat16 are added in float32 and rounded once. Kernels may round partial sums to x's dtype, too: that is one
-    rounding for each rank. In which order ranks are added is not said, but all ranks get the same bits.
+    rounding for each rank. In which order ranks are added is not said, but all ranks get the same bits. Kernels that send over peer
+    memory wait for other ranks no longer than ``group.peer_time_limit_s``, after which the launch fails.
 
     Args:
         x: float16, bfloat16, float32, float64, int32 or int64 ``[...]``. Only written to if it is ``out``.
-        group: the ranks: `ProcessGroup.of`.
+        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that need no library between processes.
         out: receives the sum; may be x itself, and must not overlap it otherwise.
 
     Returns:
         Like x and contiguous.
 
     Raises:
-        TypeError, ValueError: an argument is not as stated above, or (on gloo, at the first call) another rank calls something
-            else.
-        RuntimeError: on gloo, at the first call: not every rank called in time; or the group was destroyed.
+        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
+        RuntimeError: at the first call, not every rank called in time; or the group was destroyed.
 
     Example:
         >>> import torch
@@ -51,14 +51,14 @@ def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
     halves = x.dtype in (torch.float16, torch.bfloat16)
     total = x.to(torch.float32 if halves else x.dtype, copy=True, memory_format=torch.contiguous_format)
     if group.world_size > 1:
-        group.check_agreement(f"all_reduce(x: {dtype_name(x.dtype)} {list(x.shape)})")
+        group.check_agreement("all_reduce", x=x)
         dist.all_reduce(total, group=group.group)
     return total.to(x.dtype)
 
 
 @all_reduce.traits
-def _(group: ProcessGroup) -> dict[str, object]:
-    return {"world_size": group.world_size, "backend": group.backend}
+def _(x: Tensor, group: ProcessGroup) -> dict[str, object]:
+    return {"world_size": group.world_size, "backend": group.backend, "protocol": group.protocol(nbytes(x))}
 
 
 @all_reduce.check
@@ -76,11 +76,8 @@ def _(x: Tensor) -> Tensor:
 @recipe
 def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
-        group = ProcessGroup.of()
-        if not dtype.is_floating_point:
-            return {"x": draw.integers(-100, 100, group.world_size, *shape, dtype=dtype)[group.rank], "group": group}
-        # Every rank draws all ranks' values, from one seed, and keeps its own.
-        return {"x": draw.normal(group.world_size, *shape, dtype=dtype)[group.rank].clone(), "group": group}
+        group = ProcessGroup.with_peer_memory()
+        return {"x": own_values(draw, group, *shape, dtype=dtype), "group": group}
 
     return make
 
@@ -92,6 +89,7 @@ def _() -> list[Case]:
         Case("one rank, int32", _inputs(9, dtype=torch.int32)),
         Case("one rank, no elements", _inputs(0, 64)),
         Case("2 ranks, bfloat16", _inputs(33, 65), world_size=2),
+        Case("2 ranks, float16, whole vectors", _inputs(3, 264, dtype=torch.float16), world_size=2),
         Case("gpt-oss-120b decode 64, 2 ranks", _inputs(64, 2880), large=True, world_size=2),
         Case("gpt-oss-120b prefill 4096, 2 ranks", _inputs(4096, 2880), large=True, world_size=2),
         Case("llama-3-70b decode 64, 8 ranks", _inputs(64, 8192), large=True, world_size=8),
@@ -102,8 +100,7 @@ def _() -> list[Case]:
 def _(variation: Variation, x: Tensor) -> dict[str, Any]:
     if variation.want is not Want.CAPTURED:
         return {}
-    values = {} if x.is_floating_point() else {"x": variation.draw.integers(-100, 100, *x.shape, dtype=x.dtype)}
-    return {"group": ProcessGroup.of(), **values}
+    return {"group": ProcessGroup.with_peer_memory(), **captured_values(variation.draw, x)}
 
 
 @all_reduce.cost

@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import describe
-from tokenspeed_kernel_base.ops.comm.peers import PeerMemory, connect, one_shot_most
+from tokenspeed_kernel_base.ops.comm.peers import CHUNK, PeerMemory, connect, one_shot_most
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.signature import dtype_name
 
 # The backend of a group of one process, which sends nothing.
 ALONE = "none"
 
-# 8192 rows of 2880 in bfloat16, and as much for each row's last unit.
-_PEER_BYTES = 48 << 20
+# The largest message by default, by backend: 8192 rows of 2880 in bfloat16, whose last units are not full; on CPUs, where kernels
+# are only interpreted, less.
+_PEER_BYTES = {"nccl": 48 << 20, "gloo": 1 << 20}
 
 
 class ProcessGroup(Resource):
@@ -27,8 +28,8 @@ class ProcessGroup(Resource):
 
     Every rank of a group must make the same calls with it, in the same order, with tensors of equal shapes and dtypes. On gloo, and
     in a group with peer memory, that is made sure of at the first call of each kind, see `check_agreement`. Elsewhere a difference
-    hangs, or gives wrong numbers. The ranks must also choose the same kernel: with the same packages, settings and tuned tables they
-    do.
+    hangs, or gives wrong numbers. The ranks must also choose the same kernel: with the same packages, settings and tuned tables
+    they do.
 
     Attributes:
         rank: this process, from 0.
@@ -104,27 +105,27 @@ class ProcessGroup(Resource):
 
         Args:
             group: as for `of`.
-            one_shot_bytes: the largest message that is sent directly. It takes ``2 * world_size`` times as much memory.
-            two_shot_bytes: the largest message that is sent through owners. It takes four times as much memory.
+            one_shot_bytes: the largest message that every rank sends to all others. It takes ``2 * world_size`` times as much
+            memory. two_shot_bytes: the largest message that is sent through owners of rows. It takes four times as much memory. By
+            default
+                there is memory for 48 MiB in all, on CPUs for 1 MiB.
 
         Raises:
             TypeError: as `of`.
-            ValueError: the group has peer memory of other sizes already.
+            ValueError: the group has less peer memory already.
         """
         group = _torch_group(group)
         if group is None:
             return _alone
         known = _connected.get(group)
-        sizes = _sizes(dist.get_world_size(group), one_shot_bytes, two_shot_bytes)
-        if known is not None:
-            if known._wanted != sizes:
-                raise ValueError(f"{known} has peer memory for {known._wanted} bytes in one and two shots, got {sizes}")
-            return known
-        made = _connected[group] = _connect(cls, group, *sizes)
-        made._wanted = sizes
-        return made
-
-    _wanted: tuple[int, int] = (0, 0)
+        if known is None:
+            known = _connected[group] = _connect(cls, group, one_shot_bytes, two_shot_bytes)
+        if known.peers is not None:
+            for name, wanted in (("one_shot_bytes", one_shot_bytes), ("two_shot_bytes", two_shot_bytes)):
+                there = getattr(known.peers, name)
+                if wanted is not None and wanted > there:
+                    raise ValueError(f"{name} must be at most {there}, with which {known} was made first, got {wanted}")
+        return known
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -145,23 +146,23 @@ class ProcessGroup(Resource):
     def __repr__(self) -> str:
         return f"ProcessGroup(rank {self.rank} of {self.world_size}, {self.backend})"
 
-    def protocol(self, row_bytes: int, rows: int) -> str:
-        """How kernels send a message over peer memory: ``"one_shot"`` or ``"two_shot"``, or why they do not. The same on every rank.
+    def protocol(self, nbytes: int, row_bytes: int = CHUNK) -> str:
+        """How kernels send a message over peer memory: ``"one_shot"`` or ``"two_shot"``, or why they do not. The same on every
+        rank.
 
         Args:
-            row_bytes: of a row of the message.
-            rows: how many.
+            nbytes: of the message.
+            row_bytes: of each of its rows; the last one may be shorter.
         """
-        return self.peers.protocol(row_bytes, rows) if self.peers is not None else f"none: {self.peer_gap}"
+        return self.peers.protocol(nbytes, row_bytes) if self.peers is not None else f"none: {self.peer_gap}"
 
-    def check_agreement(self, call: str, *tensors: Tensor | None, **options: Hashable) -> None:
-        """Makes sure that every rank makes the same call, the first time that this rank makes it; nothing where ranks have no way to
-        tell one another: without gloo and without peer memory.
+    def check_agreement(self, call: str, **arguments: Tensor | Hashable) -> None:
+        """Makes sure that every rank makes the same call, the first time that this rank makes it; nothing where ranks have no way
+        to tell one another: without gloo and without peer memory.
 
         Args:
             call: what is called: ``"all_reduce"``.
-            tensors: whose dtypes and shapes must be the same on every rank.
-            options: what else must be.
+            arguments: what must be the same on every rank: of tensors dtypes and shapes.
 
         Raises:
             ValueError: other ranks make another call; the message has each rank's.
@@ -170,14 +171,16 @@ class ProcessGroup(Resource):
         """
         if self._control is None or self.world_size == 1:
             return
-        key = call, *(None if t is None else (t.dtype, t.shape) for t in tensors), *options.values()
+        key = call, *((a.dtype, a.shape) if isinstance(a, Tensor) else a for a in arguments.values())
         if key in self._agreed:
             return
         control = self._control()
         if control is None:
             raise RuntimeError(f"{self} was destroyed: make another after torch.distributed is initialised again")
-        said = [*("None" if t is None else f"{dtype_name(t.dtype)} {list(t.shape)}" for t in tensors)]
-        said += [f"{name}={value}" for name, value in options.items()]
+        said = (
+            f"{name}: {dtype_name(a.dtype)} {list(a.shape)}" if isinstance(a, Tensor) else f"{name}={a}"
+            for name, a in arguments.items()
+        )
         self._agree(control, f"{call}({', '.join(said)})")
         self._agreed.add(key)
 
@@ -205,32 +208,35 @@ def _torch_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group
 
 
-def _sizes(world_size: int, one_shot_bytes: int | None, two_shot_bytes: int | None) -> tuple[int, int]:
-    one = min(_PEER_BYTES, one_shot_most(world_size)) if one_shot_bytes is None else one_shot_bytes
-    two = (0 if one >= _PEER_BYTES else _PEER_BYTES) if two_shot_bytes is None else two_shot_bytes
+def _sizes(world_size: int, most: int, one_shot_bytes: int | None, two_shot_bytes: int | None) -> tuple[int, int]:
+    one = min(most, one_shot_most(world_size)) if one_shot_bytes is None else one_shot_bytes
+    two = (0 if one >= most else most) if two_shot_bytes is None else two_shot_bytes
     for name, value in (("one_shot_bytes", one), ("two_shot_bytes", two)):
         if value < 0:
             raise ValueError(f"{name} must be at least 0, got {value}")
     return one, two
 
 
-def _connect(cls: type[ProcessGroup], group: dist.ProcessGroup, one_shot_bytes: int, two_shot_bytes: int) -> ProcessGroup:
-    backend = str(dist.get_backend(group))
-    if dist.get_world_size(group) == 1:
+def _connect(
+    cls: type[ProcessGroup], group: dist.ProcessGroup, one_shot_bytes: int | None, two_shot_bytes: int | None
+) -> ProcessGroup:
+    backend, world_size = str(dist.get_backend(group)), dist.get_world_size(group)
+    if world_size == 1:
         return cls(group, peers="the group has one rank")
-    if backend not in ("gloo", "nccl"):
+    if backend not in _PEER_BYTES:
         return cls(group, peers=f"peers' memory is reached in groups of gloo and nccl, not of {backend}")
+    sizes = _sizes(world_size, _PEER_BYTES[backend], one_shot_bytes, two_shot_bytes)
     control = group
     if backend == "nccl":
         control = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    return cls(group, control, connect(group, control, device, one_shot_bytes, two_shot_bytes))
+    return cls(group, control, connect(group, control, device, *sizes))
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-_alone = ProcessGroup(None)
+_alone = ProcessGroup(None, peers="the group has one rank")
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 _connected: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()

@@ -9,10 +9,10 @@ There are two protocols, which kernels implement:
 what becomes of it to all.
 
 Both tell that data has arrived by its value: memory that waits holds `SENTINEL` in each 32-bit word, no such word is ever sent, and
-who reads a word puts the sentinel back. The memory is there twice, and calls use the two in turns: a rank that sends for the next but one
-call has received something of every rank's next call, and so every rank is done with this one. Each unit of `UNIT` bytes counts its
-uses by itself, on the device, so that graphs may be replayed in any order, and calls may be of any sizes. All this rests on every rank
-making the same calls in the same order, on one stream, or on streams that wait for one another.
+who reads a word puts the sentinel back. The memory is there twice, and calls use the two in turns: a rank that sends for the next
+but one call has received something of every rank's next call, and so every rank is done with this one. Each unit of `UNIT` bytes
+counts its uses by itself, on the device, so that graphs may be replayed in any order, and calls may be of any sizes. All this
+rests on every rank making the same calls in the same order, on one stream, or on streams that wait for one another.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ UNIT = 512
 
 VECTOR = 16
 """Bytes that are sent at once."""
+
+CHUNK = 4096
+"""Bytes of a row of a message that has no rows of its own."""
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 
@@ -91,18 +94,29 @@ class PeerMemory:
         self.sums = tuple(other + self._sums_start for other in others)
         self.sums_source = own + self._sums_start
 
-    def protocol(self, row_bytes: int, rows: int) -> str:
+    def protocol(self, nbytes: int, row_bytes: int) -> str:
         """How a message of rows is sent, `ONE_SHOT` or `TWO_SHOT`; where it cannot be, why not. All ranks say the same."""
-        row = -(-row_bytes // UNIT) * UNIT
-        if row_bytes % VECTOR:
-            return f"none: {row_bytes} bytes are no multiple of {VECTOR}"
-        if row * rows <= min(self.one_shot_bytes, one_shot_most(self.world_size)):
-            return ONE_SHOT
-        if row * -(-rows // self.world_size) <= self.share_bytes:
-            return TWO_SHOT
-        if row * rows <= self.one_shot_bytes:
-            return ONE_SHOT
-        return f"none: {row * rows} bytes are more than the {max(self.one_shot_bytes, self.two_shot_bytes)} of the peer memory"
+        best = ONE_SHOT if nbytes <= one_shot_most(self.world_size) else TWO_SHOT
+        for protocol in (best, ONE_SHOT, TWO_SHOT):
+            if self.gap(protocol, nbytes, row_bytes) is None:
+                return protocol
+        return f"none: {self.gap(best, nbytes, row_bytes)}"
+
+    def gap(self, protocol: str, nbytes: int, row_bytes: int) -> str | None:
+        """Why a message of rows cannot be sent by a protocol; None where it can."""
+        for size in (row_bytes, nbytes):
+            if size % VECTOR:
+                return f"{size} bytes are no multiple of {VECTOR}"
+        rows, row = -(-nbytes // row_bytes), _whole_units(row_bytes)
+        if protocol == TWO_SHOT:
+            needed, most = -(-rows // self.world_size) * row, self.share_bytes
+        else:
+            needed, most = (rows - 1) * row + _whole_units(nbytes - (rows - 1) * row_bytes), self.one_shot_bytes
+        return f"{needed} bytes are more than the {most} that there are for {protocol}" if needed > most else None
+
+
+def _whole_units(nbytes: int) -> int:
+    return -(-nbytes // UNIT) * UNIT
 
 
 def connect(

@@ -15,8 +15,16 @@ from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._mha_call import Formats
 from tokenspeed_kernel.triton.attention._mla_schedule import schedule_units
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
-from tokenspeed_kernel.triton.attention._split_kv import OVERLAPPING, merge_units
-from tokenspeed_kernel.triton.common import cdiv, common_device, dense, for_architecture, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.attention._split_kv import merge_units
+from tokenspeed_kernel.triton.common import (
+    OVERLAPPING,
+    cdiv,
+    common_device,
+    dense,
+    for_architecture,
+    multiprocessors,
+    next_power_of_2,
+)
 from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype

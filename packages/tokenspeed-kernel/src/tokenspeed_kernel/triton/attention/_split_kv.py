@@ -25,8 +25,6 @@ _LENGTHS_AT_ONCE = 1024
 _MERGED_AT_ONCE = 2048  # elements of partial outputs: 16 a thread
 _FEW = 4  # programs of a multiprocessor that take no longer together than one
 _MANY = 256  # the same of programs that return at once
-# Where a kernel may be launched while the one before it is still at work.
-OVERLAPPING = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
 
 
 class Walk(NamedTuple):

@@ -17,8 +17,17 @@ from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
 from tokenspeed_kernel.triton.attention._fp8_pairs import pairable, paired
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
 from tokenspeed_kernel.triton.attention._shape import Shape, scales_apart
-from tokenspeed_kernel.triton.attention._split_kv import OVERLAPPING, merge_units, plan_units
-from tokenspeed_kernel.triton.common import TRITON, cdiv, common_device, dense, for_architecture, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.attention._split_kv import merge_units, plan_units
+from tokenspeed_kernel.triton.common import (
+    OVERLAPPING,
+    TRITON,
+    cdiv,
+    common_device,
+    dense,
+    for_architecture,
+    multiprocessors,
+    next_power_of_2,
+)
 from tokenspeed_kernel_base.checks import FP8
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.attention._softmax import output_dtype, softmax_scale_of

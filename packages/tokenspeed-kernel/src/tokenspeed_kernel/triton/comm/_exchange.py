@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import common_device, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import OVERLAPPING, common_device, for_architecture, multiprocessors, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import ONE_SHOT, UNIT, VECTOR, PeerMemory
@@ -20,9 +20,10 @@ class Config(NamedTuple):
 
     Attributes:
         warps: of a program.
-        pack: vectors that a thread waits for at once; 0 asks for all of a program's.
-        programs: on a multiprocessor, at most.
-        early: whether the launch begins before the previous kernel has ended.
+        pack: vectors that a thread waits for at once; 0 asks for all of a program's until all are there, on any processor.
+        programs: on a multiprocessor, at most. They start in order and there are as many on every rank, so that those which do not
+            fit at once wait for none that comes later.
+        early: whether the launch begins before the previous kernel has ended, to wait for its end on the device.
     """
 
     warps: int
@@ -31,13 +32,34 @@ class Config(NamedTuple):
     early: bool
 
 
-def config_for(rows: int, vectors: int, device: torch.device) -> Config:
-    if device.type != "cuda":
-        return Config(4, 0, 1, False)
-    return Config(16, 1, 1, True) if rows <= 2 * multiprocessors(device) else Config(4, 4, 4, True)
+# Two H200s, all_reduce_rmsnorm with a residual of [rows, 2880] in bf16, one shot, us a call in a graph of 20
+# (warps / pack / programs; "late" is without an early launch):
+#   rows    8/2/1  16/1/1  16/1/1 late  8/0/1  4/4/1  16/1/2  8/2/2  4/4/2  4/4/4  8/2/4
+#      1     2.77    3.04    3.49        3.22   3.14
+#     16     3.24    3.41    3.92        3.58   3.61
+#     64     4.70    4.47    4.87        4.52   5.03
+#    256             9.30                               7.72   8.33   8.56
+#   1024            25.5                               21.95         22.99  20.86  21.52
+#   8192           185.1                              142.81        145.14 139.67 145.08
+_FEW = Config(8, 2, 1, True)
+_SOME = Config(16, 1, 2, True)
+_MANY = Config(4, 4, 4, True)
+# Rows up to which each is the best.
+_FEW_ROWS, _SOME_ROWS = 32, 512
+# Compiled for AMD GPUs, and interpreted on CPUs, one program after another.
+_ANYWHERE = Config(4, 0, 1, False)
+
+
+def config_for(rows: int, device: torch.device) -> Config:
+    """The shape of programs for so many rows on a device."""
+    if not for_architecture({"nvidia": True, "any": False}, device):
+        return _ANYWHERE
+    config = _FEW if rows <= _FEW_ROWS else _SOME if rows <= _SOME_ROWS else _MANY
+    return config._replace(early=for_architecture(OVERLAPPING, device))
 
 
 def exchange(
+    operator: str,
     protocol: str,
     x: Tensor,
     group: ProcessGroup,
@@ -52,17 +74,23 @@ def exchange(
     """Launches one all-reduce, with what follows it.
 
     Args:
+        operator: whose call it is, for messages.
         protocol: `ONE_SHOT` or `TWO_SHOT`.
         x, out, residual, residual_out: contiguous.
         row: elements of a row; the last one may be short.
         weight: scales the normalised sum; None for the sum itself.
+        config: how programs are shaped, if not as `config_for` says.
+
+    Raises:
+        ValueError: the group has no peer memory, or too little; or (at the first call) another rank calls something else.
+        RuntimeError: at the first call, not every rank called in time.
     """
-    peers = group.peers
-    assert peers is not None
+    peers = _checked(operator, protocol, x, group, row)
+    group.check_agreement(operator, x=x, by=protocol)
     item = VECTOR // x.element_size()
     vectors, total = row // item, x.numel() // item
     rows = -(-total // vectors)
-    config = config or config_for(rows, vectors, x.device)
+    config = config or config_for(rows, x.device)
     block = max(next_power_of_2(vectors), 32 * config.warps * max(config.pack, 1))
     most = config.programs * multiprocessors(x.device)
     kernel = device_code.one_shot_kernel if protocol == ONE_SHOT else device_code.two_shot_kernel
@@ -107,3 +135,13 @@ def _memory(protocol: str, peers: PeerMemory) -> tuple[object, ...]:
         peers.two_shot_bytes,
         peers.share_bytes // UNIT,
     )
+
+
+def _checked(operator: str, protocol: str, x: Tensor, group: ProcessGroup, row: int) -> PeerMemory:
+    """The memory of the group, which holds the message. Calls that name the kernel come here without having been asked."""
+    if group.peers is None:
+        raise ValueError(f"{operator}: group must have peer memory (ProcessGroup.with_peer_memory), got {group}: {group.peer_gap}")
+    gap = group.peers.gap(protocol, x.numel() * x.element_size(), row * x.element_size())
+    if gap is not None:
+        raise ValueError(f"{operator}: x must be a message that the peer memory of {group} holds: {gap}")
+    return group.peers

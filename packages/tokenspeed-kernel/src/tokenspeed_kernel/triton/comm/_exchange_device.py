@@ -5,10 +5,11 @@ of the ranks, so that every rank gets the same bits.
 
 *One shot*: every rank sends every row to every other rank, and each adds them all. One trip.
 *Two shots*: row r belongs to rank r mod world size. The others send it to its owner, who adds them and sends the sum to all. Two
-trips, and 2 / world size of the bytes. Every rank normalises all sums itself: sending normalised rows, too, would take as long again.
+trips, and 2 / world size of the bytes. Every rank normalises all sums itself: sending normalised rows, too, would take as long
+again.
 
-Memory that waits for vectors is there twice, for calls in turns. Each unit of 512 bytes of it has a generation, which says how often
-it was used, and so whose turn it is; see `tokenspeed_kernel_base.ops.comm.peers`.
+Memory that waits for vectors is there twice, for calls in turns. Each unit of 512 bytes of it has a generation, which says how
+often it was used, and so whose turn it is; see `tokenspeed_kernel_base.ops.comm.peers`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _UNIT = tl.constexpr(32)
 def _load(start, row, column, inside, ROW: tl.constexpr):
     """The words of a row that lies densely behind ``start``."""
     vector = row.to(tl.int64) * ROW + column
-    return tl.load(start.to(tl.pointer_type(tl.int32), bitcast=True) + vector[:, None] * 4 + tl.arange(0, 4)[None, :], inside[:, None])
+    return tl.load(
+        start.to(tl.pointer_type(tl.int32), bitcast=True) + vector[:, None] * 4 + tl.arange(0, 4)[None, :], inside[:, None]
+    )
 
 
 @triton.jit

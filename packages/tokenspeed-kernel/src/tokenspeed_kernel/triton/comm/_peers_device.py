@@ -121,7 +121,6 @@ def poll(address, active, limit, PACK: tl.constexpr):
         words = tl.load(at, mask=active[:, None], other=0, volatile=True)
         while tl.max(tl.max((words == SENTINEL).to(tl.int32), axis=1), axis=0) != 0:
             words = tl.load(at, mask=active[:, None], other=0, volatile=True)
-        return words
     else:
         ASM: tl.constexpr = _POLL_1 if PACK == 1 else (_POLL_2 if PACK == 2 else _POLL_4)
         REGISTERS: tl.constexpr = _POLL_1_REGISTERS if PACK == 1 else (_POLL_2_REGISTERS if PACK == 2 else _POLL_4_REGISTERS)
@@ -133,7 +132,8 @@ def poll(address, active, limit, PACK: tl.constexpr):
             is_pure=False,
             pack=PACK,
         )
-        return tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (address.shape[0], 4))
+        words = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (address.shape[0], 4))
+    return words
 
 
 @triton.jit
@@ -143,37 +143,39 @@ def clear(address, active):
 
 
 @triton.jit
-def sendable(words, DTYPE: tl.constexpr):
+def sendable(words, dtype: tl.constexpr):
     """Words without the sentinel: two negative zeros become positive ones; of float32, a value changes by less than 2e-45."""
-    if DTYPE == tl.float32:
-        return tl.where(words == SENTINEL, SENTINEL + 1, words)
-    else:
-        return tl.where(words == SENTINEL, 0, words)
+    replacement: tl.constexpr = SENTINEL + 1 if dtype == tl.float32 else 0
+    return tl.where(words == SENTINEL, replacement, words)
 
 
 @triton.jit
-def unpack(words, DTYPE: tl.constexpr):
+def unpack(words, dtype: tl.constexpr):
     """The elements of words as float32: first and second ones of a pair; for float32 the second ones are zeros."""
-    if DTYPE == tl.float32:
+    if dtype == tl.float32:
         first = words.to(tl.float32, bitcast=True)
-        return first, tl.zeros_like(first)
-    elif DTYPE == tl.bfloat16:
-        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+        second = tl.zeros_like(first)
+    elif dtype == tl.bfloat16:
+        first = (words << 16).to(tl.float32, bitcast=True)
+        second = (words & -65536).to(tl.float32, bitcast=True)
     else:
-        first = words.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-        return first, (words >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+        first = words.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        second = (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return first, second
 
 
 @triton.jit
-def pack(first, second, DTYPE: tl.constexpr):
+def pack(first, second, dtype: tl.constexpr):
     """Words of rounded elements, see `unpack`."""
-    if DTYPE == tl.float32:
-        return first.to(tl.int32, bitcast=True)
+    if dtype == tl.float32:
+        words = first.to(tl.int32, bitcast=True)
     else:
-        low = first.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        return low | (second.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        words = first.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        words |= second.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return words
 
 
 @triton.jit
-def rounded(value, DTYPE: tl.constexpr):
-    return value.to(DTYPE).to(tl.float32)
+def rounded(value, dtype: tl.constexpr):
+    """float32 values, rounded to a dtype."""
+    return value.to(dtype).to(tl.float32)

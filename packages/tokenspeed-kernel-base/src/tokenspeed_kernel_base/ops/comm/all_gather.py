@@ -1,0 +1,103 @@
+"""What all processes of a group have, on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.comm._inputs import captured_values, own_values
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.variation import Variation, Want
+
+
+@operator("comm", "all_gather", formats=("x",), exact=True, varying=("rows",))
+def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
+    """The x of all ranks, one behind the other by rank, on every rank.
+
+    Every rank of the group must call this in the same order, with x of the same shape and dtype. On gloo, and with peer memory,
+    that is made sure of at the first call of each shape and dtype, within ``group.time_limit_s``.
+
+    Args:
+        x: float16, bfloat16, float32, float64, int32 or int64 ``[rows, ...]``. Not written to.
+        group: the ranks: `ProcessGroup.of`.
+        out: receives the result.
+
+    Returns:
+        Like x, ``[world_size * rows, ...]`` and contiguous. Rank r's rows begin at ``r * rows``.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
+        RuntimeError: at the first call, not every rank called in time; or the group was destroyed.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import ProcessGroup, all_gather
+        >>> all_gather(torch.tensor([1.0, 2.0]), ProcessGroup.of())
+        tensor([1., 2.])
+
+    Not safe in CUDA graphs on gloo, which waits for the device; on nccl it is once there was a call outside of a graph.
+    """
+    if group.world_size == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    group.check_agreement("all_gather", x=x)
+    gathered = x.new_empty(group.world_size * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group.group)
+    return gathered
+
+
+@all_gather.traits
+def _(group: ProcessGroup) -> dict[str, object]:
+    return {"world_size": group.world_size, "backend": group.backend}
+
+
+@all_gather.check
+def _(check: Checker, x: Tensor, group: ProcessGroup) -> None:
+    check.dtype("x", x, FLOATS | INTS)
+    check.require(x.dim() > 0, "x", "a tensor of one axis or more", x)
+    check.bind("rows", x.shape[0], "x")
+    check.bind("world_size", group.world_size, "group")
+
+
+@all_gather.fake
+def _(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.new_empty(group.world_size * x.shape[0], *x.shape[1:])
+
+
+@recipe
+def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
+    def make(draw: Draw) -> dict[str, Any]:
+        group = ProcessGroup.with_peer_memory()
+        return {"x": own_values(draw, group, *shape, dtype=dtype), "group": group}
+
+    return make
+
+
+@all_gather.cases
+def _() -> list[Case]:
+    return [
+        Case("one rank, float32", _inputs(5, 7, dtype=torch.float32)),
+        Case("one rank, int32, one axis", _inputs(9, dtype=torch.int32)),
+        Case("one rank, no rows", _inputs(0, 64)),
+        Case("2 ranks, bfloat16", _inputs(33, 65), world_size=2),
+        Case("gpt-oss-120b logits of 64, 2 ranks", _inputs(64, 100544), large=True, world_size=2),
+        Case("gpt-oss-120b prefill 4096, 4 ranks", _inputs(1024, 2880), large=True, world_size=4),
+    ]
+
+
+@all_gather.vary
+def _(variation: Variation, x: Tensor) -> dict[str, Any]:
+    if variation.want is not Want.CAPTURED:
+        return {}
+    return {"group": ProcessGroup.with_peer_memory(), **captured_values(variation.draw, x)}
+
+
+@all_gather.cost
+def _(x: Tensor, group: ProcessGroup) -> Cost:
+    return Cost(flops=0.0, bytes=(1 + group.world_size) * nbytes(x))

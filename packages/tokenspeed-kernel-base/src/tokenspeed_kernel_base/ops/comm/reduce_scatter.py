@@ -1,0 +1,109 @@
+"""A share of the sum over the processes of a group, for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.comm._inputs import captured_values, own_values
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.variation import Variation, Want
+
+
+@operator("comm", "reduce_scatter", formats=("x",), varying=("rows",))
+def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
+    """This rank's rows of the sum of the x of all ranks.
+
+    Every rank of the group must call this in the same order, with x of the same shape and dtype. On gloo, and with peer memory,
+    that is made sure of at the first call of each shape and dtype, within ``group.time_limit_s``.
+
+    float16 and bfloat16 are added in float32 and rounded once. Kernels may round partial sums to x's dtype, too: that is one
+    rounding for each rank. In which order ranks are added is not said.
+
+    Args:
+        x: float16, bfloat16, float32, float64, int32 or int64 ``[world_size * rows, ...]``. Not written to.
+        group: the ranks: `ProcessGroup.of`.
+        out: receives the result.
+
+    Returns:
+        Like x, ``[rows, ...]`` and contiguous: on rank r the rows from ``r * rows`` of the sum.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
+        RuntimeError: at the first call, not every rank called in time; or the group was destroyed.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import ProcessGroup, reduce_scatter
+        >>> reduce_scatter(torch.tensor([1.0, 2.0]), ProcessGroup.of())
+        tensor([1., 2.])
+
+    Not safe in CUDA graphs on gloo, which waits for the device; on nccl it is once there was a call outside of a graph.
+    """
+    halves = x.dtype in (torch.float16, torch.bfloat16)
+    parts = x.to(torch.float32 if halves else x.dtype, copy=True, memory_format=torch.contiguous_format)
+    if group.world_size == 1:
+        return parts.to(x.dtype)
+    group.check_agreement("reduce_scatter", x=x)
+    total = parts.new_empty(x.shape[0] // group.world_size, *x.shape[1:])
+    dist.reduce_scatter_tensor(total, parts, group=group.group)
+    return total.to(x.dtype)
+
+
+@reduce_scatter.traits
+def _(group: ProcessGroup) -> dict[str, object]:
+    return {"world_size": group.world_size, "backend": group.backend}
+
+
+@reduce_scatter.check
+def _(check: Checker, x: Tensor, group: ProcessGroup) -> None:
+    check.dtype("x", x, FLOATS | INTS)
+    check.require(x.dim() > 0, "x", "a tensor of one axis or more", x)
+    check.require(x.shape[0] % group.world_size == 0, "x", f"of a multiple of {group.world_size} rows, one share for each rank", x)
+    check.bind("rows", x.shape[0] // group.world_size, "x")
+    check.bind("world_size", group.world_size, "group")
+
+
+@reduce_scatter.fake
+def _(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.new_empty(x.shape[0] // group.world_size, *x.shape[1:])
+
+
+@recipe
+def _inputs(rows: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
+    def make(draw: Draw) -> dict[str, Any]:
+        group = ProcessGroup.with_peer_memory()
+        return {"x": own_values(draw, group, group.world_size * rows, *shape, dtype=dtype), "group": group}
+
+    return make
+
+
+@reduce_scatter.cases
+def _() -> list[Case]:
+    return [
+        Case("one rank, float32", _inputs(5, 7, dtype=torch.float32)),
+        Case("one rank, int32, one axis", _inputs(9, dtype=torch.int32)),
+        Case("one rank, no rows", _inputs(0, 64)),
+        Case("2 ranks, bfloat16", _inputs(33, 65), world_size=2),
+        Case("gpt-oss-120b prefill 4096, 2 ranks", _inputs(2048, 2880), large=True, world_size=2),
+        Case("gpt-oss-120b prefill 4096, 4 ranks", _inputs(1024, 2880), large=True, world_size=4),
+    ]
+
+
+@reduce_scatter.vary
+def _(variation: Variation, x: Tensor) -> dict[str, Any]:
+    if variation.want is not Want.CAPTURED:
+        return {}
+    return {"group": ProcessGroup.with_peer_memory(), **captured_values(variation.draw, x)}
+
+
+@reduce_scatter.cost
+def _(x: Tensor, group: ProcessGroup) -> Cost:
+    return Cost(flops=x.numel() * (group.world_size - 1) / group.world_size, bytes=nbytes(x) * (1 + 1 / group.world_size))

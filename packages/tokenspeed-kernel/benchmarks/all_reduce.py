@@ -1,0 +1,257 @@
+"""Times all-reduces between the GPUs of a machine, alone and with the residual add and normalisation, beside NCCL and PyTorch.
+
+python packages/tokenspeed-kernel/benchmarks/all_reduce.py --ranks 2 --json
+packages/tokenspeed-kernel/benchmarks/h200_all_reduce.json
+
+It starts a process a GPU. Every contestant's result is compared first: sums must have the bits of a sum in the order of the ranks
+(PyTorch's and NCCL's may differ by a rounding for each rank), and be the same on every rank. Then it is captured into a CUDA graph
+of 20 calls, and the graph is replayed. What counts is the median of the replays, and the slowest rank. PyTorch's multimem
+operations are left out: NVLink multicast is not there in every machine or container.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel.workbench.worlds import WorldError, gap, run_world
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.comm.peers import CHUNK, UNIT
+from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+
+ROWS = (1, 16, 64, 256, 1024, 8192)
+EPS = 1e-5
+# Of a graph; fewer of one whose calls move as many bytes.
+_REPLAYS, _LARGE_REPLAYS, _LARGE = 50, 10, 1 << 24
+
+Call = Callable[[], tuple[Tensor, Tensor | None]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    missing = gap(options.ranks, torch.device(options.device))
+    if missing is not None:
+        print(missing, file=sys.stderr)
+        return 1
+    settings = options.rows, options.hidden, options.dtype, options.calls, options.device
+    try:
+        rows = run_world(measure, options.ranks, settings, device=options.device, time_limit_s=options.time_limit)[0]
+    except WorldError as error:
+        print(error, file=sys.stderr)
+        return 1
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine(),
+        "ranks": options.ranks,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if options.device == "cuda" else "",
+        "hidden": options.hidden,
+        "dtype": options.dtype,
+        "calls": options.calls,
+        "rows": rows,
+    }
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+    return 0 if all(row["us"] is not None or row["skipped"] for row in rows) else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
+    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS, help="such as 1,64,1024")
+    parser.add_argument("--hidden", type=int, default=2880)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--calls", type=int, default=20, help="in a graph")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="on a CPU calls are not captured")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds until everything must be done")
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    return parser.parse_args(arguments)
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return ""
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: a row a contestant, a column a number of rows."""
+    rows = report["rows"]
+    sizes = sorted({row["rows"] for row in rows})
+    lines = [f"| us a call, {report['ranks']} ranks | " + " | ".join(map(str, sizes)) + " |", "|---|" + "--:|" * len(sizes)]
+    for operator, name in dict.fromkeys((row["operator"], row["contestant"]) for row in rows):
+        found = {row["rows"]: row for row in rows if (row["operator"], row["contestant"]) == (operator, name)}
+        cells = (found.get(size, {}).get("us") for size in sizes)
+        lines.append(f"| {operator}: {name} | " + " | ".join("" if us is None else f"{us:.2f}" for us in cells) + " |")
+    reasons = dict.fromkeys(f"{row['contestant']}, {row['rows']} rows: {row['reason']}" for row in rows if row["reason"])
+    return "\n".join([*lines, *reasons])
+
+
+# -- what each rank does ----------------------------------------------------------------------------------------------------------
+
+
+def measure(sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str) -> list[dict[str, Any]]:
+    """A row for each operator, contestant and size, the same on every rank."""
+    place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    row_bytes = -(-hidden * getattr(torch, dtype).itemsize // UNIT) * UNIT
+    # Shares of two shots are whole rows, or whole chunks.
+    most = max(sizes) * row_bytes
+    group = ProcessGroup.with_peer_memory(one_shot_bytes=most, two_shot_bytes=most + dist.get_world_size() * max(row_bytes, CHUNK))
+    found = []
+    for rows in sizes:
+        inputs = Inputs(rows, hidden, getattr(torch, dtype), place, group)
+        for operator in ("all_reduce", "all_reduce_rmsnorm"):
+            for name, make in contestants(operator, inputs):
+                found.append({"operator": operator, "contestant": name, "rows": rows, **_outcome(operator, make, inputs, calls)})
+    return found
+
+
+class Inputs:
+    """What is added up, and what comes out."""
+
+    def __init__(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> None:
+        generator = torch.Generator(device).manual_seed(rows)
+        draw = functools.partial(torch.randn, generator=generator, device=device)
+        every = [draw(rows, hidden).to(dtype) for _ in range(group.world_size)]
+        self.group, self.x = group, every[group.rank].clone()
+        self.weight, self.residual = draw(hidden).to(dtype), draw(rows, hidden).to(dtype)
+        self.total = functools.reduce(lambda total, x: total + x.float(), every[1:], every[0].float()).to(dtype)
+        self.normed, self.summed = rmsnorm(self.total, self.weight, EPS, self.residual, solution="reference")
+        self.out, self.residual_out = torch.empty_like(self.x), torch.empty_like(self.x)
+        # A sum of so many roundings, of numbers as large as these.
+        self.slack = 2 * group.world_size * torch.finfo(dtype).eps * float(self.total.abs().max())
+
+    def norm(self, total: Tensor) -> tuple[Tensor, Tensor | None]:
+        return rmsnorm(total, self.weight, EPS, self.residual, self.out, self.residual_out)
+
+
+def contestants(operator: str, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Call | str]]]:
+    """Names, and what makes the call or says why there is none."""
+    for name, make in ((dist.get_backend(), _library), ("torch one_shot", _torch_one_shot), ("torch two_shot", _torch_two_shot)):
+        yield name if operator == "all_reduce" else f"{name}, rmsnorm", functools.partial(_followed, make, operator, inputs)
+    yield "chosen", functools.partial(_ours, operator, inputs, None)
+    for kind in ("one_shot", "two_shot"):
+        yield kind, functools.partial(_ours, operator, inputs, f"triton_{kind}_{operator}")
+
+
+def _followed(make: Callable[[Inputs], Callable[[], Tensor] | str], operator: str, inputs: Inputs) -> Call | str:
+    total = make(inputs)
+    if isinstance(total, str):
+        return total
+    return (lambda: (total(), None)) if operator == "all_reduce" else (lambda: inputs.norm(total()))
+
+
+def _library(inputs: Inputs) -> Callable[[], Tensor]:
+    """In place: the first call adds up x, later ones what there is."""
+    buffer = inputs.x.clone()
+
+    def call() -> Tensor:
+        dist.all_reduce(buffer)
+        return buffer
+
+    return call
+
+
+def _symmetric(inputs: Inputs) -> Tensor | str:
+    if inputs.x.device.type != "cuda":
+        return "symmetric memory is for GPUs"
+    from torch.distributed import _symmetric_memory as symmetric
+
+    made = symmetric.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+    symmetric.rendezvous(made, dist.group.WORLD)
+    return made.copy_(inputs.x)
+
+
+def _torch_one_shot(inputs: Inputs) -> Callable[[], Tensor] | str:
+    x = _symmetric(inputs)
+    return x if isinstance(x, str) else lambda: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", dist.group.WORLD.group_name)
+
+
+def _torch_two_shot(inputs: Inputs) -> Callable[[], Tensor] | str:
+    x = _symmetric(inputs)
+    return x if isinstance(x, str) else lambda: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", dist.group.WORLD.group_name)
+
+
+def _ours(operator: str, inputs: Inputs, kernel: str | None) -> Call | str:
+    i = inputs
+    arguments = (i.x, i.group) if operator == "all_reduce" else (i.x, i.weight, i.group, EPS, i.residual)
+    asked = getattr(tk, operator).explain(*arguments, override=kernel)
+    if asked.chosen is None or (kernel is not None and i.group.peers is None):
+        return asked.problem or i.group.peer_gap
+    if operator == "all_reduce":
+        return lambda: (tk.all_reduce(i.x, i.group, i.out, override=kernel), None)
+    return lambda: tk.all_reduce_rmsnorm(i.x, i.weight, i.group, EPS, i.residual, i.out, i.residual_out, override=kernel)
+
+
+def _outcome(operator: str, make: Callable[[], Call | str], inputs: Inputs, calls: int) -> dict[str, Any]:
+    call = make()
+    if isinstance(call, str):
+        return {"us": None, "best_us": None, "exact": None, "skipped": True, "reason": call}
+    first, second = call()
+    wanted = inputs.total if operator == "all_reduce" else inputs.normed
+    pairs = [(first, wanted, 1.0 if operator == "all_reduce" else 4.0)]
+    if second is not None:
+        pairs.append((second, inputs.summed, 1.0))
+    far = max(float((got.float() - right.float()).abs().max()) - slack * inputs.slack for got, right, slack in pairs)
+    exact = torch.equal(*(pairs[-1][:2]))
+    outcome = {"exact": all(_everywhere(exact)), "skipped": False}
+    if max(_everywhere(far)) > 0:
+        return {**outcome, "us": None, "best_us": None, "reason": f"wrong by {far:.3g} more than {inputs.slack:.3g}"}
+    times = _times(call, calls, inputs.x)
+    return {**outcome, "us": max(_everywhere(statistics.median(times))), "best_us": max(_everywhere(min(times))), "reason": ""}
+
+
+def _everywhere(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _times(call: Call, calls: int, x: Tensor) -> list[float]:
+    """Microseconds a call, of each replay."""
+    if x.device.type != "cuda":
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e6)
+        return times
+    replays = _REPLAYS if x.numel() * x.element_size() < _LARGE else _LARGE_REPLAYS
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    dist.barrier()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) * 1e3 / calls for begin, end in itertools.pairwise(events)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,397 @@
+"""Operators between processes, run by several of them: on a CPU over gloo, where the kernels between peers are interpreted, and on
+GPUs.
+
+python packages/tokenspeed-kernel/tests/worlds/test_comm.py --ranks 2 --replays 10000     # the stress test alone, on GPUs
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel.workbench.numerics import CaseResult, verify_case
+from tokenspeed_kernel.workbench.worlds import run_world
+from tokenspeed_kernel_base.operator import Operator, get_operator, operators
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, ONE_SHOT_MOST, TWO_SHOT, UNIT, PeerMemory, one_shot_most
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+from tokenspeed_kernel_base.registry import KernelRegistry
+
+pytest.importorskip("triton")
+
+FOLDER = os.path.dirname(__file__)
+KINDS = ("one_shot", "two_shot")
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(autouse=True)
+def _processes_find_this_module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    if request.node.get_closest_marker("nvidia") is None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def comm_operators() -> list[Operator[Any, Any]]:
+    return [op for op in operators() if op.family == "comm"]
+
+
+# -- what the processes run; one world does several things, because starting one takes seconds ------------------------------------
+
+
+def every_case(large: bool) -> dict[str, list[CaseResult]]:
+    """Each kernel of each operator on the cases for so many ranks."""
+    found: dict[str, list[CaseResult]] = {}
+    for op in comm_operators():
+        for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
+            cases = [case for case in op.all_cases() if case.world_size == dist.get_world_size() and (large or not case.large)]
+            found[spec.name] = [verify_case(spec, case) for case in cases]
+    return found
+
+
+def sums_of_peers() -> list[str]:
+    """Both protocols, with shapes that leave memory in many states, against sums that each rank makes itself."""
+    group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 16, two_shot_bytes=1 << 16)
+    wrong = []
+    shapes = [(1, 64), (5, 360), (2, 2048), (3, 264)]
+    for turn in range(2):
+        for rows, hidden in shapes[turn:] + shapes[:turn]:
+            for dtype in (torch.float32, torch.float16):
+                for kind in KINDS:
+                    said = _wrong_sums(group, kind, rows, hidden, dtype, turn)
+                    wrong += [f"{each} of {kind} {rows} x {hidden} {dtype} in turn {turn}" for each in said]
+    return wrong
+
+
+def _wrong_sums(group: ProcessGroup, kind: str, rows: int, hidden: int, dtype: torch.dtype, seed: int) -> list[str]:
+    generator = torch.Generator().manual_seed(100 * seed + hidden)
+    device = group.device or torch.device("cpu")
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype).to(device)  # noqa: E731
+    every, residual, weight = draw(group.world_size, rows, hidden), draw(rows, hidden), draw(hidden)
+    every[:, 0, :8] = -0.0  # what marks memory that waits
+    total = every[0].float()
+    for other in every[1:]:  # in the order of the ranks, so that bits can be compared
+        total = total + other.float()
+    normed, summed = rmsnorm(total.to(dtype), weight, 1e-5, residual, solution="reference")
+    x = every[group.rank].clone()
+    wrong = []
+    if not torch.equal(tk.all_reduce(x, group, override=f"triton_{kind}_all_reduce"), total.to(dtype)):
+        wrong.append("sum")
+    # In place, as a runtime calls it.
+    tk.all_reduce_rmsnorm(x, weight, group, 1e-5, residual, x, residual, override=f"triton_{kind}_all_reduce_rmsnorm")
+    if not torch.equal(residual, summed):
+        wrong.append("sum with residual")
+    if not torch.allclose(x.float(), normed.float(), rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5):
+        wrong.append("norm")
+    return wrong
+
+
+def calls_that_differ() -> list[str]:
+    """Errors that leave the group in order come first."""
+    rank = dist.get_rank()
+    group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 14, two_shot_bytes=1 << 14)
+    group.time_limit_s = 1.0
+    weight, said = torch.ones(64), []
+    calls: list[Callable[[], Any]] = [
+        lambda: tk.all_reduce(torch.ones(64 + 4 * rank), group, solution="triton"),
+        lambda: tk.all_reduce_rmsnorm(torch.ones(2 + rank, 64), weight, group),
+        lambda: tk.all_reduce(torch.ones(64), group, override=f"triton_{KINDS[rank]}_all_reduce"),
+        lambda: tk.all_gather(torch.ones(2 + rank), group),
+        lambda: tk.reduce_scatter(torch.ones(2 + 2 * rank), group),
+        lambda: tk.moe_combine(torch.ones(2, 3 + rank), torch.zeros(1, 2, dtype=torch.int32), group),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="every rank must make the same call") as caught:
+            call()
+        said.append(str(caught.value))
+    with pytest.raises(ValueError, match=r"x must be a message that the peer memory of .* holds: 32768 bytes are more") as caught:
+        tk.all_reduce(torch.ones(8192), group, override="triton_one_shot_all_reduce")
+    with pytest.raises(ValueError, match=r"one_shot_bytes must be at most 16384, with which .* was made first, got 32768"):
+        ProcessGroup.with_peer_memory(one_shot_bytes=1 << 15)
+    assert ProcessGroup.with_peer_memory() is group
+    plain = tk.all_reduce.explain(torch.ones(64), ProcessGroup.of())
+    assert "protocol=none: made by ProcessGroup.of, without peer memory is not one_shot" in str(plain)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="waited 1 s for all ranks") as late:
+            tk.all_reduce(torch.ones(128), group)
+        said.append(str(late.value))
+    else:
+        time.sleep(2)
+    return said
+
+
+def experts_of_ranks() -> list[float]:
+    """The largest difference between experts that ranks share and all experts on one rank."""
+    group, differences = ProcessGroup.of(), []
+    experts, hidden, top_k = 4 * group.world_size, 16, 3
+    for tokens, used in ((9, experts), (1, experts), (5, 4)):  # the last: only rank 0 has work
+        generator = torch.Generator().manual_seed(tokens)
+        draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: B023, E731
+        w13, w2 = draw(experts, 24, hidden), draw(experts, hidden, 12)
+        x, weights = draw(group.world_size, tokens, hidden)[group.rank], draw(group.world_size, tokens, top_k)[group.rank].abs()
+        ids = draw(group.world_size, tokens, used)[group.rank].topk(top_k).indices.to(torch.int32)
+        ids[0, 0] = -1
+        plan = tk.moe_plan(experts, top_k, hidden, 12, dtype=torch.float32, device="cpu")
+        wanted = tk.moe_apply(x, MoEWeights(w13, None, None, w2, None, None), weights, ids, plan)
+
+        own = slice(4 * group.rank, 4 * group.rank + 4)
+        local = tk.moe_plan(4, top_k, hidden, 12, dtype=torch.float32, device="cpu")
+        rows, row_weights, row_ids, slots = tk.moe_dispatch(x, weights, ids, experts, group)
+        made = tk.moe_apply(rows, MoEWeights(w13[own], None, None, w2[own], None, None), row_weights, row_ids, local)
+        differences.append(float((tk.moe_combine(made, slots, group) - wanted).abs().max()))
+    return differences
+
+
+def ranks_out_of_step(replays: int, seed: int = 0) -> list[str]:
+    """Graphs of several calls, replayed in a random order with other values each time, on ranks that are late at random.
+
+    Returns:
+        What went wrong, by graph.
+    """
+    group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 22, two_shot_bytes=1 << 22)
+    cuda = group.backend == "nccl"
+    common, own = random.Random(seed), random.Random(seed + 1 + group.rank)
+    sizes = [(1, 2880), (64, 2880), (7, 64), (300, 2880), (33, 520)] if cuda else [(1, 64), (3, 264)]
+    steps = [_Step(group, rows, hidden, kind, own) for rows, hidden in sizes for kind in KINDS]
+    for step in steps:
+        step.capture()
+    for _ in range(replays):
+        step = common.choice(steps)
+        if own.random() < 0.02:
+            torch.cuda._sleep(own.randrange(10**6)) if cuda else time.sleep(0.01 * own.random())  # type: ignore[no-untyped-call]
+        step.replay()
+        if own.random() < 0.001:
+            time.sleep(0.005)
+    return [f"{step}: {said}" for step in steps if (said := step.wrong())]
+
+
+class _Step:
+    """Values that follow from how often this was run, their sums by the kernels, and a comparison with what must come out."""
+
+    def __init__(self, group: ProcessGroup, rows: int, hidden: int, kind: str, late: random.Random) -> None:
+        self.group, self.rows, self.hidden, self.kind, self.late = group, rows, hidden, kind, late
+        device = torch.device("cuda", torch.cuda.current_device()) if group.backend == "nccl" else torch.device("cpu")
+        self.place = torch.arange(rows * hidden, device=device).view(rows, hidden)
+        self.turn = torch.zeros((), dtype=torch.int64, device=device)
+        self.mistakes, self.checksum = self.turn.clone(), self.turn.clone()
+        self.weight = torch.ones(hidden, dtype=torch.float16, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.rows} x {self.hidden}"
+
+    def values(self, rank: int) -> torch.Tensor:
+        """Small integers, so that their sums are exact."""
+        return ((self.place * 7 + self.turn * 13 + rank * 29) % 17 - 8).half()
+
+    def run(self) -> None:
+        self.turn += 1
+        x, residual = self.values(self.group.rank), ((self.place + self.turn) % 5 - 2).half()
+        self.pause()
+        normed, summed = tk.all_reduce_rmsnorm(
+            x, self.weight, self.group, 1e-5, residual, override=f"triton_{self.kind}_all_reduce_rmsnorm"
+        )
+        self.pause()
+        total = tk.all_reduce(x, self.group, override=f"triton_{self.kind}_all_reduce")
+        self.pause()
+        wanted = sum((self.values(rank) for rank in range(1, self.group.world_size)), self.values(0))
+        self.mistakes += (total != wanted).sum() + (summed != wanted + residual).sum()
+        self.mistakes += ((normed - torch.nn.functional.rms_norm(summed.float(), (self.hidden,), eps=1e-5)).abs() > 1e-2).sum()
+        self.checksum += (normed.view(torch.int16).long() * (self.place % 251 + 1)).sum() % 65521
+
+    def pause(self) -> None:
+        """Makes this rank late by up to some 10 us, by chance."""
+        if self.group.backend == "nccl" and self.late.random() < 0.5:
+            torch.cuda._sleep(self.late.randrange(20000))  # type: ignore[no-untyped-call]
+
+    def capture(self) -> None:
+        self.run()
+        if self.group.backend == "nccl":
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.run()
+
+    def replay(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.run()
+
+    def wrong(self) -> str:
+        mistakes = int(self.mistakes)
+        checksums: list[int] = [0] * self.group.world_size
+        dist.all_gather_object(checksums, int(self.checksum))
+        if mistakes:
+            return f"{mistakes} wrong elements in {int(self.turn)} runs"
+        return "" if len(set(checksums)) == 1 else f"ranks have different bits: {checksums}"
+
+
+def one_stays_away() -> str:
+    """What a rank is told whose kernel waits for one that never comes."""
+    group = ProcessGroup.with_peer_memory()
+    group.peer_time_limit_s = 1.0
+    x = torch.ones(64, 64, device="cuda")
+    tk.all_reduce(x, group)
+    torch.cuda.synchronize()
+    if group.rank == 1:
+        return ""
+    tk.all_reduce(x, group)
+    began = time.monotonic()
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {str(error).splitlines()[0]}"
+    return "nothing"
+
+
+def compiled() -> float:
+    """How far a compiled function is from the same called directly."""
+    group = ProcessGroup.with_peer_memory()
+    x, weight = torch.randn(4, 64, device="cuda"), torch.randn(64, device="cuda")
+    function = torch.compile(lambda x: tk.all_reduce_rmsnorm(x, weight, group) + 1, fullgraph=True, backend="aot_eager")
+    return float((function(x) - tk.all_reduce_rmsnorm(x, weight, group) - 1).abs().max())
+
+
+# -- tests ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_kernel_on_every_case_for_two() -> None:
+    first, second = run_world(every_case, 2, (False,))
+    for outcomes in (first, second):
+        wrong = [f"{each.kernel} on {each.case}: {each.reason}" for results in outcomes.values() for each in results if each.wrong]
+        assert wrong == []
+    passed = {name for name, results in first.items() if any(each.status.value == "passed" for each in results)}
+    # Two ranks have no use for two shots; `test_sums_of_peers` names those kernels.
+    assert {name for name in first if "two_shot" in name} == first.keys() - passed
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_sums_of_peers(world_size: int) -> None:
+    assert run_world(sums_of_peers, world_size) == [[]] * world_size
+
+
+def test_calls_that_differ() -> None:
+    (*differing, late), others = run_world(calls_that_differ, 2)
+    assert differing == others
+    assert "all_reduce(x: float32 [64], by=one_shot) on rank 0, all_reduce(x: float32 [68], by=one_shot) on rank 1" in differing[0]
+    assert "by=one_shot) on rank 0, all_reduce(x: float32 [64], by=two_shot) on rank 1" in differing[2]
+    assert "all_gather(x: float32 [2]) on rank 0, all_gather(x: float32 [3]) on rank 1" in differing[3]
+    assert "rank 0 of 2 waited 1 s for all ranks to make this call for the first time" in late
+
+
+def test_experts_of_ranks() -> None:
+    for differences in run_world(experts_of_ranks, 2):
+        assert max(differences) < 1e-4
+
+
+def test_protocols_by_size() -> None:
+    """A table of sizes, the same in every process."""
+    assert [one_shot_most(size) for size in (2, 3, 4, 5, 8, 16)] == [ONE_SHOT_MOST[size] for size in (2, 3, 4, 8, 8, 8)]
+    memory = PeerMemory(1, 4, torch.device("cpu"), 1 << 20, 1 << 20)
+    assert memory.protocol(ONE_SHOT_MOST[4], CHUNK) == ONE_SHOT
+    assert memory.protocol(ONE_SHOT_MOST[4] + CHUNK, CHUNK) == TWO_SHOT
+    assert memory.protocol(1 << 20, CHUNK) == TWO_SHOT
+    assert memory.protocol((1 << 20) + CHUNK, CHUNK).startswith("none: ")
+    assert memory.protocol(100, CHUNK) == "none: 100 bytes are no multiple of 16"
+    # Rows are rounded up to units, and shares to rows.
+    assert PeerMemory(0, 2, torch.device("cpu"), 5 * UNIT, 0).protocol(5 * 16, 16) == ONE_SHOT
+    assert (
+        PeerMemory(0, 2, torch.device("cpu"), 5 * UNIT, 0).protocol(6 * 16, 16)
+        == "none: 3072 bytes are more than the 2560 that there are for one_shot"
+    )
+    assert PeerMemory(0, 2, torch.device("cpu"), 0, 5 * UNIT).protocol(6 * 16, 16) == TWO_SHOT
+
+
+def test_memory_of_ranks_does_not_overlap() -> None:
+    """What two ranks send to a third lies apart, in both turns, and within its memory."""
+    size = 3
+    memories = [PeerMemory(rank, size, torch.device("cpu"), 3 * UNIT, 7 * UNIT) for rank in range(size)]
+    bases = [10**6 * (rank + 1) for rank in range(size)]
+    for memory in memories:
+        memory.found(bases)
+    spans: list[tuple[int, int]] = []
+    for sender in memories[1:]:
+        to_first = size - 1 - sender.rank  # targets begin with the rank behind the sender
+        for turn in range(2):
+            one = sender.one_shot[to_first] + turn * size * sender.one_shot_bytes
+            two = sender.two_shot[to_first] + turn * size * sender.share_bytes
+            spans += [(one, one + sender.one_shot_bytes), (two, two + sender.share_bytes)]
+    # A row's sum has one sender, its owner.
+    assert {sender.sums[size - 1 - sender.rank] for sender in memories[1:]} == {memories[0].sums_source}
+    for turn in range(2):
+        begin = memories[0].sums_source + turn * memories[0].two_shot_bytes
+        spans.append((begin, begin + memories[0].two_shot_bytes))
+    spans.sort()
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
+    assert spans[0][0] >= bases[0]
+    assert spans[-1][1] == bases[0] + memories[0].nbytes
+
+
+def test_a_process_that_is_alone_has_no_peers() -> None:
+    group = ProcessGroup.with_peer_memory()
+    assert group is ProcessGroup.of()
+    assert (group.peers, group.peer_gap) == (None, "the group has one rank")
+    with pytest.raises(ValueError, match=r"all_reduce: group must have peer memory .* the group has one rank"):
+        get_operator("all_reduce").function(torch.ones(4), group, override="triton_one_shot_all_reduce")
+
+
+def test_ranks_out_of_step() -> None:
+    assert run_world(ranks_out_of_step, 2, (5,)) == [[], []]
+
+
+@pytest.mark.nvidia
+@two_gpus
+def test_every_kernel_on_every_case_on_two_gpus() -> None:
+    for outcomes in run_world(every_case, 2, (True,), device="cuda"):
+        assert [f"{e.kernel} on {e.case}: {e.reason}" for results in outcomes.values() for e in results if e.wrong] == []
+        assert outcomes["triton_one_shot_all_reduce_rmsnorm"][-1].status.value == "passed"
+
+
+@pytest.mark.nvidia
+@two_gpus
+def test_sums_of_peers_on_two_gpus() -> None:
+    assert run_world(sums_of_peers, 2, device="cuda") == [[], []]
+
+
+@pytest.mark.nvidia
+@two_gpus
+def test_ranks_out_of_step_on_two_gpus() -> None:
+    assert run_world(ranks_out_of_step, 2, (2000,), device="cuda") == [[], []]
+
+
+@pytest.mark.nvidia
+@two_gpus
+def test_a_rank_that_stays_away_ends_the_wait_on_two_gpus() -> None:
+    said, _ = run_world(one_stays_away, 2, device="cuda")
+    assert "Error after 1." in said
+    assert "launch failure" in said
+
+
+@pytest.mark.nvidia
+@two_gpus
+def test_compiled_on_two_gpus() -> None:
+    assert run_world(compiled, 2, device="cuda") == [0.0, 0.0]
+
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--replays", type=int, default=10000)
+    options = parser.parse_args()
+    began = time.monotonic()
+    wrong = run_world(ranks_out_of_step, options.ranks, (options.replays,), device="cuda")
+    said = wrong if any(wrong) else "nothing wrong"
+    print(f"{options.replays} replays on {options.ranks} ranks in {time.monotonic() - began:.0f} s: {said}")
+    raise SystemExit(any(wrong))
