@@ -13,6 +13,7 @@ in use, and on spills to local memory beyond ``ci/spill_allowances.toml``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
+import unittest.mock
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,11 +174,31 @@ def _launch(op: Any, spec: Any, registry: Any, case: Any) -> None:
 
     from tokenspeed_kernel.workbench.numerics.verify import refusal
 
-    drawn = op.complete(case.make(_blank_draw()) if case.large else case.build("cpu"))
+    with _as_rank_of(case.world_size):
+        drawn = op.complete(case.make(_blank_draw()) if case.large else case.build("cpu"))
     if refusal(op, spec, drawn) is not None:
         return
     with torch.no_grad():
         registry.get_impl(spec.name)(**op.prepared(drawn, spec))
+
+
+@contextlib.contextmanager
+def _as_rank_of(world_size: int) -> Iterator[None]:
+    """Cases are built as by a rank of so many, with peer memory whose addresses are invented: nothing is launched."""
+    import torch
+
+    from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+    from tokenspeed_kernel_base.ops.comm.peers import PeerMemory
+
+    if world_size == 1:
+        yield
+        return
+    peers = PeerMemory(1, world_size, torch.device("cpu"), 48 << 20, 48 << 20)
+    peers.found([(rank + 1) << 40 for rank in range(world_size)])
+    group = ProcessGroup(None, peers=peers)
+    group.rank, group.world_size, group.backend = 1, world_size, "nccl"
+    with unittest.mock.patch.object(ProcessGroup, "with_peer_memory", return_value=group):
+        yield
 
 
 def _blank_draw() -> Any:
@@ -214,8 +236,6 @@ class Recorder:
         self._seen: set[str] = set()
 
     def in_place_of_the_driver(self) -> Any:
-        import contextlib
-
         import triton
         from triton.runtime.jit import JITFunction
 

@@ -16,6 +16,9 @@ from tokenspeed_kernel_base.ops.comm._inputs import captured_values, own_values
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.variation import Variation, Want
 
+# Newer releases of PyTorch call it by another name, and warn of the old one.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @operator("comm", "all_gather", formats=("x",), exact=True, varying=("rows",))
 def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
@@ -48,7 +51,7 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
         return x.clone(memory_format=torch.contiguous_format)
     group.check_agreement("all_gather", x=x)
     gathered = x.new_empty(group.world_size * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group.group)
+    _gather(gathered, x.contiguous(), group=group.group)
     return gathered
 
 

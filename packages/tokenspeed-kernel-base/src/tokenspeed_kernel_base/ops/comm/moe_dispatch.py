@@ -192,7 +192,8 @@ def _(variation: Variation, topk_ids: Tensor, num_experts: int) -> dict[str, Any
         return {"topk_ids": torch.where(topk_ids >= 0, num_experts - 1 - topk_ids, topk_ids)}
     if variation.want is not Want.CAPTURED:
         return {}
-    return {"group": ProcessGroup.with_peer_memory(), "topk_ids": _chosen(variation.draw, *topk_ids.shape, num_experts, 0, 1)}
+    tokens, top_k = topk_ids.shape
+    return {"group": ProcessGroup.with_peer_memory(), "topk_ids": _chosen(variation.draw, tokens, top_k, num_experts, 0, 1)}
 
 
 @moe_dispatch.cost

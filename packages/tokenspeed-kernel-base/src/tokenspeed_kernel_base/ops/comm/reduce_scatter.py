@@ -16,6 +16,9 @@ from tokenspeed_kernel_base.ops.comm._inputs import captured_values, own_values
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.variation import Variation, Want
 
+# Newer releases of PyTorch call it by another name, and warn of the old one.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @operator("comm", "reduce_scatter", formats=("x",), varying=("rows",))
 def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
@@ -53,7 +56,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) ->
         return parts.to(x.dtype)
     group.check_agreement("reduce_scatter", x=x)
     total = parts.new_empty(x.shape[0] // group.world_size, *x.shape[1:])
-    dist.reduce_scatter_tensor(total, parts, group=group.group)
+    _reduce_scatter(total, parts, group=group.group)
     return total.to(x.dtype)
 
 
