@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     report = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(options),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine(),
         "ranks": options.ranks,
         "torch": torch.__version__,
@@ -83,6 +83,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=float, default=300.0, help="seconds until everything must be done")
     parser.add_argument("--json", type=Path, help="where to write the report")
     return parser.parse_args(arguments)
+
+
+def _command(options: argparse.Namespace) -> str:
+    """What was measured, without where it was written."""
+    said = {name: getattr(options, name) for name in ("ranks", "rows", "hidden", "dtype", "calls", "device")}
+    said["rows"] = ",".join(map(str, options.rows))
+    settings = " ".join(f"--{name} {value}" for name, value in said.items())
+    return f"python packages/tokenspeed-kernel/benchmarks/all_reduce.py {settings}"
 
 
 def _version(package: str) -> str:

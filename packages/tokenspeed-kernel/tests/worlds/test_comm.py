@@ -107,7 +107,7 @@ def calls_that_differ() -> list[str]:
         lambda: tk.all_reduce(torch.ones(64), group, override=f"triton_{KINDS[rank]}_all_reduce"),
         lambda: tk.all_gather(torch.ones(2 + rank), group),
         lambda: tk.reduce_scatter(torch.ones(2 + 2 * rank), group),
-        lambda: tk.moe_combine(torch.ones(2, 3 + rank), torch.zeros(1, 2, dtype=torch.int32), group),
+        lambda: tk.moe_combine(torch.ones(2, 3 + rank), torch.zeros(2, 1, dtype=torch.int32), group),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="every rank must make the same call") as caught:
@@ -145,9 +145,9 @@ def experts_of_ranks() -> list[float]:
 
         own = slice(4 * group.rank, 4 * group.rank + 4)
         local = tk.moe_plan(4, top_k, hidden, 12, dtype=torch.float32, device="cpu")
-        rows, row_weights, row_ids, slots = tk.moe_dispatch(x, weights, ids, experts, group)
+        rows, row_weights, row_ids = tk.moe_dispatch(x, weights, ids, experts, group)
         made = tk.moe_apply(rows, MoEWeights(w13[own], None, None, w2[own], None, None), row_weights, row_ids, local)
-        differences.append(float((tk.moe_combine(made, slots, group) - wanted).abs().max()))
+        differences.append(float((tk.moe_combine(made, row_ids, group) - wanted).abs().max()))
     return differences
 
 

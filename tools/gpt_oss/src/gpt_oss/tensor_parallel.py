@@ -246,7 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine.generate([Request(prompt, options.tokens) for prompt in prompts])  # compiles what it needs
         few, many = (_seconds(engine, prompts, tokens) for tokens in (2, options.tokens))
         if group.rank == 0:
-            print(f"{group}, peer memory: {group.peer_gap or 'yes'}; {options.batch} x {options.prompt} + {options.tokens} tokens")
+            memory = group.peer_gap or "yes"
+            print(f"{group}, peer memory: {memory}; {options.batch} x {options.prompt} + {options.tokens} tokens")
             print(
                 f"{(many - few) / (options.tokens - 2) * 1e3:.3f} ms a step of decoding, {few * 1e3:.1f} ms for prompts and 2 tokens"
             )

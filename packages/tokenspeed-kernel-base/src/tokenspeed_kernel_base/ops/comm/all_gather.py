@@ -56,8 +56,9 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
 
 
 @all_gather.traits
-def _(group: ProcessGroup) -> dict[str, object]:
-    return {"world_size": group.world_size, "backend": group.backend}
+def _(x: Tensor, group: ProcessGroup) -> dict[str, object]:
+    protocol = group.direct(nbytes(x)) if x.numel() else "none: there are no rows"
+    return {"world_size": group.world_size, "backend": group.backend, "protocol": protocol}
 
 
 @all_gather.check
@@ -89,6 +90,7 @@ def _() -> list[Case]:
         Case("one rank, int32, one axis", _inputs(9, dtype=torch.int32)),
         Case("one rank, no rows", _inputs(0, 64)),
         Case("2 ranks, bfloat16", _inputs(33, 65), world_size=2),
+        Case("2 ranks, float16, whole vectors", _inputs(3, 2056, dtype=torch.float16), world_size=2),
         Case("gpt-oss-120b logits of 64, 2 ranks", _inputs(64, 100544), large=True, world_size=2),
         Case("gpt-oss-120b prefill 4096, 4 ranks", _inputs(1024, 2880), large=True, world_size=4),
     ]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import describe
-from tokenspeed_kernel_base.ops.comm.peers import CHUNK, PeerMemory, connect, one_shot_most
+from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, PeerMemory, connect, one_shot_most
 from tokenspeed_kernel_base.resources import Resource
 from tokenspeed_kernel_base.signature import dtype_name
 
@@ -21,6 +21,8 @@ ALONE = "none"
 # The largest message by default, by backend: 8192 rows of 2880 in bfloat16, whose last units are not full; on CPUs, where kernels
 # are only interpreted, less.
 _PEER_BYTES = {"nccl": 48 << 20, "gloo": 1 << 20}
+# What can be sent to each rank in one shot at least, by operators that know no other way.
+_LEAST_BYTES = 4 << 20
 
 
 class ProcessGroup(Resource):
@@ -156,6 +158,16 @@ class ProcessGroup(Resource):
         """
         return self.peers.protocol(nbytes, row_bytes) if self.peers is not None else f"none: {self.peer_gap}"
 
+    def direct(self, nbytes: int, row_bytes: int = CHUNK) -> str:
+        """``"one_shot"`` if kernels can send every other rank so many bytes over peer memory, or why not. The same on every rank.
+
+        Args:
+            nbytes: for each rank.
+            row_bytes: of each row of that; the last one may be shorter.
+        """
+        gap = self.peers.gap(ONE_SHOT, nbytes, row_bytes) if self.peers is not None else self.peer_gap
+        return ONE_SHOT if gap is None else f"none: {gap}"
+
     def check_agreement(self, call: str, **arguments: Tensor | Hashable) -> None:
         """Makes sure that every rank makes the same call, the first time that this rank makes it; nothing where ranks have no way
         to tell one another: without gloo and without peer memory.
@@ -209,7 +221,7 @@ def _torch_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def _sizes(world_size: int, most: int, one_shot_bytes: int | None, two_shot_bytes: int | None) -> tuple[int, int]:
-    one = min(most, one_shot_most(world_size)) if one_shot_bytes is None else one_shot_bytes
+    one = min(most, max(one_shot_most(world_size), _LEAST_BYTES)) if one_shot_bytes is None else one_shot_bytes
     two = (0 if one >= most else most) if two_shot_bytes is None else two_shot_bytes
     for name, value in (("one_shot_bytes", one), ("two_shot_bytes", two)):
         if value < 0:

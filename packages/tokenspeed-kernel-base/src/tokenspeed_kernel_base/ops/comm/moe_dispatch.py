@@ -14,17 +14,16 @@ from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.comm._inputs import own_values
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.comm.peers import VECTOR
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
-@operator(
-    "comm",
-    "moe_dispatch",
-    formats=("x",),
-    outs=("out", "weights_out", "ids_out", "slots_out"),
-    exact=True,
-    varying=("tokens",),
-)
+def row_bytes(hidden: int, top_k: int, itemsize: int) -> int:
+    """Bytes that are sent for a token: its ids and weights, in whole vectors, and the token itself."""
+    return -(-8 * top_k // VECTOR) * VECTOR + hidden * itemsize
+
+
+@operator("comm", "moe_dispatch", formats=("x",), outs=("out", "weights_out", "ids_out"), exact=True, varying=("tokens",))
 def moe_dispatch(
     x: Tensor,
     topk_weights: Tensor,
@@ -34,14 +33,13 @@ def moe_dispatch(
     out: Tensor | None = None,
     weights_out: Tensor | None = None,
     ids_out: Tensor | None = None,
-    slots_out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sends each token to every rank that holds one of its experts (expert parallelism), once.
 
-    Rank r holds the experts from ``r * num_experts / world_size``. It receives a block of ``tokens`` rows from each rank, by rank:
-    those of that rank's tokens that go to an expert of r, in their order, then rows that are not used. So shapes are the same
-    whatever the router chose, and `moe_apply` on the received rows with the received weights and ids, followed by `moe_combine`,
-    is `moe_apply` with all experts, but for the order of sums.
+    Rank r holds the experts from ``r * num_experts / world_size``. It has a row for each token of each rank, by rank, and receives
+    those that go to its experts; the others are zeros without experts. So shapes are the same whatever the router chose.
+    `moe_apply` on these rows, their weights and ids, followed by `moe_combine`, is `moe_apply` with all experts, but for the order
+    of sums.
 
     Every rank of the group must call this in the same order, with tensors of the same shapes and dtypes. A rank with fewer tokens
     fills up with tokens without experts. On gloo, and with peer memory, shapes are made sure of at the first call of each kind,
@@ -52,17 +50,15 @@ def moe_dispatch(
         topk_weights: float32 ``[tokens, top_k]``.
         topk_ids: int32 ``[tokens, top_k]``, from 0 to ``num_experts - 1``; negative for a slot that no expert sees.
         num_experts: of all ranks; a multiple of the number of ranks, the same for each.
-        group: the ranks: `ProcessGroup.of`.
+        group: the ranks: `ProcessGroup.of`, or `ProcessGroup.with_peer_memory` for kernels that need no library between processes.
         out: receives the tokens.
         weights_out: receives their weights.
         ids_out: receives their ids.
-        slots_out: receives the slots.
 
     Returns:
-        The received tokens, like x ``[world_size * tokens, hidden]``, zeros in rows that are not used; their weights, float32
-        ``[world_size * tokens, top_k]``, zero where the expert is another rank's; their ids among the experts of this rank, int32
-        ``[world_size * tokens, top_k]``, -1 where the expert is another rank's; and for `moe_combine` where this rank's tokens
-        went, int32 ``[tokens, world_size]``: which row of its block on that rank, or -1.
+        The received tokens, like x ``[world_size * tokens, hidden]``, rank r's from row ``r * tokens`` on, zeros in rows of tokens
+        that go elsewhere. Their weights, float32 ``[world_size * tokens, top_k]``, zero where the expert is another rank's. Their
+        ids among the experts of this rank, int32 ``[world_size * tokens, top_k]``, -1 where the expert is another rank's.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above, or (at the first call) another rank calls something else.
@@ -72,53 +68,46 @@ def moe_dispatch(
         >>> import torch
         >>> from tokenspeed_kernel import ProcessGroup, moe_dispatch
         >>> ids = torch.tensor([[1, 0], [-1, -1]], dtype=torch.int32)
-        >>> rows, weights, local, slots = moe_dispatch(torch.tensor([[3.0], [4.0]]), torch.ones(2, 2), ids, 2, ProcessGroup.of())
-        >>> rows.tolist(), local.tolist(), slots.tolist()
-        ([[3.0], [0.0]], [[1, 0], [-1, -1]], [[0], [-1]])
+        >>> rows, weights, local = moe_dispatch(torch.tensor([[3.0], [4.0]]), torch.ones(2, 2), ids, 2, ProcessGroup.of())
+        >>> rows.tolist(), local.tolist()
+        ([[3.0], [0.0]], [[1, 0], [-1, -1]])
 
-    Ids are not checked. Not safe in CUDA graphs on gloo, which waits for the device; on nccl it is once there was a call outside
+    Ids are not checked. Not safe in CUDA graphs on gloo, which waits for the device; elsewhere it is once there was a call outside
     of a graph.
     """
-    tokens, top_k = topk_ids.shape
     size = group.world_size
     share = num_experts // size
     if size > 1:
         group.check_agreement("moe_dispatch", x=x, topk_ids=topk_ids, num_experts=num_experts)
-    ranks = torch.arange(size, device=x.device)
-    holds = torch.where(topk_ids >= 0, topk_ids // share, -1)[:, None, :] == ranks[:, None]  # [tokens, rank, top_k]
-    goes = holds.any(-1)
-    slots = torch.where(goes, goes.cumsum(0) - 1, -1).to(torch.int32)
-    # Tokens that stay are written to one row too many of each block, which is cut off.
-    rows = torch.where(goes, slots, tokens).t().long()
-
-    def blocks(values: Tensor, unused: int) -> Tensor:
-        """``[rank, tokens, ...]`` in the order of the slots, from the same in the order of tokens."""
-        made = values.new_full((size, tokens + 1, *values.shape[2:]), unused)
-        made[ranks[:, None], rows] = values
-        return _exchanged(made[:, :tokens].contiguous(), group)
-
-    local = torch.where(holds, topk_ids[:, None, :] - ranks[:, None].to(torch.int32) * share, -1).to(torch.int32)
-    kept = torch.where(holds, topk_weights[:, None, :], 0.0)
+    ranks = torch.arange(size, dtype=torch.int32, device=x.device)[:, None, None]
+    held = torch.where(topk_ids >= 0, topk_ids // share, -1) == ranks  # [rank, tokens, top_k]
     return (
-        blocks(x.expand(size, *x.shape), 0).view(size * tokens, x.shape[1]),
-        blocks(kept.transpose(0, 1), 0).view(size * tokens, top_k),
-        blocks(local.transpose(0, 1), -1).view(size * tokens, top_k),
-        slots,
+        _exchanged(torch.where(held.any(-1, keepdim=True), x, 0), group),
+        _exchanged(torch.where(held, topk_weights, 0), group),
+        _exchanged(torch.where(held, topk_ids - ranks * share, -1), group),
     )
 
 
 def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:
-    """A block to each rank for a block from each rank."""
+    """A block to each rank for a block from each rank: ``[rank, tokens, ...]`` to ``[rank * tokens, ...]``."""
     if group.world_size == 1:
-        return blocks
+        return blocks.flatten(0, 1)
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks, group=group.group)
-    return received
+    return received.flatten(0, 1)
 
 
 @moe_dispatch.traits
-def _(topk_ids: Tensor, group: ProcessGroup) -> dict[str, object]:
-    return {"world_size": group.world_size, "backend": group.backend, "top_k": topk_ids.shape[1]}
+def _(x: Tensor, topk_ids: Tensor, group: ProcessGroup) -> dict[str, object]:
+    (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
+    row = row_bytes(hidden, top_k, x.element_size())
+    return {
+        "world_size": group.world_size,
+        "backend": group.backend,
+        "protocol": group.direct(tokens * row, row) if tokens else "none: there are no rows",
+        "hidden": hidden,
+        "top_k": top_k,
+    }
 
 
 @moe_dispatch.check
@@ -132,15 +121,11 @@ def _(check: Checker, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_exp
 
 
 @moe_dispatch.fake
-def _(x: Tensor, topk_ids: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, topk_ids: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     tokens, top_k = topk_ids.shape
     rows = group.world_size * tokens
-    return (
-        x.new_empty(rows, x.shape[1]),
-        x.new_empty(rows, top_k, dtype=torch.float32),
-        x.new_empty(rows, top_k, dtype=torch.int32),
-        x.new_empty(tokens, group.world_size, dtype=torch.int32),
-    )
+    weights = x.new_empty(rows, top_k, dtype=torch.float32)
+    return x.new_empty(rows, x.shape[1]), weights, torch.empty_like(weights, dtype=torch.int32)
 
 
 def _chosen(draw: Draw, tokens: int, top_k: int, num_experts: int, rank: int, ranks: int) -> Tensor:
@@ -179,7 +164,8 @@ def _() -> list[Case]:
         Case("one rank, one token", _inputs(1, 64, 8, 4)),
         Case("one rank, no tokens", _inputs(0, 64, 8, 2)),
         Case("2 ranks, float16", _inputs(17, 40, 10, 3, torch.float16), world_size=2),
-        Case("2 ranks, one of them empty", _inputs(9, 24, 8, 2, torch.float32, empty=True), world_size=2),
+        Case("2 ranks, rows of more than a unit", _inputs(5, 520, 8, 3, torch.float16), world_size=2),
+        Case("2 ranks, one of them empty", _inputs(9, 24, 8, 2, torch.float16, empty=True), world_size=2),
         Case("gpt-oss-120b decode 64, 2 ranks", _inputs(64, 2880, 128, 4), large=True, world_size=2),
         Case("gpt-oss-120b decode 64, 4 ranks", _inputs(64, 2880, 128, 4), large=True, world_size=4),
         Case("gpt-oss-120b prefill 4096, 4 ranks", _inputs(1024, 2880, 128, 4), large=True, world_size=4),
@@ -198,4 +184,4 @@ def _(variation: Variation, topk_ids: Tensor, num_experts: int) -> dict[str, Any
 
 @moe_dispatch.cost
 def _(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, group: ProcessGroup) -> Cost:
-    return Cost(flops=0.0, bytes=(1 + group.world_size) * nbytes(x, topk_weights, topk_ids) + 4 * len(x) * group.world_size)
+    return Cost(flops=0.0, bytes=(1 + group.world_size) * nbytes(x, topk_weights, topk_ids))

@@ -58,6 +58,11 @@ def config_for(rows: int, device: torch.device) -> Config:
     return config._replace(early=for_architecture(OVERLAPPING, device))
 
 
+def most_programs(config: Config, device: torch.device) -> int:
+    """How many programs a launch has at most; they take rows in turns."""
+    return config.programs * for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted one by one
+
+
 def exchange(
     operator: str,
     protocol: str,
@@ -85,14 +90,15 @@ def exchange(
         ValueError: the group has no peer memory, or too little; or (at the first call) another rank calls something else.
         RuntimeError: at the first call, not every rank called in time.
     """
-    peers = _checked(operator, protocol, x, group, row)
+    nbytes = x.numel() * x.element_size()
+    peers = checked_peers(operator, protocol, group, nbytes, row * x.element_size())
     group.check_agreement(operator, x=x, by=protocol)
     item = VECTOR // x.element_size()
     vectors, total = row // item, x.numel() // item
     rows = -(-total // vectors)
     config = config or config_for(rows, x.device)
     block = max(next_power_of_2(vectors), 32 * config.warps * max(config.pack, 1))
-    most = config.programs * multiprocessors(x.device)
+    most = most_programs(config, x.device)
     kernel = device_code.one_shot_kernel if protocol == ONE_SHOT else device_code.two_shot_kernel
     kernel[(min(rows, most),)](
         x,
@@ -137,11 +143,15 @@ def _memory(protocol: str, peers: PeerMemory) -> tuple[object, ...]:
     )
 
 
-def _checked(operator: str, protocol: str, x: Tensor, group: ProcessGroup, row: int) -> PeerMemory:
-    """The memory of the group, which holds the message. Calls that name the kernel come here without having been asked."""
+def checked_peers(operator: str, protocol: str, group: ProcessGroup, nbytes: int, row_bytes: int) -> PeerMemory:
+    """The memory of a group, which holds a message. Calls that name the kernel come here without having been asked.
+
+    Raises:
+        ValueError: the group has no peer memory, or too little.
+    """
     if group.peers is None:
         raise ValueError(f"{operator}: group must have peer memory (ProcessGroup.with_peer_memory), got {group}: {group.peer_gap}")
-    gap = group.peers.gap(protocol, x.numel() * x.element_size(), row * x.element_size())
+    gap = group.peers.gap(protocol, nbytes, row_bytes)
     if gap is not None:
         raise ValueError(f"{operator}: x must be a message that the peer memory of {group} holds: {gap}")
     return group.peers

@@ -24,6 +24,12 @@ _UNIT = tl.constexpr(32)
 
 
 @triton.jit
+def turns(rows):
+    """How many rows this program works on, one after another."""
+    return (rows - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
+
+
+@triton.jit
 def _load(start, row, column, inside, ROW: tl.constexpr):
     """The words of a row that lies densely behind ``start``."""
     vector = row.to(tl.int64) * ROW + column
@@ -137,8 +143,8 @@ def one_shot_kernel(
     scales = tl.zeros((BLOCK, 4), tl.int32)
     if NORM:
         scales = _load(weight, rank * 0, column, column < ROW, ROW)
-    for start in range(tl.program_id(0), tl.program_id(0) + 1 if ONCE else rows, 1 if ONCE else tl.num_programs(0)):
-        row = tl.program_id(0) if ONCE else start
+    for turn in range(1 if ONCE else turns(rows)):
+        row = tl.program_id(0) + turn * tl.num_programs(0)
         inside = _inside(row, column, total, ROW)
         slot, generation = _slot(generations, row, column, inside, half, UNITS)
         own = _load(x, row, column, inside, ROW)
@@ -207,8 +213,8 @@ def two_shot_kernel(
     scales = tl.zeros((BLOCK, 4), tl.int32)
     if NORM:
         scales = _load(weight, rank * 0, column, column < ROW, ROW)
-    for start in range(tl.program_id(0), tl.program_id(0) + 1 if ONCE else rows, 1 if ONCE else tl.num_programs(0)):
-        row = tl.program_id(0) if ONCE else start
+    for turn in range(1 if ONCE else turns(rows)):
+        row = tl.program_id(0) + turn * tl.num_programs(0)
         owner = row % WORLD
         position = row // WORLD
         inside = _inside(row, column, total, ROW)

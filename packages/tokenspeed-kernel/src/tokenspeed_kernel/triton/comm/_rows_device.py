@@ -1,0 +1,282 @@
+"""Device code of operators that send rows between peers, each to the ranks that want it, in one shot.
+
+As in the all-reduces, one program works on a row at a time: it sends what the others want of it, then waits for what they send of
+theirs. Rows that only some ranks want come behind a header, which every rank gets: it says whether a row follows, and it tells the
+receiver that the sender is done with the call before.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.comm._exchange_device import _UNIT, _from_other, _inside, _load, _slot, _store, turns
+from tokenspeed_kernel.triton.comm._peers_device import clear, pack, poll, push, sendable, unpack
+
+
+@triton.jit
+def _advance(generations, position, UNITS: tl.constexpr, BLOCK_UNITS: tl.constexpr):
+    """Counts one more use of a row's units. To be called after a barrier, when all threads have read their generations."""
+    unit = tl.arange(0, BLOCK_UNITS)
+    at = generations + position * UNITS + unit
+    tl.store(at, tl.load(at, mask=unit < UNITS, other=0) + 1, mask=unit < UNITS)
+
+
+@triton.jit(do_not_specialize=["rows", "total", "rank"])
+def all_gather_kernel(
+    x,
+    out,
+    generations,
+    targets,
+    source,
+    capacity,
+    rows,
+    total,
+    rank,
+    limit,
+    WORLD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_UNITS: tl.constexpr,
+    EARLY: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    UNITS: tl.constexpr = (ROW + _UNIT - 1) // _UNIT
+    column = tl.arange(0, BLOCK)
+    capacity = capacity.to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for turn in range(turns(rows)):
+        row = tl.program_id(0) + turn * tl.num_programs(0)
+        inside = _inside(row, column, total, ROW)
+        slot, _ = _slot(generations, row, column, inside, WORLD * capacity, UNITS)
+        own = _load(x, row, column, inside, ROW)
+        for index in tl.static_range(WORLD - 1):
+            push(targets[index] + slot, sendable(own, DTYPE), inside)
+        for other in tl.static_range(WORLD):
+            active = _from_other(inside, rank, other, column)
+            words = tl.where(rank == other, own, poll(source + other * capacity + slot, active, limit, PACK))
+            _store(out, row, column + other * total.to(tl.int64), inside, words, ROW)
+        tl.debug_barrier()
+        for other in tl.static_range(WORLD):
+            clear(source + other * capacity + slot, _from_other(inside, rank, other, column))
+        _advance(generations, row, UNITS, BLOCK_UNITS)
+
+
+@triton.jit(do_not_specialize=["rows", "total", "rank"])
+def reduce_scatter_kernel(
+    x,
+    out,
+    generations,
+    targets,
+    source,
+    capacity,
+    rows,
+    total,
+    rank,
+    limit,
+    WORLD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_UNITS: tl.constexpr,
+    EARLY: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    UNITS: tl.constexpr = (ROW + _UNIT - 1) // _UNIT
+    column = tl.arange(0, BLOCK)
+    capacity = capacity.to(tl.int64)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for turn in range(turns(rows)):
+        row = tl.program_id(0) + turn * tl.num_programs(0)
+        inside = _inside(row, column, total, ROW)
+        slot, _ = _slot(generations, row, column, inside, WORLD * capacity, UNITS)
+        for index in tl.static_range(WORLD - 1):
+            peer = (rank + 1 + index) % WORLD
+            theirs = _load(x, row, column + peer * total.to(tl.int64), inside, ROW)
+            push(targets[index] + slot, sendable(theirs, DTYPE), inside)
+        own = _load(x, row, column + rank * total.to(tl.int64), inside, ROW)
+        first = tl.zeros((BLOCK, 4), tl.float32)
+        second = tl.zeros((BLOCK, 4), tl.float32)
+        for other in tl.static_range(WORLD):
+            active = _from_other(inside, rank, other, column)
+            words = tl.where(rank == other, own, poll(source + other * capacity + slot, active, limit, PACK))
+            first_part, second_part = unpack(words, DTYPE)
+            first += first_part
+            second += second_part
+        _store(out, row, column, inside, pack(first, second, DTYPE), ROW)
+        tl.debug_barrier()
+        for other in tl.static_range(WORLD):
+            clear(source + other * capacity + slot, _from_other(inside, rank, other, column))
+        _advance(generations, row, UNITS, BLOCK_UNITS)
+
+
+@triton.jit
+def _where(condition, mask):
+    """A mask, if a condition that holds for all of it does."""
+    return mask & (mask.to(tl.int32) * 0 + condition.to(tl.int32) != 0)
+
+
+@triton.jit
+def _header(topk_weights, topk_ids, token, place, share, rank, TOP_K: tl.constexpr):
+    """Ids among a rank's experts (-1 for those of others), then weights (0 likewise), as words; ``place``: of each word."""
+    is_id = place < TOP_K
+    is_weight = (place >= TOP_K) & (place < 2 * TOP_K)
+    slot = tl.where(is_id, place, place - TOP_K)
+    ids = tl.load(topk_ids + token.to(tl.int64) * TOP_K + slot, mask=is_id | is_weight, other=-1)
+    weights = tl.load(topk_weights + token.to(tl.int64) * TOP_K + slot, mask=is_weight, other=0.0)
+    held = (ids >= 0) & (ids // share == rank)
+    local = tl.where(held, ids - rank * share, -1)
+    return tl.where(is_id, local, tl.where(held, sendable(weights.to(tl.int32, bitcast=True), tl.float32), 0))
+
+
+@triton.jit
+def _any_id(header, place, TOP_K: tl.constexpr):
+    return tl.max(tl.max(tl.where(place < TOP_K, header, -1), axis=1), axis=0) >= 0
+
+
+@triton.jit(do_not_specialize=["tokens", "rank", "share"])
+def moe_dispatch_kernel(
+    x,
+    topk_weights,
+    topk_ids,
+    out,
+    weights_out,
+    ids_out,
+    generations,
+    targets,
+    source,
+    capacity,
+    tokens,
+    rank,
+    share,
+    limit,
+    WORLD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HEADER: tl.constexpr,
+    BLOCK_HEADER: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_UNITS: tl.constexpr,
+    EARLY: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    UNITS: tl.constexpr = (HEADER + ROW + _UNIT - 1) // _UNIT
+    column = tl.arange(0, BLOCK)
+    inside = column < ROW
+    head = tl.arange(0, BLOCK_HEADER)
+    in_head = head < HEADER
+    place = head[:, None] * 4 + tl.arange(0, 4)[None, :]
+    capacity = capacity.to(tl.int64)
+    half = WORLD * capacity
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for turn in range(turns(tokens)):
+        token = tl.program_id(0) + turn * tl.num_programs(0)
+        head_slot, _ = _slot(generations, token, head, in_head, half, UNITS)
+        slot, _ = _slot(generations, token, column + HEADER, inside, half, UNITS)
+        own = _load(x, token, column, inside, ROW)
+        for index in tl.static_range(WORLD - 1):
+            peer = (rank + 1 + index) % WORLD
+            header = _header(topk_weights, topk_ids, token, place, share, peer, TOP_K)
+            push(targets[index] + head_slot, header, in_head)
+            push(targets[index] + slot, sendable(own, DTYPE), _where(_any_id(header, place, TOP_K), inside))
+        own_header = _header(topk_weights, topk_ids, token, place, share, rank, TOP_K)
+        for other in tl.static_range(WORLD):
+            start = source + other * capacity
+            active = _from_other(in_head, rank, other, head)
+            header = tl.where(rank == other, own_header, poll(start + head_slot, active, limit, 1))
+            used = _where(_any_id(header, place, TOP_K), inside)
+            sent = _from_other(used, rank, other, column)
+            words = tl.where(rank == other, own, poll(start + slot, sent, limit, PACK))
+            row = other * tokens + token
+            _store(out, row, column, inside, tl.where(used[:, None], words, 0), ROW)
+            at = row.to(tl.int64) * TOP_K + place
+            tl.store(ids_out + at, header, mask=place < TOP_K)
+            weights = header.to(tl.float32, bitcast=True)
+            tl.store(weights_out + at - TOP_K, weights, mask=(place >= TOP_K) & (place < 2 * TOP_K))
+            tl.debug_barrier()
+            clear(start + head_slot, active)
+            clear(start + slot, sent)
+        tl.debug_barrier()
+        _advance(generations, token, UNITS, BLOCK_UNITS)
+
+
+@triton.jit
+def _seen(ids, row, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Whether an expert saw a row."""
+    k = tl.arange(0, BLOCK_K)
+    return tl.max(tl.load(ids + row.to(tl.int64) * TOP_K + k, mask=k < TOP_K, other=-1), axis=0) >= 0
+
+
+@triton.jit(do_not_specialize=["tokens", "rank"])
+def moe_combine_kernel(
+    x,
+    ids,
+    out,
+    generations,
+    targets,
+    source,
+    capacity,
+    tokens,
+    rank,
+    limit,
+    WORLD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_UNITS: tl.constexpr,
+    EARLY: tl.constexpr,
+    PACK: tl.constexpr,
+):
+    UNITS: tl.constexpr = (1 + ROW + _UNIT - 1) // _UNIT
+    column = tl.arange(0, BLOCK)
+    inside = column < ROW
+    head = tl.arange(0, 2)
+    in_head = head < 1
+    capacity = capacity.to(tl.int64)
+    half = WORLD * capacity
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    for turn in range(turns(tokens)):
+        token = tl.program_id(0) + turn * tl.num_programs(0)
+        head_slot, _ = _slot(generations, token, head, in_head, half, UNITS)
+        slot, _ = _slot(generations, token, column + 1, inside, half, UNITS)
+        for index in tl.static_range(WORLD - 1):
+            row = (rank + 1 + index) % WORLD * tokens + token
+            seen = _seen(ids, row, TOP_K, BLOCK_K)
+            push(targets[index] + head_slot, tl.zeros((2, 4), tl.int32) + seen.to(tl.int32), in_head)
+            theirs = _load(x, row, column, _where(seen, inside), ROW)
+            push(targets[index] + slot, sendable(theirs, DTYPE), _where(seen, inside))
+        own_row = rank * tokens + token
+        own_seen = _seen(ids, own_row, TOP_K, BLOCK_K)
+        own = _load(x, own_row, column, _where(own_seen, inside), ROW)
+        first = tl.zeros((BLOCK, 4), tl.float32)
+        second = tl.zeros((BLOCK, 4), tl.float32)
+        for other in tl.static_range(WORLD):
+            start = source + other * capacity
+            active = _from_other(in_head, rank, other, head)
+            header = poll(start + head_slot, active, limit, 1)
+            received = tl.max(tl.max(header, axis=1), axis=0) > 0
+            sent = _from_other(_where(received, inside), rank, other, column)
+            words = poll(start + slot, sent, limit, PACK)
+            words = tl.where(sent[:, None], words, 0)
+            mine = _where(own_seen & (rank == other), inside)
+            words = tl.where(mine[:, None], own, words)
+            first_part, second_part = unpack(words, DTYPE)
+            first += first_part
+            second += second_part
+            tl.debug_barrier()
+            clear(start + head_slot, active)
+            clear(start + slot, sent)
+        _store(out, token, column, inside, pack(first, second, DTYPE), ROW)
+        _advance(generations, token, UNITS, BLOCK_UNITS)

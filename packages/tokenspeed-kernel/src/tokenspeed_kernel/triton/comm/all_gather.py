@@ -1,0 +1,35 @@
+"""What all ranks of a group have, over peer memory: one launch, no library between processes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.comm._rows import UNTRIED, gather
+from tokenspeed_kernel.triton.common import TRITON
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.comm.peers import ONE_SHOT
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
+
+
+@register_kernel(
+    "comm",
+    "all_gather",
+    solution="triton",
+    capability=TRITON,
+    # Others hold values that cannot be sent as they are: two negative zeros of 16 bits become positive ones.
+    signatures=format_signatures("x", "dense", (torch.float16, torch.bfloat16)),
+    traits={"protocol": ONE_SHOT},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+    only_by_name=UNTRIED,
+)
+def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
+    """See `tokenspeed_kernel.all_gather`."""
+    source = x.contiguous()
+    gathered = out if out is not None and out.is_contiguous() else x.new_empty(group.world_size * x.shape[0], *x.shape[1:])
+    if x.numel():
+        gather(source, group, gathered)
+    return gathered if out is None or out is gathered else out.copy_(gathered)

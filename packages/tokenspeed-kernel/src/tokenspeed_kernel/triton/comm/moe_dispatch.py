@@ -1,0 +1,54 @@
+"""Tokens to the ranks of their experts, over peer memory: one launch, no library between processes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.comm._rows import UNTRIED, dispatch
+from tokenspeed_kernel.triton.common import TRITON
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.comm.moe_dispatch import row_bytes
+from tokenspeed_kernel_base.ops.comm.peers import ONE_SHOT
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most
+
+LONGEST_ROW = 8192
+"""A program holds a row in registers."""
+
+
+@register_kernel(
+    "comm",
+    "moe_dispatch",
+    solution="triton",
+    capability=TRITON,
+    # Others hold values that cannot be sent as they are: two negative zeros of 16 bits become positive ones.
+    signatures=format_signatures("x", "dense", (torch.float16, torch.bfloat16)),
+    traits={"protocol": ONE_SHOT, "hidden": at_most(LONGEST_ROW)},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+    only_by_name=UNTRIED,
+)
+def moe_dispatch(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    num_experts: int,
+    group: ProcessGroup,
+    out: Tensor | None = None,
+    weights_out: Tensor | None = None,
+    ids_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `tokenspeed_kernel.moe_dispatch`."""
+    (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
+    rows = group.world_size * tokens
+    given = out, weights_out, ids_out
+    made = x.new_empty(rows, hidden), x.new_empty(rows, top_k, dtype=torch.float32), x.new_empty(rows, top_k, dtype=torch.int32)
+    targets = [g if g is not None and g.is_contiguous() else m for g, m in zip(given, made, strict=True)]
+    if tokens:
+        row = row_bytes(hidden, top_k, x.element_size())
+        dispatch(x.contiguous(), topk_weights.contiguous(), topk_ids.contiguous(), num_experts, group, *targets, row)
+    received, weights, ids = (t if g is None or g is t else g.copy_(t) for g, t in zip(given, targets, strict=True))
+    return received, weights, ids

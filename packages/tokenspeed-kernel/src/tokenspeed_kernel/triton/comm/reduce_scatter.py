@@ -1,0 +1,33 @@
+"""A share of the sum over the ranks of a group, over peer memory: one launch, no library between processes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tokenspeed_kernel.triton.comm._rows import UNTRIED, scatter_sum
+from tokenspeed_kernel.triton.common import FLOATS, TRITON
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.comm.peers import ONE_SHOT
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
+
+
+@register_kernel(
+    "comm",
+    "reduce_scatter",
+    solution="triton",
+    capability=TRITON,
+    signatures=format_signatures("x", "dense", FLOATS),
+    traits={"protocol": ONE_SHOT},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+    only_by_name=UNTRIED,
+)
+def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
+    """See `tokenspeed_kernel.reduce_scatter`."""
+    source = x.contiguous()
+    total = out if out is not None and out.is_contiguous() else x.new_empty(x.shape[0] // group.world_size, *x.shape[1:])
+    if x.numel():
+        scatter_sum(source, group, total)
+    return total if out is None or out is total else out.copy_(total)

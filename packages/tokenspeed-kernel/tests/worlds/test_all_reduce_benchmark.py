@@ -1,0 +1,54 @@
+"""The benchmark of all-reduces, run on a CPU, and the table of its report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+PAGE = Path(__file__).parents[4] / "docs" / "figures.md"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program, as processes that it starts find it."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    spec = importlib.util.spec_from_file_location("all_reduce", FOLDER / "all_reduce.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "all_reduce", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_measures_on_a_cpu(benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    assert benchmark.main(["--device", "cpu", "--rows", "1,3", "--hidden", "24", "--dtype", "float32", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert "--rows 1,3 --hidden 24 --dtype float32" in report["command"]
+    assert str(tmp_path) not in report["command"]
+    measured = {(row["operator"], row["contestant"]) for row in report["rows"] if row["us"]}
+    wanted = {("all_reduce", "gloo"), ("all_reduce", "chosen"), ("all_reduce_rmsnorm", "gloo, rmsnorm")}
+    assert wanted | {("all_reduce_rmsnorm", "chosen")} <= measured
+    assert all(row["exact"] for row in report["rows"] if not row["skipped"])
+    said = capsys.readouterr().out
+    assert "torch one_shot, 1 rows: symmetric memory is for GPUs" in said
+    assert benchmark.table(report) in said
+
+
+def test_a_machine_without_gpus_says_so(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark.main(["--ranks", "64"]) == 1
+    assert "64 processes need a GPU each" in capsys.readouterr().err
+
+
+def test_the_page_shows_the_report(benchmark: Any) -> None:
+    report = json.loads((FOLDER / "h200_all_reduce.json").read_text())
+    page = PAGE.read_text()
+    assert benchmark.table(report) in page
+    assert report["command"] in page
