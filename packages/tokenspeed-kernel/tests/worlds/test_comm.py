@@ -203,10 +203,38 @@ class _Step:
         self.pause()
         total = tk.all_reduce(x, self.group, override=f"triton_{self.kind}_all_reduce")
         self.pause()
-        wanted = sum((self.values(rank) for rank in range(1, self.group.world_size)), self.values(0))
+        every = [self.values(rank) for rank in range(self.group.world_size)]
+        wanted = sum(every[1:], every[0])
         self.mistakes += (total != wanted).sum() + (summed != wanted + residual).sum()
         self.mistakes += ((normed - torch.nn.functional.rms_norm(summed.float(), (self.hidden,), eps=1e-5)).abs() > 1e-2).sum()
         self.checksum += (normed.view(torch.int16).long() * (self.place % 251 + 1)).sum() % 65521
+        self.compare_rows(every)
+
+    def compare_rows(self, every: list[torch.Tensor]) -> None:
+        """The operators that send rows, on the same memory."""
+        size, rank = self.group.world_size, self.group.rank
+        gathered = tk.all_gather(every[rank], self.group, override="triton_all_gather")
+        self.mistakes += (gathered != torch.cat(every)).sum()
+        self.pause()
+        share = tk.reduce_scatter(gathered, self.group, override="triton_reduce_scatter")
+        self.mistakes += (share != size * every[rank]).sum()
+        # Of 5 experts a rank, three in four tokens choose two; the others choose none.
+        place = torch.arange(self.rows, device=self.turn.device)[:, None] * 3 + torch.arange(2, device=self.turn.device) * 4
+        every_ids = [torch.where(place % 4 < 3, (place + self.turn + 7 * r) % (5 * size), -1).int() for r in range(size)]
+        weights = (every_ids[rank] + 2).float()
+        self.pause()
+        rows, row_weights, ids = tk.moe_dispatch(
+            every[rank], weights, every_ids[rank], 5 * size, self.group, override="triton_moe_dispatch"
+        )
+        global_ids = torch.cat(every_ids)
+        held = (global_ids >= 0) & (global_ids // 5 == rank)
+        self.mistakes += (ids != torch.where(held, global_ids - 5 * rank, -1)).sum()
+        self.mistakes += (row_weights != torch.where(held, global_ids + 2, 0)).sum()
+        self.mistakes += (rows != torch.where(held.any(1, keepdim=True), gathered, 0)).sum()
+        self.pause()
+        combined = tk.moe_combine(rows * (rank + 1), ids, self.group, override="triton_moe_combine")
+        goes = torch.stack([((every_ids[rank] >= 0) & (every_ids[rank] // 5 == r)).any(1) * (r + 1) for r in range(size)]).sum(0)
+        self.mistakes += (combined != every[rank] * goes[:, None]).sum()
 
     def pause(self) -> None:
         """Makes this rank late by up to some 10 us, by chance."""

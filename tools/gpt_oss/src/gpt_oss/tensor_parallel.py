@@ -248,9 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if group.rank == 0:
             memory = group.peer_gap or "yes"
             print(f"{group}, peer memory: {memory}; {options.batch} x {options.prompt} + {options.tokens} tokens")
-            print(
-                f"{(many - few) / (options.tokens - 2) * 1e3:.3f} ms a step of decoding, {few * 1e3:.1f} ms for prompts and 2 tokens"
-            )
+            step = (many - few) / (options.tokens - 2)
+            print(f"{step * 1e3:.3f} ms a step of decoding, {few * 1e3:.1f} ms for prompts and 2 tokens")
     finally:
         dist.destroy_process_group()
 
