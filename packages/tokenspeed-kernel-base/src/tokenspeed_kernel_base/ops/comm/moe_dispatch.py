@@ -72,8 +72,8 @@ def moe_dispatch(
         >>> rows.tolist(), local.tolist()
         ([[3.0], [0.0]], [[1, 0], [-1, -1]])
 
-    Ids are not checked. Not safe in CUDA graphs on gloo, which waits for the device; elsewhere it is once there was a call outside
-    of a graph.
+    Ids are checked where they lie in host memory. Not safe in CUDA graphs on gloo, which waits for the device; elsewhere it is once
+    there was a call outside of a graph.
     """
     size = group.world_size
     share = num_experts // size
@@ -118,6 +118,14 @@ def _(check: Checker, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_exp
     check.bind("world_size", group.world_size, "group")
     whole = num_experts > 0 and num_experts % group.world_size == 0
     check.require(whole, "num_experts", f"a positive multiple of {group.world_size}, the number of ranks", num_experts)
+
+
+@moe_dispatch.check_values(host=("topk_ids",))
+def _(check: Checker, topk_ids: Tensor | None, num_experts: int) -> None:
+    if topk_ids is None or not topk_ids.numel():
+        return
+    highest = int(topk_ids.max())
+    check.require(highest < num_experts, "topk_ids", f"below num_experts = {num_experts}", f"an id {highest}")
 
 
 @moe_dispatch.fake
