@@ -50,7 +50,7 @@ def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None 
     Not safe in CUDA graphs on gloo, which waits for the device; elsewhere it is once there was a call outside of a graph.
     """
     size = group.world_size
-    blocks = torch.where((ids >= 0).any(-1, keepdim=True), x, 0).unflatten(0, (size, -1) if len(x) else (size, 0))
+    blocks = torch.where((ids >= 0).any(-1, keepdim=True), x, 0).reshape(size, len(x) // size, x.shape[1]).contiguous()
     if size > 1:
         group.check_agreement("moe_combine", x=x, ids=ids)
         received = torch.empty_like(blocks)

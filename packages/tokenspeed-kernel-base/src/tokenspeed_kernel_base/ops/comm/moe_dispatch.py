@@ -90,10 +90,11 @@ def moe_dispatch(
 
 def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:
     """A block to each rank for a block from each rank: ``[rank, tokens, ...]`` to ``[rank * tokens, ...]``."""
+    sent = blocks.contiguous()
     if group.world_size == 1:
-        return blocks.flatten(0, 1)
-    received = torch.empty_like(blocks)
-    dist.all_to_all_single(received, blocks, group=group.group)
+        return sent.flatten(0, 1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.group)
     return received.flatten(0, 1)
 
 

@@ -46,9 +46,16 @@ def moe_dispatch(
     rows = group.world_size * tokens
     given = out, weights_out, ids_out
     made = x.new_empty(rows, hidden), x.new_empty(rows, top_k, dtype=torch.float32), x.new_empty(rows, top_k, dtype=torch.int32)
-    targets = [g if g is not None and g.is_contiguous() else m for g, m in zip(given, made, strict=True)]
+    received, weights, ids = (g if g is not None and g.is_contiguous() else m for g, m in zip(given, made, strict=True))
     if tokens:
         row = row_bytes(hidden, top_k, x.element_size())
-        dispatch(x.contiguous(), topk_weights.contiguous(), topk_ids.contiguous(), num_experts, group, *targets, row)
-    received, weights, ids = (t if g is None or g is t else g.copy_(t) for g, t in zip(given, targets, strict=True))
-    return received, weights, ids
+        sources = x.contiguous(), topk_weights.contiguous(), topk_ids.contiguous()
+        dispatch(*sources, num_experts, group, received, weights, ids, row)
+    for provided, written in zip(given, (received, weights, ids), strict=True):
+        if provided is not None and provided is not written:
+            provided.copy_(written)
+    return (
+        received if out is None else out,
+        weights if weights_out is None else weights_out,
+        ids if ids_out is None else ids_out,
+    )
