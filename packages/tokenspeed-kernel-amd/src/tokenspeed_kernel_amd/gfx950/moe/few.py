@@ -14,7 +14,7 @@ from torch import Tensor
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoding, encoding_of
 from tokenspeed_kernel_amd.gfx950.moe.grouped import Swiglu, projection
-from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import HALF, QUAD, STEP, quads_of, steps_of, strips_of
+from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import HALF, QUAD, STEP, quads_of, strips_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -116,7 +116,7 @@ def moe_apply_few(
     w13 = projection(weights, "w13_weight")
     device.first_kernel[(tokens * plan.top_k * blocks,)](
         Operands(topk_ids, topk_weights, x, x.stride(0), *w13, activated, features),
-        tokens, strips, steps_of(hidden), hidden, blocks,
+        tokens, strips, hidden, blocks,
         Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
         shape=shape, num_warps=warps,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def moe_apply_few(
     warps = _rows(plan.top_k)
     device.second_kernel[(hidden // HALF, tokens)](
         Operands(topk_ids, topk_weights, activated, features, *w2, written, written.stride(0)),
-        strips_of(hidden), steps_of(features), features,
+        strips_of(hidden), features,
         shape=shape._replace(rows=warps, block=_block(features)), num_warps=warps,
     )  # fmt: skip
     return deliver(written, out)

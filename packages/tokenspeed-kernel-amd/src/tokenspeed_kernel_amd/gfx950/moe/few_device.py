@@ -173,7 +173,7 @@ def by_column(values, ROWS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def first_kernel(operands, tokens, strips, steps, k, blocks, swiglu, shape: gl.constexpr):
+def first_kernel(operands, tokens, strips, k, blocks, swiglu, shape: gl.constexpr):
     """The first product: program (pair, block of strips), the latter fastest. A column is a token.
 
     The first of all pairs that go to an expert has the work of that expert; others end at once. The result of a token is stored
@@ -183,7 +183,7 @@ def first_kernel(operands, tokens, strips, steps, k, blocks, swiglu, shape: gl.c
         operands, swiglu, shape: see `few`.
         tokens: how many there are.
         strips: of an expert.
-        steps: of k.
+        k: elements that are summed over.
         blocks: of strips.
     """
     warps: gl.constexpr = gl.num_warps()
@@ -197,7 +197,7 @@ def first_kernel(operands, tokens, strips, steps, k, blocks, swiglu, shape: gl.c
     others = cdna4.buffer_load(operands.ids, lane, mask=lane < pair, other=-1)
     earlier = gl.max((others == expert).to(gl.int32), axis=0)
     if (expert >= 0) & (expert < shape.num_experts) & (earlier == 0):
-        own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, steps, warps)
+        own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, k, warps)
         even = load_quad(own, 0, warps)
         odd = load_quad(own, 1, warps)
         rows = gl.arange(0, shape.rows, axis_layout(activation_layout(shape.rows, warps), 3, 0))
@@ -211,12 +211,12 @@ def first_kernel(operands, tokens, strips, steps, k, blocks, swiglu, shape: gl.c
             slot = gl.where(named == expert, candidate, slot)
         gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
         up = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
-        for quad in range(0, (steps + 3) // 4, 2):
+        for quad in range(0, (k + 511) // 512, 2):
             codes, scales = operands_of(shared, quad, encoding)
             gate = add_products(gate, even.first, even.first_scale, codes, scales, encoding)
             up = add_products(up, even.second, even.second_scale, codes, scales, encoding)
             even = load_quad(own, quad + 2, warps)
-            if quad + 1 < (steps + 3) // 4:
+            if quad + 1 < (k + 511) // 512:
                 codes, scales = operands_of(shared, quad + 1, encoding)
                 gate = add_products(gate, odd.first, odd.first_scale, codes, scales, encoding)
                 up = add_products(up, odd.second, odd.second_scale, codes, scales, encoding)
@@ -243,14 +243,14 @@ def first_kernel(operands, tokens, strips, steps, k, blocks, swiglu, shape: gl.c
 
 
 @gluon.jit
-def second_kernel(operands, strips, steps, k, shape: gl.constexpr):
+def second_kernel(operands, strips, k, shape: gl.constexpr):
     """The second product and the sum over slots: program (half a strip, token). A warp has a slot, and so has a column: what counts
     of the product are the blocks where they are the same.
 
     Args:
         operands, shape: see `few`.
         strips: of an expert.
-        steps: of k.
+        k: elements that are summed over.
     """
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
@@ -258,7 +258,7 @@ def second_kernel(operands, strips, steps, k, shape: gl.constexpr):
     product: gl.constexpr = product_layout(warps)
     half = gl.program_id(0)
     ids = operands.ids + gl.program_id(1) * top_k
-    own = halves_at(operands.weight, operands.weight_scale, ids, half, strips, steps, shape.num_experts, top_k, warps)
+    own = halves_at(operands.weight, operands.weight_scale, ids, half, strips, k, shape.num_experts, top_k, warps)
     even = load_half_quad(own, 0, warps)
     odd = load_half_quad(own, 1, warps)
     # A result is stored where the first slot with its expert is.
@@ -275,11 +275,11 @@ def second_kernel(operands, strips, steps, k, shape: gl.constexpr):
     present = (row // 16 < top_k) & (row_expert >= 0) & (row_expert < shape.num_experts)
     weight = gl.load(operands.topk_weights + gl.program_id(1) * top_k + row_slot)
     acc = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
-    for quad in range(0, (steps + 3) // 4, 2):
+    for quad in range(0, (k + 511) // 512, 2):
         codes, scales = operands_of(shared, quad, encoding)
         acc = add_products(acc, even.first, even.first_scale, codes, scales, encoding)
         even = load_half_quad(own, quad + 2, warps)
-        if quad + 1 < (steps + 3) // 4:
+        if quad + 1 < (k + 511) // 512:
             codes, scales = operands_of(shared, quad + 1, encoding)
             acc = add_products(acc, odd.first, odd.first_scale, codes, scales, encoding)
         odd = load_half_quad(own, quad + 3, warps)

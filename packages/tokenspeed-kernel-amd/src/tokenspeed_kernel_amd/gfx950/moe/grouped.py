@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoded, Encoding, encoding_of, room_for
-from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import QUAD, STEP, quads_of, steps_of, strips_of
+from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import QUAD, STEP, quads_of, strips_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -231,7 +231,7 @@ def _product(
         Operands(schedule.order, schedule.tiles, weight, weight_scale, bias, codes, encoded.scale, out),
         encoded.codes.shape[1],
         strips,
-        steps_of(k),
+        k,
         blocks,
         Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
         shape=shape,

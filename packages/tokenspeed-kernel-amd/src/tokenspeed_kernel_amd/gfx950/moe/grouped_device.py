@@ -106,14 +106,14 @@ def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def grouped_kernel(operands, rows, strips, steps, blocks, swiglu, shape: gl.constexpr):
+def grouped_kernel(operands, rows, strips, k, blocks, swiglu, shape: gl.constexpr):
     """A tile of one product: program (tile of tokens, block of strips), the latter fastest.
 
     Args:
         operands, swiglu, shape: see `grouped`.
         rows: that are encoded.
         strips: of an expert.
-        steps: of k.
+        k: elements that are summed over.
         blocks: of strips.
     """
     COLUMNS: gl.constexpr = shape.columns
@@ -132,8 +132,8 @@ def grouped_kernel(operands, rows, strips, steps, blocks, swiglu, shape: gl.cons
     if (expert >= 0) & (first_strip < strips):
         first_row = gl.load(operands.tiles + tile * 4 + 1)
         count = gl.load(operands.tiles + tile * 4 + 2)
-        own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, steps, warps)
-        quads = (steps + 3) // 4
+        own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, k, warps)
+        quads = (k + 511) // 512
         even = load_quad(own, 0, warps)
         odd = load_quad(own, 1, warps)
         row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, COLUMNS, gl.SliceLayout(1, copy))

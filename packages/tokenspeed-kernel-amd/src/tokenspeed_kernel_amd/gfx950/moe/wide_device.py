@@ -36,39 +36,46 @@ class Words:
 
 @gluon.aggregate
 class Expert:
-    """An expert's strips in memory; see `Strips` for what the names mean. ``strips``: how many it has."""
+    """An expert's strips in memory; see `Strips` for what the names mean. ``steps`` and ``quads``: of k;
+    ``strips``: how many it has."""
 
     weight: gl.tensor
     scale: gl.tensor
     offsets: gl.tensor
-    step: gl.tensor
+    block: gl.tensor
     scale_offsets: gl.tensor
+    blocks: gl.tensor
     steps: gl.tensor
+    quads: gl.tensor
     strips: gl.tensor
 
 
 @gluon.jit
-def expert_at(weight, scale, expert, strips, steps, warps: gl.constexpr):
-    own = strips_at(weight, scale, expert, 0, gl.maximum(strips, warps), steps, warps, 2)
+def expert_at(weight, scale, expert, strips, k, warps: gl.constexpr):
+    own = strips_at(weight, scale, expert, 0, gl.maximum(strips, warps), k, warps, 2)
+    steps = (k + 127) // 128
+    quads = (k + 511) // 512
     base = expert.to(gl.int64) * strips  # of fewer strips than warps, too
     return Expert(
         weight + base * steps * 2048,
-        scale + base * ((steps + 3) // 4) * 128,
+        scale + base * quads * 128,
         own.offsets,
-        own.step,
+        own.block,
         own.scale_offsets,
-        own.steps,
+        own.blocks,
+        gl.to_tensor(steps),
+        gl.to_tensor(quads),
         gl.to_tensor(strips),
     )
 
 
 @gluon.jit
 def load_pair(own, first_strip, step, warps: gl.constexpr):
-    """Two steps of a block of strips; zeros in place of those that do not exist."""
+    """Two steps of a block of strips; zeros in place of strips that do not exist and beyond k."""
     layout: gl.constexpr = own.offsets.type.layout
     tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
     warp = gl.arange(0, warps, axis_layout(layout, 5, 0))[:, None, None, None, None]
-    exists = (own.step < own.steps - step) & (warp < own.strips - first_strip)
+    exists = (own.block < own.blocks - step * 4) & (warp < own.strips - first_strip)
     weight = own.weight + (first_strip * own.steps + step) * 2048
     first = cdna4.buffer_load(weight, own.offsets, mask=exists)
     second = cdna4.buffer_load(weight + 1024, own.offsets, mask=exists)
@@ -83,7 +90,7 @@ def load_words(own, first_strip, quad, warps: gl.constexpr):
     layout: gl.constexpr = own.scale_offsets.type.layout
     warp = gl.arange(0, warps, axis_layout(layout, 3, 0))[:, None, None]
     exists = gl.zeros(own.scale_offsets.shape, gl.int32, layout) + warp < own.strips - first_strip
-    scale = own.scale + (first_strip * ((own.steps + 3) // 4) + quad) * 128
+    scale = own.scale + (first_strip * own.quads + quad) * 128
     return Words(
         cdna4.buffer_load(scale, own.scale_offsets, mask=exists), cdna4.buffer_load(scale + 64, own.scale_offsets, mask=exists)
     )
@@ -135,7 +142,7 @@ def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, S
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def wide_kernel(operands, rows, strips, steps, groups, swiglu, shape: gl.constexpr):
+def wide_kernel(operands, rows, strips, k, groups, swiglu, shape: gl.constexpr):
     """A tile of tokens of one product, by several blocks of strips: program (tile of tokens, group of blocks), the latter fastest.
 
     The blocks follow one another without a break: while one ends, the weights of the next are on their way. Tokens have one e4m3
@@ -155,8 +162,8 @@ def wide_kernel(operands, rows, strips, steps, groups, swiglu, shape: gl.constex
     if (expert >= 0) & (strip < strips):
         first_row = gl.load(operands.tiles + tile * 4 + 1)
         count = gl.load(operands.tiles + tile * 4 + 2)
-        quads = (steps + 3) // 4
-        own = expert_at(operands.weight, operands.weight_scale, expert, strips, steps, warps)
+        quads = (k + 511) // 512
+        own = expert_at(operands.weight, operands.weight_scale, expert, strips, k, warps)
         low = load_pair(own, strip, 0, warps)
         high = load_pair(own, strip, 2, warps)
         words = load_words(own, strip, 0, warps)
