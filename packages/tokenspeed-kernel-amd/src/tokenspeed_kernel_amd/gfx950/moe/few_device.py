@@ -12,6 +12,7 @@ from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     encode_by_block,
     encode_by_token,
     load_activations,
+    magnitudes,
     token_step,
 )
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
@@ -92,11 +93,12 @@ def encode(x, row, k, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.cons
     values = load_activations(x, row, 0, k, BLOCK, layout)
     step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
     if encoding.by_token:
-        step = token_step(gl.abs(values))
+        step = token_step(magnitudes(values), x.dtype.element_ty)
+        values = values.to(gl.float32)
         first = store_codes(encode_by_token(values, step), ROWS, BLOCK, encoding)
         shared = Encoded(first, first, first, first, first, first)
     else:
-        planes, exponents = encode_by_block(values, encoding)
+        planes, exponents = encode_by_block(values.to(gl.float32), encoding)
         first = store_codes(planes[0], ROWS, BLOCK, encoding)
         second = first
         third = first

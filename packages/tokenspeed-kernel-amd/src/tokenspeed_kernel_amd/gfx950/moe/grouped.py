@@ -29,6 +29,7 @@ schedule_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.schedule_device
 encode_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.encode_device")
 
 _XCDS = 8  # consecutive workgroups go to these in turn
+_ENCODED = 4  # rows that a workgroup encodes, one a warp
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,9 @@ def moe_apply_many(
     activated = x.new_empty(pairs, features)
     _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True)
     encoded = room_for(encoding, pairs, features, x.device)
-    encode_device.encode_kernel[(pairs,)](
+    encode_device.encode_kernel[(-(-pairs // _ENCODED),)](
         activated, schedule.tiles[-1], *encoded, features, _width(features), pairs,
-        encoding=encoding, BLOCK=_block(features), num_warps=4,
+        encoding=encoding, CHUNKS=_chunks(features), num_warps=_ENCODED,
     )  # fmt: skip
     slots = x.new_empty(pairs, hidden)
     _product(tile, encoding, schedule, weights, encoded, slots, plan, gated=False)
@@ -176,9 +177,14 @@ def _width(k: int) -> int:
     return quads_of(k) * QUAD * STEP
 
 
-def _block(k: int) -> int:
-    """Elements of a row that a program encodes at once."""
-    return min(4096, max(2048, 1 << (_width(k) - 1).bit_length()))
+def _chunks(k: int) -> int:
+    """Pieces of 512 elements of a row that is kept in registers while it is encoded; 0 if it is too long for that."""
+    return quads_of(k) if quads_of(k) <= 16 else 0
+
+
+def _ids_at_once(pairs: int) -> int:
+    """Ids that a workgroup of the schedule reads at once, all if it can."""
+    return min(4096, max(1024, 1 << (pairs - 1).bit_length()))
 
 
 def _route(x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Encoding) -> tuple[Schedule, Encoded]:
@@ -191,10 +197,10 @@ def _route(x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Enc
         entries,
     )
     encoded = room_for(encoding, tokens, hidden, x.device)
-    schedule_device.route_kernel[(plan.num_experts + tokens,)](
+    schedule_device.route_kernel[(plan.num_experts + -(-tokens // _ENCODED),)](
         topk_ids, pairs, schedule.order, schedule.tiles, entries, plan.num_experts,
         x, x.stride(0), *encoded, hidden, _width(hidden), tokens,
-        encoding=encoding, ROWS=tile.columns, CHUNK=1024, BLOCK=_block(hidden), num_warps=4,
+        encoding=encoding, ROWS=tile.columns, CHUNK=_ids_at_once(pairs), CHUNKS=_chunks(hidden), num_warps=_ENCODED,
     )  # fmt: skip
     return schedule, encoded
 
