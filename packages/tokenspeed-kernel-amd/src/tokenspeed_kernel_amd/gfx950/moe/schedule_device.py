@@ -23,13 +23,11 @@ def add(a, b):
 @gluon.jit
 def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS: gl.constexpr, CHUNK: gl.constexpr):
     """Lists an expert's pairs and tiles. Arguments: see `route_kernel`."""
-    layout: gl.constexpr = gl.BlockedLayout([CHUNK // (64 * gl.num_warps())], [64], [gl.num_warps()], [0])
+    layout: gl.constexpr = gl.BlockedLayout([4], [64], [gl.num_warps()], [0])
     lane = gl.arange(0, CHUNK, layout)
-    before = gl.zeros([CHUNK], gl.int32, layout)
-    own = gl.zeros([CHUNK], gl.int32, layout)
     found = cdna4.buffer_load(ids, lane, mask=lane < pairs, other=-1)
-    before += ((found >= 0) & (found < expert)).to(gl.int32)
-    own += (found == expert).to(gl.int32)
+    before = ((found >= 0) & (found < expert)).to(gl.int32)
+    own = (found == expert).to(gl.int32)
     for first in range(CHUNK, pairs, CHUNK):
         more = cdna4.buffer_load(ids, first + lane, mask=first + lane < pairs, other=-1)
         before += ((more >= 0) & (more < expert)).to(gl.int32)
@@ -64,10 +62,9 @@ def list_pairs(found, first, order, row, expert, lane):
     return row + gl.max(until, 0)
 
 
-@gluon.jit(do_not_specialize=["pairs", "entries", "tokens"])
+@gluon.jit(do_not_specialize=["entries", "tokens"])
 def route_kernel(
     ids,
-    pairs,
     order,
     tiles,
     entries,
@@ -80,6 +77,7 @@ def route_kernel(
     width,
     tokens,
     encoding: gl.constexpr,
+    TOP_K: gl.constexpr,
     ROWS: gl.constexpr,
     CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr,
@@ -87,7 +85,7 @@ def route_kernel(
     """Programs: first those of experts, each of which lists its pairs, then those of tokens, each of which encodes one with each warp.
 
     Args:
-        ids: int32 [pairs], the experts; those that are not in 0 ... num_experts - 1 are left out.
+        ids: int32 [pairs], TOP_K for each token, the experts; those that are not in 0 ... num_experts - 1 are left out.
         order: int32 [pairs], receives the pairs by expert, ascending within one.
         tiles: int32 [entries + 1, 4], receives expert, first row and number of rows of each tile; at the end the number of rows.
         x: [tokens, k], rows x_stride apart.
@@ -97,7 +95,8 @@ def route_kernel(
     """
     program = gl.program_id(0)
     if program < num_experts:
-        schedule_expert(ids, pairs, order, tiles, entries, program, num_experts, ROWS, CHUNK)
+        # The compiler sees that this is a multiple of TOP_K, and loads several ids at once.
+        schedule_expert(ids, tokens * TOP_K, order, tiles, entries, program, num_experts, ROWS, CHUNK)
     else:
         first = (program - num_experts) * gl.num_warps()
         encode_rows(x, x_stride, k, codes, scale, width, tokens, first, tokens, encoding, CHUNKS)
