@@ -11,9 +11,11 @@ import torch
 import tokenspeed_kernel
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel_amd.gfx950.moe import few, grouped
+from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoded, Encoding
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 
 from .experts import GPT_OSS, RandomLayer, mxfp4_cases, relative_error
 from .paging import check_case, kernel_of, spills
@@ -24,6 +26,7 @@ FEW: list[tuple[int, int, dict[str, Any]]] = [
     (3, 3, {"activation_dtype": "mxfp4", **GPT_OSS}),
     (5, 1, {"dtype": torch.float16}),
     (4, 6, {"bias": True}),
+    (16, 4, {"activation_dtype": "fp8", **GPT_OSS}),
 ]
 TILES = [grouped.Tile(16, 4), grouped.Tile(32, 4), grouped.Tile(128, 8, wide=True, blocks=2)]
 
@@ -55,9 +58,11 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
 ) -> None:
-    """Also where a slot is skipped, and where a token names an expert twice, which other tokens have as well."""
+    """Also where a slot is skipped, where a token names an expert twice, which other tokens have as well, and where an expert has
+    more pairs than a workgroup multiplies."""
     layer = RandomLayer(gfx950, 9, top_k, 224, 672, **options)
     x, weights, ids = layer.tokens(tokens)
+    ids[4:13, 0] = 5
     ids[-1, 0] = ids[0, -1]
     if top_k > 2:
         ids[0, 1] = -1
@@ -133,6 +138,38 @@ def test_compiled_code_for_few(emulator: Any, activation_dtype: str) -> None:
         text = launch.program.assembly.text
         assert not any(spills(text).values())
         assert "s_cbranch_execnz" not in text
+
+
+def test_more_ids_than_a_workgroup_reads_at_once(gfx950: torch.device) -> None:
+    layer = RandomLayer(gfx950, 5, 4, 32, 32, activation_dtype="fp8")
+    x, weights, ids = layer.tokens(1100)
+    ids[7, 2], ids[1090, 1] = -1, -1
+    got = moe_apply(x, layer.prepared, weights, ids, layer.plan)
+    wanted = layer.wanted(x, weights, ids)
+    assert relative_error(got, wanted) <= 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
+
+
+@pytest.mark.parametrize("k", [320, 2880, 9312])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_codes_of_a_scale_a_token(gfx950: torch.device, dtype: torch.dtype, k: int) -> None:
+    """Rows that are kept in registers, and rows that are too long for that. Codes beyond k are zeros; rows beyond the count stay."""
+    x = torch.randn(7, k, device=gfx950).to(dtype)
+    x[2] = 0
+    x[3] *= 1e-6
+    width = grouped.padded(k)
+    codes = torch.full((7, width), 77, dtype=torch.uint8, device=gfx950)
+    scale = torch.full((7,), 77.0, device=gfx950)
+    count = torch.tensor([6], dtype=torch.int32, device=gfx950)
+    grouped.encode(x, count, Encoded(codes[None], scale), Encoding("e4m3", 1, True))
+    wanted, wanted_scale = quantize_fp8.operator.body(x[:6], "token")
+    assert torch.equal(scale[:6], wanted_scale[:, 0])
+    # A product with the reciprocal may be on the other side of the middle between two codes.
+    apart = (codes[:6, :k].int() - wanted.view(torch.uint8).int()).abs()
+    assert int(apart.max()) <= 1
+    assert int(apart.sum()) <= 0.01 * apart.numel()
+    assert not codes[:6, k:].any()
+    assert bool((codes[6] == 77).all())
+    assert scale[6] == 77
 
 
 def test_launches(emulator: Any) -> None:

@@ -127,9 +127,7 @@ def store_encoded(values, step, first, row, output, encoding: gl.constexpr):
     values = values.to(gl.float32)
     if encoding.by_token:
         offsets = (row * output.width)[:, None, None] + at
-        cdna4.buffer_store(
-            encode_by_token(values, step), output.codes, offsets, mask=exists[:, None, None] & (at < output.width)
-        )
+        cdna4.buffer_store(encode_by_token(values, step), output.codes, offsets, mask=exists[:, None, None] & (at < output.width))
     else:
         planes, exponents = encode_by_block(values, encoding)
         # Of 16 blocks in a row, a lane of the product wants every fourth.

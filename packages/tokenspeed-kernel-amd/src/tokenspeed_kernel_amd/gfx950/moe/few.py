@@ -21,9 +21,9 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
 device = DeviceModule(__name__ + "_device")
 
-MAX_TOKENS = 8
 MAX_TOP_K = 8
 _MAX_PAIRS = 64  # a lane each
+_PAIRS_AT_ONCE = 4  # of an expert: few have more
 _MAX_K = 4096  # of what is encoded, in registers
 _LDS_BYTES = 80 * 1024  # of a workgroup, so that two fit on a compute unit
 
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
     """What of a product is known to the compiler.
 
     Attributes:
-        rows: what a workgroup encodes: tokens, or slots of a token.
+        rows: what a workgroup encodes at once: pairs of an expert, or slots of a token.
         block: elements of a row, a power of two.
         top_k, num_experts: of the plan.
         bias: whether there is one.
@@ -74,13 +74,11 @@ def few_enough(tokens: int, plan: MoEPlan, weights: MoEWeights) -> bool:
     """Whether `moe_apply_few` takes a call."""
     k = max(plan.hidden_size, plan.intermediate_size)
     encoding = encoding_of(plan)
-    rows_of = max(_rows(tokens), _rows(plan.top_k))
     return (
-        tokens <= MAX_TOKENS
-        and plan.top_k <= MAX_TOP_K
+        plan.top_k <= MAX_TOP_K
         and tokens * plan.top_k <= _MAX_PAIRS
         and _block(k) <= _MAX_K
-        and rows_of * encoding.planes * encoding.row_bytes(_block(k)) * 17 // 16 <= _LDS_BYTES
+        and max(_PAIRS_AT_ONCE, _rows(plan.top_k)) * encoding.planes * encoding.row_bytes(_block(k)) * 17 // 16 <= _LDS_BYTES
         and weights.w2_weight.numel() < 2**31
     )
 
@@ -102,7 +100,7 @@ def moe_apply_few(
     encoding = encoding_of(plan)
     x, topk_ids, topk_weights = rows(x), topk_ids.contiguous(), topk_weights.contiguous()
     shape = Shape(
-        rows=_rows(tokens),
+        rows=min(_PAIRS_AT_ONCE, _rows(tokens)),
         block=_block(hidden),
         top_k=plan.top_k,
         num_experts=plan.num_experts,
@@ -116,7 +114,7 @@ def moe_apply_few(
     w13 = projection(weights, "w13_weight")
     device.first_kernel[(tokens * plan.top_k * blocks,)](
         Operands(topk_ids, topk_weights, x, x.stride(0), *w13, activated, features),
-        tokens, strips, hidden, blocks,
+        tokens * plan.top_k, strips, hidden, blocks,
         Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
         shape=shape, num_warps=warps,
     )  # fmt: skip

@@ -175,73 +175,85 @@ def by_column(values, ROWS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def first_kernel(operands, tokens, strips, k, blocks, swiglu, shape: gl.constexpr):
-    """The first product: program (pair, block of strips), the latter fastest. A column is a token.
+def add(a, b):
+    return a + b
 
-    The first of all pairs that go to an expert has the work of that expert; others end at once. The result of a token is stored
-    where the first of its slots with that expert is.
+
+@gluon.jit
+def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr):
+    """The first product: program (pair, block of strips), the latter fastest.
+
+    A column is a pair. Of the pairs that go to an expert, the first one's programs multiply as many as there is room for, nearly
+    always all; those of the first one for which there was no room as many again, and so on. The others end at once.
 
     Args:
         operands, swiglu, shape: see `few`.
-        tokens: how many there are.
+        pairs: how many there are.
         strips: of an expert.
         k: elements that are summed over.
         blocks: of strips.
     """
     warps: gl.constexpr = gl.num_warps()
-    encoding: gl.constexpr = shape.encoding
-    top_k: gl.constexpr = shape.top_k
-    product: gl.constexpr = product_layout(warps)
     pair = gl.program_id(0) // blocks
     first_strip = gl.program_id(0) % blocks * warps
     lane = gl.arange(0, 64, gl.BlockedLayout([1], [64], [warps], [0]))
     expert = gl.load(operands.ids + pair)
-    others = cdna4.buffer_load(operands.ids, lane, mask=lane < pair, other=-1)
-    earlier = gl.max((others == expert).to(gl.int32), axis=0)
-    if (expert >= 0) & (expert < shape.num_experts) & (earlier == 0):
-        own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, k, warps)
-        even = load_quad(own, 0, warps)
-        odd = load_quad(own, 1, warps)
-        rows = gl.arange(0, shape.rows, axis_layout(activation_layout(shape.rows, warps), 3, 0))
-        shared, step = encode(operands.x, gl.minimum(rows, tokens - 1) * operands.x_stride, k, encoding, shape.rows, shape.block)
-        # Which slot of each column's token has this expert.
-        column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
-        token = gl.minimum(column, tokens - 1)
-        slot = gl.full([_COLUMNS], top_k, gl.int32, gl.SliceLayout(0, product))
-        for candidate in gl.static_range(top_k - 1, -1, -1):
-            named = cdna4.buffer_load(operands.ids, token * top_k + candidate)
-            slot = gl.where(named == expert, candidate, slot)
-        gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
-        up = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
-        for quad in range(0, (k + 511) // 512, 2):
-            codes, scales = operands_of(shared, quad, encoding)
-            gate = add_products(gate, even.first, even.first_scale, codes, scales, encoding)
-            up = add_products(up, even.second, even.second_scale, codes, scales, encoding)
-            even = load_quad(own, quad + 2, warps)
-            if quad + 1 < (k + 511) // 512:
-                codes, scales = operands_of(shared, quad + 1, encoding)
-                gate = add_products(gate, odd.first, odd.first_scale, codes, scales, encoding)
-                up = add_products(up, odd.second, odd.second_scale, codes, scales, encoding)
-            odd = load_quad(own, quad + 3, warps)
-        if encoding.by_token:
-            scale = by_column(step, shape.rows, gl.SliceLayout(0, product))
-            gate *= scale[None, :]
-            up *= scale[None, :]
-        row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
-        strip = first_strip + row // 16
-        inside = strip < strips
-        if shape.bias:
-            bias = operands.bias + expert.to(gl.int64) * strips * 32
-            at = strip * 32 + row % 16
-            gate += cdna4.buffer_load(bias, at, mask=inside, other=0.0)[:, None]
-            up += cdna4.buffer_load(bias, at + 16, mask=inside, other=0.0)[:, None]
-        result = activated(gate, up, swiglu, shape.limited)
-        exists = (column < tokens) & (slot < top_k)
-        out_row = (token * top_k + slot) * (strips * 16)
-        cdna4.buffer_store(
-            result.to(operands.out.dtype.element_ty), operands.out, (strip * 16 + row % 16)[:, None] + out_row[None, :],
-            mask=inside[:, None] & exists[None, :],
-        )  # fmt: skip
+    own = (cdna4.buffer_load(operands.ids, lane, mask=lane < pairs, other=-1) == expert).to(gl.int32)
+    earlier = gl.sum(gl.where(lane < pair, own, 0), axis=0)
+    if (expert >= 0) & (expert < shape.num_experts) & (earlier % shape.rows == 0):
+        place = gl.where(own != 0, gl.associative_scan(own, 0, add) - earlier, 0)  # the own pair's is 1
+        multiply_pairs(operands, place, lane, expert, first_strip, strips, k, swiglu, shape)
+
+
+@gluon.jit
+def multiply_pairs(operands, place, lane, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
+    """The first product of the pairs ``lane`` whose ``place`` is at least 1, of as many of them as there are rows."""
+    warps: gl.constexpr = gl.num_warps()
+    encoding: gl.constexpr = shape.encoding
+    product: gl.constexpr = product_layout(warps)
+    own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, k, warps)
+    even = load_quad(own, 0, warps)
+    odd = load_quad(own, 1, warps)
+    row = gl.arange(0, shape.rows, axis_layout(activation_layout(shape.rows, warps), 3, 0))
+    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
+    count = gl.max(place, axis=0)
+    token = row * 0
+    column_pair = column * 0
+    for index in gl.static_range(shape.rows):
+        pair = gl.max(gl.where(place == gl.minimum(count, index + 1), lane, 0), axis=0)
+        token = gl.where(row == index, pair // shape.top_k, token)
+        column_pair = gl.where(column == index, pair, column_pair)
+    shared, step = encode(operands.x, token * operands.x_stride, k, encoding, shape.rows, shape.block)
+    gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
+    up = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
+    for quad in range(0, (k + 511) // 512, 2):
+        codes, scales = operands_of(shared, quad, encoding)
+        gate = add_products(gate, even.first, even.first_scale, codes, scales, encoding)
+        up = add_products(up, even.second, even.second_scale, codes, scales, encoding)
+        even = load_quad(own, quad + 2, warps)
+        if quad + 1 < (k + 511) // 512:
+            codes, scales = operands_of(shared, quad + 1, encoding)
+            gate = add_products(gate, odd.first, odd.first_scale, codes, scales, encoding)
+            up = add_products(up, odd.second, odd.second_scale, codes, scales, encoding)
+        odd = load_quad(own, quad + 3, warps)
+    if encoding.by_token:
+        scale = by_column(step, shape.rows, gl.SliceLayout(0, product))
+        gate *= scale[None, :]
+        up *= scale[None, :]
+    row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
+    strip = first_strip + row // 16
+    inside = strip < strips
+    if shape.bias:
+        bias = operands.bias + expert.to(gl.int64) * strips * 32
+        at = strip * 32 + row % 16
+        gate += cdna4.buffer_load(bias, at, mask=inside, other=0.0)[:, None]
+        up += cdna4.buffer_load(bias, at + 16, mask=inside, other=0.0)[:, None]
+    result = activated(gate, up, swiglu, shape.limited)
+    exists = (column < shape.rows) & (column < count)
+    cdna4.buffer_store(
+        result.to(operands.out.dtype.element_ty), operands.out,
+        (strip * 16 + row % 16)[:, None] + (column_pair * (strips * 16))[None, :], mask=inside[:, None] & exists[None, :],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -263,14 +275,9 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
     own = halves_at(operands.weight, operands.weight_scale, ids, half, strips, k, shape.num_experts, top_k, warps)
     even = load_half_quad(own, 0, warps)
     odd = load_half_quad(own, 1, warps)
-    # A result is stored where the first slot with its expert is.
     slot = gl.minimum(gl.arange(0, warps, axis_layout(activation_layout(warps, warps), 3, 0)), top_k - 1)
-    expert = gl.load(ids + slot)
-    stored = slot
-    for candidate in gl.static_range(top_k - 1, -1, -1):
-        stored = gl.where(gl.load(ids + candidate) == expert, gl.minimum(stored, candidate), stored)
     h = operands.x + gl.program_id(1) * top_k * k
-    shared, step = encode(h, stored * k, k, encoding, warps, shape.block)
+    shared, step = encode(h, slot * k, k, encoding, warps, shape.block)
     row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
     row_slot = gl.minimum(row // 16, top_k - 1)
     row_expert = gl.load(ids + row_slot)

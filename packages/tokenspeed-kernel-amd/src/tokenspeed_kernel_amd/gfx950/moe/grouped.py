@@ -153,10 +153,7 @@ def moe_apply_many(
     activated = x.new_empty(pairs, features)
     _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True)
     encoded = room_for(encoding, pairs, features, x.device)
-    encode_device.encode_kernel[(-(-pairs // _ENCODED),)](
-        activated, schedule.tiles[-1], *encoded, features, _width(features), pairs,
-        encoding=encoding, CHUNKS=_chunks(features), num_warps=_ENCODED,
-    )  # fmt: skip
+    encode(activated, schedule.tiles[-1], encoded, encoding)
     slots = x.new_empty(pairs, hidden)
     _product(tile, encoding, schedule, weights, encoded, slots, plan, gated=False)
     block = min(1024, max(256, 1 << (hidden - 1).bit_length()))
@@ -168,13 +165,21 @@ def moe_apply_many(
 
 def most_tokens(plan: MoEPlan) -> int:
     """Tokens of one pass: offsets in bytes of what its pairs have are 32-bit numbers."""
-    widest = max(_width(max(plan.hidden_size, plan.intermediate_size)), plan.hidden_size * plan.dtype.itemsize)
+    widest = max(padded(max(plan.hidden_size, plan.intermediate_size)), plan.hidden_size * plan.dtype.itemsize)
     return (2**31 - 1) // (plan.top_k * widest)
 
 
-def _width(k: int) -> int:
+def padded(k: int) -> int:
     """Elements of a row of codes."""
     return quads_of(k) * QUAD * STEP
+
+
+def encode(x: Tensor, count: Tensor, encoded: Encoded, encoding: Encoding) -> None:
+    """Encodes the first rows of x, contiguous ``[rows, k]``: so many as ``count`` says, int32, its first element."""
+    room, k = x.shape
+    encode_device.encode_kernel[(-(-room // _ENCODED),)](
+        x, count, *encoded, k, padded(k), room, encoding=encoding, CHUNKS=_chunks(k), num_warps=_ENCODED
+    )
 
 
 def _chunks(k: int) -> int:
@@ -198,7 +203,7 @@ def _route(x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Enc
     ids_at_once = min(512 * warps, max(1024, 1 << (pairs - 1).bit_length()))
     schedule_device.route_kernel[(plan.num_experts + -(-tokens // warps),)](
         topk_ids, schedule.order, schedule.tiles, entries, plan.num_experts,
-        x, x.stride(0), *encoded, hidden, _width(hidden), tokens,
+        x, x.stride(0), *encoded, hidden, padded(hidden), tokens,
         encoding=encoding, TOP_K=plan.top_k, ROWS=tile.columns, CHUNK=ids_at_once, CHUNKS=_chunks(hidden), num_warps=warps,
     )  # fmt: skip
     return schedule, encoded
