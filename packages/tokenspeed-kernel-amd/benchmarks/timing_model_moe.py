@@ -10,6 +10,7 @@ make a scale a token: so the time of `moe_topk`, by the core's portable kernel, 
 Up to 16 tokens the whole layer is executed. For more, two slices are, with all experts and tokens: one has 256 intermediate
 features, from which come the first product and what is before it and after the second; the other has 256 hidden features, from
 which come the second product and what is before it. A product has 2880 / 256 times as many workgroups, and its time grows as much.
+For 8192, both slices have an eighth of the tokens and of the experts, and all launches have eight times as many workgroups.
 
 ASSUMPTIONS lists what this rests on; it is printed with the table.
 """
@@ -35,8 +36,9 @@ from torch import Tensor
 
 MARKS = ("<!-- predicted times of experts -->", "<!-- end of experts -->")
 EXPERTS, TOP_K, SIZE, SLICE, DISTINCT = 128, 4, 2880, 256, 4
-TOKENS = (1, 4, 16, 64, 256, 1024)
+TOKENS = (1, 4, 16, 64, 256, 1024, 8192)
 WHOLE = 16  # tokens up to which the whole layer is executed
+MANY, PART = 1024, 8  # for more tokens, so small a part of tokens and experts is executed
 LAUNCH_US = 2.3
 ERRORS = {"ours": 0.05, "portable": 0.05, "peer": 0.1}  # relative, of the output; the peer's scales are static
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
@@ -51,6 +53,8 @@ ASSUMPTIONS = (
     "kernel, are added.",
     "From 64 tokens on a product is executed with 256 of its 2880 features, and its work and the lines that it moves, but those of "
     "what is multiplied, grow in proportion: its compute units have equal shares.",
+    "From 2048 tokens on an eighth of the tokens and of the experts is executed, and all launches have eight times as many "
+    "workgroups. What sorts tokens by expert is therefore counted too low, on all sides.",
     "Caches are ideal: no line is fetched from HBM twice in a launch.",
 )
 
@@ -62,11 +66,12 @@ class Layer:
     tokens: int
     hidden: int
     features: int
+    experts: int
 
     def inputs(self) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(self.tokens)
         x = torch.randn(self.tokens, self.hidden, generator=draw).bfloat16()
-        return {"x": x, "logits": torch.randn(self.tokens, EXPERTS, generator=draw).bfloat16()}
+        return {"x": x, "logits": torch.randn(self.tokens, self.experts, generator=draw).bfloat16()}
 
     def weights(self) -> Any:
         from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -85,13 +90,13 @@ class Layer:
         from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 
         return MoEPlan(
-            EXPERTS, TOP_K, self.hidden, self.features, torch.bfloat16, "mxfp4", "fp8", w13_interleaved=True, bias=True,
+            self.experts, TOP_K, self.hidden, self.features, torch.bfloat16, "mxfp4", "fp8", w13_interleaved=True, bias=True,
             activation="swiglu", kernel=kernel, weight_layout=layout, **SWIGLU,
         )  # fmt: skip
 
 
-def repeated(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.repeat(EXPERTS // DISTINCT, *(1 for _ in tensor.shape[1:]))
+def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
+    return None if tensor is None else tensor.repeat(layer.experts // DISTINCT, *(1 for _ in tensor.shape[1:]))
 
 
 # -- the sides -----------------------------------------------------------------------------------------------------------------
@@ -107,7 +112,7 @@ def _operator(layer: Layer, kernel: str, layout: str) -> Callable[[], Tensor]:
     plan, inputs = layer.plan(kernel, layout), layer.inputs()
     few = core.moe_process_weights(layer.weights(), dataclasses.replace(plan, num_experts=DISTINCT))
     parts = (getattr(few, f"{w}_weight{part}") for w in ("w13", "w2") for part in ("", "_scale", "_bias"))
-    weights = MoEWeights(*map(repeated, parts), layout=layout)  # type: ignore[arg-type]
+    weights = MoEWeights(*(repeated(part, layer) for part in parts), layout=layout)  # type: ignore[arg-type]
 
     def call() -> Tensor:
         topk_weights, topk_ids = core.moe_topk(inputs["logits"], TOP_K, solution="triton")
@@ -141,21 +146,21 @@ def peer(layer: Layer) -> Callable[[], Tensor]:
     prepare(plan, module)
     made: dict[str, Any] = {}
     for name in ("w13", "w2"):
-        made[f"{name}_weight"] = repeated_view(getattr(module, f"{name}_weight_triton_tensor"))
-        made[f"{name}_mx_scale"] = repeated_view(getattr(module, f"{name}_precision_config").b_mx_scale)
+        made[f"{name}_weight"] = repeated_view(getattr(module, f"{name}_weight_triton_tensor"), layer)
+        made[f"{name}_mx_scale"] = repeated_view(getattr(module, f"{name}_precision_config").b_mx_scale, layer)
         made[f"{name}_act_scale"] = getattr(module, f"{name}_act_scale")
-        made[f"{name}_bias"] = repeated(getattr(weights, f"{name}_weight_bias"))
+        made[f"{name}_bias"] = repeated(getattr(weights, f"{name}_weight_bias"), layer)
     return lambda: function(
         inputs["x"], inputs["logits"], **made, top_k=TOP_K, **{f"swiglu_{name}": value for name, value in SWIGLU.items()}
     )
 
 
-def repeated_view(tensor: Tensor) -> Tensor:
+def repeated_view(tensor: Tensor, layer: Layer) -> Tensor:
     """More experts of a tensor whose axes may lie in memory in any order, with the strides that such a tensor has."""
     order = sorted(range(tensor.dim()), key=lambda axis: (axis != 0, -tensor.stride(axis)))
     back = [order.index(axis) for axis in range(tensor.dim())]
     plain = tensor.permute(order).contiguous()
-    made = plain.repeat(EXPERTS // DISTINCT, *(1 for _ in plain.shape[1:])).permute(back)
+    made = plain.repeat(layer.experts // DISTINCT, *(1 for _ in plain.shape[1:])).permute(back)
     made.__dict__.update(tensor.__dict__)  # the peer notes sizes there
     return made
 
@@ -192,9 +197,9 @@ class Launch:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "mfma"}
 
 
-def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0) -> Launch:
+def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0, parts: int = 1) -> Launch:
     """The time of a launch, or of one with ``scale`` times as many workgroups, which move scale times as many bytes, but for
-    some."""
+    some; or of one that has ``parts`` times the workgroups and bytes of that."""
     from gfx950_emulator import hardware as hw
     from gfx950_emulator import timing
 
@@ -203,16 +208,17 @@ def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0) -> Laun
     mfma = sum(cost.mfma * int(count) for cost, count in zip(costs, counters.executions(), strict=True))
     found = timing.predict(report, max_instructions=2_000_000)
     compute, memory, full = found.compute_seconds, found.memory_seconds, found.full
-    if scale != 1.0:
+    whole = scale * parts == 1.0
+    if not whole:
         traces = timing.instructions_of(counters, found.workgroup)
         full = timing.simulate(costs, [traces] * found.occupancy.workgroups, max_instructions=2_000_000)
         spans = report.program.blocks.items()
         work = counters.trace.work({start: sum(costs[i].weight for i in range(start, block.end)) for start, block in spans})
-        share = scale * sum(work.values()) / work[found.workgroup] / hw.COMPUTE_UNITS
+        share = parts * scale * sum(work.values()) / work[found.workgroup] / hw.COMPUTE_UNITS
         compute = max(found.alone.cycles, share * full.cycles / full.workgroups) / hw.CLOCK_HZ
-        memory = (scale * (counters.memory_bytes - fixed_bytes) + fixed_bytes) / hw.HBM_BYTES_PER_SECOND
+        memory = parts * (scale * (counters.memory_bytes - fixed_bytes) + fixed_bytes) / hw.HBM_BYTES_PER_SECOND
     unit = max(full.busy, key=lambda name: full.busy[name])
-    bound = found.bound_by if scale == 1.0 else f"{unit} throughput" if full.busy[unit] > 0.5 else "latency"
+    bound = found.bound_by if whole else f"{unit} throughput" if full.busy[unit] > 0.5 else "latency"
     bound = "HBM bandwidth" if memory >= compute else bound
     return Launch(report.kernel, mfma, max(compute, memory) * 1e6, compute * 1e6, memory * 1e6, bound)
 
@@ -236,19 +242,21 @@ def _run(name: str, side: Side, layer: Layer) -> tuple[list[Any], float]:
 def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
     """The launches of a call, and their times."""
     if tokens <= WHOLE:
-        reports, error = _run(name, side, Layer(tokens, SIZE, SIZE))
+        reports, error = _run(name, side, Layer(tokens, SIZE, SIZE, EXPERTS))
         launches = [predicted(report) for report in reports]
     else:
-        first, error = _run(name, side, Layer(tokens, SIZE, SLICE))
+        parts = 1 if tokens <= MANY else PART
+        some, experts = tokens // parts, EXPERTS // parts
+        first, error = _run(name, side, Layer(some, SIZE, SLICE, experts))
         one, two = _products(first)
-        launches = [predicted(report) for report in first[:one]]
-        launches.append(predicted(first[one], SIZE / SLICE, tokens * SIZE))
-        after = [predicted(report) for report in first[two + 1 :]]
+        launches = [predicted(report, parts=parts) for report in first[:one]]
+        launches.append(predicted(first[one], SIZE / SLICE, some * SIZE, parts))
+        after = [predicted(report, parts=parts) for report in first[two + 1 :]]
         del first
-        second, other = _run(name, side, Layer(tokens, SLICE, SIZE))
+        second, other = _run(name, side, Layer(some, SLICE, SIZE, experts))
         one, two = _products(second)
-        launches += [predicted(report) for report in second[one + 1 : two]]
-        launches.append(predicted(second[two], SIZE / SLICE, tokens * TOP_K * SIZE))
+        launches += [predicted(report, parts=parts) for report in second[one + 1 : two]]
+        launches.append(predicted(second[two], SIZE / SLICE, some * TOP_K * SIZE, parts))
         launches += after
         error = max(error, other)
     us = sum(launch.us for launch in launches)
@@ -262,7 +270,7 @@ def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
 
 def floor_us(tokens: int) -> float:
     """The least that memory or matrix cores allow: experts that are hit at 8 TB/s, or products at the rate of e4m3."""
-    logits = Layer(tokens, 32, 32).inputs()["logits"]
+    logits = Layer(tokens, 32, 32, EXPERTS).inputs()["logits"]
     experts = len(set(logits.topk(TOP_K).indices.flatten().tolist()))
     weights = experts * 3 * SIZE * SIZE * (0.5 + 1 / 32)
     flops = 6 * tokens * TOP_K * SIZE * SIZE

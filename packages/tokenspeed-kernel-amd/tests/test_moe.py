@@ -152,7 +152,7 @@ def test_more_ids_than_a_workgroup_reads_at_once(gfx950: torch.device) -> None:
 @pytest.mark.parametrize("k", [320, 2880, 9312])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_codes_of_a_scale_a_token(gfx950: torch.device, dtype: torch.dtype, k: int) -> None:
-    """Rows that are kept in registers, and rows that are too long for that. Codes beyond k are zeros; rows beyond the count stay."""
+    """Rows in registers, and rows that are too long for that. Codes beyond k are zeros; rows beyond the count stay as they are."""
     x = torch.randn(7, k, device=gfx950).to(dtype)
     x[2] = 0
     x[3] *= 1e-6

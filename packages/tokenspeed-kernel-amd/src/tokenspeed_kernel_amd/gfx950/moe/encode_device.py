@@ -41,10 +41,9 @@ def load_activations(x, row, first, k, BLOCK: gl.constexpr, layout: gl.constexpr
 @gluon.jit
 def magnitudes(values):
     """The bits of magnitudes, which sort as magnitudes do, NaN last: fewer instructions than floats take."""
-    if values.dtype.primitive_bitwidth == 16:
-        return values.to(gl.int16, bitcast=True) & 0x7FFF
-    else:
-        return values.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+    short: gl.constexpr = values.dtype.primitive_bitwidth == 16
+    bits = values.to(gl.int16 if short else gl.int32, bitcast=True)
+    return bits & (0x7FFF if short else 0x7FFFFFFF)
 
 
 @gluon.jit
@@ -199,7 +198,7 @@ def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encod
     if CHUNKS:
         chunks = ()
         for chunk in gl.static_range(CHUNKS):
-            chunks = chunks + (load_activations(x, begins, chunk * 512, k, 512, layout),)
+            chunks += (load_activations(x, begins, chunk * 512, k, 512, layout),)
         if encoding.by_token:
             largest = magnitudes(chunks[0])
             for chunk in gl.static_range(1, CHUNKS):

@@ -82,7 +82,8 @@ def route_kernel(
     CHUNK: gl.constexpr,
     CHUNKS: gl.constexpr,
 ):
-    """Programs: first those of experts, each of which lists its pairs, then those of tokens, each of which encodes one with each warp.
+    """Programs: first those of experts, each of which lists its pairs, then those that encode a token with
+    each warp.
 
     Args:
         ids: int32 [pairs], TOP_K for each token, the experts; those that are not in 0 ... num_experts - 1 are left out.
