@@ -27,6 +27,8 @@ FEW: list[tuple[int, int, dict[str, Any]]] = [
     (5, 1, {"dtype": torch.float16}),
     (4, 6, {"bias": True}),
     (16, 4, {"activation_dtype": "fp8", **GPT_OSS}),
+    (1, 2, {"activation_dtype": "mxfp4"}),
+    (1, 3, {"dtype": torch.float16, "bias": True}),
 ]
 TILES = [grouped.Tile(16, 4), grouped.Tile(32, 4), grouped.Tile(128, 8, wide=True, blocks=2)]
 

@@ -32,8 +32,8 @@ def places(first, BLOCK: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_activations(x, row, first, k, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """BLOCK elements of each row from ``first`` on, as they are. ``row``: int32 [rows], where rows of x begin. Beyond k the
-    hardware gives 0; asking for that takes further instructions."""
+    """BLOCK elements of each row from ``first`` on, as they are. ``row``: int32 [rows], where rows of x begin; k may be
+    int32 [rows, 1, 1]. Beyond k the hardware gives 0; asking for that takes further instructions."""
     at = places(first, BLOCK, layout)
     return cdna4.buffer_load(x, row[:, None, None] + at, mask=at < k)
 
@@ -47,12 +47,17 @@ def magnitudes(values):
 
 
 @gluon.jit
-def token_step(largest, dtype: gl.constexpr):
+def token_step(largest, dtype: gl.constexpr, SPLIT: gl.constexpr = 1):
     """The scale of each token, float32 [rows], as `quantize_fp8` computes it, but for tokens with a NaN, whose element keeps it.
-    ``largest``: `magnitudes` of elements of ``dtype``, or the largest of several."""
+    ``largest``: `magnitudes` of elements of ``dtype``, or the largest of several. SPLIT rows are one token."""
     rows: gl.constexpr = largest.shape[0]
     bits = gl.max(largest.reshape(rows, largest.shape[1] * 32), axis=1)
-    bits = gl.convert_layout(bits, axis_layout(largest.type.layout, 3, 0), assert_trivial=True)
+    if SPLIT > 1:
+        parts = bits.reshape(rows // SPLIT, SPLIT)
+        bits, _ = gl.broadcast(gl.max(parts, axis=1)[:, None], parts)
+        bits = gl.convert_layout(bits.reshape(rows), axis_layout(largest.type.layout, 3, 0))
+    else:
+        bits = gl.convert_layout(bits, axis_layout(largest.type.layout, 3, 0), assert_trivial=True)
     if dtype.primitive_bitwidth == 16:
         bits = bits.to(gl.int16)
     found = bits.to(dtype, bitcast=True).to(gl.float32)

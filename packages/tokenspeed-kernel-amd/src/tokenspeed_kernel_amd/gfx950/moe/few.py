@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoding, encoding_of
-from tokenspeed_kernel_amd.gfx950.moe.grouped import Swiglu, projection
+from tokenspeed_kernel_amd.gfx950.moe.grouped import Swiglu, padded, projection
 from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import HALF, QUAD, STEP, quads_of, strips_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
@@ -54,7 +54,8 @@ class Shape(NamedTuple):
 
     Attributes:
         rows: what a workgroup encodes at once: pairs of an expert, or slots of a token.
-        block: elements of a row, a power of two.
+        split: parts of k that have warps of their own.
+        block: elements of a row, or of a part of it, padded; a power of two where there are more warps than rows.
         top_k, num_experts: of the plan.
         bias: whether there is one.
         limited: whether gate and up are clamped.
@@ -62,6 +63,7 @@ class Shape(NamedTuple):
     """
 
     rows: int
+    split: int
     block: int
     top_k: int
     num_experts: int
@@ -99,9 +101,12 @@ def moe_apply_few(
         return deliver(written, out)
     encoding = encoding_of(plan)
     x, topk_ids, topk_weights = rows(x), topk_ids.contiguous(), topk_weights.contiguous()
+    warps = 4
+    encoded = min(_PAIRS_AT_ONCE, _rows(tokens))
     shape = Shape(
-        rows=min(_PAIRS_AT_ONCE, _rows(tokens)),
-        block=_block(hidden),
+        rows=encoded,
+        split=1,
+        block=_block(hidden) if encoded < warps else padded(hidden),
         top_k=plan.top_k,
         num_experts=plan.num_experts,
         bias=plan.bias,
@@ -109,7 +114,7 @@ def moe_apply_few(
         encoding=encoding,
     )
     activated = x.new_empty(tokens * plan.top_k, features)
-    strips, warps = strips_of(2 * features), 4
+    strips = strips_of(2 * features)
     blocks = -(-strips // warps)
     w13 = projection(weights, "w13_weight")
     device.first_kernel[(tokens * plan.top_k * blocks,)](
@@ -119,11 +124,14 @@ def moe_apply_few(
         shape=shape, num_warps=warps,
     )  # fmt: skip
     w2 = projection(weights, "w2_weight")
-    warps = _rows(plan.top_k)
+    # One token has fewer workgroups than there are compute units: then what counts is how long one of them takes.
+    split = 2 if tokens == 1 and quads_of(features) > 1 else 1
+    warps = _rows(plan.top_k) * split
+    part = -(-quads_of(features) // split) * QUAD * STEP
     device.second_kernel[(hidden // HALF, tokens)](
         Operands(topk_ids, topk_weights, activated, features, *w2, written, written.stride(0)),
         strips_of(hidden), features,
-        shape=shape._replace(rows=warps, block=_block(features)), num_warps=warps,
+        shape=shape._replace(rows=warps, split=split, block=part), num_warps=warps,
     )  # fmt: skip
     return deliver(written, out)
 
@@ -134,4 +142,4 @@ def _rows(count: int) -> int:
 
 
 def _block(k: int) -> int:
-    return max(2048, 1 << (quads_of(k) * QUAD * STEP - 1).bit_length())
+    return max(2048, 1 << (padded(k) - 1).bit_length())
