@@ -4,8 +4,9 @@ portable kernel's, by one model. **For ratios only.**
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_moe.py --peer peer --output timing_model_moe.json --readme
 
 ``--peer`` is the folder of `timing_model`; without it our side and the portable kernel are measured. All sides get the same tokens,
-routing and weights. The peer takes router logits and static scales of activations, ours and the portable kernel routed tokens, and
-make a scale a token: so the time of `moe_topk`, by the core's portable kernel, is added to theirs.
+routing and weights. The peer takes static scales of activations, and so does ours; the portable kernel makes a scale a token, and
+ours is measured so as well. The peer takes router logits, ours and the portable kernel routed tokens: so the time of `moe_topk`,
+by the core's portable kernel, is added to theirs.
 
 Up to 16 tokens the whole layer is executed. For more, two slices are, with all experts and tokens: one has 256 intermediate
 features, from which come the first product and what is before it and after the second; the other has 256 hidden features, from
@@ -40,7 +41,9 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 8192)
 WHOLE = 16  # tokens up to which the whole layer is executed
 MANY, PART = 1024, 8  # for more tokens, so small a part of tokens and experts is executed
 LAUNCH_US = 2.3
-ERRORS = {"ours": 0.05, "portable": 0.05, "peer": 0.1}  # relative, of the output; the peer's scales are static
+ACTIVATIONS = {"ours": "fp8_static", "by_token": "fp8", "portable": "fp8", "peer": "fp8_static"}
+ERRORS = {"ours": 0.02, "by_token": 0.02, "portable": 0.02, "peer": 0.02}  # relative, of the output
+LARGEST = {"w13_input_scale": 5.0, "w2_input_scale": 56.0}  # magnitudes of which static scales are made
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
 
 ASSUMPTIONS = (
@@ -49,6 +52,8 @@ ASSUMPTIONS = (
     "describes. Routing is uniform, and tokens are independent.",
     "The time of a call is the sum of the times of its launches; a column adds 2.3 us for each of them, which is what published "
     "measurements of short kernels on MI355X suggest.",
+    "The peer rounds activations to fp8 with static scales, and so does ours; the portable kernel makes a scale a token, and is "
+    "compared with ours doing the same.",
     "The peer routes tokens itself. For ours and the portable kernel the time and the launch of moe_topk, by the core's portable "
     "kernel, are added.",
     "From 64 tokens on a product is executed with 256 of its 2880 features, and its work and the lines that it moves, but those of "
@@ -73,7 +78,7 @@ class Layer:
         x = torch.randn(self.tokens, self.hidden, generator=draw).bfloat16()
         return {"x": x, "logits": torch.randn(self.tokens, self.experts, generator=draw).bfloat16()}
 
-    def weights(self) -> Any:
+    def weights(self, activation_dtype: str) -> Any:
         from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
         draw = torch.Generator().manual_seed(7)
@@ -84,14 +89,17 @@ class Layer:
             scale = torch.randint(exponent - 1, exponent + 2, (DISTINCT, rows, k // 32), generator=draw, dtype=torch.uint8)
             return codes, scale, 0.2 * torch.randn(DISTINCT, rows, generator=draw)
 
-        return MoEWeights(*projection(2 * self.features, self.hidden), *projection(self.hidden, self.features))
+        both = (*projection(2 * self.features, self.hidden), *projection(self.hidden, self.features))
+        static = activation_dtype == "fp8_static"
+        scales = {name: torch.tensor([largest / 448]) for name, largest in LARGEST.items()} if static else {}
+        return MoEWeights(*both, **scales)
 
-    def plan(self, kernel: str, layout: str) -> Any:
+    def plan(self, activation_dtype: str, kernel: str, layout: str) -> Any:
         from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 
         return MoEPlan(
-            self.experts, TOP_K, self.hidden, self.features, torch.bfloat16, "mxfp4", "fp8", w13_interleaved=True, bias=True,
-            activation="swiglu", kernel=kernel, weight_layout=layout, **SWIGLU,
+            self.experts, TOP_K, self.hidden, self.features, torch.bfloat16, "mxfp4", activation_dtype,
+            w13_interleaved=True, bias=True, activation="swiglu", kernel=kernel, weight_layout=layout, **SWIGLU,
         )  # fmt: skip
 
 
@@ -105,14 +113,15 @@ def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
 Side = Callable[[Layer], Callable[[], Tensor]]
 
 
-def _operator(layer: Layer, kernel: str, layout: str) -> Callable[[], Tensor]:
+def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str) -> Callable[[], Tensor]:
     import tokenspeed_kernel as core
     from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
-    plan, inputs = layer.plan(kernel, layout), layer.inputs()
-    few = core.moe_process_weights(layer.weights(), dataclasses.replace(plan, num_experts=DISTINCT))
+    plan, inputs = layer.plan(activation_dtype, kernel, layout), layer.inputs()
+    few = core.moe_process_weights(layer.weights(activation_dtype), dataclasses.replace(plan, num_experts=DISTINCT))
     parts = (getattr(few, f"{w}_weight{part}") for w in ("w13", "w2") for part in ("", "_scale", "_bias"))
-    weights = MoEWeights(*(repeated(part, layer) for part in parts), layout=layout)  # type: ignore[arg-type]
+    scales = (few.w13_input_scale, few.w2_input_scale)
+    weights = MoEWeights(*(repeated(part, layer) for part in parts), layout, *scales)  # type: ignore[arg-type]
 
     def call() -> Tensor:
         topk_weights, topk_ids = core.moe_topk(inputs["logits"], TOP_K, solution="triton")
@@ -122,24 +131,29 @@ def _operator(layer: Layer, kernel: str, layout: str) -> Callable[[], Tensor]:
 
 
 def ours(layer: Layer) -> Callable[[], Tensor]:
-    return _operator(layer, "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
+    return _operator(layer, ACTIVATIONS["ours"], "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
+
+
+def by_token(layer: Layer) -> Callable[[], Tensor]:
+    """Ours, with a scale a token."""
+    return _operator(layer, ACTIVATIONS["by_token"], "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
 
 
 def portable(layer: Layer) -> Callable[[], Tensor]:
-    return _operator(layer, "triton_moe_apply_mxfp4", "triton_mxfp4")
+    return _operator(layer, ACTIVATIONS["portable"], "triton_moe_apply_mxfp4", "triton_mxfp4")
 
 
 def peer(layer: Layer) -> Callable[[], Tensor]:
-    """The peer's public functions. Static scales are those of a token's largest magnitudes here."""
+    """The peer's public functions."""
     package = "tokenspeed_kernel_amd.ops.gfx950.moe.mxfp4"
     prepare = importlib.import_module(f"{package}.weight_preprocess").preprocess_gluon_mxfp4_gfx950_moe_weights
     function = importlib.import_module(f"{package}.fused").gluon_mxfp_fused_moe
-    module, weights, inputs = torch.nn.Module(), layer.weights(), layer.inputs()
+    module, weights, inputs = torch.nn.Module(), layer.weights(ACTIVATIONS["peer"]), layer.inputs()
     for name in ("w13_weight", "w2_weight"):
         for part in ("", "_scale", "_bias"):
             module.register_parameter(name + part, torch.nn.Parameter(getattr(weights, name + part), requires_grad=False))
-    for name, largest in (("w13_input_scale", 5.0), ("w2_input_scale", 56.0)):
-        scale = torch.full((DISTINCT,), largest / 448)
+    for name in LARGEST:
+        scale = getattr(weights, name).repeat(DISTINCT)
         module.register_parameter(name, torch.nn.Parameter(scale, requires_grad=False))
     module.w13_input_layout = "interleaved"  # type: ignore[assignment]
     plan = {"num_experts": DISTINCT, "top_k": TOP_K, "hidden_size": layer.hidden, "intermediate_size": layer.features}
@@ -172,10 +186,10 @@ def check(side: str, layer: Layer, out: Tensor) -> float:
     """The relative error of the first tokens. Raises RuntimeError if it is too large."""
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 
-    inputs, some = layer.inputs(), slice(0, 4)
+    inputs, some, dtype = layer.inputs(), slice(0, 4), ACTIVATIONS[side]
     chosen = inputs["logits"][some].float().sort(dim=-1, descending=True, stable=True)
     weights, ids = chosen.values[:, :TOP_K].softmax(-1), chosen.indices[:, :TOP_K].int() % DISTINCT
-    wanted = moe_apply.operator.body(inputs["x"][some].float(), layer.weights(), weights, ids, layer.plan("", ""))
+    wanted = moe_apply.operator.body(inputs["x"][some].float(), layer.weights(dtype), weights, ids, layer.plan(dtype, "", ""))
     error = float((out[some, : layer.hidden].float() - wanted).norm() / wanted.norm())
     if not error <= ERRORS[side]:
         raise RuntimeError(f"{side}, {layer}: relative error {error:.1e}")
@@ -310,9 +324,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 def table(report: dict[str, Any]) -> str:
     """Markdown: a row a number of tokens."""
     lines = [
-        "| tokens | floor, µs | ours, µs (launches) | peer, µs (launches) | ours / peer | with 2.3 µs a launch | portable, µs "
-        "| portable / ours |",
-        "|---|---|---|---|---|---|---|---|",
+        "| tokens | floor, µs | ours, µs (launches) | peer, µs (launches) | ours / peer | with 2.3 µs a launch "
+        "| ours, a scale a token | portable, the same | portable / ours |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         mine, cells = row["ours"], [str(row["tokens"]), f"{row['floor_us']:.1f}"]
@@ -324,8 +338,9 @@ def table(report: dict[str, Any]) -> str:
             cells.append(f"{mine['with_launches_us'] / other['with_launches_us']:.3f}")
         else:
             cells += ["", "", ""]
-        slow = row.get("portable")
-        cells += [f"{slow['us']:.1f}", f"{slow['us'] / mine['us']:.2f}"] if slow else ["", ""]
+        dynamic, slow = row["by_token"], row.get("portable")
+        cells.append(f"{dynamic['us']:.1f} ({len(dynamic['launches'])})")
+        cells += [f"{slow['us']:.1f}", f"{slow['us'] / dynamic['us']:.2f}"] if slow else ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
     found = report["summary"]
     if found:
@@ -351,6 +366,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(measure_all("peer", peer, options.tokens)))
         return
     mine = measure_all("ours", ours, options.tokens)
+    dynamic = measure_all("by_token", by_token, options.tokens)
     slow = measure_all("portable", portable, [count for count in options.tokens if count <= options.portable_up_to])
     others: dict[str, Any] = {}
     if options.peer is not None:
@@ -361,7 +377,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for count in options.tokens:
         row: dict[str, Any] = {"tokens": count, "floor_us": floor_us(count), "ours": mine[str(count)]}
-        row |= {side: found[str(count)] for side, found in (("peer", others), ("portable", slow)) if str(count) in found}
+        sides = {"by_token": dynamic, "peer": others, "portable": slow}
+        row |= {side: found[str(count)] for side, found in sides.items() if str(count) in found}
         rows.append(row)
     metadata = metadata_of(Path(__file__), options.peer)
     report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}

@@ -76,8 +76,8 @@ def e2m1_codes(values):
 
 
 @gluon.jit
-def encode_by_token(values, step):
-    """e4m3 codes, uint8 [rows, blocks, 32]. ``step``: float32 [rows], the scales.
+def encode_e4m3(values, step):
+    """e4m3 codes, uint8 [rows, blocks, 32], saturating. ``step``: float32 [rows], the scales.
 
     Multiplied by the reciprocal, a value that is within 2^-23 of the middle between two codes may get the other one. Dividing takes
     ten times as many instructions.
@@ -129,9 +129,9 @@ def store_encoded(values, step, first, row, output, encoding: gl.constexpr):
     at = places(first, BLOCK, layout)
     exists = row < output.rows
     values = values.to(gl.float32)
-    if encoding.by_token:
+    if encoding.scales != "block":
         offsets = (row * output.width)[:, None, None] + at
-        cdna4.buffer_store(encode_by_token(values, step), output.codes, offsets, mask=exists[:, None, None] & (at < output.width))
+        cdna4.buffer_store(encode_e4m3(values, step), output.codes, offsets, mask=exists[:, None, None] & (at < output.width))
     else:
         planes, exponents = encode_by_block(values, encoding)
         # Of 16 blocks in a row, a lane of the product wants every fourth.
@@ -192,7 +192,7 @@ def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encod
     row = gl.arange(0, warps, axis_layout(layout, 3, 0))
     wide = first_row.to(gl.int64)
     row_bytes = width // (2 if encoding.format == "e2m1" else 1)
-    row_scales = 1 if encoding.by_token else width // 32
+    row_scales = 1 if encoding.scales == "token" else 0 if encoding.scales == "tensor" else width // 32
     output = Output(
         codes + wide * row_bytes, scale + wide * row_scales, rows.to(gl.int64) * row_bytes, rows.to(gl.int64) * row_scales,
         gl.to_tensor(width), count - first_row,
@@ -200,11 +200,13 @@ def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encod
     x += wide * stride
     begins = gl.minimum(row, output.rows - 1) * stride
     step = gl.full([warps], 1.0, gl.float32, axis_layout(layout, 3, 0))
+    if encoding.scales == "tensor":
+        step = step * gl.load(scale)
     if CHUNKS:
         chunks = ()
         for chunk in gl.static_range(CHUNKS):
             chunks += (load_activations(x, begins, chunk * 512, k, 512, layout),)
-        if encoding.by_token:
+        if encoding.scales == "token":
             largest = magnitudes(chunks[0])
             for chunk in gl.static_range(1, CHUNKS):
                 largest = gl.maximum(largest, magnitudes(chunks[chunk]))
@@ -212,14 +214,14 @@ def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encod
         for chunk in gl.static_range(CHUNKS):
             store_encoded(chunks[chunk], step, chunk * 512, row, output, encoding)
     else:
-        if encoding.by_token:
+        if encoding.scales == "token":
             largest = magnitudes(load_activations(x, begins, 0, k, 512, layout))
             for first in range(512, k, 512):
                 largest = gl.maximum(largest, magnitudes(load_activations(x, begins, first, k, 512, layout)))
             step = token_step(largest, x.dtype.element_ty)
         for first in range(0, width, 512):
             store_encoded(load_activations(x, begins, first, k, 512, layout), step, first, row, output, encoding)
-    if encoding.by_token:
+    if encoding.scales == "token":
         gl.store(output.scale + row, step, mask=row < output.rows)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoding, encoding_of
-from tokenspeed_kernel_amd.gfx950.moe.grouped import Swiglu, padded, projection
+from tokenspeed_kernel_amd.gfx950.moe.grouped import Swiglu, between, padded, projection, static_scales
 from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import HALF, QUAD, STEP, quads_of, strips_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
@@ -36,6 +36,7 @@ class Operands(NamedTuple):
         x, x_stride: the tokens and elements from one to the next; in the second product the first one's result.
         weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
         out, out_stride: likewise.
+        static, out_static: static scales of what is multiplied, and of the result of the first product; or None.
     """
 
     ids: Tensor
@@ -47,6 +48,8 @@ class Operands(NamedTuple):
     bias: Tensor | None
     out: Tensor
     out_stride: int
+    static: Tensor | None
+    out_static: Tensor | None
 
 
 class Shape(NamedTuple):
@@ -113,12 +116,13 @@ def moe_apply_few(
         limited=plan.limit is not None,
         encoding=encoding,
     )
-    activated = x.new_empty(tokens * plan.top_k, features)
+    scales = static_scales(weights, encoding)
+    activated = x.new_empty(tokens * plan.top_k, features, dtype=between(x, encoding))
     strips = strips_of(2 * features)
     blocks = -(-strips // warps)
     w13 = projection(weights, "w13_weight")
     device.first_kernel[(tokens * plan.top_k * blocks,)](
-        Operands(topk_ids, topk_weights, x, x.stride(0), *w13, activated, features),
+        Operands(topk_ids, topk_weights, x, x.stride(0), *w13, activated, features, *scales),
         tokens * plan.top_k, strips, hidden, blocks,
         Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
         shape=shape, num_warps=warps,
@@ -129,7 +133,7 @@ def moe_apply_few(
     warps = _rows(plan.top_k) * split
     part = -(-quads_of(features) // split) * QUAD * STEP
     device.second_kernel[(hidden // HALF, tokens)](
-        Operands(topk_ids, topk_weights, activated, features, *w2, written, written.stride(0)),
+        Operands(topk_ids, topk_weights, activated, features, *w2, written, written.stride(0), scales[1], None),
         strips_of(hidden), features,
         shape=shape._replace(rows=warps, split=split, block=part), num_warps=warps,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.amd import cdna4
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     activation_layout,
     encode_by_block,
-    encode_by_token,
+    encode_e4m3,
     load_activations,
     magnitudes,
     token_step,
@@ -104,9 +104,10 @@ def store_scale(shared, quad: gl.constexpr, exponents):
 
 
 @gluon.jit
-def encode(x, row, k, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr = 1):
-    """Encodes rows of x, which begin at ``row``, int32 [rows], and have k elements; SPLIT of them are one token. Returns them, and
-    their scales, float32 [rows] (1 where blocks have scales)."""
+def encode(x, row, k, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr = 1):
+    """Encodes rows of x, which begin at ``row``, int32 [rows], and have k elements; SPLIT of them are one token. Rows that are
+    encoded with a static scale stay as they are. ``static``: points to that scale. Returns rows, and their scales, float32 [rows]
+    (1 where blocks have scales)."""
     layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
     # With a row for each warp, pieces of 512 elements need no padding to a power of two.
     AT_ONCE: gl.constexpr = 512 if gl.num_warps() == ROWS else BLOCK
@@ -114,7 +115,9 @@ def encode(x, row, k, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.cons
     for chunk in gl.static_range(BLOCK // AT_ONCE):
         chunks += (load_activations(x, row, chunk * AT_ONCE, k, AT_ONCE, layout),)
     step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
-    if encoding.by_token:
+    if encoding.scales == "tensor":
+        step = step * gl.load(static)
+    if encoding.scales == "token":
         largest = magnitudes(chunks[0])
         for chunk in gl.static_range(1, BLOCK // AT_ONCE):
             largest = gl.maximum(largest, magnitudes(chunks[chunk]))
@@ -125,7 +128,7 @@ def encode(x, row, k, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.cons
     first_scale = first
     second_scale = first
     third_scale = first
-    if not encoding.by_token:
+    if encoding.scales == "block":
         first_scale = room_for_scale(ROWS, BLOCK)
     if encoding.planes > 1:
         second = room_for_codes(ROWS, BLOCK, encoding)
@@ -134,10 +137,13 @@ def encode(x, row, k, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.cons
         third = room_for_codes(ROWS, BLOCK, encoding)
         third_scale = room_for_scale(ROWS, BLOCK)
     for chunk in gl.static_range(BLOCK // AT_ONCE):
-        values = chunks[chunk].to(gl.float32)
-        if encoding.by_token:
-            store_codes(first, chunk, encode_by_token(values, step))
+        values = chunks[chunk]
+        if values.dtype == gl.float8e4nv:
+            store_codes(first, chunk, values.to(gl.uint8, bitcast=True))
+        elif encoding.scales != "block":
+            store_codes(first, chunk, encode_e4m3(values.to(gl.float32), step))
         else:
+            values = values.to(gl.float32)
             planes, exponents = encode_by_block(values, encoding)
             store_codes(first, chunk, planes[0])
             store_scale(first_scale, chunk, exponents[0])
@@ -189,7 +195,7 @@ def operands_of(shared, quad, encoding: gl.constexpr):
         second = repeated_codes(shared.second, quad, encoding)
     if encoding.planes > 2:
         third = repeated_codes(shared.third, quad, encoding)
-    if not encoding.by_token:
+    if encoding.scales == "block":
         first_scale = repeated_scale(shared.first_scale, quad)
         second_scale = first_scale
         third_scale = first_scale
@@ -258,7 +264,9 @@ def multiply_pairs(operands, place, lane, expert, first_strip, strips, k, swiglu
         pair = gl.max(gl.where(place == gl.minimum(count, index + 1), lane, 0), axis=0)
         token = gl.where(row == index, pair // shape.top_k, token)
         column_pair = gl.where(column == index, pair, column_pair)
-    shared, step = encode(operands.x, token * operands.x_stride, k, encoding, shape.rows, shape.block)
+    shared, step = encode(
+        operands.x, token * operands.x_stride, k, operands.static, encoding, shape.rows, shape.block
+    )  # fmt: skip
     gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
     up = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
     for quad in range(0, (k + 511) // 512, 2):
@@ -271,7 +279,7 @@ def multiply_pairs(operands, place, lane, expert, first_strip, strips, k, swiglu
             gate = add_products(gate, odd.first, odd.first_scale, codes, scales, encoding)
             up = add_products(up, odd.second, odd.second_scale, codes, scales, encoding)
         odd = load_quad(own, quad + 3, warps)
-    if encoding.by_token:
+    if encoding.scales != "block":
         scale = by_column(step, shape.rows, gl.SliceLayout(0, product))
         gate *= scale[None, :]
         up *= scale[None, :]
@@ -284,6 +292,8 @@ def multiply_pairs(operands, place, lane, expert, first_strip, strips, k, swiglu
         gate += cdna4.buffer_load(bias, at, mask=inside, other=0.0)[:, None]
         up += cdna4.buffer_load(bias, at + 16, mask=inside, other=0.0)[:, None]
     result = activated(gate, up, swiglu, shape.limited)
+    if encoding.scales == "tensor":
+        result *= 1.0 / gl.load(operands.out_static)
     exists = (column < shape.rows) & (column < count)
     cdna4.buffer_store(
         result.to(operands.out.dtype.element_ty), operands.out,
@@ -317,7 +327,7 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
     begins = warp % SPLIT * part_quads * 512
     h = operands.x + gl.program_id(1) * top_k * k
     length = gl.minimum(k - begins, part_quads * 512)[:, None, None]
-    shared, step = encode(h, slot * k + begins, length, encoding, warps, shape.block, SPLIT)
+    shared, step = encode(h, slot * k + begins, length, operands.static, encoding, warps, shape.block, SPLIT)
     row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
     row_slot = gl.minimum(row // 16 // SPLIT, top_k - 1)
     row_expert = gl.load(ids + row_slot)
@@ -336,7 +346,7 @@ def second_kernel(operands, strips, k, shape: gl.constexpr):
             codes, scales = operands_of(shared, quad + 1, encoding)
             acc = add_products(acc, odd.first, odd.first_scale, codes, scales, encoding)
         odd = load_half_quad(own, quad + 3, warps)
-    if encoding.by_token:
+    if encoding.scales != "block":
         acc *= by_column(step, warps, gl.SliceLayout(0, product))[None, :]
     column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
     result = gl.sum(gl.where((row // 16)[:, None] == column[None, :], acc, 0.0), axis=1)

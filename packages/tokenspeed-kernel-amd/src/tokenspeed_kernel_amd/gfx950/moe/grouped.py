@@ -66,6 +66,7 @@ class Operands(NamedTuple):
         weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
         codes, scale: of what is multiplied, see `encoding`.
         out: [rows, features].
+        out_static: the static scale of the first product's result, or None.
     """
 
     order: Tensor
@@ -76,6 +77,7 @@ class Operands(NamedTuple):
     codes: Tensor
     scale: Tensor
     out: Tensor
+    out_static: Tensor | None
 
 
 class Swiglu(NamedTuple):
@@ -96,6 +98,7 @@ class Shape(NamedTuple):
         gated: the first product, whose rows are gathered from the tokens and whose result is activated.
         bias: whether there is one.
         limited: whether gate and up are clamped.
+        padded: whether rows of what is multiplied are padded to whole groups of four steps.
         encoding: of what is multiplied.
     """
 
@@ -105,6 +108,7 @@ class Shape(NamedTuple):
     gated: bool
     bias: bool
     limited: bool
+    padded: bool
     encoding: Encoding
 
 
@@ -121,7 +125,7 @@ def tile_for(pairs: int, plan: MoEPlan) -> Tile:
     for most, tile in _TILES:
         if pairs <= most * plan.num_experts:
             return tile
-    return _WIDE if encoding_of(plan).by_token else _TILES[-1][1]
+    return _WIDE if encoding_of(plan).scales != "block" else _TILES[-1][1]
 
 
 def moe_apply_many(
@@ -149,11 +153,15 @@ def moe_apply_many(
         tile = tile_for(pairs, plan)
     encoding = encoding_of(plan)
     x, topk_ids, topk_weights = rows(x), topk_ids.contiguous(), topk_weights.contiguous()
-    schedule, encoded = _route(x, topk_ids, plan, tile, encoding)
-    activated = x.new_empty(pairs, features)
-    _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True)
-    encoded = room_for(encoding, pairs, features, x.device)
-    encode(activated, schedule.tiles[-1], encoded, encoding)
+    scales = static_scales(weights, encoding)
+    schedule, encoded = _route(x, topk_ids, plan, tile, encoding, scales[0])
+    activated = x.new_empty(pairs, features, dtype=between(x, encoding))
+    _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True, out_static=scales[1])
+    if encoding.scales == "tensor":
+        encoded = Encoded(activated.view(torch.uint8)[None], scales[1])
+    else:
+        encoded = room_for(encoding, pairs, features, x.device, None)
+        encode(activated, schedule.tiles[-1], encoded, encoding)
     slots = x.new_empty(pairs, hidden)
     _product(tile, encoding, schedule, weights, encoded, slots, plan, gated=False)
     block = min(1024, max(256, 1 << (hidden - 1).bit_length()))
@@ -161,6 +169,16 @@ def moe_apply_many(
         slots, topk_weights, topk_ids, written, hidden, written.stride(0), plan.num_experts, TOP_K=plan.top_k, BLOCK=block
     )
     return deliver(written, out)
+
+
+def static_scales(weights: MoEWeights, encoding: Encoding) -> tuple[Tensor | None, Tensor | None]:
+    """The static scales of what both projections multiply; None where they have none."""
+    return (weights.w13_input_scale, weights.w2_input_scale) if encoding.scales == "tensor" else (None, None)
+
+
+def between(x: Tensor, encoding: Encoding) -> torch.dtype:
+    """The dtype of the first product's result: codes, where their scale is known before."""
+    return torch.float8_e4m3fn if encoding.scales == "tensor" else x.dtype
 
 
 def most_tokens(plan: MoEPlan) -> int:
@@ -187,7 +205,9 @@ def _chunks(k: int) -> int:
     return quads_of(k) if quads_of(k) <= 16 else 0
 
 
-def _route(x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Encoding) -> tuple[Schedule, Encoded]:
+def _route(
+    x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Encoding, static: Tensor | None
+) -> tuple[Schedule, Encoded]:
     tokens, hidden = x.shape
     pairs = topk_ids.numel()
     entries = pairs // tile.columns + plan.num_experts
@@ -196,7 +216,7 @@ def _route(x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Enc
         torch.empty(entries + 1, 4, dtype=torch.int32, device=x.device),
         entries,
     )
-    encoded = room_for(encoding, tokens, hidden, x.device)
+    encoded = room_for(encoding, tokens, hidden, x.device, static)
     # All ids at once where they fit in registers: 4096 take 2.2 us with 8 warps, 2.3 with 4, and 3.6 in pieces of 1024. 1024 take
     # 1.2 us with 4 warps, 1.6 with 8.
     warps = 4 if pairs <= 1024 else 8
@@ -225,6 +245,7 @@ def _product(
     plan: MoEPlan,
     *,
     gated: bool,
+    out_static: Tensor | None = None,
 ) -> None:
     """One grouped product."""
     k = plan.hidden_size if gated else plan.intermediate_size
@@ -235,11 +256,12 @@ def _product(
     strips = strips_of(features)
     # A multiple of the XCDs, so that an expert's tiles of tokens find its weights in the same L2.
     blocks = -(-strips // (tile.warps * tile.blocks * _XCDS)) * _XCDS
-    shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, gated and plan.limit is not None, encoding)
+    limited, whole = gated and plan.limit is not None, encoded.codes.shape[2] == encoding.row_bytes(k)
+    shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, limited, whole, encoding)
     kernel = wide_device.wide_kernel if tile.wide else device.grouped_kernel
     kernel[(schedule.entries * blocks,)](
-        Operands(schedule.order, schedule.tiles, weight, weight_scale, bias, codes, encoded.scale, out),
-        encoded.codes.shape[1],
+        Operands(schedule.order, schedule.tiles, weight, weight_scale, bias, codes, encoded.scale, out, out_static),
+        *encoded.codes.shape[1:],
         strips,
         k,
         blocks,

@@ -236,7 +236,7 @@ def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
     """
     weight_scale = scales_of(words, 0, 4, acc.shape[0] // 16)
     for plane in gl.static_range(encoding.planes):
-        if encoding.by_token:
+        if encoding.scales != "block":
             acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], None, encoding.format, acc)
         else:
             acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], scales[plane], encoding.format, acc)

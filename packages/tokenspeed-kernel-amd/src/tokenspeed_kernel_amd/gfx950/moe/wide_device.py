@@ -97,6 +97,15 @@ def load_words(own, first_strip, quad, warps: gl.constexpr):
 
 
 @gluon.jit
+def load_columns(codes, offsets, place, first, row_bytes, PADDED: gl.constexpr):
+    """Codes of two steps of all tokens from byte ``first`` of their rows on; zeros beyond a row, where rows are not padded."""
+    exists = None
+    if not PADDED:
+        exists, _ = gl.broadcast(place < row_bytes - first, offsets)
+    return cdna4.buffer_load(codes + first, offsets, mask=exists)
+
+
+@gluon.jit
 def read_part(shared, PART: gl.constexpr, layout: gl.constexpr):
     """Two steps of 32 tokens as the right operand, [256, 32]."""
     return shared.slice(PART * _PART, _PART, 0).permute([1, 0]).load(layout)
@@ -142,11 +151,11 @@ def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, S
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def wide_kernel(operands, rows, strips, k, groups, swiglu, shape: gl.constexpr):
+def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
     """A tile of tokens of one product, by several blocks of strips: program (tile of tokens, group of blocks), the latter fastest.
 
     The blocks follow one another without a break: while one ends, the weights of the next are on their way. Tokens have one e4m3
-    plane and one scale each.
+    plane, and one scale each or together.
 
     Args:
         groups: of blocks of strips; a group has ``shape.blocks`` of them.
@@ -156,6 +165,7 @@ def wide_kernel(operands, rows, strips, k, groups, swiglu, shape: gl.constexpr):
     warps: gl.constexpr = gl.num_warps()
     product: gl.constexpr = product_layout(warps)
     copy: gl.constexpr = copy_layout(256, warps)
+    PADDED: gl.constexpr = shape.padded
     tile = gl.program_id(0) // groups
     strip = gl.program_id(0) % groups * (shape.blocks * warps)
     expert = gl.load(operands.tiles + tile * 4)
@@ -168,12 +178,13 @@ def wide_kernel(operands, rows, strips, k, groups, swiglu, shape: gl.constexpr):
         high = load_pair(own, strip, 2, warps)
         words = load_words(own, strip, 0, warps)
         row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, COLUMNS, gl.SliceLayout(1, copy))
-        offsets = (row * (quads * 512))[:, None] + gl.arange(0, 256, gl.SliceLayout(0, copy))[None, :]
+        place = gl.arange(0, 256, gl.SliceLayout(0, copy))[None, :]
+        offsets = (row * row_bytes)[:, None] + place
         storage: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[256, 32]], [COLUMNS, 256], [1, 0])
         even = gl.allocate_shared_memory(gl.float8e4nv, [COLUMNS, 256], storage)
         odd = gl.allocate_shared_memory(gl.float8e4nv, [COLUMNS, 256], storage)
-        even.store(cdna4.buffer_load(operands.codes, offsets))
-        arrived = cdna4.buffer_load(operands.codes + 256, offsets)
+        even.store(load_columns(operands.codes, offsets, place, 0, row_bytes, PADDED))
+        arrived = load_columns(operands.codes, offsets, place, 256, row_bytes, PADDED)
         by_column: gl.constexpr = gl.SliceLayout(0, product)
         t0 = tokens_of(operands, first_row, count, shape, _PART, by_column)
         t1 = t0
@@ -195,13 +206,12 @@ def wide_kernel(operands, rows, strips, k, groups, swiglu, shape: gl.constexpr):
             ends = quad + 1 == quads
             next_quad = gl.where(ends, 0, quad + 1)
             next_strip = gl.where(ends, strip + warps, strip)
-            coming = operands.codes + next_quad * 512
             next_words = load_words(own, next_strip, next_quad, warps)
             firsts, seconds = multiply_pair(firsts, seconds, low, words, even, odd, arrived, count, 0, warps)
-            arrived = cdna4.buffer_load(coming, offsets)
+            arrived = load_columns(operands.codes, offsets, place, next_quad * 512, row_bytes, PADDED)
             low = load_pair(own, next_strip, next_quad * 4, warps)
             firsts, seconds = multiply_pair(firsts, seconds, high, words, odd, even, arrived, count, 2, warps)
-            arrived = cdna4.buffer_load(coming + 256, offsets)
+            arrived = load_columns(operands.codes, offsets, place, next_quad * 512 + 256, row_bytes, PADDED)
             high = load_pair(own, next_strip, next_quad * 4 + 2, warps)
             words = next_words
             if ends:
