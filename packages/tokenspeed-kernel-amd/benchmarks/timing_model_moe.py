@@ -120,8 +120,8 @@ def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str) -> 
     plan, inputs = layer.plan(activation_dtype, kernel, layout), layer.inputs()
     few = core.moe_process_weights(layer.weights(activation_dtype), dataclasses.replace(plan, num_experts=DISTINCT))
     parts = (getattr(few, f"{w}_weight{part}") for w in ("w13", "w2") for part in ("", "_scale", "_bias"))
-    scales = (few.w13_input_scale, few.w2_input_scale)
-    weights = MoEWeights(*(repeated(part, layer) for part in parts), layout, *scales)  # type: ignore[arg-type]
+    scales = {name: getattr(few, name) for name in LARGEST}
+    weights = MoEWeights(*(repeated(part, layer) for part in parts), layout, **scales)  # type: ignore[arg-type]
 
     def call() -> Tensor:
         topk_weights, topk_ids = core.moe_topk(inputs["logits"], TOP_K, solution="triton")

@@ -13,7 +13,6 @@ from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
-from tokenspeed_kernel_base.planning import CANONICAL
 from tokenspeed_kernel_base.platform import cpu_platform
 
 GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
@@ -30,9 +29,9 @@ class RandomLayer:
         self.random = torch.Generator().manual_seed(hidden + intermediate + experts)
         self.device = device
         projections = (*self._projection(2 * intermediate, hidden), *self._projection(hidden, intermediate))
-        scales = [torch.tensor([largest / 448], device=device) for largest in (5.0, 30.0)]
-        static = scales if self.plan.activation_dtype == "fp8_static" else [None, None]
-        self.given = MoEWeights(*projections, CANONICAL, *static)
+        largest = {"w13_input_scale": 5.0, "w2_input_scale": 30.0} if self.plan.activation_dtype == "fp8_static" else {}
+        scales = {name: torch.tensor([value / 448], device=device) for name, value in largest.items()}
+        self.given = MoEWeights(*projections, **scales)
         self.prepared = mxfp4_layout.prepare_weights(self.given, self.plan)
 
     def _projection(self, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -54,8 +54,8 @@ class MoEWeights:
     w2_weight_scale: Tensor | None
     w2_weight_bias: Tensor | None
     layout: str = CANONICAL
-    w13_input_scale: Tensor | None = None
-    w2_input_scale: Tensor | None = None
+    w13_input_scale: Tensor | None = field(default=None, kw_only=True)
+    w2_input_scale: Tensor | None = field(default=None, kw_only=True)
 
 
 def layout_of(weights: Any) -> str:
@@ -72,19 +72,19 @@ def as_weights(check: Checker, argument: str, weights: Any, layout: str | None =
     """
     values: dict[str, Any] = {}
     device: torch.device | None = None
-    for field in fields(MoEWeights):
-        if field.name == "layout":
+    for name in (each.name for each in fields(MoEWeights)):
+        if name == "layout":
             continue
-        if not hasattr(weights, field.name) and not field.name.endswith("_input_scale"):
-            check.fail(argument, f"an object with {field.name}", type(weights).__name__, TypeError)
-        value = values[field.name] = getattr(weights, field.name, None)
-        if value is None and not field.name.endswith("_weight"):
+        if not hasattr(weights, name) and not name.endswith("_input_scale"):
+            check.fail(argument, f"an object with {name}", type(weights).__name__, TypeError)
+        value = values[name] = getattr(weights, name, None)
+        if value is None and not name.endswith("_weight"):
             continue
         if not isinstance(value, Tensor):
-            check.fail(f"{argument}.{field.name}", "a tensor", value, TypeError)
+            check.fail(f"{argument}.{name}", "a tensor", value, TypeError)
         device = device or value.device
         if value.device != device:
-            check.fail(f"{argument}.{field.name}", f"on {device} like {argument}.w13_weight", value)
+            check.fail(f"{argument}.{name}", f"on {device} like {argument}.w13_weight", value)
     if not isinstance(weights, Resource):
         return MoEWeights(**values, layout=layout_of(weights) if layout is None else layout)
     if not isinstance(weights, MoEWeights):
