@@ -257,11 +257,9 @@ def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor,
     return codes, draw.integers(exponent - 1, exponent + 2, experts, rows, columns // BLOCK_MX, dtype=torch.uint8)
 
 
-def _input_scales(draw: Draw, plan: MoEPlan) -> dict[str, Tensor]:
-    """Scales of inputs for a plan that wants some: the largest magnitudes of tokens and between the projections are about 4."""
-    if plan.activation_dtype != "fp8_static":
-        return {}
-    return {name: draw.uniform(1, low=0.008, high=0.012) for name in ("w13_input_scale", "w2_input_scale")}
+def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
+    """A scale of inputs for a plan that wants some: the largest magnitude that it allows is about 4."""
+    return draw.uniform(1, low=0.008, high=0.012) if plan.activation_dtype == "fp8_static" else None
 
 
 @recipe
@@ -300,7 +298,11 @@ def _inputs(
             chosen = draw.tensor(ids, torch.int32).view(top_k, tokens).T[draw.permutation(tokens)].contiguous()
         return {
             "x": draw.normal(tokens, hidden, dtype=plan.dtype),
-            "weights": MoEWeights(w13, w13_scale, b13, w2, w2_scale, b2, **_input_scales(draw, plan)),
+            "weights": MoEWeights(
+                *(w13, w13_scale, b13, w2, w2_scale, b2),
+                w13_input_scale=_input_scale(draw, plan),
+                w2_input_scale=_input_scale(draw, plan),
+            ),
             "topk_weights": torch.softmax(draw.normal(tokens, top_k), dim=-1),
             "topk_ids": torch.where(chosen < experts, chosen, -1),
             "plan": plan,
