@@ -303,6 +303,21 @@ def measure_all(name: str, side: Side, tokens: list[int]) -> dict[str, Any]:
     return rows
 
 
+def measure_sides(counts: dict[str, list[int]], folder: Path | None) -> dict[str, Any]:
+    """What `measure_all` returns, for each side. Each has a process of its own, all at once: the peer's package has our name."""
+    processes = {}
+    for side, tokens in counts.items():
+        if tokens:
+            command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--tokens", *map(str, tokens)]
+            command += ["--peer", str(folder)] if side == "peer" else []
+            processes[side] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    outputs = {side: process.communicate()[0] for side, process in processes.items()}
+    failed = [side for side, process in processes.items() if process.returncode]
+    if failed:
+        raise RuntimeError(f"could not be measured: {', '.join(failed)}; see above")
+    return {side: json.loads(output) for side, output in outputs.items()}
+
+
 # -- showing -------------------------------------------------------------------------------------------------------------------
 
 
@@ -338,9 +353,9 @@ def table(report: dict[str, Any]) -> str:
             cells.append(f"{mine['with_launches_us'] / other['with_launches_us']:.3f}")
         else:
             cells += ["", "", ""]
-        dynamic, slow = row["by_token"], row.get("portable")
-        cells.append(f"{dynamic['us']:.1f} ({len(dynamic['launches'])})")
-        cells += [f"{slow['us']:.1f}", f"{slow['us'] / dynamic['us']:.2f}"] if slow else ["", ""]
+        dynamic, slow = row.get("by_token"), row.get("portable")
+        cells.append(f"{dynamic['us']:.1f} ({len(dynamic['launches'])})" if dynamic else "")
+        cells += [f"{slow['us']:.1f}", f"{slow['us'] / dynamic['us']:.2f}"] if slow and dynamic else ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
     found = report["summary"]
     if found:
@@ -359,27 +374,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--portable-up-to", type=int, default=16, help="tokens up to which the portable kernel is measured")
     parser.add_argument("--output", type=Path, help="where to write the report, JSON")
     parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
-    parser.add_argument("--as-peer", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--by-token-up-to", type=int, default=TOKENS[-1], help="the same for ours with a scale a token")
+    parser.add_argument("--side", choices=sorted(ACTIVATIONS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.as_peer is not None:
-        prepare_peer(options.as_peer)
-        print(json.dumps(measure_all("peer", peer, options.tokens)))
+    if options.side is not None:
+        if options.side == "peer":
+            prepare_peer(options.peer)
+        print(json.dumps(measure_all(options.side, globals()[options.side], options.tokens)))
         return
-    mine = measure_all("ours", ours, options.tokens)
-    dynamic = measure_all("by_token", by_token, options.tokens)
-    slow = measure_all("portable", portable, [count for count in options.tokens if count <= options.portable_up_to])
-    others: dict[str, Any] = {}
+    most = {"ours": TOKENS[-1], "by_token": options.by_token_up_to, "portable": options.portable_up_to}
     if options.peer is not None:
-        counts = [str(count) for count in options.tokens]
-        command = [sys.executable, str(Path(__file__).resolve()), "--as-peer", str(options.peer), "--tokens", *counts]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        others = json.loads(done.stdout)
+        most["peer"] = TOKENS[-1]
+    found = measure_sides(
+        {side: [count for count in options.tokens if count <= limit] for side, limit in most.items()}, options.peer
+    )
     rows: list[dict[str, Any]] = []
     for count in options.tokens:
-        row: dict[str, Any] = {"tokens": count, "floor_us": floor_us(count), "ours": mine[str(count)]}
-        sides = {"by_token": dynamic, "peer": others, "portable": slow}
-        row |= {side: found[str(count)] for side, found in sides.items() if str(count) in found}
-        rows.append(row)
+        row: dict[str, Any] = {"tokens": count, "floor_us": floor_us(count)}
+        rows.append(row | {side: sizes[str(count)] for side, sizes in found.items() if str(count) in sizes})
     metadata = metadata_of(Path(__file__), options.peer)
     report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}
     print(*(f"- {assumption}" for assumption in ASSUMPTIONS), "", table(report), sep="\n")

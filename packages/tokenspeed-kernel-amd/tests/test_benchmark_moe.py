@@ -42,7 +42,7 @@ def test_whole_layers(
     readme.write_text(f"before\n{program.MARKS[0]}\nold\n{program.MARKS[1]}\nafter\n")
     monkeypatch.setattr(program, "README", readme)
     output = tmp_path / "report.json"
-    program.main(["--tokens", "1", "4", "--portable-up-to", "0", "--output", str(output), "--readme"])
+    program.main(["--tokens", "1", "4", "--portable-up-to", "0", "--by-token-up-to", "0", "--output", str(output), "--readme"])
     report = json.loads(output.read_text())
     assert [row["tokens"] for row in report["rows"]] == [1, 4]
     for row in report["rows"]:
