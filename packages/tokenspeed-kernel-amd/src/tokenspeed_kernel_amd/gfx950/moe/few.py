@@ -1,8 +1,9 @@
 """`moe_apply` for the smallest batches: two launches.
 
 Where tokens are few, weights are what takes time, and launches. So nothing is prepared by others: each workgroup of a product finds
-its pairs among all ids, and encodes what it multiplies into LDS by itself, while the first of its weights are on their way. The
-second product has all slots of a token in one workgroup, and sums over them.
+its pairs among all ids, and encodes what it multiplies into LDS by itself, while the first of its weights are on their way. An
+expert rarely has more pairs than a workgroup takes; the others are another workgroup's, which reads the same weights. The second
+product has all slots of a token in one workgroup, and sums over them.
 """
 
 from __future__ import annotations

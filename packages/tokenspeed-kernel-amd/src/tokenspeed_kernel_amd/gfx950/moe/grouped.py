@@ -1,7 +1,8 @@
 """`moe_apply` for many pairs of tokens and slots: both products by expert, in tiles of tokens.
 
-Five launches: pairs are sorted by expert and tokens encoded; the first product with its activation; its result is encoded; the
-second product; the sum over slots. The grid covers the most tiles that any routing can need, the schedule stays on the device.
+Five launches: pairs are sorted by expert and tokens encoded; the first product with its activation; its result is encoded (by the
+first product itself where scales are static); the second product; the sum over slots. The grid covers the most tiles that any
+routing can need, the schedule stays on the device.
 
 A workgroup's waves multiply strips of weights of their own, which they read into registers while the steps before are multiplied,
 by a tile of tokens that they share in LDS. So an expert's weights are read once for each of its tiles of tokens, and those tiles
