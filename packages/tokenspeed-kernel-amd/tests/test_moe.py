@@ -116,7 +116,9 @@ def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["moe_apply_mxfp4", "moe_apply_mxfp4_float32_fp8", "moe_apply_mxfp4_float32_mxfp4"])
+@pytest.mark.parametrize(
+    "name", [f"moe_apply_mxfp4{kind}" for kind in ("", "_float32_fp8", "_float32_static_fp8", "_float32_mxfp4")]
+)
 def test_the_kit_finds_nothing_at_all(gfx950: torch.device, name: str) -> None:
     findings = conform(kernel_of(name), gfx950, Options(shrink_seconds=0))
     assert [str(finding) for finding in findings if finding.wrong] == []
