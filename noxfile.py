@@ -77,10 +77,11 @@ def interpret(session: nox.Session) -> None:
 
 @nox.session
 def emulate(session: nox.Session) -> None:
-    """The emulator's own tests, and the AMD wheel's kernels executed on it: no GPU. Arguments go to pytest."""
-    _install(session, "test", "build", runtime=False)
+    """The emulator's own tests, the AMD wheel's kernels executed on it, and the runtime on them: no GPU. Arguments go to pytest."""
+    _install(session, "test", "build")
     session.install(TRITONS[-1], "-e", f"{EMULATOR}[cli]", "-e", AMD)
-    arguments = session.posargs or ["-n", "auto", "-m", "not slow", f"{EMULATOR}/tests", f"{AMD}/tests"]
+    tests = (f"{EMULATOR}/tests", f"{AMD}/tests", f"{RUNTIME}/tests/test_gfx950.py")
+    arguments = session.posargs or ["-n", "auto", "-m", "not slow", *tests]
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"})
 
 

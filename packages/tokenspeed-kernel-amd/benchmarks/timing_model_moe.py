@@ -4,12 +4,14 @@ portable kernel's, by one model. **For ratios only.**
     python packages/tokenspeed-kernel-amd/benchmarks/timing_model_moe.py --peer peer --output timing_model_moe.json --readme
 
 ``--peer`` is the folder of `timing_model`; without it our side and the portable kernel are measured. All sides get the same tokens,
-routing and weights. The peer takes router logits and static scales of activations, ours and the portable kernel routed tokens, and
-make a scale a token: so the time of `moe_topk`, by the core's portable kernel, is added to theirs.
+routing and weights. The peer takes static scales of activations, and so does ours; the portable kernel makes a scale a token, and
+ours is measured so as well. The peer takes router logits, ours and the portable kernel routed tokens: so the time of `moe_topk`,
+by the core's portable kernel, is added to theirs.
 
 Up to 16 tokens the whole layer is executed. For more, two slices are, with all experts and tokens: one has 256 intermediate
 features, from which come the first product and what is before it and after the second; the other has 256 hidden features, from
 which come the second product and what is before it. A product has 2880 / 256 times as many workgroups, and its time grows as much.
+For 8192, both slices have an eighth of the tokens and of the experts, and all launches have eight times as many workgroups.
 
 ASSUMPTIONS lists what this rests on; it is printed with the table.
 """
@@ -35,10 +37,13 @@ from torch import Tensor
 
 MARKS = ("<!-- predicted times of experts -->", "<!-- end of experts -->")
 EXPERTS, TOP_K, SIZE, SLICE, DISTINCT = 128, 4, 2880, 256, 4
-TOKENS = (1, 4, 16, 64, 256, 1024)
+TOKENS = (1, 4, 16, 64, 256, 1024, 8192)
 WHOLE = 16  # tokens up to which the whole layer is executed
+MANY, PART = 1024, 8  # for more tokens, so small a part of tokens and experts is executed
 LAUNCH_US = 2.3
-ERRORS = {"ours": 0.05, "portable": 0.05, "peer": 0.1}  # relative, of the output; the peer's scales are static
+ACTIVATIONS = {"ours": "fp8_static", "by_token": "fp8", "portable": "fp8", "peer": "fp8_static"}
+ERRORS = {"ours": 0.02, "by_token": 0.02, "portable": 0.02, "peer": 0.02}  # relative, of the output
+LARGEST = {"w13_input_scale": 5.0, "w2_input_scale": 56.0}  # magnitudes of which static scales are made
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
 
 ASSUMPTIONS = (
@@ -47,10 +52,14 @@ ASSUMPTIONS = (
     "describes. Routing is uniform, and tokens are independent.",
     "The time of a call is the sum of the times of its launches; a column adds 2.3 us for each of them, which is what published "
     "measurements of short kernels on MI355X suggest.",
+    "The peer rounds activations to fp8 with static scales, and so does ours; the portable kernel makes a scale a token, and is "
+    "compared with ours doing the same.",
     "The peer routes tokens itself. For ours and the portable kernel the time and the launch of moe_topk, by the core's portable "
     "kernel, are added.",
     "From 64 tokens on a product is executed with 256 of its 2880 features, and its work and the lines that it moves, but those of "
     "what is multiplied, grow in proportion: its compute units have equal shares.",
+    "From 2048 tokens on an eighth of the tokens and of the experts is executed, and all launches have eight times as many "
+    "workgroups. What sorts tokens by expert is therefore counted too low, on all sides.",
     "Caches are ideal: no line is fetched from HBM twice in a launch.",
 )
 
@@ -62,13 +71,14 @@ class Layer:
     tokens: int
     hidden: int
     features: int
+    experts: int
 
     def inputs(self) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(self.tokens)
         x = torch.randn(self.tokens, self.hidden, generator=draw).bfloat16()
-        return {"x": x, "logits": torch.randn(self.tokens, EXPERTS, generator=draw).bfloat16()}
+        return {"x": x, "logits": torch.randn(self.tokens, self.experts, generator=draw).bfloat16()}
 
-    def weights(self) -> Any:
+    def weights(self, activation_dtype: str) -> Any:
         from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
         draw = torch.Generator().manual_seed(7)
@@ -79,19 +89,22 @@ class Layer:
             scale = torch.randint(exponent - 1, exponent + 2, (DISTINCT, rows, k // 32), generator=draw, dtype=torch.uint8)
             return codes, scale, 0.2 * torch.randn(DISTINCT, rows, generator=draw)
 
-        return MoEWeights(*projection(2 * self.features, self.hidden), *projection(self.hidden, self.features))
+        both = (*projection(2 * self.features, self.hidden), *projection(self.hidden, self.features))
+        static = activation_dtype == "fp8_static"
+        scales = {name: torch.tensor([largest / 448]) for name, largest in LARGEST.items()} if static else {}
+        return MoEWeights(*both, **scales)
 
-    def plan(self, kernel: str, layout: str) -> Any:
+    def plan(self, activation_dtype: str, kernel: str, layout: str) -> Any:
         from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 
         return MoEPlan(
-            EXPERTS, TOP_K, self.hidden, self.features, torch.bfloat16, "mxfp4", "fp8", w13_interleaved=True, bias=True,
-            activation="swiglu", kernel=kernel, weight_layout=layout, **SWIGLU,
+            self.experts, TOP_K, self.hidden, self.features, torch.bfloat16, "mxfp4", activation_dtype,
+            w13_interleaved=True, bias=True, activation="swiglu", kernel=kernel, weight_layout=layout, **SWIGLU,
         )  # fmt: skip
 
 
-def repeated(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.repeat(EXPERTS // DISTINCT, *(1 for _ in tensor.shape[1:]))
+def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
+    return None if tensor is None else tensor.repeat(layer.experts // DISTINCT, *(1 for _ in tensor.shape[1:]))
 
 
 # -- the sides -----------------------------------------------------------------------------------------------------------------
@@ -100,14 +113,15 @@ def repeated(tensor: Tensor | None) -> Tensor | None:
 Side = Callable[[Layer], Callable[[], Tensor]]
 
 
-def _operator(layer: Layer, kernel: str, layout: str) -> Callable[[], Tensor]:
+def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str) -> Callable[[], Tensor]:
     import tokenspeed_kernel as core
     from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
-    plan, inputs = layer.plan(kernel, layout), layer.inputs()
-    few = core.moe_process_weights(layer.weights(), dataclasses.replace(plan, num_experts=DISTINCT))
+    plan, inputs = layer.plan(activation_dtype, kernel, layout), layer.inputs()
+    few = core.moe_process_weights(layer.weights(activation_dtype), dataclasses.replace(plan, num_experts=DISTINCT))
     parts = (getattr(few, f"{w}_weight{part}") for w in ("w13", "w2") for part in ("", "_scale", "_bias"))
-    weights = MoEWeights(*map(repeated, parts), layout=layout)  # type: ignore[arg-type]
+    scales = {name: getattr(few, name) for name in LARGEST}
+    weights = MoEWeights(*(repeated(part, layer) for part in parts), layout, **scales)  # type: ignore[arg-type]
 
     def call() -> Tensor:
         topk_weights, topk_ids = core.moe_topk(inputs["logits"], TOP_K, solution="triton")
@@ -117,45 +131,50 @@ def _operator(layer: Layer, kernel: str, layout: str) -> Callable[[], Tensor]:
 
 
 def ours(layer: Layer) -> Callable[[], Tensor]:
-    return _operator(layer, "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
+    return _operator(layer, ACTIVATIONS["ours"], "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
+
+
+def by_token(layer: Layer) -> Callable[[], Tensor]:
+    """Ours, with a scale a token."""
+    return _operator(layer, ACTIVATIONS["by_token"], "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
 
 
 def portable(layer: Layer) -> Callable[[], Tensor]:
-    return _operator(layer, "triton_moe_apply_mxfp4", "triton_mxfp4")
+    return _operator(layer, ACTIVATIONS["portable"], "triton_moe_apply_mxfp4", "triton_mxfp4")
 
 
 def peer(layer: Layer) -> Callable[[], Tensor]:
-    """The peer's public functions. Static scales are those of a token's largest magnitudes here."""
+    """The peer's public functions."""
     package = "tokenspeed_kernel_amd.ops.gfx950.moe.mxfp4"
     prepare = importlib.import_module(f"{package}.weight_preprocess").preprocess_gluon_mxfp4_gfx950_moe_weights
     function = importlib.import_module(f"{package}.fused").gluon_mxfp_fused_moe
-    module, weights, inputs = torch.nn.Module(), layer.weights(), layer.inputs()
+    module, weights, inputs = torch.nn.Module(), layer.weights(ACTIVATIONS["peer"]), layer.inputs()
     for name in ("w13_weight", "w2_weight"):
         for part in ("", "_scale", "_bias"):
             module.register_parameter(name + part, torch.nn.Parameter(getattr(weights, name + part), requires_grad=False))
-    for name, largest in (("w13_input_scale", 5.0), ("w2_input_scale", 56.0)):
-        scale = torch.full((DISTINCT,), largest / 448)
+    for name in LARGEST:
+        scale = getattr(weights, name).repeat(DISTINCT)
         module.register_parameter(name, torch.nn.Parameter(scale, requires_grad=False))
     module.w13_input_layout = "interleaved"  # type: ignore[assignment]
     plan = {"num_experts": DISTINCT, "top_k": TOP_K, "hidden_size": layer.hidden, "intermediate_size": layer.features}
     prepare(plan, module)
     made: dict[str, Any] = {}
     for name in ("w13", "w2"):
-        made[f"{name}_weight"] = repeated_view(getattr(module, f"{name}_weight_triton_tensor"))
-        made[f"{name}_mx_scale"] = repeated_view(getattr(module, f"{name}_precision_config").b_mx_scale)
+        made[f"{name}_weight"] = repeated_view(getattr(module, f"{name}_weight_triton_tensor"), layer)
+        made[f"{name}_mx_scale"] = repeated_view(getattr(module, f"{name}_precision_config").b_mx_scale, layer)
         made[f"{name}_act_scale"] = getattr(module, f"{name}_act_scale")
-        made[f"{name}_bias"] = repeated(getattr(weights, f"{name}_weight_bias"))
+        made[f"{name}_bias"] = repeated(getattr(weights, f"{name}_weight_bias"), layer)
     return lambda: function(
         inputs["x"], inputs["logits"], **made, top_k=TOP_K, **{f"swiglu_{name}": value for name, value in SWIGLU.items()}
     )
 
 
-def repeated_view(tensor: Tensor) -> Tensor:
+def repeated_view(tensor: Tensor, layer: Layer) -> Tensor:
     """More experts of a tensor whose axes may lie in memory in any order, with the strides that such a tensor has."""
     order = sorted(range(tensor.dim()), key=lambda axis: (axis != 0, -tensor.stride(axis)))
     back = [order.index(axis) for axis in range(tensor.dim())]
     plain = tensor.permute(order).contiguous()
-    made = plain.repeat(EXPERTS // DISTINCT, *(1 for _ in plain.shape[1:])).permute(back)
+    made = plain.repeat(layer.experts // DISTINCT, *(1 for _ in plain.shape[1:])).permute(back)
     made.__dict__.update(tensor.__dict__)  # the peer notes sizes there
     return made
 
@@ -167,10 +186,10 @@ def check(side: str, layer: Layer, out: Tensor) -> float:
     """The relative error of the first tokens. Raises RuntimeError if it is too large."""
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 
-    inputs, some = layer.inputs(), slice(0, 4)
+    inputs, some, dtype = layer.inputs(), slice(0, 4), ACTIVATIONS[side]
     chosen = inputs["logits"][some].float().sort(dim=-1, descending=True, stable=True)
     weights, ids = chosen.values[:, :TOP_K].softmax(-1), chosen.indices[:, :TOP_K].int() % DISTINCT
-    wanted = moe_apply.operator.body(inputs["x"][some].float(), layer.weights(), weights, ids, layer.plan("", ""))
+    wanted = moe_apply.operator.body(inputs["x"][some].float(), layer.weights(dtype), weights, ids, layer.plan(dtype, "", ""))
     error = float((out[some, : layer.hidden].float() - wanted).norm() / wanted.norm())
     if not error <= ERRORS[side]:
         raise RuntimeError(f"{side}, {layer}: relative error {error:.1e}")
@@ -192,9 +211,9 @@ class Launch:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "mfma"}
 
 
-def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0) -> Launch:
+def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0, parts: int = 1) -> Launch:
     """The time of a launch, or of one with ``scale`` times as many workgroups, which move scale times as many bytes, but for
-    some."""
+    some; or of one that has ``parts`` times the workgroups and bytes of that."""
     from gfx950_emulator import hardware as hw
     from gfx950_emulator import timing
 
@@ -203,16 +222,17 @@ def predicted(report: Any, scale: float = 1.0, fixed_bytes: float = 0.0) -> Laun
     mfma = sum(cost.mfma * int(count) for cost, count in zip(costs, counters.executions(), strict=True))
     found = timing.predict(report, max_instructions=2_000_000)
     compute, memory, full = found.compute_seconds, found.memory_seconds, found.full
-    if scale != 1.0:
+    whole = scale * parts == 1.0
+    if not whole:
         traces = timing.instructions_of(counters, found.workgroup)
         full = timing.simulate(costs, [traces] * found.occupancy.workgroups, max_instructions=2_000_000)
         spans = report.program.blocks.items()
         work = counters.trace.work({start: sum(costs[i].weight for i in range(start, block.end)) for start, block in spans})
-        share = scale * sum(work.values()) / work[found.workgroup] / hw.COMPUTE_UNITS
+        share = parts * scale * sum(work.values()) / work[found.workgroup] / hw.COMPUTE_UNITS
         compute = max(found.alone.cycles, share * full.cycles / full.workgroups) / hw.CLOCK_HZ
-        memory = (scale * (counters.memory_bytes - fixed_bytes) + fixed_bytes) / hw.HBM_BYTES_PER_SECOND
+        memory = parts * (scale * (counters.memory_bytes - fixed_bytes) + fixed_bytes) / hw.HBM_BYTES_PER_SECOND
     unit = max(full.busy, key=lambda name: full.busy[name])
-    bound = found.bound_by if scale == 1.0 else f"{unit} throughput" if full.busy[unit] > 0.5 else "latency"
+    bound = found.bound_by if whole else f"{unit} throughput" if full.busy[unit] > 0.5 else "latency"
     bound = "HBM bandwidth" if memory >= compute else bound
     return Launch(report.kernel, mfma, max(compute, memory) * 1e6, compute * 1e6, memory * 1e6, bound)
 
@@ -236,19 +256,21 @@ def _run(name: str, side: Side, layer: Layer) -> tuple[list[Any], float]:
 def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
     """The launches of a call, and their times."""
     if tokens <= WHOLE:
-        reports, error = _run(name, side, Layer(tokens, SIZE, SIZE))
+        reports, error = _run(name, side, Layer(tokens, SIZE, SIZE, EXPERTS))
         launches = [predicted(report) for report in reports]
     else:
-        first, error = _run(name, side, Layer(tokens, SIZE, SLICE))
+        parts = 1 if tokens <= MANY else PART
+        some, experts = tokens // parts, EXPERTS // parts
+        first, error = _run(name, side, Layer(some, SIZE, SLICE, experts))
         one, two = _products(first)
-        launches = [predicted(report) for report in first[:one]]
-        launches.append(predicted(first[one], SIZE / SLICE, tokens * SIZE))
-        after = [predicted(report) for report in first[two + 1 :]]
+        launches = [predicted(report, parts=parts) for report in first[:one]]
+        launches.append(predicted(first[one], SIZE / SLICE, some * SIZE, parts))
+        after = [predicted(report, parts=parts) for report in first[two + 1 :]]
         del first
-        second, other = _run(name, side, Layer(tokens, SLICE, SIZE))
+        second, other = _run(name, side, Layer(some, SLICE, SIZE, experts))
         one, two = _products(second)
-        launches += [predicted(report) for report in second[one + 1 : two]]
-        launches.append(predicted(second[two], SIZE / SLICE, tokens * TOP_K * SIZE))
+        launches += [predicted(report, parts=parts) for report in second[one + 1 : two]]
+        launches.append(predicted(second[two], SIZE / SLICE, some * TOP_K * SIZE, parts))
         launches += after
         error = max(error, other)
     us = sum(launch.us for launch in launches)
@@ -262,7 +284,7 @@ def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
 
 def floor_us(tokens: int) -> float:
     """The least that memory or matrix cores allow: experts that are hit at 8 TB/s, or products at the rate of e4m3."""
-    logits = Layer(tokens, 32, 32).inputs()["logits"]
+    logits = Layer(tokens, 32, 32, EXPERTS).inputs()["logits"]
     experts = len(set(logits.topk(TOP_K).indices.flatten().tolist()))
     weights = experts * 3 * SIZE * SIZE * (0.5 + 1 / 32)
     flops = 6 * tokens * TOP_K * SIZE * SIZE
@@ -279,6 +301,21 @@ def measure_all(name: str, side: Side, tokens: list[int]) -> dict[str, Any]:
             f"{name}: {count}: {rows[str(count)]['us']:.1f} us ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True
         )
     return rows
+
+
+def measure_sides(counts: dict[str, list[int]], folder: Path | None) -> dict[str, Any]:
+    """What `measure_all` returns, for each side. Each has a process of its own, all at once: the peer's package has our name."""
+    processes = {}
+    for side, tokens in counts.items():
+        if tokens:
+            command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--tokens", *map(str, tokens)]
+            command += ["--peer", str(folder)] if side == "peer" else []
+            processes[side] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    outputs = {side: process.communicate()[0] for side, process in processes.items()}
+    failed = [side for side, process in processes.items() if process.returncode]
+    if failed:
+        raise RuntimeError(f"could not be measured: {', '.join(failed)}; see above")
+    return {side: json.loads(output) for side, output in outputs.items()}
 
 
 # -- showing -------------------------------------------------------------------------------------------------------------------
@@ -302,9 +339,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 def table(report: dict[str, Any]) -> str:
     """Markdown: a row a number of tokens."""
     lines = [
-        "| tokens | floor, µs | ours, µs (launches) | peer, µs (launches) | ours / peer | with 2.3 µs a launch | portable, µs "
-        "| portable / ours |",
-        "|---|---|---|---|---|---|---|---|",
+        "| tokens | floor, µs | ours, µs (launches) | peer, µs (launches) | ours / peer | with 2.3 µs a launch "
+        "| ours, a scale a token | portable, the same | portable / ours |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in report["rows"]:
         mine, cells = row["ours"], [str(row["tokens"]), f"{row['floor_us']:.1f}"]
@@ -316,8 +353,9 @@ def table(report: dict[str, Any]) -> str:
             cells.append(f"{mine['with_launches_us'] / other['with_launches_us']:.3f}")
         else:
             cells += ["", "", ""]
-        slow = row.get("portable")
-        cells += [f"{slow['us']:.1f}", f"{slow['us'] / mine['us']:.2f}"] if slow else ["", ""]
+        dynamic, slow = row.get("by_token"), row.get("portable")
+        cells.append(f"{dynamic['us']:.1f} ({len(dynamic['launches'])})" if dynamic else "")
+        cells += [f"{slow['us']:.1f}", f"{slow['us'] / dynamic['us']:.2f}"] if slow and dynamic else ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
     found = report["summary"]
     if found:
@@ -336,25 +374,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--portable-up-to", type=int, default=16, help="tokens up to which the portable kernel is measured")
     parser.add_argument("--output", type=Path, help="where to write the report, JSON")
     parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
-    parser.add_argument("--as-peer", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--by-token-up-to", type=int, default=TOKENS[-1], help="the same for ours with a scale a token")
+    parser.add_argument("--side", choices=sorted(ACTIVATIONS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.as_peer is not None:
-        prepare_peer(options.as_peer)
-        print(json.dumps(measure_all("peer", peer, options.tokens)))
+    if options.side is not None:
+        if options.side == "peer":
+            prepare_peer(options.peer)
+        print(json.dumps(measure_all(options.side, globals()[options.side], options.tokens)))
         return
-    mine = measure_all("ours", ours, options.tokens)
-    slow = measure_all("portable", portable, [count for count in options.tokens if count <= options.portable_up_to])
-    others: dict[str, Any] = {}
+    most = {"ours": TOKENS[-1], "by_token": options.by_token_up_to, "portable": options.portable_up_to}
     if options.peer is not None:
-        counts = [str(count) for count in options.tokens]
-        command = [sys.executable, str(Path(__file__).resolve()), "--as-peer", str(options.peer), "--tokens", *counts]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        others = json.loads(done.stdout)
+        most["peer"] = TOKENS[-1]
+    found = measure_sides(
+        {side: [count for count in options.tokens if count <= limit] for side, limit in most.items()}, options.peer
+    )
     rows: list[dict[str, Any]] = []
     for count in options.tokens:
-        row: dict[str, Any] = {"tokens": count, "floor_us": floor_us(count), "ours": mine[str(count)]}
-        row |= {side: found[str(count)] for side, found in (("peer", others), ("portable", slow)) if str(count) in found}
-        rows.append(row)
+        row: dict[str, Any] = {"tokens": count, "floor_us": floor_us(count)}
+        rows.append(row | {side: sizes[str(count)] for side, sizes in found.items() if str(count) in sizes})
     metadata = metadata_of(Path(__file__), options.peer)
     report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}
     print(*(f"- {assumption}" for assumption in ASSUMPTIONS), "", table(report), sep="\n")

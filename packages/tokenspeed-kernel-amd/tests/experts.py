@@ -28,7 +28,10 @@ class RandomLayer:
         )  # fmt: skip
         self.random = torch.Generator().manual_seed(hidden + intermediate + experts)
         self.device = device
-        self.given = MoEWeights(*self._projection(2 * intermediate, hidden), *self._projection(hidden, intermediate))
+        projections = (*self._projection(2 * intermediate, hidden), *self._projection(hidden, intermediate))
+        largest = {"w13_input_scale": 5.0, "w2_input_scale": 30.0} if self.plan.activation_dtype == "fp8_static" else {}
+        scales = {name: torch.tensor([value / 448], device=device) for name, value in largest.items()}
+        self.given = MoEWeights(*projections, **scales)
         self.prepared = mxfp4_layout.prepare_weights(self.given, self.plan)
 
     def _projection(self, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -42,7 +42,7 @@ def test_whole_layers(
     readme.write_text(f"before\n{program.MARKS[0]}\nold\n{program.MARKS[1]}\nafter\n")
     monkeypatch.setattr(program, "README", readme)
     output = tmp_path / "report.json"
-    program.main(["--tokens", "1", "4", "--portable-up-to", "0", "--output", str(output), "--readme"])
+    program.main(["--tokens", "1", "4", "--portable-up-to", "0", "--by-token-up-to", "0", "--output", str(output), "--readme"])
     report = json.loads(output.read_text())
     assert [row["tokens"] for row in report["rows"]] == [1, 4]
     for row in report["rows"]:
@@ -61,9 +61,10 @@ def test_slices_predict_whole_layers(program: ModuleType, monkeypatch: pytest.Mo
     """A layer of 512 features, by slices of 256, takes about as long as when it is executed whole."""
     monkeypatch.setattr(program, "SIZE", 512)
     monkeypatch.setattr(program, "EXPERTS", 16)
-    whole = program.measure("ours", program.ours, 16)
+    monkeypatch.setattr(program, "WHOLE", 20)
+    whole = program.measure("ours", program.ours, 20)
     monkeypatch.setattr(program, "WHOLE", 4)
-    sliced = program.measure("ours", program.ours, 16)
+    sliced = program.measure("ours", program.ours, 20)
     assert [launch["kernel"] for launch in sliced["launches"]] == [launch["kernel"] for launch in whole["launches"]]
     for found, wanted in zip(sliced["launches"], whole["launches"], strict=True):
         assert found["memory_us"] == pytest.approx(wanted["memory_us"], rel=0.15)
@@ -77,7 +78,9 @@ def test_the_committed_report(program: ModuleType) -> None:
     assert [row["tokens"] for row in report["rows"]] == list(program.TOKENS)
     assert report["summary"] == pytest.approx(program.summary(report["rows"]))
     ratios = {row["tokens"]: row["ours"]["us"] / row["peer"]["us"] for row in report["rows"]}
-    assert max(ratios.values()) <= 1.05
+    assert max(ratios.values()) <= 0.95
     assert ratios[1] <= 0.7
-    assert all(row["portable"]["us"] >= 1.7 * row["ours"]["us"] for row in report["rows"] if "portable" in row)
-    assert math.prod(ratios.values()) ** (1 / len(ratios)) <= 0.9
+    assert ratios[8192] <= 0.75
+    assert all(row["portable"]["us"] >= 1.7 * row["by_token"]["us"] for row in report["rows"] if "portable" in row)
+    assert all(row["ours"]["us"] <= 1.35 * row["floor_us"] for row in report["rows"] if 16 <= row["tokens"] <= 1024)
+    assert math.prod(ratios.values()) ** (1 / len(ratios)) <= 0.8

@@ -11,9 +11,11 @@ import torch
 import tokenspeed_kernel
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
 from tokenspeed_kernel_amd.gfx950.moe import few, grouped
+from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoded, Encoding
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 
 from .experts import GPT_OSS, RandomLayer, mxfp4_cases, relative_error
 from .paging import check_case, kernel_of, spills
@@ -24,6 +26,11 @@ FEW: list[tuple[int, int, dict[str, Any]]] = [
     (3, 3, {"activation_dtype": "mxfp4", **GPT_OSS}),
     (5, 1, {"dtype": torch.float16}),
     (4, 6, {"bias": True}),
+    (1, 4, {"activation_dtype": "fp8_static", **GPT_OSS}),
+    (7, 4, {"activation_dtype": "fp8_static", "dtype": torch.float16}),
+    (16, 4, {"activation_dtype": "fp8", **GPT_OSS}),
+    (1, 2, {"activation_dtype": "mxfp4"}),
+    (1, 3, {"dtype": torch.float16, "bias": True}),
 ]
 TILES = [grouped.Tile(16, 4), grouped.Tile(32, 4), grouped.Tile(128, 8, wide=True, blocks=2)]
 
@@ -34,11 +41,11 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("activation_dtype", ["fp8", "none", "mxfp4"])
+@pytest.mark.parametrize("activation_dtype", ["fp8", "fp8_static", "none", "mxfp4"])
 def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, activation_dtype: str) -> None:
     """Sizes that end within steps, blocks of strips and tiles; an expert has most tokens, another has none."""
-    if activation_dtype != "fp8" and tile.wide:
-        pytest.skip("it is for tokens with one scale each, and is not chosen for others")
+    if activation_dtype in ("none", "mxfp4") and tile.wide:
+        pytest.skip("it is for tokens with float32 scales, and is not chosen for others")
     layer = RandomLayer(gfx950, 6, 2, 224, 672, activation_dtype=activation_dtype, **GPT_OSS)
     x, weights, ids = layer.tokens(150)
     ids[:139, 0] = 4
@@ -48,16 +55,18 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
     wanted = layer.wanted(x, weights, ids)
     got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan, tile=tile)
     assert not got[5].any()
-    assert relative_error(got, wanted) <= 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
+    assert relative_error(got, wanted) <= allowed_error(layer, x, weights, ids, wanted)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "options"), FEW)
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
 ) -> None:
-    """Also where a slot is skipped, and where a token names an expert twice, which other tokens have as well."""
+    """Also where a slot is skipped, where a token names an expert twice, which other tokens have as well, and where an expert has
+    more pairs than a workgroup multiplies."""
     layer = RandomLayer(gfx950, 9, top_k, 224, 672, **options)
     x, weights, ids = layer.tokens(tokens)
+    ids[4:13, 0] = 5
     ids[-1, 0] = ids[0, -1]
     if top_k > 2:
         ids[0, 1] = -1
@@ -65,8 +74,15 @@ def test_few_tokens_are_as_exact_as_the_portable_kernel(
     assert few.few_enough(tokens, layer.plan, layer.prepared)
     wanted = layer.wanted(x, weights, ids)
     got = few.moe_apply_few(x, layer.prepared, weights, ids, layer.plan)
-    assert relative_error(got, wanted) <= 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
+    assert relative_error(got, wanted) <= allowed_error(layer, x, weights, ids, wanted)
     assert torch.equal(few.moe_apply_few(x, layer.prepared, weights, ids, layer.plan), got)
+
+
+def allowed_error(layer: RandomLayer, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, wanted: torch.Tensor) -> float:
+    """1.2 times the portable kernel's. It does not know static scales; results are rounded once, and some codes may be others."""
+    if layer.plan.activation_dtype == "fp8_static":
+        return 4e-3
+    return 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
 
 
 def portable(layer: RandomLayer, *arguments: torch.Tensor) -> torch.Tensor:
@@ -100,7 +116,9 @@ def test_the_kit_finds_nothing(gfx950: torch.device, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["moe_apply_mxfp4", "moe_apply_mxfp4_float32_fp8", "moe_apply_mxfp4_float32_mxfp4"])
+@pytest.mark.parametrize(
+    "name", [f"moe_apply_mxfp4{kind}" for kind in ("", "_float32_fp8", "_float32_static_fp8", "_float32_mxfp4")]
+)
 def test_the_kit_finds_nothing_at_all(gfx950: torch.device, name: str) -> None:
     findings = conform(kernel_of(name), gfx950, Options(shrink_seconds=0))
     assert [str(finding) for finding in findings if finding.wrong] == []
@@ -125,7 +143,7 @@ def _arguments(layer: RandomLayer, tokens: int) -> tuple[Any, ...]:
     return x, layer.prepared, weights, ids, layer.plan
 
 
-@pytest.mark.parametrize("activation_dtype", ["fp8", "none", "mxfp4"])
+@pytest.mark.parametrize("activation_dtype", ["fp8", "fp8_static", "none", "mxfp4"])
 def test_compiled_code_for_few(emulator: Any, activation_dtype: str) -> None:
     layer = RandomLayer(torch.device("cpu"), 4, 4, 2880, 32, activation_dtype=activation_dtype, **GPT_OSS)
     few.moe_apply_few(*_arguments(layer, 4))
@@ -135,6 +153,54 @@ def test_compiled_code_for_few(emulator: Any, activation_dtype: str) -> None:
         assert "s_cbranch_execnz" not in text
 
 
+def test_more_ids_than_a_workgroup_reads_at_once(gfx950: torch.device) -> None:
+    layer = RandomLayer(gfx950, 5, 4, 32, 32, activation_dtype="fp8")
+    x, weights, ids = layer.tokens(1100)
+    ids[7, 2], ids[1090, 1] = -1, -1
+    got = moe_apply(x, layer.prepared, weights, ids, layer.plan)
+    wanted = layer.wanted(x, weights, ids)
+    assert relative_error(got, wanted) <= 1.2 * relative_error(portable(layer, x, weights, ids), wanted)
+
+
+@pytest.mark.parametrize("k", [320, 2880, 9312])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_codes_of_a_scale_a_token(gfx950: torch.device, dtype: torch.dtype, k: int) -> None:
+    """Rows in registers, and rows that are too long for that. Codes beyond k are zeros; rows beyond the count stay as they are."""
+    x = torch.randn(7, k, device=gfx950).to(dtype)
+    x[2] = 0
+    x[3] *= 1e-6
+    width = grouped.padded(k)
+    codes = torch.full((7, width), 77, dtype=torch.uint8, device=gfx950)
+    scale = torch.full((7,), 77.0, device=gfx950)
+    count = torch.tensor([6], dtype=torch.int32, device=gfx950)
+    grouped.encode(x, count, Encoded(codes[None], scale), Encoding("e4m3", 1, "token"))
+    wanted, wanted_scale = quantize_fp8.operator.body(x[:6], "token")
+    assert torch.equal(scale[:6], wanted_scale[:, 0])
+    # A product with the reciprocal may be on the other side of the middle between two codes.
+    apart = (codes[:6, :k].int() - wanted.view(torch.uint8).int()).abs()
+    assert int(apart.max()) <= 1
+    assert int(apart.sum()) <= 0.01 * apart.numel()
+    assert not codes[:6, k:].any()
+    assert bool((codes[6] == 77).all())
+    assert scale[6] == 77
+
+
+def test_static_scales_saturate(gfx950: torch.device) -> None:
+    """Numbers beyond what the scales allow become the largest, in tokens and between the products, in all three kernels."""
+    layer = RandomLayer(gfx950, 2, 1, 96, 64, activation_dtype="fp8_static")
+    for name in ("w13_input_scale", "w2_input_scale"):
+        for each in (layer.given, layer.prepared):
+            getattr(each, name).fill_(0.5 / 448)
+    x, weights, ids = layer.tokens(40)
+    x[3, 5], x[4, 6] = 1e4, -1e4
+    wanted = layer.wanted(x, weights, ids)
+    for tile in (TILES[0], TILES[2]):
+        got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan, tile=tile)
+        assert relative_error(got, wanted) <= 4e-3
+    got = few.moe_apply_few(x, layer.prepared, weights, ids, layer.plan)
+    assert relative_error(got, wanted) <= 4e-3
+
+
 def test_launches(emulator: Any) -> None:
     layer = RandomLayer(torch.device("cpu"), 8, 2, 96, 64, activation_dtype="fp8")
     moe_apply(*_arguments(layer, 1))
@@ -142,3 +208,6 @@ def test_launches(emulator: Any) -> None:
     moe_apply(*_arguments(layer, 40))
     names = ["route_kernel", "grouped_kernel", "encode_kernel", "grouped_kernel", "combine_kernel"]
     assert [launch.kernel for launch in emulator.launches[2:]] == names
+    layer = RandomLayer(torch.device("cpu"), 8, 2, 96, 64, activation_dtype="fp8_static")
+    moe_apply(*_arguments(layer, 40))
+    assert [launch.kernel for launch in emulator.launches[7:]] == [name for name in names if name != "encode_kernel"]

@@ -49,7 +49,11 @@ def decoded(weight: torch.Tensor, scale: torch.Tensor | None) -> np.ndarray:
     return values * scale.double().numpy()[:, rows][:, :, columns]
 
 
-def rounded(row: np.ndarray, activation_dtype: str) -> np.ndarray:
+def rounded(row: np.ndarray, activation_dtype: str, static: torch.Tensor | None) -> np.ndarray:
+    if activation_dtype == "fp8_static":
+        assert static is not None
+        codes = torch.from_numpy(np.clip(row / float(static), -448, 448)).float().to(torch.float8_e4m3fn)
+        return codes.double().numpy() * float(static)
     if activation_dtype == "fp8":
         scale = max(float(np.abs(row).max()) / 448, 2.0**-126)
         return torch.from_numpy(row / scale).float().to(torch.float8_e4m3fn).double().numpy() * scale
@@ -67,7 +71,7 @@ def independent(x: torch.Tensor, weights: Any, topk_weights: torch.Tensor, topk_
     b13, b2 = ((b.double().numpy() if b is not None else None) for b in (weights.w13_weight_bias, weights.w2_weight_bias))
     result = np.zeros(tuple(x.shape))
     for token in range(x.shape[0]):
-        row = rounded(x[token].double().numpy(), plan.activation_dtype)
+        row = rounded(x[token].double().numpy(), plan.activation_dtype, weights.w13_input_scale)
         for slot in range(topk_ids.shape[1]):
             expert = int(topk_ids[token, slot])
             if expert < 0:
@@ -78,7 +82,8 @@ def independent(x: torch.Tensor, weights: Any, topk_weights: torch.Tensor, topk_
             if plan.limit is not None:
                 gate, up = np.minimum(gate, plan.limit), np.clip(up, -plan.limit, plan.limit)
             hidden = (up + plan.beta) * gate / (1 + np.exp(-plan.alpha * gate))
-            down = w2[expert] @ rounded(hidden, plan.activation_dtype) + (b2[expert] if b2 is not None else 0)
+            between = rounded(hidden, plan.activation_dtype, weights.w2_input_scale)
+            down = w2[expert] @ between + (b2[expert] if b2 is not None else 0)
             result[token] += float(topk_weights[token, slot]) * down
     return torch.from_numpy(result)
 
@@ -357,7 +362,8 @@ def test_compiles_for_any_number_of_tokens() -> None:
 def test_opcheck(with_out: bool) -> None:
     arguments = build("mxfp4, gpt-oss options")
     weights, plan = arguments["weights"], arguments["plan"]
-    flat = [arguments["x"], *(getattr(weights, name) for name in ATTRIBUTES), weights.layout, None]
+    flat = [arguments["x"], *(getattr(weights, name) for name in ATTRIBUTES), weights.layout]
+    flat += [weights.w13_input_scale, weights.w2_input_scale, None]
     flat += [arguments["topk_weights"], arguments["topk_ids"], *(getattr(plan, f.name) for f in dataclasses.fields(plan))]
     out = torch.empty_like(arguments["x"]) if with_out else None
     torch.library.opcheck(torch.ops.tokenspeed_kernel.moe_apply.default, (*flat, out, None, None))

@@ -134,6 +134,7 @@ def test_device_and_platform(register: Register) -> None:
         ({"alpha": 1.702}, "swiglu_alpha_beta"),
         ({"beta": 1.0}, "swiglu_alpha_beta"),
         ({"activation_dtype": "fp8"}, "fp8_activations"),
+        ({"activation_dtype": "fp8_static"}, "static_fp8_activations"),
         ({"activation_dtype": "mxfp4"}, "mxfp4_activations"),
     ],
 )
@@ -218,7 +219,7 @@ WRONG_PLANS: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "dtype must be a torch.dtype, got str 'bf16'", {"dtype": "bf16"}),
     (ValueError, "dtype must be one of .*bfloat16.*got int8", {"dtype": torch.int8}),
     (ValueError, "weight_format must be one of 'dense', 'fp8_block', 'mxfp4', got 'nvfp4'", {"weight_format": "nvfp4"}),
-    (ValueError, "activation_dtype must be one of 'none', 'fp8', 'mxfp4', got None", {"activation_dtype": None}),
+    (ValueError, "activation_dtype must be one of 'none', 'fp8', 'fp8_static', 'mxfp4', got None", {"activation_dtype": None}),
     (ValueError, "activation must be one of 'swiglu', got 'gelu'", {"activation": "gelu"}),
     (TypeError, "w13_interleaved must be bool, got int 1", {"w13_interleaved": 1}),
     (TypeError, "bias must be bool, got NoneType None", {"bias": None}),
@@ -324,6 +325,24 @@ WRONG_WEIGHTS: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
         "weights.w2_weight_bias must be a tensor of .*float32.* got int64",
         changed(bias=True, w2_weight_bias=torch.zeros(E, H, dtype=torch.int64)),
         {"bias": True},
+    ),
+    (
+        ValueError,
+        "weights.w13_input_scale must be a tensor, because plan.activation_dtype is 'fp8_static'",
+        weights_of(),
+        {"activation_dtype": "fp8_static"},
+    ),
+    (
+        ValueError,
+        r"weights.w2_input_scale must be of shape \[1\]",
+        changed(w13_input_scale=torch.ones(1), w2_input_scale=torch.ones(E)),
+        {"activation_dtype": "fp8_static"},
+    ),
+    (
+        ValueError,
+        "weights.w2_input_scale must be None, because .* 'fp8'",
+        changed(w2_input_scale=torch.ones(1)),
+        {"activation_dtype": "fp8"},
     ),
     (
         ValueError,
@@ -459,7 +478,15 @@ def test_preprocessors_that_do_not_deliver(register: Register) -> None:
 
 @pytest.mark.parametrize("case", [c for c in get_operator("moe_apply").all_cases() if not c.large], ids=lambda case: case.name)
 def test_cases_can_be_prepared_for_a_kernel(register: Register, case: Any) -> None:
-    flags = ("bias", "w13_interleaved", "swiglu_limit", "swiglu_alpha_beta", "fp8_activations", "mxfp4_activations")
+    flags = (
+        "bias",
+        "w13_interleaved",
+        "swiglu_limit",
+        "swiglu_alpha_beta",
+        "fp8_activations",
+        "static_fp8_activations",
+        "mxfp4_activations",
+    )
     spec = KernelRegistry.get().get_by_name(register(traits={**OWN_LAYOUT, **dict.fromkeys(flags, any)}))
     arguments = case.build()
     expected = moe_apply(**arguments)

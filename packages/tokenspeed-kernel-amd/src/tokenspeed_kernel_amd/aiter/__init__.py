@@ -1,4 +1,4 @@
-"""Attention by AITER, AMD's own kernels for gfx942 and gfx950, where the package amd-aiter is installed.
+"""Attention and experts by AITER, AMD's own kernels for gfx942 and gfx950, where the package amd-aiter is installed.
 
 For each operator one module declares what is used of AITER, and imports nothing of it. The module beside it, whose name ends in
 ``_device``, adapts the operator's arguments to AITER's public function; it is imported when one of its kernels is first selected.

@@ -32,18 +32,36 @@ def places(first, BLOCK: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_activations(x, row, first, k, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """BLOCK elements of each row from ``first`` on, 0 beyond k. ``row``: int32 [rows], where rows of x begin."""
+    """BLOCK elements of each row from ``first`` on, as they are. ``row``: int32 [rows], where rows of x begin; k may be
+    int32 [rows, 1, 1]. Beyond k the hardware gives 0; asking for that takes further instructions."""
     at = places(first, BLOCK, layout)
-    return cdna4.buffer_load(x, row[:, None, None] + at, mask=at < k, other=0.0).to(gl.float32)
+    return cdna4.buffer_load(x, row[:, None, None] + at, mask=at < k)
 
 
 @gluon.jit
-def token_step(magnitudes):
-    """The scale of each token, float32 [rows], as `quantize_fp8` computes it. The maximum ignores NaN, which its element keeps."""
-    rows: gl.constexpr = magnitudes.shape[0]
-    largest = gl.max(magnitudes.reshape(rows, magnitudes.shape[1] * 32), axis=1)
-    largest = gl.convert_layout(largest, axis_layout(magnitudes.type.layout, 3, 0), assert_trivial=True)
-    return gl.maximum(gl.div_rn(largest, gl.full_like(largest, 448.0)), _SMALLEST_NORMAL)
+def magnitudes(values):
+    """The bits of magnitudes, which sort as magnitudes do, NaN last: fewer instructions than floats take."""
+    short: gl.constexpr = values.dtype.primitive_bitwidth == 16
+    bits = values.to(gl.int16 if short else gl.int32, bitcast=True)
+    return bits & (0x7FFF if short else 0x7FFFFFFF)
+
+
+@gluon.jit
+def token_step(largest, dtype: gl.constexpr, SPLIT: gl.constexpr = 1):
+    """The scale of each token, float32 [rows], as `quantize_fp8` computes it, but for tokens with a NaN, whose element keeps it.
+    ``largest``: `magnitudes` of elements of ``dtype``, or the largest of several. SPLIT rows are one token."""
+    rows: gl.constexpr = largest.shape[0]
+    bits = gl.max(largest.reshape(rows, largest.shape[1] * 32), axis=1)
+    if SPLIT > 1:
+        parts = bits.reshape(rows // SPLIT, SPLIT)
+        bits, _ = gl.broadcast(gl.max(parts, axis=1)[:, None], parts)
+        bits = gl.convert_layout(bits.reshape(rows), axis_layout(largest.type.layout, 3, 0))
+    else:
+        bits = gl.convert_layout(bits, axis_layout(largest.type.layout, 3, 0), assert_trivial=True)
+    if dtype.primitive_bitwidth == 16:
+        bits = bits.to(gl.int16)
+    found = bits.to(dtype, bitcast=True).to(gl.float32)
+    return gl.maximum(gl.div_rn(found, gl.full_like(found, 448.0)), _SMALLEST_NORMAL)
 
 
 @gluon.jit
@@ -58,8 +76,8 @@ def e2m1_codes(values):
 
 
 @gluon.jit
-def encode_by_token(values, step):
-    """e4m3 codes, uint8 [rows, blocks, 32]. ``step``: float32 [rows], the scales.
+def encode_e4m3(values, step):
+    """e4m3 codes, uint8 [rows, blocks, 32], saturating. ``step``: float32 [rows], the scales.
 
     Multiplied by the reciprocal, a value that is within 2^-23 of the middle between two codes may get the other one. Dividing takes
     ten times as many instructions.
@@ -104,54 +122,113 @@ def encode_by_block(values, encoding: gl.constexpr):
 
 
 @gluon.jit
-def encode_row(row, k, codes, plane_codes, scale, plane_scales, width, encoding: gl.constexpr, BLOCK: gl.constexpr):
-    """Encodes a row of k elements in memory.
+def store_encoded(values, step, first, row, output, encoding: gl.constexpr):
+    """Encodes and stores a chunk of rows that begins at element ``first``; see `encode_rows`."""
+    BLOCK: gl.constexpr = values.shape[1] * 32
+    layout: gl.constexpr = values.type.layout
+    at = places(first, BLOCK, layout)
+    exists = row < output.rows
+    values = values.to(gl.float32)
+    if encoding.scales != "block":
+        offsets = (row * output.width)[:, None, None] + at
+        cdna4.buffer_store(encode_e4m3(values, step), output.codes, offsets, mask=exists[:, None, None] & (at < output.width))
+    else:
+        planes, exponents = encode_by_block(values, encoding)
+        # Of 16 blocks in a row, a lane of the product wants every fourth.
+        block = first // 32 + gl.arange(0, BLOCK // 32, axis_layout(layout, 3, 1))[None, :]
+        scale_at = block // 16 * 16 + block % 4 * 4 + block % 16 // 4
+        scale_row = gl.convert_layout(row, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None]
+        scale_exists = (scale_row < output.rows) & (block * 32 < output.width)
+        scale_at = scale_row * (output.width // 32) + scale_at
+        for plane in gl.static_range(encoding.planes):
+            if encoding.format == "e2m1":
+                stored: gl.constexpr = planes[plane].type.layout
+                half_row = gl.convert_layout(row, axis_layout(stored, 3, 0), assert_trivial=True)[:, None, None]
+                half_block = gl.arange(0, BLOCK // 32, axis_layout(stored, 3, 1))
+                half = gl.arange(0, 16, axis_layout(stored, 3, 2))
+                half_at = first // 2 + half_block[None, :, None] * 16 + half[None, None, :]
+                half_exists = (half_row < output.rows) & (half_at < output.width // 2)
+                cdna4.buffer_store(planes[plane], output.codes, half_row * (output.width // 2) + half_at, mask=half_exists)
+            else:
+                offsets = (row * output.width)[:, None, None] + at
+                codes = output.codes + plane * output.plane_codes
+                cdna4.buffer_store(planes[plane], codes, offsets, mask=exists[:, None, None] & (at < output.width))
+            cdna4.buffer_store(exponents[plane], output.scale + plane * output.plane_scales, scale_at, mask=scale_exists)
+
+
+@gluon.aggregate
+class Output:
+    """Where encoded rows belong.
+
+    Attributes:
+        codes, scale: pointers to the first row of the first plane.
+        plane_codes, plane_scales: elements from one plane to the next.
+        width: elements of a row, k padded.
+        rows: how many are encoded.
+    """
+
+    codes: gl.tensor
+    scale: gl.tensor
+    plane_codes: gl.tensor
+    plane_scales: gl.tensor
+    width: gl.tensor
+    rows: gl.tensor
+
+
+@gluon.jit
+def encode_rows(x, stride, k, codes, scale, width, rows, first_row, count, encoding: gl.constexpr, CHUNKS: gl.constexpr):
+    """Encodes rows of k elements in memory, one for each warp, so that none waits for another.
 
     Args:
-        row: points to it; elements have unit stride.
-        codes, scale: point to where the first plane of its codes and their scales, or its one scale, belong.
-        plane_codes, plane_scales: elements from one plane to the next.
-        width: k padded.
+        x: points to the first row of all; elements have unit stride, rows are ``stride`` apart.
+        codes, scale, width: see `encoding`; k padded to ``width`` elements, a multiple of 512.
+        rows: of which there is room for codes.
+        first_row: the row of the first warp.
+        count: the rows that there are.
+        CHUNKS: 512 elements each, of a row that is kept in registers; 0: rows are read again.
     """
-    layout: gl.constexpr = activation_layout(1, gl.num_warps())
-    none = gl.zeros([1], gl.int32, axis_layout(layout, 3, 0))
-    if encoding.by_token:
-        largest = gl.zeros([1, BLOCK // 32, 32], gl.float32, layout)
-        for first in range(0, k, BLOCK):
-            largest = gl.maximum(largest, gl.abs(load_activations(row, none, first, k, BLOCK, layout)))
-        step = token_step(largest)
-        gl.store(scale + none, step)
-    for first in range(0, width, BLOCK):
-        values = load_activations(row, none, first, k, BLOCK, layout)
-        at = places(first, BLOCK, layout)
-        if encoding.by_token:
-            cdna4.buffer_store(encode_by_token(values, step), codes, at, mask=at < width)
-        else:
-            planes, exponents = encode_by_block(values, encoding)
-            # Of 16 blocks in a row, a lane of the product wants every fourth.
-            block = first // 32 + gl.arange(0, BLOCK // 32, axis_layout(layout, 3, 1))[None, :]
-            scale_at = block // 16 * 16 + block % 4 * 4 + block % 16 // 4
-            for plane in gl.static_range(encoding.planes):
-                if encoding.format == "e2m1":
-                    stored: gl.constexpr = planes[plane].type.layout
-                    half_block = gl.arange(0, BLOCK // 32, axis_layout(stored, 3, 1))
-                    half = gl.arange(0, 16, axis_layout(stored, 3, 2))
-                    half_at = first // 2 + half_block[None, :, None] * 16 + half[None, None, :]
-                    cdna4.buffer_store(planes[plane], codes, half_at, mask=half_at < width // 2)
-                else:
-                    cdna4.buffer_store(planes[plane], codes + plane * plane_codes, at, mask=at < width)
-                cdna4.buffer_store(exponents[plane], scale + plane * plane_scales, scale_at, mask=block * 32 < width)
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = activation_layout(warps, warps)
+    row = gl.arange(0, warps, axis_layout(layout, 3, 0))
+    wide = first_row.to(gl.int64)
+    row_bytes = width // (2 if encoding.format == "e2m1" else 1)
+    row_scales = 1 if encoding.scales == "token" else 0 if encoding.scales == "tensor" else width // 32
+    output = Output(
+        codes + wide * row_bytes, scale + wide * row_scales, rows.to(gl.int64) * row_bytes, rows.to(gl.int64) * row_scales,
+        gl.to_tensor(width), count - first_row,
+    )  # fmt: skip
+    x += wide * stride
+    begins = gl.minimum(row, output.rows - 1) * stride
+    step = gl.full([warps], 1.0, gl.float32, axis_layout(layout, 3, 0))
+    if encoding.scales == "tensor":
+        step = step * gl.load(scale)
+    if CHUNKS:
+        chunks = ()
+        for chunk in gl.static_range(CHUNKS):
+            chunks += (load_activations(x, begins, chunk * 512, k, 512, layout),)
+        if encoding.scales == "token":
+            largest = magnitudes(chunks[0])
+            for chunk in gl.static_range(1, CHUNKS):
+                largest = gl.maximum(largest, magnitudes(chunks[chunk]))
+            step = token_step(largest, x.dtype.element_ty)
+        for chunk in gl.static_range(CHUNKS):
+            store_encoded(chunks[chunk], step, chunk * 512, row, output, encoding)
+    else:
+        if encoding.scales == "token":
+            largest = magnitudes(load_activations(x, begins, 0, k, 512, layout))
+            for first in range(512, k, 512):
+                largest = gl.maximum(largest, magnitudes(load_activations(x, begins, first, k, 512, layout)))
+            step = token_step(largest, x.dtype.element_ty)
+        for first in range(0, width, 512):
+            store_encoded(load_activations(x, begins, first, k, 512, layout), step, first, row, output, encoding)
+    if encoding.scales == "token":
+        gl.store(output.scale + row, step, mask=row < output.rows)
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def encode_kernel(x, count, codes, scale, k, width, rows, encoding: gl.constexpr, BLOCK: gl.constexpr):
-    """Program: a row of x ``[rows, k]``, of which there are as many as ``count`` points to."""
-    row = gl.program_id(0)
-    if row < gl.load(count):
-        row_bytes = width // (2 if encoding.format == "e2m1" else 1)
-        row_scales = 1 if encoding.by_token else width // 32
-        wide = row.to(gl.int64)
-        encode_row(
-            x + wide * k, k, codes + wide * row_bytes, rows.to(gl.int64) * row_bytes, scale + wide * row_scales,
-            rows.to(gl.int64) * row_scales, width, encoding, BLOCK,
-        )  # fmt: skip
+def encode_kernel(x, count, codes, scale, k, width, rows, encoding: gl.constexpr, CHUNKS: gl.constexpr):
+    """Program: a row of x ``[rows, k]`` for each warp. There are as many rows as ``count`` points to."""
+    first = gl.program_id(0) * gl.num_warps()
+    count = gl.load(count)
+    if first < count:
+        encode_rows(x, k, k, codes, scale, width, rows, first, count, encoding, CHUNKS)

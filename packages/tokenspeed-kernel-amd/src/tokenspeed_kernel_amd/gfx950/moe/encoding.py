@@ -2,6 +2,8 @@
 have a scale.
 
 * What a plan rounds to fp8 has one *plane* of e4m3 codes and a float32 scale a token, by which results are multiplied.
+* What it rounds to fp8 with a static scale likewise, but for the scale, which all tokens share. Then the first product stores the
+  codes that the second one multiplies.
 * What a plan rounds to mxfp4 has one plane of e2m1 codes with their scales.
 * What a plan does not round is a sum of planes of e4m3 codes: each holds the leading four bits of what the planes before it leave,
   signed, with scales 2^5 times smaller. Two planes hold a bfloat16 exactly, three a float16, as long as an element is at most 2^13
@@ -9,7 +11,7 @@ have a scale.
   e4m3 take as long as one with bfloat16, for which weights would have to be decoded first. A token with an infinity gives NaN.
 
     codes   uint8   [planes, rows, k]               k padded with zeros to a multiple of 512; e2m1 packed: [planes, rows, k / 2]
-    scale   float32 [rows], or
+    scale   float32 [rows], float32 [1], or
             uint8   [planes, rows, k / 512, 4, 4]   e8m0: of 16 blocks in a row, ``[i, j]`` is of block ``4 j + i``
 """
 
@@ -34,12 +36,12 @@ class Encoding(NamedTuple):
     Attributes:
         format: ``"e4m3"`` or ``"e2m1"``.
         planes: codes of an element.
-        by_token: whether a token has one float32 scale; otherwise blocks have e8m0 scales.
+        scales: ``"token"``, ``"tensor"`` or ``"block"``: what has a scale; blocks have e8m0 scales, others float32.
     """
 
     format: str
     planes: int
-    by_token: bool
+    scales: str
 
     def row_bytes(self, k: int) -> int:
         """Bytes of a row of codes."""
@@ -47,7 +49,7 @@ class Encoding(NamedTuple):
 
     def row_scales(self, k: int) -> int:
         """Scales of a row."""
-        return 1 if self.by_token else quads_of(k) * QUAD * STEP // BLOCK_MX
+        return 1 if self.scales != "block" else quads_of(k) * QUAD * STEP // BLOCK_MX
 
 
 class Encoded(NamedTuple):
@@ -64,18 +66,23 @@ def encoding_of(plan: MoEPlan) -> Encoding:
         ValueError: numbers of this type are not rounded, and no planes hold them.
     """
     if plan.activation_dtype == "fp8":
-        return Encoding("e4m3", 1, True)
+        return Encoding("e4m3", 1, "token")
+    if plan.activation_dtype == "fp8_static":
+        return Encoding("e4m3", 1, "tensor")
     if plan.activation_dtype == "mxfp4":
-        return Encoding("e2m1", 1, False)
+        return Encoding("e2m1", 1, "block")
     if plan.dtype not in _PLANES:
         raise ValueError(f"moe_apply: plan.dtype must be bfloat16 or float16 where activation_dtype is 'none', got {plan.dtype}")
-    return Encoding("e4m3", _PLANES[plan.dtype], False)
+    return Encoding("e4m3", _PLANES[plan.dtype], "block")
 
 
-def room_for(encoding: Encoding, rows: int, k: int, device: torch.device) -> Encoded:
-    """Memory for so many encoded rows."""
+def room_for(encoding: Encoding, rows: int, k: int, device: torch.device, static: Tensor | None) -> Encoded:
+    """Memory for so many encoded rows, and the static scale if that is what they have."""
     codes = torch.empty(encoding.planes, rows, encoding.row_bytes(k), dtype=torch.uint8, device=device)
     scales = encoding.row_scales(k)
-    if encoding.by_token:
+    if encoding.scales == "tensor":
+        assert static is not None  # checked by the operator
+        return Encoded(codes, static)
+    if encoding.scales == "token":
         return Encoded(codes, torch.empty(rows, dtype=torch.float32, device=device))
     return Encoded(codes, torch.empty(encoding.planes, rows, scales, dtype=torch.uint8, device=device))

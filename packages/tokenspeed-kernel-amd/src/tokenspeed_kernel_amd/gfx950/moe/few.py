@@ -1,8 +1,9 @@
 """`moe_apply` for the smallest batches: two launches.
 
 Where tokens are few, weights are what takes time, and launches. So nothing is prepared by others: each workgroup of a product finds
-its pairs among all ids, and encodes what it multiplies into LDS by itself, while the first of its weights are on their way. The
-second product has all slots of a token in one workgroup, and sums over them.
+its pairs among all ids, and encodes what it multiplies into LDS by itself, while the first of its weights are on their way. An
+expert rarely has more pairs than a workgroup takes; the others are another workgroup's, which reads the same weights. The second
+product has all slots of a token in one workgroup, and sums over them.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoding, encoding_of
-from tokenspeed_kernel_amd.gfx950.moe.grouped import Swiglu, projection
-from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import HALF, QUAD, STEP, quads_of, steps_of, strips_of
+from tokenspeed_kernel_amd.gfx950.moe.grouped import Swiglu, between, padded, projection, static_scales
+from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import HALF, QUAD, STEP, quads_of, strips_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
 device = DeviceModule(__name__ + "_device")
 
-MAX_TOKENS = 8
 MAX_TOP_K = 8
 _MAX_PAIRS = 64  # a lane each
+_PAIRS_AT_ONCE = 4  # of an expert: few have more
 _MAX_K = 4096  # of what is encoded, in registers
 _LDS_BYTES = 80 * 1024  # of a workgroup, so that two fit on a compute unit
 
@@ -36,6 +37,7 @@ class Operands(NamedTuple):
         x, x_stride: the tokens and elements from one to the next; in the second product the first one's result.
         weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
         out, out_stride: likewise.
+        static, out_static: static scales of what is multiplied, and of the result of the first product; or None.
     """
 
     ids: Tensor
@@ -47,14 +49,17 @@ class Operands(NamedTuple):
     bias: Tensor | None
     out: Tensor
     out_stride: int
+    static: Tensor | None
+    out_static: Tensor | None
 
 
 class Shape(NamedTuple):
     """What of a product is known to the compiler.
 
     Attributes:
-        rows: what a workgroup encodes: tokens, or slots of a token.
-        block: elements of a row, a power of two.
+        rows: what a workgroup encodes at once: pairs of an expert, or slots of a token.
+        split: parts of k that have warps of their own.
+        block: elements of a row, or of a part of it, padded; a power of two where there are more warps than rows.
         top_k, num_experts: of the plan.
         bias: whether there is one.
         limited: whether gate and up are clamped.
@@ -62,6 +67,7 @@ class Shape(NamedTuple):
     """
 
     rows: int
+    split: int
     block: int
     top_k: int
     num_experts: int
@@ -74,13 +80,11 @@ def few_enough(tokens: int, plan: MoEPlan, weights: MoEWeights) -> bool:
     """Whether `moe_apply_few` takes a call."""
     k = max(plan.hidden_size, plan.intermediate_size)
     encoding = encoding_of(plan)
-    rows_of = max(_rows(tokens), _rows(plan.top_k))
     return (
-        tokens <= MAX_TOKENS
-        and plan.top_k <= MAX_TOP_K
+        plan.top_k <= MAX_TOP_K
         and tokens * plan.top_k <= _MAX_PAIRS
         and _block(k) <= _MAX_K
-        and rows_of * encoding.planes * encoding.row_bytes(_block(k)) * 17 // 16 <= _LDS_BYTES
+        and max(_PAIRS_AT_ONCE, _rows(plan.top_k)) * encoding.planes * encoding.row_bytes(_block(k)) * 17 // 16 <= _LDS_BYTES
         and weights.w2_weight.numel() < 2**31
     )
 
@@ -101,31 +105,38 @@ def moe_apply_few(
         return deliver(written, out)
     encoding = encoding_of(plan)
     x, topk_ids, topk_weights = rows(x), topk_ids.contiguous(), topk_weights.contiguous()
+    warps = 4
+    encoded = min(_PAIRS_AT_ONCE, _rows(tokens))
     shape = Shape(
-        rows=_rows(tokens),
-        block=_block(hidden),
+        rows=encoded,
+        split=1,
+        block=_block(hidden) if encoded < warps else padded(hidden),
         top_k=plan.top_k,
         num_experts=plan.num_experts,
         bias=plan.bias,
         limited=plan.limit is not None,
         encoding=encoding,
     )
-    activated = x.new_empty(tokens * plan.top_k, features)
-    strips, warps = strips_of(2 * features), 4
+    scales = static_scales(weights, encoding)
+    activated = x.new_empty(tokens * plan.top_k, features, dtype=between(x, encoding))
+    strips = strips_of(2 * features)
     blocks = -(-strips // warps)
     w13 = projection(weights, "w13_weight")
     device.first_kernel[(tokens * plan.top_k * blocks,)](
-        Operands(topk_ids, topk_weights, x, x.stride(0), *w13, activated, features),
-        tokens, strips, steps_of(hidden), hidden, blocks,
+        Operands(topk_ids, topk_weights, x, x.stride(0), *w13, activated, features, *scales),
+        tokens * plan.top_k, strips, hidden, blocks,
         Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
         shape=shape, num_warps=warps,
     )  # fmt: skip
     w2 = projection(weights, "w2_weight")
-    warps = _rows(plan.top_k)
+    # One token has fewer workgroups than there are compute units: then what counts is how long one of them takes.
+    split = 2 if tokens == 1 and quads_of(features) > 1 else 1
+    warps = _rows(plan.top_k) * split
+    part = -(-quads_of(features) // split) * QUAD * STEP
     device.second_kernel[(hidden // HALF, tokens)](
-        Operands(topk_ids, topk_weights, activated, features, *w2, written, written.stride(0)),
-        strips_of(hidden), steps_of(features), features,
-        shape=shape._replace(rows=warps, block=_block(features)), num_warps=warps,
+        Operands(topk_ids, topk_weights, activated, features, *w2, written, written.stride(0), scales[1], None),
+        strips_of(hidden), features,
+        shape=shape._replace(rows=warps, split=split, block=part), num_warps=warps,
     )  # fmt: skip
     return deliver(written, out)
 
@@ -136,4 +147,4 @@ def _rows(count: int) -> int:
 
 
 def _block(k: int) -> int:
-    return max(2048, 1 << (quads_of(k) * QUAD * STEP - 1).bit_length())
+    return max(2048, 1 << (padded(k) - 1).bit_length())

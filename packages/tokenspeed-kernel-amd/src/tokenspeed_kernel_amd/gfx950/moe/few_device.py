@@ -10,8 +10,9 @@ from triton.experimental.gluon.language.amd import cdna4
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     activation_layout,
     encode_by_block,
-    encode_by_token,
+    encode_e4m3,
     load_activations,
+    magnitudes,
     token_step,
 )
 from tokenspeed_kernel_amd.gfx950.moe.tile_device import (
@@ -65,52 +66,94 @@ class Encoded:
 
 
 @gluon.jit
-def store_codes(codes, ROWS: gl.constexpr, BLOCK: gl.constexpr, encoding: gl.constexpr):
-    """Puts codes [rows, blocks, bytes] into LDS."""
+def room_for_codes(ROWS: gl.constexpr, BLOCK: gl.constexpr, encoding: gl.constexpr):
     pieces: gl.constexpr = 16 if encoding.format == "e2m1" else 32
-    shape: gl.constexpr = [BLOCK // 512, 1, 1, pieces, ROWS, 16]
-    shared = gl.allocate_shared_memory(gl.uint8, shape, plain(6))
-    shared.store(codes.reshape(ROWS, 1, 1, BLOCK // 512, pieces, 16).permute(3, 1, 2, 4, 0, 5))
-    return shared.reinterpret(gl.uint8, shape, plain(5))
+    return gl.allocate_shared_memory(gl.uint8, [BLOCK // 512, 1, 1, pieces, ROWS, 16], plain(5))
 
 
 @gluon.jit
-def store_scale(exponents, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """Puts block scales [rows, blocks] into LDS."""
-    shape: gl.constexpr = [BLOCK // 512, 1, 1, ROWS, 4, 4]
-    shared = gl.allocate_shared_memory(gl.uint8, shape, plain(6))
-    # [row, 1, 1, quad, step, g] -> [quad, 1, 1, row, g, step]
-    shared.store(exponents.reshape(ROWS, 1, 1, BLOCK // 512, 4, 4).permute(3, 1, 2, 0, 5, 4))
-    return shared.reinterpret(gl.uint8, shape, plain(5))
+def room_for_scale(ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    return gl.allocate_shared_memory(gl.uint8, [BLOCK // 512, 1, 1, ROWS, 4, 4], plain(5))
 
 
 @gluon.jit
-def encode(x, row, k, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """Encodes rows of x, which begin at ``row``, int32 [rows]. Returns them, and their scales, float32 [rows] (1 where blocks have
-    scales)."""
-    layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
-    values = load_activations(x, row, 0, k, BLOCK, layout)
-    step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
-    if encoding.by_token:
-        step = token_step(gl.abs(values))
-        first = store_codes(encode_by_token(values, step), ROWS, BLOCK, encoding)
-        shared = Encoded(first, first, first, first, first, first)
+def store_codes(shared, quad: gl.constexpr, codes):
+    """Puts codes [rows, blocks, bytes], of a number of steps that four divides, into LDS."""
+    ROWS: gl.constexpr = codes.shape[0]
+    pieces: gl.constexpr = shared.shape[3]
+    quads: gl.constexpr = codes.shape[1] // 16
+    # [row, quad, piece, b] -> [quad, 1, 1, piece, row, b]
+    placed = codes.reshape(ROWS, 1, 1, quads, pieces, 16).permute(3, 1, 2, 4, 0, 5)
+    if quads == 1:
+        shared.index(quad).store(placed.reshape(1, 1, pieces, ROWS, 16))
     else:
-        planes, exponents = encode_by_block(values, encoding)
-        first = store_codes(planes[0], ROWS, BLOCK, encoding)
-        second = first
-        third = first
-        first_scale = store_scale(exponents[0], ROWS, BLOCK)
-        second_scale = first_scale
-        third_scale = first_scale
-        if encoding.planes > 1:
-            second = store_codes(planes[1], ROWS, BLOCK, encoding)
-            second_scale = store_scale(exponents[1], ROWS, BLOCK)
-        if encoding.planes > 2:
-            third = store_codes(planes[2], ROWS, BLOCK, encoding)
-            third_scale = store_scale(exponents[2], ROWS, BLOCK)
-        shared = Encoded(first, second, third, first_scale, second_scale, third_scale)
-    return shared, step
+        shared.reinterpret(gl.uint8, [quads, 1, 1, pieces, ROWS, 16], plain(6)).store(placed)
+
+
+@gluon.jit
+def store_scale(shared, quad: gl.constexpr, exponents):
+    """Puts block scales [rows, blocks] into LDS."""
+    ROWS: gl.constexpr = exponents.shape[0]
+    quads: gl.constexpr = exponents.shape[1] // 16
+    # [row, quad, step, g] -> [quad, 1, 1, row, g, step]
+    placed = exponents.reshape(ROWS, 1, 1, quads, 4, 4).permute(3, 1, 2, 0, 5, 4)
+    if quads == 1:
+        shared.index(quad).store(placed.reshape(1, 1, ROWS, 4, 4))
+    else:
+        shared.reinterpret(gl.uint8, [quads, 1, 1, ROWS, 4, 4], plain(6)).store(placed)
+
+
+@gluon.jit
+def encode(x, row, k, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SPLIT: gl.constexpr = 1):
+    """Encodes rows of x, which begin at ``row``, int32 [rows], and have k elements; SPLIT of them are one token. Rows that are
+    encoded with a static scale stay as they are. ``static``: points to that scale. Returns rows, and their scales, float32 [rows]
+    (1 where blocks have scales)."""
+    layout: gl.constexpr = activation_layout(ROWS, gl.num_warps())
+    # With a row for each warp, pieces of 512 elements need no padding to a power of two.
+    AT_ONCE: gl.constexpr = 512 if gl.num_warps() == ROWS else BLOCK
+    chunks = ()
+    for chunk in gl.static_range(BLOCK // AT_ONCE):
+        chunks += (load_activations(x, row, chunk * AT_ONCE, k, AT_ONCE, layout),)
+    step = gl.full([ROWS], 1.0, gl.float32, axis_layout(layout, 3, 0))
+    if encoding.scales == "tensor":
+        step = step * gl.load(static)
+    if encoding.scales == "token":
+        largest = magnitudes(chunks[0])
+        for chunk in gl.static_range(1, BLOCK // AT_ONCE):
+            largest = gl.maximum(largest, magnitudes(chunks[chunk]))
+        step = token_step(largest, x.dtype.element_ty, SPLIT)
+    first = room_for_codes(ROWS, BLOCK, encoding)
+    second = first
+    third = first
+    first_scale = first
+    second_scale = first
+    third_scale = first
+    if encoding.scales == "block":
+        first_scale = room_for_scale(ROWS, BLOCK)
+    if encoding.planes > 1:
+        second = room_for_codes(ROWS, BLOCK, encoding)
+        second_scale = room_for_scale(ROWS, BLOCK)
+    if encoding.planes > 2:
+        third = room_for_codes(ROWS, BLOCK, encoding)
+        third_scale = room_for_scale(ROWS, BLOCK)
+    for chunk in gl.static_range(BLOCK // AT_ONCE):
+        values = chunks[chunk]
+        if values.dtype == gl.float8e4nv:
+            store_codes(first, chunk, values.to(gl.uint8, bitcast=True))
+        elif encoding.scales != "block":
+            store_codes(first, chunk, encode_e4m3(values.to(gl.float32), step))
+        else:
+            values = values.to(gl.float32)
+            planes, exponents = encode_by_block(values, encoding)
+            store_codes(first, chunk, planes[0])
+            store_scale(first_scale, chunk, exponents[0])
+            if encoding.planes > 1:
+                store_codes(second, chunk, planes[1])
+                store_scale(second_scale, chunk, exponents[1])
+            if encoding.planes > 2:
+                store_codes(third, chunk, planes[2])
+                store_scale(third_scale, chunk, exponents[2])
+    return Encoded(first, second, third, first_scale, second_scale, third_scale), step
 
 
 @gluon.jit
@@ -152,7 +195,7 @@ def operands_of(shared, quad, encoding: gl.constexpr):
         second = repeated_codes(shared.second, quad, encoding)
     if encoding.planes > 2:
         third = repeated_codes(shared.third, quad, encoding)
-    if not encoding.by_token:
+    if encoding.scales == "block":
         first_scale = repeated_scale(shared.first_scale, quad)
         second_scale = first_scale
         third_scale = first_scale
@@ -173,124 +216,141 @@ def by_column(values, ROWS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def first_kernel(operands, tokens, strips, steps, k, blocks, swiglu, shape: gl.constexpr):
-    """The first product: program (pair, block of strips), the latter fastest. A column is a token.
+def add(a, b):
+    return a + b
 
-    The first of all pairs that go to an expert has the work of that expert; others end at once. The result of a token is stored
-    where the first of its slots with that expert is.
+
+@gluon.jit
+def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr):
+    """The first product: program (pair, block of strips), the latter fastest.
+
+    A column is a pair. Of the pairs that go to an expert, the first one's programs multiply as many as there is room for, nearly
+    always all; those of the first one for which there was no room as many again, and so on. The others end at once.
 
     Args:
         operands, swiglu, shape: see `few`.
-        tokens: how many there are.
+        pairs: how many there are.
         strips: of an expert.
-        steps: of k.
+        k: elements that are summed over.
         blocks: of strips.
     """
     warps: gl.constexpr = gl.num_warps()
-    encoding: gl.constexpr = shape.encoding
-    top_k: gl.constexpr = shape.top_k
-    product: gl.constexpr = product_layout(warps)
     pair = gl.program_id(0) // blocks
     first_strip = gl.program_id(0) % blocks * warps
     lane = gl.arange(0, 64, gl.BlockedLayout([1], [64], [warps], [0]))
     expert = gl.load(operands.ids + pair)
-    others = cdna4.buffer_load(operands.ids, lane, mask=lane < pair, other=-1)
-    earlier = gl.max((others == expert).to(gl.int32), axis=0)
-    if (expert >= 0) & (expert < shape.num_experts) & (earlier == 0):
-        own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, steps, warps)
-        even = load_quad(own, 0, warps)
-        odd = load_quad(own, 1, warps)
-        rows = gl.arange(0, shape.rows, axis_layout(activation_layout(shape.rows, warps), 3, 0))
-        shared, step = encode(operands.x, gl.minimum(rows, tokens - 1) * operands.x_stride, k, encoding, shape.rows, shape.block)
-        # Which slot of each column's token has this expert.
-        column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
-        token = gl.minimum(column, tokens - 1)
-        slot = gl.full([_COLUMNS], top_k, gl.int32, gl.SliceLayout(0, product))
-        for candidate in gl.static_range(top_k - 1, -1, -1):
-            named = cdna4.buffer_load(operands.ids, token * top_k + candidate)
-            slot = gl.where(named == expert, candidate, slot)
-        gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
-        up = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
-        for quad in range(0, (steps + 3) // 4, 2):
-            codes, scales = operands_of(shared, quad, encoding)
-            gate = add_products(gate, even.first, even.first_scale, codes, scales, encoding)
-            up = add_products(up, even.second, even.second_scale, codes, scales, encoding)
-            even = load_quad(own, quad + 2, warps)
-            if quad + 1 < (steps + 3) // 4:
-                codes, scales = operands_of(shared, quad + 1, encoding)
-                gate = add_products(gate, odd.first, odd.first_scale, codes, scales, encoding)
-                up = add_products(up, odd.second, odd.second_scale, codes, scales, encoding)
-            odd = load_quad(own, quad + 3, warps)
-        if encoding.by_token:
-            scale = by_column(step, shape.rows, gl.SliceLayout(0, product))
-            gate *= scale[None, :]
-            up *= scale[None, :]
-        row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
-        strip = first_strip + row // 16
-        inside = strip < strips
-        if shape.bias:
-            bias = operands.bias + expert.to(gl.int64) * strips * 32
-            at = strip * 32 + row % 16
-            gate += cdna4.buffer_load(bias, at, mask=inside, other=0.0)[:, None]
-            up += cdna4.buffer_load(bias, at + 16, mask=inside, other=0.0)[:, None]
-        result = activated(gate, up, swiglu, shape.limited)
-        exists = (column < tokens) & (slot < top_k)
-        out_row = (token * top_k + slot) * (strips * 16)
-        cdna4.buffer_store(
-            result.to(operands.out.dtype.element_ty), operands.out, (strip * 16 + row % 16)[:, None] + out_row[None, :],
-            mask=inside[:, None] & exists[None, :],
-        )  # fmt: skip
+    own = (cdna4.buffer_load(operands.ids, lane, mask=lane < pairs, other=-1) == expert).to(gl.int32)
+    earlier = gl.sum(gl.where(lane < pair, own, 0), axis=0)
+    if (expert >= 0) & (expert < shape.num_experts) & (earlier % shape.rows == 0):
+        place = gl.where(own != 0, gl.associative_scan(own, 0, add) - earlier, 0)  # the own pair's is 1
+        multiply_pairs(operands, place, lane, expert, first_strip, strips, k, swiglu, shape)
 
 
 @gluon.jit
-def second_kernel(operands, strips, steps, k, shape: gl.constexpr):
-    """The second product and the sum over slots: program (half a strip, token). A warp has a slot, and so has a column: what counts
-    of the product are the blocks where they are the same.
+def multiply_pairs(operands, place, lane, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
+    """The first product of the pairs ``lane`` whose ``place`` is at least 1, of as many of them as there are rows."""
+    warps: gl.constexpr = gl.num_warps()
+    encoding: gl.constexpr = shape.encoding
+    product: gl.constexpr = product_layout(warps)
+    own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, k, warps)
+    even = load_quad(own, 0, warps)
+    odd = load_quad(own, 1, warps)
+    row = gl.arange(0, shape.rows, axis_layout(activation_layout(shape.rows, warps), 3, 0))
+    column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
+    count = gl.max(place, axis=0)
+    token = row * 0
+    column_pair = column * 0
+    for index in gl.static_range(shape.rows):
+        pair = gl.max(gl.where(place == gl.minimum(count, index + 1), lane, 0), axis=0)
+        token = gl.where(row == index, pair // shape.top_k, token)
+        column_pair = gl.where(column == index, pair, column_pair)
+    shared, step = encode(
+        operands.x, token * operands.x_stride, k, operands.static, encoding, shape.rows, shape.block
+    )  # fmt: skip
+    gate = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
+    up = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
+    for quad in range(0, (k + 511) // 512, 2):
+        codes, scales = operands_of(shared, quad, encoding)
+        gate = add_products(gate, even.first, even.first_scale, codes, scales, encoding)
+        up = add_products(up, even.second, even.second_scale, codes, scales, encoding)
+        even = load_quad(own, quad + 2, warps)
+        if quad + 1 < (k + 511) // 512:
+            codes, scales = operands_of(shared, quad + 1, encoding)
+            gate = add_products(gate, odd.first, odd.first_scale, codes, scales, encoding)
+            up = add_products(up, odd.second, odd.second_scale, codes, scales, encoding)
+        odd = load_quad(own, quad + 3, warps)
+    if encoding.scales != "block":
+        scale = by_column(step, shape.rows, gl.SliceLayout(0, product))
+        gate *= scale[None, :]
+        up *= scale[None, :]
+    row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
+    strip = first_strip + row // 16
+    inside = strip < strips
+    if shape.bias:
+        bias = operands.bias + expert.to(gl.int64) * strips * 32
+        at = strip * 32 + row % 16
+        gate += cdna4.buffer_load(bias, at, mask=inside, other=0.0)[:, None]
+        up += cdna4.buffer_load(bias, at + 16, mask=inside, other=0.0)[:, None]
+    result = activated(gate, up, swiglu, shape.limited)
+    if encoding.scales == "tensor":
+        result *= 1.0 / gl.load(operands.out_static)
+    exists = (column < shape.rows) & (column < count)
+    cdna4.buffer_store(
+        result.to(operands.out.dtype.element_ty), operands.out,
+        (strip * 16 + row % 16)[:, None] + (column_pair * (strips * 16))[None, :], mask=inside[:, None] & exists[None, :],
+    )  # fmt: skip
+
+
+@gluon.jit
+def second_kernel(operands, strips, k, shape: gl.constexpr):
+    """The second product and the sum over slots: program (half a strip, token). A warp has a part of k of a slot, and so has a
+    column: what counts of the product are the blocks where they are the same.
 
     Args:
         operands, shape: see `few`.
         strips: of an expert.
-        steps: of k.
+        k: elements that are summed over.
     """
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     top_k: gl.constexpr = shape.top_k
     product: gl.constexpr = product_layout(warps)
+    SPLIT: gl.constexpr = shape.split
+    part_quads = ((k + 511) // 512 + SPLIT - 1) // SPLIT
     half = gl.program_id(0)
     ids = operands.ids + gl.program_id(1) * top_k
-    own = halves_at(operands.weight, operands.weight_scale, ids, half, strips, steps, shape.num_experts, top_k, warps)
+    own = halves_at(operands.weight, operands.weight_scale, ids, half, strips, k, shape.num_experts, top_k, SPLIT, warps)
     even = load_half_quad(own, 0, warps)
     odd = load_half_quad(own, 1, warps)
-    # A result is stored where the first slot with its expert is.
-    slot = gl.minimum(gl.arange(0, warps, axis_layout(activation_layout(warps, warps), 3, 0)), top_k - 1)
-    expert = gl.load(ids + slot)
-    stored = slot
-    for candidate in gl.static_range(top_k - 1, -1, -1):
-        stored = gl.where(gl.load(ids + candidate) == expert, gl.minimum(stored, candidate), stored)
+    warp = gl.arange(0, warps, axis_layout(activation_layout(warps, warps), 3, 0))
+    slot = gl.minimum(warp // SPLIT, top_k - 1)
+    begins = warp % SPLIT * part_quads * 512
     h = operands.x + gl.program_id(1) * top_k * k
-    shared, step = encode(h, stored * k, k, encoding, warps, shape.block)
+    length = gl.minimum(k - begins, part_quads * 512)[:, None, None]
+    shared, step = encode(h, slot * k + begins, length, operands.static, encoding, warps, shape.block, SPLIT)
     row = gl.arange(0, 16 * warps, gl.SliceLayout(1, product))
-    row_slot = gl.minimum(row // 16, top_k - 1)
+    row_slot = gl.minimum(row // 16 // SPLIT, top_k - 1)
     row_expert = gl.load(ids + row_slot)
-    present = (row // 16 < top_k) & (row_expert >= 0) & (row_expert < shape.num_experts)
+    present = (row // 16 // SPLIT < top_k) & (row_expert >= 0) & (row_expert < shape.num_experts)
     weight = gl.load(operands.topk_weights + gl.program_id(1) * top_k + row_slot)
+    bias = weight * 0.0
+    if shape.bias:
+        at = gl.where(present, row_expert, 0).to(gl.int64) * (strips * 32) + half * 16 + row % 16
+        bias = gl.load(operands.bias + at, mask=row // 16 % SPLIT == 0, other=0.0)
     acc = gl.zeros([16 * warps, _COLUMNS], gl.float32, product)
-    for quad in range(0, (steps + 3) // 4, 2):
+    for quad in range(0, part_quads, 2):
         codes, scales = operands_of(shared, quad, encoding)
         acc = add_products(acc, even.first, even.first_scale, codes, scales, encoding)
         even = load_half_quad(own, quad + 2, warps)
-        if quad + 1 < (steps + 3) // 4:
+        if quad + 1 < part_quads:
             codes, scales = operands_of(shared, quad + 1, encoding)
             acc = add_products(acc, odd.first, odd.first_scale, codes, scales, encoding)
         odd = load_half_quad(own, quad + 3, warps)
-    if encoding.by_token:
+    if encoding.scales != "block":
         acc *= by_column(step, warps, gl.SliceLayout(0, product))[None, :]
     column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, product))
     result = gl.sum(gl.where((row // 16)[:, None] == column[None, :], acc, 0.0), axis=1)
-    if shape.bias:
-        at = gl.where(present, row_expert, 0).to(gl.int64) * (strips * 32) + half * 16 + row % 16
-        result += gl.load(operands.bias + at)
-    result = gl.where(present, result * weight, 0.0)
+    result = gl.where(present, (result + bias) * weight, 0.0)
     total = gl.sum(result.reshape(warps, 16), axis=0)
     feature = gl.arange(0, 16, total.type.layout)
     out = operands.out + gl.program_id(1).to(gl.int64) * operands.out_stride + half * 16

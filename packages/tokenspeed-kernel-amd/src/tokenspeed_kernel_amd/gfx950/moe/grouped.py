@@ -1,7 +1,8 @@
 """`moe_apply` for many pairs of tokens and slots: both products by expert, in tiles of tokens.
 
-Five launches: pairs are sorted by expert and tokens encoded; the first product with its activation; its result is encoded; the
-second product; the sum over slots. The grid covers the most tiles that any routing can need, the schedule stays on the device.
+Five launches: pairs are sorted by expert and tokens encoded; the first product with its activation; its result is encoded (by the
+first product itself where scales are static); the second product; the sum over slots. The grid covers the most tiles that any
+routing can need, the schedule stays on the device.
 
 A workgroup's waves multiply strips of weights of their own, which they read into registers while the steps before are multiplied,
 by a tile of tokens that they share in LDS. So an expert's weights are read once for each of its tiles of tokens, and those tiles
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoded, Encoding, encoding_of, room_for
-from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import QUAD, STEP, quads_of, steps_of, strips_of
+from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import QUAD, STEP, quads_of, strips_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -29,6 +30,7 @@ schedule_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.schedule_device
 encode_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.encode_device")
 
 _XCDS = 8  # consecutive workgroups go to these in turn
+_ENCODED = 4  # rows of the first product's result that a workgroup encodes, one a warp
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Operands(NamedTuple):
         weight, weight_scale, bias: of the projection, in the layout of `mxfp4_layout`.
         codes, scale: of what is multiplied, see `encoding`.
         out: [rows, features].
+        out_static: the static scale of the first product's result, or None.
     """
 
     order: Tensor
@@ -75,6 +78,7 @@ class Operands(NamedTuple):
     codes: Tensor
     scale: Tensor
     out: Tensor
+    out_static: Tensor | None
 
 
 class Swiglu(NamedTuple):
@@ -95,6 +99,7 @@ class Shape(NamedTuple):
         gated: the first product, whose rows are gathered from the tokens and whose result is activated.
         bias: whether there is one.
         limited: whether gate and up are clamped.
+        padded: whether rows of what is multiplied are padded to whole groups of four steps.
         encoding: of what is multiplied.
     """
 
@@ -104,6 +109,7 @@ class Shape(NamedTuple):
     gated: bool
     bias: bool
     limited: bool
+    padded: bool
     encoding: Encoding
 
 
@@ -120,7 +126,7 @@ def tile_for(pairs: int, plan: MoEPlan) -> Tile:
     for most, tile in _TILES:
         if pairs <= most * plan.num_experts:
             return tile
-    return _WIDE if encoding_of(plan).by_token else _TILES[-1][1]
+    return _WIDE if encoding_of(plan).scales != "block" else _TILES[-1][1]
 
 
 def moe_apply_many(
@@ -148,14 +154,15 @@ def moe_apply_many(
         tile = tile_for(pairs, plan)
     encoding = encoding_of(plan)
     x, topk_ids, topk_weights = rows(x), topk_ids.contiguous(), topk_weights.contiguous()
-    schedule, encoded = _route(x, topk_ids, plan, tile, encoding)
-    activated = x.new_empty(pairs, features)
-    _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True)
-    encoded = room_for(encoding, pairs, features, x.device)
-    encode_device.encode_kernel[(pairs,)](
-        activated, schedule.tiles[-1], *encoded, features, _width(features), pairs,
-        encoding=encoding, BLOCK=_block(features), num_warps=4,
-    )  # fmt: skip
+    scales = static_scales(weights, encoding)
+    schedule, encoded = _route(x, topk_ids, plan, tile, encoding, scales[0])
+    activated = x.new_empty(pairs, features, dtype=between(x, encoding))
+    _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True, out_static=scales[1])
+    if encoding.scales == "tensor":
+        encoded = Encoded(activated.view(torch.uint8)[None], scales[1])
+    else:
+        encoded = room_for(encoding, pairs, features, x.device, None)
+        encode(activated, schedule.tiles[-1], encoded, encoding)
     slots = x.new_empty(pairs, hidden)
     _product(tile, encoding, schedule, weights, encoded, slots, plan, gated=False)
     block = min(1024, max(256, 1 << (hidden - 1).bit_length()))
@@ -165,23 +172,43 @@ def moe_apply_many(
     return deliver(written, out)
 
 
+def static_scales(weights: MoEWeights, encoding: Encoding) -> tuple[Tensor | None, Tensor | None]:
+    """The static scales of what both projections multiply; None where they have none."""
+    return (weights.w13_input_scale, weights.w2_input_scale) if encoding.scales == "tensor" else (None, None)
+
+
+def between(x: Tensor, encoding: Encoding) -> torch.dtype:
+    """The dtype of the first product's result: codes, where their scale is known before."""
+    return torch.float8_e4m3fn if encoding.scales == "tensor" else x.dtype
+
+
 def most_tokens(plan: MoEPlan) -> int:
     """Tokens of one pass: offsets in bytes of what its pairs have are 32-bit numbers."""
-    widest = max(_width(max(plan.hidden_size, plan.intermediate_size)), plan.hidden_size * plan.dtype.itemsize)
+    widest = max(padded(max(plan.hidden_size, plan.intermediate_size)), plan.hidden_size * plan.dtype.itemsize)
     return (2**31 - 1) // (plan.top_k * widest)
 
 
-def _width(k: int) -> int:
+def padded(k: int) -> int:
     """Elements of a row of codes."""
     return quads_of(k) * QUAD * STEP
 
 
-def _block(k: int) -> int:
-    """Elements of a row that a program encodes at once."""
-    return min(4096, max(2048, 1 << (_width(k) - 1).bit_length()))
+def encode(x: Tensor, count: Tensor, encoded: Encoded, encoding: Encoding) -> None:
+    """Encodes the first rows of x, contiguous ``[rows, k]``: so many as ``count`` says, int32, its first element."""
+    room, k = x.shape
+    encode_device.encode_kernel[(-(-room // _ENCODED),)](
+        x, count, *encoded, k, padded(k), room, encoding=encoding, CHUNKS=_chunks(k), num_warps=_ENCODED
+    )
 
 
-def _route(x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Encoding) -> tuple[Schedule, Encoded]:
+def _chunks(k: int) -> int:
+    """Pieces of 512 elements of a row that is kept in registers while it is encoded; 0 if it is too long for that."""
+    return quads_of(k) if quads_of(k) <= 16 else 0
+
+
+def _route(
+    x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Encoding, static: Tensor | None
+) -> tuple[Schedule, Encoded]:
     tokens, hidden = x.shape
     pairs = topk_ids.numel()
     entries = pairs // tile.columns + plan.num_experts
@@ -190,11 +217,15 @@ def _route(x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Enc
         torch.empty(entries + 1, 4, dtype=torch.int32, device=x.device),
         entries,
     )
-    encoded = room_for(encoding, tokens, hidden, x.device)
-    schedule_device.route_kernel[(plan.num_experts + tokens,)](
-        topk_ids, pairs, schedule.order, schedule.tiles, entries, plan.num_experts,
-        x, x.stride(0), *encoded, hidden, _width(hidden), tokens,
-        encoding=encoding, ROWS=tile.columns, CHUNK=1024, BLOCK=_block(hidden), num_warps=4,
+    encoded = room_for(encoding, tokens, hidden, x.device, static)
+    # All ids at once where they fit in registers: 4096 take 2.2 us with 8 warps, 2.3 with 4, and 3.6 in pieces of 1024. 1024 take
+    # 1.2 us with 4 warps, 1.6 with 8.
+    warps = 4 if pairs <= 1024 else 8
+    ids_at_once = min(512 * warps, max(1024, 1 << (pairs - 1).bit_length()))
+    schedule_device.route_kernel[(plan.num_experts + -(-tokens // warps),)](
+        topk_ids, schedule.order, schedule.tiles, entries, plan.num_experts,
+        x, x.stride(0), *encoded, hidden, padded(hidden), tokens,
+        encoding=encoding, TOP_K=plan.top_k, ROWS=tile.columns, CHUNK=ids_at_once, CHUNKS=_chunks(hidden), num_warps=warps,
     )  # fmt: skip
     return schedule, encoded
 
@@ -215,6 +246,7 @@ def _product(
     plan: MoEPlan,
     *,
     gated: bool,
+    out_static: Tensor | None = None,
 ) -> None:
     """One grouped product."""
     k = plan.hidden_size if gated else plan.intermediate_size
@@ -225,13 +257,14 @@ def _product(
     strips = strips_of(features)
     # A multiple of the XCDs, so that an expert's tiles of tokens find its weights in the same L2.
     blocks = -(-strips // (tile.warps * tile.blocks * _XCDS)) * _XCDS
-    shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, gated and plan.limit is not None, encoding)
+    limited, whole = gated and plan.limit is not None, encoded.codes.shape[2] == encoding.row_bytes(k)
+    shape = Shape(tile.columns, tile.blocks, plan.top_k, gated, bias is not None, limited, whole, encoding)
     kernel = wide_device.wide_kernel if tile.wide else device.grouped_kernel
     kernel[(schedule.entries * blocks,)](
-        Operands(schedule.order, schedule.tiles, weight, weight_scale, bias, codes, encoded.scale, out),
-        encoded.codes.shape[1],
+        Operands(schedule.order, schedule.tiles, weight, weight_scale, bias, codes, encoded.scale, out, out_static),
+        *encoded.codes.shape[1:],
         strips,
-        steps_of(k),
+        k,
         blocks,
         Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
         shape=shape,

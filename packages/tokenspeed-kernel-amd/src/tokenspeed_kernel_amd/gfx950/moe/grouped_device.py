@@ -33,6 +33,8 @@ class Columns:
         codes, scale: pointers to the first row of the first plane.
         plane_codes, plane_scales: from one plane to the next.
         offsets: int32 [columns, bytes of four steps] of the codes.
+        place: int32 [1, bytes of four steps], which byte of a row they are.
+        row_bytes: of a row's codes.
         scale_offsets: int32 [columns, 4, 4] of block scales.
         quads: groups of four steps.
     """
@@ -42,6 +44,8 @@ class Columns:
     plane_codes: gl.tensor
     plane_scales: gl.tensor
     offsets: gl.tensor
+    place: gl.tensor
+    row_bytes: gl.tensor
     scale_offsets: gl.tensor
     quads: gl.tensor
 
@@ -55,9 +59,9 @@ def row_of_column(order, first, count, top_k, GATED: gl.constexpr, COLUMNS: gl.c
 
 @gluon.jit
 def load_codes(columns, quad, encoding: gl.constexpr):
-    """The codes of four steps, of all planes; zeros beyond the last step."""
+    """The codes of four steps, of all planes; zeros beyond the row."""
     size: gl.constexpr = columns.offsets.shape[1]
-    exists = gl.full(columns.offsets.shape, quad, gl.int32, columns.offsets.type.layout) < columns.quads
+    exists, _ = gl.broadcast(columns.place < columns.row_bytes - quad * size, columns.offsets)
     first = cdna4.buffer_load(columns.codes + quad * size, columns.offsets, mask=exists)
     second = first
     third = first
@@ -106,14 +110,15 @@ def read_codes(shared, encoding: gl.constexpr, operand: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def grouped_kernel(operands, rows, strips, steps, blocks, swiglu, shape: gl.constexpr):
+def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: gl.constexpr):
     """A tile of one product: program (tile of tokens, block of strips), the latter fastest.
 
     Args:
         operands, swiglu, shape: see `grouped`.
         rows: that are encoded.
+        row_bytes: of the codes of each.
         strips: of an expert.
-        steps: of k.
+        k: elements that are summed over.
         blocks: of strips.
     """
     COLUMNS: gl.constexpr = shape.columns
@@ -132,8 +137,8 @@ def grouped_kernel(operands, rows, strips, steps, blocks, swiglu, shape: gl.cons
     if (expert >= 0) & (first_strip < strips):
         first_row = gl.load(operands.tiles + tile * 4 + 1)
         count = gl.load(operands.tiles + tile * 4 + 2)
-        own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, steps, warps)
-        quads = (steps + 3) // 4
+        own = strips_at(operands.weight, operands.weight_scale, expert, first_strip, strips, k, warps)
+        quads = (k + 511) // 512
         even = load_quad(own, 0, warps)
         odd = load_quad(own, 1, warps)
         row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, COLUMNS, gl.SliceLayout(1, copy))
@@ -143,12 +148,15 @@ def grouped_kernel(operands, rows, strips, steps, blocks, swiglu, shape: gl.cons
         scale_offsets = (scale_row * (quads * 16))[:, None, None] + gl.arange(0, 4, axis_layout(scale_copy, 3, 1))[
             None, :, None
         ] * 4
+        place = gl.arange(0, size, gl.SliceLayout(0, copy))[None, :]
         columns = Columns(
             operands.codes,
             operands.scale,
-            rows.to(gl.int64) * quads * size,
+            rows.to(gl.int64) * row_bytes,
             rows.to(gl.int64) * quads * 16,
-            (row * (quads * size))[:, None] + gl.arange(0, size, gl.SliceLayout(0, copy))[None, :],
+            (row * row_bytes)[:, None] + place,
+            place,
+            gl.to_tensor(row_bytes),
             scale_offsets + gl.arange(0, 4, axis_layout(scale_copy, 3, 2))[None, None, :],
             quads,
         )
@@ -159,7 +167,7 @@ def grouped_kernel(operands, rows, strips, steps, blocks, swiglu, shape: gl.cons
         odd_codes = load_codes(columns, 1, encoding)
         even_scales = None
         odd_scales = None
-        if not encoding.by_token:
+        if encoding.scales == "block":
             even_scales = load_scales(columns, 0, encoding, COLUMNS, token_scale)
             odd_scales = load_scales(columns, 1, encoding, COLUMNS, token_scale)
         tokens = tokens_of(operands, first_row, count, shape, COLUMNS, gl.SliceLayout(0, product))
@@ -175,7 +183,7 @@ def grouped_kernel(operands, rows, strips, steps, blocks, swiglu, shape: gl.cons
             first = add_products(first, even.first, even.first_scale, codes, even_scales, encoding)
             second = add_products(second, even.second, even.second_scale, codes, even_scales, encoding)
             even = load_quad(own, quad + 2, warps)
-            if not encoding.by_token:
+            if encoding.scales == "block":
                 even_scales = load_scales(columns, quad + 2, encoding, COLUMNS, token_scale)
             store_codes(even_shared, even_codes, encoding)
             even_codes = load_codes(columns, quad + 4, encoding)
@@ -183,18 +191,20 @@ def grouped_kernel(operands, rows, strips, steps, blocks, swiglu, shape: gl.cons
             first = add_products(first, odd.first, odd.first_scale, codes, odd_scales, encoding)
             second = add_products(second, odd.second, odd.second_scale, codes, odd_scales, encoding)
             odd = load_quad(own, quad + 3, warps)
-            if not encoding.by_token:
+            if encoding.scales == "block":
                 odd_scales = load_scales(columns, quad + 3, encoding, COLUMNS, token_scale)
         store_product(operands, first, second, expert, first_strip, strips, tokens, swiglu, shape)
 
 
 @gluon.aggregate
 class Tokens:
-    """What a tile's columns are: where the result belongs, and what it is multiplied by (1 where blocks have scales)."""
+    """What a tile's columns are: where the result belongs, and what it is multiplied by before and after the activation (1 where
+    blocks have scales, and where the result is not encoded)."""
 
     exists: gl.tensor
     out_row: gl.tensor
     scale: gl.tensor
+    out_scale: gl.tensor
 
 
 @gluon.jit
@@ -204,16 +214,21 @@ def tokens_of(operands, first_row, count, shape: gl.constexpr, COLUMNS: gl.const
     row = first_row + gl.minimum(column, gl.maximum(count, 1) - 1)
     pair = gl.load(operands.order + row)
     scale = gl.full([COLUMNS], 1.0, gl.float32, layout)
-    if shape.encoding.by_token:
+    if shape.encoding.scales == "token":
         scale = gl.load(operands.scale + (pair // shape.top_k if shape.gated else row))
-    return Tokens(column < count, row if shape.gated else pair, scale)
+    if shape.encoding.scales == "tensor":
+        scale = scale * gl.load(operands.scale)
+    out_scale = gl.to_tensor(1.0)
+    if shape.gated and shape.encoding.scales == "tensor":
+        out_scale = 1.0 / gl.load(operands.out_static)
+    return Tokens(column < count, row if shape.gated else pair, scale, out_scale)
 
 
 @gluon.jit
 def store_product(operands, first, second, expert, first_strip, strips, tokens, swiglu, shape: gl.constexpr):
     """Scales the sums, adds the bias, applies the activation, and stores a tile."""
     by_row: gl.constexpr = gl.SliceLayout(1, first.type.layout)
-    if shape.encoding.by_token:
+    if shape.encoding.scales != "block":
         first *= tokens.scale[None, :]
         second *= tokens.scale[None, :]
     lane = gl.arange(0, first.shape[0], by_row)
@@ -228,7 +243,10 @@ def store_product(operands, first, second, expert, first_strip, strips, tokens, 
     stored = inside[:, None] & tokens.exists[None, :]
     if shape.gated:
         at = (strip * 16 + lane % 16)[:, None] + (tokens.out_row * strips * 16)[None, :]
-        cdna4.buffer_store(activated(first, second, swiglu, shape.limited).to(dtype), operands.out, at, mask=stored)
+        result = activated(first, second, swiglu, shape.limited)
+        if shape.encoding.scales == "tensor":
+            result *= tokens.out_scale
+        cdna4.buffer_store(result.to(dtype), operands.out, at, mask=stored)
     else:
         at = row[:, None] + (tokens.out_row * strips * 32)[None, :]
         cdna4.buffer_store(first.to(dtype), operands.out, at, mask=stored)

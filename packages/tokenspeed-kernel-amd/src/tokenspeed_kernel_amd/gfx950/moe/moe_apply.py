@@ -60,7 +60,14 @@ def moe_apply(
     return launch(x, weights, topk_weights, topk_ids, plan, out)
 
 
-_registered("gluon_moe_apply_mxfp4", {torch.bfloat16, torch.float16}, fp8_activations=any, mxfp4_activations=any)(moe_apply)
+_registered(
+    "gluon_moe_apply_mxfp4",
+    {torch.bfloat16, torch.float16},
+    fp8_activations=any,
+    static_fp8_activations=any,
+    mxfp4_activations=any,
+)(moe_apply)
 # float32 has no codes that hold it, so it must be rounded.
 _registered("gluon_moe_apply_mxfp4_float32_fp8", {torch.float32}, fp8_activations={True})(moe_apply)
+_registered("gluon_moe_apply_mxfp4_float32_static_fp8", {torch.float32}, static_fp8_activations={True})(moe_apply)
 _registered("gluon_moe_apply_mxfp4_float32_mxfp4", {torch.float32}, mxfp4_activations={True})(moe_apply)

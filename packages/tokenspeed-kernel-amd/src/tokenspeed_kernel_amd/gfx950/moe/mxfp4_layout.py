@@ -55,7 +55,8 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
     w2_rows = torch.arange(plan.hidden_size, device=device)
     w13 = _arranged(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, w13_rows)
     w2 = _arranged(weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias, w2_rows)
-    return MoEWeights(*w13, *w2, layout=LAYOUT)
+    scales = {"w13_input_scale": weights.w13_input_scale, "w2_input_scale": weights.w2_input_scale}
+    return MoEWeights(*w13, *w2, LAYOUT, **scales)
 
 
 def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
-from tokenspeed_kernel_amd.gfx950.moe.encode_device import encode_row
+from tokenspeed_kernel_amd.gfx950.moe.encode_device import encode_rows
 
 
 @gluon.jit
@@ -23,14 +23,15 @@ def add(a, b):
 @gluon.jit
 def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS: gl.constexpr, CHUNK: gl.constexpr):
     """Lists an expert's pairs and tiles. Arguments: see `route_kernel`."""
-    layout: gl.constexpr = gl.BlockedLayout([CHUNK // (64 * gl.num_warps())], [64], [gl.num_warps()], [0])
+    layout: gl.constexpr = gl.BlockedLayout([4], [64], [gl.num_warps()], [0])
     lane = gl.arange(0, CHUNK, layout)
-    before = gl.zeros([CHUNK], gl.int32, layout)
-    own = gl.zeros([CHUNK], gl.int32, layout)
-    for first in range(0, pairs, CHUNK):
-        found = cdna4.buffer_load(ids, first + lane, mask=first + lane < pairs, other=-1)
-        before += ((found >= 0) & (found < expert)).to(gl.int32)
-        own += (found == expert).to(gl.int32)
+    found = cdna4.buffer_load(ids, lane, mask=lane < pairs, other=-1)
+    before = ((found >= 0) & (found < expert)).to(gl.int32)
+    own = (found == expert).to(gl.int32)
+    for first in range(CHUNK, pairs, CHUNK):
+        more = cdna4.buffer_load(ids, first + lane, mask=first + lane < pairs, other=-1)
+        before += ((more >= 0) & (more < expert)).to(gl.int32)
+        own += (more == expert).to(gl.int32)
     start = gl.sum(before, 0)
     count = gl.sum(own, 0)
     entry = start // ROWS + expert
@@ -46,19 +47,24 @@ def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS
         cdna4.buffer_store(start + row, tiles, at + 1, mask=inside)
         cdna4.buffer_store(gl.minimum(count - row, ROWS), tiles, at + 2, mask=inside)
     if count > 0:
-        row = start
-        for first in range(0, pairs, CHUNK):
+        row = list_pairs(found, 0, order, start, expert, lane)
+        for first in range(CHUNK, pairs, CHUNK):
             found = cdna4.buffer_load(ids, first + lane, mask=first + lane < pairs, other=-1)
-            mine = (found == expert).to(gl.int32)
-            place = row + gl.associative_scan(mine, 0, add) - 1
-            cdna4.buffer_store(first + lane, order, place, mask=mine != 0)
-            row += gl.sum(mine, 0)
+            row = list_pairs(found, first, order, row, expert, lane)
 
 
-@gluon.jit(do_not_specialize=["pairs", "entries", "tokens"])
+@gluon.jit
+def list_pairs(found, first, order, row, expert, lane):
+    """Lists those of the pairs from ``first`` on that have the expert, from entry ``row`` on; returns the entry behind them."""
+    mine = (found == expert).to(gl.int32)
+    until = gl.associative_scan(mine, 0, add)
+    cdna4.buffer_store(first + lane, order, row + until - 1, mask=mine != 0)
+    return row + gl.max(until, 0)
+
+
+@gluon.jit(do_not_specialize=["entries", "tokens"])
 def route_kernel(
     ids,
-    pairs,
     order,
     tiles,
     entries,
@@ -71,28 +77,27 @@ def route_kernel(
     width,
     tokens,
     encoding: gl.constexpr,
+    TOP_K: gl.constexpr,
     ROWS: gl.constexpr,
     CHUNK: gl.constexpr,
-    BLOCK: gl.constexpr,
+    CHUNKS: gl.constexpr,
 ):
-    """Programs: first those of experts, each of which lists its pairs, then those of tokens, each of which encodes one.
+    """Programs: first those of experts, each of which lists its pairs, then those that encode a token with
+    each warp.
 
     Args:
-        ids: int32 [pairs], the experts; those that are not in 0 ... num_experts - 1 are left out.
+        ids: int32 [pairs], TOP_K for each token, the experts; those that are not in 0 ... num_experts - 1 are left out.
         order: int32 [pairs], receives the pairs by expert, ascending within one.
         tiles: int32 [entries + 1, 4], receives expert, first row and number of rows of each tile; at the end the number of rows.
         x: [tokens, k], rows x_stride apart.
-        codes, scale, k, width: see `encode_row`.
+        codes, scale, k, width, CHUNKS: see `encode_rows`.
         ROWS: of a tile.
+        CHUNK: ids that are read at once.
     """
     program = gl.program_id(0)
     if program < num_experts:
-        schedule_expert(ids, pairs, order, tiles, entries, program, num_experts, ROWS, CHUNK)
+        # The compiler sees that this is a multiple of TOP_K, and loads several ids at once.
+        schedule_expert(ids, tokens * TOP_K, order, tiles, entries, program, num_experts, ROWS, CHUNK)
     else:
-        token = (program - num_experts).to(gl.int64)
-        row_bytes = width // (2 if encoding.format == "e2m1" else 1)
-        row_scales = 1 if encoding.by_token else width // 32
-        encode_row(
-            x + token * x_stride, k, codes + token * row_bytes, tokens.to(gl.int64) * row_bytes, scale + token * row_scales,
-            tokens.to(gl.int64) * row_scales, width, encoding, BLOCK,
-        )  # fmt: skip
+        first = (program - num_experts) * gl.num_warps()
+        encode_rows(x, x_stride, k, codes, scale, width, tokens, first, tokens, encoding, CHUNKS)

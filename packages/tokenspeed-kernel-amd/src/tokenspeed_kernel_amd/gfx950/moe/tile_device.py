@@ -66,17 +66,19 @@ class Strips:
     Attributes:
         weight, scale: pointers to the first of them, scale to words of four steps.
         offsets: int32 [warps, step, g, r, b], of the first steps of the strips' first halves, as many as are loaded at once.
-        step: int32, the index of each element's step.
+        block: int32 [1, step, g, 1, 1], which 32 elements of k a lane has, counted from the first step.
         scale_offsets: int32 [warps, g, r], in words.
-        steps: of k.
+        blocks: of 32 elements that k has, or int32 [warps, 1, 1, 1, 1]. What memory has beyond them is not read.
+        scale_blocks: the same for scales, or int32 [warps, 1, 1].
     """
 
     weight: gl.tensor
     scale: gl.tensor
     offsets: gl.tensor
-    step: gl.tensor
+    block: gl.tensor
     scale_offsets: gl.tensor
-    steps: gl.tensor
+    blocks: gl.tensor
+    scale_blocks: gl.tensor
 
 
 @gluon.aggregate
@@ -93,12 +95,13 @@ class Quad:
 
 
 @gluon.jit
-def strips_at(weight, scale, expert, first, strips, steps, warps: gl.constexpr, AT_ONCE: gl.constexpr = 4):
+def strips_at(weight, scale, expert, first, strips, k, warps: gl.constexpr, AT_ONCE: gl.constexpr = 4):
     """The strips of an expert from ``first`` on, of ``strips`` that it has; the last one again in place of those beyond it. So many
     steps are loaded at once."""
     layout: gl.constexpr = weight_layout(warps, AT_ONCE)
     scale_layout: gl.constexpr = weight_scale_layout(warps)
-    quads = (steps + 3) // 4
+    steps = (k + 127) // 128
+    quads = (k + 511) // 512
     place = expert.to(gl.int64) * strips + first
     warp = gl.minimum(gl.arange(0, warps, axis_layout(layout, 5, 0)), strips - 1 - first)
     step = gl.arange(0, AT_ONCE, axis_layout(layout, 5, 1))
@@ -115,9 +118,10 @@ def strips_at(weight, scale, expert, first, strips, steps, warps: gl.constexpr, 
         weight + place * steps * 2048,
         scale + place * quads * 128,
         offsets,
-        step[None, :, None, None, None],
+        step[None, :, None, None, None] * 4 + g[None, None, :, None, None],
         scale_offsets,
-        gl.to_tensor(steps),
+        gl.to_tensor(k // 32),
+        gl.to_tensor(k // 32),
     )
 
 
@@ -130,48 +134,67 @@ class HalfQuad:
 
 
 @gluon.jit
-def halves_at(weight, scale, ids, half, strips, steps, num_experts, top_k: gl.constexpr, warps: gl.constexpr):
-    """For each warp the half of a strip, ``half`` counted in 16 rows, of the expert that the warp's slot has; some expert's where
-    it has none. All weights together have less than 2^31 bytes."""
+def expert_of(ids, warp, num_experts, top_k: gl.constexpr, SPLIT: gl.constexpr):
+    """The expert of a warp's slot, some expert where it has none."""
+    expert = gl.load(ids + gl.minimum(warp // SPLIT, top_k - 1))
+    return gl.where((expert >= 0) & (expert < num_experts), expert, 0)
+
+
+@gluon.jit
+def halves_at(weight, scale, ids, half, strips, k, num_experts, top_k: gl.constexpr, SPLIT: gl.constexpr, warps: gl.constexpr):
+    """For each warp the half of a strip, ``half`` counted in 16 rows, of the expert that the warp's slot has. SPLIT neighbouring
+    warps have a slot, and each of them a part of k. All weights together have less than 2^31 bytes."""
     layout: gl.constexpr = weight_layout(warps)
     scale_layout: gl.constexpr = weight_scale_layout(warps)
-    quads = (steps + 3) // 4
-    expert = gl.load(ids + gl.minimum(gl.arange(0, warps, axis_layout(layout, 5, 0)), top_k - 1))
-    expert = gl.where((expert >= 0) & (expert < num_experts), expert, 0)
+    steps = (k + 127) // 128
+    quads = (k + 511) // 512
+    part_quads = (quads + SPLIT - 1) // SPLIT
+    warp = gl.arange(0, warps, axis_layout(layout, 5, 0))[:, None, None, None, None]
+    part = warp % SPLIT
+    expert = expert_of(ids, warp, num_experts, top_k, SPLIT)
     step = gl.arange(0, 4, axis_layout(layout, 5, 1))
     g = gl.arange(0, 4, axis_layout(layout, 5, 2))
     r = gl.arange(0, 16, axis_layout(layout, 5, 3))
     b = gl.arange(0, 16, axis_layout(layout, 5, 4))
-    offsets = expert[:, None, None, None, None] * (strips * steps * 2048) + step[None, :, None, None, None] * 2048
+    offsets = (expert * strips * steps + part * part_quads * 4) * 2048 + step[None, :, None, None, None] * 2048
     offsets += g[None, None, :, None, None] * 256 + r[None, None, None, :, None] * 16 + b[None, None, None, None, :]
-    expert = gl.load(ids + gl.minimum(gl.arange(0, warps, axis_layout(scale_layout, 3, 0)), top_k - 1))
-    expert = gl.where((expert >= 0) & (expert < num_experts), expert, 0)
+    scale_warp = gl.arange(0, warps, axis_layout(scale_layout, 3, 0))[:, None, None]
+    scale_part = scale_warp % SPLIT
+    scale_expert = expert_of(ids, scale_warp, num_experts, top_k, SPLIT)
     scale_g = gl.arange(0, 4, axis_layout(scale_layout, 3, 1))
     scale_r = gl.arange(0, 16, axis_layout(scale_layout, 3, 2))
-    scale_offsets = expert[:, None, None] * (strips * quads * 128) + scale_g[None, :, None] * 16 + scale_r[None, None, :]
+    scale_offsets = (scale_expert * strips * quads + scale_part * part_quads) * 128
+    scale_offsets += scale_g[None, :, None] * 16 + scale_r[None, None, :]
+    blocks = gl.to_tensor(k // 32)
+    scale_blocks = blocks
+    if SPLIT > 1:
+        blocks = gl.minimum(k // 32 - part * part_quads * 16, part_quads * 16)
+        scale_blocks = gl.minimum(k // 32 - scale_part * part_quads * 16, part_quads * 16)
     return Strips(
         weight + (half // 2 * steps * 2048 + half % 2 * 1024),
         scale + (half // 2 * quads * 128 + half % 2 * 64),
         offsets,
-        step[None, :, None, None, None],
+        step[None, :, None, None, None] * 4 + g[None, None, :, None, None],
         scale_offsets,
-        gl.to_tensor(steps),
+        blocks,
+        scale_blocks,
     )
 
 
 @gluon.jit
 def load_weight(strips, step, HALF: gl.constexpr, warps: gl.constexpr):
-    """The weights of one half from ``step`` on, uint8 [16 * warps, bytes]; zeros in place of steps that do not exist."""
+    """The weights of one half from ``step`` on, uint8 [16 * warps, bytes]; zeros beyond k."""
     steps: gl.constexpr = strips.offsets.shape[1]
     tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
-    codes = cdna4.buffer_load(strips.weight + step * 2048 + HALF * 1024, strips.offsets, mask=strips.step < strips.steps - step)
+    exists = strips.block < strips.blocks - step * 4
+    codes = cdna4.buffer_load(strips.weight + step * 2048 + HALF * 1024, strips.offsets, mask=exists)
     return gl.convert_layout(codes.permute(0, 3, 1, 2, 4).reshape(16 * warps, 64 * steps), tile, assert_trivial=True)
 
 
 @gluon.jit
 def load_scale(strips, quad, HALF: gl.constexpr):
     """The words of the scales of one half's four steps."""
-    exists = gl.full(strips.scale_offsets.shape, quad * 4, gl.int32, strips.scale_offsets.type.layout) < strips.steps
+    exists = gl.full(strips.scale_offsets.shape, quad * 16, gl.int32, strips.scale_offsets.type.layout) < strips.scale_blocks
     return cdna4.buffer_load(strips.scale + quad * 128 + HALF * 64, strips.scale_offsets, mask=exists)
 
 
@@ -213,7 +236,7 @@ def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
     """
     weight_scale = scales_of(words, 0, 4, acc.shape[0] // 16)
     for plane in gl.static_range(encoding.planes):
-        if encoding.by_token:
+        if encoding.scales != "block":
             acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], None, encoding.format, acc)
         else:
             acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], scales[plane], encoding.format, acc)

@@ -36,39 +36,46 @@ class Words:
 
 @gluon.aggregate
 class Expert:
-    """An expert's strips in memory; see `Strips` for what the names mean. ``strips``: how many it has."""
+    """An expert's strips in memory; see `Strips` for what the names mean. ``steps`` and ``quads``: of k;
+    ``strips``: how many it has."""
 
     weight: gl.tensor
     scale: gl.tensor
     offsets: gl.tensor
-    step: gl.tensor
+    block: gl.tensor
     scale_offsets: gl.tensor
+    blocks: gl.tensor
     steps: gl.tensor
+    quads: gl.tensor
     strips: gl.tensor
 
 
 @gluon.jit
-def expert_at(weight, scale, expert, strips, steps, warps: gl.constexpr):
-    own = strips_at(weight, scale, expert, 0, gl.maximum(strips, warps), steps, warps, 2)
+def expert_at(weight, scale, expert, strips, k, warps: gl.constexpr):
+    own = strips_at(weight, scale, expert, 0, gl.maximum(strips, warps), k, warps, 2)
+    steps = (k + 127) // 128
+    quads = (k + 511) // 512
     base = expert.to(gl.int64) * strips  # of fewer strips than warps, too
     return Expert(
         weight + base * steps * 2048,
-        scale + base * ((steps + 3) // 4) * 128,
+        scale + base * quads * 128,
         own.offsets,
-        own.step,
+        own.block,
         own.scale_offsets,
-        own.steps,
+        own.blocks,
+        gl.to_tensor(steps),
+        gl.to_tensor(quads),
         gl.to_tensor(strips),
     )
 
 
 @gluon.jit
 def load_pair(own, first_strip, step, warps: gl.constexpr):
-    """Two steps of a block of strips; zeros in place of those that do not exist."""
+    """Two steps of a block of strips; zeros in place of strips that do not exist and beyond k."""
     layout: gl.constexpr = own.offsets.type.layout
     tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
     warp = gl.arange(0, warps, axis_layout(layout, 5, 0))[:, None, None, None, None]
-    exists = (own.step < own.steps - step) & (warp < own.strips - first_strip)
+    exists = (own.block < own.blocks - step * 4) & (warp < own.strips - first_strip)
     weight = own.weight + (first_strip * own.steps + step) * 2048
     first = cdna4.buffer_load(weight, own.offsets, mask=exists)
     second = cdna4.buffer_load(weight + 1024, own.offsets, mask=exists)
@@ -83,10 +90,19 @@ def load_words(own, first_strip, quad, warps: gl.constexpr):
     layout: gl.constexpr = own.scale_offsets.type.layout
     warp = gl.arange(0, warps, axis_layout(layout, 3, 0))[:, None, None]
     exists = gl.zeros(own.scale_offsets.shape, gl.int32, layout) + warp < own.strips - first_strip
-    scale = own.scale + (first_strip * ((own.steps + 3) // 4) + quad) * 128
+    scale = own.scale + (first_strip * own.quads + quad) * 128
     return Words(
         cdna4.buffer_load(scale, own.scale_offsets, mask=exists), cdna4.buffer_load(scale + 64, own.scale_offsets, mask=exists)
     )
+
+
+@gluon.jit
+def load_columns(codes, offsets, place, first, row_bytes, PADDED: gl.constexpr):
+    """Codes of two steps of all tokens from byte ``first`` of their rows on; zeros beyond a row, where rows are not padded."""
+    exists = None
+    if not PADDED:
+        exists, _ = gl.broadcast(place < row_bytes - first, offsets)
+    return cdna4.buffer_load(codes + first, offsets, mask=exists)
 
 
 @gluon.jit
@@ -135,11 +151,11 @@ def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, S
 
 
 @gluon.jit(do_not_specialize=["rows"])
-def wide_kernel(operands, rows, strips, steps, groups, swiglu, shape: gl.constexpr):
+def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
     """A tile of tokens of one product, by several blocks of strips: program (tile of tokens, group of blocks), the latter fastest.
 
     The blocks follow one another without a break: while one ends, the weights of the next are on their way. Tokens have one e4m3
-    plane and one scale each.
+    plane, and one scale each or together.
 
     Args:
         groups: of blocks of strips; a group has ``shape.blocks`` of them.
@@ -149,24 +165,26 @@ def wide_kernel(operands, rows, strips, steps, groups, swiglu, shape: gl.constex
     warps: gl.constexpr = gl.num_warps()
     product: gl.constexpr = product_layout(warps)
     copy: gl.constexpr = copy_layout(256, warps)
+    PADDED: gl.constexpr = shape.padded
     tile = gl.program_id(0) // groups
     strip = gl.program_id(0) % groups * (shape.blocks * warps)
     expert = gl.load(operands.tiles + tile * 4)
     if (expert >= 0) & (strip < strips):
         first_row = gl.load(operands.tiles + tile * 4 + 1)
         count = gl.load(operands.tiles + tile * 4 + 2)
-        quads = (steps + 3) // 4
-        own = expert_at(operands.weight, operands.weight_scale, expert, strips, steps, warps)
+        quads = (k + 511) // 512
+        own = expert_at(operands.weight, operands.weight_scale, expert, strips, k, warps)
         low = load_pair(own, strip, 0, warps)
         high = load_pair(own, strip, 2, warps)
         words = load_words(own, strip, 0, warps)
         row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, COLUMNS, gl.SliceLayout(1, copy))
-        offsets = (row * (quads * 512))[:, None] + gl.arange(0, 256, gl.SliceLayout(0, copy))[None, :]
+        place = gl.arange(0, 256, gl.SliceLayout(0, copy))[None, :]
+        offsets = (row * row_bytes)[:, None] + place
         storage: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[256, 32]], [COLUMNS, 256], [1, 0])
         even = gl.allocate_shared_memory(gl.float8e4nv, [COLUMNS, 256], storage)
         odd = gl.allocate_shared_memory(gl.float8e4nv, [COLUMNS, 256], storage)
-        even.store(cdna4.buffer_load(operands.codes, offsets))
-        arrived = cdna4.buffer_load(operands.codes + 256, offsets)
+        even.store(load_columns(operands.codes, offsets, place, 0, row_bytes, PADDED))
+        arrived = load_columns(operands.codes, offsets, place, 256, row_bytes, PADDED)
         by_column: gl.constexpr = gl.SliceLayout(0, product)
         t0 = tokens_of(operands, first_row, count, shape, _PART, by_column)
         t1 = t0
@@ -188,13 +206,12 @@ def wide_kernel(operands, rows, strips, steps, groups, swiglu, shape: gl.constex
             ends = quad + 1 == quads
             next_quad = gl.where(ends, 0, quad + 1)
             next_strip = gl.where(ends, strip + warps, strip)
-            coming = operands.codes + next_quad * 512
             next_words = load_words(own, next_strip, next_quad, warps)
             firsts, seconds = multiply_pair(firsts, seconds, low, words, even, odd, arrived, count, 0, warps)
-            arrived = cdna4.buffer_load(coming, offsets)
+            arrived = load_columns(operands.codes, offsets, place, next_quad * 512, row_bytes, PADDED)
             low = load_pair(own, next_strip, next_quad * 4, warps)
             firsts, seconds = multiply_pair(firsts, seconds, high, words, odd, even, arrived, count, 2, warps)
-            arrived = cdna4.buffer_load(coming + 256, offsets)
+            arrived = load_columns(operands.codes, offsets, place, next_quad * 512 + 256, row_bytes, PADDED)
             high = load_pair(own, next_strip, next_quad * 4 + 2, warps)
             words = next_words
             if ends:

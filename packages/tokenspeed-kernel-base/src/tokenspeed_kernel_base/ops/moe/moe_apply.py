@@ -15,7 +15,14 @@ from tokenspeed_kernel_base.operator import REFERENCE, operator
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, check_plan, intermediates_of, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights, as_weights, check_canonical, layout_of
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8, BLOCK_MX, decode_fp8, decode_mxfp4, encode_mxfp4
+from tokenspeed_kernel_base.ops.quantization.encodings import (
+    BLOCK_FP8,
+    BLOCK_MX,
+    decode_fp8,
+    decode_mxfp4,
+    encode_fp8,
+    encode_mxfp4,
+)
 from tokenspeed_kernel_base.ops.quantization.formats import blocks
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_base.planning import CANONICAL, UNDECIDED, Preparation
@@ -48,7 +55,8 @@ def moe_apply(
     ``limit`` where there is one (Shazeer, 2020, arXiv:2002.05202, for the gate; `MoEPlan` for where the options stand).
 
     Rounding. Weights are decoded exactly (to float32). With ``activation_dtype`` ``"fp8"`` x and the result of ``act`` are
-    rounded to float8_e4m3fn with a scale per token, as `quantize_fp8` does; with ``"mxfp4"`` to mxfp4, as `quantize_mxfp4` does;
+    rounded to float8_e4m3fn with a scale per token, as `quantize_fp8` does; with ``"fp8_static"`` likewise with the scales that
+    the weights have, saturating; with ``"mxfp4"`` to mxfp4, as `quantize_mxfp4` does;
     with ``"none"`` not at all. All else is float32 (float64 for float64 tokens), the sum over slots included, and is rounded to
     x's dtype once, at the end. Kernels may round the result of ``act``, and each slot's output, to x's dtype as well: that is one
     more rounding of relative size eps on numbers that enter a sum, so a tolerance of a few eps of the largest output covers it.
@@ -91,7 +99,8 @@ def moe_apply(
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     result = torch.zeros(x.shape, dtype=wide, device=x.device)
-    tokens = _rounded(x.to(wide), plan.activation_dtype)
+    tokens = _rounded(x.to(wide), plan.activation_dtype, getattr(weights, "w13_input_scale", None))
+    between_scale = getattr(weights, "w2_input_scale", None)
     for expert in sorted(set(topk_ids.flatten().tolist())):
         if expert < 0:
             continue
@@ -102,7 +111,7 @@ def moe_apply(
             gate_up += weights.w13_weight_bias[expert]
         hidden = swiglu.operator.body(gate_up, plan.alpha, plan.limit, plan.beta, plan.w13_interleaved)
         w2 = _decoded(weights.w2_weight, weights.w2_weight_scale, expert, plan.weight_format, wide)
-        down = _rounded(hidden, plan.activation_dtype) @ w2.t()
+        down = _rounded(hidden, plan.activation_dtype, between_scale) @ w2.t()
         if weights.w2_weight_bias is not None:
             down += weights.w2_weight_bias[expert]
         result.index_add_(0, token, down * topk_weights[token, slot].unsqueeze(-1))
@@ -118,11 +127,14 @@ def _decoded(weight: Tensor, scale: Tensor | None, expert: int, weight_format: s
     return decode_mxfp4(weight[expert], scale[expert], dtype)
 
 
-def _rounded(values: Tensor, activation_dtype: str) -> Tensor:
-    """The values that an activation has after it was quantised."""
+def _rounded(values: Tensor, activation_dtype: str, scale: Tensor | None) -> Tensor:
+    """The values that an activation has after it was quantised. ``scale``: of ``"fp8_static"``."""
     if activation_dtype == "fp8":
         q, scale = quantize_fp8.operator.body(values.float(), "token")
         return decode_fp8(q, scale, (), values.dtype)
+    if activation_dtype == "fp8_static":
+        assert scale is not None  # checked by the operator
+        return decode_fp8(encode_fp8(values.float() / scale), scale, (), values.dtype)
     if activation_dtype == "mxfp4":
         return decode_mxfp4(*encode_mxfp4(values), values.dtype)
     return values
@@ -217,7 +229,12 @@ def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> MoEWeights:
         check.fail("weights.layout", f"{CANONICAL!r} or the plan's {plan.weight_layout!r}", repr(given.layout))
     check_canonical(check, given, plan)
     arranged = preparation.preprocess("weights", given, plan, plan.weight_layout)
-    return as_weights(check, f"what the weight_preprocessor of {plan.kernel} returns", arranged, plan.weight_layout)
+    made = as_weights(check, f"what the weight_preprocessor of {plan.kernel} returns", arranged, plan.weight_layout)
+    for name in ("w13_input_scale", "w2_input_scale"):  # a preprocessor that need not change them need not know them
+        scale = getattr(given, name)
+        if scale is not None and getattr(made, name) is None:
+            setattr(made, name, scale)
+    return made
 
 
 @moe_apply.fake
@@ -238,6 +255,11 @@ def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor,
     # e2m1 codes, all equally likely, have a standard deviation of about 3.
     exponent = 127 + round(torch.tensor(spread / 3).log2().item())
     return codes, draw.integers(exponent - 1, exponent + 2, experts, rows, columns // BLOCK_MX, dtype=torch.uint8)
+
+
+def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
+    """A scale of inputs for a plan that wants some: the largest magnitude that it allows is about 4."""
+    return draw.uniform(1, low=0.008, high=0.012) if plan.activation_dtype == "fp8_static" else None
 
 
 @recipe
@@ -276,7 +298,11 @@ def _inputs(
             chosen = draw.tensor(ids, torch.int32).view(top_k, tokens).T[draw.permutation(tokens)].contiguous()
         return {
             "x": draw.normal(tokens, hidden, dtype=plan.dtype),
-            "weights": MoEWeights(w13, w13_scale, b13, w2, w2_scale, b2),
+            "weights": MoEWeights(
+                *(w13, w13_scale, b13, w2, w2_scale, b2),
+                w13_input_scale=_input_scale(draw, plan),
+                w2_input_scale=_input_scale(draw, plan),
+            ),
             "topk_weights": torch.softmax(draw.normal(tokens, top_k), dim=-1),
             "topk_ids": torch.where(chosen < experts, chosen, -1),
             "plan": plan,
@@ -303,6 +329,11 @@ def _() -> list[Case]:
         Case("one token, one expert of 16", _inputs(1, 16, 1, 64, 64)),
         Case("mxfp4, gpt-oss options", _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", **_GPT_OSS)),
         Case("mxfp4, concatenated, fp8 activations", _inputs(7, 8, 2, 64, 96, weight_format="mxfp4", activation_dtype="fp8")),
+        Case(
+            "mxfp4, static fp8 activations",
+            _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", activation_dtype="fp8_static", **_GPT_OSS),
+        ),
+        Case("dense float16, static fp8 activations", _inputs(5, 4, 2, 48, 80, activation_dtype="fp8_static", dtype=torch.float16)),
         Case("mxfp4 in all", _inputs(7, 8, 4, 96, 64, weight_format="mxfp4", activation_dtype="mxfp4", **_GPT_OSS)),
         Case("fp8 blocks, blocks cut short", _inputs(6, 4, 2, 192, 136, weight_format="fp8_block")),
         Case("fp8 blocks, fp8 activations", _inputs(6, 4, 2, 128, 256, weight_format="fp8_block", activation_dtype="fp8")),

@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.planning import CANONICAL
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format, format_signature
 
 WEIGHT_FORMATS = ("dense", "fp8_block", "mxfp4")
-ACTIVATION_DTYPES = ("none", "fp8", "mxfp4")
+ACTIVATION_DTYPES = ("none", "fp8", "fp8_static", "mxfp4")
 ACTIVATIONS = ("swiglu",)
 
 _SCALED_FORMATS = {
@@ -35,7 +35,8 @@ class MoEPlan:
         intermediate_size: features between an expert's two projections.
         dtype: of the tokens, and of dense weights.
         weight_format: ``"dense"``, ``"fp8_block"`` or ``"mxfp4"``; see `MoEWeights`.
-        activation_dtype: what the inputs of both projections are rounded to: ``"none"``, ``"fp8"`` or ``"mxfp4"``.
+        activation_dtype: what the inputs of both projections are rounded to: ``"none"``, ``"fp8"`` with a scale for each token,
+            ``"fp8_static"`` with one scale for each projection, which the weights have, or ``"mxfp4"``.
         w13_interleaved: whether rows of w13 alternate between gate and up.
         bias: whether both projections have a bias.
         activation: ``"swiglu"``: ``(up + beta) * gate * sigmoid(alpha * gate)``.
@@ -71,7 +72,11 @@ def signature_of(plan: MoEPlan) -> FormatSignature:
 
 def intermediates_of(plan: MoEPlan) -> tuple[TensorFormat, ...]:
     """The format that the inputs of both projections are rounded to, if to any."""
-    formats = {"fp8": fp8_format(torch.float8_e4m3fn, "token"), "mxfp4": mxfp4_format()}
+    formats = {
+        "fp8": fp8_format(torch.float8_e4m3fn, "token"),
+        "fp8_static": fp8_format(torch.float8_e4m3fn, "tensor"),
+        "mxfp4": mxfp4_format(),
+    }
     return (formats[plan.activation_dtype],) if plan.activation_dtype in formats else ()
 
 
@@ -89,6 +94,7 @@ def traits_of(plan: MoEPlan) -> dict[str, Any]:
         "swiglu_limit": plan.limit is not None,
         "swiglu_alpha_beta": (plan.alpha, plan.beta) != (1.0, 0.0),
         "fp8_activations": plan.activation_dtype == "fp8",
+        "static_fp8_activations": plan.activation_dtype == "fp8_static",
         "mxfp4_activations": plan.activation_dtype == "mxfp4",
         "weight_layout": plan.weight_layout,
         "processed_weights": plan.weight_layout != CANONICAL,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ class MoEWeights:
     """The weights of all experts of a layer.
 
     Functions of this package take any object with the first six attributes in its place; one without ``layout`` counts as
-    canonical. In the canonical layout the out-features come first, as in ``torch.nn.Linear``; with ``H`` the hidden and ``I``
-    the intermediate size:
+    canonical, one without the last two has no scales of inputs. In the canonical layout the out-features come first, as in
+    ``torch.nn.Linear``; with ``H`` the hidden and ``I`` the intermediate size:
 
     * dense: weights of the plan's dtype, w13 ``[experts, 2I, H]`` and w2 ``[experts, H, I]``; no scales.
     * fp8_block: weights float8_e4m3fn of the same shapes; scales float32, to be multiplied, one for each block of 128 x 128: w13
@@ -42,6 +42,9 @@ class MoEWeights:
         w2_weight_bias: float ``[experts, H]``, or None.
         layout: ``"canonical"``, or the name of the layout that `moe_process_weights` brought the tensors into. What the shapes
             and dtypes are then is between that function and the kernels that declare the layout.
+        w13_input_scale: float32 ``[1]``, the scale of the tokens where a plan's ``activation_dtype`` is ``"fp8_static"``; where a
+            checkpoint has one for each expert, their largest. None otherwise.
+        w2_input_scale: the same for what w2 multiplies.
     """
 
     w13_weight: Tensor
@@ -51,6 +54,8 @@ class MoEWeights:
     w2_weight_scale: Tensor | None
     w2_weight_bias: Tensor | None
     layout: str = CANONICAL
+    w13_input_scale: Tensor | None = field(default=None, kw_only=True)
+    w2_input_scale: Tensor | None = field(default=None, kw_only=True)
 
 
 def layout_of(weights: Any) -> str:
@@ -67,19 +72,19 @@ def as_weights(check: Checker, argument: str, weights: Any, layout: str | None =
     """
     values: dict[str, Any] = {}
     device: torch.device | None = None
-    for field in fields(MoEWeights):
-        if field.name == "layout":
+    for name in (each.name for each in fields(MoEWeights)):
+        if name == "layout":
             continue
-        if not hasattr(weights, field.name):
-            check.fail(argument, f"an object with {field.name}", type(weights).__name__, TypeError)
-        value = values[field.name] = getattr(weights, field.name)
-        if value is None and not field.name.endswith("_weight"):
+        if not hasattr(weights, name) and not name.endswith("_input_scale"):
+            check.fail(argument, f"an object with {name}", type(weights).__name__, TypeError)
+        value = values[name] = getattr(weights, name, None)
+        if value is None and not name.endswith("_weight"):
             continue
         if not isinstance(value, Tensor):
-            check.fail(f"{argument}.{field.name}", "a tensor", value, TypeError)
+            check.fail(f"{argument}.{name}", "a tensor", value, TypeError)
         device = device or value.device
         if value.device != device:
-            check.fail(f"{argument}.{field.name}", f"on {device} like {argument}.w13_weight", value)
+            check.fail(f"{argument}.{name}", f"on {device} like {argument}.w13_weight", value)
     if not isinstance(weights, Resource):
         return MoEWeights(**values, layout=layout_of(weights) if layout is None else layout)
     if not isinstance(weights, MoEWeights):
@@ -117,6 +122,15 @@ def check_canonical(check: Checker, weights: Any, plan: MoEPlan) -> None:
         if not plan.bias and bias is not None:
             check.fail(f"{argument}_bias", "None, because plan.bias is False", bias)
         check.tensor(f"{argument}_bias", bias, f"experts {rows}", FLOATS)
+        _check_input_scale(check, f"weights.{name}_input_scale", getattr(weights, f"{name}_input_scale", None), plan)
+
+
+def _check_input_scale(check: Checker, argument: str, scale: Any, plan: MoEPlan) -> None:
+    static = plan.activation_dtype == "fp8_static"
+    if (scale is not None) != static:
+        wanted = "a tensor" if static else "None"
+        check.fail(argument, f"{wanted}, because plan.activation_dtype is {plan.activation_dtype!r}", scale)
+    check.tensor(argument, scale, "1", torch.float32)
 
 
 def _divided(check: Checker, size: str, divisor: int) -> str:

@@ -1,0 +1,39 @@
+"""moe_apply by AITER: what is declared. The adapter, which also arranges weights, is in ``moe_device``.
+
+Dense weights in bfloat16 and float16, without biases and limits, by ``fused_moe``. Its narrow formats are left out, because they
+leave the operator's contract: with mxfp4 weights the number of tokens decides whether activations are rounded, and to what
+(bfloat16 below a bound, fp8 or mxfp4 from there on), and alpha, limit and beta are GPT-OSS's; with fp8 blocks activations have a
+scale for every 128 features, where the operator has one a token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tokenspeed_kernel_amd.capability import AITER
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import multiple_of
+
+_DEVICE = f"{__name__}_device"
+
+register_kernel(
+    "moe",
+    "moe_apply",
+    name="aiter_moe_apply_dense",
+    solution="aiter",
+    capability=AITER,
+    signatures={format_signature(x=each, w13=each, w2=each) for each in map(dense_tensor_format, (torch.bfloat16, torch.float16))},
+    traits={
+        "weight_layout": "aiter_dense",
+        "processed_weights": True,
+        "activation": "swiglu",
+        "w13_interleaved": any,
+        # The width of its tiles.
+        "hidden_size": multiple_of(128),
+        "intermediate_size": multiple_of(128),
+    },
+    priority=Priority.PERFORMANT,
+    weight_preprocessor=f"{_DEVICE}:prepare_dense",
+)(f"{_DEVICE}:moe_apply")
