@@ -57,6 +57,40 @@ def test_a_wheel_without_a_kernel_for_mixed_batches(
     check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, 32))
 
 
+@dataclasses.dataclass
+class Ranked:
+    """One of the core's functions, as if the kernel behind it had another priority."""
+
+    function: Any
+    priority: int
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.function(*args, **options)
+
+    def explain(self, **arguments: Any) -> Any:
+        said = self.function.explain(**arguments)
+        return dataclasses.replace(said, chosen=dataclasses.replace(said.chosen, priority=self.priority))
+
+
+@pytest.mark.parametrize(("halves", "divided"), [((12, 12), True), ((12, 4), False), ((4, 12), False), ((4, 4), False)])
+def test_a_batch_is_divided_where_both_halves_have_better_kernels(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, halves: tuple[int, int], divided: bool
+) -> None:
+    names = ("mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache")
+    package_of(monkeypatch, *names, "store_kv_cache")
+    for name, priority in zip(names, (*halves, 4), strict=True):
+        monkeypatch.setattr(sys.modules["wheel_of_some"], name, Ranked(getattr(core, name), priority))
+    layer = make_layer(vllm_config, window=32)
+    serving = layer.impl.serving
+    assert (serving.mixed is None, serving.extend is None) == (divided, not divided)
+    assert [name.removeprefix("reference_") for name in serving.kernels] == [
+        names[0], names[1] if divided else names[2], "store_kv_cache"
+    ]  # fmt: skip
+    step = make_batch(layer, *MIXED, rows=90)
+    metadata = make_builder(vllm_config, layer).build(0, step.common)
+    check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, 32))
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3"])
 def test_an_fp8_cache(vllm_config: Any, dtype: str) -> None:
     vllm_config.cache_config.cache_dtype = dtype
