@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,12 @@ _EXPERT_SIZES: dict[str, tuple[int, int | None]] = {
 def register() -> None:
     """Registers the loader with vLLM. May be called again."""
     from vllm.model_executor import model_loader
+
+    if find_spec("quack") is None:
+        # vLLM 0.26 compiles a router's product for other models where it finds CuteDSL, and stops if QuACK is not there beside it.
+        from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
+
+        ll_bf16._cutedsl_available = False
 
     if LOAD_FORMAT in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
         return
