@@ -1,6 +1,6 @@
 """Compares what two engines computed: logits while both have generated the same tokens, and greedy tokens. See ``vllm_engine.py``.
 
-    python compare.py results/vllm.pt results/plugin.pt
+python compare.py results/vllm.pt results/plugin.pt
 """
 
 from __future__ import annotations
@@ -11,63 +11,73 @@ from typing import Any
 
 import torch
 
+# Shares of what is sorted: of differences, which are at most so large.
+_SHARES = (0.5, 0.99, 1.0)
+
 
 def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Differences of logits, relative to the standard deviation of a row: of steps before which all tokens agree."""
-    steps = min(len(a["logits"]), len(b["logits"]))
-    same, worst, rms, agreed = 0, 0.0, [], 0
-    rows = 0
-    for x, y in zip(a["logits"][:steps], b["logits"][:steps], strict=True):
+    """Differences of logits, in standard deviations of a row: of steps before which all tokens agree.
+
+    ``lead`` is how far the most likely token is ahead of the second, in the same unit.
+    """
+    differences, leads, agreed, rows, steps = [], [], 0, 0, 0
+    for x, y in zip(a["logits"], b["logits"], strict=False):
         if x.shape != y.shape:
             break
         x, y = x.float(), y.float()
         scale = x.std(-1, keepdim=True)
-        off = (x - y).abs() / scale
-        worst, same = max(worst, off.max().item()), same + 1
-        rms.append((off.square().mean().sqrt()).item())
+        differences.append(((x - y).abs() / scale).flatten())
+        first, second = x.topk(2, -1).values.unbind(-1)
+        leads.append((first - second) / scale[:, 0])
         agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
-        rows += len(x)
+        rows, steps = rows + len(x), steps + 1
         if not torch.equal(x.argmax(-1), y.argmax(-1)):
             break
+    if not steps:
+        return {"steps": 0}
+    every, lead = torch.cat(differences).sort().values, torch.cat(leads)
     return {
-        "steps": same,
+        "steps": steps,
         "rows": rows,
-        "worst": round(worst, 4),
-        "rms": round(sum(rms) / max(len(rms), 1), 5),
         "argmax_same": f"{agreed}/{rows}",
+        "rms": round(every.square().mean().sqrt().item(), 5),
+        "shares": {share: round(every[int(share * (len(every) - 1))].item(), 4) for share in _SHARES},
+        "lead": round(lead.median().item(), 4),
     }
 
 
 def compare_tokens(a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
-    """How many tokens are the same in place, and how many of those whose predecessors all are."""
-    total = same = first = 0
-    whole = 0
+    """How many tokens are the same in place, and how many of those before which all are the same."""
+    total = same = until_first = whole = 0
     for x, y in zip(a, b, strict=True):
         total += len(x)
         same += sum(p == q for p, q in zip(x, y, strict=True))
-        until = next((i for i, (p, q) in enumerate(zip(x, y, strict=True)) if p != q), len(x))
-        first += until
-        whole += until == len(x)
-    diverged = len(a) - whole
+        first = next((i for i, (p, q) in enumerate(zip(x, y, strict=True)) if p != q), len(x))
+        until_first += first
+        whole += first == len(x)
+    given = until_first + len(a) - whole
     return {
         "tokens": total,
-        "same": round(same / total, 4),
-        "same_given_the_same_past": round(first / (first + diverged), 4) if first + diverged else None,
+        "same": round(same / total, 4) if total else None,
+        "same_given_the_same_past": round(until_first / given, 4) if given else None,
         "sequences_same": f"{whole}/{len(a)}",
     }
 
 
-def main() -> None:
-    a, b = (torch.load(Path(name)) for name in sys.argv[1:3])
-    print(*(Path(name).stem for name in sys.argv[1:3]), sep=" : ")
+def report(first: str, a: dict[str, Any], second: str, b: dict[str, Any]) -> str:
+    """What both have, compared, a line each."""
+    lines = [f"{first} : {second}"]
     if "logits" in a and "logits" in b:
-        print(" logits", compare_logits(a, b))
+        lines.append(f"  logits {compare_logits(a, b)}")
     if "tokens" in a and "tokens" in b:
-        print(" tokens", compare_tokens(a["tokens"], b["tokens"]))
+        lines.append(f"  tokens {compare_tokens(a['tokens'], b['tokens'])}")
     if "requests" in a and "requests" in b:
         names = [name for name, ids in a["requests"].items() if ids and len(b["requests"].get(name, [])) == len(ids)]
-        print(" requests", compare_tokens([a["requests"][name] for name in names], [b["requests"][name] for name in names]))
+        of_both = ([side["requests"][name] for name in names] for side in (a, b))
+        lines.append(f"  requests {compare_tokens(*of_both)}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    main()
+    files = [Path(word) for word in sys.argv[1:3]]
+    print(report(files[0].stem, torch.load(files[0]), files[1].stem, torch.load(files[1])))

@@ -84,8 +84,8 @@ def draw(name: str, parameter: Any) -> str:
 
     generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
     last = name.rpartition(".")[2]
-    if last in _EXPERT_SIZES:
-        rows, columns = _EXPERT_SIZES[last]
+    if last in EXPERT_SIZES:
+        rows, columns = EXPERT_SIZES[last]
         parameter.zero_()
         # An expert at a time, whose numbers lie in front of the padding.
         for expert in parameter:
@@ -121,7 +121,7 @@ def draw(name: str, parameter: Any) -> str:
 
 
 # Of an expert: rows and columns in bytes, or the length of a bias.
-_EXPERT_SIZES: dict[str, tuple[int, int | None]] = {
+EXPERT_SIZES: dict[str, tuple[int, int | None]] = {
     "w13_weight": (2 * INTERMEDIATE, HIDDEN // 2),
     "w13_weight_scale": (2 * INTERMEDIATE, HIDDEN // 32),
     "w13_bias": (2 * INTERMEDIATE, None),

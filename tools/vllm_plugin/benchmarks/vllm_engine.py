@@ -1,10 +1,10 @@
 """One vLLM engine on GPT-OSS with random weights, with or without this plugin, and what it does there. See ``h200_vllm.py``.
 
-    python vllm_engine.py --name plugin --attention CUSTOM --layers 12 --tasks describe,decode,prefill --out results
-    VLLM_PLUGINS=random_gpt_oss python vllm_engine.py --name vllm --layers 12 --tasks describe,decode,prefill --out results
+    python vllm_engine.py --name plugin --attention CUSTOM --layers 12 --out results
+    VLLM_PLUGINS=random_gpt_oss python vllm_engine.py --name vllm --layers 12 --out results
 
-It needs one GPU, and the entry point of ``random_gpt_oss.py``. Results are lines of JSON in ``<out>/<name>.jsonl``; tokens and logits
-that are compared between engines go to ``<out>/<name>.pt``.
+It needs one GPU, and the entry point of ``random_gpt_oss.py``. Lines of JSON go to ``<out>/<name>.jsonl``; tokens and logits that
+are compared between engines go to ``<out>/<name>.pt``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--name", required=True, help="of the engine in the results")
     p.add_argument("--out", type=Path, required=True, help="folder of the results")
-    p.add_argument("--tasks", default="describe,decode,prefill", help="of describe, logits, tokens, random, decode, prefill, in this order")
+    p.add_argument(
+        "--tasks", default="describe,decode,prefill", help="of describe, logits, tokens, random, decode, prefill, in this order"
+    )
     p.add_argument("--layers", type=int, default=36)
     p.add_argument("--attention", help="CUSTOM for this plugin's backend; vLLM chooses without")
     p.add_argument("--moe-backend", help="triton, marlin, ...; vLLM or the plugin chooses without")
@@ -228,7 +230,7 @@ class Engine:
         self.report("tokens", seconds=round(seconds, 2), distinct=distinct, bad=int(self.watched.bad))
 
     def requests(self) -> None:
-        """Random requests that arrive over time: shared prefixes, mixed lengths, aborts. Each that is not aborted must end whole."""
+        """Random requests that arrive over time: shared prefixes, mixed lengths, aborts. One that is not aborted must end whole."""
         from vllm import SamplingParams
 
         engine, rng = self.llm.llm_engine, random.Random(1)
@@ -236,7 +238,7 @@ class Engine:
         asked: dict[str, int] = {}
         aborted: set[str] = set()
         got: dict[str, list[int]] = {}
-        cached = steps = preempted = 0
+        cached = steps = 0
         begun = time.perf_counter()
         left = self.a.requests
         while left or engine.has_unfinished_requests():
@@ -254,7 +256,7 @@ class Engine:
             running = [name for name in asked if name in aborted and name not in got]
             if running and steps % 7 == 3:
                 engine.abort_request(running[:3])
-                got.update(dict.fromkeys(running[:3], []))
+                got.update({name: [] for name in running[:3]})
             for output in engine.step():
                 if output.finished and output.request_id not in aborted:
                     got[output.request_id] = list(output.outputs[0].token_ids)
@@ -265,9 +267,16 @@ class Engine:
         lost = [name for name, tokens in asked.items() if name not in aborted and len(got.get(name, [])) != tokens]
         self.saved["requests"] = got
         self.report(
-            "requests", asked=len(asked), aborted=len(aborted), lost=len(lost), steps=steps, cached_tokens=cached, preempted=preempted,
-            seconds=round(time.perf_counter() - begun, 1), bad=int(self.watched.bad), first_lost=lost[:3],
-        )  # fmt: skip
+            "requests",
+            asked=len(asked),
+            aborted=len(aborted),
+            lost=len(lost),
+            steps=steps,
+            cached_tokens=cached,
+            seconds=round(time.perf_counter() - begun, 1),
+            bad=int(self.watched.bad),
+            first_lost=lost[:3],
+        )
 
     def decode(self) -> None:
         """Milliseconds a token: two runs of the same prompts, the difference of their medians over the tokens between them."""
@@ -290,9 +299,15 @@ class Engine:
         first = self.generate(prompts, 1)[0]
         times = [self.generate(prompts, 1)[0] for _ in range(self.a.repeats)]
         middle = statistics.median(times)
-        rate = round(count * length / middle)
-        self.report("prefill", shape=self.a.prefill, layers=self.a.layers, tokens_per_s=rate, ms=round(1e3 * middle, 2), first_s=round(first, 2),
-                    all_ms=[round(1e3 * each, 2) for each in times])  # fmt: skip
+        self.report(
+            "prefill",
+            shape=self.a.prefill,
+            layers=self.a.layers,
+            tokens_per_s=round(count * length / middle),
+            ms=round(1e3 * middle, 2),
+            first_s=round(first, 2),
+            all_ms=[round(1e3 * each, 2) for each in times],
+        )
 
     def save(self) -> None:
         """Writes what is compared between engines."""
