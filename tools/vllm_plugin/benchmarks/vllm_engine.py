@@ -10,6 +10,7 @@ are compared between engines go to ``<out>/<name>.pt``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -65,7 +66,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--prefix-caching", action="store_true")
     p.add_argument("--graph-sizes", type=int, nargs="+", help="batch sizes that are captured; those measured by default")
     p.add_argument("--kv-gib", type=float, default=3.0, help="size of the cache")
-    p.add_argument("--inproc", action="store_true", help="the engine in this process, which logits, tokens and random need")
+    p.add_argument("--inproc", action="store_true", help="the engine in this process: logits, tokens, random, kernels")
     p.add_argument("--start-file", type=Path, help="wait for this file before the engine is made")
     p.add_argument("--wait-file", type=Path, help="wait for this file before decode and prefill, so that others are quiet")
     p.add_argument("--dry", action="store_true", help="stop when the engine's configuration is made")
@@ -309,12 +310,48 @@ class Engine:
             all_ms=[round(1e3 * each, 2) for each in times],
         )
 
+    def kernels(self) -> None:
+        """The device's kernels of a decode step of one request, with their times: 16 steps, of which the first 4 are left out."""
+        import torch
+        from torch.profiler import ProfilerActivity
+
+        prompts = self.prompts(1, 64)
+        self.generate(prompts, 20)
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.generate(prompts, 20)
+            torch.cuda.synchronize()
+        found = sorted((event for event in profiler.events() if event.device_time > 0), key=lambda event: event.time_range.start)
+        steps = kernels_of_steps([(event.name, event.device_time) for event in found])[4:-1]
+        if not steps:
+            raise RuntimeError(f"no steps among {len(found)} kernels")
+        total: dict[str, list[float]] = {}
+        for name, micros in itertools.chain(*steps):
+            total.setdefault(name, []).append(micros)
+        rows = sorted(total.items(), key=lambda item: -sum(item[1]))
+        self.report(
+            "kernels",
+            layers=self.a.layers,
+            of_a_step=round(sum(map(len, steps)) / len(steps), 1),
+            busy_us=round(sum(map(sum, total.values())) / len(steps), 1),
+            kernels=[[name[:120], round(len(each) / len(steps), 2), round(sum(each) / len(steps), 2)] for name, each in rows],
+        )
+
     def save(self) -> None:
         """Writes what is compared between engines."""
         import torch
 
         if self.saved:
             torch.save(self.saved, self.a.out / f"{self.a.name}.pt")
+
+
+def kernels_of_steps(found: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
+    """Kernels in the order of their start, cut behind the one that ends a step: the choice of the most likely token."""
+    steps: list[list[tuple[str, float]]] = [[]]
+    for name, micros in found:
+        steps[-1].append((name, micros))
+        if "argmax" in name.lower():
+            steps.append([])
+    return [step for step in steps if step]
 
 
 def wait(file: Path | None, seconds: float = 300) -> None:
@@ -338,6 +375,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "random": engine.requests,
         "decode": engine.decode,
         "prefill": engine.prefill,
+        "kernels": engine.kernels,
     }
     wanted = a.tasks.split(",")
     failed = 0
@@ -357,11 +395,11 @@ def main(words: Sequence[str] | None = None) -> int:
             wait(a.wait_file)
         try:
             tasks[name]()
+            engine.save()
         except Exception as error:
             failed += 1
             traceback.print_exc()
             engine.report("failed", task=name, error=repr(error)[:600])
-    engine.save()
     engine.report("end")
     return failed
 

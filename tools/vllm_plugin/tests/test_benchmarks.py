@@ -144,6 +144,11 @@ def test_logits_that_are_not_finite_are_counted(tmp_path: Path) -> None:
     assert run_requests(tmp_path, FakeEngine(logit=float("nan")), count=5)["bad"] > 0
 
 
+def test_kernels_are_divided_into_steps() -> None:
+    found = [("norm", 1.0), ("ArgMaxOps", 2.0), ("norm", 3.0), ("mm", 4.0), ("reduce argmax", 5.0), ("copy", 6.0)]
+    assert vllm_engine.kernels_of_steps(found) == [found[:2], found[2:5], found[5:]]
+
+
 # -- two engines -----------------------------------------------------------------------------------------------------------------
 
 
