@@ -78,7 +78,7 @@ def _words(codes: Tensor, chunks: int) -> Tensor:
 
 
 def _exponents(scale: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """uint8 ``[experts, 2, pairs, k / 32]`` to int32 ``[experts, chunks, pairs]``, and float32 ``[experts, 2, pairs]``: rows' factors.
+    """uint8 ``[experts, 2, pairs, k / 32]`` to int32 ``[experts, chunks, pairs]``, and float32 ``[experts, 2, pairs]`` of factors.
 
     A scale 2^253 times smaller than its row's largest becomes 0. A NaN makes its row's results NaN, which they are in any case.
     """
