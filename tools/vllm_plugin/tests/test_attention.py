@@ -267,10 +267,7 @@ def test_layers_attend_before_the_first_request(
             return result
 
         for layer in layers:
-            part = {"mha_decode_with_kvcache": "decode", "store_kv_cache": "store"}.get(
-                name, name.split("_")[1].replace("with", "mixed")
-            )
-            object.__setattr__(layer.impl.serving, part, call)
+            object.__setattr__(layer.impl.serving, parts[name], call)
     largest = Largest(requests=2, tokens=20, length=40)
     warmup.warm_layers(layers, 16, largest)
     once = len(called)

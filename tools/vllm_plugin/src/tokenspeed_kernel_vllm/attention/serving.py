@@ -97,8 +97,8 @@ def find_serving(shape: LayerShape, package: str | None = None) -> Serving:
             # One launch for both kinds is worth more than two, but not more than the kernels that were made for each.
             divided = not mixed.kernel or min(decode.priority, extend.priority) > mixed.priority
             mixed, extend = (_NOBODY, extend) if divided else (mixed, _NOBODY)
-            parts = (decode, mixed, extend, store)
-            return Serving(module.__name__, *(part.function for part in parts), tuple(part.kernel for part in parts if part.kernel))
+            kernels = tuple(part.kernel for part in (decode, mixed, extend, store) if part.kernel)
+            return Serving(module.__name__, decode.function, mixed.function, extend.function, store.function, kernels)
         reasons += [f"{module.__name__}: {part.reason}" for part in (decode, mixed, extend) if part.reason]
     raise NotServedError(
         f"no kernel serves attention of {shape}\n" + "\n".join(reasons or ["no package with kernels is installed"])

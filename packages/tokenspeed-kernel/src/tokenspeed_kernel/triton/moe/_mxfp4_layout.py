@@ -92,4 +92,4 @@ def _exponents(scale: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
 def _four_of(values: Tensor, padded: int, shape: tuple[int, int, int]) -> Tensor:
     """``[experts, 2, pairs, k]``, k padded and seen as shape, to ``[4, experts, chunks, pairs, n]``: both halves of both rows."""
     values = torch.nn.functional.pad(values, (0, padded - values.shape[-1]))
-    return values.unflatten(-1, shape).permute(1, 4, 0, 3, 2, 5).flatten(0, 1)
+    return values.view(*values.shape[:-1], *shape).permute(1, 4, 0, 3, 2, 5).flatten(0, 1)
