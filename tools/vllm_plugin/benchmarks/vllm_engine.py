@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -66,7 +67,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--prefix-caching", action="store_true")
     p.add_argument("--graph-sizes", type=int, nargs="+", help="batch sizes that are captured; those measured by default")
     p.add_argument("--kv-gib", type=float, default=3.0, help="size of the cache")
-    p.add_argument("--inproc", action="store_true", help="the engine in this process: logits, tokens, random, kernels")
+    p.add_argument("--inproc", action="store_true", help="the engine in this process, for logits and kernels")
     p.add_argument("--start-file", type=Path, help="wait for this file before the engine is made")
     p.add_argument("--wait-file", type=Path, help="wait for this file before decode and prefill, so that others are quiet")
     p.add_argument("--dry", action="store_true", help="stop when the engine's configuration is made")
@@ -228,13 +229,16 @@ class Engine:
         prompts = [self.prompts(1, self.random.randrange(16, 1200))[0] for _ in range(128)]
         seconds, self.saved["tokens"] = self.generate(prompts, 32)
         distinct = len({token for row in self.saved["tokens"] for token in row})
-        self.report("tokens", seconds=round(seconds, 2), distinct=distinct, bad=int(self.watched.bad))
+        bad = None if self.watched is None else int(self.watched.bad)
+        self.report("tokens", seconds=round(seconds, 2), distinct=distinct, bad=bad)
 
     def requests(self) -> None:
         """Random requests that arrive over time: shared prefixes, mixed lengths, aborts. One that is not aborted must end whole."""
         from vllm import SamplingParams
 
         engine, rng = self.llm.llm_engine, random.Random(1)
+        # Where the model is in another process, what is not finite is seen in the tokens' own probabilities.
+        logprobs, bad = (0, 0) if self.watched is None else (None, 0)
         prefixes = [[rng.randrange(100, 199000) for _ in range(rng.choice((40, 300, 1000)))] for _ in range(12)]
         asked: dict[str, int] = {}
         aborted: set[str] = set()
@@ -250,7 +254,7 @@ class Engine:
                 name = f"r{self.a.requests - left}"
                 asked[name] = tokens
                 left -= 1
-                sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+                sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs)
                 engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
                 if rng.random() < 0.1:
                     aborted.add(name)
@@ -262,6 +266,8 @@ class Engine:
                 if output.finished and output.request_id not in aborted:
                     got[output.request_id] = list(output.outputs[0].token_ids)
                     cached += output.num_cached_tokens or 0
+                    found = output.outputs[0].logprobs or []
+                    bad += sum(not math.isfinite(one.logprob) for ids in found for one in ids.values())
             steps += 1
             if steps > 50 * self.a.requests:
                 raise RuntimeError(f"{len(asked) - len(got)} requests never end")
@@ -275,7 +281,7 @@ class Engine:
             steps=steps,
             cached_tokens=cached,
             seconds=round(time.perf_counter() - begun, 1),
-            bad=int(self.watched.bad),
+            bad=bad if self.watched is None else int(self.watched.bad),
             first_lost=lost[:3],
         )
 
@@ -283,7 +289,9 @@ class Engine:
         """Milliseconds a token: two runs of the same prompts, the difference of their medians over the tokens between them."""
         for batch in self.a.batches:
             prompts = self.prompts(batch, self.a.prompt)
-            self.generate(prompts, self.a.short)
+            # What this batch is the first to need is compiled here.
+            for tokens in (self.a.short, self.a.decode, self.a.short):
+                self.generate(prompts, tokens)
             short, long = [], []
             for _ in range(self.a.repeats):
                 short.append(self.generate(prompts, self.a.short)[0])

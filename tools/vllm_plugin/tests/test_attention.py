@@ -291,7 +291,9 @@ def test_a_builder_lets_its_layers_attend(vllm_config: Any, monkeypatch: pytest.
     assert not called
     vllm_config.model_config = type("Model", (), {"max_model_len": 4096})()
     spec = layer.get_kv_cache_spec(vllm_config)
-    TokenspeedBackend.get_builder_cls()(spec, [layer.layer_name], vllm_config, torch.device("meta"))
+    for wanted in ("0", "1"):
+        monkeypatch.setenv("TOKENSPEED_VLLM_WARMUP", wanted)
+        TokenspeedBackend.get_builder_cls()(spec, [layer.layer_name], vllm_config, torch.device("meta"))
     scheduler = vllm_config.scheduler_config
     largest = Largest(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, 4096, 1)
     assert called == [([layer], 16, largest)]

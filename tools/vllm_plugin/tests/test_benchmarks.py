@@ -77,7 +77,7 @@ class FakeEngine:
     """Serves each request with a token a step. ``broken``: those that want 70 tokens get one too few."""
 
     def __init__(self, broken: bool = False, logit: float = 0.0) -> None:
-        self.broken, self.logit = broken, logit
+        self.broken, self.logit, self.wants_logprobs = broken, logit, False
         self.requests: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
 
@@ -86,6 +86,7 @@ class FakeEngine:
 
     def add_request(self, name: str, prompt: dict[str, list[int]], sampling: Any) -> None:
         assert prompt["prompt_token_ids"]
+        self.wants_logprobs = sampling.logprobs == 0
         self.requests[name] = [sampling.max_tokens - (self.broken and sampling.max_tokens == 70), 0]
 
     def abort_request(self, names: list[str]) -> None:
@@ -98,6 +99,7 @@ class FakeEngine:
 
     def step(self) -> list[Any]:
         self.compute_logits(len(self.requests))
+        logprobs = {7: SimpleNamespace(logprob=self.logit)} if self.wants_logprobs else None
         ended = []
         for name, counts in list(self.requests.items()):
             counts[1] += 1
@@ -108,18 +110,18 @@ class FakeEngine:
                         finished=True,
                         request_id=name,
                         num_cached_tokens=2,
-                        outputs=[SimpleNamespace(token_ids=[7] * counts[0])],
+                        outputs=[SimpleNamespace(token_ids=[7] * counts[0], logprobs=logprobs and [logprobs] * counts[0])],
                     )
                 )
         return ended
 
 
-def run_requests(tmp_path: Path, fake: FakeEngine, count: int = 200) -> dict[str, Any]:
+def run_requests(tmp_path: Path, fake: FakeEngine, count: int = 200, here: bool = True) -> dict[str, Any]:
     pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
     words = ["--name", "fake", "--out", str(tmp_path), "--requests", str(count)]
     engine = vllm_engine.Engine(vllm_engine.arguments(words))
     engine.llm = SimpleNamespace(llm_engine=fake)
-    engine.watched = vllm_engine.Watched(fake)
+    engine.watched = vllm_engine.Watched(fake) if here else None
     engine.requests()
     (line,) = (tmp_path / "fake.jsonl").read_text().splitlines()
     found: dict[str, Any] = json.loads(line)
@@ -140,8 +142,11 @@ def test_a_request_that_ends_short_is_lost(tmp_path: Path) -> None:
     assert 10 < found["lost"] < found["asked"] // 2
 
 
-def test_logits_that_are_not_finite_are_counted(tmp_path: Path) -> None:
-    assert run_requests(tmp_path, FakeEngine(logit=float("nan")), count=5)["bad"] > 0
+@pytest.mark.parametrize("here", [True, False], ids=["in this process", "in another"])
+def test_logits_that_are_not_finite_are_counted(tmp_path: Path, here: bool) -> None:
+    assert run_requests(tmp_path, FakeEngine(logit=float("nan")), count=5, here=here)["bad"] > 0
+    (tmp_path / "fake.jsonl").unlink()
+    assert run_requests(tmp_path, FakeEngine(), count=5, here=here)["bad"] == 0
 
 
 def test_kernels_are_divided_into_steps() -> None:

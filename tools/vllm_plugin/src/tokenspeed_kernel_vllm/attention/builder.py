@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from tokenspeed_kernel_vllm.attention.impl import TokenspeedImpl
 from tokenspeed_kernel_vllm.attention.metadata import TokenspeedMetadata
 from tokenspeed_kernel_vllm.attention.warmup import Largest, warm_layers
+from tokenspeed_kernel_vllm.settings import read_settings
 
 
 class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
@@ -26,7 +27,7 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # Requests that decode are put first; with speculation, those that check a draft count as such, if kernels take them.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=_serves_drafts(vllm_config))
-        if device.type != "cpu":  # where nothing is compiled
+        if device.type != "cpu" and read_settings().warmup:  # on a CPU nothing is compiled
             layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
             warm_layers(layers.values(), kv_cache_spec.block_size, _largest(vllm_config, self.reorder_batch_threshold))
 
