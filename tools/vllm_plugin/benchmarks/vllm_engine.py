@@ -328,7 +328,10 @@ class Engine:
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
             self.generate(prompts, 20)
             torch.cuda.synchronize()
-        found = sorted((event for event in profiler.events() if event.device_time > 0), key=lambda event: event.time_range.start)
+        of_device = (
+            event for event in profiler.events() if event.device_time > 0 and not getattr(event, "is_user_annotation", False)
+        )
+        found = sorted(of_device, key=lambda event: event.time_range.start)
         steps = kernels_of_steps([(event.name, event.device_time) for event in found])[4:-1]
         if not steps:
             raise RuntimeError(f"no steps among {len(found)} kernels")
