@@ -270,9 +270,7 @@ def _humming_layer(shape: Shape, layer: Layer) -> torch.nn.Module:
         bias = getattr(weights, f"{name}_weight_bias")
         if bias is not None:
             tensors["bias"] = bias.bfloat16()
-        schema, tensors = given.convert_humming(
-            tensors, [rows], [columns], torch.bfloat16, model.experts, device=weights.w13_weight.device
-        )
+        schema, tensors = given.convert_humming(tensors, [rows], [columns], torch.bfloat16, model.experts)
         for part, tensor in tensors.items():
             holder.register_parameter(f"{name}_{part}", torch.nn.Parameter(tensor, requires_grad=False))
         method.prepare_layer_meta(

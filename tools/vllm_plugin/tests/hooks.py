@@ -51,8 +51,8 @@ ROUTED = (
     "swiglu_beta e_score_correction_bias apply_router_weight_on_input"
 )
 MOE_CONFIG = (
-    "num_local_experts experts_per_token hidden_dim intermediate_size_per_partition in_dtype has_bias device activation "
-    "moe_parallel_config moe_backend is_lora_enabled rocm_aiter_fmoe_enabled"
+    "num_experts num_local_experts experts_per_token hidden_dim intermediate_size_per_partition in_dtype has_bias device "
+    "activation moe_parallel_config moe_backend is_lora_enabled rocm_aiter_fmoe_enabled"
 )
 METHOD = (
     "create_weights process_weights_after_loading get_fused_moe_quant_config is_monolithic maybe_roundup_sizes apply_monolithic"
@@ -93,7 +93,10 @@ HOOKS = [
     Hook(f"{ATTENTION}.backends.utils.split_decodes_and_prefills", words("common_attn_metadata decode_threshold require_uniform")),
     Hook(f"{ATTENTION}.backends.utils.get_kv_cache_layout", until="0.33"),
     Hook("vllm.model_executor.layers.attention.Attention.__init__", words("attn_backend extra_impl_args"), partial=True),
-    Hook("vllm.config.get_layers_from_vllm_config", words("vllm_config layer_type")),
+    Hook("vllm.config.get_layers_from_vllm_config", words("vllm_config layer_type layer_names")),
+    Hook("vllm.config.get_current_vllm_config"),
+    Hook("vllm.config.SchedulerConfig", attributes=words("max_num_batched_tokens max_num_seqs")),
+    Hook("vllm.config.ModelConfig", attributes=words("max_model_len")),
     Hook(
         "vllm._custom_ops.reshape_and_cache_flash",
         words("key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale"),

@@ -16,8 +16,11 @@ core = pytest.importorskip("tokenspeed_kernel", reason="on a CPU the reference o
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm_batches import HEAD_DIM, KV_HEADS, check, expected, make_batch, make_builder, make_layer, run
 
+from tokenspeed_kernel_vllm.attention import builder as builders
+from tokenspeed_kernel_vllm.attention import warmup
 from tokenspeed_kernel_vllm.attention.backend import TokenspeedBackend
 from tokenspeed_kernel_vllm.attention.serving import NotServedError
+from tokenspeed_kernel_vllm.attention.warmup import Largest, batches
 
 DECODE = ([37, 150, 16, 1], [1, 1, 1, 1])
 MIXED = ([37, 16, 150, 33, 40], [1, 1, 20, 33, 1])
@@ -53,6 +56,40 @@ def test_a_wheel_without_a_kernel_for_mixed_batches(
     layer = make_layer(vllm_config, window=32)
     assert layer.impl.serving.mixed is None
     step = make_batch(layer, *batch, rows=90)
+    metadata = make_builder(vllm_config, layer).build(0, step.common)
+    check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, 32))
+
+
+@dataclasses.dataclass
+class Ranked:
+    """One of the core's functions, as if the kernel behind it had another priority."""
+
+    function: Any
+    priority: int
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.function(*args, **options)
+
+    def explain(self, **arguments: Any) -> Any:
+        said = self.function.explain(**arguments)
+        return dataclasses.replace(said, chosen=dataclasses.replace(said.chosen, priority=self.priority))
+
+
+@pytest.mark.parametrize(("halves", "divided"), [((12, 12), True), ((12, 4), False), ((4, 12), False), ((4, 4), False)])
+def test_a_batch_is_divided_where_both_halves_have_better_kernels(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, halves: tuple[int, int], divided: bool
+) -> None:
+    names = ("mha_decode_with_kvcache", "mha_extend_with_kvcache", "mha_with_kvcache")
+    package_of(monkeypatch, *names, "store_kv_cache")
+    for name, priority in zip(names, (*halves, 4), strict=True):
+        monkeypatch.setattr(sys.modules["wheel_of_some"], name, Ranked(getattr(core, name), priority))
+    layer = make_layer(vllm_config, window=32)
+    serving = layer.impl.serving
+    assert (serving.mixed is None, serving.extend is None) == (divided, not divided)
+    assert [name.removeprefix("reference_") for name in serving.kernels] == [
+        names[0], names[1] if divided else names[2], "store_kv_cache"
+    ]  # fmt: skip
+    step = make_batch(layer, *MIXED, rows=90)
     metadata = make_builder(vllm_config, layer).build(0, step.common)
     check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, 32))
 
@@ -181,6 +218,85 @@ def test_vllm_writes_the_cache_where_a_wheel_cannot(vllm_config: Any, monkeypatc
     metadata = make_builder(vllm_config, layer).build(0, step.common)
     check(run(vllm_config, layer, metadata, step)[: step.tokens], expected(layer, step, None))
     assert calls == ["fp8"]
+
+
+# -- before the first request ---------------------------------------------------------------------------------------------------
+
+
+def test_sizes_before_the_first_request() -> None:
+    """All powers of two, with short and long sequences; no request is longer than the model allows."""
+    largest = Largest(requests=5, tokens=100, length=48)
+    found = list(batches(torch.device("cpu"), 16, largest))
+    decoding = [(batch.num_decodes, batch.max_seq_len) for batch in found if batch.all_decode]
+    assert decoding == [(requests, length) for requests in (1, 2, 4, 5) for length in (16, 24, 48)]
+    others = [(len(batch.seq_lens), batch.max_query_len) for batch in found if not batch.all_decode]
+    assert others == [(1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (2, 32), (3, 33)]
+    for batch in found:
+        assert batch.block_table.shape[1] * 16 >= batch.max_seq_len
+        assert batch.query_start_loc[-1] == batch.num_actual_tokens == len(batch.slot_mapping)
+    drafts = Largest(requests=2, tokens=16, length=48, decode_query_len=3)
+    assert {batch.num_decode_tokens for batch in batches(torch.device("cpu"), 16, drafts) if batch.all_decode} == {3, 6}
+    assert min(batch.max_query_len for batch in batches(torch.device("cpu"), 16, drafts) if not batch.all_decode) == 4
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("names", [("mha_with_kvcache",), ("mha_extend_with_kvcache",)])
+def test_layers_attend_before_the_first_request(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, names: tuple[str, ...]
+) -> None:
+    """Each function that serves a kind of layer is called, once for layers that are alike, and finds nothing that is not finite."""
+    monkeypatch.setattr(warmup, "_warmed", set())
+    package_of(monkeypatch, "mha_decode_with_kvcache", "store_kv_cache", *names)
+    vllm_config.cache_config.cache_dtype = dtype
+    windows = (32, None, 32)
+    layers = [make_layer(vllm_config, window=window, name=f"model.layers.{i}.attn") for i, window in enumerate(windows)]
+    called: list[tuple[str, int, int]] = []
+    parts = {
+        "mha_decode_with_kvcache": "decode",
+        "store_kv_cache": "store",
+        "mha_with_kvcache": "mixed",
+        "mha_extend_with_kvcache": "extend",
+    }
+    for name in ("mha_decode_with_kvcache", "store_kv_cache", *names):
+        function = getattr(core, name)
+
+        def call(*args: Any, name: str = name, function: Any = function, **options: Any) -> Any:
+            called.append((name, options.get("window_left", 0), len(args[0])))
+            result = function(*args, **options)
+            assert result is None or result.isfinite().all()
+            return result
+
+        for layer in layers:
+            object.__setattr__(layer.impl.serving, parts[name], call)
+    largest = Largest(requests=2, tokens=20, length=40)
+    warmup.warm_layers(layers, 16, largest)
+    once = len(called)
+    assert {(name, window) for name, window, _ in called} == {
+        ("store_kv_cache", 0), *((name, window) for name in ("mha_decode_with_kvcache", *names) for window in (31, -1))
+    }  # fmt: skip
+    assert max(tokens for _, _, tokens in called) == 20
+    warmup.warm_layers(layers, 16, largest)
+    assert len(called) == once
+
+
+def test_a_builder_lets_its_layers_attend(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows the size of blocks and, from the configuration, of batches. On a CPU nothing is compiled, and nothing called."""
+    called: list[Any] = []
+    monkeypatch.setattr(
+        builders, "warm_layers", lambda layers, block_size, largest: called.append((list(layers), block_size, largest))
+    )
+    layer = make_layer(vllm_config)
+    make_layer(vllm_config, name="model.layers.1.attn")  # of another builder
+    make_builder(vllm_config, layer)
+    assert not called
+    vllm_config.model_config = type("Model", (), {"max_model_len": 4096})()
+    spec = layer.get_kv_cache_spec(vllm_config)
+    for wanted in ("0", "1"):
+        monkeypatch.setenv("TOKENSPEED_VLLM_WARMUP", wanted)
+        TokenspeedBackend.get_builder_cls()(spec, [layer.layer_name], vllm_config, torch.device("meta"))
+    scheduler = vllm_config.scheduler_config
+    largest = Largest(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, 4096, 1)
+    assert called == [([layer], 16, largest)]
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from vllm import _custom_ops
 from vllm_batches import BLOCK, check, expected, make_batch, make_builder, make_layer, run
 
 from tokenspeed_kernel_base.ops.kvcache.slots import store_slots
+from tokenspeed_kernel_vllm.attention import warmup
 
 
 @pytest.fixture
@@ -46,3 +47,21 @@ def test_a_step(alone: Any, window: int | None, cache_dtype: str) -> None:
         step = make_batch(layer, seq_lens, query_lens, rows=48)
         metadata = builder.build(0, step.common)
         check(run(alone, layer, metadata, step)[: step.tokens], expected(layer, step, window))
+
+
+def test_what_is_called_before_the_first_request(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests share a block there, and none of their tokens is written: the emulator stops at an access out of bounds."""
+    monkeypatch.setattr(warmup, "_warmed", set())
+    layers = [make_layer(alone, window=window, name=f"model.layers.{i}.attn") for i, window in enumerate((None, 32))]
+    written = []
+    forward = type(layers[0].impl).forward
+
+    def attend(self: Any, *args: Any) -> torch.Tensor:
+        out: torch.Tensor = forward(self, *args)
+        written.append(bool(out.isfinite().all()))
+        return out
+
+    monkeypatch.setattr(type(layers[0].impl), "forward", attend)
+    warmup.warm_layers(layers, BLOCK, warmup.Largest(requests=2, tokens=20, length=40))
+    assert len(written) == 2 * (2 * 3 + 5)
+    assert all(written)

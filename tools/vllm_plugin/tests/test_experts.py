@@ -179,6 +179,24 @@ def test_weights_that_were_arranged_are_not_kept_twice(one_process: Any, monkeyp
     check(run(one_process, layer, x, logits), expected(tensors, x, logits))
 
 
+def test_experts_are_called_before_the_first_request(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all sizes below the largest batch, which vLLM tries itself; the experts of other ranks are skipped there, too."""
+    layer, tensors = make_layer(96), checkpoint(96)
+    load(layer, tensors)
+    method, sizes = layer.routed_experts.quant_method, []
+    apply = method.ops.moe_apply
+
+    def call(x: Tensor, *args: Any) -> Tensor:
+        sizes.append(len(x))
+        out: Tensor = apply(x, *args)
+        assert out.isfinite().all()
+        return out
+
+    monkeypatch.setattr(method, "ops", SimpleNamespace(moe_topk=method.ops.moe_topk, moe_apply=call))
+    method.warm(layer.routed_experts, 12, torch.device("cpu"))
+    assert sizes == [1, 2, 4, 8]
+
+
 # -- what vLLM does itself ------------------------------------------------------------------------------------------------------
 
 

@@ -50,9 +50,9 @@ def _unpacked(weight: Tensor, scale: Tensor, epilogue: Tensor, k: int) -> Tensor
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("k", [64, 96])
-def test_prepared_weights_are_the_weights(interleaved: bool, k: int) -> None:
-    arguments, plan = _draw(1, 3, 1, k, 32, w13_interleaved=interleaved, bias=True)
+@pytest.mark.parametrize(("experts", "k"), [(3, 64), (3, 96), (6, 64)], ids=["a part", "padded", "more than are arranged at once"])
+def test_prepared_weights_are_the_weights(interleaved: bool, experts: int, k: int) -> None:
+    arguments, plan = _draw(1, experts, 1, k, 32, w13_interleaved=interleaved, bias=True)
     given = arguments["weights"]
     prepared = tk.moe_process_weights(given, plan)
     assert prepared.layout == plan.weight_layout == layout.LAYOUT

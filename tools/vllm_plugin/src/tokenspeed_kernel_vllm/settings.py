@@ -19,11 +19,13 @@ class Settings:
         experts: whether MXFP4 experts are served where a kernel can (``TOKENSPEED_VLLM_EXPERTS``, 1 by default).
         package: the package whose attention functions are called (``TOKENSPEED_VLLM_PACKAGE``); None for the core if it is
             installed, else whichever vendor's wheel serves the layer.
+        warmup: whether kernels are called in all sizes before the first request (``TOKENSPEED_VLLM_WARMUP``, 1 by default).
     """
 
     attention: bool = True
     experts: bool = True
     package: str | None = None
+    warmup: bool = True
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -33,7 +35,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         ValueError: a variable has a value that it cannot have, or starts like ours and is none of them.
     """
     env = os.environ if environ is None else environ
-    names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "PACKAGE")}
+    names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "PACKAGE", "WARMUP")}
     for name in sorted(env):
         if name.startswith(PREFIX) and name not in names:
             raise ValueError(f"{name} is no setting; expected one of {', '.join(sorted(names))}")
@@ -44,4 +46,4 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
             raise ValueError(f"{PREFIX}{name} must be 1 or 0, got {value!r}")
         return _FLAGS[value]
 
-    return Settings(flag("ATTENTION"), flag("EXPERTS"), env.get(PREFIX + "PACKAGE") or None)
+    return Settings(flag("ATTENTION"), flag("EXPERTS"), env.get(PREFIX + "PACKAGE") or None, flag("WARMUP"))

@@ -14,6 +14,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from tokenspeed_kernel_vllm.attention.impl import TokenspeedImpl
 from tokenspeed_kernel_vllm.attention.metadata import TokenspeedMetadata
+from tokenspeed_kernel_vllm.attention.warmup import Largest, warm_layers
+from tokenspeed_kernel_vllm.settings import read_settings
 
 
 class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
@@ -25,6 +27,9 @@ class TokenspeedMetadataBuilder(AttentionMetadataBuilder[TokenspeedMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         # Requests that decode are put first; with speculation, those that check a draft count as such, if kernels take them.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=_serves_drafts(vllm_config))
+        if device.type != "cpu" and read_settings().warmup:  # on a CPU nothing is compiled
+            layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+            warm_layers(layers.values(), kv_cache_spec.block_size, _largest(vllm_config, self.reorder_batch_threshold))
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
@@ -82,6 +87,12 @@ def _serves_drafts(vllm_config: VllmConfig) -> bool:
     impls = [layer.impl for layer in get_layers_from_vllm_config(vllm_config, Attention).values()]
     ours = [impl for impl in impls if isinstance(impl, TokenspeedImpl)]
     return all(impl.serves_decode(1 + speculative.num_speculative_tokens) for impl in ours)
+
+
+def _largest(vllm_config: VllmConfig, decode_query_len: int) -> Largest:
+    scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+    tokens = scheduler.max_num_batched_tokens
+    return Largest(min(scheduler.max_num_seqs, tokens), tokens, model.max_model_len, decode_query_len)
 
 
 def _refuse_what_is_not_served(common: CommonAttentionMetadata) -> None:

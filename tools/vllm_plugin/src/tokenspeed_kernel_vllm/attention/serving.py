@@ -19,6 +19,8 @@ WHEELS = "tokenspeed_kernel.plugins"
 
 # Pages that every kernel of every wheel takes; the first is what a layer is tried with.
 PAGE_SIZES = (16, 32, 64, 128)
+# In the order of `Serving`.
+_FUNCTIONS = ("mha_decode_with_kvcache", "mha_with_kvcache", "mha_extend_with_kvcache", "store_kv_cache")
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,11 @@ class Serving:
     Attributes:
         package: where they come from.
         decode: `mha_decode_with_kvcache`.
-        mixed: `mha_with_kvcache`; None where no kernel of the package has it. Batches of both kinds are then divided.
+        mixed: `mha_with_kvcache`; None where the package has none, or better kernels for both halves of a batch. Batches of both
+            kinds are then divided.
         extend: `mha_extend_with_kvcache`, causal; None where mixed is there.
         store: `store_kv_cache`; None where the package does not have it, and vLLM's own writes the cache.
+        kernels: the names of the kernels that serve a call with one token.
     """
 
     package: str
@@ -68,6 +72,7 @@ class Serving:
     mixed: Callable[..., Tensor] | None
     extend: Callable[..., Tensor] | None
     store: Callable[..., None] | None
+    kernels: tuple[str, ...]
 
 
 class NotServedError(ValueError):
@@ -87,13 +92,14 @@ def find_serving(shape: LayerShape, package: str | None = None) -> Serving:
     """
     reasons = []
     for module in _packages(package):
-        decode, why = _accepted(module, "mha_decode_with_kvcache", shape)
-        mixed, why_not_mixed = _accepted(module, "mha_with_kvcache", shape)
-        extend, why_not_extend = (None, "") if mixed else _accepted(module, "mha_extend_with_kvcache", shape)
-        if decode and (mixed or extend):
-            store, _ = _accepted(module, "store_kv_cache", shape)
-            return Serving(module.__name__, decode, mixed, extend, store)
-        reasons += [f"{module.__name__}: {text}" for text in (why, why_not_mixed, why_not_extend) if text]
+        decode, mixed, extend, store = (_asked(module, name, shape) for name in _FUNCTIONS)
+        if decode.kernel and (mixed.kernel or extend.kernel):
+            # One launch for both kinds is worth more than two, but not more than the kernels that were made for each.
+            divided = not mixed.kernel or min(decode.priority, extend.priority) > mixed.priority
+            mixed, extend = (_NOBODY, extend) if divided else (mixed, _NOBODY)
+            kernels = tuple(part.kernel for part in (decode, mixed, extend, store) if part.kernel)
+            return Serving(module.__name__, decode.function, mixed.function, extend.function, store.function, kernels)
+        reasons += [f"{module.__name__}: {part.reason}" for part in (decode, mixed, extend) if part.reason]
     raise NotServedError(
         f"no kernel serves attention of {shape}\n" + "\n".join(reasons or ["no package with kernels is installed"])
     )
@@ -101,7 +107,7 @@ def find_serving(shape: LayerShape, package: str | None = None) -> Serving:
 
 def serves_decode(serving: Serving, shape: LayerShape, tokens: int) -> bool:
     """Whether the decode function serves sequences of several new tokens each, as speculative decoding has them."""
-    return _refusal(serving.decode, _arguments(shape, "mha_decode_with_kvcache", tokens)) is None
+    return bool(_answer(serving.decode, _arguments(shape, "mha_decode_with_kvcache", tokens)).kernel)
 
 
 def _packages(package: str | None) -> Iterator[ModuleType]:
@@ -114,27 +120,37 @@ def _packages(package: str | None) -> Iterator[ModuleType]:
             yield import_module(name)
 
 
-def _accepted(module: ModuleType, name: str, shape: LayerShape) -> tuple[Callable[..., Any] | None, str]:
-    """A package's function, or None and why it does not do."""
+@dataclass(frozen=True)
+class _Answer:
+    """What became of asking a function to serve a layer: the function with the kernel behind it, or the reason against it."""
+
+    function: Any = None
+    kernel: str = ""
+    priority: int = -1
+    reason: str = ""
+
+
+_NOBODY = _Answer()
+
+
+def _asked(module: ModuleType, name: str, shape: LayerShape) -> _Answer:
     function = getattr(module, name, None)
-    if function is None:
-        return None, f"has no {name}"
-    reason = _refusal(function, _arguments(shape, name))
-    return (function, "") if reason is None else (None, reason)
+    return _Answer(reason=f"has no {name}") if function is None else _answer(function, _arguments(shape, name))
 
 
-def _refusal(function: Any, arguments: dict[str, Any]) -> str | None:
-    """Why a function does not serve a call, or None where it does."""
+def _answer(function: Any, arguments: dict[str, Any]) -> _Answer:
     try:
         explanation = function.explain(**arguments)
     except (TypeError, ValueError) as error:  # no kernel could be asked: the operator itself takes no such call
-        return str(error)
+        return _Answer(reason=str(error))
     chosen = explanation.chosen
     if chosen is None:
-        return str(explanation)
+        return _Answer(reason=str(explanation))
     # A reference reads lengths on the host, as some kernels do: on a GPU that stops the engine's asynchronous scheduling.
     waits = "waits" in chosen.tags or chosen.solution == "reference"
-    return f"{chosen.name} waits for the device" if waits and not explanation.request.platform.is_cpu else None
+    if waits and not explanation.request.platform.is_cpu:
+        return _Answer(reason=f"{chosen.name} waits for the device")
+    return _Answer(function, chosen.name, chosen.priority)
 
 
 def _arguments(shape: LayerShape, name: str, tokens: int = 1) -> dict[str, Any]:

@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+
+from tokenspeed_kernel_vllm.settings import read_settings
+from tokenspeed_kernel_vllm.sizes import sizes_up_to
 
 CORE = "tokenspeed_kernel"
 # Values that share a scale, and values in a byte.
 BLOCK, PACKED = 32, 2
+# Plans of which a layer was warmed in this process.
+_warmed: set[Any] = set()
 
 
 class GptOssExperts(FusedMoEMethodBase):
@@ -80,6 +86,20 @@ class GptOssExperts(FusedMoEMethodBase):
         for name, tensor in zip(names, given, strict=True):
             if tensor is not None and tensor.untyped_storage().data_ptr() not in kept:
                 replace_parameter(layer, name, tensor.new_empty(0))
+        device = given[0].device
+        if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # on a CPU nothing is compiled
+            _warmed.add(self.plan)
+            self.warm(layer, get_current_vllm_config().scheduler_config.max_num_batched_tokens, device)
+
+    @torch.inference_mode()
+    def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
+        """Calls the layer in all sizes below so many tokens, which vLLM tries itself; experts in turn. `sizes` says why."""
+        experts = torch.arange(self.moe.num_experts, device=device)
+        for size in sizes_up_to(tokens):
+            if size < tokens:
+                x = torch.zeros(size, self.plan.hidden_size, dtype=self.plan.dtype, device=device)
+                turns = torch.arange(size, device=device).unsqueeze(1) * self.plan.top_k
+                self.apply_monolithic(layer, x, ((experts + turns) % len(experts)).to(x.dtype))
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
         """None: it describes weights to kernels of vLLM's, which do not serve this layer."""

@@ -33,6 +33,8 @@ _LARGEST = 253
 # Where each code's sign and the lowest of its other three bits stand in a word.
 _SIGN_BITS = (15, 12, 14, 13)
 _LOW_BITS = (6, 3, 0, 9)
+# Experts that are arranged at once. One alone is so little work that its launches take longer than they do.
+_AT_ONCE = 4
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
@@ -57,33 +59,37 @@ def _prepare(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Ten
     weight = torch.empty(experts, chunks, pairs, BLOCK_MX, dtype=torch.int16, device=codes.device)
     exponents = torch.empty(experts, chunks, pairs, dtype=torch.int32, device=codes.device)
     epilogue = torch.zeros(experts, 4, pairs, dtype=torch.float32, device=codes.device)
-    for expert in range(experts):  # one at a time: intermediates are eight times as large
-        weight[expert] = _words(codes[expert][rows], chunks)
-        exponents[expert], epilogue[expert, :2] = _exponents(scale[expert][rows], chunks)
+    for some in (slice(first, first + _AT_ONCE) for first in range(0, experts, _AT_ONCE)):
+        weight[some] = _words(codes[some][:, rows], chunks)
+        exponents[some], epilogue[some, :2] = _exponents(scale[some][:, rows], chunks)
         if bias is not None:
-            epilogue[expert, 2:] = bias[expert].float()[rows]
+            epilogue[some, 2:] = bias[some].float()[:, rows]
     return weight, exponents, epilogue
 
 
 def _words(codes: Tensor, chunks: int) -> Tensor:
-    """uint8 ``[2, pairs, k / 2]`` to int16 ``[chunks, pairs, 32]``."""
-    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).int()
-    nibbles = torch.nn.functional.pad(nibbles, (0, chunks * CHUNK - nibbles.shape[-1]))
-    four = nibbles.view(2, -1, chunks, 2, BLOCK_MX).permute(0, 3, 2, 1, 4).flatten(0, 1)
+    """uint8 ``[experts, 2, pairs, k / 2]`` to int16 ``[experts, chunks, pairs, 32]``."""
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+    four = _four_of(nibbles, chunks * CHUNK, (chunks, 2, BLOCK_MX)).short()
     word = torch.zeros_like(four[0])
     for code, sign, low in zip(four, _SIGN_BITS, _LOW_BITS, strict=True):
-        word |= (code >> 3) << sign | (code & 7) << low
-    return word.short()
+        word |= (code & 8) << sign - 3 | (code & 7) << low
+    return word
 
 
 def _exponents(scale: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """uint8 ``[2, pairs, k / 32]`` to int32 ``[chunks, pairs]`` and the rows' factors, float32 ``[2, pairs]``.
+    """uint8 ``[experts, 2, pairs, k / 32]`` to int32 ``[experts, chunks, pairs]``, and float32 ``[experts, 2, pairs]`` of factors.
 
     A scale 2^253 times smaller than its row's largest becomes 0. A NaN makes its row's results NaN, which they are in any case.
     """
     scale = scale.int()
     largest = scale.amax(-1)
     relative = (scale - largest.unsqueeze(-1) + _LARGEST).clamp(min=0)
-    relative = torch.nn.functional.pad(relative, (0, 2 * chunks - relative.shape[-1]))
-    four = relative.view(2, -1, chunks, 2).permute(0, 3, 2, 1).flatten(0, 1)
+    four = _four_of(relative, 2 * chunks, (chunks, 2, 1)).squeeze(-1)
     return four[0] | four[1] << 8 | four[2] << 16 | four[3] << 24, e8m0_to_float(largest.to(torch.uint8))
+
+
+def _four_of(values: Tensor, padded: int, shape: tuple[int, int, int]) -> Tensor:
+    """``[experts, 2, pairs, k]``, k padded and seen as shape, to ``[4, experts, chunks, pairs, n]``: both halves of both rows."""
+    values = torch.nn.functional.pad(values, (0, padded - values.shape[-1]))
+    return values.view(*values.shape[:-1], *shape).permute(1, 4, 0, 3, 2, 5).flatten(0, 1)

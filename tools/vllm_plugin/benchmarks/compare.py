@@ -1,0 +1,83 @@
+"""Compares what two engines computed: logits while both have generated the same tokens, and greedy tokens. See ``vllm_engine.py``.
+
+python compare.py results/vllm.pt results/plugin.pt
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Shares of what is sorted: of differences, which are at most so large.
+_SHARES = (0.5, 0.99, 1.0)
+
+
+def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Differences of logits, in standard deviations of a row: of steps before which all tokens agree.
+
+    ``lead`` is how far the most likely token is ahead of the second, in the same unit.
+    """
+    differences, leads, agreed, rows, steps = [], [], 0, 0, 0
+    for x, y in zip(a["logits"], b["logits"], strict=False):
+        if x.shape != y.shape:
+            break
+        x, y = x.float(), y.float()
+        scale = x.std(-1, keepdim=True)
+        differences.append(((x - y).abs() / scale).flatten())
+        first, second = x.topk(2, -1).values.unbind(-1)
+        leads.append((first - second) / scale[:, 0])
+        agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
+        rows, steps = rows + len(x), steps + 1
+        if not torch.equal(x.argmax(-1), y.argmax(-1)):
+            break
+    if not steps:
+        return {"steps": 0}
+    every, lead = torch.cat(differences).sort().values, torch.cat(leads)
+    return {
+        "steps": steps,
+        "rows": rows,
+        "argmax_same": f"{agreed}/{rows}",
+        "rms": round(every.square().mean().sqrt().item(), 5),
+        "shares": {share: round(every[int(share * (len(every) - 1))].item(), 4) for share in _SHARES},
+        "lead": round(lead.median().item(), 4),
+    }
+
+
+def compare_tokens(a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
+    """How many tokens are the same in place, and how many of those before which all are the same."""
+    total = same = until_first = whole = 0
+    for x, y in zip(a, b, strict=True):
+        total += len(x)
+        same += sum(p == q for p, q in zip(x, y, strict=True))
+        first = next((i for i, (p, q) in enumerate(zip(x, y, strict=True)) if p != q), len(x))
+        until_first += first
+        whole += first == len(x)
+    given = until_first + len(a) - whole
+    return {
+        "tokens": total,
+        "same": round(same / total, 4) if total else None,
+        "same_given_the_same_past": round(until_first / given, 4) if given else None,
+        "sequences_same": f"{whole}/{len(a)}",
+    }
+
+
+def report(first: str, a: dict[str, Any], second: str, b: dict[str, Any]) -> str:
+    """What both have, compared, a line each."""
+    lines = [f"{first} : {second}"]
+    if "logits" in a and "logits" in b:
+        lines.append(f"  logits {compare_logits(a, b)}")
+    if "tokens" in a and "tokens" in b:
+        lines.append(f"  tokens {compare_tokens(a['tokens'], b['tokens'])}")
+    if "requests" in a and "requests" in b:
+        names = [name for name, ids in a["requests"].items() if ids and len(b["requests"].get(name, [])) == len(ids)]
+        of_both = ([side["requests"][name] for name in names] for side in (a, b))
+        lines.append(f"  requests {compare_tokens(*of_both)}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    files = [Path(word) for word in sys.argv[1:3]]
+    print(report(files[0].stem, torch.load(files[0]), files[1].stem, torch.load(files[1])))

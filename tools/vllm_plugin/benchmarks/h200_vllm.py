@@ -1,0 +1,164 @@
+"""vLLM on GPT-OSS-120B with random weights, with and without this plugin, on one H200: milliseconds a token, prefill, start-up.
+
+    python tools/vllm_plugin/benchmarks/h200_vllm.py --output tools/vllm_plugin/benchmarks/h200_vllm.json
+    python tools/vllm_plugin/benchmarks/h200_vllm.py --correctness --layers 2 --variants vllm plugin
+    python tools/vllm_plugin/benchmarks/h200_vllm.py --layers 12 --variants vllm marlin plugin
+
+Each variant is an engine in a process of its own (``vllm_engine.py``), one after another, and starts twice if start-up is wanted
+with cold and with warm caches. ``--correctness`` compares what engines generate instead (``compare.py``): greedy tokens, logits,
+and 1,000 random requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+# Milliseconds a token at most, by batch, and tokens a second at least.
+DECODE_BARS = {1: 3.4, 4: 5.0, 16: 8.9, 64: 13.2}
+PREFILL_BAR = 50_000
+_ONLY_WEIGHTS = {"VLLM_PLUGINS": "random_gpt_oss"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What an engine is started with: words of ``vllm_engine.py``, and variables."""
+
+    words: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+VARIANTS = {
+    "vllm": Variant(variables=_ONLY_WEIGHTS),
+    "marlin": Variant(("--moe-backend", "marlin"), _ONLY_WEIGHTS),
+    "plugin": Variant(("--attention", "CUSTOM")),
+    # The experts of the NVIDIA wheel, where the core would choose its portable ones.
+    "plugin-cutedsl": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_KERNEL_OVERRIDE_MOE_MOE_APPLY": "cutedsl_moe_apply_mxfp4"}),
+}
+# Chunked prefill, prefix caching and a cache that is too small for all requests at once.
+_CORRECTNESS = [
+    *("--tasks", "describe,logits,tokens,random", "--inproc", "--prefix-caching", "--kv-gib", "0.3"),
+    *("--max-num-batched-tokens", "2048", "--max-num-seqs", "128", "--graph-sizes", "1", "2", "4", "8", "16", "32", "64", "128"),
+]
+_SPEED = ["--tasks", "describe,decode,prefill", "--kv-gib", "5", "--max-num-seqs", "256"]
+
+
+def parser_of() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--starts", type=int, default=1, help="how often each starts: once with cold caches, then with warm ones")
+    parser.add_argument("--correctness", action="store_true", help="compare what engines generate, and measure nothing")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds of an engine")
+    parser.add_argument("--output", type=Path, help="a file for all results, JSON")
+    parser.add_argument("words", nargs="*", help="behind --: for vllm_engine.py")
+    return parser
+
+
+def entry_point(folder: Path) -> Path:
+    """A folder for PYTHONPATH in which vLLM finds the loader of random weights, as if it had been installed."""
+    made = folder / "random_gpt_oss-0.dist-info"
+    made.mkdir(parents=True)
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: random-gpt-oss\nVersion: 0\n")
+    (made / "entry_points.txt").write_text("[vllm.general_plugins]\nrandom_gpt_oss = random_gpt_oss:register\n")
+    return folder
+
+
+def run(name: str, given: argparse.Namespace, folder: Path, path: str, start: int) -> list[dict[str, Any]]:
+    """One engine, from its start to its end. Returns its lines; the last ones of its log are printed where it fails."""
+    variant = VARIANTS[name]
+    out = folder / f"{name}-{start}"
+    words = ["--name", name, "--out", out, "--layers", given.layers, *(_CORRECTNESS if given.correctness else _SPEED)]
+    environment = {**os.environ, "PYTHONPATH": path, "VLLM_CACHE_ROOT": str(folder / f"cache-{name}"), **variant.variables}
+    out.mkdir(parents=True)
+    log = out / "log"
+    with log.open("w") as file:
+        command = [sys.executable, str(HERE / "vllm_engine.py"), *map(str, words), *variant.words, *given.words]
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        try:
+            code: int | str = process.wait(given.timeout)
+        except subprocess.TimeoutExpired:
+            code = "it took too long"
+        finally:
+            # The engine's own processes hold the device's memory.
+            _end(process)
+    if code:
+        print(f"{name}: {code}; {log}:", *log.read_text(errors="replace").splitlines()[-12:], sep="\n  ")
+    lines = out / f"{name}.jsonl"
+    return [{**json.loads(line), "start": start} for line in lines.read_text().splitlines()] if lines.exists() else []
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def table(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Figures of the last start, a column a variant."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row["figure"] == "decode":
+            cells.setdefault(f"decode {row['batch']}, ms a token", {})[row["engine"]] = f"{row['ms']:.3f}"
+        elif row["figure"] == "prefill":
+            cells.setdefault(f"prefill {row['shape']}, tokens/s", {})[row["engine"]] = f"{row['tokens_per_s']}"
+        elif row["figure"] == "started":
+            cells.setdefault(f"start {row['start']}, s", {})[row["engine"]] = f"{row['seconds']}"
+    lines = [f"{'':26}" + "".join(f"{name:>16}" for name in names)]
+    lines += [f"{label:26}" + "".join(f"{found.get(name, '-'):>16}" for name in names) for label, found in cells.items()]
+    return "\n".join(lines)
+
+
+def judged(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
+    """The bars, of the better of the plugin's variants. They are for 36 layers."""
+    ours = [row for row in rows if row["engine"].startswith("plugin")]
+    found = []
+    for batch, bar in DECODE_BARS.items():
+        times = [row["ms"] for row in ours if row["figure"] == "decode" and row["batch"] == batch]
+        if times and layers == 36:
+            found.append(f"{'holds' if min(times) <= bar else 'MISSED'} decode {batch}: {min(times):.2f} ms (<= {bar})")
+    rates = [row["tokens_per_s"] for row in ours if row["figure"] == "prefill" and row["shape"] == "4x8192"]
+    if rates and layers == 36:
+        found.append(f"{'holds' if max(rates) >= PREFILL_BAR else 'MISSED'} prefill: {max(rates)} tokens/s (>= {PREFILL_BAR})")
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs all variants, prints a table, and writes the results."""
+    given = parser_of().parse_args(words)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        path = os.pathsep.join([str(entry_point(folder / "site")), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        rows: list[dict[str, Any]] = []
+        for name in given.variants:
+            for start in range(given.starts):
+                rows += run(name, given, folder, path, start)
+        if given.correctness:
+            import torch
+            from compare import report
+
+            saved = {name: folder / f"{name}-0" / f"{name}.pt" for name in given.variants}
+            saved = {name: file for name, file in saved.items() if file.exists()}
+            first, *others = saved
+            for other in others:
+                print(report(first, torch.load(saved[first]), other, torch.load(saved[other])))
+        else:
+            print(table(rows, given.variants), *judged(rows, given.layers), sep="\n")
+        if given.output:
+            given.output.write_text(json.dumps({"layers": given.layers, "words": given.words, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""GPT-OSS with random weights for vLLM: a model directory without weights, and a loader that draws them on the device.
+
+vLLM's own dummy weights route all tokens to the same experts, and leave MXFP4 codes at zero. These are drawn as a trained model's
+are distributed: every expert is chosen about equally often, and the most likely token has a lead over the second (rows of the head
+have lengths of their own), so that rounding rarely changes which one it is. What is drawn depends on a parameter's name and its
+size in the model alone: backends that pad their weights get the same numbers, with zeros behind them.
+
+vLLM finds `register` by an entry point in ``vllm.general_plugins``; the loader is ``load_format="random_gpt_oss"``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+LOAD_FORMAT = "random_gpt_oss"
+HIDDEN, INTERMEDIATE, EXPERTS, VOCABULARY = 2880, 2880, 128, 201088
+# How the lengths of the head's rows are distributed: uniform numbers to this power, cut at the most.
+_POWER, _LONGEST = -1 / 3, 8.0
+
+
+def config_of(layers: int) -> dict[str, Any]:
+    """``config.json`` of GPT-OSS-120B, with so many layers."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "eos_token_id": 200002,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "initial_context_length": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": INTERMEDIATE,
+        "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)],
+        "max_position_embeddings": 131072,
+        "model_type": "gpt_oss",
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "num_local_experts": EXPERTS,
+        "output_router_logits": False,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+            "quant_method": "mxfp4",
+        },
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": VOCABULARY,
+    }
+
+
+def write_model(directory: Path, layers: int) -> Path:
+    """Writes the model directory that vLLM is given, and returns it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config_of(layers), indent=2))
+    return directory
+
+
+def draw(name: str, parameter: Any) -> str:
+    """Fills a parameter in place, on its device. Returns the kind of numbers that it got."""
+    import torch
+
+    generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
+    last = name.rpartition(".")[2]
+    if last in EXPERT_SIZES:
+        rows, columns = EXPERT_SIZES[last]
+        parameter.zero_()
+        # An expert at a time, whose numbers lie in front of the padding.
+        for expert in parameter:
+            if columns is None:
+                part = torch.empty(rows, dtype=parameter.dtype, device=parameter.device)
+                expert[:rows] = part.normal_(0.0, 0.5, generator=generator)
+                continue
+            part = torch.empty(rows, columns, dtype=torch.uint8, device=parameter.device)
+            if last.endswith("_scale"):
+                middle = 127 + round(math.log2(1 / (2.93 * math.sqrt(HIDDEN))))
+                part.random_(middle - 1, middle + 2, generator=generator)
+            else:
+                part.random_(0, 256, generator=generator)
+            expert[:rows, :columns] = part
+        return last
+    if not parameter.is_floating_point():
+        return "left as it was"
+    if "norm" in name:
+        parameter.normal_(1.0, 0.1, generator=generator)
+        return "norm"
+    if last in ("bias", "sinks"):
+        parameter.normal_(0.0, 0.5, generator=generator)
+        return last
+    if "embed" in name:
+        parameter.normal_(0.0, 1.0, generator=generator)
+        return "embedding"
+    parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
+    if "lm_head" in name:
+        uniform = torch.rand(parameter.shape[0], 1, generator=generator, device=parameter.device)
+        parameter.mul_(uniform.pow(_POWER).clamp(max=_LONGEST).to(parameter.dtype))
+        return "head"
+    return "matrix"
+
+
+# Of an expert: rows and columns in bytes, or the length of a bias.
+EXPERT_SIZES: dict[str, tuple[int, int | None]] = {
+    "w13_weight": (2 * INTERMEDIATE, HIDDEN // 2),
+    "w13_weight_scale": (2 * INTERMEDIATE, HIDDEN // 32),
+    "w13_bias": (2 * INTERMEDIATE, None),
+    "w2_weight": (HIDDEN, INTERMEDIATE // 2),
+    "w2_weight_scale": (HIDDEN, INTERMEDIATE // 32),
+    "w2_bias": (HIDDEN, None),
+}
+
+
+def register() -> None:
+    """Registers the loader with vLLM. May be called again."""
+    from vllm.model_executor import model_loader
+
+    if find_spec("quack") is None:
+        # vLLM 0.26 compiles a router's product for other models where it finds CuteDSL, and stops if QuACK is not there beside it.
+        from vllm.model_executor.kernels.linear.cute_dsl import ll_bf16
+
+        ll_bf16._cutedsl_available = False
+
+    if LOAD_FORMAT in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        return
+
+    class RandomGptOss(model_loader.BaseModelLoader):  # type: ignore[misc]
+        """Draws all parameters."""
+
+        def download_model(self, model_config: Any) -> None:
+            """There is nothing to download."""
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            """Fills the parameters in place."""
+            import torch
+
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    draw(name, parameter.data)
+
+    model_loader.register_model_loader(LOAD_FORMAT)(RandomGptOss)

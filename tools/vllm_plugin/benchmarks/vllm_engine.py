@@ -1,0 +1,423 @@
+"""One vLLM engine on GPT-OSS with random weights, with or without this plugin, and what it does there. See ``h200_vllm.py``.
+
+    python vllm_engine.py --name plugin --attention CUSTOM --layers 12 --out results
+    VLLM_PLUGINS=random_gpt_oss python vllm_engine.py --name vllm --layers 12 --out results
+
+It needs one GPU, and the entry point of ``random_gpt_oss.py``. Lines of JSON go to ``<out>/<name>.jsonl``; tokens and logits that
+are compared between engines go to ``<out>/<name>.pt``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from random_gpt_oss import LOAD_FORMAT, write_model
+
+_STARTED = time.time()
+# There is no network, and one process has nobody to talk to.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # For `apply_model` with a function.
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--name", required=True, help="of the engine in the results")
+    p.add_argument("--out", type=Path, required=True, help="folder of the results")
+    p.add_argument(
+        "--tasks", default="describe,decode,prefill", help="of describe, logits, tokens, random, decode, prefill, in this order"
+    )
+    p.add_argument("--layers", type=int, default=36)
+    p.add_argument("--attention", help="CUSTOM for this plugin's backend; vLLM chooses without")
+    p.add_argument("--moe-backend", help="triton, marlin, ...; vLLM or the plugin chooses without")
+    p.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    p.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt, for decode")
+    p.add_argument("--decode", type=int, default=136, help="tokens that the longer of two runs generates")
+    p.add_argument("--short", type=int, default=8, help="and the shorter")
+    p.add_argument("--prefill", default="4x8192", help="prompts and their tokens")
+    p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("--requests", type=int, default=1000, help="for random")
+    p.add_argument("--max-num-batched-tokens", type=int)
+    p.add_argument("--max-num-seqs", type=int)
+    p.add_argument("--prefix-caching", action="store_true")
+    p.add_argument("--graph-sizes", type=int, nargs="+", help="batch sizes that are captured; those measured by default")
+    p.add_argument("--kv-gib", type=float, default=3.0, help="size of the cache")
+    p.add_argument("--inproc", action="store_true", help="the engine in this process, for logits and kernels")
+    p.add_argument("--start-file", type=Path, help="wait for this file before the engine is made")
+    p.add_argument("--wait-file", type=Path, help="wait for this file before decode and prefill, so that others are quiet")
+    p.add_argument("--dry", action="store_true", help="stop when the engine's configuration is made")
+    return p.parse_args(words)
+
+
+def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """What `LLM` is given."""
+    made: dict[str, Any] = {
+        "model": str(model),
+        "load_format": LOAD_FORMAT,
+        "skip_tokenizer_init": True,
+        "max_model_len": 8448,
+        "kv_cache_memory_bytes": int(a.kv_gib * 2**30),
+        # The cache's size is said above; this is only compared with what is free.
+        "gpu_memory_utilization": 0.05,
+        "enable_prefix_caching": a.prefix_caching,
+        "seed": 0,
+        "dtype": "bfloat16",
+        "compilation_config": {"cudagraph_capture_sizes": a.graph_sizes or sorted({1, 2, 4, 8, *a.batches})},
+    }
+    for name in ("max_num_batched_tokens", "max_num_seqs", "moe_backend"):
+        if getattr(a, name):
+            made[name] = getattr(a, name)
+    if a.attention:
+        made["attention_config"] = {"backend": a.attention}
+    return made
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """Who serves the first two layers. Runs where the model is."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        backend, impl = getattr(module, "attn_backend", None), getattr(module, "impl", None)
+        if backend is not None and impl is not None and len(found) < 2:
+            serving = getattr(impl, "serving", None)
+            found[name] = {"backend": backend.get_name(), "impl": type(impl).__module__ + "." + type(impl).__name__}
+            if serving is not None:
+                found[name]["kernels"] = getattr(serving, "kernels", serving.package)
+        method = getattr(module, "quant_method", None)
+        if "xpert" in type(method).__name__ or hasattr(method, "mxfp4_backend"):
+            plan = getattr(method, "plan", None)
+            found.setdefault("experts", f"{type(method).__module__}.{type(method).__name__} " + str(
+                plan.kernel if plan is not None else getattr(method, "mxfp4_backend", "")
+            ))  # fmt: skip
+    return found
+
+
+class Watched:
+    """What the model computes logits of, looked at where it does: nothing waits for the device."""
+
+    def __init__(self, model: Any) -> None:
+        self.keep = False
+        self.logits: list[Any] = []
+        self.leads: list[Any] = []
+        self.bad: Any = None
+        compute = model.compute_logits
+
+        def compute_logits(*args: Any, **kwargs: Any) -> Any:
+            logits = compute(*args, **kwargs)
+            self.look(logits)
+            return logits
+
+        model.compute_logits = compute_logits
+
+    def look(self, logits: Any) -> None:
+        """Counts what is not finite; keeps logits where they are asked for."""
+        bad = (~logits.isfinite()).sum()
+        self.bad = bad if self.bad is None else self.bad + bad
+        if self.keep:
+            self.logits.append(logits.detach().to("cpu"))
+
+
+class Engine:
+    """An engine, the line of results that it writes, and tasks by name."""
+
+    def __init__(self, a: argparse.Namespace) -> None:
+        self.a = a
+        self.saved: dict[str, Any] = {}
+        self.random = random.Random(0)
+        self.llm: Any = None
+        self.watched: Any = None
+
+    def report(self, figure: str, **values: Any) -> None:
+        """Writes a line of results."""
+        line = {"engine": self.a.name, "figure": figure, **values, "at_s": round(time.time() - _STARTED, 1)}
+        with (self.a.out / f"{self.a.name}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print("RESULT", json.dumps(line), flush=True)
+
+    def start(self) -> None:
+        """Makes the engine."""
+        import torch
+        import vllm
+
+        self.report("imported", vllm=vllm.__version__, torch=torch.__version__)
+        model = write_model(Path(f"/tmp/random-gpt-oss-{self.a.layers}"), self.a.layers)
+        given = engine_arguments(self.a, model)
+        if self.a.dry:
+            from vllm.engine.arg_utils import EngineArgs
+
+            print(EngineArgs(**given).create_engine_config())
+            return
+        wait(self.a.start_file)
+        begun = time.time()
+        self.llm = vllm.LLM(**given)
+        made = self.llm.llm_engine.vllm_config
+        self.report(
+            "started",
+            seconds=round(time.time() - begun, 1),
+            layers=self.a.layers,
+            graphs=str(made.compilation_config.cudagraph_mode),
+            compilation=str(made.compilation_config.mode),
+            compile_s=round(made.compilation_config.compilation_time, 1),
+            max_num_batched_tokens=made.scheduler_config.max_num_batched_tokens,
+            max_num_seqs=made.scheduler_config.max_num_seqs,
+            asynchronous=made.scheduler_config.async_scheduling,
+            block_size=made.cache_config.block_size,
+            plugins=os.environ.get("VLLM_PLUGINS"),
+        )
+        if self.a.inproc:
+            (self.watched,) = self.llm.apply_model(Watched)
+
+    def prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
+        return [{"prompt_token_ids": [self.random.randrange(100, 199000) for _ in range(length)]} for _ in range(count)]
+
+    def generate(self, prompts: Any, tokens: int) -> tuple[float, list[list[int]]]:
+        """Seconds, and the tokens of each prompt."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        begun = time.perf_counter()
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        ids = [list(output.outputs[0].token_ids) for output in outputs]
+        if any(len(row) != tokens for row in ids):
+            raise RuntimeError(f"asked for {tokens} tokens, got {[len(row) for row in ids]}")
+        return seconds, ids
+
+    # -- tasks ---------------------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> None:
+        """Says who serves."""
+        (found,) = self.llm.apply_model(describe)
+        self.report("serving", **found)
+
+    def logits(self) -> None:
+        """All logits of 8 prompts' next 8 tokens; prompts of 5 to 3,000 tokens."""
+        prompts = [self.prompts(1, length)[0] for length in (5, 64, 127, 128, 129, 700, 2048, 3000)]
+        self.watched.keep = True
+        _, ids = self.generate(prompts, 8)
+        self.watched.keep = False
+        self.saved["logits"], self.saved["logits_ids"] = self.watched.logits, ids
+        self.watched.logits = []
+        self.report("logits", steps=len(self.saved["logits"]), bad=int(self.watched.bad))
+
+    def tokens(self) -> None:
+        """Greedy tokens: 128 prompts of 16 to 1,200 tokens, 32 each."""
+        prompts = [self.prompts(1, self.random.randrange(16, 1200))[0] for _ in range(128)]
+        seconds, self.saved["tokens"] = self.generate(prompts, 32)
+        distinct = len({token for row in self.saved["tokens"] for token in row})
+        bad = None if self.watched is None else int(self.watched.bad)
+        self.report("tokens", seconds=round(seconds, 2), distinct=distinct, bad=bad)
+
+    def requests(self) -> None:
+        """Random requests that arrive over time: shared prefixes, mixed lengths, aborts. One that is not aborted must end whole."""
+        from vllm import SamplingParams
+
+        engine, rng = self.llm.llm_engine, random.Random(1)
+        # Where the model is in another process, what is not finite is seen in the tokens' own probabilities.
+        logprobs, bad = (0, 0) if self.watched is None else (None, 0)
+        prefixes = [[rng.randrange(100, 199000) for _ in range(rng.choice((40, 300, 1000)))] for _ in range(12)]
+        asked: dict[str, int] = {}
+        aborted: set[str] = set()
+        got: dict[str, list[int]] = {}
+        cached = steps = 0
+        begun = time.perf_counter()
+        left = self.a.requests
+        while left or engine.has_unfinished_requests():
+            for _ in range(min(left, rng.randrange(0, 12))):
+                length, tokens = rng.choice((1, 3, 17, 90, 400, 1500)), rng.choice((1, 2, 9, 30, 70))
+                own = [rng.randrange(100, 199000) for _ in range(rng.randrange(1, length + 1))]
+                prompt = (rng.choice(prefixes) if rng.random() < 0.6 else []) + own
+                name = f"r{self.a.requests - left}"
+                asked[name] = tokens
+                left -= 1
+                sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs)
+                engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+                if rng.random() < 0.1:
+                    aborted.add(name)
+            running = [name for name in asked if name in aborted and name not in got]
+            if running and steps % 7 == 3:
+                engine.abort_request(running[:3])
+                got.update({name: [] for name in running[:3]})
+            for output in engine.step():
+                if output.finished and output.request_id not in aborted:
+                    got[output.request_id] = list(output.outputs[0].token_ids)
+                    cached += output.num_cached_tokens or 0
+                    found = output.outputs[0].logprobs or []
+                    bad += sum(not math.isfinite(one.logprob) for ids in found for one in ids.values())
+            steps += 1
+            if steps > 50 * self.a.requests:
+                raise RuntimeError(f"{len(asked) - len(got)} requests never end")
+        lost = [name for name, tokens in asked.items() if name not in aborted and len(got.get(name, [])) != tokens]
+        self.saved["requests"] = got
+        self.report(
+            "requests",
+            asked=len(asked),
+            aborted=len(aborted),
+            lost=len(lost),
+            steps=steps,
+            cached_tokens=cached,
+            seconds=round(time.perf_counter() - begun, 1),
+            bad=bad if self.watched is None else int(self.watched.bad),
+            first_lost=lost[:3],
+        )
+
+    def decode(self) -> None:
+        """Milliseconds a token: two runs of the same prompts, the difference of their medians over the tokens between them."""
+        for batch in self.a.batches:
+            prompts = self.prompts(batch, self.a.prompt)
+            # What this batch is the first to need is compiled here.
+            for tokens in (self.a.short, self.a.decode, self.a.short):
+                self.generate(prompts, tokens)
+            short, long = [], []
+            for _ in range(self.a.repeats):
+                short.append(self.generate(prompts, self.a.short)[0])
+                long.append(self.generate(prompts, self.a.decode)[0])
+            between = self.a.decode - self.a.short
+            middle = (statistics.median(long) - statistics.median(short)) / between
+            pairs = [round(1e3 * (a - b) / between, 4) for a, b in zip(long, short, strict=True)]
+            self.report("decode", batch=batch, layers=self.a.layers, ms=round(1e3 * middle, 4), pairs=pairs)
+
+    def prefill(self) -> None:
+        """Tokens a second of prompts, with one token generated each."""
+        count, length = (int(number) for number in self.a.prefill.split("x"))
+        prompts = self.prompts(count, length)
+        first = self.generate(prompts, 1)[0]
+        times = [self.generate(prompts, 1)[0] for _ in range(self.a.repeats)]
+        middle = statistics.median(times)
+        self.report(
+            "prefill",
+            shape=self.a.prefill,
+            layers=self.a.layers,
+            tokens_per_s=round(count * length / middle),
+            ms=round(1e3 * middle, 2),
+            first_s=round(first, 2),
+            all_ms=[round(1e3 * each, 2) for each in times],
+        )
+
+    def kernels(self) -> None:
+        """The device's kernels of a decode step of one request, with their times: 16 steps, of which the first 4 are left out."""
+        import torch
+        from torch.profiler import ProfilerActivity
+
+        prompts = self.prompts(1, 64)
+        self.generate(prompts, 20)
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.generate(prompts, 20)
+            torch.cuda.synchronize()
+        of_device = (
+            event for event in profiler.events() if event.device_time > 0 and not getattr(event, "is_user_annotation", False)
+        )
+        found = sorted(of_device, key=lambda event: event.time_range.start)
+        steps = kernels_of_steps([(event.name, event.device_time) for event in found])[4:-1]
+        if not steps:
+            raise RuntimeError(f"no steps among {len(found)} kernels")
+        total: dict[str, list[float]] = {}
+        for name, micros in itertools.chain(*steps):
+            total.setdefault(name, []).append(micros)
+        rows = sorted(total.items(), key=lambda item: -sum(item[1]))
+        self.report(
+            "kernels",
+            layers=self.a.layers,
+            of_a_step=round(sum(map(len, steps)) / len(steps), 1),
+            busy_us=round(sum(map(sum, total.values())) / len(steps), 1),
+            kernels=[[name[:120], round(len(each) / len(steps), 2), round(sum(each) / len(steps), 2)] for name, each in rows],
+        )
+
+    def save(self) -> None:
+        """Writes what is compared between engines."""
+        import torch
+
+        if self.saved:
+            torch.save(self.saved, self.a.out / f"{self.a.name}.pt")
+
+
+def kernels_of_steps(found: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
+    """Kernels in the order of their start, cut behind the one that ends a step: the choice of the most likely token."""
+    steps: list[list[tuple[str, float]]] = [[]]
+    for name, micros in found:
+        steps[-1].append((name, micros))
+        if "argmax" in name.lower():
+            steps.append([])
+    return [step for step in steps if step]
+
+
+def wait(file: Path | None, seconds: float = 300) -> None:
+    """Until a file is there."""
+    end = time.time() + seconds
+    while file is not None and not file.exists() and time.time() < end:
+        time.sleep(0.05)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    a = arguments(words)
+    a.out.mkdir(parents=True, exist_ok=True)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if a.inproc else "1"
+    engine = Engine(a)
+    tasks: dict[str, Callable[[], None]] = {
+        "describe": engine.describe,
+        "logits": engine.logits,
+        "tokens": engine.tokens,
+        "random": engine.requests,
+        "decode": engine.decode,
+        "prefill": engine.prefill,
+        "kernels": engine.kernels,
+    }
+    wanted = a.tasks.split(",")
+    failed = 0
+    try:
+        engine.start()
+    except Exception as error:
+        traceback.print_exc()
+        engine.report("failed", task="start", error=repr(error)[:600])
+        return 1
+    if a.dry:
+        return 0
+    waited = False
+    for name in wanted:
+        if name in ("decode", "prefill") and not waited:
+            waited = True
+            (a.out / f"{a.name}.ready").touch()
+            wait(a.wait_file)
+        try:
+            tasks[name]()
+            engine.save()
+        except Exception as error:
+            failed += 1
+            traceback.print_exc()
+            engine.report("failed", task=name, error=repr(error)[:600])
+    engine.report("end")
+    return failed
+
+
+if __name__ == "__main__":
+    # The engine's other processes are not waited for: all results are on disk.
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,20 @@
+"""The sizes of batches that are tried before the first request, so that none waits for a kernel to be compiled or loaded.
+
+Which kernel serves a call, and which compilation of it, depends on how many tokens and requests there are. vLLM's own first runs
+have no attention in them, and reach experts with the largest batch and with those that it captures.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+
+def sizes_up_to(most: int) -> Iterator[int]:
+    """1, 2, 4, ... and most.
+
+    >>> list(sizes_up_to(12))
+    [1, 2, 4, 8, 12]
+    """
+    yield from itertools.takewhile(lambda size: size < most, (1 << power for power in itertools.count()))
+    yield most

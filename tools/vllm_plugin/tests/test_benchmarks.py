@@ -1,0 +1,225 @@
+"""The programs of ``benchmarks/`` without a GPU: what they draw, how they count requests, and how they compare engines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import compare
+import h200_vllm
+import random_gpt_oss
+import vllm_engine
+
+# -- weights ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias"])
+def test_padded_experts_get_the_same_numbers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Backends round sizes up as they like; what is behind the model's own is zero."""
+    rows, columns = random_gpt_oss.EXPERT_SIZES[name]
+    small = (rows // 32, columns and columns // 9)
+    monkeypatch.setitem(random_gpt_oss.EXPERT_SIZES, name, small)
+    shape = [size for size in small if size is not None]
+    dtype = torch.bfloat16 if name.endswith("bias") else torch.uint8
+    exact, padded = torch.ones(3, *shape, dtype=dtype), torch.ones(3, *(size + 5 for size in shape), dtype=dtype)
+    for parameter in (exact, padded):
+        random_gpt_oss.draw(f"model.layers.0.mlp.experts.{name}", parameter)
+    inside = padded[(slice(None), *(slice(size) for size in shape))]
+    assert torch.equal(inside, exact)
+    assert exact.float().std() > 0
+    assert padded.float().abs().sum() == inside.float().abs().sum()
+
+
+def test_names_decide_what_is_drawn() -> None:
+    first, again, other = torch.empty(64, 32), torch.empty(64, 32), torch.empty(64, 32)
+    for name, parameter in (("a.qkv_proj.weight", first), ("a.qkv_proj.weight", again), ("b.qkv_proj.weight", other)):
+        assert random_gpt_oss.draw(name, parameter) == "matrix"
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_rows_of_the_head_have_lengths_of_their_own() -> None:
+    head, matrix = torch.empty(4000, 64), torch.empty(4000, 64)
+    assert random_gpt_oss.draw("lm_head.weight", head) == "head"
+    random_gpt_oss.draw("qkv.weight", matrix)
+    assert head.norm(dim=1).amax() > 3 * matrix.norm(dim=1).amax()
+
+
+def test_the_loader_fills_a_model(tmp_path: Path) -> None:
+    """vLLM takes the loader by its name."""
+    pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    random_gpt_oss.register()
+    random_gpt_oss.register()
+    loader = get_model_loader(LoadConfig(load_format=random_gpt_oss.LOAD_FORMAT))
+    model = torch.nn.Linear(8, 4)
+    loader.load_weights(model, None)
+    assert model.bias.std() > 0
+    directory = random_gpt_oss.write_model(tmp_path / "model", 3)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+# -- one engine ------------------------------------------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Serves each request with a token a step. ``broken``: those that want 70 tokens get one too few."""
+
+    def __init__(self, broken: bool = False, logit: float = 0.0) -> None:
+        self.broken, self.logit, self.wants_logprobs = broken, logit, False
+        self.requests: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+
+    def compute_logits(self, rows: int) -> torch.Tensor:
+        return torch.full((rows, 4), self.logit)
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], sampling: Any) -> None:
+        assert prompt["prompt_token_ids"]
+        self.wants_logprobs = sampling.logprobs == 0
+        self.requests[name] = [sampling.max_tokens - (self.broken and sampling.max_tokens == 70), 0]
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted.update(names)
+        for name in names:
+            self.requests.pop(name, None)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[Any]:
+        self.compute_logits(len(self.requests))
+        logprobs = {7: SimpleNamespace(logprob=self.logit)} if self.wants_logprobs else None
+        ended = []
+        for name, counts in list(self.requests.items()):
+            counts[1] += 1
+            if counts[1] >= counts[0]:
+                del self.requests[name]
+                ended.append(
+                    SimpleNamespace(
+                        finished=True,
+                        request_id=name,
+                        num_cached_tokens=2,
+                        outputs=[SimpleNamespace(token_ids=[7] * counts[0], logprobs=logprobs and [logprobs] * counts[0])],
+                    )
+                )
+        return ended
+
+
+def run_requests(tmp_path: Path, fake: FakeEngine, count: int = 200, here: bool = True) -> dict[str, Any]:
+    pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
+    words = ["--name", "fake", "--out", str(tmp_path), "--requests", str(count)]
+    engine = vllm_engine.Engine(vllm_engine.arguments(words))
+    engine.llm = SimpleNamespace(llm_engine=fake)
+    engine.watched = vllm_engine.Watched(fake) if here else None
+    engine.requests()
+    (line,) = (tmp_path / "fake.jsonl").read_text().splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_random_requests_are_counted(tmp_path: Path) -> None:
+    fake = FakeEngine()
+    found = run_requests(tmp_path, fake)
+    assert (found["asked"], found["lost"], found["bad"]) == (200, 0, 0)
+    assert found["aborted"] > 5
+    assert fake.aborted
+    assert found["cached_tokens"] > 0
+
+
+def test_a_request_that_ends_short_is_lost(tmp_path: Path) -> None:
+    found = run_requests(tmp_path, FakeEngine(broken=True))
+    assert 10 < found["lost"] < found["asked"] // 2
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["in this process", "in another"])
+def test_logits_that_are_not_finite_are_counted(tmp_path: Path, here: bool) -> None:
+    assert run_requests(tmp_path, FakeEngine(logit=float("nan")), count=5, here=here)["bad"] > 0
+    (tmp_path / "fake.jsonl").unlink()
+    assert run_requests(tmp_path, FakeEngine(), count=5, here=here)["bad"] == 0
+
+
+def test_kernels_are_divided_into_steps() -> None:
+    found = [("norm", 1.0), ("ArgMaxOps", 2.0), ("norm", 3.0), ("mm", 4.0), ("reduce argmax", 5.0), ("copy", 6.0)]
+    assert vllm_engine.kernels_of_steps(found) == [found[:2], found[2:5], found[5:]]
+
+
+# -- two engines -----------------------------------------------------------------------------------------------------------------
+
+
+def test_logits_are_compared_until_tokens_differ() -> None:
+    a = {"logits": [torch.tensor([[0.0, 1.0, 3.0]]), torch.tensor([[1.0, 2.0, 0.0]]), torch.tensor([[9.0, 0.0, 0.0]])]}
+    b = {"logits": [torch.tensor([[0.0, 1.0, 3.1]]), torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[0.0, 0.0, 9.0]])]}
+    found = compare.compare_logits(a, b)
+    assert (found["steps"], found["rows"], found["argmax_same"]) == (2, 2, "1/2")
+    assert found["shares"][1.0] == pytest.approx(1.0)
+    assert found["lead"] == pytest.approx(1.0)
+    assert compare.compare_logits(a, {"logits": [torch.zeros(2, 3)]}) == {"steps": 0}
+
+
+def test_a_report_has_what_both_engines_did() -> None:
+    a = {"tokens": [[1, 2]], "requests": {"r0": [1, 2], "r1": [], "r2": [3]}}
+    b = {"tokens": [[1, 3]], "requests": {"r0": [1, 2], "r1": [], "r2": []}, "logits": []}
+    lines = compare.report("vllm", a, "plugin", b).splitlines()
+    assert [line.split()[0] for line in lines] == ["vllm", "tokens", "requests"]
+    assert "'sequences_same': '1/1'" in lines[2]
+
+
+def test_tokens_are_compared_in_place_and_until_the_first_that_differs() -> None:
+    found = compare.compare_tokens([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4], [5, 9, 7, 9]])
+    assert found == {"tokens": 8, "same": 0.75, "same_given_the_same_past": round(5 / 6, 4), "sequences_same": "1/2"}
+
+
+# -- all engines -----------------------------------------------------------------------------------------------------------------
+
+ENGINE = """
+import json, os, sys
+words = sys.argv[1:]
+out, name = words[words.index("--out") + 1], words[words.index("--name") + 1]
+if "--moe-backend" in words:
+    sys.exit("no such backend")
+from importlib.metadata import entry_points
+assert [e.name for e in entry_points(group="vllm.general_plugins") if e.name == "random_gpt_oss"]
+from random_gpt_oss import register
+plugged = "CUSTOM" in words
+assert plugged != ("VLLM_PLUGINS" in os.environ)
+with open(f"{out}/{name}.jsonl", "w") as file:
+    for row in [
+        {"figure": "started", "seconds": 3.5},
+        {"figure": "decode", "batch": 1, "ms": 3.0 if plugged else 4.25},
+        {"figure": "decode", "batch": 64, "ms": 13.5},
+        {"figure": "prefill", "shape": "4x8192", "tokens_per_s": 51000},
+    ]:
+        file.write(json.dumps({"engine": name, **row}) + "\\n")
+"""
+
+
+def test_all_engines_are_run_and_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that fails is reported with the end of its log, and the others are run all the same."""
+    (tmp_path / "vllm_engine.py").write_text(ENGINE)
+    (tmp_path / "random_gpt_oss.py").write_text("def register(): pass")
+    monkeypatch.setattr(h200_vllm, "HERE", tmp_path)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    output = tmp_path / "results.json"
+    h200_vllm.main(["--variants", "vllm", "marlin", "plugin", "--starts", "2", "--output", str(output)])
+    said = capsys.readouterr().out
+    assert "marlin: 1" in said
+    assert "no such backend" in said
+    assert ["start", "1,", "s", "3.5", "-", "3.5"] in [line.split() for line in said.splitlines()]
+    assert "holds decode 1: 3.00 ms (<= 3.4)\nMISSED decode 64: 13.50 ms (<= 13.2)\nholds prefill: 51000" in said
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["engine"], row["start"]) for row in rows if row["figure"] == "started"] == [
+        ("vllm", 0), ("vllm", 1), ("plugin", 0), ("plugin", 1)
+    ]  # fmt: skip
