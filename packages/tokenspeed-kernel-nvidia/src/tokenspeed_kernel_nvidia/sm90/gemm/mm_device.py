@@ -50,11 +50,9 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Vector,
     load_float_if,
     of_rank,
-    read_float,
     send_float,
     store_number,
     type_of,
-    write_float,
 )
 
 _READY = 1  # the barrier of what all need to begin
@@ -202,7 +200,7 @@ class Mm(Formats):
                 cute.arch.cluster_arrive_relaxed()
             if warp == 0:
                 if lane < LOAD_BYTES // 4:
-                    write_float(call.at.zeros + lane * 4, Float32(0.0))
+                    store_floats("shared", call.at.zeros + lane * 4, [Float32(0.0)])
             # Whatever ran before may have written what is read here.
             cute.arch.griddepcontrol_wait()
             self.compute(call, warp)
@@ -358,11 +356,11 @@ class Mm(Formats):
                 total = Float32(0.0)
                 if const_expr(config.cluster > 1):
                     for each in cutlass.range_constexpr(config.cluster):
-                        total += read_float(call.at.gathered + ((each * call.m + token) * self.own_rows + own) * 4)
+                        total += load_floats("shared", call.at.gathered + ((each * call.m + token) * self.own_rows + own) * 4, 1)
                 else:
                     total = self.sum_of(call, token, row)
                 if const_expr(config.scales == "row" and config.activation_bytes == 1):
-                    total *= read_float(call.at.scales + token * 4)
+                    total *= load_floats("shared", call.at.scales + token * 4, 1)
                 store_number(call.out.at(token, first + row, self.out.width // 8), total * factor + bias, self.out)
 
     @cute.jit
@@ -370,7 +368,7 @@ class Mm(Formats):
         """Of all warps, in their order."""
         total = Float32(0.0)
         for each in cutlass.range_constexpr(self.config.warps):
-            total += read_float(call.at.sums + ((each * call.m + token) * GROUP + row) * 4)
+            total += load_floats("shared", call.at.sums + ((each * call.m + token) * GROUP + row) * 4, 1)
         return total
 
     @cute.jit

@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, Numeric, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, store_words_shared
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import mma_m16n8k16
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, mma_m16n8k16, store_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, GROUP, LOAD_BYTES, QUAD_BYTES, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Call,
@@ -22,10 +22,8 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     load_float_if,
     load_words_if,
     read_byte,
-    read_float,
     type_of,
     write_byte,
-    write_float,
 )
 
 COMPUTING = 2  # the barrier of warps that compute
@@ -186,7 +184,9 @@ class Formats:
         thread, _, _ = cute.arch.thread_idx()
         if const_expr(config.scales == "row" and config.activation_bytes == 1):
             if thread < call.m:
-                write_float(call.at.scales + thread * 4, load_float_if(call.a_scale.at(thread, Int32(0), 4), thread < call.m))
+                store_floats(
+                    "shared", call.at.scales + thread * 4, [load_float_if(call.a_scale.at(thread, Int32(0), 4), thread < call.m)]
+                )
         if const_expr(config.scales == "block"):
             blocks = call.at.chunk_bytes // BLOCK
             first = (call.begin + done) // BLOCK
@@ -203,7 +203,7 @@ class Formats:
                 else:
                     if const_expr(config.activation_bytes == 1):
                         number = load_float_if(call.a_scale.at(which - 2, block, 4), inside)
-                write_float(call.at.scales + index * 4, number)
+                store_floats("shared", call.at.scales + index * 4, [number])
         if const_expr(config.scales == "mx"):
             units = call.at.chunk_bytes // LOAD_BYTES
             first = (call.begin + done) // LOAD_BYTES
@@ -250,10 +250,10 @@ class Formats:
                 apart = self.chain(x, words, [[Float32(0.0)] * 4] * 2)
                 blocks = call.at.chunk_bytes // BLOCK
                 place = call.at.scales + (here - lane % 4 * LOAD_BYTES) // BLOCK * 4
-                pair = [read_float(place), read_float(place + blocks * 4)]
+                pair = [load_floats("shared", place, 1), load_floats("shared", place + blocks * 4, 1)]
                 for half in cutlass.range_constexpr(self.halves):
                     token = cutlass.min(lane // 4 + half * 8, call.m - 1)
-                    other = read_float(place + (2 + token) * blocks * 4)
+                    other = load_floats("shared", place + (2 + token) * blocks * 4, 1)
                     for column in cutlass.range_constexpr(2):
                         scale = cutlass.select_(row + (lane % 4 * 2 + column) < edge, pair[0], pair[1])
                         index = 2 * half + column

@@ -42,16 +42,6 @@ def write_byte(address: Int32, value: Any) -> None:
     cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def read_float(address: Int32) -> Any:
-    """A number of shared memory."""
-    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
-
-
-def write_float(address: Int32, value: Any) -> None:
-    """A number, to shared memory."""
-    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
 def of_rank(address: Int32, rank: Int32) -> Int32:
     """Where an address of shared memory is in another CTA of the cluster."""
     return Int32(
