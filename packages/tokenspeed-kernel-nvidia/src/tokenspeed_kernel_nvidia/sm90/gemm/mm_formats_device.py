@@ -1,4 +1,4 @@
-"""What `mm_device` multiplies: activations and weights as operands of instructions, and their scales.
+"""Operands of the instructions of `mm_device`, made of activations and weights, and their scales.
 
 A lane's 16 bytes of weights are 8, 16 or 32 neighbours along k. The instructions take them in pairs, in the order in which decoding
 gives them; activations are put into the same order.
@@ -31,7 +31,7 @@ TWO_126 = 0x7E807E80  # 2^126, twice, in bfloat16
 
 
 def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
-    """Four e4m3 numbers as two pairs."""
+    """Converts four e4m3 numbers to two pairs."""
     halves = (
         "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }"
         if dtype is cutlass.Float16
@@ -44,7 +44,7 @@ def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
 
 
 def scaled_pair(bits: Any, scale: Any) -> Any:
-    """A pair of bfloat16, times 2^126, times a pair."""
+    """Multiplies a pair of bfloat16 by 2^126 and by another pair."""
     return cute.arch.inline_ptx(
         f"{{ .reg .b32 t; mov.b32 t, {TWO_126}; mul.rn.bf16x2 t, {{$r0}}, t; mul.rn.bf16x2 {{$w0}}, t, {{$r1}}; }}",
         write_only_types=[Uint32],
@@ -53,12 +53,12 @@ def scaled_pair(bits: Any, scale: Any) -> Any:
 
 
 def permute_bytes(x: Any, y: Any, order: int) -> Any:
-    """Four of the bytes of two words, by the digits of ``order``."""
+    """Puts four of the bytes of two words together; the digits of ``order`` say which."""
     return cute.arch.inline_ptx(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};", write_only_types=[Uint32], read_only_args=[x, y])
 
 
 def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
-    """Eight e2m1 codes, times a scale: pairs of the numbers j and j + 4.
+    """Converts eight e2m1 codes and multiplies them by a scale; a pair holds the numbers j and j + 4.
 
     A code's sign is brought to a bfloat16's, its other three bits to where exponent and mantissa meet: that number is 2^-126 times
     the code's. 2^126 and the scale are two factors, because their product may be too large.
@@ -72,7 +72,7 @@ def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
 
 
 def permuted(words: list[Any]) -> list[Any]:
-    """Pairs of neighbours as pairs of the numbers j and j + 4 of eight."""
+    """Turns pairs of neighbours into pairs of the numbers j and j + 4 of eight."""
     pairs = []
     for eight in range(0, len(words), 4):
         for low in range(2):
@@ -82,7 +82,7 @@ def permuted(words: list[Any]) -> list[Any]:
 
 
 class Formats:
-    """Activations, weights and scales of a configuration."""
+    """Loads and converts activations, weights and scales for a configuration."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -96,12 +96,12 @@ class Formats:
     # Each plane has some words of all units: 16 bytes of weights are a unit. So lanes that read neighbours read all banks.
 
     def activation_pitch(self, call: Call):
-        """Bytes from one row to the next."""
+        """Returns the bytes from one row to the next in a plane."""
         return call.at.chunk_bytes + QUAD_BYTES
 
     @cute.jit
     def keep_activations(self, call: Call, done: Int32):
-        """Brings those of a chunk to shared memory, as operands; zeros where rows have ended."""
+        """Stores a chunk of the activations as operands in shared memory, and zeros behind the ends of rows."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         units = call.at.chunk_bytes // LOAD_BYTES
@@ -128,7 +128,10 @@ class Formats:
 
     @cute.jit
     def copy_activations(self, call: Call, done: Int32, warp: Int32):
-        """Starts to copy those of a chunk, as they are; zeros behind rows' ends. ``call.activated`` ends a phase then."""
+        """Starts to copy a chunk of the activations as they are, and stores zeros behind the ends of rows.
+
+        A phase of ``call.activated`` ends when they have arrived.
+        """
         pitch = self.activation_pitch(call)
         size = cutlass.min(call.row_bytes - done, call.at.chunk_bytes)
         # What was read here before comes first.
@@ -148,20 +151,20 @@ class Formats:
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=self.config.threads)
 
     def place_of(self, call: Call, index: Int32, units: Int32):
-        """Row and unit of the index-th unit of all rows. Float arithmetic does: there are less than 2^17 units of a row."""
+        """Returns row and unit of the index-th unit of all rows. Float arithmetic is exact: a row has less than 2^17 units."""
         token = Int32((Float32(index) + Float32(0.5)) * call.units_inverse)
         return token, index - token * units
 
     def ordered(self, raw: list[Any]) -> list[Any]:
-        """Activations as operands."""
+        """Converts activations to operands."""
         if self.config.activation_bytes == 1:
             return [pair for word in raw for pair in widen_fp8(self.dtype, word)]
         return permuted(raw) if self.config.weights == "mxfp4" else raw
 
     def activations_of(self, call: Call, half: int, unit_bytes: Int32):
-        """The operands that belong to a load of weights. ``unit_bytes``: where that begins in the chunk.
+        """Loads the operands that belong to a load of weights, which begins at ``unit_bytes`` in the chunk.
 
-        Lanes of rows that there are not read the last: their results are nobody's.
+        Lanes whose row does not exist read the last row: nobody reads their results.
         """
         row = cutlass.min(cute.arch.lane_idx() // 4 + half * 8, call.m - 1)
         pitch = self.activation_pitch(call)
@@ -174,7 +177,7 @@ class Formats:
 
     @cute.jit
     def keep_scales(self, call: Call, begin: Int32, rows: Int32, done: Int32):
-        """Brings those of a group's rows and a chunk to shared memory.
+        """Stores the scales of a group's rows and a chunk in shared memory.
 
         Args:
             begin: the first of the group's rows, among this CTA's.
@@ -219,10 +222,10 @@ class Formats:
                         write_byte(call.at.scales + index + turn * config.threads, found[turn])
 
     def scale_of(self, call: Call, row: Int32, unit_bytes: Int32):
-        """In mxfp4, that of a load: its byte. ``row``: in the group."""
+        """Loads the scale of a load of mxfp4, a byte; None for other weights. ``row`` counts in the group."""
         if self.config.scales != "mx":
             return None
-        # Rows of a tile that there are not may lie behind all.
+        # A tile may have rows behind the last of the group.
         row = cutlass.min(row, GROUP - 1)
         return read_byte(call.at.scales + row * (call.at.chunk_bytes // LOAD_BYTES) + unit_bytes // LOAD_BYTES)
 
@@ -264,7 +267,7 @@ class Formats:
             acc[index] = sums[0][index] + sums[1][index]
 
     def widened(self, words: Any, byte: Any) -> Any:
-        """A load of weights as operands."""
+        """Converts a load of weights to operands."""
         if self.config.weights == "mxfp4":
             # An e8m0 is the exponent field of a bfloat16, but for 2^-127, which is denormal, and NaN.
             bits = (byte << 7) | cutlass.select_((byte == 0) | (byte == 255), Uint32(0x40), Uint32(0))
@@ -275,7 +278,7 @@ class Formats:
         return words
 
     def chain(self, x: list, weights: Any, sums: Any) -> Any:
-        """Both chains of products with a load of weights."""
+        """Adds the products with a load of weights to both chains."""
         zero = Uint32(0)
         sums = [*sums]
         for step in range(self.words // 2):
