@@ -40,9 +40,9 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     Weights,
     config_of,
     every_config,
-    has_few,
     layout_of,
     results_of,
+    sharing_of,
 )
 
 E4M3 = torch.float8_e4m3fn
@@ -63,7 +63,7 @@ def _launch_of(
 ) -> tuple[Launch, tuple[int, ...]]:
     """The program, and the numbers of a launch that depend on sizes alone."""
     count = multiprocessors(device)
-    config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, has_few(weights, n, row_bytes, count))
+    config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, sharing_of(weights, m, n, row_bytes, count))
     return mm_program(config), numbers_of(config, m, n, row_bytes, count)
 
 
@@ -87,7 +87,7 @@ def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_
 
 def ctas_of(config: Config, n: int, count: int) -> int:
     """CTAs of a launch: no more than multiprocessors, whole clusters, and none without rows."""
-    return config.cluster * min(n, count // config.cluster)
+    return config.together * min(n, count // config.together)
 
 
 def _table(scale: Tensor | None) -> tuple[int, int, int]:

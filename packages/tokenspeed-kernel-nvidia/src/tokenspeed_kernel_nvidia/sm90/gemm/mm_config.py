@@ -16,6 +16,8 @@ STAGES = 12  # of the ring at most
 HEAD_BYTES = 512  # of shared memory: barriers, and 16 bytes of zeros at the end
 SHARED_BYTES = 227 * 1024  # that a CTA may have
 CLUSTER = 8  # CTAs that share rows where there are few
+PREFETCHED, PACE = 160 * 1024, 70  # see `Config`
+PIECE_BYTES = 4096  # of a row at most, that are brought to the L2 cache at once
 # Of the ring. More gained nothing, and with this two CTAs of successive launches share a multiprocessor where activations are few.
 RING_BYTES = 100 * 1024
 
@@ -26,6 +28,7 @@ ELEMENTS: dict[Weights, int] = {"dense": 8, "float8_e4m3fn": 16, "mxfp4": 32}
 # 32 of a row's weights.
 Scales = Literal["none", "row", "block", "mx"]
 BLOCK = 128
+Sharing = Literal["", "weights", "activations"]  # what CTAs of a cluster share
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class Config:
         warps: share a row of weights, each with its own part; another one loads.
         loads: of 16 bytes, that a lane has of a row in a stage.
         cluster: CTAs that share rows of weights, each with its own part.
+        pair: CTAs of a cluster of two bring the activations for both, each half of the rows; they share no weights. Only where all
+            of a row's activations have room.
+        prefetched: bytes of its weights that a CTA brings to the L2 cache at most while the kernel before still works.
+        pace: cycles from one KB of those to the next, so that loads of the kernel before do not wait behind many of them.
         dependent: whether a launch may begin while the kernel before ends. Of 2880 x 5120 weights and a row, behind a kernel that
             lets it, that saves 0.8 of 11.3 microseconds on an H200; behind one that does not, it costs 0.6.
     """
@@ -53,6 +60,9 @@ class Config:
     warps: int = 8
     loads: int = 4
     cluster: int = 1
+    pair: bool = False
+    prefetched: int = PREFETCHED
+    pace: int = PACE
     dependent: bool = True
 
     @property
@@ -78,6 +88,11 @@ class Config:
     def planes(self) -> int:
         """Of 16 bytes each, the activations that belong to 16 bytes of weights, as operands."""
         return self.elements // 8
+
+    @property
+    def together(self) -> int:
+        """CTAs of a cluster."""
+        return 2 if self.pair else self.cluster
 
     @property
     def threads(self) -> int:
@@ -146,21 +161,34 @@ def layout_of(config: Config, m: int, row_bytes: int, ring_bytes: int = RING_BYT
     return Layout(chunk, stages, scales_at, activations_at, ring_at, ring_at + stages * stage)
 
 
-def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int, few: bool = False) -> Config:
-    """The program for some work. ``few``: see `has_few`."""
+def config_of(dtype: str, weights: Weights, scales: Scales, out: str, tokens: int, sharing: Sharing = "") -> Config:
+    """Returns the program for some work. ``sharing``: see `sharing_of`."""
     room = next(room for room in TOKENS if room >= tokens)
-    return Config(dtype, weights, scales, out, room, loads=2, cluster=CLUSTER) if few else Config(dtype, weights, scales, out, room)
+    if sharing == "weights":
+        return Config(dtype, weights, scales, out, room, loads=2, cluster=CLUSTER)
+    return Config(dtype, weights, scales, out, room, pair=sharing == "activations")
 
 
-def has_few(weights: Weights, n: int, row_bytes: int, count: int) -> bool:
-    """Whether there are so few rows of weights that CTAs share them, each with a part, and so reads less of the activations.
+def sharing_of(weights: Weights, m: int, n: int, row_bytes: int, count: int) -> Sharing:
+    """Returns what the CTAs of a cluster share; nothing where there are no clusters.
+
+    They share rows of weights, each with a part of every row, where there are few rows: each then reads less of the activations.
+    Pairs of CTAs share the copies of activations where there are many activations.
 
     Args:
-        n, row_bytes: rows, and of each.
+        m, n: rows of activations and of weights.
+        row_bytes: of a row of weights.
         count: of multiprocessors.
     """
+    if weights != "dense":
+        return ""
     # Each CTA of a cluster has something, and a cluster's rows are one group.
-    return weights == "dense" and n <= count // CLUSTER * GROUP and row_bytes >= CLUSTER * (CLUSTER - 1) * QUAD_BYTES
+    if n <= count // CLUSTER * GROUP and row_bytes >= CLUSTER * (CLUSTER - 1) * QUAD_BYTES:
+        return "weights"
+    config = Config("bfloat16", weights, "none", "bfloat16", max(TOKENS), pair=True)
+    layout = layout_of(config, m, row_bytes)
+    fits = layout is not None and layout.chunk_bytes >= row_bytes
+    return "activations" if config.copied and m > ROWS and n >= count and fits else ""
 
 
 # Activations' dtypes, weights and scales that go together.
@@ -176,12 +204,18 @@ def results_of(dtype: str) -> tuple[str, ...]:
     return (*DTYPES.values(), "float32") if dtype.startswith("float8") else (dtype, "float32")
 
 
+def _sharings(weights: Weights, tokens: int) -> tuple[Sharing, ...]:
+    if weights != "dense":
+        return ("",)
+    return ("", "weights") if tokens <= ROWS else ("", "weights", "activations")
+
+
 def every_config() -> list[Config]:
-    """All that is served."""
+    """Returns the configurations that calls are served by."""
     return [
-        config_of(dtype, weights, scales, out, tokens, few)
+        config_of(dtype, weights, scales, out, tokens, sharing)
         for dtype, weights, scales in SERVED
         for out in results_of(dtype)
         for tokens in TOKENS
-        for few in ((False, True) if weights == "dense" else (False,))
+        for sharing in _sharings(weights, tokens)
     ]

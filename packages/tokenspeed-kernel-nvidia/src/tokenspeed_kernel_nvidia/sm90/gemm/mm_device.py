@@ -28,7 +28,7 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, prefetch_bulk
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, store_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
@@ -36,6 +36,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     GROUP,
     HEAD_BYTES,
     LOAD_BYTES,
+    PIECE_BYTES,
     QUAD_BYTES,
     ROWS,
     STAGES,
@@ -56,6 +57,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
 )
 
 _READY = 1  # the barrier of what all need to begin
+_MADE = 3  # that of the loading warp's mbarriers, for the first warp
 
 
 def host(config: Config) -> Any:
@@ -123,7 +125,7 @@ class Mm(Formats):
             Table(out.iterator.toint(), out.stride[0], out.stride[1]), Vector(bias, bias_kind),
             Table(a_scale, Int64(a_scale_row), Int64(a_scale_column)), Table(b_scale, Int64(b_scale_row), Int64(b_scale_column)),
         ).launch(
-            grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), cluster=(config.cluster, 1, 1), smem=shared_bytes, stream=stream,
+            grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), cluster=(config.together, 1, 1), smem=shared_bytes, stream=stream,
             use_pdl=config.dependent, min_blocks_per_mp=2 if config.tokens == ROWS else 1, preferred_smem_carveout=100,
         )  # fmt: skip
 
@@ -166,6 +168,8 @@ class Mm(Formats):
             cta = cta // config.cluster
             begin = rank * part
             row_bytes = cutlass.min(part, row_bytes - begin)
+        if const_expr(config.pair):
+            rank = cta % 2
         barriers = cute.arch.get_dyn_smem(Int64, alignment=128)
         base = barriers.toint()
         gathered = base + HEAD_BYTES + config.warps * m * (GROUP * 4)
@@ -173,6 +177,7 @@ class Mm(Formats):
             a, weights, out, begin, row_bytes, bias, a_scale, b_scale, m, n, cta * share + cutlass.min(cta, more),
             share + cutlass.select_(cta < more, Int32(1), Int32(0)), rank, units_inverse,
             Pipeline(Barriers(barriers), Barriers(barriers + STAGES)), barriers + 2 * STAGES, barriers + 2 * STAGES + 1,
+            barriers + 2 * STAGES + 2,
             Places(
                 base + HEAD_BYTES, base + scales_at, base + activations_at, base + ring_at, gathered,
                 base + HEAD_BYTES - LOAD_BYTES, chunk_bytes, stages,
@@ -185,24 +190,34 @@ class Mm(Formats):
                 for stage in cutlass.range_constexpr(STAGES):
                     call.pipe.init(stage, config.warps)
                 cute.arch.mbarrier_init(call.activated, 1)
+                cute.arch.mbarrier_init(call.ended, 1)
                 if const_expr(config.cluster > 1):
                     cute.arch.mbarrier_init(call.arrived, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            if const_expr(config.cluster > 1):
+            if const_expr(config.together > 1):
                 cute.arch.cluster_arrive()
             cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=config.threads + 32)
+            cute.arch.barrier_arrive(barrier_id=_MADE, number_of_threads=64)
+            if const_expr(config.prefetched > 0):
+                self.prefetch(call)
             self.bring(call)
-            if const_expr(config.cluster > 1):
+            if const_expr(config.together > 1):
                 cute.arch.cluster_wait()
         else:
-            if const_expr(config.cluster > 1):
+            if const_expr(config.together > 1):
                 cute.arch.cluster_arrive_relaxed()
             if warp == 0:
                 if lane < LOAD_BYTES // 4:
                     store_floats("shared", call.at.zeros + lane * 4, [Float32(0.0)])
+                cute.arch.barrier(barrier_id=_MADE, number_of_threads=64)
+            if const_expr(config.pair):
+                cute.arch.cluster_wait()  # barriers of both are made
             # Whatever ran before may have written what is read here.
             cute.arch.griddepcontrol_wait()
+            if warp == 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(call.ended)
             self.compute(call, warp)
 
     # -- weights -------------------------------------------------------------------------------------------------------------------
@@ -215,6 +230,32 @@ class Mm(Formats):
             stage = Int32(0)
             phase ^= 1
         return Cursor(stage, phase)
+
+    @cute.jit
+    def prefetch(self, call: Call):
+        """Brings weights to the L2 cache, piece by piece, until the kernel before has ended.
+
+        It may be writing them: that is seen, because nothing is read to this multiprocessor.
+        """
+        config = self.config
+        ended = Barriers(call.ended)
+        begin = Cursor(Int32(0), Int32(0))
+        row, done, left = Int32(0), Int32(0), Int32(config.prefetched)
+        due = Int32(cute.arch.clock())
+        over = ended.poll(begin)
+        while (row < call.rows) & (left > 0) & (not over):
+            size = cutlass.min(call.row_bytes - done, PIECE_BYTES)
+            with cute.arch.elect_one():
+                prefetch_bulk(call.weights.row(call.first + row) + Int64(call.begin + done), size)
+            due += size * config.pace // 1024
+            left -= size
+            done += size
+            if done >= call.row_bytes:
+                row += 1
+                done = Int32(0)
+            over = ended.poll(begin)
+            while (Int32(cute.arch.clock()) - due < 0) & (not over):
+                over = ended.poll(begin)
 
     @cute.jit
     def bring(self, call: Call):
@@ -330,11 +371,15 @@ class Mm(Formats):
         """Rows of activations whose results all threads write at once."""
         return self.config.threads // self.own_rows
 
+    def row_of(self, call: Call, own: Int32) -> Int32:
+        """Returns the row of a group that is the CTA's ``own``-th: those of a cluster take turns, and so have equally many."""
+        return own * self.config.cluster + call.rank if self.config.cluster > 1 else own
+
     @cute.jit
     def load_beside(self, call: Call, first: Int32, rows: Int32):
         """What a thread's numbers are multiplied by, and what is added to them. At the beginning, as it would be waited for."""
         thread, _, _ = cute.arch.thread_idx()
-        row = call.rank * self.own_rows + thread % self.own_rows
+        row = self.row_of(call, thread % self.own_rows)
         factor = Float32(1.0)
         if const_expr(self.config.scales == "row"):
             factor = load_float_if(call.b_scale.at(Int32(0), first + row, 4), row < rows)
@@ -349,7 +394,7 @@ class Mm(Formats):
         if const_expr(config.cluster > 1):
             self.send(call, rows)
         own = thread % self.own_rows
-        row = call.rank * self.own_rows + own
+        row = self.row_of(call, own)
         bias = call.bias.number(stored)
         if (row < rows) & (thread < self.step * self.own_rows):
             for token in cutlass.range(thread // self.own_rows, call.m, self.step, unroll=1):
@@ -377,14 +422,14 @@ class Mm(Formats):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
-            own = cutlass.max(cutlass.min(rows - call.rank * self.own_rows, self.own_rows), 0)
+            own = (rows - call.rank + (config.cluster - 1)) // config.cluster
             cute.arch.mbarrier_arrive_and_expect_tx(call.arrived, own * call.m * (config.cluster * 4))
         cute.arch.cluster_wait()  # barriers of all are made
         for index in cutlass.range(thread, call.m * GROUP, config.threads, unroll=1):
             token, row = index // GROUP, index % GROUP
             if row < rows:
-                to = row // self.own_rows
-                place = (call.rank * call.m + token) * self.own_rows + row % self.own_rows
+                to = row % config.cluster
+                place = (call.rank * call.m + token) * self.own_rows + row // config.cluster
                 there = of_rank(call.at.gathered + place * 4, to)
                 send_float(there, self.sum_of(call, token, row), of_rank(call.arrived.toint(), to))
         cute.arch.mbarrier_wait(call.arrived, 0)

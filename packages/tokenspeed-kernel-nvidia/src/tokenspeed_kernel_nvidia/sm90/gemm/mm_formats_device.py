@@ -13,7 +13,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Numeric, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, store_words_shared
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, bulk_load_to_pair, load_words, store_words_shared
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, mma_m16n8k16, store_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, GROUP, LOAD_BYTES, QUAD_BYTES, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
@@ -139,9 +139,14 @@ class Formats:
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(call.activated, call.m * size)
-                for token in cutlass.range(0, call.m, unroll=1):
-                    from_ = call.a.row(token) + (call.begin + done)
-                    bulk_load(call.at.activations + token * pitch, from_, size, call.activated.toint(), once=False)
+                if const_expr(self.config.pair):
+                    for token in cutlass.range(call.rank, call.m, 2, unroll=1):
+                        to = call.at.activations + token * pitch
+                        bulk_load_to_pair(to, call.a.row(token) + done, size, call.activated.toint())
+                else:
+                    for token in cutlass.range(0, call.m, unroll=1):
+                        from_ = call.a.row(token) + (call.begin + done)
+                        bulk_load(call.at.activations + token * pitch, from_, size, call.activated.toint(), once=False)
         thread, _, _ = cute.arch.thread_idx()
         # A chunk's last part may have no weights at its end.
         for unit in cutlass.range(size // LOAD_BYTES + thread % 16, call.at.chunk_bytes // LOAD_BYTES, 16, unroll=1):

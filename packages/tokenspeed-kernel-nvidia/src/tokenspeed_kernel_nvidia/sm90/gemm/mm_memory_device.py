@@ -22,7 +22,10 @@ def type_of(name: str) -> type[Numeric]:
 
 
 def load_words_if(address: Any, condition: Boolean) -> Any:
-    """Loads four neighbouring words of global memory, or gives zeros. It does not say ".nc", as the kernel before may have written them."""
+    """Loads four neighbouring words of global memory, or gives zeros.
+
+    It does not say ".nc", as the kernel before may have written them.
+    """
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
         "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
@@ -174,11 +177,12 @@ class Call:
         a_scale, b_scale: scales as the operator has them, of a's rows and b's columns; a step of 0 where one serves all.
         m, n: rows of activations, and of all weights.
         first, rows: this CTA's rows of weights.
-        rank: the CTA in its cluster.
+        rank: the CTA in its cluster, or its pair.
         units_inverse: 1 over a chunk's units of 16 bytes.
         pipe: the ring.
         arrived: the barrier of sums from all CTAs of the cluster.
         activated: that of copies of activations.
+        ended: the barrier whose first phase ends when the kernel before has ended.
         at: where things are in shared memory.
     """
 
@@ -199,4 +203,5 @@ class Call:
     pipe: Pipeline
     arrived: cute.Pointer
     activated: cute.Pointer
+    ended: cute.Pointer
     at: Places
