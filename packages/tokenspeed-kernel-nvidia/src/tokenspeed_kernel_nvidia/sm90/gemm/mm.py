@@ -34,6 +34,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     ELEMENTS,
     QUAD_BYTES,
     RING_BYTES,
+    ROWS,
     TOKENS,
     Config,
     Scales,
@@ -78,10 +79,12 @@ def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_
         ValueError: it does not fit.
     """
     part = -(-row_bytes // (QUAD_BYTES * config.cluster)) * QUAD_BYTES
-    found = layout_of(config, m, min(part, row_bytes), ring_bytes)
+    ctas = ctas_of(config, n, count)
+    rows = -(-n * config.cluster // ctas)
+    stages = -(-rows // ROWS) * -(-min(part, row_bytes) // config.part_bytes)
+    found = layout_of(config, m, min(part, row_bytes), ring_bytes, stages)
     if found is None:
         raise ValueError("wants more shared memory than there is")
-    ctas = ctas_of(config, n, count)
     return ctas, found.chunk_bytes, found.stages, found.scales, found.activations, found.ring, found.size
 
 

@@ -1,4 +1,4 @@
-"""The device code of `mm`: the launch, the ring of weights, the loop over tiles, and the sums.
+"""Device code of `mm`: the launch, the ring of weights, the loop over tiles, and the sums.
 
 A CTA has some rows of the weights, in tiles of 8. One warp brings them to shared memory by bulk copies, into a ring of stages, each
 a part of a tile's rows. All other warps have a piece of every stage. The activations lie in shared memory, as operands: they are
@@ -61,12 +61,12 @@ _MADE = 3  # that of the loading warp's mbarriers, for the first warp
 
 
 def host(config: Config) -> Any:
-    """The function that launches a program."""
+    """Returns the function that launches a program."""
     return Mm(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Returns stand-ins for the arguments of `host`'s function."""
     m, n, k = (arguments.size() for _ in range(3))
     stored = cutlass.Uint8 if config.weights == "mxfp4" else type_of(config.dtype if config.weights == "dense" else config.weights)
     depth = arguments.size() if config.weights == "mxfp4" else k
@@ -82,7 +82,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class Mm(Formats):
-    """The kernel of one configuration."""
+    """Launches and runs the kernel of one configuration."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -224,7 +224,7 @@ class Mm(Formats):
 
     @cute.jit
     def advance(self, call: Call, at: Cursor):
-        """The next stage."""
+        """Returns the next stage."""
         stage, phase = at.stage + 1, at.phase
         if stage == call.at.stages:
             stage = Int32(0)
@@ -352,7 +352,7 @@ class Mm(Formats):
 
     @cute.jit
     def add_before(self, call: Call, acc: cute.Tensor, place: Int32):
-        """Takes the sums of the chunks before."""
+        """Adds the sums of the chunks before."""
         for half in cutlass.range_constexpr(self.halves):
             if cute.arch.lane_idx() // 4 + half * 8 < call.m:
                 sums = load_floats("shared", place + half * (8 * 4 * GROUP), 2)
@@ -363,12 +363,12 @@ class Mm(Formats):
 
     @property
     def own_rows(self) -> int:
-        """Rows of a group whose results a CTA of a cluster writes."""
+        """Returns how many rows of a group a CTA of a cluster writes the results of."""
         return GROUP // self.config.cluster
 
     @property
     def step(self) -> int:
-        """Rows of activations whose results all threads write at once."""
+        """Returns how many rows of activations all threads write the results of at once."""
         return self.config.threads // self.own_rows
 
     def row_of(self, call: Call, own: Int32) -> Int32:
@@ -377,7 +377,7 @@ class Mm(Formats):
 
     @cute.jit
     def load_beside(self, call: Call, first: Int32, rows: Int32):
-        """What a thread's numbers are multiplied by, and what is added to them. At the beginning, as it would be waited for."""
+        """Loads the bias and the factor of a thread's results: at the beginning, as the end would wait for them."""
         thread, _, _ = cute.arch.thread_idx()
         row = self.row_of(call, thread % self.own_rows)
         factor = Float32(1.0)
@@ -387,7 +387,7 @@ class Mm(Formats):
 
     @cute.jit
     def finish(self, call: Call, first: Int32, rows: Int32, stored: Any, factor: Float32):
-        """Adds what the warps have, in their order, and then what CTAs have, and writes it."""
+        """Adds the sums of all warps in a fixed order, then those of all CTAs of the cluster, and writes the results."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
@@ -410,7 +410,7 @@ class Mm(Formats):
 
     @cute.jit
     def sum_of(self, call: Call, token: Int32, row: Int32):
-        """Of all warps, in their order."""
+        """Returns the sum over all warps, in a fixed order."""
         total = Float32(0.0)
         for each in cutlass.range_constexpr(self.config.warps):
             total += load_floats("shared", call.at.sums + ((each * call.m + token) * GROUP + row) * 4, 1)
