@@ -95,6 +95,11 @@ class Config:
         return 2 if self.pair else self.cluster
 
     @property
+    def ctas_at_once(self) -> int:
+        """Returns how many CTAs have registers on a multiprocessor at least; a program with scales of blocks takes more."""
+        return 2 if self.tokens == ROWS and self.scales != "block" else 1
+
+    @property
     def threads(self) -> int:
         """Returns the number of threads that compute."""
         return 32 * self.warps

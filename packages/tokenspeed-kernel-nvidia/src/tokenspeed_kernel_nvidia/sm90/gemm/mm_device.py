@@ -24,7 +24,7 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
@@ -126,7 +126,7 @@ class Mm(Formats):
             Table(a_scale, Int64(a_scale_row), Int64(a_scale_column)), Table(b_scale, Int64(b_scale_row), Int64(b_scale_column)),
         ).launch(
             grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), cluster=(config.together, 1, 1), smem=shared_bytes, stream=stream,
-            use_pdl=config.dependent, min_blocks_per_mp=2 if config.tokens == ROWS else 1, preferred_smem_carveout=100,
+            use_pdl=config.dependent, min_blocks_per_mp=config.ctas_at_once, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
@@ -213,11 +213,6 @@ class Mm(Formats):
                 cute.arch.barrier(barrier_id=_MADE, number_of_threads=64)
             if const_expr(config.pair):
                 cute.arch.cluster_wait()  # barriers of both are made
-            # Whatever ran before may have written what is read here.
-            cute.arch.griddepcontrol_wait()
-            if warp == 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(call.ended)
             self.compute(call, warp)
 
     # -- weights -------------------------------------------------------------------------------------------------------------------
@@ -261,8 +256,6 @@ class Mm(Formats):
     def bring(self, call: Call):
         """Brings weights to the ring."""
         config = self.config
-        # The kernel before may have written them.
-        cute.arch.griddepcontrol_wait()
         at = first_to_fill()
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
             rows = cutlass.min(call.rows - begin, GROUP)
@@ -275,6 +268,8 @@ class Mm(Formats):
                     for part in cutlass.range(done, end, config.part_bytes, unroll=1):
                         size = cutlass.min(end - part, config.part_bytes)
                         call.pipe.acquire(at)
+                        # The kernel before may have written them. Here, because all that can be computed before is.
+                        cute.arch.griddepcontrol_wait()
                         # By one lane, and an instruction for each row: their operands are in registers that lanes share.
                         with cute.arch.elect_one():
                             call.pipe.commit(at, count * size)
@@ -305,7 +300,7 @@ class Mm(Formats):
             rows = cutlass.min(call.rows - begin, GROUP)
             first = call.first + begin
             edge = BLOCK - first % BLOCK
-            bias, factor = self.load_beside(call, first, rows)
+            bias, factor = Uint32(0), Float32(1.0)
             done = Int32(0)
             while done < call.row_bytes:
                 end = cutlass.min(done + call.at.chunk_bytes, call.row_bytes)
@@ -313,19 +308,24 @@ class Mm(Formats):
                 if again | const_expr(config.scales in ("block", "mx")):
                     if begin + done > 0:  # until all are done with those before
                         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
-                    self.keep_scales(call, begin, rows, done)
+                    if const_expr(config.scales != "none"):
+                        if begin + done == 0:
+                            self.wait_for_kernel_before(call, warp == 0)
+                        self.keep_scales(call, begin, rows, done)
                     if const_expr(not config.copied):
                         if again:
-                            self.keep_activations(call, done)
+                            self.keep_activations(call, done, (warp == 0) & (begin + done == 0))
                     if begin + done > 0:
                         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
                     else:
                         cute.arch.barrier(barrier_id=_READY, number_of_threads=config.threads + 32)
                     if const_expr(config.copied):
                         if again:
-                            self.copy_activations(call, done, warp)
+                            self.copy_activations(call, done, warp, begin + done == 0)
                             cute.arch.mbarrier_wait(call.activated, turn)
                             turn ^= 1
+                if done == 0:
+                    bias, factor = self.load_beside(call, first, rows)
                 for tile in cutlass.range(0, rows, ROWS, unroll=1):
                     acc.fill(0.0)
                     if done > 0:
@@ -378,6 +378,7 @@ class Mm(Formats):
     @cute.jit
     def load_beside(self, call: Call, first: Int32, rows: Int32):
         """Loads the bias and the factor of a thread's results: at the beginning, as the end would wait for them."""
+        cute.arch.griddepcontrol_wait()
         thread, _, _ = cute.arch.thread_idx()
         row = self.row_of(call, thread % self.own_rows)
         factor = Float32(1.0)

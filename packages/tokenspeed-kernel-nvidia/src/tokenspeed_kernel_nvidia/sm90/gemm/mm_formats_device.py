@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Numeric, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, bulk_load_to_pair, load_words, store_words_shared
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, mma_m16n8k16, store_floats
@@ -41,6 +41,19 @@ def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
         "cvt.rn.bf16x2.f32 {$w0}, f, e; cvt.rn.bf16x2.f32 {$w1}, i, g; }"
     )
     return cute.arch.inline_ptx(halves, write_only_types=[Uint32] * 2, read_only_args=[word])
+
+
+def wait_after(addresses: list[Int64]) -> None:
+    """Waits for the kernel before once some addresses, of which none is 0, have been computed.
+
+    The instruction's predicate asks for them, as the compiler would otherwise wait first and compute them then.
+    """
+    some = addresses[0]
+    for address in addresses[1:]:
+        some = some | address
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b64 p, {$r0}, 0; @p griddepcontrol.wait; }", write_only_types=[], read_only_args=[some]
+    )
 
 
 def scaled_pair(bits: Any, scale: Any) -> Any:
@@ -100,8 +113,24 @@ class Formats:
         return call.at.chunk_bytes + QUAD_BYTES
 
     @cute.jit
-    def keep_activations(self, call: Call, done: Int32):
-        """Stores a chunk of the activations as operands in shared memory, and zeros behind the ends of rows."""
+    def wait_for_kernel_before(self, call: Call, tells: Boolean):
+        """Waits until the kernel before has ended, which may have written whatever is read.
+
+        Args:
+            tells: whether the calling warp ends the first phase of ``call.ended``. One does, when it waits first.
+        """
+        cute.arch.griddepcontrol_wait()
+        if tells:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(call.ended)
+
+    @cute.jit
+    def keep_activations(self, call: Call, done: Int32, first: Boolean):
+        """Stores a chunk of the activations as operands in shared memory, and zeros behind the ends of rows.
+
+        Args:
+            first: whether the calling warp has to tell that the kernel before has ended, if there are no scales.
+        """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         units = call.at.chunk_bytes // LOAD_BYTES
@@ -109,11 +138,17 @@ class Formats:
         turns = 4 if const_expr(self.raw_words == 4) else 2
         for begin in cutlass.range(thread, call.m * units, turns * config.threads, unroll=1):
             raw = cute.make_rmem_tensor((turns, self.raw_words), Uint32)
+            sources = []
+            if const_expr(config.scales == "none"):
+                # Addresses are computed before, so that loads begin at once.
+                sources = [self.source_of(call, begin + turn * config.threads, units, done) for turn in range(turns)]
+                wait_after([from_ for from_, _ in sources])
+                self.wait_for_kernel_before(call, first & (begin == thread))
             for turn in cutlass.range_constexpr(turns):
-                token, unit = self.place_of(call, begin + turn * config.threads, units)
-                live = (token < call.m) & (done + unit * LOAD_BYTES < call.row_bytes)
-                k = (call.begin + done) // LOAD_BYTES + unit
-                from_ = call.a.row(token) + k * (config.elements * config.activation_bytes)
+                if const_expr(config.scales == "none"):
+                    from_, live = sources[turn]
+                else:
+                    from_, live = self.source_of(call, begin + turn * config.threads, units, done)
                 for vector in cutlass.range_constexpr(self.raw_words // 4):
                     words = load_words_if(from_ + vector * 16, live)
                     for word in cutlass.range_constexpr(4):
@@ -127,16 +162,20 @@ class Formats:
                         store_words_shared(to, words[plane * 4 : plane * 4 + 4])
 
     @cute.jit
-    def copy_activations(self, call: Call, done: Int32, warp: Int32):
+    def copy_activations(self, call: Call, done: Int32, warp: Int32, first: Boolean):
         """Starts to copy a chunk of the activations as they are, and stores zeros behind the ends of rows.
 
         A phase of ``call.activated`` ends when they have arrived.
+
+        Args:
+            first: whether it is the first chunk of all.
         """
         pitch = self.activation_pitch(call)
         size = cutlass.min(call.row_bytes - done, call.at.chunk_bytes)
         # What was read here before comes first.
         cute.arch.fence_view_async_shared()
         if warp == 0:
+            self.wait_for_kernel_before(call, first)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(call.activated, call.m * size)
                 if const_expr(self.config.pair):
@@ -154,6 +193,13 @@ class Formats:
                 to = call.at.activations + thread // 16 * pitch + unit * LOAD_BYTES
                 store_words_shared(to, [Uint32(0)] * 4)
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=self.config.threads)
+
+    def source_of(self, call: Call, index: Int32, units: Int32, done: Int32) -> Any:
+        """Returns the address of the index-th unit's activations, and whether there are any."""
+        token, unit = self.place_of(call, index, units)
+        live = (token < call.m) & (done + unit * LOAD_BYTES < call.row_bytes)
+        k = (call.begin + done) // LOAD_BYTES + unit
+        return call.a.row(token) + k * (self.config.elements * self.config.activation_bytes), live
 
     def place_of(self, call: Call, index: Int32, units: Int32):
         """Returns row and unit of the index-th unit of all rows. Float arithmetic is exact: a row has less than 2^17 units."""
