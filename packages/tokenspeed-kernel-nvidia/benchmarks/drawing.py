@@ -127,12 +127,18 @@ def draw(report: Report, title: str, panels: Sequence[Panel], legend: Legend, fi
 
 
 def table(
-    report: Report, shapes: Sequence[str], legend: Legend, *, more: Mapping[str, Callable[[Mapping[str, Any]], str]] | None = None
+    report: Report,
+    shapes: Sequence[str],
+    legend: Legend,
+    *,
+    more: Mapping[str, Callable[[Mapping[str, Any]], str]] | None = None,
+    said: str = "",
 ) -> str:
     """Markdown: on what and how it was measured, one row a shape in microseconds, and the bars with what was measured of them.
 
     Args:
         more: further columns before the times: title, and text from any row of the shape.
+        said: how the times were taken, where that is not `note`.
     """
     metadata, more = report["metadata"], more or {}
     names = [name for name in legend.labels if any(row["kernel"] == name and row["timing"] is not None for row in report["rows"])]
@@ -141,7 +147,7 @@ def table(
         "",
         f"`{metadata['command']}`",
         "",
-        note(report),
+        said or note(report),
         "",
         "| " + " | ".join(["microseconds", *more, *(legend.labels[name] for name in names), "best peer / ours"]) + " |",
         "|---|" + "---|" * (len(more) + len(names) + 1),

@@ -42,7 +42,7 @@ from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import config_of, has_few
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import config_of, sharing_of
 
 _TOUCHED = 130e6  # bytes of weights, of a cache of 50 MB
 _WIDTH = 2880  # numbers in a row of the rmsnorm
@@ -54,7 +54,14 @@ _BETWEEN_IS = (
 # What is changed of the program that serves a call.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "not dependent": {"dependent": False},
-    "no cluster": {"cluster": 1, "loads": 4},
+    "no cluster": {"cluster": 1, "loads": 4, "pair": False},
+    "no prefetch": {"prefetched": 0},
+    "pace 50": {"pace": 50},
+    "pace 100": {"pace": 100},
+    "pace 140": {"pace": 140},
+    "prefetch 64K": {"prefetched": 65536},
+    "12 warps": {"warps": 12, "loads": 3},
+    "6 loads": {"loads": 6},
 }
 
 Inputs = Mapping[str, Any]  # all arguments of the operator
@@ -93,8 +100,8 @@ def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
     operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
     count, row_bytes = _machine.multiprocessors(inputs["a"].get_device()), inputs["b"].shape[0] * inputs["b"].element_size()
     weights, scales = ours.kinds_of(inputs["b"], inputs["b_scale"])
-    few = has_few(weights, n, row_bytes, count)
-    found = config_of(dtype_name(inputs["a"].dtype), weights, scales, dtype_name(inputs["out"].dtype), m, few)
+    sharing = sharing_of(weights, m, n, row_bytes, count)
+    found = config_of(dtype_name(inputs["a"].dtype), weights, scales, dtype_name(inputs["out"].dtype), m, sharing)
     config = dataclasses.replace(found, **changes)
     numbers = ours.numbers_of(config, m, n, row_bytes, count)
     return functools.partial(ours.mm_program(config), *ours.arguments_of(**operands, numbers=numbers))

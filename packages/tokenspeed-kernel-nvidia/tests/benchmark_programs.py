@@ -15,7 +15,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 # These draw with matplotlib.
-DRAWN = ("drawing", "plot", "plot_moe")
+DRAWN = ("drawing", "plot", "plot_moe", "plot_mm")
 
 
 @contextlib.contextmanager

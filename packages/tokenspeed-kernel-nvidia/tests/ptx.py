@@ -216,6 +216,7 @@ class Warp:
         self.at = np.zeros(LANES, np.int64)
         self.done = np.zeros(LANES, bool)
         self.waits_at: int | None = None
+        self.clock = 0
         self.products: list[Product] = []
         self.groups: list[list[Product]] = []
         self.copies: list[list[Callable[[], None]]] = [[] for _ in range(LANES)]
@@ -257,7 +258,10 @@ class Warp:
             return self.registers[operand]
         if operand == "%laneid" or operand == "%tid.x":
             return np.arange(LANES, dtype=np.uint64) + np.uint64(LANES * self.index * (operand == "%tid.x"))
-        if operand == "__dynamic_shmem__0":
+        if operand.startswith("%clock"):
+            self.clock += 100
+            number_of = self.clock
+        elif operand == "__dynamic_shmem__0":
             number_of = SHARED_BASE
         elif operand in self.cta.place:
             number_of = self.cta.place[operand]
@@ -494,17 +498,29 @@ class Warp:
         return self.cta.memory if space == "global" else self.cta.shared, addresses, vector, size
 
     def _bulk_copy(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
+        if "prefetch" in words:
+            sources, counts = self.address(step.operands[0], "global"), cut(self.value(step.operands[1]), "b32")
+            for lane in np.nonzero(lanes)[0]:
+                self._place_of_bulk(int(sources[lane]), int(counts[lane]))
+            return
         to, barriers = self.address(step.operands[0]), self.address(step.operands[3])
         sources, counts = self.address(step.operands[1], "global"), cut(self.value(step.operands[2]), "b32")
         for lane in np.nonzero(lanes)[0]:
             numbers = (int(x[lane]) for x in (to, sources, counts, barriers))
-            self.cta.copies.append(partial(self._deliver_bulk, *numbers))
+            mask = int(self.value(step.operands[4])[lane]) if "multicast::cluster" in words else 1 << self.cta.peers.index(self.cta)
+            arguments = tuple(numbers)
+            for rank, peer in enumerate(self.cta.peers):
+                if mask >> rank & 1:
+                    peer.copies.append(partial(self._deliver_bulk, peer, *arguments))
 
-    def _deliver_bulk(self, to: int, source: int, count: int, barrier: int) -> None:
-        assert count > 0 == to % 16 == source % 16 == count % 16, "a bulk copy that is not of 16 bytes each"
-        shared, memory = self.cta.shared, self.cta.memory
-        shared.data[shared.place(to, count)] = memory.data[memory.place(source, count)]
-        self.cta.mbarriers[barrier].arrive(0, arrived=count)
+    def _place_of_bulk(self, source: int, count: int) -> slice:
+        assert count > 0 == source % 16 == count % 16, "a bulk copy that is not of 16 bytes each"
+        return self.cta.memory.place(source, count)
+
+    def _deliver_bulk(self, cta: Cta, to: int, source: int, count: int, barrier: int) -> None:
+        assert to % 16 == 0, "a bulk copy that is not of 16 bytes each"
+        cta.shared.data[cta.shared.place(to, count)] = self.cta.memory.data[self._place_of_bulk(source, count)]
+        cta.mbarriers[barrier].arrive(0, arrived=count)
 
     def _copy(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
         to, sources, counts = self.address(step.operands[0]), self.address(step.operands[1], "global"), self.value(step.operands[3])

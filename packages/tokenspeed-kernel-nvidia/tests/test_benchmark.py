@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.operator import get_operator
 
 from .benchmark_programs import FOLDER, loaded, measure_on_the_cpu
 
-NAMES = ("measuring", "shapes", "contestants", "bars", "h200", "mm_shapes", "h200_mm", "plot")
+NAMES = ("measuring", "shapes", "contestants", "bars", "h200", "mm_shapes", "h200_mm", "plot", "plot_mm")
 
 
 @pytest.fixture
@@ -389,6 +389,30 @@ def test_products_are_measured(modules: dict[str, ModuleType], monkeypatch: pyte
     head, *lines = h200_mm.short_table(made["rows"]).splitlines()
     assert head.split() == ["us", "floor", "ours", "torch", "wrong"]
     assert [line.split()[-2:] for line in lines] == [["21.00", "-"]] * 2
+    if "plot_mm" in modules:
+        plot = modules["plot_mm"]
+        for name in ("a.svg", "b.svg"):
+            plot.main([str(tmp_path / "report.json"), "--output", str(tmp_path / name)])
+        assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+        rows = plot.table(made).splitlines()
+        assert "| GPT-OSS-120B qkv x 1 | 0.000706 | 21 | 21 | 21 | 21 | 1.00 |" in rows
+        assert any(line.startswith("| GPT-OSS-120B qkv x 16: us | at most 8.97 | 21 | missed |") for line in rows)
+
+
+def test_the_committed_report_of_products(modules: dict[str, ModuleType]) -> None:
+    """It is of these shapes and bars, and the README shows it."""
+    file = FOLDER / "h200_mm.json"
+    if not file.exists():
+        pytest.skip("nothing has been measured yet")
+    report, measuring = json.loads(file.read_text()), modules["measuring"]
+    assert {row["case"] for row in report["rows"]} <= {shape.name for shape in modules["mm_shapes"].SHAPES}
+    judged = modules["mm_shapes"].judge(
+        measuring.times_of(report["rows"]), measuring.errors_of(report["rows"]), measuring.absent_of(report["rows"])
+    )
+    assert report["bars"] == json.loads(json.dumps(judged))
+    if "plot_mm" in modules:
+        plot = modules["plot_mm"]
+        assert plot.MARKS.inside((FOLDER.parent / "README.md").read_text()) == plot.section(report, "benchmarks/h200_mm.svg")
 
 
 def test_the_commit_of_a_copy(modules: dict[str, ModuleType]) -> None:

@@ -29,8 +29,8 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     SHARED_BYTES,
     STAGES,
     every_config,
-    has_few,
     layout_of,
+    sharing_of,
 )
 
 DTYPES = sorted(HALVES, key=str)
@@ -366,13 +366,18 @@ def test_configurations() -> None:
             assert layout.activations + config.planes * m * (layout.chunk_bytes + 64) <= layout.ring
 
 
-def test_few_rows_are_shared() -> None:
-    """Where each CTA of a cluster has a part of them, and a cluster's are one group."""
-    assert has_few("dense", 128, 5760, 132)
-    assert has_few("dense", 640, 3584, 132)
-    assert not has_few("dense", 641, 5760, 132)
-    assert not has_few("dense", 128, 3583, 132)
-    assert not has_few("mxfp4", 128, 5760, 132)
+def test_what_clusters_share() -> None:
+    """Few rows of weights, where each CTA of a cluster has a part of them and a cluster's are one group; or many activations."""
+    assert sharing_of("dense", 1, 128, 5760, 132) == "weights"
+    assert sharing_of("dense", 16, 640, 3584, 132) == "weights"
+    assert sharing_of("dense", 16, 641, 5760, 132) == "activations"
+    assert sharing_of("dense", 8, 641, 5760, 132) == ""
+    assert sharing_of("dense", 8, 128, 3583, 132) == ""
+    assert sharing_of("dense", 16, 131, 64, 132) == ""  # a CTA of a pair would have no row
+    assert sharing_of("mxfp4", 16, 128, 5760, 132) == ""
+    # Not all of a row's activations have room.
+    assert sharing_of("dense", 16, 5120, 8192, 132) == "activations"
+    assert sharing_of("dense", 16, 5120, 16384, 132) == ""
     for quads in range(CLUSTER * (CLUSTER - 1), 200):
         part = -(-quads // CLUSTER)
         assert part * (CLUSTER - 1) < quads
@@ -409,8 +414,8 @@ def test_what_is_asked_for_is_compiled_ahead_of_time(asked: list[tuple[Any, tupl
         assert out.dtype == (out_dtype or dtype)
         assert len(numbers) == 15
         ctas, size = numbers[8], numbers[-1]
-        assert 1 <= ctas <= min(config.cluster * n, 132)
-        assert ctas % config.cluster == 0
+        assert 1 <= ctas <= min(config.together * n, 132)
+        assert ctas % config.together == 0
         assert size <= SHARED_BYTES
 
 

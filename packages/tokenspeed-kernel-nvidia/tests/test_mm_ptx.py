@@ -68,12 +68,12 @@ def table_of(memory: Memory, scale: Tensor | None) -> list[int]:
     return [memory.put(bytes_of(stored)), row, column]
 
 
-def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, few: bool = False, seed: int = 0) -> None:
+def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, sharing: Any = "", seed: int = 0) -> None:
     made, dtype = CALLS[name]
     given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, seed))
     a, b, bias = (given[each] for each in ("a", "b", "bias"))
     weights, scales = kinds_of(b, given["b_scale"])
-    config = config_of(dtype_name(a.dtype), weights, scales, dtype_name(dtype), m, few)
+    config = config_of(dtype_name(a.dtype), weights, scales, dtype_name(dtype), m, sharing)
     memory = Memory(1 << 24, ptx.GLOBAL_BASE)
     row_bytes = b.shape[0] * b.element_size()
     out = memory.put(np.full(m * n * dtype.itemsize, 0x44, np.uint8))
@@ -88,7 +88,7 @@ def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, few: bool = Fa
         16.0 / layout.chunk_bytes, layout.scales, layout.activations, out, n, 1,
         *([0, 0] if bias is None else [memory.put(bytes_of(bias)), KINDS[bias.dtype]]), *scales_of,
     ]  # fmt: skip
-    ptx.launch(texts(config), arguments, config.threads + 32, (ctas,), memory, random.Random(seed), config.cluster)
+    ptx.launch(texts(config), arguments, config.threads + 32, (ctas,), memory, random.Random(seed), config.together)
     got = torch.from_numpy(memory.get(out, np.uint8, m * n * dtype.itemsize)).view(dtype).view(m, n)
     wide_a, wide_b = decode_operands("mm", a, b, given["a_scale"], given["b_scale"])
     wanted = wide_a.double() @ wide_b.double() + (0 if bias is None else bias.double())
@@ -117,8 +117,14 @@ def test_several_groups_and_chunks(texts: Any, m: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("n", [7, 39])
 def test_clusters(texts: Any, m: int, n: int) -> None:
     """CTAs share rows; the last has less of each. Some have no rows to write."""
-    run(texts, "dense bfloat16", m, 1856, n, CLUSTER, few=True)
+    run(texts, "dense bfloat16", m, 1856, n, CLUSTER, "weights")
 
 
 def test_two_clusters(texts: Any) -> None:
-    run(texts, "dense float16", 3, 1792, 11, 2 * CLUSTER, few=True)
+    run(texts, "dense float16", 3, 1792, 11, 2 * CLUSTER, "weights")
+
+
+def test_pairs(texts: Any) -> None:
+    """Two CTAs bring the activations for both."""
+    run(texts, "dense bfloat16", 11, 288, 21, 4, "activations")
+    run(texts, "dense float16", 16, 1056, 9, 2, "activations")

@@ -63,6 +63,23 @@ def bulk_load(to: Any, source: Any, count: Any, barrier: Any, *, once: bool = Tr
     )
 
 
+def prefetch_bulk(source: Any, count: Any) -> None:
+    """Starts to bring bytes of global memory to the L2 cache; both numbers are multiples of 16.
+
+    Whatever others write there afterwards is seen all the same, because all multiprocessors share that cache.
+    """
+    cute.arch.inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[source, count])
+
+
+def bulk_load_to_pair(to: Any, source: Any, count: Any, barrier: Any) -> None:
+    """Starts a copy to both CTAs of a cluster of two, to the same places; see `bulk_load`. Each CTA's barrier counts its bytes."""
+    cute.arch.inline_ptx(
+        "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}], both; }",
+        read_only_args=[to, source, count, barrier],
+    )
+
+
 def load_words(space: str, address: Any, count: int) -> Any:
     """1, 2 or 4 neighbouring words."""
     if count == 1:

@@ -34,15 +34,16 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     ELEMENTS,
     QUAD_BYTES,
     RING_BYTES,
+    ROWS,
     TOKENS,
     Config,
     Scales,
     Weights,
     config_of,
     every_config,
-    has_few,
     layout_of,
     results_of,
+    sharing_of,
 )
 
 E4M3 = torch.float8_e4m3fn
@@ -63,7 +64,7 @@ def _launch_of(
 ) -> tuple[Launch, tuple[int, ...]]:
     """The program, and the numbers of a launch that depend on sizes alone."""
     count = multiprocessors(device)
-    config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, has_few(weights, n, row_bytes, count))
+    config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, sharing_of(weights, m, n, row_bytes, count))
     return mm_program(config), numbers_of(config, m, n, row_bytes, count)
 
 
@@ -78,16 +79,18 @@ def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_
         ValueError: it does not fit.
     """
     part = -(-row_bytes // (QUAD_BYTES * config.cluster)) * QUAD_BYTES
-    found = layout_of(config, m, min(part, row_bytes), ring_bytes)
+    ctas = ctas_of(config, n, count)
+    rows = -(-n * config.cluster // ctas)
+    stages = -(-rows // ROWS) * -(-min(part, row_bytes) // config.part_bytes)
+    found = layout_of(config, m, min(part, row_bytes), ring_bytes, stages)
     if found is None:
         raise ValueError("wants more shared memory than there is")
-    ctas = ctas_of(config, n, count)
     return ctas, found.chunk_bytes, found.stages, found.scales, found.activations, found.ring, found.size
 
 
 def ctas_of(config: Config, n: int, count: int) -> int:
     """CTAs of a launch: no more than multiprocessors, whole clusters, and none without rows."""
-    return config.cluster * min(n, count // config.cluster)
+    return config.together * min(n, count // config.together)
 
 
 def _table(scale: Tensor | None) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The device code of `mm`: the launch, the ring of weights, the loop over tiles, and the sums.
+"""Device code of `mm`: the launch, the ring of weights, the loop over tiles, and the sums.
 
 A CTA has some rows of the weights, in tiles of 8. One warp brings them to shared memory by bulk copies, into a ring of stages, each
 a part of a tile's rows. All other warps have a piece of every stage. The activations lie in shared memory, as operands: they are
@@ -24,11 +24,11 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, prefetch_bulk
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, first_to_fill, first_to_read
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, store_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
@@ -36,6 +36,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     GROUP,
     HEAD_BYTES,
     LOAD_BYTES,
+    PIECE_BYTES,
     QUAD_BYTES,
     ROWS,
     STAGES,
@@ -50,23 +51,22 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Vector,
     load_float_if,
     of_rank,
-    read_float,
     send_float,
     store_number,
     type_of,
-    write_float,
 )
 
 _READY = 1  # the barrier of what all need to begin
+_MADE = 3  # that of the loading warp's mbarriers, for the first warp
 
 
 def host(config: Config) -> Any:
-    """The function that launches a program."""
+    """Returns the function that launches a program."""
     return Mm(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Returns stand-ins for the arguments of `host`'s function."""
     m, n, k = (arguments.size() for _ in range(3))
     stored = cutlass.Uint8 if config.weights == "mxfp4" else type_of(config.dtype if config.weights == "dense" else config.weights)
     depth = arguments.size() if config.weights == "mxfp4" else k
@@ -82,7 +82,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
 
 
 class Mm(Formats):
-    """The kernel of one configuration."""
+    """Launches and runs the kernel of one configuration."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -125,8 +125,8 @@ class Mm(Formats):
             Table(out.iterator.toint(), out.stride[0], out.stride[1]), Vector(bias, bias_kind),
             Table(a_scale, Int64(a_scale_row), Int64(a_scale_column)), Table(b_scale, Int64(b_scale_row), Int64(b_scale_column)),
         ).launch(
-            grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), cluster=(config.cluster, 1, 1), smem=shared_bytes, stream=stream,
-            use_pdl=config.dependent, min_blocks_per_mp=2 if config.tokens == ROWS else 1, preferred_smem_carveout=100,
+            grid=(ctas, 1, 1), block=(config.threads + 32, 1, 1), cluster=(config.together, 1, 1), smem=shared_bytes, stream=stream,
+            use_pdl=config.dependent, min_blocks_per_mp=config.ctas_at_once, preferred_smem_carveout=100,
         )  # fmt: skip
 
     @cute.kernel
@@ -168,6 +168,8 @@ class Mm(Formats):
             cta = cta // config.cluster
             begin = rank * part
             row_bytes = cutlass.min(part, row_bytes - begin)
+        if const_expr(config.pair):
+            rank = cta % 2
         barriers = cute.arch.get_dyn_smem(Int64, alignment=128)
         base = barriers.toint()
         gathered = base + HEAD_BYTES + config.warps * m * (GROUP * 4)
@@ -175,6 +177,7 @@ class Mm(Formats):
             a, weights, out, begin, row_bytes, bias, a_scale, b_scale, m, n, cta * share + cutlass.min(cta, more),
             share + cutlass.select_(cta < more, Int32(1), Int32(0)), rank, units_inverse,
             Pipeline(Barriers(barriers), Barriers(barriers + STAGES)), barriers + 2 * STAGES, barriers + 2 * STAGES + 1,
+            barriers + 2 * STAGES + 2,
             Places(
                 base + HEAD_BYTES, base + scales_at, base + activations_at, base + ring_at, gathered,
                 base + HEAD_BYTES - LOAD_BYTES, chunk_bytes, stages,
@@ -187,31 +190,36 @@ class Mm(Formats):
                 for stage in cutlass.range_constexpr(STAGES):
                     call.pipe.init(stage, config.warps)
                 cute.arch.mbarrier_init(call.activated, 1)
+                cute.arch.mbarrier_init(call.ended, 1)
                 if const_expr(config.cluster > 1):
                     cute.arch.mbarrier_init(call.arrived, 1)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            if const_expr(config.cluster > 1):
+            if const_expr(config.together > 1):
                 cute.arch.cluster_arrive()
             cute.arch.barrier_arrive(barrier_id=_READY, number_of_threads=config.threads + 32)
+            cute.arch.barrier_arrive(barrier_id=_MADE, number_of_threads=64)
+            if const_expr(config.prefetched > 0):
+                self.prefetch(call)
             self.bring(call)
-            if const_expr(config.cluster > 1):
+            if const_expr(config.together > 1):
                 cute.arch.cluster_wait()
         else:
-            if const_expr(config.cluster > 1):
+            if const_expr(config.together > 1):
                 cute.arch.cluster_arrive_relaxed()
             if warp == 0:
                 if lane < LOAD_BYTES // 4:
-                    write_float(call.at.zeros + lane * 4, Float32(0.0))
-            # Whatever ran before may have written what is read here.
-            cute.arch.griddepcontrol_wait()
+                    store_floats("shared", call.at.zeros + lane * 4, [Float32(0.0)])
+                cute.arch.barrier(barrier_id=_MADE, number_of_threads=64)
+            if const_expr(config.pair):
+                cute.arch.cluster_wait()  # barriers of both are made
             self.compute(call, warp)
 
     # -- weights -------------------------------------------------------------------------------------------------------------------
 
     @cute.jit
     def advance(self, call: Call, at: Cursor):
-        """The next stage."""
+        """Returns the next stage."""
         stage, phase = at.stage + 1, at.phase
         if stage == call.at.stages:
             stage = Int32(0)
@@ -219,11 +227,35 @@ class Mm(Formats):
         return Cursor(stage, phase)
 
     @cute.jit
+    def prefetch(self, call: Call):
+        """Brings weights to the L2 cache, piece by piece, until the kernel before has ended.
+
+        It may be writing them: that is seen, because nothing is read to this multiprocessor.
+        """
+        config = self.config
+        ended = Barriers(call.ended)
+        begin = Cursor(Int32(0), Int32(0))
+        row, done, left = Int32(0), Int32(0), Int32(config.prefetched)
+        due = Int32(cute.arch.clock())
+        over = ended.poll(begin)
+        while (row < call.rows) & (left > 0) & (not over):
+            size = cutlass.min(call.row_bytes - done, PIECE_BYTES)
+            with cute.arch.elect_one():
+                prefetch_bulk(call.weights.row(call.first + row) + Int64(call.begin + done), size)
+            due += size * config.pace // 1024
+            left -= size
+            done += size
+            if done >= call.row_bytes:
+                row += 1
+                done = Int32(0)
+            over = ended.poll(begin)
+            while (Int32(cute.arch.clock()) - due < 0) & (not over):
+                over = ended.poll(begin)
+
+    @cute.jit
     def bring(self, call: Call):
         """Brings weights to the ring."""
         config = self.config
-        # The kernel before may have written them.
-        cute.arch.griddepcontrol_wait()
         at = first_to_fill()
         for begin in cutlass.range(0, call.rows, GROUP, unroll=1):
             rows = cutlass.min(call.rows - begin, GROUP)
@@ -236,6 +268,8 @@ class Mm(Formats):
                     for part in cutlass.range(done, end, config.part_bytes, unroll=1):
                         size = cutlass.min(end - part, config.part_bytes)
                         call.pipe.acquire(at)
+                        # The kernel before may have written them. Here, because all that can be computed before is.
+                        cute.arch.griddepcontrol_wait()
                         # By one lane, and an instruction for each row: their operands are in registers that lanes share.
                         with cute.arch.elect_one():
                             call.pipe.commit(at, count * size)
@@ -266,7 +300,7 @@ class Mm(Formats):
             rows = cutlass.min(call.rows - begin, GROUP)
             first = call.first + begin
             edge = BLOCK - first % BLOCK
-            bias, factor = self.load_beside(call, first, rows)
+            bias, factor = Uint32(0), Float32(1.0)
             done = Int32(0)
             while done < call.row_bytes:
                 end = cutlass.min(done + call.at.chunk_bytes, call.row_bytes)
@@ -274,19 +308,24 @@ class Mm(Formats):
                 if again | const_expr(config.scales in ("block", "mx")):
                     if begin + done > 0:  # until all are done with those before
                         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
-                    self.keep_scales(call, begin, rows, done)
+                    if const_expr(config.scales != "none"):
+                        if begin + done == 0:
+                            self.wait_for_kernel_before(call, warp == 0)
+                        self.keep_scales(call, begin, rows, done)
                     if const_expr(not config.copied):
                         if again:
-                            self.keep_activations(call, done)
+                            self.keep_activations(call, done, (warp == 0) & (begin + done == 0))
                     if begin + done > 0:
                         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
                     else:
                         cute.arch.barrier(barrier_id=_READY, number_of_threads=config.threads + 32)
                     if const_expr(config.copied):
                         if again:
-                            self.copy_activations(call, done, warp)
+                            self.copy_activations(call, done, warp, begin + done == 0)
                             cute.arch.mbarrier_wait(call.activated, turn)
                             turn ^= 1
+                if done == 0:
+                    bias, factor = self.load_beside(call, first, rows)
                 for tile in cutlass.range(0, rows, ROWS, unroll=1):
                     acc.fill(0.0)
                     if done > 0:
@@ -313,7 +352,7 @@ class Mm(Formats):
 
     @cute.jit
     def add_before(self, call: Call, acc: cute.Tensor, place: Int32):
-        """Takes the sums of the chunks before."""
+        """Adds the sums of the chunks before."""
         for half in cutlass.range_constexpr(self.halves):
             if cute.arch.lane_idx() // 4 + half * 8 < call.m:
                 sums = load_floats("shared", place + half * (8 * 4 * GROUP), 2)
@@ -324,19 +363,24 @@ class Mm(Formats):
 
     @property
     def own_rows(self) -> int:
-        """Rows of a group whose results a CTA of a cluster writes."""
+        """Returns how many rows of a group a CTA of a cluster writes the results of."""
         return GROUP // self.config.cluster
 
     @property
     def step(self) -> int:
-        """Rows of activations whose results all threads write at once."""
+        """Returns how many rows of activations all threads write the results of at once."""
         return self.config.threads // self.own_rows
+
+    def row_of(self, call: Call, own: Int32) -> Int32:
+        """Returns the row of a group that is the CTA's ``own``-th: those of a cluster take turns, and so have equally many."""
+        return own * self.config.cluster + call.rank if self.config.cluster > 1 else own
 
     @cute.jit
     def load_beside(self, call: Call, first: Int32, rows: Int32):
-        """What a thread's numbers are multiplied by, and what is added to them. At the beginning, as it would be waited for."""
+        """Loads the bias and the factor of a thread's results: at the beginning, as the end would wait for them."""
+        cute.arch.griddepcontrol_wait()
         thread, _, _ = cute.arch.thread_idx()
-        row = call.rank * self.own_rows + thread % self.own_rows
+        row = self.row_of(call, thread % self.own_rows)
         factor = Float32(1.0)
         if const_expr(self.config.scales == "row"):
             factor = load_float_if(call.b_scale.at(Int32(0), first + row, 4), row < rows)
@@ -344,33 +388,33 @@ class Mm(Formats):
 
     @cute.jit
     def finish(self, call: Call, first: Int32, rows: Int32, stored: Any, factor: Float32):
-        """Adds what the warps have, in their order, and then what CTAs have, and writes it."""
+        """Adds the sums of all warps in a fixed order, then those of all CTAs of the cluster, and writes the results."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
         if const_expr(config.cluster > 1):
             self.send(call, rows)
         own = thread % self.own_rows
-        row = call.rank * self.own_rows + own
+        row = self.row_of(call, own)
         bias = call.bias.number(stored)
         if (row < rows) & (thread < self.step * self.own_rows):
             for token in cutlass.range(thread // self.own_rows, call.m, self.step, unroll=1):
                 total = Float32(0.0)
                 if const_expr(config.cluster > 1):
                     for each in cutlass.range_constexpr(config.cluster):
-                        total += read_float(call.at.gathered + ((each * call.m + token) * self.own_rows + own) * 4)
+                        total += load_floats("shared", call.at.gathered + ((each * call.m + token) * self.own_rows + own) * 4, 1)
                 else:
                     total = self.sum_of(call, token, row)
                 if const_expr(config.scales == "row" and config.activation_bytes == 1):
-                    total *= read_float(call.at.scales + token * 4)
+                    total *= load_floats("shared", call.at.scales + token * 4, 1)
                 store_number(call.out.at(token, first + row, self.out.width // 8), total * factor + bias, self.out)
 
     @cute.jit
     def sum_of(self, call: Call, token: Int32, row: Int32):
-        """Of all warps, in their order."""
+        """Returns the sum over all warps, in a fixed order."""
         total = Float32(0.0)
         for each in cutlass.range_constexpr(self.config.warps):
-            total += read_float(call.at.sums + ((each * call.m + token) * GROUP + row) * 4)
+            total += load_floats("shared", call.at.sums + ((each * call.m + token) * GROUP + row) * 4, 1)
         return total
 
     @cute.jit
@@ -379,14 +423,14 @@ class Mm(Formats):
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         if thread == 0:
-            own = cutlass.max(cutlass.min(rows - call.rank * self.own_rows, self.own_rows), 0)
+            own = (rows - call.rank + (config.cluster - 1)) // config.cluster
             cute.arch.mbarrier_arrive_and_expect_tx(call.arrived, own * call.m * (config.cluster * 4))
         cute.arch.cluster_wait()  # barriers of all are made
         for index in cutlass.range(thread, call.m * GROUP, config.threads, unroll=1):
             token, row = index // GROUP, index % GROUP
             if row < rows:
-                to = row // self.own_rows
-                place = (call.rank * call.m + token) * self.own_rows + row % self.own_rows
+                to = row % config.cluster
+                place = (call.rank * call.m + token) * self.own_rows + row // config.cluster
                 there = of_rank(call.at.gathered + place * 4, to)
                 send_float(there, self.sum_of(call, token, row), of_rank(call.arrived.toint(), to))
         cute.arch.mbarrier_wait(call.arrived, 0)

@@ -1,4 +1,4 @@
-"""What `mm_device` multiplies: activations and weights as operands of instructions, and their scales.
+"""Operands of the instructions of `mm_device`, made of activations and weights, and their scales.
 
 A lane's 16 bytes of weights are 8, 16 or 32 neighbours along k. The instructions take them in pairs, in the order in which decoding
 gives them; activations are put into the same order.
@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Numeric, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Int64, Numeric, Uint32, const_expr, cute
 
-from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, load_words, store_words_shared
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import mma_m16n8k16
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, bulk_load_to_pair, load_words, store_words_shared
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, mma_m16n8k16, store_floats
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import BLOCK, GROUP, LOAD_BYTES, QUAD_BYTES, Config
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     Call,
@@ -22,10 +22,8 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_memory_device import (
     load_float_if,
     load_words_if,
     read_byte,
-    read_float,
     type_of,
     write_byte,
-    write_float,
 )
 
 COMPUTING = 2  # the barrier of warps that compute
@@ -33,7 +31,7 @@ TWO_126 = 0x7E807E80  # 2^126, twice, in bfloat16
 
 
 def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
-    """Four e4m3 numbers as two pairs."""
+    """Converts four e4m3 numbers to two pairs."""
     halves = (
         "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }"
         if dtype is cutlass.Float16
@@ -45,8 +43,21 @@ def widen_fp8(dtype: type[Numeric], word: Any) -> Any:
     return cute.arch.inline_ptx(halves, write_only_types=[Uint32] * 2, read_only_args=[word])
 
 
+def wait_after(addresses: list[Int64]) -> None:
+    """Waits for the kernel before once some addresses, of which none is 0, have been computed.
+
+    The instruction's predicate asks for them, as the compiler would otherwise wait first and compute them then.
+    """
+    some = addresses[0]
+    for address in addresses[1:]:
+        some = some | address
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.b64 p, {$r0}, 0; @p griddepcontrol.wait; }", write_only_types=[], read_only_args=[some]
+    )
+
+
 def scaled_pair(bits: Any, scale: Any) -> Any:
-    """A pair of bfloat16, times 2^126, times a pair."""
+    """Multiplies a pair of bfloat16 by 2^126 and by another pair."""
     return cute.arch.inline_ptx(
         f"{{ .reg .b32 t; mov.b32 t, {TWO_126}; mul.rn.bf16x2 t, {{$r0}}, t; mul.rn.bf16x2 {{$w0}}, t, {{$r1}}; }}",
         write_only_types=[Uint32],
@@ -55,12 +66,12 @@ def scaled_pair(bits: Any, scale: Any) -> Any:
 
 
 def permute_bytes(x: Any, y: Any, order: int) -> Any:
-    """Four of the bytes of two words, by the digits of ``order``."""
+    """Puts four of the bytes of two words together; the digits of ``order`` say which."""
     return cute.arch.inline_ptx(f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};", write_only_types=[Uint32], read_only_args=[x, y])
 
 
 def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
-    """Eight e2m1 codes, times a scale: pairs of the numbers j and j + 4.
+    """Converts eight e2m1 codes and multiplies them by a scale; a pair holds the numbers j and j + 4.
 
     A code's sign is brought to a bfloat16's, its other three bits to where exponent and mantissa meet: that number is 2^-126 times
     the code's. 2^126 and the scale are two factors, because their product may be too large.
@@ -74,7 +85,7 @@ def widen_mxfp4(word: Any, scale: Any) -> list[Any]:
 
 
 def permuted(words: list[Any]) -> list[Any]:
-    """Pairs of neighbours as pairs of the numbers j and j + 4 of eight."""
+    """Turns pairs of neighbours into pairs of the numbers j and j + 4 of eight."""
     pairs = []
     for eight in range(0, len(words), 4):
         for low in range(2):
@@ -84,7 +95,7 @@ def permuted(words: list[Any]) -> list[Any]:
 
 
 class Formats:
-    """Activations, weights and scales of a configuration."""
+    """Loads and converts activations, weights and scales for a configuration."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -98,12 +109,28 @@ class Formats:
     # Each plane has some words of all units: 16 bytes of weights are a unit. So lanes that read neighbours read all banks.
 
     def activation_pitch(self, call: Call):
-        """Bytes from one row to the next."""
+        """Returns the bytes from one row to the next in a plane."""
         return call.at.chunk_bytes + QUAD_BYTES
 
     @cute.jit
-    def keep_activations(self, call: Call, done: Int32):
-        """Brings those of a chunk to shared memory, as operands; zeros where rows have ended."""
+    def wait_for_kernel_before(self, call: Call, tells: Boolean):
+        """Waits until the kernel before has ended, which may have written whatever is read.
+
+        Args:
+            tells: whether the calling warp ends the first phase of ``call.ended``. One does, when it waits first.
+        """
+        cute.arch.griddepcontrol_wait()
+        if tells:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(call.ended)
+
+    @cute.jit
+    def keep_activations(self, call: Call, done: Int32, first: Boolean):
+        """Stores a chunk of the activations as operands in shared memory, and zeros behind the ends of rows.
+
+        Args:
+            first: whether the calling warp has to tell that the kernel before has ended, if there are no scales.
+        """
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         units = call.at.chunk_bytes // LOAD_BYTES
@@ -111,11 +138,17 @@ class Formats:
         turns = 4 if const_expr(self.raw_words == 4) else 2
         for begin in cutlass.range(thread, call.m * units, turns * config.threads, unroll=1):
             raw = cute.make_rmem_tensor((turns, self.raw_words), Uint32)
+            sources = []
+            if const_expr(config.scales == "none"):
+                # Addresses are computed before, so that loads begin at once.
+                sources = [self.source_of(call, begin + turn * config.threads, units, done) for turn in range(turns)]
+                wait_after([from_ for from_, _ in sources])
+                self.wait_for_kernel_before(call, first & (begin == thread))
             for turn in cutlass.range_constexpr(turns):
-                token, unit = self.place_of(call, begin + turn * config.threads, units)
-                live = (token < call.m) & (done + unit * LOAD_BYTES < call.row_bytes)
-                k = (call.begin + done) // LOAD_BYTES + unit
-                from_ = call.a.row(token) + k * (config.elements * config.activation_bytes)
+                if const_expr(config.scales == "none"):
+                    from_, live = sources[turn]
+                else:
+                    from_, live = self.source_of(call, begin + turn * config.threads, units, done)
                 for vector in cutlass.range_constexpr(self.raw_words // 4):
                     words = load_words_if(from_ + vector * 16, live)
                     for word in cutlass.range_constexpr(4):
@@ -129,18 +162,30 @@ class Formats:
                         store_words_shared(to, words[plane * 4 : plane * 4 + 4])
 
     @cute.jit
-    def copy_activations(self, call: Call, done: Int32, warp: Int32):
-        """Starts to copy those of a chunk, as they are; zeros behind rows' ends. ``call.activated`` ends a phase then."""
+    def copy_activations(self, call: Call, done: Int32, warp: Int32, first: Boolean):
+        """Starts to copy a chunk of the activations as they are, and stores zeros behind the ends of rows.
+
+        A phase of ``call.activated`` ends when they have arrived.
+
+        Args:
+            first: whether it is the first chunk of all.
+        """
         pitch = self.activation_pitch(call)
         size = cutlass.min(call.row_bytes - done, call.at.chunk_bytes)
         # What was read here before comes first.
         cute.arch.fence_view_async_shared()
         if warp == 0:
+            self.wait_for_kernel_before(call, first)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(call.activated, call.m * size)
-                for token in cutlass.range(0, call.m, unroll=1):
-                    from_ = call.a.row(token) + (call.begin + done)
-                    bulk_load(call.at.activations + token * pitch, from_, size, call.activated.toint(), once=False)
+                if const_expr(self.config.pair):
+                    for token in cutlass.range(call.rank, call.m, 2, unroll=1):
+                        to = call.at.activations + token * pitch
+                        bulk_load_to_pair(to, call.a.row(token) + done, size, call.activated.toint())
+                else:
+                    for token in cutlass.range(0, call.m, unroll=1):
+                        from_ = call.a.row(token) + (call.begin + done)
+                        bulk_load(call.at.activations + token * pitch, from_, size, call.activated.toint(), once=False)
         thread, _, _ = cute.arch.thread_idx()
         # A chunk's last part may have no weights at its end.
         for unit in cutlass.range(size // LOAD_BYTES + thread % 16, call.at.chunk_bytes // LOAD_BYTES, 16, unroll=1):
@@ -149,21 +194,28 @@ class Formats:
                 store_words_shared(to, [Uint32(0)] * 4)
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=self.config.threads)
 
+    def source_of(self, call: Call, index: Int32, units: Int32, done: Int32) -> Any:
+        """Returns the address of the index-th unit's activations, and whether there are any."""
+        token, unit = self.place_of(call, index, units)
+        live = (token < call.m) & (done + unit * LOAD_BYTES < call.row_bytes)
+        k = (call.begin + done) // LOAD_BYTES + unit
+        return call.a.row(token) + k * (self.config.elements * self.config.activation_bytes), live
+
     def place_of(self, call: Call, index: Int32, units: Int32):
-        """Row and unit of the index-th unit of all rows. Float arithmetic does: there are less than 2^17 units of a row."""
+        """Returns row and unit of the index-th unit of all rows. Float arithmetic is exact: a row has less than 2^17 units."""
         token = Int32((Float32(index) + Float32(0.5)) * call.units_inverse)
         return token, index - token * units
 
     def ordered(self, raw: list[Any]) -> list[Any]:
-        """Activations as operands."""
+        """Converts activations to operands."""
         if self.config.activation_bytes == 1:
             return [pair for word in raw for pair in widen_fp8(self.dtype, word)]
         return permuted(raw) if self.config.weights == "mxfp4" else raw
 
     def activations_of(self, call: Call, half: int, unit_bytes: Int32):
-        """The operands that belong to a load of weights. ``unit_bytes``: where that begins in the chunk.
+        """Loads the operands that belong to a load of weights, which begins at ``unit_bytes`` in the chunk.
 
-        Lanes of rows that there are not read the last: their results are nobody's.
+        Lanes whose row does not exist read the last row: nobody reads their results.
         """
         row = cutlass.min(cute.arch.lane_idx() // 4 + half * 8, call.m - 1)
         pitch = self.activation_pitch(call)
@@ -176,7 +228,7 @@ class Formats:
 
     @cute.jit
     def keep_scales(self, call: Call, begin: Int32, rows: Int32, done: Int32):
-        """Brings those of a group's rows and a chunk to shared memory.
+        """Stores the scales of a group's rows and a chunk in shared memory.
 
         Args:
             begin: the first of the group's rows, among this CTA's.
@@ -186,7 +238,9 @@ class Formats:
         thread, _, _ = cute.arch.thread_idx()
         if const_expr(config.scales == "row" and config.activation_bytes == 1):
             if thread < call.m:
-                write_float(call.at.scales + thread * 4, load_float_if(call.a_scale.at(thread, Int32(0), 4), thread < call.m))
+                store_floats(
+                    "shared", call.at.scales + thread * 4, [load_float_if(call.a_scale.at(thread, Int32(0), 4), thread < call.m)]
+                )
         if const_expr(config.scales == "block"):
             blocks = call.at.chunk_bytes // BLOCK
             first = (call.begin + done) // BLOCK
@@ -203,7 +257,7 @@ class Formats:
                 else:
                     if const_expr(config.activation_bytes == 1):
                         number = load_float_if(call.a_scale.at(which - 2, block, 4), inside)
-                write_float(call.at.scales + index * 4, number)
+                store_floats("shared", call.at.scales + index * 4, [number])
         if const_expr(config.scales == "mx"):
             units = call.at.chunk_bytes // LOAD_BYTES
             first = (call.begin + done) // LOAD_BYTES
@@ -219,10 +273,10 @@ class Formats:
                         write_byte(call.at.scales + index + turn * config.threads, found[turn])
 
     def scale_of(self, call: Call, row: Int32, unit_bytes: Int32):
-        """In mxfp4, that of a load: its byte. ``row``: in the group."""
+        """Loads the scale of a load of mxfp4, a byte; None for other weights. ``row`` counts in the group."""
         if self.config.scales != "mx":
             return None
-        # Rows of a tile that there are not may lie behind all.
+        # A tile may have rows behind the last of the group.
         row = cutlass.min(row, GROUP - 1)
         return read_byte(call.at.scales + row * (call.at.chunk_bytes // LOAD_BYTES) + unit_bytes // LOAD_BYTES)
 
@@ -250,10 +304,10 @@ class Formats:
                 apart = self.chain(x, words, [[Float32(0.0)] * 4] * 2)
                 blocks = call.at.chunk_bytes // BLOCK
                 place = call.at.scales + (here - lane % 4 * LOAD_BYTES) // BLOCK * 4
-                pair = [read_float(place), read_float(place + blocks * 4)]
+                pair = [load_floats("shared", place, 1), load_floats("shared", place + blocks * 4, 1)]
                 for half in cutlass.range_constexpr(self.halves):
                     token = cutlass.min(lane // 4 + half * 8, call.m - 1)
-                    other = read_float(place + (2 + token) * blocks * 4)
+                    other = load_floats("shared", place + (2 + token) * blocks * 4, 1)
                     for column in cutlass.range_constexpr(2):
                         scale = cutlass.select_(row + (lane % 4 * 2 + column) < edge, pair[0], pair[1])
                         index = 2 * half + column
@@ -264,7 +318,7 @@ class Formats:
             acc[index] = sums[0][index] + sums[1][index]
 
     def widened(self, words: Any, byte: Any) -> Any:
-        """A load of weights as operands."""
+        """Converts a load of weights to operands."""
         if self.config.weights == "mxfp4":
             # An e8m0 is the exponent field of a bfloat16, but for 2^-127, which is denormal, and NaN.
             bits = (byte << 7) | cutlass.select_((byte == 0) | (byte == 255), Uint32(0x40), Uint32(0))
@@ -275,7 +329,7 @@ class Formats:
         return words
 
     def chain(self, x: list, weights: Any, sums: Any) -> Any:
-        """Both chains of products with a load of weights."""
+        """Adds the products with a load of weights to both chains."""
         zero = Uint32(0)
         sums = [*sums]
         for step in range(self.words // 2):

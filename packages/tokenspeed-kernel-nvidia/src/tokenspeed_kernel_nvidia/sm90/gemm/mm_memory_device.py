@@ -22,7 +22,10 @@ def type_of(name: str) -> type[Numeric]:
 
 
 def load_words_if(address: Any, condition: Boolean) -> Any:
-    """Four neighbouring words of global memory, or zeros. Not by ".nc", as the kernel before may have written them."""
+    """Loads four neighbouring words of global memory, or gives zeros.
+
+    It does not say ".nc", as the kernel before may have written them.
+    """
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
         "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
@@ -33,27 +36,17 @@ def load_words_if(address: Any, condition: Boolean) -> Any:
 
 
 def read_byte(address: Int32) -> Any:
-    """A byte of shared memory."""
+    """Loads a byte of shared memory."""
     return cute.arch.inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
 
 
 def write_byte(address: Int32, value: Any) -> None:
-    """A byte, to shared memory."""
+    """Stores a byte in shared memory."""
     cute.arch.inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
-def read_float(address: Int32) -> Any:
-    """A number of shared memory."""
-    return cute.arch.inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
-
-
-def write_float(address: Int32, value: Any) -> None:
-    """A number, to shared memory."""
-    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
-
-
 def of_rank(address: Int32, rank: Int32) -> Int32:
-    """Where an address of shared memory is in another CTA of the cluster."""
+    """Returns the address that a place in shared memory has in another CTA of the cluster."""
     return Int32(
         cute.arch.inline_ptx(
             "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
@@ -70,7 +63,7 @@ def send_float(address: Int32, value: Any, barrier: Int32) -> None:
 
 
 def load_float_if(address: Any, condition: Boolean) -> Any:
-    """A number of global memory, or zero."""
+    """Loads a number of global memory, or gives zero."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.f32 {$w0}, 0f00000000; @p ld.global.f32 {$w0}, [{$r0}]; }",
         write_only_types=[Float32],
@@ -79,7 +72,7 @@ def load_float_if(address: Any, condition: Boolean) -> Any:
 
 
 def load_byte_if(address: Any, condition: Boolean) -> Any:
-    """A byte of global memory, or zero."""
+    """Loads a byte of global memory, or gives zero."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.b32 {$w0}, 0; @p ld.global.u8 {$w0}, [{$r0}]; }",
         write_only_types=[Uint32],
@@ -88,7 +81,7 @@ def load_byte_if(address: Any, condition: Boolean) -> Any:
 
 
 def store_number(address: Int64, value: Float32, dtype: type[Numeric]) -> None:
-    """A number, rounded, to global memory."""
+    """Rounds a number and stores it in global memory."""
     if dtype is Float32:
         cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
     else:
@@ -100,30 +93,31 @@ def store_number(address: Int64, value: Float32, dtype: type[Numeric]) -> None:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Where rows are: the address of the first, and how many bytes further each next one is."""
+    """Says where rows lie: the first one's address, and the bytes from each to the next."""
 
     address: Int64
     pitch: Int64
 
     @cute.jit
     def row(self, index: Int32):
+        """Returns a row's address."""
         return self.address + Int64(index) * self.pitch
 
 
 @dataclass(frozen=True)
 class Vector:
-    """Numbers, one for each column of the result, of a dtype that is known at run time.
+    """Says where one number for each column of the result lies; their dtype is known at run time.
 
     Attributes:
-        address: where they lie, one after another.
-        kind: their dtype, see `launch.KINDS`; 0 for none.
+        address: the first one's; they lie one after another.
+        kind: their dtype, see `launch.KINDS`; 0 if there are none.
     """
 
     address: Int64
     kind: Int32
 
     def load(self, index: Int32, condition: Boolean) -> Any:
-        """What is stored, 0 if there is nothing; `number` makes a number of it. Nothing here waits for it."""
+        """Starts to load one as it is stored, or gives 0; `number` converts it. Nothing waits for it before."""
         size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
         return cute.arch.inline_ptx(
             "{ .reg .pred p, q; setp.eq.s32 p, {$r1}, 1; setp.gt.s32 q, {$r1}, 1; mov.b32 {$w0}, 0; "
@@ -133,6 +127,7 @@ class Vector:
         )
 
     def number(self, stored: Uint32) -> Any:
+        """Converts what `load` gave to float32."""
         return cute.arch.inline_ptx(
             "{ .reg .pred p, q; .reg .b16 h, z; setp.eq.s32 p, {$r1}, 2; setp.eq.s32 q, {$r1}, 3; mov.b32 {h, z}, {$r0}; "
             "mov.b32 {$w0}, {$r0}; @p mov.b32 {$w0}, {z, h}; @q cvt.f32.f16 {$w0}, h; }",
@@ -143,7 +138,7 @@ class Vector:
 
 @dataclass(frozen=True)
 class Table:
-    """Scales or results: the address of the first, and how many elements further those of the next row and column are."""
+    """Says where scales or results lie: the first one's address, and the elements from a row and a column to the next."""
 
     address: Int64
     row: Int64
@@ -151,13 +146,13 @@ class Table:
 
     @cute.jit
     def at(self, row: Int32, column: Int32, size: cutlass.Constexpr[int]):
-        """The address of one. ``size``: bytes of each."""
+        """Returns the address of an element of ``size`` bytes."""
         return self.address + (row * self.row + column * self.column) * size
 
 
 @dataclass(frozen=True)
 class Places:
-    """A `Layout` on the device: addresses in shared memory, and sizes."""
+    """Holds a `Layout` on the device: addresses in shared memory, and sizes."""
 
     sums: Int32
     scales: Int32
@@ -171,7 +166,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Call:
-    """What a CTA is asked for.
+    """Describes the work of a CTA.
 
     Attributes:
         a, weights: rows of activations, and of weights; whole ones.
@@ -182,11 +177,12 @@ class Call:
         a_scale, b_scale: scales as the operator has them, of a's rows and b's columns; a step of 0 where one serves all.
         m, n: rows of activations, and of all weights.
         first, rows: this CTA's rows of weights.
-        rank: the CTA in its cluster.
+        rank: the CTA in its cluster, or its pair.
         units_inverse: 1 over a chunk's units of 16 bytes.
         pipe: the ring.
         arrived: the barrier of sums from all CTAs of the cluster.
         activated: that of copies of activations.
+        ended: the barrier whose first phase ends when the kernel before has ended.
         at: where things are in shared memory.
     """
 
@@ -207,4 +203,5 @@ class Call:
     pipe: Pipeline
     arrived: cute.Pointer
     activated: cute.Pointer
+    ended: cute.Pointer
     at: Places
