@@ -18,7 +18,17 @@ from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, take_ticket
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, last_filled, pipeline
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, FINISHERS, GROUPS, LOAD_WARP, MULTIPLIERS, THREADS, Config
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
+    BUFFERS,
+    FINISH_WARP,
+    FINISHERS,
+    GROUPS,
+    LOAD_WARP,
+    MULTIPLIERS,
+    THREADS,
+    Config,
+)
 from tokenspeed_kernel_nvidia.sm90.moe.stream_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.stream_schedule_device import Schedule
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
@@ -130,7 +140,12 @@ class Stream(Schedule, Consumers):
         ticket = Int32(0)
         if warp == LOAD_WARP:
             ticket = self.next_ticket(call)
-        self.sort_pairs(call, counts, storage.totals.data_ptr())
+        if tokens * layer.top_k <= LANES:
+            if warp == FINISH_WARP:
+                self.sort_few_pairs(call)
+            cute.arch.sync_threads()
+        else:
+            self.sort_pairs(call, counts, storage.totals.data_ptr())
         if warp == LOAD_WARP:
             self.load(call, ticket)
         elif warp > LOAD_WARP:

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import exchange_add
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import lanes_with, load_int, warp_prefix_sum
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, lanes_with, load_int, warp_prefix_sum
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import DONE, ENTRIES, LEFT, READY, TICKET, Call, Shapes, entry_code
 
@@ -51,6 +51,36 @@ class Schedule(Shapes):
             if place >= 0:
                 call.order[call.starts[place & (1 << _PLACE_BIT) - 1] + (place >> _PLACE_BIT)] = pair
         cute.arch.sync_threads()
+
+    @cute.jit
+    def sort_few_pairs(self, call: Call):
+        """The same as `sort_pairs` for at most as many pairs as a warp has lanes, by one warp, which needs no barrier in between.
+
+        Entries stand in the order in which their experts first occur.
+        """
+        lane = cute.arch.lane_idx()
+        step = self.config.pairs
+        expert = Int32(-1)
+        if lane < call.tokens * call.layer.top_k:
+            expert = load_int(call.ids + Int64(lane) * 4, False)
+        real = expert >= 0 and expert < call.layer.experts
+        expert = cutlass.select_(real, expert, Int32(-1))
+        alike = lanes_with(expert)
+        before = cute.arch.popc(alike & ((Int32(1) << lane) - 1))
+        count = cute.arch.popc(alike)
+        # Of the first pair of each expert, pairs and entries together, as one number.
+        both = cutlass.select_(real and before == 0, count | (count + step - 1) // step << _TOTAL_BIT, Int32(0))
+        ends = warp_prefix_sum(both, lane)
+        first_lane = cute.arch.popc((alike & -alike) - 1)
+        start = cute.arch.shuffle_sync(ends - both, first_lane)
+        at, entry = (start & (1 << _TOTAL_BIT) - 1) + before, (start >> _TOTAL_BIT) + before // step
+        call.places[lane] = expert
+        if real:
+            call.order[at] = lane
+            if before % step == 0:
+                call.entries[entry] = entry_code(expert, at, cutlass.min(count - before, step))
+        if lane == LANES - 1:
+            call.sizes[ENTRIES] = ends >> _TOTAL_BIT
 
     @cute.jit
     def count_pairs(self, pairs: Int32, counts: cute.Pointer, places: cute.Pointer):
