@@ -1,4 +1,4 @@
-"""From codes and scales as `mxfp4_layout` has them to registers of a left operand of `mma` or `wgmma`, two numbers each."""
+"""Decoding of codes and scales in the order of `mxfp4_layout`, to registers of a left operand of `mma` or `wgmma`."""
 
 # mypy: ignore-errors
 
@@ -7,9 +7,9 @@ from __future__ import annotations
 import cutlass
 from cutlass import Numeric, Uint32, cute
 
-# A word becomes four registers. A multiplication puts the two parts of a
-# code where they belong; what it puts elsewhere is cut away. A bfloat16 has them at bits 15 and 8...6, which makes it 2^-126 times
-# its value. Adding -0 is what multiplies bfloat16 in one instruction and keeps the sign of a zero.
+# A word becomes four registers. A multiplication puts the two parts of a code where they belong, and a mask cuts away all other
+# bits. A bfloat16 has them at bits 15 and 8...6, which makes it 2^-126 times its value. Adding -0 multiplies bfloat16 in one
+# instruction and keeps the sign of a zero.
 BFLOAT16 = """{
 .reg .b32 a, s, z;
 mov.b32 z, 0x80008000;
@@ -49,7 +49,8 @@ and.b32 s, s, 0x80008000;
 lop3.b32 a, a, 0x0E000E00, s, 0xEA;
 mul.rn.f16x2 {$w3}, a, {$r2};
 }"""
-# Two registers of float8_e5m2, 2^-14 times their value: the codes of each of the two rows, whose order along k is that of bits.
+# A word becomes two registers of float8_e5m2, which have 2^-14 times the values of the codes. Each has the codes of one row; their
+# order along k is the order of bits in the word.
 E5M2 = """{
 .reg .b32 a, s;
 and.b32 {$w0}, {$r0}, 0x8E8E8E8E;
@@ -59,8 +60,8 @@ and.b32 s, s, 0x80808080;
 lop3.b32 {$w1}, a, 0x0E0E0E0E, s, 0xEA;
 }"""
 
-# The same, each times its row's multiplier: the upper byte of a float16 is a float8_e5m2. Nothing is lost while results stay at
-# 2^-16 and more.
+# The same, where each number is multiplied by its row's multiplier. The upper byte of a float16 is a float8_e5m2, so nothing is
+# lost while results are at least 2^-16.
 SCALED_E5M2 = (
     FLOAT16.replace(".b32 a, s;", ".b32 a, s, w, x, y, z;")
     .replace("{$w0}", "w")
@@ -105,14 +106,14 @@ mov.b32 {$w1}, {high, high};
 
 
 def multipliers(dtype: type[Numeric], scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
-    """What the codes of a block are multiplied by.
+    """Returns the multipliers of the codes of a block.
 
     Args:
-        dtype: of the operand, BFloat16 or Float16.
-        scales: four bytes, those of row ``lane / 4`` of a block.
+        dtype: the dtype of the operand, BFloat16 or Float16.
+        scales: the four bytes of row ``lane / 4`` of a block.
 
     Returns:
-        for each half of the block's k, the multipliers of the lane's first and second row, each twice in a register.
+        the multipliers of the lane's first and second row for each half of the block's k, each twice in a register.
     """
     code = BFLOAT16_PAIRS if dtype is cutlass.BFloat16 else FLOAT16_PAIRS
     first, second = cute.arch.inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[scales])
@@ -121,28 +122,28 @@ def multipliers(dtype: type[Numeric], scales: Uint32) -> tuple[tuple[Uint32, Uin
 
 
 def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-    """The four registers of one product's left operand, 16 rows by 16 of k.
+    """Returns the four registers of a product's left operand, which is 16 rows by 16 elements of k.
 
     Args:
-        dtype: of the operand, BFloat16 or Float16.
-        word: the lane's word of the product: of the ``s``-th of a block, whose k are in half ``s / 2``.
-        first, second: `multipliers` of the half, for rows ``lane / 4`` and eight below.
+        dtype: the dtype of the operand, BFloat16 or Float16.
+        word: the lane's word. The ``s``-th word of a block is in half ``s / 2`` of its k.
+        first, second: the `multipliers` of the half, for row ``lane / 4`` and for the row eight further.
     """
     code = BFLOAT16 if dtype is cutlass.BFloat16 else FLOAT16
     return cute.arch.inline_ptx(code, write_only_types=[Uint32] * 4, read_only_args=[word, first, second])
 
 
 def decode_scaled_e5m2(word: Uint32, first: Uint32, second: Uint32) -> tuple[Uint32, Uint32]:
-    """`decode_e5m2` times multipliers of the two rows, two float16 each: see `multipliers`.
+    """Returns `decode_e5m2` of a word, times the multipliers of its two rows, two float16 each: see `multipliers`.
 
-    Exact where a row's scale is not less than 2^-15 times its largest.
+    It is exact where a row's scale is at least 2^-15 times the largest of the row.
     """
     return cute.arch.inline_ptx(SCALED_E5M2, write_only_types=[Uint32] * 2, read_only_args=[word, first, second])
 
 
 def decode_e5m2(word: Uint32) -> tuple[Uint32, Uint32]:
-    """The codes of rows ``lane / 4`` and eight below, four each, as float8_e5m2 with 2^-14 times their value.
+    """Returns four codes of row ``lane / 4`` and four of the row eight further, as float8_e5m2 with 2^-14 times their value.
 
-    The bytes are for elements 0, 8, 1 and 9 of k, counted from the first that the lane has of the word.
+    The bytes are for elements 0, 8, 1 and 9 of k, counted from the lane's first element of the word.
     """
     return cute.arch.inline_ptx(E5M2, write_only_types=[Uint32] * 2, read_only_args=[word])

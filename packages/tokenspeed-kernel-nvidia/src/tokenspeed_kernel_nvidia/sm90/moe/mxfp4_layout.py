@@ -1,9 +1,9 @@
-"""The layout ``"sm90_mxfp4"`` of mxfp4 expert weights: what the kernels of this folder read, made once when a model is loaded.
+"""The layout ``"sm90_mxfp4"`` of mxfp4 expert weights, which the kernels of this folder read. It is made when a model is loaded.
 
 A projection ``[rows, k]`` is cut into *panels* of 64 rows, and a panel into four *strips* of 16 rows and *blocks* of 64 elements of
 k. In w13 the rows of a strip are the gates of eight features and then the ups of the same features, so that a gate meets its up in
-one thread; in w2 they are 16 rows in order. All that a panel needs lies in one piece, because it is streamed, and so do
-neighbouring blocks of its four strips:
+one thread; in w2 they are 16 rows in order. A panel lies in one piece, because it is streamed, and so do neighbouring blocks of its
+four strips:
 
     512 bytes                   float32 [4, 2, 16]    of each strip, factors of the rows and then their biases
     2176 bytes a block of k, of which each strip has 544:
@@ -25,8 +25,8 @@ type they have 2^-14 times their value.
     bit   15   14 13 12   11 10 9   8     7    6 5 4   3 2 1   0
     code  2s   3 e e m    2 e e m   3s    0s   1 e e m 0 e e m 1s
 
-A scale is an exponent field relative to the largest of its row: that has 253, and the row's factor is what it stands for. Rows and
-k are padded with zeros.
+A scale is an exponent field relative to the largest scale of its row. The largest has 253, and its own value is the row's factor.
+Rows and k are padded with zeros.
 """
 
 from __future__ import annotations
@@ -60,22 +60,25 @@ _AT_ONCE = 16
 
 
 def blocks_of(k: int) -> int:
-    """Blocks of k."""
+    """Returns the number of blocks of k."""
     return -(-k // BLOCK)
 
 
 def panels_of(rows: int) -> int:
-    """Panels of an expert."""
+    """Returns the number of panels of so many rows."""
     return -(-rows // PANEL)
 
 
 def panel_bytes(k: int) -> int:
-    """Bytes of a panel."""
+    """Returns the bytes of a panel."""
     return PANEL_HEAD_BYTES + blocks_of(k) * PANEL_BLOCK_BYTES
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """Canonical mxfp4 weights in the layout above: both ``uint8 [experts, panels, bytes of a panel]``, scales and biases inside."""
+    """Brings canonical mxfp4 weights into the layout above.
+
+    Returns new tensors ``uint8 [experts, panels, bytes of a panel]``, in which scales and biases are, too.
+    """
     device = weights.w13_weight.device
     features = torch.arange(2 * plan.intermediate_size, device=device)
     gate_up = features.view(-1, 2).t() if plan.w13_interleaved else features.view(2, -1)  # [2, features]
@@ -87,7 +90,7 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> Tensor:
-    """One projection. ``rows``: the canonical row of each row of the strips, in their order."""
+    """Arranges a projection. ``rows`` has the canonical row of each row of the strips, in their order."""
     assert scale is not None  # checked by the operator
     experts, count, half_k = codes.shape
     panels, k_blocks, strips = panels_of(count), blocks_of(2 * half_k), count // STRIP
@@ -112,7 +115,7 @@ def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Te
 
 
 def _words(codes: Tensor) -> Tensor:
-    """uint8 ``[experts, rows, k / 2]`` to int32 ``[experts, strips, blocks, lane, 4]``."""
+    """Arranges codes, uint8 ``[experts, rows, k / 2]``, as int32 ``[experts, strips, blocks, lane, 4]``."""
     experts, rows, half_k = codes.shape
     padded = torch.nn.functional.pad(codes, (0, blocks_of(2 * half_k) * BLOCK // 2 - half_k))
     # [experts, strip, second eight rows, g, block, s, second eight of k, t] -> [second eight of k, of rows, ..., block, g, t, s]
@@ -127,7 +130,7 @@ def _words(codes: Tensor) -> Tensor:
 
 
 def _bits_of_bytes(device: torch.device) -> Tensor:
-    """int32 ``[4, 256]``: the bits of a word that a byte becomes, whose codes are two neighbours' of each register."""
+    """Returns int32 ``[4, 256]``: for each register, the bits of a word that a byte with two neighbouring codes becomes."""
     pair = torch.arange(256, dtype=torch.int32, device=device)
     pair = (pair | pair << 12) & 0x000F000F  # a code in each half
     places = zip(_SIGN_BITS, _LOW_BITS, strict=True)
@@ -135,10 +138,10 @@ def _bits_of_bytes(device: torch.device) -> Tensor:
 
 
 def _exponents(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales relative to their row's largest, and the rows' factors, float32.
+    """Returns scales relative to the largest of their row, and the factors of rows, float32.
 
-    A scale more than 2^189 times smaller than its row's largest becomes that. A NaN makes its row's results NaN, which they are in
-    any case.
+    A scale more than 2^189 times smaller than the largest of its row becomes as large as that limit. A NaN makes the results of its
+    row NaN, which they are in any case.
     """
     largest = scale.amax(-1)
     relative = (scale.int() - largest.int().unsqueeze(-1) + _LARGEST).clamp(min=_LEAST).to(torch.uint8)
@@ -146,7 +149,7 @@ def _exponents(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_bytes(relative: Tensor) -> Tensor:
-    """uint8 ``[experts, rows, k / 32]`` to ``[experts, strips, blocks, 32]``."""
+    """Arranges scales, uint8 ``[experts, rows, k / 32]``, as ``[experts, strips, blocks, 32]``."""
     experts, rows, halves = relative.shape
     padded = torch.nn.functional.pad(relative, (0, halves % 2))
     return padded.view(experts, rows // STRIP, 2, 8, -1, 2).permute(0, 1, 4, 3, 5, 2).flatten(3)

@@ -2,7 +2,7 @@
 
 With fp8 activations weights can be float8_e5m2: a code times its scale, relative to the largest of its row. The type's exponents
 hold that exactly while a row's scales are at most `OCTAVES` powers of two apart. Experts with other rows are computed with 16-bit
-operands, which hold everything; which ones is decided here, when weights are loaded.
+operands, which hold everything. This module decides, when weights are loaded, which experts these are.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RoundedWeights(MoEWeights, Resource):
     """Weights for fp8 activations, in the layout of `mxfp4_layout`.
 
     Attributes:
-        exact: int32 ``[experts]``, 1 for experts that products of bytes have exactly.
-        inexact: how many experts they do not have exactly.
+        exact: int32 ``[experts]``, 1 for experts whose weights products of bytes have exactly.
+        inexact: the number of the other experts.
     """
 
     exact: Tensor | None = None
@@ -36,7 +36,7 @@ class RoundedWeights(MoEWeights, Resource):
 
     @property
     def card(self) -> str:
-        """How experts are computed, in a sentence."""
+        """A sentence that says how experts are computed."""
         count = 0 if self.exact is None else len(self.exact)
         if not self.inexact:
             return f"{count} experts: float8 products have all weights exactly"
@@ -48,10 +48,10 @@ class RoundedWeights(MoEWeights, Resource):
 
 
 def exact_experts(*scales: Tensor | None) -> Tensor:
-    """int32 ``[experts]``: 1 where in no row of any projection scales are too far apart.
+    """Returns int32 ``[experts]``, 1 for experts none of whose rows has scales that are too far apart.
 
     Args:
-        scales: uint8 ``[experts, rows, k / 32]`` of each projection.
+        scales: the scales of each projection, uint8 ``[experts, rows, k / 32]``.
     """
     result: Tensor | None = None
     for scale in scales:
@@ -63,7 +63,7 @@ def exact_experts(*scales: Tensor | None) -> Tensor:
 
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
-    """`mxfp4_layout.prepare_weights`; for fp8 activations `RoundedWeights`. Waits for the device then."""
+    """Does what `mxfp4_layout.prepare_weights` does. For fp8 activations it returns `RoundedWeights`, and waits for the device."""
     prepared = mxfp4_layout.prepare_weights(weights, plan)
     if plan.activation_dtype != "fp8":
         return prepared

@@ -1,14 +1,14 @@
 """Experts for few tokens, with mxfp4 weights, on Hopper: one kernel for both products, the activation and the sum over slots.
 
-Reading weights takes the time: those of each expert that has tokens, once for every 4 to 16 pairs of a token and a slot. So all
-multiprocessors must have equally much to read, from beginning to end. A CTA a multiprocessor takes an equal range of all wanted
-panels of w13, and then of w2. One warp of it streams them to a ring in shared memory by bulk copies and never waits for results:
-while the last panels of w13 are computed, those of w2 arrive. Others compute, with weights as the left operand and pairs of tokens
-and slots as columns. An expert's panels of w2 wait until all of its panels of w13 are done, which a counter of each expert says. At
-last each CTA adds up a part of the output.
+Reading weights takes most of the time. The weights of each expert that has tokens are read once for every 4 to 16 pairs of a token
+and a slot. There is one CTA on each multiprocessor, and all must have equally much to read, from beginning to end. CTAs take ranges
+of all wanted panels of w13, and then of w2. One warp of a CTA streams them to a ring in shared memory by bulk copies and never
+waits for results: panels of w2 arrive while the last panels of w13 are computed. Twelve warps compute, with weights as the left
+operand and pairs as columns. Panels of w2 wait until all panels of w13 of the same expert are done, which a counter of each expert
+says. At last each CTA adds up a part of the output.
 
-Which CTA does what is decided as they come, by a counter, so that nothing depends on all of them running at once. Results do not
-depend on it: every sum has a fixed order.
+CTAs take ranges from a counter, so nothing depends on all of them running at once. Results do not depend on the order in which they
+come, because the terms of every sum have a fixed order.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def stream_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Launch(NamedTuple):
-    """What a launch of so many pairs is made with.
+    """The parts of a launch that depend on the layer and the number of pairs alone.
 
     Attributes:
         program: the compiled function.
-        ctas: how many.
-        turns: ranges of units of each product that a CTA takes.
-        slots_at: where in the memory between the products the results of the second begin.
-        nbytes: that this memory has.
-        counters: in global memory.
+        ctas: the number of CTAs.
+        turns: the number of ranges of units of each product that a CTA takes.
+        slots_at: the place in the workspace's memory where the results of the second product begin.
+        nbytes: the number of bytes of that memory.
+        counters: the number of counters in global memory.
     """
 
     program: Callable[..., Any]
@@ -83,7 +83,7 @@ def _program_of(dtype: torch.dtype, plan: MoEPlan, pairs: int, device: int) -> _
 def moe_apply_few(
     x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, out: Tensor | None
 ) -> Tensor:
-    """`moe_apply` on checked arguments, weights in the layout of `mxfp4_layout`.
+    """Computes `moe_apply` of checked arguments, with weights in the layout of `mxfp4_layout`.
 
     More pairs than a launch takes are done in several launches, each of which reads weights anew.
     """

@@ -1,4 +1,4 @@
-"""The device code of `stream`: the launch, which warp does what, and the warp that loads.
+"""The device code of `stream`: the launch, the roles of warps, and the warp that loads.
 
 `stream_schedule_device` finds the pairs of each expert, `stream_mma_device` computes.
 """
@@ -17,8 +17,18 @@ from cutlass import Float32, Int32, Int64, cute
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load, take_ticket
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill, last_filled, pipeline
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
-from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, FINISHERS, GROUPS, LOAD_WARP, MULTIPLIERS, THREADS, Config
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import (
+    BUFFERS,
+    FINISH_WARP,
+    FINISHERS,
+    GROUPS,
+    LOAD_WARP,
+    MULTIPLIERS,
+    THREADS,
+    Config,
+)
 from tokenspeed_kernel_nvidia.sm90.moe.stream_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.stream_schedule_device import Schedule
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
@@ -37,12 +47,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import (
 
 
 def host(config: Config) -> Any:
-    """The function that launches a program."""
+    """Returns the function that launches a program."""
     return Stream(config)
 
 
 def fake_arguments(config: Config) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Returns stand-ins for the arguments that the result of `host` takes."""
     rows, size = arguments.rows, arguments.size
     tokens, hidden = size(), size(divisibility=32)
     x, out = (rows(config.dtype, tokens, hidden) for _ in range(2))
@@ -130,7 +140,12 @@ class Stream(Schedule, Consumers):
         ticket = Int32(0)
         if warp == LOAD_WARP:
             ticket = self.next_ticket(call)
-        self.sort_pairs(call, counts, storage.totals.data_ptr())
+        if tokens * layer.top_k <= LANES:
+            if warp == FINISH_WARP:
+                self.sort_few_pairs(call)
+            cute.arch.sync_threads()
+        else:
+            self.sort_pairs(call, counts, storage.totals.data_ptr())
         if warp == LOAD_WARP:
             self.load(call, ticket)
         elif warp > LOAD_WARP:
@@ -140,7 +155,7 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def next_ticket(self, call: Call):
-        """The next range, for all lanes of a warp."""
+        """Takes the number of the next range, and returns it to all lanes of a warp."""
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
             ticket = take_ticket(call.counter(TICKET))
@@ -170,8 +185,11 @@ class Stream(Schedule, Consumers):
         self.tell(call, at, unit_code(END))
 
     def ranges_of(self, units: Int32, most: Int32, entries: Int32) -> Int32:
-        """How many ranges units are divided into, equally. If there are many for each entry, no range has units of two: at most
-        one in eight CTAs has nothing to do for that, and none prepares two entries' rows."""
+        """Returns how many equal ranges units are divided into.
+
+        If there are many for each entry, no range has units of two entries. Then at most one in eight CTAs has nothing to do, and
+        none prepares the rows of two entries.
+        """
         ranges = cutlass.min(units, most)
         aligned = ranges - ranges % cutlass.max(entries, 1)
         return cutlass.select_(ranges >= 8 * entries, aligned, ranges)
@@ -218,14 +236,14 @@ class Stream(Schedule, Consumers):
 
     @cute.jit
     def tell(self, call: Call, at: Any, unit: Int32):
-        """Stages that bring no bytes, one for each warpgroup. Returns where the ring goes on."""
+        """Fills a stage without bytes for each warpgroup. Returns where the ring goes on."""
         for _ in cutlass.range_constexpr(GROUPS):
             at = self.tell_one(call, at, unit)
         return at
 
     @cute.jit
     def tell_one(self, call: Call, at: Any, unit: Int32):
-        """A stage that brings no bytes. Returns the next."""
+        """Fills a stage without bytes. Returns the next stage."""
         call.pipe.acquire(at)
         if cute.arch.lane_idx() == 0:
             call.units[at.stage] = unit

@@ -1,4 +1,4 @@
-"""The warps of `stream_device` that compute: the products of units, what becomes of them, and the weighted sums over slots.
+"""The warps of `stream_device` that compute: products of units, their activation or weighting, and the sums over slots.
 
 A panel has four strips, one for each warp of a warpgroup, and its blocks are dealt out to the warpgroups. Weights are the left
 operand, decoded in registers; the right one, the rows of an entry, stays in shared memory for all of its units. Each half of a
@@ -71,7 +71,7 @@ _SCALES = (
 
 
 def scales_of(scales: Uint32) -> Any:
-    """The four scales of a lane."""
+    """Returns the four scales of a lane."""
     return cute.arch.inline_ptx(_SCALES, write_only_types=[Float32] * 4, read_only_args=[scales])
 
 
@@ -107,14 +107,14 @@ class Consumers(Rows):
 
     @cute.jit
     def release(self, call: Call, at: Any):
-        """This warp has read a stage."""
+        """Says that this warp has read a stage."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             call.pipe.empty.arrive(at)
 
     @cute.jit
     def meet(self, warp: Int32, flag: Int64, value: Int32):
-        """All computing warps wait for a flag. One of them looks at it, so that it is not looked at by too many."""
+        """Makes all computing warps wait for a flag. One of them polls it, because polling by many slows down who sets it."""
         if warp == 0:
             if cute.arch.lane_idx() == 0:
                 wait_for(flag, value)
@@ -123,7 +123,7 @@ class Consumers(Rows):
 
     @cute.jit
     def multiply(self, call: Call, warp: Int32, group: Int32, at: Any, to: Any, unit: Int32, factors: cute.Tensor):
-        """This warpgroup's part of a unit's product goes to a buffer. Returns where the ring goes on."""
+        """Computes this warpgroup's part of a unit's product and puts it into a buffer. Returns where the ring goes on."""
         lane = cute.arch.lane_idx()
         strip = warp % PANEL_STRIPS
         kind = kind_of(unit)
@@ -191,8 +191,8 @@ class Consumers(Rows):
                     sums[tile, row] += (number + rest * (1.0 / REST)) * scales[half // 2][2 * (half % 2) + row]
 
     def multiply_halves(self, rows_at: Int32, operands: Any) -> Any:
-        """The products of neighbouring halves of blocks: a warpgroup's 64 rows, and all columns. Each lane has four numbers of 8
-        columns."""
+        """Returns the products of neighbouring halves of blocks: 64 rows of a warpgroup by all columns, of which each lane has
+        four numbers for every 8 columns."""
         tiles = self.tiles * self.layers
         each = 4 * tiles
         # A descriptor: the address, the bytes to the next 16 elements of k, and those to the next eight columns, over 16 each.
@@ -217,7 +217,7 @@ class Consumers(Rows):
         )
         return [results[half * each : (half + 1) * each] for half in range(len(operands))]
 
-    # -- what becomes of a strip -------------------------------------------------------------------------------------------------
+    # -- activation and weighting ------------------------------------------------------------------------------------------------
 
     @cute.jit
     def finish(self, call: Call, warp: Int32):
@@ -255,7 +255,7 @@ class Consumers(Rows):
 
     @cute.jit
     def load_pairs(self, call: Call, unit: Int32, pairs: cute.Tensor, weights: cute.Tensor):
-        """The pairs of this lane's columns, -1 where there is none, and for the second product their weights."""
+        """Finds the pairs of this lane's columns, -1 where there is none, and for the second product their weights."""
         entry = entry_of(call.entries[index_of(unit)])
         for tile in cutlass.range_constexpr(self.tiles):
             column = tile * 4 + cute.arch.lane_idx() % 4
@@ -268,7 +268,7 @@ class Consumers(Rows):
 
     @cute.jit
     def finish_strip(self, call: Call, at: Any, unit: Int32, strip: Int32, lane: Int32, pairs: cute.Tensor, weights: cute.Tensor):
-        """The sums of a strip, each lane's of two rows."""
+        """Finishes a strip. Each lane has two rows of it."""
         layer = call.layer
         whole = place_of(unit) * PANEL_STRIPS + strip
         first = kind_of(unit) == W13
@@ -299,7 +299,7 @@ class Consumers(Rows):
 
     @cute.jit
     def activate(self, call: Call, gate: Float32, up: Float32) -> Float32:
-        """``(up + beta) * gate * sigmoid(alpha * gate)``, of what the limit leaves."""
+        """Returns ``(up + beta) * gate * sigmoid(alpha * gate)`` after both were clamped to the limit."""
         layer = call.layer
         # Comparisons, and not minima: NaN stays NaN.
         gate = cutlass.select_(gate > layer.limit, layer.limit, gate)
@@ -311,9 +311,9 @@ class Consumers(Rows):
 
     @cute.jit
     def combine(self, call: Call, warp: Int32):
-        """Writes this CTA's part of the output: sums over slots, in their order.
+        """Waits until all products are done, and writes this CTA's part of the output: sums over slots, in their order.
 
-        By all computing warps, when all products are done.
+        All computing warps call it.
         """
         layer = call.layer
         self.meet(warp, call.counter(DONE), call.sizes[ENTRIES] * layer.w2_units * FINISHERS)

@@ -23,13 +23,13 @@ from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words, store
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_PAIRS, MULTIPLIERS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import ROWS_AT_ONCE, W13, Call, Shapes, entry_of, index_of, kind_of
 
-CHUNK = 16  # elements that a thread has of a row, and of k in a product's core matrix
-CORE_BYTES = 128  # of 16 elements of k of eight columns
-REST = 32.0  # what is left of a number is so many times as large
+CHUNK = 16  # elements of a row that a thread splits together; also the elements of k in a core matrix of `wgmma`
+CORE_BYTES = 128  # a core matrix: 16 elements of k by eight columns
+REST = 32.0  # the rest of a number is multiplied by this
 PREPARING = 2  # the named barrier of the warps that compute
 PREPARING_THREADS = 32 * MULTIPLIERS
 ROW_WARPS = MULTIPLIERS // ROWS_AT_ONCE
-ROW_THREADS = 32 * ROW_WARPS  # that have a row
+ROW_THREADS = 32 * ROW_WARPS  # threads that prepare a row together
 
 # Two numbers become bytes, the first the lower one, and their place is taken by what is left of them.
 _ROUND = "cvt.rn.satfinite.e4m3x2.f32 both, b, a; cvt.u32.u16 {{$w{part}}}, both;"
@@ -46,7 +46,7 @@ mul.f32 b, b, 0f42000000;
 
 
 def _split(parts: int) -> str:
-    """Instructions that split two numbers into so many parts."""
+    """Returns instructions that split two numbers into so many parts."""
     head = "{ .reg .b16 both, low, high; .reg .b32 back; .reg .f32 a, b, c; mov.f32 a, {$r0}; mov.f32 b, {$r1};"
     return head + _REST.join(_ROUND.format(part=part) for part in range(parts)) + "}"
 
@@ -56,12 +56,12 @@ class Rows(Shapes):
 
     @cute.jit
     def prepare_rows(self, call: Call, unit: Int32, factors: cute.Tensor):
-        """Prepares the rows of a unit's entry, by all computing warps, after all of them have read those before.
+        """Prepares the rows of a unit's entry. All computing warps call it when they have done with the rows before.
 
-        Half of the warps have a row, and the other half the next. The code is short: at first, reading it is what takes the time.
+        Half of the warps have a row, and the other half the next. The code is short, because at first reading it takes most time.
 
         Args:
-            factors: receives what sums of this lane's pairs are to be multiplied by.
+            factors: receives the factors that sums of this lane's columns are to be multiplied by.
         """
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % 32
@@ -102,12 +102,12 @@ class Rows(Shapes):
 
     @property
     def turns(self) -> int:
-        """Chunks of a row that a thread has."""
+        """The number of chunks of a row that a thread has."""
         return -(-self.config.blocks * 4 // ROW_THREADS)
 
     @cute.jit
     def chunks_of_row(self, call: Call, unit: Int32, entry: Any, row: Int32) -> Any:
-        """A thread's numbers of a row, eight words a chunk; zeros where the row, or the entry, has ended."""
+        """Returns a thread's numbers of a row, eight words a chunk; zeros behind its end, and for rows that do not exist."""
         layer = call.layer
         thread, _, _ = cute.arch.thread_idx()
         first = kind_of(unit) == W13
@@ -133,7 +133,7 @@ class Rows(Shapes):
         scale: Float32,
         numbers: Any,
     ):
-        """Sixteen numbers of a row go to its columns."""
+        """Splits sixteen numbers of a row and stores them in its columns."""
         words = [[] for _ in range(self.config.parts)]
         for word in cutlass.range_constexpr(4):
             # Elements 2 w and 2 w + 1 are in the word w, their partners 8 further in the word w + 4.
@@ -146,13 +146,13 @@ class Rows(Shapes):
             store_words_shared(to + part // 2 * CORE_BYTES + part % 2 * CHUNK, words[part])
 
     def split(self, first: Uint32, second: Uint32, high: bool, scale: Float32) -> Any:
-        """The same half of two words: two bytes of each part."""
+        """Splits the numbers in the same half of two words. Returns two bytes of each part."""
         pair = [self.widened(x >> 16 if high else x & 0xFFFF) * scale for x in (first, second)]
         parts = self.config.parts
         return cute.arch.inline_ptx(_split(parts), write_only_types=[Uint32] * parts, read_only_args=pair)
 
     def widened(self, bits: Uint32) -> Float32:
-        """A number of the tokens' dtype, in the lower half of a word."""
+        """Returns the float32 of a number of the tokens' dtype, which is in the lower half of a word."""
         if const_expr(self.dtype is cutlass.BFloat16):
             return as_float(bits << 16)
         return cute.arch.inline_ptx(
@@ -163,19 +163,20 @@ class Rows(Shapes):
 
 
 def larger_halves(a: Uint32, b: Uint32) -> Uint32:
-    """The larger of both unsigned halves of two words: those of floats that are not negative compare alike."""
+    """Returns the larger of each unsigned half of two words. Floats that are not negative compare as these do."""
     return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
 def as_float(bits: Any) -> Float32:
-    """The float32 that has these bits."""
+    """Returns the float32 that has these bits."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
 
 
 def float_bits(x: Float32) -> Int32:
+    """Returns the bits of a float32."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 def shared_int(address: Int32) -> cute.Pointer:
-    """An int32 in shared memory."""
+    """Returns a pointer to an int32 in shared memory."""
     return cute.make_ptr(Int32, address, cute.AddressSpace.smem)

@@ -1,4 +1,4 @@
-"""What a CTA of `stream_device` does before and after: it finds the pairs of each expert, and leaves the counters zero."""
+"""The beginning and the end of a CTA of `stream_device`: it finds the pairs of each expert, and leaves the counters zero."""
 
 # mypy: ignore-errors
 
@@ -8,12 +8,12 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import exchange_add
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import lanes_with, load_int, warp_prefix_sum
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import LANES, lanes_with, load_int, warp_prefix_sum
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, THREADS
 from tokenspeed_kernel_nvidia.sm90.moe.stream_tile_device import DONE, ENTRIES, LEFT, READY, TICKET, Call, Shapes, entry_code
 
-_PLACE_BIT = 9  # of what is known of a pair: below is its expert
-_TOTAL_BIT = 16  # above are entries, below are pairs
+_PLACE_BIT = 9  # a pair's number has its expert below this bit, and its place among the pairs of the expert above
+_TOTAL_BIT = 16  # a total has pairs below this bit and entries above
 
 
 class Schedule(Shapes):
@@ -21,7 +21,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def clear(self, counts: cute.Pointer):
-        """Before ids are read: no pair was counted yet."""
+        """Makes the counts of pairs zero. It is called before ids are read."""
         thread, _, _ = cute.arch.thread_idx()
         if thread < MAX_EXPERTS:
             counts[thread] = Int32(0)
@@ -29,7 +29,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def sort_pairs(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
-        """Lists the pairs of each expert, and the entries. By all threads of a CTA, each CTA for itself.
+        """Lists the pairs of each expert, and the entries. All threads of a CTA call it, and each CTA makes its own lists.
 
         ``order`` has the pairs, expert by expert, in their order: all CTAs must have the same pairs in an entry. ``places`` is
         negative for pairs that have no expert here. Loops are short, because most of this code is new to a multiprocessor at each
@@ -53,8 +53,38 @@ class Schedule(Shapes):
         cute.arch.sync_threads()
 
     @cute.jit
+    def sort_few_pairs(self, call: Call):
+        """Makes the same lists as `sort_pairs`, if there are at most as many pairs as lanes. One warp calls it.
+
+        Entries stand in the order in which their experts first occur.
+        """
+        lane = cute.arch.lane_idx()
+        step = self.config.pairs
+        expert = Int32(-1)
+        if lane < call.tokens * call.layer.top_k:
+            expert = load_int(call.ids + Int64(lane) * 4, False)
+        real = expert >= 0 and expert < call.layer.experts
+        expert = cutlass.select_(real, expert, Int32(-1))
+        alike = lanes_with(expert)
+        before = cute.arch.popc(alike & ((Int32(1) << lane) - 1))
+        count = cute.arch.popc(alike)
+        # Of the first pair of each expert, pairs and entries together, as one number.
+        both = cutlass.select_(real and before == 0, count | (count + step - 1) // step << _TOTAL_BIT, Int32(0))
+        ends = warp_prefix_sum(both, lane)
+        first_lane = cute.arch.popc((alike & -alike) - 1)
+        start = cute.arch.shuffle_sync(ends - both, first_lane)
+        at, entry = (start & (1 << _TOTAL_BIT) - 1) + before, (start >> _TOTAL_BIT) + before // step
+        call.places[lane] = expert
+        if real:
+            call.order[at] = lane
+            if before % step == 0:
+                call.entries[entry] = entry_code(expert, at, cutlass.min(count - before, step))
+        if lane == LANES - 1:
+            call.sizes[ENTRIES] = ends >> _TOTAL_BIT
+
+    @cute.jit
     def count_pairs(self, pairs: Int32, counts: cute.Pointer, places: cute.Pointer):
-        """Counts the pairs of each expert, by one warp. To the expert of a pair is added how many it has before."""
+        """Counts the pairs of each expert, and adds to each pair's number its place among them. One warp calls it."""
         lane = cute.arch.lane_idx()
         for first in cutlass.range(0, pairs, 32, unroll=1):
             pair = first + lane
@@ -75,7 +105,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def list_entries(self, call: Call, counts: cute.Pointer, totals: cute.Pointer):
-        """Where the pairs of each expert begin, and the entries: a thread has an expert."""
+        """Lists where the pairs of each expert begin, and the entries. Each thread has an expert."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
         step = self.config.pairs
@@ -104,7 +134,7 @@ class Schedule(Shapes):
 
     @cute.jit
     def leave(self, call: Call):
-        """The last CTA that leaves makes all counters zero. By one warp, when no thread of the CTA will read or add to them."""
+        """Makes all counters zero if this CTA is the last that leaves. One warp calls it when no thread needs them again."""
         lane = cute.arch.lane_idx()
         ctas, _, _ = cute.arch.grid_dim()
         before = Int32(0)

@@ -1,9 +1,9 @@
-"""What all warps of `stream_device` share: the call, the lists of pairs, and what a stage of the ring is about.
+"""Types that all warps of `stream_device` share: the call, entries, and units.
 
 An *entry* is some pairs of one expert, at most as many as a program computes at once: the reading of weights is shared among them.
 A *unit* is a panel of one entry. Units of w13 and of w2 are handed out in *ranges* by a counter in global memory, all of w13 before
-any of w2. So whoever waits for something waits for a CTA that runs already, however many CTAs there is room for. Each CTA then adds
-up a part of the output, for which nobody waits.
+any of w2. So a CTA only ever waits for CTAs that run already, however many there is room for. Each CTA then adds up a part of the
+output, for which nobody waits.
 """
 
 # mypy: ignore-errors
@@ -21,28 +21,27 @@ from tokenspeed_kernel_nvidia.sm90.moe.stream_config import BUFFERS, COUNTERS, M
 # Counters in global memory: the next range, units of w2 that are done, CTAs that are done, and from READY on units of w13 that are
 # done, of each entry.
 TICKET, DONE, LEFT, READY = 0, 1, 2, COUNTERS
-# What a stage brings: a slab of a product, the order to add up the output, or the end.
+# The kinds of stages: slabs of the two products, the order to add up the output, and the end.
 W13, W2, COMBINE, END = range(4)
 _LAST_BIT, _AHEAD_BIT, _ENTRY_BIT, _PLACE_BIT = 2, 3, 4, 15
 _EXPERT_BITS, _FIRST_BITS = 9, 11
-# Of `sizes` in shared memory.
-ENTRIES = 0
+ENTRIES = 0  # the place of the number of entries in `sizes`
 ROWS_AT_ONCE = 2  # rows that are prepared together
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What the plan says, and where the weights are.
+    """The plan's sizes and options, and the addresses of weights.
 
     Attributes:
-        w13, w2: addresses of the panels.
-        w13_strips, w2_strips: of each expert.
-        w13_bytes, w2_bytes: of a panel.
-        w13_blocks, w2_blocks: of a panel.
-        w13_units, w2_units: panels of each expert.
-        turns: ranges of w13, and of w2, that a CTA takes on average.
-        experts, hidden, intermediate, top_k: as the plan's.
-        alpha, limit, beta: as the plan's; infinity for no limit.
+        w13, w2: the addresses of the panels.
+        w13_strips, w2_strips: the number of strips of an expert.
+        w13_bytes, w2_bytes: the bytes of a panel.
+        w13_blocks, w2_blocks: the number of blocks of a panel.
+        w13_units, w2_units: the number of panels of an expert.
+        turns: the number of ranges of w13, and of w2, that a CTA takes on average.
+        experts, hidden, intermediate, top_k: the plan's sizes.
+        alpha, limit, beta: the plan's options; the limit is infinite if there is none.
     """
 
     w13: Int64
@@ -67,26 +66,26 @@ class Layer:
 
 @dataclass(frozen=True)
 class Call:
-    """A launch, and the shared memory of a CTA. What is far away is given by its address.
+    """A launch, and the shared memory of a CTA. Tensors in global memory are given by their addresses.
 
     Attributes:
-        layer: what the weights are.
-        x, x_stride: tokens, and elements from one to the next.
+        layer: the layer.
+        x, x_stride: the tokens, and the elements from one to the next.
         ids, weights: int32 and float32 ``[tokens, top_k]``, contiguous.
-        out, out_stride: as x.
-        tokens: how many.
+        out, out_stride: the output, like x.
+        tokens: the number of tokens.
         activated: the results of the first product, of the tokens' dtype ``[pairs, intermediate]``.
-        slots: those of the second, weighted, float32 ``[pairs, hidden]``.
-        counters: see TICKET.
+        slots: the weighted results of the second product, float32 ``[pairs, hidden]``.
+        counters: the counters in global memory, see TICKET.
         pipe: the barriers of the ring.
-        partial: those of the buffers of partial sums.
-        ring: address of the ring.
-        rows: address of an entry's rows, see `stream_rows_device`.
-        maxima, factors: addresses of largest numbers of rows, of each warp, and of what sums of each row are to be multiplied by.
-        units: what each stage is about, see `unit_of`.
-        partial_units: what each buffer is about.
-        sums, heads: addresses of the buffers: partial sums, and the strip's factors and biases.
-        sizes, starts, entries, order, places: see `stream_schedule_device`.
+        partial: the barriers of the buffers of sums.
+        ring: the address of the ring.
+        rows: the address of an entry's rows, see `stream_rows_device`.
+        maxima, factors: the addresses of each warp's largest numbers of rows, and of the factors of sums of each row.
+        units: the unit of each stage, see `unit_code`.
+        partial_units: the unit of each buffer of sums.
+        sums, heads: the addresses of the buffers: sums, and factors and biases of their strips.
+        sizes, starts, entries, order, places: the lists that `stream_schedule_device` makes.
     """
 
     layer: Layer
@@ -117,13 +116,13 @@ class Call:
     places: cute.Pointer
 
     def counter(self, index: Any) -> Int64:
-        """The address of a counter."""
+        """Returns the address of a counter."""
         return self.counters + Int64(index) * 4
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Some pairs of an expert: the first of them in ``order``, and how many."""
+    """Some pairs of an expert: the place of the first of them in ``order``, and their number."""
 
     expert: Int32
     first: Int32
@@ -131,55 +130,58 @@ class Entry:
 
 
 def entry_code(expert: Int32, first: Int32, count: Int32) -> Int32:
-    """An entry as a number."""
+    """Returns an entry as a number."""
     return expert | first << _EXPERT_BITS | count << (_EXPERT_BITS + _FIRST_BITS)
 
 
 def entry_of(code: Int32) -> Entry:
-    """The entry that a number stands for."""
+    """Returns the entry that a number stands for."""
     first = (code >> _EXPERT_BITS) & ((1 << _FIRST_BITS) - 1)
     return Entry(code & ((1 << _EXPERT_BITS) - 1), first, code >> (_EXPERT_BITS + _FIRST_BITS))
 
 
 def unit_code(kind: Any, entry: Any = 0, place: Any = 0, last: Any = 0) -> Int32:
-    """A unit as a number. ``last``: 1 for the last of an entry in its range."""
+    """Returns a unit as a number. ``last`` is 1 for the last unit of an entry in its range."""
     return Int32(kind) | Int32(last) << _LAST_BIT | Int32(entry) << _ENTRY_BIT | Int32(place) << _PLACE_BIT
 
 
 def kind_of(unit: Int32) -> Int32:
+    """Returns W13, W2, COMBINE or END."""
     return unit & ((1 << _LAST_BIT) - 1)
 
 
 def is_last(unit: Int32) -> Any:
+    """Says whether it is the last unit of an entry in its range."""
     return (unit >> _LAST_BIT & 1) == 1
 
 
 def ahead_of(unit: Int32) -> Int32:
-    """Says that units of this one's entry follow, so that its rows are prepared while their weights arrive."""
+    """Returns a number that says that units of this one's entry follow. Its rows are prepared while their weights arrive."""
     return unit | 1 << _AHEAD_BIT
 
 
 def is_ahead(unit: Int32) -> Any:
+    """Says whether a number is one of `ahead_of`."""
     return (unit >> _AHEAD_BIT & 1) == 1
 
 
 def index_of(unit: Int32) -> Int32:
-    """The index of a unit's entry."""
+    """Returns the index of a unit's entry."""
     return unit >> _ENTRY_BIT & ((1 << (_PLACE_BIT - _ENTRY_BIT)) - 1)
 
 
 def place_of(unit: Int32) -> Int32:
-    """The number of a unit among those of its expert."""
+    """Returns the number of a unit among those of its expert."""
     return unit >> _PLACE_BIT
 
 
 def rows_of(unit: Int32) -> Int32:
-    """Equal for units whose products have the same right operand."""
+    """Returns a number that units of the same entry and the same product share, and no others."""
     return unit & ((1 << _PLACE_BIT) - 1 - (1 << _LAST_BIT))
 
 
 class Shapes:
-    """What follows from a configuration."""
+    """The sizes of a configuration, and its shared memory."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -191,6 +193,7 @@ class Shapes:
         self.group = config.group
 
     def storage(self) -> Any:
+        """Returns the type of a CTA's shared memory."""
         config = self.config
 
         @cute.struct

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.common_device import start
+
 # Below every key of a number, that of minus infinity too: padding, closed groups, and experts that were taken already.
 _TAKEN = tl.constexpr(-(2**31))
 _NAN_KEY = tl.constexpr(2**31 - 1)
@@ -223,7 +225,9 @@ def topk_kernel(
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start(EARLY)
     route(
         logits,
         correction_bias,
