@@ -13,6 +13,7 @@ COLUMN_BYTES = 128  # of a column in a panel: a row of the 128-byte swizzle
 CHUNK = 32  # columns that a warpgroup stores at a time
 SHARED_BYTES = 227 * 1024  # of a CTA
 OTHER_BYTES = 1024  # barriers
+REGISTERS = 65536  # of a multiprocessor; a launch gives each thread as many, and a multiple of 8
 MAX_EXPERTS = 384
 MAX_TOP_K = 8
 ROUNDED_TOGETHER = 16  # numbers of a row that a thread rounds
@@ -33,7 +34,10 @@ class Tile:
         unit: blocks of weights that are decoded and multiplied together.
         blocks: of a stage of weights. With narrow tiles memory is what is waited for, and long copies serve it better.
         column_blocks: panels of columns on their way.
+        registers: of a thread that computes.
         ahead: whether words of a unit are read while the one before is decoded, and not when they are wanted.
+        turns: words of a unit that a warpgroup decodes before the next one may begin to; 0 where each decodes when it can. Those
+            that decode at the same time also wait at the same time, and then nothing decodes.
     """
 
     warpgroups: int
@@ -41,20 +45,22 @@ class Tile:
     unit: int
     blocks: int
     column_blocks: int
+    registers: int
     ahead: bool
+    turns: int = 0
 
 
 # By the most columns. 192 rows divide both projections of GPT-OSS. Microseconds are those of both products of GPT-OSS-120B's layer
 # on an H200. Decoding a part of a unit after each product, and not all of it after all, was slower (160: 1874 and 987).
 _TILES = {
     # 1024 tokens, one block a unit: 594 and 297. All kernels together took 911, and 823 with two and a quicker schedule.
-    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, True),
+    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152, True, 8),
     # Never timed.
-    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, False),
+    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232, False),
     # 8192 tokens: 1834 and 938 (read ahead 2042 and 1054; 192 columns 1999 and 1002).
-    160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, False),
+    160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152, False),
     # Never timed. Decoding takes time from products (160: 1834, without 1514), and here twice as many columns share it.
-    288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, False),
+    288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216, False),
 }
 FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 64, 144, 160, 288
 # By the inputs. Products of bytes need twice the registers for sums.
@@ -187,13 +193,13 @@ class Product:
         return left // (self.tile.warpgroups * self.slot_bytes)
 
     @property
-    def consumer_registers(self) -> int:
-        """With those of the loading warps all 65536 of a multiprocessor."""
-        return {64: 152, 144: 232, 160: 152, 288: 216}[self.columns]
-
-    @property
     def producer_registers(self) -> int:
-        return {64: 56, 144: 40, 160: 56, 288: 80}[self.columns]
+        """Registers of a thread that loads: what the launch gave to the CTA and the others leave.
+
+        A warpgroup that asks for more than that waits for ever.
+        """
+        given = REGISTERS // self.threads // 8 * 8 * self.threads
+        return (given // 128 - self.tile.warpgroups * self.tile.registers) // 8 * 8
 
 
 @dataclass(frozen=True)

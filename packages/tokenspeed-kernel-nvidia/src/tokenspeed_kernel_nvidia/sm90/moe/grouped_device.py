@@ -94,5 +94,5 @@ class GroupedProduct(Loader, Consumers):
                     cute.arch.griddepcontrol_wait()
                 self.load_columns(call, storage, warp - 1)
         else:
-            cute.arch.setmaxregister_increase(c.consumer_registers)
+            cute.arch.setmaxregister_increase(c.tile.registers)
             self.consume(call, storage)

@@ -35,7 +35,9 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
 )
 
 WORDS = 4  # that a lane has of a block
-STORE = 1  # named barriers, one for each warpgroup: its buffer of results is written
+# Named barriers, one for each of up to seven warpgroups.
+STORE = 1  # its buffer of results is written
+TURN = 8  # it may decode
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ class Consumers(Shapes):
         left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
         for registers in left:
             cute.recast_tensor(registers, Uint32).fill(0)
+        if const_expr(self.config.tile.turns > 0):
+            # Nobody has decoded before the first warpgroup, in whose place the last one says so.
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 == self.config.tile.warpgroups:
+                self.pass_turn(Int32(self.config.tile.warpgroups - 1))
         if index < items:
             item = self.read_item(call, index)
             working = Boolean(True)
@@ -153,7 +159,9 @@ class Consumers(Shapes):
                     call, storage, mma, acc, left[0], right, weights, columns, words, slot, lane, units - unit
                 )
         else:
-            weights, columns = self.multiply_all(call, storage, mma, acc, left, right, weights, columns, words, slot, lane, units)
+            weights, columns = self.multiply_all(
+                call, storage, mma, acc, left, right, weights, columns, words, slot, lane, wg, units
+            )
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         if const_expr(c.gated):
             self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, width)
@@ -175,12 +183,13 @@ class Consumers(Shapes):
     def multiply(
         self, mma: cute.TiledMma, acc: list, left: cute.Tensor, right: list, columns: Cursor, part: cutlass.Constexpr[int]
     ):
-        """Starts one part of a unit's products, as a group of its own."""
+        """Starts one part of a unit's products, all of which are a group."""
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, part > 0 or not self.config.promoted)
         for sums, tile in zip(acc, right, strict=True):
             cute.gemm(atom, sums, left[None, None, part], tile[None, None, part, columns.stage], sums)
-        warpgroup.commit_group()
+        if const_expr(part + 1 == self.config.parts):
+            warpgroup.commit_group()
 
     @cute.jit
     def multiply_all(
@@ -196,16 +205,17 @@ class Consumers(Shapes):
         words: list,
         slot: Int32,
         lane: Int32,
+        wg: Int32,
         units: Int32,
     ):
         """Multiplies all units. ``words``: what the lane has of the first. Returns where the rings go on."""
-        self.decode_unit(call, words, left[0])
+        self.decode_unit(call, words, left[0], wg)
         weights = self.leave_unit(storage, weights, units == 1)
         if const_expr(self.config.tile.ahead):
             if units > 1:
                 words = self.load_unit(call, storage, weights, slot, lane, units == 2)
         before = columns
-        given = call, storage, mma, acc, right, slot, lane
+        given = call, storage, mma, acc, right, slot, lane, wg
         # Units two by two, so that each of a pair has registers of its own.
         pairs = (units - 1) // 2
         for pair in cutlass.range(pairs, unroll=1):
@@ -233,6 +243,7 @@ class Consumers(Shapes):
         right: list,
         slot: Int32,
         lane: Int32,
+        wg: Int32,
         left: cute.Tensor,
         following: cute.Tensor,
         weights: Weights,
@@ -261,10 +272,10 @@ class Consumers(Shapes):
             self.multiply(mma, acc, left, right, columns, part)
         if const_expr(not c.tile.ahead):
             words = self.load_unit(call, storage, weights, slot, lane, units == 2)
-        warpgroup.wait_group(c.parts)  # those of the unit before are done
+        warpgroup.wait_group(1)  # the unit before is done
         if not first:
             self.column_pipe(storage).release(before)
-        self.decode_unit(call, words, following)
+        self.decode_unit(call, words, following, wg)
         weights = self.leave_unit(storage, weights, units == 2)
         if const_expr(c.tile.ahead):
             if units > 2:
@@ -322,7 +333,8 @@ class Consumers(Shapes):
         acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
         self.column_pipe(storage).wait(columns)
         for part in cutlass.range_constexpr(c.parts):
-            self.decode_unit(call, words, left, part)
+            each = WORDS * c.unit // c.parts  # words of a part
+            self.decode_words(call, words, left, part * each, (part + 1) * each)
             warpgroup.fence()
             self.multiply(mma, acc, left, right, columns, part)
         weights = self.leave_unit(storage, weights, left_over == 1)
@@ -350,8 +362,7 @@ class Consumers(Shapes):
             words.append(load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane // 4 * 4 + CODE_BYTES, 1))
         if const_expr(c.unit == 2):
             if last and call.blocks % 2 == 1:
-                for at in cutlass.range_constexpr(WORDS + 1, 2 * (WORDS + 1)):
-                    words[at] = Uint32(0)
+                words[-1] = Uint32(0)  # its scales: whatever the codes are, they count as zeros
         return words
 
     @property
@@ -360,18 +371,36 @@ class Consumers(Shapes):
         return cutlass.Float16 if self.is_fp8 else self.dtype
 
     @cute.jit
-    def decode_unit(self, call: Call, words: list, left: cute.Tensor, part: cutlass.Constexpr[int] = -1):
-        """Makes the left operand of a unit's products, or of one part of them.
+    def decode_unit(self, call: Call, words: list, left: cute.Tensor, wg: Int32):
+        """Makes the left operand of a unit's products, in the warpgroup's turn where they take turns."""
+        count, turns = WORDS * self.config.unit, self.config.tile.turns
+        if const_expr(turns > 0):
+            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+            self.decode_words(call, words, left, 0, turns)
+            self.pass_turn(wg)
+        self.decode_words(call, words, left, turns, count)
+
+    @cute.jit
+    def pass_turn(self, wg: Int32):
+        """Lets the next warpgroup decode. That one waits with as many threads as this one arrives with."""
+        following = wg + 1
+        if following == self.config.tile.warpgroups:
+            following = Int32(0)
+        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=256)
+
+    @cute.jit
+    def decode_words(
+        self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]
+    ):
+        """Decodes some of a unit's words.
 
         The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them:
         ptxas uses registers of wgmma's left operands for nothing else, and those that have nothing to do with one another would be
         others for each width, soon all that there are.
         """
-        c = self.config
-        each = WORDS * c.unit // c.parts  # words of a part
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
-            for word in cutlass.range_constexpr(max(part, 0) * each, (part + 1) * each if part >= 0 else WORDS * c.unit):
+            for word in cutlass.range_constexpr(begin, end):
                 block, s = word // WORDS, word % WORDS
                 scales = multipliers(self.scale_dtype, words[block * (WORDS + 1) + WORDS])
                 decode_word = decode_scaled_e5m2 if self.is_fp8 else functools.partial(decode, self.dtype)
