@@ -133,7 +133,9 @@ def ldmatrix(address: Any, transposed: bool) -> Any:
 
 
 def load_floats(space: str, address: Any, count: int) -> Any:
-    """2 or 4 neighbours."""
+    """Loads 1, 2 or 4 neighbouring float32 and returns them; a single one not in a sequence."""
+    if count == 1:
+        return cute.arch.inline_ptx(f"ld.{space}.f32 {{$w0}}, [{{$r0}}];", write_only_types=[Float32], read_only_args=[address])
     to = ", ".join(f"{{$w{at}}}" for at in range(count))
     return cute.arch.inline_ptx(
         f"ld.{space}.v{count}.f32 {{{to}}}, [{{$r0}}];", write_only_types=[Float32] * count, read_only_args=[address]
@@ -141,7 +143,10 @@ def load_floats(space: str, address: Any, count: int) -> Any:
 
 
 def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
-    """2 or 4 neighbours."""
+    """Stores 1, 2 or 4 neighbouring float32."""
+    if len(values) == 1:
+        cute.arch.inline_ptx(f"st.{space}.f32 [{{$r0}}], {{$r1}};", read_only_args=[address, *values])
+        return
     given = ", ".join(f"{{$r{at + 1}}}" for at in range(len(values)))
     cute.arch.inline_ptx(f"st.{space}.v{len(values)}.f32 [{{$r0}}], {{{given}}};", read_only_args=[address, *values])
 
@@ -152,11 +157,12 @@ def load_word(address: Any) -> Any:
 
 
 def store_words(address: Any, words: Sequence[Any]) -> None:
-    """One or two pairs of 16-bit numbers, to global memory."""
+    """Stores 1, 2 or 4 neighbouring words in global memory, for instance pairs of 16-bit numbers."""
     if len(words) == 1:
         cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, *words])
-    else:
-        cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words])
+        return
+    given = ", ".join(f"{{$r{at + 1}}}" for at in range(len(words)))
+    cute.arch.inline_ptx(f"st.global.v{len(words)}.b32 [{{$r0}}], {{{given}}};", read_only_args=[address, *words])
 
 
 def load_int(address: Any, early: bool) -> Any:

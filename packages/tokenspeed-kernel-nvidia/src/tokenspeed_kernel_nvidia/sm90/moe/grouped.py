@@ -44,8 +44,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import STRIP
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import RoundedWeights
 
-_ROUNDED_BYTES = {CODES: 1, VALUES: 2}  # of a number
-_ALIGNED = 256  # bytes at whose multiples parts of the memory begin
+_ROUNDED_BYTES = {CODES: 1, VALUES: 2}  # that a number takes
+_ALIGNED = 256  # parts of the memory begin at multiples of so many bytes
 
 
 @program(arch="sm_90a", configs=every_schedule)
@@ -77,12 +77,14 @@ def rounding_program(config: Rounding) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Programs(NamedTuple):
-    """What a call launches.
+    """The programs that a call launches.
 
     Attributes:
-        rounding: for each of `Product.inputs`, the program that makes them, or None.
-        products: for each, both products.
-        processors: CTAs of a product.
+        schedule: sorts pairs and cuts them into tiles.
+        rounding: for each kind of inputs, the program that makes them, or None where rows are taken as they are.
+        products: for each kind of inputs, both products.
+        combine: adds up the slots of each token.
+        processors: how many CTAs a product has.
     """
 
     schedule: Launch
@@ -106,7 +108,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], devi
 
 
 class _Memory:
-    """Parts of one allocation. What a launch leaves in it only the launches of this call read."""
+    """One allocation and its parts. Only the launches of one call write and read it."""
 
     def __init__(self, device: torch.device, lengths: list[int]) -> None:
         self.offsets = [0]

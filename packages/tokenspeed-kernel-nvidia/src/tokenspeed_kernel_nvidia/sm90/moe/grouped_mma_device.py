@@ -18,7 +18,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, load_int, opt_barrier, pack
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+    load_floats,
+    load_int,
+    opt_barrier,
+    pack,
+    store_floats,
+    store_words,
+)
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
@@ -34,7 +41,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     STRIP,
 )
 
-WORDS = 4  # that a lane has of a block
+WORDS = 4  # words of codes that a lane has of a block
 # Named barriers, one for each of up to seven warpgroups.
 STORE = 1  # its buffer of results is written
 TURN = 8  # it may decode
@@ -42,11 +49,11 @@ TURN = 8  # it may decode
 
 @dataclass(frozen=True)
 class Weights:
-    """Where a warp is in the ring of weights.
+    """The position of a warp in the ring of weights.
 
     Attributes:
         at: the stage.
-        block: in the stage.
+        block: the block in the stage.
     """
 
     at: Cursor
@@ -54,19 +61,19 @@ class Weights:
 
 
 def store_matrices(address: Any, words: Any) -> None:
-    """Four 8 x 8 matrices of 16-bit numbers, transposed, to shared memory: each lane gives the address of a column's eight."""
+    """Stores four 8 x 8 matrices of 16-bit numbers, transposed, in shared memory. Lanes give the addresses of columns' eights."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
 
 
 def at_most(x: Float32, bound: Float32) -> Float32:
-    """The smaller one. NaN stays NaN."""
+    """Returns the smaller one. NaN stays NaN."""
     return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
 def at_least(x: Float32, bound: Float32) -> Float32:
-    """The larger one. NaN stays NaN."""
+    """Returns the larger one. NaN stays NaN."""
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
@@ -75,7 +82,7 @@ class Consumers(Shapes):
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """All items of the CTA, 64 rows of each by a warpgroup."""
+        """Computes all items of the CTA; each warpgroup has 64 rows of them."""
         grid, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
@@ -107,7 +114,7 @@ class Consumers(Shapes):
                 item = following
 
     def mma_of(self, width: int) -> cute.TiledMma:
-        """The products of a tile of some columns."""
+        """Returns the products of a tile with so many columns."""
         source, major = warpgroup.OperandSource.RMEM, OperandMajorMode.K
         if self.is_fp8:
             op = warpgroup.MmaF8Op(self.left_dtype, self.right_dtype, Float32, (64, width, 32), source, major, major)
@@ -126,7 +133,7 @@ class Consumers(Shapes):
         columns: Cursor,
         width: cutlass.Constexpr[int],
     ):
-        """One item, whose columns are at most ``width``. Returns where the rings go on."""
+        """Computes an item with at most ``width`` columns. Returns where the rings go on."""
         c = self.config
         # What follows from the thread's number is computed anew here, or it would take registers in the loops of all widths.
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
@@ -147,7 +154,7 @@ class Consumers(Shapes):
         self.weight_pipe(storage).wait(weights.at)
         # Of the rows lane / 4 and eight below: factors, biases.
         head = slot + weights.at.stage * (c.tile.warpgroups * c.slot_bytes) + strip * HEAD_BYTES + lane // 4 * 4
-        heads = [load_float(head + 4 * at) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
+        heads = [load_floats("shared", head + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
         for sums in acc:
             sums.fill(0.0)
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
@@ -349,9 +356,9 @@ class Consumers(Shapes):
 
     @cute.jit
     def load_unit(self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
-        """The words that a lane has of a unit's blocks, and behind each block's its scales, when they are there.
+        """Waits for a unit. Returns the words that a lane has of its blocks, behind each block's the word of its scales.
 
-        ``last``: it is the last unit, which may have a block less; that counts as zeros.
+        ``last``: whether it is the last unit, which may have a block less.
         """
         self.weight_pipe(storage).wait(weights.at)
         c = self.config
@@ -367,7 +374,7 @@ class Consumers(Shapes):
 
     @property
     def scale_dtype(self) -> Any:
-        """What multipliers of codes are."""
+        """The type of the numbers that codes are multiplied by."""
         return cutlass.Float16 if self.is_fp8 else self.dtype
 
     @cute.jit
@@ -389,9 +396,7 @@ class Consumers(Shapes):
         cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=256)
 
     @cute.jit
-    def decode_words(
-        self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]
-    ):
+    def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
         """Decodes some of a unit's words.
 
         The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them:
@@ -410,7 +415,7 @@ class Consumers(Shapes):
 
     @cute.jit
     def leave_unit(self, storage: Any, weights: Weights, last: Boolean) -> Weights:
-        """Goes on to the next unit of the ring of weights. ``last``: it is of another item, and in another stage."""
+        """Returns where the next unit lies in the ring of weights. ``last``: whether the next unit is of another item."""
         c = self.config
         at, block = weights.at, weights.block + c.unit
         if last or block == c.tile.blocks:
@@ -424,7 +429,7 @@ class Consumers(Shapes):
 
     @cute.jit
     def load_scales(self, call: Call, item: Item, thread: Int32, width: cutlass.Constexpr[int]) -> list:
-        """Those that a thread reads for its warpgroup, early, as they come from far away."""
+        """Returns the scales that a thread reads for its warpgroup. It reads them early, as global memory is slow."""
         scales = []
         if const_expr(self.config.scaled):
             for turn in cutlass.range_constexpr(-(-width // 128)):
@@ -433,23 +438,23 @@ class Consumers(Shapes):
                     row = item.first + thread + turn * 128
                     if const_expr(self.config.gated):
                         row = load_int(call.sources + Int64(row) * 4, False)
-                    scale = load_float(call.row_scales + Int64(row) * 4, "global")
+                    scale = load_floats("global", call.row_scales + Int64(row) * 4, 1)
                 scales.append(scale)
         return scales
 
     @cute.jit
     def share_scales(self, storage: Any, scales: list, thread: Int32, wg: Int32, width: cutlass.Constexpr[int]) -> Int32:
-        """Gives scales to the warpgroup. Returns where a thread finds those of its first two columns."""
+        """Gives scales to the warpgroup. Returns the address of those of a thread's first two columns."""
         begin = storage.scales.data_ptr().toint() + wg * (4 * self.config.columns)
         if const_expr(self.config.scaled):
             for turn in cutlass.range_constexpr(len(scales)):
                 if thread % 128 + turn * 128 < width:
-                    store_float(begin + (thread % 128 + turn * 128) * 4, scales[turn])
+                    store_floats("shared", begin + (thread % 128 + turn * 128) * 4, [scales[turn]])
             self.sync_warpgroup(wg)
         return begin + thread % 4 * 8
 
     def factors(self, heads: list, scales_at: Int32, at: int) -> list:
-        """What sums are multiplied by: of the thread's two rows, for its two columns of eight. ``at``: the first sum of these."""
+        """Returns the factors of a thread's two rows in its two columns of eight. ``at``: the first of their sums."""
         if not self.config.scaled:
             return [[heads[r]] * 2 for r in range(2)]
         scales = load_floats("shared", scales_at + 8 * at, 2)
@@ -536,13 +541,13 @@ class Consumers(Shapes):
                 self.store_piece(call, item, place, chunk * CHUNK + column, feature, strip < call.strips)
 
     def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
-        """A number of the product, with its bias."""
+        """Returns a number of the product, with its bias."""
         each = cute.size(acc[0])
         return acc[at // each][at % each + 2 * r + column] * factors[r][column] + heads[2 + r]
 
     @cute.jit
     def buffer(self, storage: Any, wg: Int32, chunk: cutlass.Constexpr[int]) -> Int32:
-        """Where a warpgroup puts some columns, to store them together: in two places in turn, so that it need not wait twice."""
+        """Returns where a warpgroup puts some columns before it stores them: two places in turn, so that it need not wait twice."""
         size = CHUNK * self.config.store_bytes
         return storage.results.data_ptr().toint() + (2 * wg + chunk % 2) * size
 
@@ -550,20 +555,9 @@ class Consumers(Shapes):
     def store_piece(self, call: Call, item: Item, place: Int32, column: Int32, feature: Int32, inside: Boolean):
         """Stores eight features of a column, if it is one of the item's."""
         if inside and column < item.count:
-            a, b, c, d = load_words("shared", place, 4)
             at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 2
-            cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, a, b, c, d])
+            store_words(at, load_words("shared", place, 4))
 
     @cute.jit
     def sync_warpgroup(self, wg: Int32):
         cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
-
-
-def load_float(address: Any, space: str = "shared") -> Float32:
-    """A number of memory."""
-    return cute.arch.inline_ptx(f"ld.{space}.f32 {{$w0}}, [{{$r0}}];", write_only_types=[Float32], read_only_args=[address])
-
-
-def store_float(address: Any, value: Float32) -> None:
-    """To shared memory."""
-    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])
