@@ -133,22 +133,23 @@ def ldmatrix(address: Any, transposed: bool) -> Any:
 
 
 def load_floats(space: str, address: Any, count: int) -> Any:
-    """Loads 1, 2 or 4 neighbouring float32 and returns them; a single one not in a sequence."""
-    if count == 1:
-        return cute.arch.inline_ptx(f"ld.{space}.f32 {{$w0}}, [{{$r0}}];", write_only_types=[Float32], read_only_args=[address])
+    """Loads 1, 2 or 4 neighbouring numbers; one of them is returned as it is, and not in a list."""
+    vector = f".v{count}" if count > 1 else ""
     to = ", ".join(f"{{$w{at}}}" for at in range(count))
     return cute.arch.inline_ptx(
-        f"ld.{space}.v{count}.f32 {{{to}}}, [{{$r0}}];", write_only_types=[Float32] * count, read_only_args=[address]
+        f"ld.{space}{vector}.f32 {f'{{{to}}}' if vector else to}, [{{$r0}}];",
+        write_only_types=[Float32] * count,
+        read_only_args=[address],
     )
 
 
 def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
-    """Stores 1, 2 or 4 neighbouring float32."""
-    if len(values) == 1:
-        cute.arch.inline_ptx(f"st.{space}.f32 [{{$r0}}], {{$r1}};", read_only_args=[address, *values])
-        return
+    """Stores 1, 2 or 4 neighbouring numbers."""
+    vector = f".v{len(values)}" if len(values) > 1 else ""
     given = ", ".join(f"{{$r{at + 1}}}" for at in range(len(values)))
-    cute.arch.inline_ptx(f"st.{space}.v{len(values)}.f32 [{{$r0}}], {{{given}}};", read_only_args=[address, *values])
+    cute.arch.inline_ptx(
+        f"st.{space}{vector}.f32 [{{$r0}}], {f'{{{given}}}' if vector else given};", read_only_args=[address, *values]
+    )
 
 
 def load_word(address: Any) -> Any:

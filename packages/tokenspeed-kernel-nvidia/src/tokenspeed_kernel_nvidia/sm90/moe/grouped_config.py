@@ -50,17 +50,19 @@ class Tile:
     turns: int = 0
 
 
-# Tiles by the most columns that they have. 192 rows divide both projections of GPT-OSS. Microseconds are those of the two products
-# of GPT-OSS-120B's layer on an H200. Decoding a part of a unit after each product was slower than decoding all of it after the last
-# one (160: 1874 and 987).
+# Tiles by the most columns that they have. 192 rows divide both projections of GPT-OSS. Microseconds are those of all kernels of a
+# call, for GPT-OSS-120B's layer on an H200; with 8192 tokens it ran at its power limit, between 1.7 and 1.9 GHz. Decoding a part of
+# a unit after each product was slower than decoding all of it after the last one.
 _TILES = {
-    # 1024 tokens, one block a unit: 594 and 297. All kernels together took 911, and 823 with two and a quicker schedule.
-    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152, True, 8),
-    # Never timed.
+    # 1024 tokens: 810, with 4 and 8 words a turn 812 and 821, without turns 826. Five warpgroups, 48 columns and one block a unit
+    # took 798, and in turns 852. At 256 tokens 697, without turns 711.
+    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152, True, 6),
+    # 8192 tokens with products of bytes: 2807. Their values in 16 bits took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232, False),
-    # 8192 tokens: 1834 and 938 (read ahead 2042 and 1054; 192 columns 1999 and 1002).
+    # 8192 tokens: 2996. Words that were read ahead made it slower.
     160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152, False),
-    # Never timed. Decoding takes time from products (160: 1834, without 1514), and here twice as many columns share it.
+    # 8192 tokens: 2725, with 2 and 4 words a turn 2877 and 2907. Decoding takes time and power from products, and twice as many
+    # columns share it.
     288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216, False),
 }
 FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 64, 144, 160, 288
@@ -71,6 +73,7 @@ SERVED = {
     VALUES: (FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
 _FEW_PAIRS = 56  # pairs of an expert, on average, up to which tiles are narrow
+_MANY_PAIRS = 140  # and up to which most experts' pairs are one tile of `MANY_COLUMNS`
 
 
 @dataclass(frozen=True)
@@ -232,7 +235,10 @@ def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) ->
     """Returns the most columns of a tile, for so many pairs."""
     if pairs <= _FEW_PAIRS * experts:
         return FEW_COLUMNS
-    return ROUNDED_COLUMNS if CODES in inputs else MANY_COLUMNS
+    if CODES in inputs:
+        return ROUNDED_COLUMNS
+    widest = all(MOST_COLUMNS in SERVED[kind] for kind in inputs)
+    return MOST_COLUMNS if widest and pairs > _MANY_PAIRS * experts else MANY_COLUMNS
 
 
 def most_tiles(pairs: int, experts: int, columns: int) -> int:

@@ -92,7 +92,7 @@ class Consumers(Shapes):
         left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
         for registers in left:
             cute.recast_tensor(registers, Uint32).fill(0)
-        if const_expr(self.config.tile.turns > 0):
+        if const_expr(self.config.tile.turns > 0 and not self.config.promoted):
             # Nobody has decoded before the first warpgroup, in whose place the last one says so.
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 == self.config.tile.warpgroups:
                 self.pass_turn(Int32(self.config.tile.warpgroups - 1))
