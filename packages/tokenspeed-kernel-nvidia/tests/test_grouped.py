@@ -9,7 +9,19 @@ import pytest
 import torch
 
 from tokenspeed_kernel_nvidia.sm90.moe import grouped
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PLAIN, SERVED, Schedule, every_schedule, most_tiles
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
+    CODES,
+    PLAIN,
+    REGISTERS,
+    SERVED,
+    VALUES,
+    Product,
+    Schedule,
+    columns_for,
+    every_product,
+    every_schedule,
+    most_tiles,
+)
 
 from .experts import GPT_OSS, RandomLayer, compare
 
@@ -232,3 +244,22 @@ def test_room_for_all_tiles(schedule: Schedule) -> None:
         assert sum(tiles) == sum(counts)
         assert all(0 < tile <= schedule.columns for tile in tiles)
         assert len(tiles) <= most_tiles(sum(counts), len(counts), schedule.columns)
+
+
+@pytest.mark.parametrize("product", every_product(), ids=str)
+def test_registers_of_a_launch_are_enough(product: Product) -> None:
+    """A warpgroup that asks for more than the launch gave and others gave back waits for ever."""
+    given = REGISTERS // product.threads // 8 * 8 * product.threads
+    tile = product.tile
+    assert 128 * (tile.warpgroups * tile.registers + product.producer_registers) <= given
+    assert tile.registers % 8 == product.producer_registers % 8 == 0
+    assert 24 <= product.producer_registers < given // product.threads < tile.registers <= 256
+
+
+@pytest.mark.parametrize(
+    ("inputs", "columns"), [((PLAIN,), (64, 160, 288)), ((VALUES,), (64, 160, 160)), ((CODES, VALUES), (64, 144, 144))]
+)
+def test_tiles_by_the_number_of_pairs(inputs: tuple[str, ...], columns: tuple[int, ...]) -> None:
+    chosen = tuple(columns_for(pairs * 128, 128, inputs) for pairs in (32, 128, 256))
+    assert chosen == columns
+    assert all(width in SERVED[kind] for width in chosen for kind in inputs)

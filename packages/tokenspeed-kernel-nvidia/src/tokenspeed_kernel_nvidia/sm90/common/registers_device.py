@@ -158,11 +158,12 @@ def load_word(address: Any) -> Any:
 
 
 def store_words(address: Any, words: Sequence[Any]) -> None:
-    """One or two pairs of 16-bit numbers, to global memory."""
+    """Stores 1, 2 or 4 neighbouring words in global memory, for instance pairs of 16-bit numbers."""
     if len(words) == 1:
         cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, *words])
-    else:
-        cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words])
+        return
+    given = ", ".join(f"{{$r{at + 1}}}" for at in range(len(words)))
+    cute.arch.inline_ptx(f"st.global.v{len(words)}.b32 [{{$r0}}], {{{given}}};", read_only_args=[address, *words])
 
 
 def load_int(address: Any, early: bool) -> Any:

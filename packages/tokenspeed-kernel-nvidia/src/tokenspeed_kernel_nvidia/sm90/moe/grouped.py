@@ -2,12 +2,14 @@
 
 Pairs of tokens and slots are sorted by expert on the device and cut into tiles of several widths, the widest first, so that a
 captured graph stays right when the routing changes. In both products weights are the left operand of wgmma, decoded in registers,
-and pairs are columns: a tile is 192 rows of weights, which divide both projections of GPT-OSS, times up to 64 or 160 columns. One
-warp of a CTA streams weights by bulk copies, three gather the columns of tokens, and three warpgroups compute. Bias and activation
-happen in registers, where gate and up of a feature have met; the sum over slots is a kernel of its own, in the order of slots.
+and pairs are columns: a tile is 192 rows of weights, which divide both projections of GPT-OSS, times up to 64 or 160 columns, or
+128 rows times up to 288 columns. One warp of a CTA streams weights by bulk copies, three gather the columns of tokens, and two or
+three warpgroups compute. Bias and activation happen in registers, where gate and up of a feature have met; the sum over slots is a
+kernel of its own, in the order of slots.
 
-With fp8 activations a kernel before each product rounds its rows. What codes stand for is then multiplied in 16 bits, which is as
-right as it can be. Products of the codes themselves, with weights as float8_e5m2, are there too (`moe_apply_rounded`).
+With fp8 activations a kernel before each product rounds its rows. Where there are many pairs, the codes are multiplied with weights
+as float8_e5m2, for all experts whose weights that type has exactly; for others, and where there are few pairs, the values of the
+codes are multiplied in 16 bits (`moe_apply_rounded`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
+    FEW_COLUMNS,
     PLAIN,
     RECORD,
     VALUES,
@@ -44,8 +47,8 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import STRIP
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import RoundedWeights
 
-_ROUNDED_BYTES = {CODES: 1, VALUES: 2}  # of a number
-_ALIGNED = 256  # bytes at whose multiples parts of the memory begin
+_ROUNDED_BYTES = {CODES: 1, VALUES: 2}  # that a number takes
+_ALIGNED = 256  # parts of the memory begin at multiples of so many bytes
 
 
 @program(arch="sm_90a", configs=every_schedule)
@@ -77,12 +80,14 @@ def rounding_program(config: Rounding) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _Programs(NamedTuple):
-    """What a call launches.
+    """The programs that a call launches.
 
     Attributes:
-        rounding: for each of `Product.inputs`, the program that makes them, or None.
-        products: for each, both products.
-        processors: CTAs of a product.
+        schedule: sorts pairs and cuts them into tiles.
+        rounding: for each kind of inputs, the program that makes them, or None where rows are taken as they are.
+        products: for each kind of inputs, both products.
+        combine: adds up the slots of each token.
+        processors: how many CTAs a product has.
     """
 
     schedule: Launch
@@ -106,7 +111,7 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], devi
 
 
 class _Memory:
-    """Parts of one allocation. What a launch leaves in it only the launches of this call read."""
+    """One allocation and its parts. Only the launches of one call write and read it."""
 
     def __init__(self, device: torch.device, lengths: list[int]) -> None:
         self.offsets = [0]
@@ -186,21 +191,23 @@ def moe_apply_rounded(
     plan: MoEPlan,
     out: Tensor | None = None,
     *,
-    codes: bool = False,
+    codes: bool | None = None,
     columns: int | None = None,
 ) -> Tensor:
     """`moe_apply_many` with fp8 activations.
 
     Args:
         codes: whether codes are multiplied, for experts whose weights float8_e5m2 has exactly, and not their values in 16 bits.
-            Sums of such products are added up in float32 every 128 of k. That was never timed. Without it they took 2301 us where
-            values take 3377 (GPT-OSS-120B, 8192 tokens, H200), with twice the error.
+            If None they are where tiles are wide. Sums of products of codes are added up in float32 every 128 of k. That took 2807
+            us where values took 3109, with the same error (GPT-OSS-120B, 8192 tokens, H200).
         columns: see there.
     """
     if not isinstance(weights, RoundedWeights):
         wanted = "what moe_process_weights makes for fp8 activations"
         raise TypeError(f"moe_apply: weights must be {wanted}, got {type(weights).__name__}")
     inputs: tuple[str, ...] = (VALUES,)
+    if codes is None:
+        codes = columns_for(topk_ids.numel(), plan.num_experts, inputs) != FEW_COLUMNS
     if codes and weights.inexact < plan.num_experts:
         inputs = (CODES, VALUES) if weights.inexact else (CODES,)
     exact = weights.exact if len(inputs) > 1 else None

@@ -1,4 +1,4 @@
-"""The device code of the end of `grouped`: what a token's slots have, weighted and added up."""
+"""The device code of the last kernel of `grouped`, which weights the results of each token's slots and adds them up."""
 
 # mypy: ignore-errors
 
@@ -13,30 +13,30 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int, pack, widened
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_floats, load_int, pack, store_words, widened
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import Combine
 
 THREADS = 256
-NUMBERS = 8  # of a thread: 16 bytes
+NUMBERS = 8  # that a thread has, 16 bytes
 AT_ONCE = 4  # slots that are read together
 
 
 def host(config: Combine) -> Any:
-    """The function that launches the program."""
+    """Returns the function that launches the program."""
     return CombineSlots(config)
 
 
 def fake_arguments(config: Combine) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Returns stand-ins for the arguments of what `host` returns."""
     size, rows = arguments.size, arguments.rows
     tokens, hidden = size(), size(divisibility=32)
     results, out = rows(config.dtype, size(), hidden), rows(config.dtype, tokens, hidden)
-    return results, out, *(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(1)), arguments.stream()
+    return results, out, *(Int64(0) for _ in range(2)), Int32(0), arguments.stream()
 
 
 @dataclass(frozen=True)
 class Slots:
-    """What is added up, as addresses.
+    """The results that are added up and where the sums go, as addresses.
 
     Attributes:
         results, result_stride: 16-bit, one row a sorted pair, and elements from one to the next.
@@ -108,7 +108,7 @@ class CombineSlots:
                         at = (Int64(token) * slots.top_k + first + each) * 4
                         present[each] = load_int(slots.positions + at, False)
                         if present[each] >= 0:  # what others have is not even defined
-                            weights[each] = load_float(slots.weights + at)
+                            weights[each] = load_floats("global", slots.weights + at, 1)
                             row = slots.results + (Int64(present[each]) * slots.result_stride + feature) * 2
                             loaded = load_words("global", row, NUMBERS // 2)
                             for word in cutlass.range_constexpr(NUMBERS // 2):
@@ -121,9 +121,4 @@ class CombineSlots:
                             totals[2 * word + 1] += weights[each] * high
             packed = [pack(self.dtype, totals[2 * word], totals[2 * word + 1]) for word in range(NUMBERS // 2)]
             at = slots.out + (Int64(token) * slots.out_stride + feature) * 2
-            cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, *packed])
-
-
-def load_float(address: Any) -> Float32:
-    """A number of global memory."""
-    return cute.arch.inline_ptx("ld.global.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[address])
+            store_words(at, packed)

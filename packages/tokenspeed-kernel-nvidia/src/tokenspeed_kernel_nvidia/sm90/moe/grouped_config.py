@@ -1,4 +1,4 @@
-"""What programs of `grouped` are compiled for, and which ones serve what."""
+"""Configurations of the programs of `grouped`: what each is compiled for, and which one serves a call."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS, STRIP
 
 COLUMN_WARPS = 3  # warps that gather columns, beside the one that streams weights
-COLUMN_BYTES = 128  # of a column in a panel: a row of the 128-byte swizzle
+COLUMN_BYTES = 128  # of a column in a panel, which is a row of the 128-byte swizzle
 CHUNK = 32  # columns that a warpgroup stores at a time
-SHARED_BYTES = 227 * 1024  # of a CTA
-OTHER_BYTES = 1024  # barriers
+SHARED_BYTES = 227 * 1024  # that a CTA may have
+OTHER_BYTES = 1024  # that barriers take
+REGISTERS = 65536  # that a multiprocessor has; each thread of a launch gets the same multiple of 8
 MAX_EXPERTS = 384
 MAX_TOP_K = 8
 ROUNDED_TOGETHER = 16  # numbers of a row that a thread rounds
-RECORD = 4  # numbers of a tile in the schedule
+RECORD = 4  # numbers that the schedule has of a tile
 
-# What the products' inputs are: rows as they are given; rounded to codes of float8_e4m3fn, or to their values, both with a scale
-# a row.
+# Inputs of the products: rows as they are given (`PLAIN`), or rounded to float8_e4m3fn with a scale for each row, as codes or as
+# the 16-bit values that the codes stand for.
 PLAIN, CODES, VALUES = "plain", "codes", "values"
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a CTA computes at a time.
+    """The part of a product that a CTA computes at a time.
 
     Attributes:
-        warpgroups: that compute, 64 rows of weights each.
-        widths: columns that a tile is computed with, ascending.
-        unit: blocks of weights that are decoded and multiplied together.
-        blocks: of a stage of weights. With narrow tiles memory is what is waited for, and long copies serve it better.
-        column_blocks: panels of columns on their way.
-        ahead: whether words of a unit are read while the one before is decoded, and not when they are wanted.
+        warpgroups: how many warpgroups compute, each of them 64 rows of weights.
+        widths: the numbers of columns that loops are compiled for, ascending; a tile takes the first that holds its columns.
+        unit: how many blocks of weights are decoded and multiplied together.
+        blocks: how many blocks a stage of weights has. Narrow tiles wait for memory, which long copies serve better.
+        column_blocks: how many panels of columns are on their way at a time.
+        registers: how many registers a computing thread has.
+        ahead: whether a thread reads the words of the next unit before it multiplies this one, or only when it decodes them.
+        turns: how many words of a unit a warpgroup decodes before the next warpgroup may begin to decode; with 0 all decode as they
+            come. Warpgroups that decode at the same time also wait for their products at the same time, and then none decodes.
     """
 
     warpgroups: int
@@ -41,29 +45,35 @@ class Tile:
     unit: int
     blocks: int
     column_blocks: int
+    registers: int
     ahead: bool
+    turns: int = 0
 
 
-# By the most columns. 192 rows divide both projections of GPT-OSS. Microseconds are those of both products of GPT-OSS-120B's layer
-# on an H200. Decoding a part of a unit after each product, and not all of it after all, was slower (160: 1874 and 987).
+# Tiles by the most columns that they have. 192 rows divide both projections of GPT-OSS. Microseconds are those of all kernels of a
+# call, for GPT-OSS-120B's layer on an H200; with 8192 tokens it ran at its power limit, between 1.7 and 1.9 GHz. Decoding a part of
+# a unit after each product was slower than decoding all of it after the last one.
 _TILES = {
-    # 1024 tokens, one block a unit: 594 and 297. All kernels together took 911, and 823 with two and a quicker schedule.
-    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, True),
-    # Never timed.
-    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, False),
-    # 8192 tokens: 1834 and 938 (read ahead 2042 and 1054; 192 columns 1999 and 1002).
-    160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, False),
-    # Never timed. Decoding takes time from products (160: 1834, without 1514), and here twice as many columns share it.
-    288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, False),
+    # 1024 tokens: 810, with 4 and 8 words a turn 812 and 821, without turns 826. Five warpgroups, 48 columns and one block a unit
+    # took 798, and in turns 852. At 256 tokens 697, without turns 711.
+    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152, True, 6),
+    # 8192 tokens with products of bytes: 2807. Their values in 16 bits took 3109 with 160 columns.
+    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232, False),
+    # 8192 tokens: 2996. Words that were read ahead made it slower.
+    160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152, False),
+    # 8192 tokens: 2725, with 2 and 4 words a turn 2877 and 2907. Decoding takes time and power from products, and twice as many
+    # columns share it.
+    288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216, False),
 }
 FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 64, 144, 160, 288
-# By the inputs. Products of bytes need twice the registers for sums.
+# The tiles that are served, by the inputs. Products of bytes need twice the registers for sums.
 SERVED = {
     PLAIN: (FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
     CODES: (FEW_COLUMNS, ROUNDED_COLUMNS),
     VALUES: (FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
-_FEW_PAIRS = 56  # pairs an expert up to which tiles are narrow
+_FEW_PAIRS = 56  # pairs of an expert, on average, up to which tiles are narrow
+_MANY_PAIRS = 140  # and up to which most experts' pairs are one tile of `MANY_COLUMNS`
 
 
 @dataclass(frozen=True)
@@ -71,14 +81,14 @@ class Schedule:
     """A program that sorts pairs and cuts them into tiles.
 
     Attributes:
-        columns: of a tile, at most.
+        columns: the most columns that a tile has.
     """
 
     columns: int
 
     @property
     def least(self) -> int:
-        """A last tile with fewer columns shares them with the one before."""
+        """Returns the number of columns below which an expert's last tile shares those of the tile before it."""
         return self.columns // 3
 
 
@@ -87,9 +97,9 @@ class Product:
     """A program of one of the two products.
 
     Attributes:
-        dtype: of activations.
+        dtype: the name of the activations' dtype.
         gated: whether it is the first product, which gathers tokens and activates.
-        columns: of a tile, at most.
+        columns: the most columns that a tile has.
         inputs: `PLAIN`, `CODES` or `VALUES`.
     """
 
@@ -100,31 +110,32 @@ class Product:
 
     @property
     def scaled(self) -> bool:
-        """Whether columns have scales."""
+        """Returns whether columns have scales."""
         return self.inputs != PLAIN
 
     @property
     def tile(self) -> Tile:
+        """Returns the tile that a CTA computes at a time."""
         return _TILES[self.columns]
 
     @property
     def strips(self) -> int:
-        """Of a tile, one a warp."""
+        """Returns the number of a tile's strips, of which each computing warp has one."""
         return PANEL_STRIPS * self.tile.warpgroups
 
     @property
     def rows(self) -> int:
-        """Of weights, of a tile."""
+        """Returns the number of rows of weights that a tile has."""
         return self.strips * STRIP
 
     @property
     def threads(self) -> int:
-        """Of a CTA: those that compute, and those that load."""
+        """Returns the number of a CTA's threads: computing warpgroups and one that loads."""
         return 128 * (self.tile.warpgroups + 1)
 
     @property
     def promoted(self) -> bool:
-        """Whether a unit's products are summed apart, and then added in registers.
+        """Returns whether the products of a unit are summed apart and then added to the sums in registers.
 
         wgmma keeps about 14 bits of a sum of products of bytes. Without this the error was twice that of `VALUES` (2.4e-2, 1.2e-2).
         """
@@ -132,68 +143,68 @@ class Product:
 
     @property
     def unit(self) -> int:
-        """Blocks of weights that are decoded and multiplied together; columns of a stage have as many."""
+        """Returns the number of blocks that are decoded and multiplied together; a stage of columns has as many."""
         return 2 if self.inputs == CODES else self.tile.unit
 
     @property
     def panels(self) -> int:
-        """Parts of a stage of columns, of 128 bytes a column."""
+        """Returns the number of panels in a stage of columns, each with 128 bytes of every column."""
         return self.unit // 2 if self.inputs == CODES else self.unit
 
     @property
     def panel_k(self) -> int:
-        """Numbers of a column in a panel."""
+        """Returns how many numbers of a column a panel has."""
         return self.unit * BLOCK // self.panels
 
     @property
     def parts(self) -> int:
-        """Products of a unit, each over 32 bytes of a column."""
+        """Returns the number of a unit's products, each of which takes 32 bytes of every column."""
         return 4 * self.panels
 
     @property
     def slot_bytes(self) -> int:
-        """Of a panel's part of a stage of weights."""
+        """Returns the bytes that a panel of weights has in a stage."""
         return PANEL_HEAD_BYTES + self.tile.blocks * PANEL_BLOCK_BYTES
 
     @property
     def column_stages(self) -> int:
-        """Stages of columns on their way."""
+        """Returns the number of stages in the ring of columns."""
         return self.tile.column_blocks // self.panels
 
     @property
     def column_bytes(self) -> int:
-        """Of a stage of columns."""
+        """Returns the bytes of a stage of columns."""
         return self.panels * self.columns * COLUMN_BYTES
 
     @property
     def store_bytes(self) -> int:
-        """Of a column in a warpgroup's buffer: all of its features, half as many where gates and ups have met."""
+        """Returns the bytes of a column's results in a warpgroup's buffer, half as many where gates and ups have met."""
         return 64 if self.gated else 128
 
     @property
     def staging_bytes(self) -> int:
-        """Of the buffers that results are stored from: two for each warpgroup."""
+        """Returns the bytes of the buffers that results are stored from, two for each warpgroup."""
         return 2 * self.tile.warpgroups * CHUNK * self.store_bytes
 
     @property
     def scale_bytes(self) -> int:
-        """Of the columns' scales, which each warpgroup has; with barriers a multiple of what columns are aligned to."""
+        """Returns the bytes of the columns' scales, which each warpgroup has, rounded up to what columns are aligned to."""
         return -(-self.tile.warpgroups * self.columns * 4 // 1024) * 1024 if self.scaled else 0
 
     @property
     def weight_stages(self) -> int:
-        """Stages of weights on their way: what fits."""
+        """Returns the number of stages in the ring of weights, which has the shared memory that is left."""
         left = SHARED_BYTES - OTHER_BYTES - self.staging_bytes - self.column_stages * self.column_bytes - self.scale_bytes
         return left // (self.tile.warpgroups * self.slot_bytes)
 
     @property
-    def consumer_registers(self) -> int:
-        """With those of the loading warps all 65536 of a multiprocessor."""
-        return {64: 152, 144: 232, 160: 152, 288: 216}[self.columns]
-
-    @property
     def producer_registers(self) -> int:
-        return {64: 56, 144: 40, 160: 56, 288: 80}[self.columns]
+        """Returns the registers of a loading thread: the launch gives a CTA a number of them, and the other threads leave these.
+
+        A warpgroup that asked for more would wait for them for ever.
+        """
+        given = REGISTERS // self.threads // 8 * 8 * self.threads
+        return (given // 128 - self.tile.warpgroups * self.tile.registers) // 8 * 8
 
 
 @dataclass(frozen=True)
@@ -201,8 +212,8 @@ class Rounding:
     """A program that rounds rows to float8_e4m3fn, with a scale each.
 
     Attributes:
-        dtype: of the rows.
-        result: `CODES`, or `VALUES` of dtype.
+        dtype: the name of the rows' dtype.
+        result: `CODES`, or `VALUES`, which are of that dtype.
     """
 
     dtype: str
@@ -211,43 +222,46 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Combine:
-    """A program that adds up what a token's slots have.
+    """A program that adds up the results of a token's slots.
 
     Attributes:
-        dtype: of the output.
+        dtype: the name of the output's dtype.
     """
 
     dtype: str
 
 
 def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) -> int:
-    """The widest tile for so many pairs."""
+    """Returns the most columns of a tile, for so many pairs."""
     if pairs <= _FEW_PAIRS * experts:
         return FEW_COLUMNS
-    return ROUNDED_COLUMNS if CODES in inputs else MANY_COLUMNS
+    if CODES in inputs:
+        return ROUNDED_COLUMNS
+    widest = all(MOST_COLUMNS in SERVED[kind] for kind in inputs)
+    return MOST_COLUMNS if widest and pairs > _MANY_PAIRS * experts else MANY_COLUMNS
 
 
 def most_tiles(pairs: int, experts: int, columns: int) -> int:
-    """Tiles that any routing can need."""
+    """Returns how many tiles a schedule can have at most, whatever the routing."""
     return min(pairs, experts + pairs // columns)
 
 
 def every_schedule() -> list[Schedule]:
-    """All that is served."""
+    """Returns the configurations of all schedules that are served."""
     return [Schedule(columns) for columns in _TILES]
 
 
 def every_product() -> list[Product]:
-    """All that is served."""
+    """Returns the configurations of all products that are served."""
     every = itertools.product(DTYPES.values(), (True, False), SERVED)
     return [Product(dtype, gated, columns, inputs) for dtype, gated, inputs in every for columns in SERVED[inputs]]
 
 
 def every_rounding() -> list[Rounding]:
-    """All that is served."""
+    """Returns the configurations of all programs that round that are served."""
     return [Rounding(dtype, result) for dtype in DTYPES.values() for result in (CODES, VALUES)]
 
 
 def every_combine() -> list[Combine]:
-    """All that is served."""
+    """Returns the configurations of all sums over slots that are served."""
     return [Combine(dtype) for dtype in DTYPES.values()]

@@ -22,12 +22,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call
 
 
 def host(config: Product) -> Any:
-    """The function that launches a program."""
+    """Returns the function that launches a program."""
     return GroupedProduct(config)
 
 
 def fake_arguments(config: Product) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Returns stand-ins for the arguments of what `host` returns."""
     size, rows = arguments.size, arguments.rows
     out = rows(config.dtype, size(), size(divisibility=32))
     shape = size(), size(divisibility=32)
@@ -94,5 +94,5 @@ class GroupedProduct(Loader, Consumers):
                     cute.arch.griddepcontrol_wait()
                 self.load_columns(call, storage, warp - 1)
         else:
-            cute.arch.setmaxregister_increase(c.consumer_registers)
+            cute.arch.setmaxregister_increase(c.tile.registers)
             self.consume(call, storage)

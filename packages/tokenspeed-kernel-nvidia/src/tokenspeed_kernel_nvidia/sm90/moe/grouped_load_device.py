@@ -16,7 +16,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_BYTES, COLUM
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
-PIECE = 16  # bytes of a copy
+PIECE = 16  # bytes that a lane copies with an instruction
 AT_ONCE = 4  # columns that a warp copies with one instruction, eight lanes each
 
 

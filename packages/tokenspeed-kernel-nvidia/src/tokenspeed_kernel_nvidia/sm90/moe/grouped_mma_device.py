@@ -18,7 +18,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, load_int, opt_barrier, pack
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
+    load_floats,
+    load_int,
+    opt_barrier,
+    pack,
+    store_floats,
+    store_words,
+)
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
@@ -34,17 +41,19 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     STRIP,
 )
 
-WORDS = 4  # that a lane has of a block
-STORE = 1  # named barriers, one for each warpgroup: its buffer of results is written
+WORDS = 4  # words of codes that a lane has of a block
+# Named barriers, one for each of up to seven warpgroups.
+STORE = 1  # its buffer of results is written
+TURN = 8  # it may decode
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Where a warp is in the ring of weights.
+    """The position of a warp in the ring of weights.
 
     Attributes:
         at: the stage.
-        block: in the stage.
+        block: the block in the stage.
     """
 
     at: Cursor
@@ -52,19 +61,19 @@ class Weights:
 
 
 def store_matrices(address: Any, words: Any) -> None:
-    """Four 8 x 8 matrices of 16-bit numbers, transposed, to shared memory: each lane gives the address of a column's eight."""
+    """Stores four 8 x 8 matrices of 16-bit numbers, transposed, in shared memory. Lanes give the addresses of columns' eights."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
 
 
 def at_most(x: Float32, bound: Float32) -> Float32:
-    """The smaller one. NaN stays NaN."""
+    """Returns the smaller one. NaN stays NaN."""
     return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
 def at_least(x: Float32, bound: Float32) -> Float32:
-    """The larger one. NaN stays NaN."""
+    """Returns the larger one. NaN stays NaN."""
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
@@ -73,7 +82,7 @@ class Consumers(Shapes):
 
     @cute.jit
     def consume(self, call: Call, storage: Any):
-        """All items of the CTA, 64 rows of each by a warpgroup."""
+        """Computes all items of the CTA; each warpgroup has 64 rows of them."""
         grid, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
@@ -83,6 +92,10 @@ class Consumers(Shapes):
         left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
         for registers in left:
             cute.recast_tensor(registers, Uint32).fill(0)
+        if const_expr(self.config.tile.turns > 0 and not self.config.promoted):
+            # Nobody has decoded before the first warpgroup, in whose place the last one says so.
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 == self.config.tile.warpgroups:
+                self.pass_turn(Int32(self.config.tile.warpgroups - 1))
         if index < items:
             item = self.read_item(call, index)
             working = Boolean(True)
@@ -101,7 +114,7 @@ class Consumers(Shapes):
                 item = following
 
     def mma_of(self, width: int) -> cute.TiledMma:
-        """The products of a tile of some columns."""
+        """Returns the products of a tile with so many columns."""
         source, major = warpgroup.OperandSource.RMEM, OperandMajorMode.K
         if self.is_fp8:
             op = warpgroup.MmaF8Op(self.left_dtype, self.right_dtype, Float32, (64, width, 32), source, major, major)
@@ -120,7 +133,7 @@ class Consumers(Shapes):
         columns: Cursor,
         width: cutlass.Constexpr[int],
     ):
-        """One item, whose columns are at most ``width``. Returns where the rings go on."""
+        """Computes an item with at most ``width`` columns. Returns where the rings go on."""
         c = self.config
         # What follows from the thread's number is computed anew here, or it would take registers in the loops of all widths.
         thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
@@ -141,7 +154,7 @@ class Consumers(Shapes):
         self.weight_pipe(storage).wait(weights.at)
         # Of the rows lane / 4 and eight below: factors, biases.
         head = slot + weights.at.stage * (c.tile.warpgroups * c.slot_bytes) + strip * HEAD_BYTES + lane // 4 * 4
-        heads = [load_float(head + 4 * at) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
+        heads = [load_floats("shared", head + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
         for sums in acc:
             sums.fill(0.0)
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
@@ -153,7 +166,9 @@ class Consumers(Shapes):
                     call, storage, mma, acc, left[0], right, weights, columns, words, slot, lane, units - unit
                 )
         else:
-            weights, columns = self.multiply_all(call, storage, mma, acc, left, right, weights, columns, words, slot, lane, units)
+            weights, columns = self.multiply_all(
+                call, storage, mma, acc, left, right, weights, columns, words, slot, lane, wg, units
+            )
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         if const_expr(c.gated):
             self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, width)
@@ -175,12 +190,13 @@ class Consumers(Shapes):
     def multiply(
         self, mma: cute.TiledMma, acc: list, left: cute.Tensor, right: list, columns: Cursor, part: cutlass.Constexpr[int]
     ):
-        """Starts one part of a unit's products, as a group of its own."""
+        """Starts one part of a unit's products, all of which are a group."""
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, part > 0 or not self.config.promoted)
         for sums, tile in zip(acc, right, strict=True):
             cute.gemm(atom, sums, left[None, None, part], tile[None, None, part, columns.stage], sums)
-        warpgroup.commit_group()
+        if const_expr(part + 1 == self.config.parts):
+            warpgroup.commit_group()
 
     @cute.jit
     def multiply_all(
@@ -196,16 +212,17 @@ class Consumers(Shapes):
         words: list,
         slot: Int32,
         lane: Int32,
+        wg: Int32,
         units: Int32,
     ):
         """Multiplies all units. ``words``: what the lane has of the first. Returns where the rings go on."""
-        self.decode_unit(call, words, left[0])
+        self.decode_unit(call, words, left[0], wg)
         weights = self.leave_unit(storage, weights, units == 1)
         if const_expr(self.config.tile.ahead):
             if units > 1:
                 words = self.load_unit(call, storage, weights, slot, lane, units == 2)
         before = columns
-        given = call, storage, mma, acc, right, slot, lane
+        given = call, storage, mma, acc, right, slot, lane, wg
         # Units two by two, so that each of a pair has registers of its own.
         pairs = (units - 1) // 2
         for pair in cutlass.range(pairs, unroll=1):
@@ -233,6 +250,7 @@ class Consumers(Shapes):
         right: list,
         slot: Int32,
         lane: Int32,
+        wg: Int32,
         left: cute.Tensor,
         following: cute.Tensor,
         weights: Weights,
@@ -261,10 +279,10 @@ class Consumers(Shapes):
             self.multiply(mma, acc, left, right, columns, part)
         if const_expr(not c.tile.ahead):
             words = self.load_unit(call, storage, weights, slot, lane, units == 2)
-        warpgroup.wait_group(c.parts)  # those of the unit before are done
+        warpgroup.wait_group(1)  # the unit before is done
         if not first:
             self.column_pipe(storage).release(before)
-        self.decode_unit(call, words, following)
+        self.decode_unit(call, words, following, wg)
         weights = self.leave_unit(storage, weights, units == 2)
         if const_expr(c.tile.ahead):
             if units > 2:
@@ -322,7 +340,8 @@ class Consumers(Shapes):
         acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
         self.column_pipe(storage).wait(columns)
         for part in cutlass.range_constexpr(c.parts):
-            self.decode_unit(call, words, left, part)
+            each = WORDS * c.unit // c.parts  # words of a part
+            self.decode_words(call, words, left, part * each, (part + 1) * each)
             warpgroup.fence()
             self.multiply(mma, acc, left, right, columns, part)
         weights = self.leave_unit(storage, weights, left_over == 1)
@@ -337,9 +356,9 @@ class Consumers(Shapes):
 
     @cute.jit
     def load_unit(self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
-        """The words that a lane has of a unit's blocks, and behind each block's its scales, when they are there.
+        """Waits for a unit. Returns the words that a lane has of its blocks, behind each block's the word of its scales.
 
-        ``last``: it is the last unit, which may have a block less; that counts as zeros.
+        ``last``: whether it is the last unit, which may have a block less.
         """
         self.weight_pipe(storage).wait(weights.at)
         c = self.config
@@ -350,28 +369,43 @@ class Consumers(Shapes):
             words.append(load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane // 4 * 4 + CODE_BYTES, 1))
         if const_expr(c.unit == 2):
             if last and call.blocks % 2 == 1:
-                for at in cutlass.range_constexpr(WORDS + 1, 2 * (WORDS + 1)):
-                    words[at] = Uint32(0)
+                words[-1] = Uint32(0)  # its scales: whatever the codes are, they count as zeros
         return words
 
     @property
     def scale_dtype(self) -> Any:
-        """What multipliers of codes are."""
+        """The type of the numbers that codes are multiplied by."""
         return cutlass.Float16 if self.is_fp8 else self.dtype
 
     @cute.jit
-    def decode_unit(self, call: Call, words: list, left: cute.Tensor, part: cutlass.Constexpr[int] = -1):
-        """Makes the left operand of a unit's products, or of one part of them.
+    def decode_unit(self, call: Call, words: list, left: cute.Tensor, wg: Int32):
+        """Makes the left operand of a unit's products, in the warpgroup's turn where they take turns."""
+        count, turns = WORDS * self.config.unit, self.config.tile.turns
+        if const_expr(turns > 0):
+            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
+            self.decode_words(call, words, left, 0, turns)
+            self.pass_turn(wg)
+        self.decode_words(call, words, left, turns, count)
+
+    @cute.jit
+    def pass_turn(self, wg: Int32):
+        """Lets the next warpgroup decode. That one waits with as many threads as this one arrives with."""
+        following = wg + 1
+        if following == self.config.tile.warpgroups:
+            following = Int32(0)
+        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=256)
+
+    @cute.jit
+    def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
+        """Decodes some of a unit's words.
 
         The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them:
         ptxas uses registers of wgmma's left operands for nothing else, and those that have nothing to do with one another would be
         others for each width, soon all that there are.
         """
-        c = self.config
-        each = WORDS * c.unit // c.parts  # words of a part
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
-            for word in cutlass.range_constexpr(max(part, 0) * each, (part + 1) * each if part >= 0 else WORDS * c.unit):
+            for word in cutlass.range_constexpr(begin, end):
                 block, s = word // WORDS, word % WORDS
                 scales = multipliers(self.scale_dtype, words[block * (WORDS + 1) + WORDS])
                 decode_word = decode_scaled_e5m2 if self.is_fp8 else functools.partial(decode, self.dtype)
@@ -381,7 +415,7 @@ class Consumers(Shapes):
 
     @cute.jit
     def leave_unit(self, storage: Any, weights: Weights, last: Boolean) -> Weights:
-        """Goes on to the next unit of the ring of weights. ``last``: it is of another item, and in another stage."""
+        """Returns where the next unit lies in the ring of weights. ``last``: whether the next unit is of another item."""
         c = self.config
         at, block = weights.at, weights.block + c.unit
         if last or block == c.tile.blocks:
@@ -395,7 +429,7 @@ class Consumers(Shapes):
 
     @cute.jit
     def load_scales(self, call: Call, item: Item, thread: Int32, width: cutlass.Constexpr[int]) -> list:
-        """Those that a thread reads for its warpgroup, early, as they come from far away."""
+        """Returns the scales that a thread reads for its warpgroup. It reads them early, as global memory is slow."""
         scales = []
         if const_expr(self.config.scaled):
             for turn in cutlass.range_constexpr(-(-width // 128)):
@@ -404,23 +438,23 @@ class Consumers(Shapes):
                     row = item.first + thread + turn * 128
                     if const_expr(self.config.gated):
                         row = load_int(call.sources + Int64(row) * 4, False)
-                    scale = load_float(call.row_scales + Int64(row) * 4, "global")
+                    scale = load_floats("global", call.row_scales + Int64(row) * 4, 1)
                 scales.append(scale)
         return scales
 
     @cute.jit
     def share_scales(self, storage: Any, scales: list, thread: Int32, wg: Int32, width: cutlass.Constexpr[int]) -> Int32:
-        """Gives scales to the warpgroup. Returns where a thread finds those of its first two columns."""
+        """Gives scales to the warpgroup. Returns the address of those of a thread's first two columns."""
         begin = storage.scales.data_ptr().toint() + wg * (4 * self.config.columns)
         if const_expr(self.config.scaled):
             for turn in cutlass.range_constexpr(len(scales)):
                 if thread % 128 + turn * 128 < width:
-                    store_float(begin + (thread % 128 + turn * 128) * 4, scales[turn])
+                    store_floats("shared", begin + (thread % 128 + turn * 128) * 4, [scales[turn]])
             self.sync_warpgroup(wg)
         return begin + thread % 4 * 8
 
     def factors(self, heads: list, scales_at: Int32, at: int) -> list:
-        """What sums are multiplied by: of the thread's two rows, for its two columns of eight. ``at``: the first sum of these."""
+        """Returns the factors of a thread's two rows in its two columns of eight. ``at``: the first of their sums."""
         if not self.config.scaled:
             return [[heads[r]] * 2 for r in range(2)]
         scales = load_floats("shared", scales_at + 8 * at, 2)
@@ -507,13 +541,13 @@ class Consumers(Shapes):
                 self.store_piece(call, item, place, chunk * CHUNK + column, feature, strip < call.strips)
 
     def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
-        """A number of the product, with its bias."""
+        """Returns a number of the product, with its bias."""
         each = cute.size(acc[0])
         return acc[at // each][at % each + 2 * r + column] * factors[r][column] + heads[2 + r]
 
     @cute.jit
     def buffer(self, storage: Any, wg: Int32, chunk: cutlass.Constexpr[int]) -> Int32:
-        """Where a warpgroup puts some columns, to store them together: in two places in turn, so that it need not wait twice."""
+        """Returns where a warpgroup puts some columns before it stores them: two places in turn, so that it need not wait twice."""
         size = CHUNK * self.config.store_bytes
         return storage.results.data_ptr().toint() + (2 * wg + chunk % 2) * size
 
@@ -521,20 +555,9 @@ class Consumers(Shapes):
     def store_piece(self, call: Call, item: Item, place: Int32, column: Int32, feature: Int32, inside: Boolean):
         """Stores eight features of a column, if it is one of the item's."""
         if inside and column < item.count:
-            a, b, c, d = load_words("shared", place, 4)
             at = call.out + (Int64(item.first + column) * call.out_stride + feature) * 2
-            cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, a, b, c, d])
+            store_words(at, load_words("shared", place, 4))
 
     @cute.jit
     def sync_warpgroup(self, wg: Int32):
         cute.arch.barrier(barrier_id=STORE + wg, number_of_threads=128)
-
-
-def load_float(address: Any, space: str = "shared") -> Float32:
-    """A number of memory."""
-    return cute.arch.inline_ptx(f"ld.{space}.f32 {{$w0}}, [{{$r0}}];", write_only_types=[Float32], read_only_args=[address])
-
-
-def store_float(address: Any, value: Float32) -> None:
-    """To shared memory."""
-    cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[address, value])

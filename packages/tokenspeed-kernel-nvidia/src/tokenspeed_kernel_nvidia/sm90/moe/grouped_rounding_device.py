@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, widened
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, store_floats, store_words, widened
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, ROUNDED_TOGETHER, Rounding
 
 WARPS = 4
@@ -25,12 +25,12 @@ SMALLEST_NORMAL = 2.0**-126
 
 
 def host(config: Rounding) -> Any:
-    """The function that launches the program."""
+    """Returns the function that launches the program."""
     return RoundRows(config)
 
 
 def fake_arguments(config: Rounding) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Returns stand-ins for the arguments of what `host` returns."""
     size, rows = arguments.size, arguments.rows
     count, k = size(), size(divisibility=32)
     result = arguments.byte_rows(count, k) if config.result == CODES else rows(config.dtype, count, k)
@@ -39,7 +39,7 @@ def fake_arguments(config: Rounding) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Rows:
-    """What is rounded, as addresses.
+    """The rows that are rounded and where the results go, as addresses.
 
     Attributes:
         given, given_stride: 16-bit, and elements from one row to the next.
@@ -106,7 +106,7 @@ class RoundRows:
         amax = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[largest])
         scale = at_least(divided(amax, Float32(LARGEST)), Float32(SMALLEST_NORMAL))
         if thread == 0:
-            cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[rows.scales + Int64(row) * 4, scale])
+            store_floats("global", rows.scales + Int64(row) * 4, [scale])
         for turn in cutlass.range_constexpr(KEPT):
             group = turn * THREADS + thread
             if group < groups:
@@ -118,7 +118,7 @@ class RoundRows:
 
     @cute.jit
     def read(self, given: Int64, group: Int32, words: cute.Tensor):
-        """Numbers of a row, two a word."""
+        """Reads a group of a row's numbers, two a word."""
         for half in cutlass.range_constexpr(2):
             loaded = load_words("global", given + Int64(group) * (2 * ROUNDED_TOGETHER) + half * 16, 4)
             for at in cutlass.range_constexpr(4):
@@ -126,7 +126,7 @@ class RoundRows:
 
     @cute.jit
     def largest_of(self, words: cute.Tensor, largest: Uint32) -> Uint32:
-        """The bits of the largest magnitude as float32, of these and what came before."""
+        """Returns the bits of the largest magnitude so far, as float32."""
         for at in cutlass.range_constexpr(ROUNDED_TOGETHER // 2):
             for number in widened(self.dtype, words[at]):
                 bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Uint32], read_only_args=[number])
@@ -145,14 +145,14 @@ class RoundRows:
             first = 2 * lane
             codes.append(rounded(numbers[first], numbers[first + 8], numbers[first + 1], numbers[first + 9]))
         if const_expr(self.config.result == CODES):
-            store(rows.result + at, codes)
+            store_words(rows.result + at, codes)
         else:
             values = [self.values(code) for code in codes]
             for half in cutlass.range_constexpr(2):
-                store(rows.result + 2 * at + 16 * half, [value[half] for value in values])
+                store_words(rows.result + 2 * at + 16 * half, [value[half] for value in values])
 
     def values(self, codes: Uint32) -> Any:
-        """What four codes stand for: those of the first and the third byte, and of the others, two in a word."""
+        """Returns the values of four codes: of the first and the third byte in one word, and of the others in another."""
         wide = (
             "cvt.rn.f16x2.e4m3x2 a, low; cvt.rn.f16x2.e4m3x2 b, high; prmt.b32 {$w0}, a, b, 0x5410; prmt.b32 {$w1}, a, b, 0x7632;"
         )
@@ -168,25 +168,20 @@ class RoundRows:
 
 
 def divided(x: Float32, y: Float32) -> Float32:
-    """Correctly rounded."""
+    """Returns the quotient, correctly rounded."""
     return cute.arch.inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
 
 
 def at_least(x: Float32, bound: Float32) -> Float32:
-    """The larger one. NaN stays NaN."""
+    """Returns the larger one. NaN stays NaN."""
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
 def rounded(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
-    """The codes of four numbers, the first in the lowest byte."""
+    """Returns the codes of four numbers, the first in the lowest byte."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2};"
         " mov.b32 {$w0}, {low, high}; }",
         write_only_types=[Uint32],
         read_only_args=[a, b, c, d],
     )
-
-
-def store(address: Any, words: Any) -> None:
-    """16 bytes."""
-    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])

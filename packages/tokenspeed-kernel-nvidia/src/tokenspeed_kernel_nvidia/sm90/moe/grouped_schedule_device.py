@@ -16,29 +16,29 @@ import cutlass.utils
 from cutlass import Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int, warp_prefix_sum
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int, store_words, warp_prefix_sum
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import MAX_EXPERTS, RECORD, Schedule
 
 WARPS = 32
 THREADS = 32 * WARPS
-AT_ONCE = 8  # numbers that a lane reads together
+AT_ONCE = 8  # ids that a lane reads together
 ID_BITS = (MAX_EXPERTS - 1).bit_length()
 
 
 def host(config: Schedule) -> Any:
-    """The function that launches the program."""
+    """Returns the function that launches the program."""
     return SchedulePairs(config)
 
 
 def fake_arguments(config: Schedule) -> tuple[Any, ...]:
-    """Stand-ins for what `host` takes."""
+    """Returns stand-ins for the arguments of what `host` returns."""
     ids = arguments.ints(arguments.size(), arguments.size(), contiguous=False)
     return ids, *(Int64(0) for _ in range(4)), Int32(0), arguments.stream()
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The ids, and what becomes of them.
+    """The ids of the experts, and where the schedule goes.
 
     Attributes:
         ids, token_stride, slot_stride: int32 ``[tokens, top_k]``.
@@ -60,11 +60,6 @@ class Pairs:
     positions: Int64
     tiles: Int64
     tile_count: Int64
-
-
-def store_int(address: Any, value: Any) -> None:
-    """To global memory."""
-    cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
 class SchedulePairs:
@@ -137,7 +132,7 @@ class SchedulePairs:
                 if first + 32 * each < end:
                     place = self.count_pair(counts, ids[each], lane)
                     if ids[each] >= 0:
-                        store_int(pairs.positions + Int64(first + 32 * each + lane) * 4, place)
+                        store_words(pairs.positions + Int64(first + 32 * each + lane) * 4, [place])
         cute.arch.sync_threads()
         self.place_experts(pairs, storage, thread, warp, lane)
         begins = storage.begins.data_ptr()
@@ -153,16 +148,16 @@ class SchedulePairs:
                     place = Int32(-1)
                     if ids[each] >= 0:
                         place = begins[ids[each]] + counts[ids[each]] + places[each]
-                        store_int(pairs.sources + Int64(place) * 4, self.token_of(pair, inverse))
-                    store_int(pairs.positions + Int64(pair) * 4, place)
+                        store_words(pairs.sources + Int64(place) * 4, [self.token_of(pair, inverse)])
+                    store_words(pairs.positions + Int64(pair) * 4, [place])
 
     def token_of(self, pair: Int32, inverse: Int32) -> Int32:
-        """``pair // top_k``."""
+        """Returns ``pair // top_k``."""
         return cute.arch.inline_ptx("mul.hi.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[2 * pair, inverse])
 
     @cute.jit
     def read_id(self, pairs: Pairs, pair: Int32, end: Int32, inverse: Int32) -> Int32:
-        """The expert of a pair; -1 for none."""
+        """Returns the expert of a pair; -1 for none."""
         result = Int32(-1)
         if pair < end:
             token = self.token_of(pair, inverse)
@@ -233,7 +228,7 @@ class SchedulePairs:
                     rest_at += theirs % 4
                 all_rest += theirs % 4
             if thread == 0:
-                store_int(pairs.tile_count, all_full + all_rest)
+                store_words(pairs.tile_count, [all_full + all_rest])
             for tile in cutlass.range(full, unroll=1):
                 self.write_tile(pairs, full_at + tile, thread, start + tile * c.columns, Int32(c.columns))
             if parts > 0:
@@ -245,7 +240,6 @@ class SchedulePairs:
 
     @cute.jit
     def write_tile(self, pairs: Pairs, tile: Int32, expert: Int32, first: Int32, count: Int32):
+        """Stores the record of a tile."""
         at = pairs.tiles + Int64(tile) * (4 * RECORD)
-        cute.arch.inline_ptx(
-            "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, expert, first, count, count]
-        )
+        store_words(at, [expert, first, count, count])

@@ -1,7 +1,7 @@
-"""What the warps of `grouped_device` share: the call, which tiles a CTA has, and its shared memory.
+"""Shared by all warps of `grouped_device`: the call, the tiles of a CTA, and its shared memory.
 
 An *item* is a tile of the schedule, which is some pairs of one expert, times `Product.rows` rows of that expert's weights. A CTA
-has every so-manieth one. The schedule's longest tiles come first.
+has every n-th one where there are n CTAs. The schedule's longest tiles come first.
 """
 
 # mypy: ignore-errors
@@ -22,7 +22,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BY
 
 @dataclass(frozen=True)
 class Call:
-    """A launch of one product. What is far away is given by its address.
+    """A launch of one product. Arrays in global memory are given by their addresses.
 
     Attributes:
         weights: the strips.
@@ -56,22 +56,23 @@ class Call:
 
     @property
     def blocks(self) -> Int32:
-        """Blocks of k."""
+        """Returns the number of blocks of k."""
         return (self.k + (BLOCK - 1)) // BLOCK
 
     @property
     def panels(self) -> Int32:
-        """Of an expert."""
+        """Returns the number of an expert's panels."""
         return (self.strips + (PANEL_STRIPS - 1)) // PANEL_STRIPS
 
     @property
     def panel_bytes(self) -> Int32:
+        """Returns the bytes of a panel."""
         return PANEL_HEAD_BYTES + self.blocks * PANEL_BLOCK_BYTES
 
 
 @dataclass(frozen=True)
 class Item:
-    """What a CTA computes at a time.
+    """A tile of the schedule times some rows of weights: what a CTA computes at a time.
 
     Attributes:
         expert: whose weights.
@@ -87,7 +88,7 @@ class Item:
 
 
 class Shapes:
-    """What follows from a configuration."""
+    """Shapes, types and shared memory of a configuration."""
 
     def __init__(self, config: Product):
         self.config = config
@@ -116,15 +117,15 @@ class Shapes:
         return Storage
 
     def weight_pipe(self, storage: Any) -> Pipeline:
-        """The ring of weights. A stage is `Tile.blocks` blocks of a tile's panels, each panel's in a slot of its own."""
+        """Returns the ring of weights. A stage is `Tile.blocks` blocks of a tile's panels, each panel's in a slot of its own."""
         return pipeline(storage.weights_full, storage.weights_empty)
 
     def column_pipe(self, storage: Any) -> Pipeline:
-        """The ring of columns. A stage is one unit of all columns of a tile."""
+        """Returns the ring of columns. A stage is one unit of all columns of a tile."""
         return pipeline(storage.columns_full, storage.columns_empty)
 
     def columns(self, storage: Any, width: int) -> cute.Tensor:
-        """``(width, k, stage)`` of the ring of columns: the first columns of each stage."""
+        """Returns ``(width, k, stage)`` of the ring of columns: the first columns of each stage."""
         c = self.config
         panel = c.columns * c.panel_k
         shape, stride = (width, (c.panel_k, c.panels), c.column_stages), (c.panel_k, (1, panel), c.panels * panel)
@@ -132,17 +133,17 @@ class Shapes:
         return storage.columns.get_tensor(layout, swizzle=swizzle())
 
     def row_tiles(self, call: Call) -> Int32:
-        """Tiles of an expert's rows."""
+        """Returns the number of tiles that an expert's rows are cut into."""
         return (call.strips + (self.config.strips - 1)) // self.config.strips
 
     @cute.jit
     def count_items(self, call: Call) -> Int32:
-        """Of the launch. To be asked when the schedule is there."""
+        """Returns the number of the launch's items. The schedule must be there."""
         return load_int(call.tile_count, False) * self.row_tiles(call)
 
     @cute.jit
     def read_item(self, call: Call, index: Int32) -> Item:
-        """An item. Every thread reads it for itself."""
+        """Returns an item. Every thread reads it for itself."""
         row_tiles = self.row_tiles(call)
         tile = index // row_tiles
         expert, first, count, _ = load_words("global", call.tiles + Int64(tile) * (4 * RECORD), 4)
