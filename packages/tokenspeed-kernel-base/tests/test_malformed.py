@@ -115,6 +115,7 @@ def _valid() -> dict[str, dict[str, Any]]:
         "dequantize_mxfp4": {"q": ones(3, 32, dtype=U8), "scale": ones(3, 2, dtype=U8)},
         "quantize_nvfp4": {"x": ones(3, 64), "global_scale": ones(1, dtype=F32)},
         "dequantize_nvfp4": {"q": ones(3, 32, dtype=U8), "scale": ones(3, 4, dtype=FP8), "global_scale": ones(1, dtype=F32)},
+        "adjust_logits": {"logits": ones(2, 8), "tokens": torch.tensor([[1, 7], [0, -1]], dtype=torch.int32)},
         "argmax": {"logits": ones(3, 8)},
         "sample_top_k_top_p": {"logits": ones(3, 8), **rows, "seed": ints(1, 2, 3, dtype=I64), "offset": ints(0, 0, 0, dtype=I64)},
     }  # fmt: skip
@@ -278,11 +279,17 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("quantize_nvfp4", {"global_scale": ones(2, dtype=F32)}, V, r"global_scale must be .*, got "),
     ("dequantize_nvfp4", {"scale": ones(3, 5, dtype=FP8)}, V, r"scale must be of shape \[3, 4\].*, got a float8_e4m3fn tensor of shape \[3, 5\]"),
     # sampling
+    ("adjust_logits", {"tokens": torch.tensor([[1, 7], [5, 5]], dtype=torch.int32)}, V, r"tokens must be each token at most once in a row, got 5 twice in row 1"),
+    ("adjust_logits", {"tokens": ints(1, 2)}, V, r"tokens must be of shape \[rows, listed\]"),
+    ("adjust_logits", {"presence_penalty": ones(2, dtype=F32)}, V, r"counts must be given, because presence_penalty is, got None"),
+    ("adjust_logits", {"logit_bias": ones(2, 2)}, T, r"logit_bias must be a tensor of float32, got bfloat16"),
     ("argmax", {"logits": ones(3, 0)}, V, r"logits must be of shape \[rows, vocab\] with vocab > 0, got \[3, 0\]"),
     ("argmax", {"out": ones(3, dtype=F32)}, T, r"out must be int(32|64), got a float32 tensor"),
     ("sample_top_k_top_p", {"top_p": torch.tensor([1.0, 0.0, 1.0])}, V, r"top_p must be more than 0 and at most 1, got 0 in row 1"),
     ("sample_top_k_top_p", {"temperature": torch.tensor([1.0, 1.0, -1.0])}, V, r"temperature must be finite and not negative, got -1 in row 2"),
     ("sample_top_k_top_p", {"top_k": ints(0, -1, 2)}, V, r"top_k must be 0 for all tokens, or how many to keep, got -1 in row 1"),
+    ("sample_top_k_top_p", {"min_p": torch.tensor([0.0, 1.5, 0.0])}, V, r"min_p must be at least 0 and at most 1, got 1.5 in row 1"),
+    ("sample_top_k_top_p", {"out_dtype": torch.int16}, V, r"out_dtype must be .*, got .*int16"),
     ("sample_top_k_top_p", {"seed": ints(1, 2, 3)}, T, r"seed must be a tensor of int64, got int32"),
     ("sample_top_k_top_p", {"top_k": 5}, T, r"top_k must be a tensor, got int 5"),
 ]  # fmt: skip

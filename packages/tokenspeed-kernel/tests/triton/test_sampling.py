@@ -26,7 +26,7 @@ INF, NAN = float("inf"), float("nan")
 @triton.jit
 def _weigh(x, largest, scale, out, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + index, token_weights(tl.load(x + index), tl.load(largest), tl.load(scale)))
+    tl.store(out + index, token_weights(tl.load(x + index), tl.load(largest), tl.load(scale), 0))
 
 
 @pytest.mark.parametrize("scale", [definition.LOG2_E, 0.0137, 100.0])
@@ -115,13 +115,16 @@ def requests(rows: int, vocab: int, generator: torch.Generator) -> list[Tensor]:
     return [temperature, top_k, top_p, seed, offset]
 
 
+@pytest.mark.parametrize("with_min_p", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_every_distribution_gives_the_same_token_on_every_device(distribution: str, dtype: torch.dtype) -> None:
+def test_every_distribution_gives_the_same_token_on_every_device(distribution: str, dtype: torch.dtype, with_min_p: bool) -> None:
     rows, vocab = (64, 20_000) if DEVICE.type == "cuda" else (3, 5_000)
     generator = torch.Generator().manual_seed(len(distribution))
     logits = DISTRIBUTIONS[distribution](torch.randn(rows, vocab, generator=generator)).to(dtype)
     request = requests(rows, vocab, generator)
+    if with_min_p:
+        request.append(10 ** (-6 * torch.rand(rows, generator=generator)))
     expected = sample_top_k_top_p(logits, *request, override="reference_sample_top_k_top_p")
     there = [x.to(DEVICE) for x in (logits, *request)]
     got = sample_top_k_top_p(*there, override="triton_sample_top_k_top_p")
@@ -135,10 +138,13 @@ def test_settings_out_of_range_do_what_is_documented() -> None:
     temperature = torch.tensor([-1.0, NAN, INF, 0.0] + [1.0] * 8, device=DEVICE)
     top_k = torch.tensor([0] * 4 + [-3, 0, 2**31 - 1, 5] + [0] * 4, dtype=torch.int32, device=DEVICE)
     top_p = torch.tensor([1.0] * 8 + [0.0, -1.0, NAN, 1.5], device=DEVICE)
+    min_p = torch.tensor([-1.0, NAN, 2.0, INF, -INF, -0.5, NAN, 0.1, 0.0, 0.0, 1.5, NAN], device=DEVICE)
     seed, offset = torch.arange(12, device=DEVICE), torch.arange(12, device=DEVICE)
     expected = sample_top_k_top_p.operator.body(logits, temperature, top_k, top_p, seed, offset)
     # Not through the operator, which checks values that lie in host memory.
     assert torch.equal(launcher(logits, temperature, top_k, top_p, seed, offset), expected)
+    expected = sample_top_k_top_p.operator.body(logits, temperature, top_k, top_p, seed, offset, min_p)
+    assert torch.equal(launcher(logits, temperature, top_k, top_p, seed, offset, min_p), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 5])

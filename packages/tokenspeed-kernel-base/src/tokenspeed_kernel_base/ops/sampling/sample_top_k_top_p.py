@@ -27,12 +27,15 @@ def sample_top_k_top_p(
     top_p: Tensor,
     seed: Tensor,
     offset: Tensor,
+    min_p: Tensor | None = None,
+    out_dtype: torch.dtype = torch.int64,
     out: Tensor | None = None,
 ) -> Tensor:
     """Draws one token a row from ``softmax(logits / temperature)``, restricted to its most probable tokens.
 
-    The tokens of a row are ordered by descending logit, equal ones by ascending id. Of these the first ``top_k`` are kept (Fan
-    et al., 2018, arXiv:1805.04833), of those again the shortest prefix that holds at least ``top_p`` of their probability
+    The tokens of a row are ordered by descending logit, equal ones by ascending id. Those are kept whose probability is at least
+    ``min_p`` times that of the first (Nguyen et al., 2024, arXiv:2407.01082), of these the first ``top_k`` (Fan et al., 2018,
+    arXiv:1805.04833), of those again the shortest prefix that holds at least ``top_p`` of their probability
     (Holtzman et al., 2020, arXiv:1904.09751), and one of the rest is drawn by inverting its cumulative distribution at a
     number that depends on the row's ``seed`` and ``offset`` only. The same row with the same seed and offset therefore gives
     the same token in any batch, at any place in it, on any device and by any kernel.
@@ -40,7 +43,7 @@ def sample_top_k_top_p(
     Exactly: token i weighs ``w[i] = round(2^40 * exp((logit[i] - max(logits)) / temperature))`` in the order above, in int64. So
     that it is the same number everywhere, ``w[i]`` is defined, to within 1 of that, by
     `tokenspeed_kernel_base.ops.sampling.weights.weights` of the float64 numbers ``logit[i] - max(logits)`` and
-    ``log2(e) / temperature``. With S(n) the sum of the first n weights,
+    ``log2(e) / temperature``; a weight of less than ``2^40 * min_p`` is replaced by 0. With S(n) the sum of the first n weights,
 
     * k is top_k, or vocab where top_k is 0 or larger than vocab;
     * n is the number of i < k with ``S(i) < top_p * S(k)``, at least 1; the product is float64, of the float32 that top_p is;
@@ -48,12 +51,12 @@ def sample_top_k_top_p(
       with key ``seed`` and counter ``offset``, times 2^-24;
     * the result is the token at the first position i with ``S(i + 1) > floor(u * S(n))``; the product is float64.
 
-    A token whose weight rounds to 0, less than 2^-41 of the most probable one's, is never drawn, nor is one of logit ``-inf``.
+    A token whose weight is 0, or rounds to 0, less than 2^-41 of the most probable one's, is never drawn, nor is one of logit ``-inf``.
     A row whose largest logit is not finite (NaN counts as the largest), and a row of temperature 0, gives what `argmax` gives.
 
     One setting for all rows is spelled ``torch.full((rows,), 0.8)``. Values are checked where the tensors lie in host memory.
     Elsewhere a temperature that is negative or not finite is taken for 0, a negative top_k for 0, a top_p below 0 or NaN keeps one
-    token and one above 1 keeps all.
+    token and one above 1 keeps all, a min_p below 0 or NaN is taken for 0 and one above 1 for 1.
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab in 1 to 2^22.
@@ -62,10 +65,12 @@ def sample_top_k_top_p(
         top_p: float32 ``[rows]`` in (0, 1]; 1 keeps all.
         seed: int64 ``[rows]``: one for each request, say. Any value will do.
         offset: int64 ``[rows]``: which of the seed's random numbers to use: the position of the new token, say. Any value will do.
-        out: int64 ``[rows]``, receives the result.
+        min_p: float32 ``[rows]`` in [0, 1]; 0 keeps all, as None does for all rows.
+        out_dtype: int64 or int32.
+        out: ``out_dtype [rows]``, receives the result.
 
     Returns:
-        int64 ``[rows]``.
+        ``out_dtype [rows]``.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
@@ -89,6 +94,9 @@ def sample_top_k_top_p(
     greedy = ~((warmth > 0) & warmth.isfinite() & largest.isfinite())
     distance = torch.where(greedy, 0.0, ordered.double() - largest)
     weight = weights(distance, torch.where(greedy, 1.0, LOG2_E / warmth))
+    if min_p is not None:
+        floor = min_p.double().nan_to_num(0.0).clamp(0.0, 1.0).unsqueeze(1) * 2.0**WEIGHT_BITS
+        weight = torch.where(weight.double() < floor, 0, weight)
     total = weight.cumsum(-1)
 
     k = torch.where((top_k <= 0) | (top_k > vocab), vocab, top_k).long().unsqueeze(1)
@@ -99,7 +107,7 @@ def sample_top_k_top_p(
     u = uniform(seed, offset).double().unsqueeze(1)
     target = (u * total.gather(1, n - 1).double()).long()
     position = torch.where(greedy, 0, (total <= target).sum(-1, keepdim=True))
-    return order.gather(1, position).squeeze(1)
+    return order.gather(1, position).squeeze(1).to(out_dtype)
 
 
 @sample_top_k_top_p.traits
@@ -108,7 +116,17 @@ def _(logits: Tensor) -> dict[str, object]:
 
 
 @sample_top_k_top_p.check
-def _(check: Checker, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor) -> None:
+def _(
+    check: Checker,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    min_p: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
     check.tensor("logits", logits, "rows vocab", FLOATS)
     vocab = check["vocab"]
     check.require(
@@ -119,16 +137,23 @@ def _(check: Checker, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p:
     check.tensor("top_p", top_p, "rows", torch.float32)
     check.tensor("seed", seed, "rows", torch.int64)
     check.tensor("offset", offset, "rows", torch.int64)
+    if min_p is not None:
+        check.tensor("min_p", min_p, "rows", torch.float32)
+    check.one_of("out_dtype", out_dtype, (torch.int64, torch.int32))
 
 
-@sample_top_k_top_p.check_values(host=("temperature", "top_k", "top_p"))
-def _(check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None) -> None:
+@sample_top_k_top_p.check_values(host=("temperature", "top_k", "top_p", "min_p"))
+def _(
+    check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> None:
     if temperature is not None:
         _require_rows(check, (temperature >= 0) & temperature.isfinite(), "temperature", "finite and not negative", temperature)
     if top_k is not None:
         _require_rows(check, top_k >= 0, "top_k", "0 for all tokens, or how many to keep", top_k)
     if top_p is not None:
         _require_rows(check, (top_p > 0) & (top_p <= 1), "top_p", "more than 0 and at most 1", top_p)
+    if min_p is not None:
+        _require_rows(check, (min_p >= 0) & (min_p <= 1), "min_p", "at least 0 and at most 1", min_p)
 
 
 def _require_rows(check: Checker, good: Tensor, argument: str, expected: str, value: Tensor) -> None:
@@ -138,16 +163,23 @@ def _require_rows(check: Checker, good: Tensor, argument: str, expected: str, va
 
 
 @sample_top_k_top_p.fake
-def _(logits: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+def _(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=out_dtype)
 
 
 @recipe
 def _inputs(
-    rows: int, vocab: int, temperature: float = 0.8, top_k: int = 0, top_p: float = 1.0, dtype: torch.dtype = torch.float32
+    rows: int,
+    vocab: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    min_p: float | None = None,
+    out_dtype: torch.dtype = torch.int64,
 ) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
-        return {
+        arguments: dict[str, Any] = {
             "logits": draw.normal(rows, vocab, dtype=dtype, scale=4.0),
             "temperature": draw.tensor([temperature] * rows, torch.float32),
             "top_k": draw.tensor([top_k] * rows, torch.int32),
@@ -155,12 +187,17 @@ def _inputs(
             "seed": draw.integers(-(2**62), 2**62, rows),
             "offset": draw.integers(0, 131072, rows),
         }
+        if min_p is not None:
+            arguments["min_p"] = draw.tensor([min_p] * rows, torch.float32)
+        if out_dtype != torch.int64:
+            arguments["out_dtype"] = out_dtype
+        return arguments
 
     return make
 
 
 @recipe
-def _mixed(rows: int, vocab: int, dtype: torch.dtype) -> Callable[[Draw], dict[str, Any]]:
+def _mixed(rows: int, vocab: int, dtype: torch.dtype, min_p: bool = False) -> Callable[[Draw], dict[str, Any]]:
     """Every row another request: greedy ones between warm ones, and all ways to restrict."""
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -168,6 +205,9 @@ def _mixed(rows: int, vocab: int, dtype: torch.dtype) -> Callable[[Draw], dict[s
         arguments["temperature"] = draw.uniform(rows, high=2.0) * draw.integers(0, 4, rows).clamp(max=1)
         arguments["top_k"] = (draw.integers(0, 3, rows) * draw.integers(1, vocab, rows)).int()
         arguments["top_p"] = draw.uniform(rows, low=0.05, high=1.2).clamp(max=1.0)
+        if min_p:
+            # From none to the largest only, in steps of powers of two.
+            arguments["min_p"] = torch.exp2(-draw.integers(0, 12, rows).float()) * draw.integers(0, 4, rows).clamp(max=1)
         return arguments
 
     return make
@@ -205,6 +245,9 @@ def _() -> list[Case]:
         Case("all of a small vocabulary", _inputs(64, 50)),
         Case("requests of all kinds, odd vocab 1001, bfloat16", _mixed(97, 1001, torch.bfloat16)),
         Case("requests of all kinds, float16", _mixed(32, 4096, torch.float16)),
+        Case("requests of all kinds with min-p, bfloat16", _mixed(97, 3001, torch.bfloat16, min_p=True)),
+        Case("requests of all kinds with min-p", _mixed(40, 5000, torch.float32, min_p=True)),
+        Case("min-p 0.05, int32 tokens", _inputs(5, 4000, 1.0, min_p=0.05, out_dtype=torch.int32)),
         Case("ties across top-k and top-p", _ties),
         Case("nan, inf, -inf and a tiny temperature", _odd_values),
         Case("no rows", _inputs(0, 100)),
@@ -220,22 +263,28 @@ def _() -> list[Case]:
         Case("gpt-oss-120b decode 64, top-p 0.9", _inputs(64, 201088, 1.0, 0, 0.9), large=True),
         Case("gpt-oss-120b decode 64, top-p 0.9, bfloat16", _inputs(64, 201088, 1.0, 0, 0.9, torch.bfloat16), large=True),
         Case("gpt-oss-120b decode 64, flat", _inputs(64, 201088, 2.0, 0, 0.9), large=True),
+        Case("gpt-oss-120b decode 64, min-p 0.05", _inputs(64, 201088, 1.0, min_p=0.05), large=True),
+        Case("gpt-oss-120b decode 16, top-k 40, top-p 0.95", _inputs(16, 201088, 0.7, 40, 0.95), large=True),
         Case("llama-3 decode 256, top-k 40, top-p 0.95", _inputs(256, 128256, 0.7, 40, 0.95), large=True),
     ]
 
 
 @sample_top_k_top_p.work
-def _(temperature: Tensor, top_k: Tensor, top_p: Tensor) -> dict[str, list[int]]:
+def _(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> dict[str, list[int]]:
     thousandths = {"temperature": temperature, "top_p": top_p}
+    if min_p is not None:
+        thousandths["min_p"] = min_p
     return {"top_k": top_k.tolist(), **{name: (x * 1000).round().int().tolist() for name, x in thousandths.items()}}
 
 
 @sample_top_k_top_p.vary
-def _(variation: Variation, logits: Tensor) -> dict[str, Tensor]:
+def _(variation: Variation, logits: Tensor, min_p: Tensor | None) -> dict[str, Tensor]:
     if variation.want is not Want.CAPTURED:
         return {}
     draw, (rows, vocab) = variation.draw, logits.shape
+    thousandths = [] if min_p is None else [("min_p", draw.tensor(variation.values("min_p", rows, 0), torch.float32) / 1000)]
     return {
+        **dict(thousandths),
         **_inputs(rows, vocab, dtype=logits.dtype)(draw),
         "temperature": draw.tensor(variation.values("temperature", rows, 800), torch.float32) / 1000,
         "top_k": draw.tensor(variation.values("top_k", rows, 0), torch.int32),
@@ -244,7 +293,9 @@ def _(variation: Variation, logits: Tensor) -> dict[str, Tensor]:
 
 
 @sample_top_k_top_p.cost
-def _(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor) -> Cost:
+def _(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor, min_p: Tensor | None
+) -> Cost:
     # An exponential counts as one operation; ordering and sums need at least one each.
-    settings = nbytes(temperature, top_k, top_p, seed, offset)
+    settings = nbytes(temperature, top_k, top_p, seed, offset, min_p)
     return Cost(flops=5.0 * logits.numel(), bytes=nbytes(logits) + settings + 8 * logits.shape[0])

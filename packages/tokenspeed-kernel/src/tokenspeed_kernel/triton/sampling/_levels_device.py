@@ -22,7 +22,7 @@ from tokenspeed_kernel.triton.sampling._state_device import (
     SUMS,
     WEIGHT_MASK,
 )
-from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS, limit_of, scale_of, target_of, token_weights, uniform
+from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS, floor_of, limit_of, scale_of, target_of, token_weights, uniform
 
 
 @triton.jit
@@ -43,6 +43,7 @@ def sum_levels_kernel(
     vocab_stride,
     vocab,
     temperature,
+    min_p,
     state,
     spans,
     length,
@@ -56,6 +57,7 @@ def sum_levels_kernel(
     if tl.load(state + PENDING) != 0:
         largest_logit = from_sort_key(tl.load(state + LARGEST).to(tl.int32)).to(tl.float64)
         scale = scale_of(tl.load(temperature + row))
+        floor = floor_of(min_p, row)
         step = tl.arange(0, LEVELS)
         ends = level_end(step + 1, state, scale, logits)
         end = tl.minimum(vocab, (span + 1) * length)
@@ -66,7 +68,7 @@ def sum_levels_kernel(
                 live = ids < end
                 offsets = ids.to(tl.int64) * vocab_stride
                 x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)
-                packed = tl.where(live, token_weights(x, largest_logit, scale) | ONE_TOKEN, 0)
+                packed = tl.where(live, token_weights(x, largest_logit, scale, floor) | ONE_TOKEN, 0)
                 added += tl.where(x[None, :] >= ends[:, None], packed[None, :], 0)
         tl.atomic_add(state + SUMS + step, tl.sum(added >> COUNT_SHIFT, axis=1), sem="relaxed")
         tl.atomic_add(state + SUMS + LEVELS + step, tl.sum(added & WEIGHT_MASK, axis=1), sem="relaxed")
@@ -97,6 +99,7 @@ def collect_kernel(
     offset,
     state,
     listed,
+    capacity,
     spans,
     length,
     BLOCK: tl.constexpr,
@@ -147,4 +150,4 @@ def collect_kernel(
             wanted = ((x >= k_low) & (x < k_high)) | ((x >= p_low) & (x < p_high)) | ((x >= u_low) & (x < u_high))
             place = tl.atomic_add(counter, one, mask=wanted & live, sem="relaxed")
             packed = (sort_key(x).to(tl.int64) << 32) | ids.to(tl.int64)
-            tl.store(listed + row * vocab + place, packed, mask=wanted & live)
+            tl.store(listed + row * capacity + place, packed, mask=wanted & live)

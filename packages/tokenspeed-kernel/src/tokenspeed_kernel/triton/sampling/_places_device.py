@@ -14,7 +14,7 @@ from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_k
 from tokenspeed_kernel.triton.sampling._state_device import (
     CANDIDATES,
     COUNT_SHIFT,
-    FIRST,
+    DECIDED,
     LARGEST,
     LEVEL_BITS,
     LEVELS,
@@ -27,7 +27,7 @@ from tokenspeed_kernel.triton.sampling._state_device import (
     TOTAL,
     WEIGHT_MASK,
 )
-from tokenspeed_kernel.triton.sampling._weights_device import is_drawn, limit_of, scale_of, target_of, token_weights, uniform
+from tokenspeed_kernel.triton.sampling._weights_device import floor_of, limit_of, scale_of, target_of, token_weights, uniform
 
 # What a list would hold for -inf and token 0.
 _NO_TOKEN = tl.constexpr(-0x7F80000100000000)
@@ -68,6 +68,7 @@ def _sums_down_to(
     vocab,
     largest_logit,
     scale,
+    floor,
     LANES: tl.constexpr,
     UNROLL: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
@@ -82,7 +83,7 @@ def _sums_down_to(
                 index = start + part * LANES + tl.arange(0, LANES)
                 packed = tl.load(listed + index, mask=index < number, other=_NO_TOKEN)
                 key = _listed_keys(packed, index < number, stage, drawn_key, high, vocab, UNUSED_BITS)
-                both = token_weights(from_sort_key((packed >> 32).to(tl.int32)), largest_logit, scale) | ONE_TOKEN
+                both = token_weights(from_sort_key((packed >> 32).to(tl.int32)), largest_logit, scale, floor) | ONE_TOKEN
                 added += tl.where(key[None, :] >= ends[:, None], both[None, :], 0)
         counts += tl.sum(added >> COUNT_SHIFT, axis=1)
         weights += tl.sum(added & WEIGHT_MASK, axis=1)
@@ -132,6 +133,7 @@ def find_places_kernel(
     top_p,
     seed,
     offset,
+    min_p,
     state,
     listed,
     capacity,
@@ -154,18 +156,19 @@ def find_places_kernel(
     largest_key = tl.load(state + LARGEST).to(tl.int32)
     largest = from_sort_key(largest_key)
     warmth = tl.load(temperature + row)
-    token = tl.load(state + FIRST)
+    token = tl.full([], 0, tl.int64)
     if FROM_LEVELS:
         number = tl.load(state + LISTED).to(tl.int32)
         draws = tl.load(state + PENDING) != 0
         known = draws
     else:
         number = tl.load(state + CANDIDATES).to(tl.int32)
-        draws = is_drawn(warmth, largest_key)
-        known = (number <= capacity) | (~draws)
+        draws = tl.load(state + DECIDED) == 0
+        known = draws & (number <= capacity)
     if draws & known:
         largest_logit = largest.to(tl.float64)
         scale = scale_of(warmth)
+        floor = floor_of(min_p, row)
         step = tl.arange(0, LEVELS)
         k = tl.load(top_k + row)
         p = tl.load(top_p + row)
@@ -190,6 +193,7 @@ def find_places_kernel(
                 vocab,
                 largest_logit,
                 scale,
+                floor,
                 LANES,
                 UNROLL,
                 UNUSED_BITS,
@@ -230,7 +234,7 @@ def find_places_kernel(
                     stride = ((high - low) >> LEVEL_BITS) + 1
                     ends = (low + step * stride).to(tl.int32)
                     counts, weights = _sums_down_to(
-                        ends, listed, number, stage, drawn_key, high, vocab, largest_logit, scale, LANES, UNROLL, UNUSED_BITS
+                        ends, listed, number, stage, drawn_key, high, vocab, largest_logit, scale, floor, LANES, UNROLL, UNUSED_BITS
                     )
                     counts += base_count
                     weights += base_weight
@@ -247,7 +251,7 @@ def find_places_kernel(
                 if stage == 3:
                     token = vocab - 1 - low
                 else:
-                    weight = token_weights(_from_short_key(low, UNUSED_BITS), largest_logit, scale)
+                    weight = token_weights(_from_short_key(low, UNUSED_BITS), largest_logit, scale, floor)
                     if stage == 0:
                         kept = base_weight + (bound_count - base_count) * weight
                         limit = limit_of(p, kept)
@@ -262,5 +266,5 @@ def find_places_kernel(
                     target = target_of(u, kept)
     if known:
         tl.store(out + row * out_stride, token)
-    elif not FROM_LEVELS:
+    elif draws:
         tl.store(state + PENDING, 1)

@@ -15,6 +15,7 @@ _LEAST_EXPONENT = tl.constexpr(definition.LEAST_EXPONENT)
 _COEFFICIENTS = tl.constexpr(definition.EXP2_COEFFICIENTS)
 _DEGREE = tl.constexpr(len(definition.EXP2_COEFFICIENTS) - 1)
 _POWER_BIAS = tl.constexpr(definition.EXPONENT_BIAS + definition.WEIGHT_BITS)
+_WEIGHT_OF_LARGEST = tl.constexpr(2.0**definition.WEIGHT_BITS)
 _MANTISSA_BITS = tl.constexpr(definition.MANTISSA_BITS)
 # Adding it to a number of less than 2^51 rounds that to an integer, which is then found in the low bits.
 _ROUNDER = tl.constexpr(1.5 * 2.0**52)
@@ -29,18 +30,31 @@ _KEY_OF_MINUS_INFINITY = tl.constexpr(-0x7F800001)
 
 
 @triton.jit
-def token_weights(x, largest, scale):
-    """int64 weights of float32 logits, bit for bit those of the definition. largest, scale: float64."""
+def token_weights(x, largest, scale, floor):
+    """int64 weights of float32 logits, bit for bit those of the definition; 0 for those below floor. largest, scale: float64."""
     y = (x.to(tl.float64) - largest) * scale
     y = tl.where(y > _LEAST_EXPONENT, y, _LEAST_EXPONENT)
     shifted = y + _ROUNDER
     f = y - (shifted - _ROUNDER)
-    p = tl.full(x.shape, _COEFFICIENTS[_DEGREE], tl.float64)
+    p = y * 0.0 + _COEFFICIENTS[_DEGREE]
     for i in tl.static_range(_DEGREE):
         p = p * f + _COEFFICIENTS[_DEGREE - 1 - i]
     n = shifted.to(tl.int64, bitcast=True) - _ROUNDER_BITS
     power = ((n + _POWER_BIAS) << _MANTISSA_BITS).to(tl.float64, bitcast=True)
-    return (p * power + _POSITIVE_ROUNDER).to(tl.int64, bitcast=True) & _POSITIVE_MASK
+    weight = (p * power + _POSITIVE_ROUNDER).to(tl.int64, bitcast=True) & _POSITIVE_MASK
+    return tl.where(weight >= floor, weight, 0)
+
+
+@triton.jit
+def floor_of(min_p, row):
+    """int64, the least weight that min-p keeps; min_p: a pointer, or None for 0. No more than the largest logit's weight."""
+    floor = tl.full([], 0, tl.int64)
+    if min_p is not None:
+        p = tl.load(min_p + row).to(tl.float64)
+        # Multiplying by a power of 2 is exact. NaN keeps all.
+        p = tl.where(p > 0.0, tl.where(p < 1.0, p, 1.0), 0.0) * _WEIGHT_OF_LARGEST
+        floor = tl.ceil(p).to(tl.int64)
+    return floor
 
 
 @triton.jit
