@@ -25,6 +25,9 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 common_device = DeviceModule(__name__ + "_device")
 tensor_descriptor = DeviceModule("triton.tools.tensor_descriptor")
 
+# Architectures with programmatic dependent launch.
+_OVERLAPPING = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
+
 # Where a platform does not say: between the small and the large devices of today.
 _TYPICAL_MULTIPROCESSORS = 128
 
@@ -40,6 +43,20 @@ def for_architecture(choices: Mapping[str, T], device: torch.device) -> T:
         if key in choices:
             return choices[key]
     return choices["any"]
+
+
+def may_overlap(device: torch.device) -> bool:
+    """Whether a kernel may be launched on the device while the kernel before it still runs: programmatic dependent launch.
+
+    Such a kernel is compiled with a flag for it, is launched with `launch_options`, and calls `common_device.start` before it
+    reads or writes anything that others do.
+    """
+    return for_architecture(_OVERLAPPING, device)
+
+
+def launch_options(early: bool) -> dict[str, bool]:
+    """Options of a launch that may begin before the kernel in front of it has ended; none if it may not."""
+    return {"launch_pdl": True} if early else {}
 
 
 def multiprocessors(device: torch.device) -> int:

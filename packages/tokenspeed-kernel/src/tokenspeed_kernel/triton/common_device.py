@@ -31,3 +31,23 @@ def wait_for_products() -> None:
         # Not pure: it must stay where it is.
         asm: tl.constexpr = "wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0;"
         tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def start(EARLY: tl.constexpr) -> None:
+    """Lets the next kernel be launched, and waits until the kernels before have ended and their writes are visible.
+
+    The first call of a kernel that is launched early. The next kernel's own wait is for the end of this one, so it may be
+    launched at any time; the sooner it is, the more of its start is over when this kernel ends.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(rows) -> None:
+    """Has the L2 cache read the 128 bytes that each pointer of a tile points into. A hint: nothing is loaded, so what is there may
+    still be written by the kernel before."""
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [rows], dtype=tl.int32, is_pure=False, pack=1)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import cdiv, next_power_of_2
+from tokenspeed_kernel.triton.common import cdiv, launch_options, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
@@ -25,8 +25,6 @@ _LENGTHS_AT_ONCE = 1024
 _MERGED_AT_ONCE = 2048  # elements of partial outputs: 16 a thread
 _FEW = 4  # programs of a multiprocessor that take no longer together than one
 _MANY = 256  # the same of programs that return at once
-# Where a kernel may be launched while the one before it is still at work.
-OVERLAPPING = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
 
 
 class Walk(NamedTuple):
@@ -179,5 +177,5 @@ def merge_units(
         WALK=walk,
         MERGE=Merge(heads, rows // walk.q_len, width, units, at_once, block_w, early),
         num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        **launch_options(early),
     )

@@ -6,12 +6,21 @@ them where it has them. Tokens are normalised on the way, by every program again
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import TRITON, common_device, for_architecture, has_rows
+from tokenspeed_kernel.triton.common import (
+    TRITON,
+    common_device,
+    for_architecture,
+    has_rows,
+    launch_options,
+    may_overlap,
+    next_power_of_2,
+)
 from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -27,19 +36,56 @@ HEAD_DIMS = (32, 64, 128)
 
 
 class Tile(NamedTuple):
-    """What a program takes. Nothing of it has been measured.
+    """What a program takes.
 
     Attributes:
-        pairs: of elements that turn together; a product of matrix units has 16 columns.
-        block_k: of the hidden size, at a time.
-        stages: of these on their way at once: with residual and cache 38 KB of shared memory.
+        tokens: all of them, as a power of two.
+        pairs: of elements that turn together.
+        whole: whether rows of weights lie in registers as a whole; if not, the matrix units multiply a block after the other.
+        block_k: of the hidden size, at a time: a power of two.
+        ahead: of the hidden size, how much of each row of weights is fetched to the L2 cache before the kernel in front has ended.
+        stages: of blocks on their way at once: with residual and cache 38 KB of shared memory.
         warps: of the program.
     """
 
-    pairs: int = 8
-    block_k: int = 128
-    stages: int = 4
-    warps: int = 2
+    tokens: int
+    pairs: int
+    whole: bool
+    block_k: int
+    ahead: int
+    stages: int
+    warps: int
+
+
+class Program(NamedTuple):
+    """A `Tile` as the kernel has it, and what else is known when it is compiled."""
+
+    tokens: int
+    pairs: int
+    whole: bool
+    block_k: int
+    ahead: int
+    stages: int
+    head_dim: int
+    has_residual: bool
+    dtype: Any  # of the matrix units' operands, Triton's
+    early: bool
+    interpreted: bool
+
+
+_WHOLE_TOKENS = 2
+# Weights that a program of a few whole rows holds in registers, 128 a thread.
+_WHOLE_ELEMENTS, _WHOLE_WARPS = 32768, 8
+
+
+@functools.cache
+def tile_for(tokens: int, hidden: int) -> Tile:
+    """The tile for so many tokens of this size."""
+    padded = next_power_of_2(hidden)
+    pairs = min(4, _WHOLE_ELEMENTS // padded // 2)
+    if tokens <= _WHOLE_TOKENS and pairs >= 1:
+        return Tile(next_power_of_2(tokens), pairs, True, padded, padded, 1, _WHOLE_WARPS)
+    return Tile(MOST_TOKENS, 8, False, 128, 1024, 4, 2)
 
 
 def rmsnorm_qkv_rope(
@@ -78,8 +124,10 @@ def rmsnorm_qkv_rope(
         cache_strides, page_size = (*k_cache.stride(), *v_cache.stride()), k_cache.shape[1]
         slots_stride = slot_mapping.stride(0)
     if tokens:
-        tile = Tile()
-        dtype = for_architecture({"cpu": torch.float32, "any": x.dtype}, x.device)  # interpreted products of bfloat16 are wrong
+        tile = tile_for(tokens, hidden)
+        early = may_overlap(x.device)
+        # Interpreted products of bfloat16 are wrong.
+        dtype = for_architecture({"cpu": torch.float32, "any": x.dtype}, x.device)
         device_code.rmsnorm_qkv_rope_kernel[(columns // 2 // tile.pairs,)](
             x,
             added,
@@ -110,17 +158,18 @@ def rmsnorm_qkv_rope(
             hidden,
             *cache_strides,
             slots_stride,
-            DTYPE=common_device.DTYPES[dtype],
-            INTERPRETED=abilities(x.device).interpreted,
-            HAS_RESIDUAL=residual is not None,
             BIAS=bias is not None,
             WRITE=write,
-            HEAD_DIM=head_dim,
-            PAIRS=tile.pairs,
-            TOKENS=MOST_TOKENS,
-            BLOCK_K=tile.block_k,
-            STAGES=tile.stages,
+            TILE=Program(
+                *tile[:-1],
+                head_dim=head_dim,
+                has_residual=residual is not None,
+                dtype=common_device.DTYPES[dtype],
+                early=early,
+                interpreted=abilities(x.device).interpreted,
+            ),
             num_warps=tile.warps,
+            **launch_options(early),
         )
     if out is not None and out is not qkv:
         qkv = out.copy_(qkv)
