@@ -34,6 +34,11 @@ _NO_TOKEN = tl.constexpr(-0x7F80000100000000)
 _NO_KEY = tl.constexpr(-0x80000000)
 # Tokens that a lane may sum before counts overflow into weights: 2^(COUNT_SHIFT - 41).
 _CHUNK = tl.constexpr(1024)
+# Tokens that a lane of `_copy_between` takes at a time: few scans across lanes.
+_COPIED = tl.constexpr(8)
+# A list is copied once its range holds less than 2^-this of it. Tokens of a flat distribution are many: of 16 rows of 201088 random
+# logits in bfloat16 that are drawn without top-k and top-p, one listed 45000, and each of its eight passes took over 50 us.
+_COPY_SHIFT = tl.constexpr(2)
 
 
 @triton.jit
@@ -102,6 +107,22 @@ def _greatest_key(listed, number, stage, drawn_key, high, vocab, LANES: tl.const
 
 
 @triton.jit
+def _copy_between(listed, number, low, high, target, LANES: tl.constexpr, UNUSED_BITS: tl.constexpr):
+    """Copies the tokens whose keys are from low to high. Returns how many there are, int32."""
+    copied = number * 0
+    for start in range(0, number, LANES * _COPIED):
+        index = start + tl.arange(0, LANES * _COPIED)
+        packed = tl.load(listed + index, mask=index < number, other=_NO_TOKEN)
+        key = (packed >> 32).to(tl.int32) >> UNUSED_BITS
+        wanted = (index < number) & (key >= low) & (key <= high)
+        place = copied + tl.cumsum(wanted.to(tl.int32), axis=0) - 1
+        tl.store(target + place, packed, mask=wanted)
+        copied += tl.sum(wanted.to(tl.int32), axis=0)
+    tl.debug_barrier()  # other threads read what these have stored
+    return copied
+
+
+@triton.jit
 def _crossed(stage, count, weight, bound_count, limit, target):
     """Whether a place is at or before the end of these sums. Stages count tokens, reach a limit, go beyond a target, count ties."""
     by_count = count >= bound_count
@@ -146,7 +167,7 @@ def find_places_kernel(
 
     listed: int64 [rows, capacity], sort key above token, in any order. Without FROM_LEVELS it holds the candidates, all tokens from
     the largest to the threshold; a row whose places are not all among them becomes pending. With FROM_LEVELS it holds the tokens of
-    those levels that `collect` chose, and pending rows are served.
+    those levels that `collect` chose, and pending rows are served; what lies behind them in a row is written to.
     """
     row = tl.program_id(0).to(tl.int64)
     state += row * STATE
@@ -199,6 +220,9 @@ def find_places_kernel(
         limit = limit_of(p, kept)
         target = target_of(u, kept)
         ties = bound_count
+        # What is looked at: the list or, behind it, those of its tokens that may still hold the place.
+        current = listed
+        length = number
 
         # The last token of top-k, the last of top-p, the drawn logit, and of the tokens that have it the drawn one.
         for stage in range(4):
@@ -206,6 +230,9 @@ def find_places_kernel(
             crossed = _crossed(stage, level_counts, level_weights, bound_count, limit, target)
             known = known & ((~wanted) | (stage == 3) | (tl.sum(crossed.to(tl.int32), axis=0) > 0))
             if wanted & known:
+                if stage < 3:
+                    current = listed
+                    length = number
                 high = _short_key(largest, UNUSED_BITS).to(tl.int64)
                 if FROM_LEVELS:
                     level = first(crossed)
@@ -230,7 +257,7 @@ def find_places_kernel(
                     stride = ((high - low) >> LEVEL_BITS) + 1
                     ends = (low + step * stride).to(tl.int32)
                     counts, weights = _sums_down_to(
-                        ends, listed, number, stage, drawn_key, high, vocab, largest_logit, scale, LANES, UNROLL, UNUSED_BITS
+                        ends, current, length, stage, drawn_key, high, vocab, largest_logit, scale, LANES, UNROLL, UNUSED_BITS
                     )
                     counts += base_count
                     weights += base_weight
@@ -242,8 +269,13 @@ def find_places_kernel(
                     inside = at(counts, step, part) - base_count
                     high = tl.minimum(high, low + (part + 1) * stride - 1)
                     low = low + part * stride
+                    if FROM_LEVELS:
+                        few = (inside < (length >> _COPY_SHIFT)) & (number + inside <= capacity)
+                        if few & (stage < 3) & (length == number):
+                            length = _copy_between(listed, number, low, high, listed + number, LANES, UNUSED_BITS)
+                            current = listed + number
                 if low < high:
-                    low = _greatest_key(listed, number, stage, drawn_key, high, vocab, LANES, UNUSED_BITS)
+                    low = _greatest_key(current, length, stage, drawn_key, high, vocab, LANES, UNUSED_BITS)
                 if stage == 3:
                     token = vocab - 1 - low
                 else:
