@@ -67,6 +67,10 @@ def demo(
     preset: Annotated[str, typer.Option(help=f"configuration without a checkpoint: {', '.join(PRESETS)}")] = "tiny",
     layers: Annotated[int | None, typer.Option(min=1, help="number of layers; left out: the preset's")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="text to continue; may be given several times")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="prompts are a user's messages; left out: if the checkpoint has a chat template"),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="most tokens generated for each prompt")] = 32,
     temperature: Annotated[float | None, typer.Option(help="0: greedy; left out: every other prompt is sampled at 0.8")] = None,
     top_k: Annotated[int, typer.Option(help="sample from the k most likely tokens; 0: from all")] = 0,
@@ -93,6 +97,7 @@ def demo(
             max_tokens=max_tokens,
             sampling=Sampling(0.8 if temperature is None else temperature, top_k, top_p, seed),
             mixed=temperature is None,
+            chat=chat,
             dtype=_dtype(dtype, _checked_device(device)),
             device=device,
             seed=seed,

@@ -102,6 +102,13 @@ def expected_tensors(config: Config) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
+def reading_order(config: Config) -> list[str]:
+    """The names of a model's tensors in about the order in which a model reads them: the output matrix and its norm come last."""
+    late = ("model.norm.weight", "lm_head.weight")
+    names = expected_tensors(config)
+    return [*(name for name in names if name not in late), *(name for name in late if name in names)]
+
+
 def allowed_dtypes(name: str) -> tuple[str, ...]:
     """The dtypes that a tensor of this name may have: bytes for MXFP4 experts, floating point for everything else."""
     return _PACKED_DTYPES if name.endswith(("_blocks", "_scales")) else _DENSE_DTYPES
