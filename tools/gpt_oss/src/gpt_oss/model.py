@@ -21,7 +21,7 @@ import tokenspeed_kernel
 from gpt_oss.batch import Batch, Phase
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import Config
-from gpt_oss.fields import COUNT, FLOAT_DTYPE, instance, optional
+from gpt_oss.fields import COUNT, FLOAT_DTYPE, instance, one_of, optional
 from gpt_oss.loader import Checkpoint, TensorSource, check_source, layer_prefix, reading_order
 from gpt_oss.read_ahead import ReadAhead, bytes_of
 from gpt_oss.rope import cos_sin_cache
@@ -58,12 +58,13 @@ class GptOss:
 
     Args:
         config: its configuration.
-        source: its tensors; see `gpt_oss.loader`. Each is read once. On a GPU a checkpoint's tensors are read ahead by a thread; on a
-            CPU those of the right dtype stay in the mapped files.
+        source: its tensors; see `gpt_oss.loader`. Each is read once. On a GPU a checkpoint's tensors are read ahead by a thread;
+            on a CPU those of the right dtype stay in the mapped files.
         dtype: floating-point dtype of weights and activations. MXFP4 experts stay packed.
         device: where it runs.
         max_positions: the length of the longest sequence. None, or more than the configuration's context, stands for the context.
         console: where the progress of loading is shown, in bytes; None shows none.
+        activation_dtype: what the experts round the inputs of their products to: ``"none"``, ``"fp8"`` or ``"mxfp4"``.
 
     Attributes:
         ops: where operators are looked up: the public API, or a listener between (`gpt_oss.kernels.listen`).
@@ -81,12 +82,15 @@ class GptOss:
         device: torch.device | str = "cpu",
         max_positions: int | None = None,
         console: Console | None = None,
+        activation_dtype: str = "none",
     ) -> None:
         instance(Config).check("config", config)
         FLOAT_DTYPE.check("dtype", dtype)
         optional(COUNT).check("max_positions", max_positions)
+        one_of("none", "fp8", "mxfp4").check("activation_dtype", activation_dtype)
         check_source(config, source)
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.activation_dtype = activation_dtype
         self.ops: Any = tokenspeed_kernel
         self.max_positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
         self.cos_sin = cos_sin_cache(config.rope, config.head_dim, self.max_positions, self.device)
@@ -244,6 +248,7 @@ class GptOss:
             dtype=self.dtype,
             device=self.device,
             weight_format="mxfp4" if packed else "dense",
+            activation_dtype=self.activation_dtype,
             w13_interleaved=True,
             bias=True,
             alpha=config.swiglu_alpha,
