@@ -17,7 +17,7 @@ from gpt_oss import benchmark
 from gpt_oss.__main__ import app
 from gpt_oss.breakdown import break_down, by_family
 from gpt_oss.config import preset
-from gpt_oss.kernels import portable_only
+from gpt_oss.kernels import portable_only, preferring
 from tokenspeed_kernel import mm, register_kernel, rmsnorm
 from tokenspeed_kernel.workbench.benchmark import Roofline, load_report
 from tokenspeed_kernel_base.registry import KernelRegistry
@@ -174,6 +174,10 @@ def test_the_command(tmp_path: Path) -> None:
         (("--batch", "0"), "batches must be a sequence of ints of at least 1, got (0,)"),
         (("--prefill", "1x0"), "prefills must be a sequence of pairs of ints of at least 1, got ((1, 0),)"),
         (("--prefill", "8"), "a list of prefills must look like 1x1024,8x1024, got '8'"),
+        (
+            ("--preset", "tiny", "--context", "9", "--prefill", "1x9", "--prefer", "mm"),
+            "preferred kernels must be registered, got 'mm'",
+        ),
         (("--compare", "fast"), "variant must be 'optimised' or 'portable' or 'fp8-cache' or "),
     ],
 )
@@ -214,3 +218,27 @@ def test_portable_is_the_core_alone(vendors_kernel: str) -> None:
     with portable_only():
         assert chosen() != vendors_kernel
     assert chosen() == vendors_kernel
+
+
+def test_preferred_kernels_serve_while_they_are_preferred() -> None:
+    def chosen() -> tuple[str, int]:
+        found = rmsnorm.explain(torch.ones(1, 4), torch.ones(4)).chosen
+        assert found is not None
+        return found.name, found.priority
+
+    register_kernel("norm", "rmsnorm", name="last_rmsnorm", solution="theirs", signatures=None, priority=1)(
+        rmsnorm.operator.reference
+    )
+    try:
+        before = chosen()
+        with preferring(["last_rmsnorm"]):
+            assert chosen()[0] == "last_rmsnorm"
+        assert chosen() == before
+        assert KernelRegistry.get().get_by_name("last_rmsnorm").priority == 1
+        with (
+            pytest.raises(ValueError, match="must be registered, got 'none'"),
+            preferring(["none"]),
+        ):
+            pass
+    finally:
+        KernelRegistry.get().unregister("last_rmsnorm")

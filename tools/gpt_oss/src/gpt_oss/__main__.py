@@ -131,6 +131,10 @@ def _shapes(text: str) -> tuple[tuple[int, int], ...]:
         raise ValueError(f"a list of prefills must look like 1x1024,8x1024, got {text!r}") from None
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
 @app.command()
 def benchmark(
     device: DeviceOption,
@@ -143,6 +147,7 @@ def benchmark(
     repeats: Annotated[int, typer.Option(min=1, help="how often each prefill is timed")] = 5,
     page_size: Annotated[int, typer.Option(min=1, help="tokens that a page of the cache holds")] = 64,
     compare: Annotated[str, typer.Option(help=f"variants, one after the other: {', '.join(bench.VARIANTS)}")] = "optimised",
+    prefer: Annotated[str, typer.Option(help="kernels that serve wherever they can, whatever their priority; empty: none")] = "",
     seed: Annotated[int, typer.Option(help="seed of weights, prompts and sampling")] = 0,
     dtype: DtypeOption = None,
     output: Annotated[Path | None, typer.Option(help="write the result as JSON to this file")] = None,
@@ -155,9 +160,18 @@ def benchmark(
     console = _console(as_json)
     try:
         workload = bench.Workload(
-            preset, layers, _counts(batch), _counts(context), decode_steps, _shapes(prefill), repeats, page_size, seed
+            preset,
+            layers,
+            _counts(batch),
+            _counts(context),
+            decode_steps,
+            _shapes(prefill),
+            repeats,
+            page_size,
+            seed,
+            _names(prefer),
         )
-        variants = [name for name in compare.split(",") if name]
+        variants = _names(compare)
         command = "python -m gpt_oss " + shlex.join(sys.argv[1:])
         result = bench.run(workload, _dtype(dtype, _checked_device(device)), device, variants, command, console)
     except (ValueError, RuntimeError) as error:

@@ -31,7 +31,7 @@ from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
 from gpt_oss.engine import Engine
 from gpt_oss.fields import COUNT, INT, Field, check_fields, describe, dtype_name, is_int, one_of, optional
-from gpt_oss.kernels import Heard, listen, portable_only
+from gpt_oss.kernels import Heard, listen, portable_only, preferring
 from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
 from gpt_oss.request import Request
@@ -81,6 +81,10 @@ def _are_positive(values: Sequence[int]) -> bool:
 
 
 _COUNTS = Field("a sequence of ints of at least 1", _are_ints, _are_positive)
+_NAMES = Field(
+    "a sequence of names",
+    lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value),
+)
 _SHAPES = Field(
     "a sequence of pairs of ints of at least 1",
     lambda value: isinstance(value, Sequence) and all(_are_ints(pair) and len(pair) == 2 for pair in value),
@@ -102,6 +106,7 @@ class Workload:
         repeats: how often each prefill is timed, after one that is not.
         page_size: tokens that a page of the cache holds.
         seed: of weights, prompts and sampling; any int.
+        prefer: names of kernels that serve all calls that they can serve, whatever their priority.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
@@ -116,6 +121,7 @@ class Workload:
     repeats: int = 5
     page_size: int = 64
     seed: int = 0
+    prefer: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         counts = ("decode_steps", "repeats", "page_size")
@@ -127,6 +133,7 @@ class Workload:
             "prefills": _SHAPES,
             **dict.fromkeys(counts, COUNT),
             "seed": INT,
+            "prefer": _NAMES,
         }
         check_fields(fields, self)
 
@@ -169,7 +176,7 @@ def run(
 
     Raises:
         ConfigError: the model cannot have so many layers.
-        ValueError: its context is too short for the workload, or there is no such variant.
+        ValueError: its context is too short for the workload, or there is no such variant, or no kernel that is preferred.
     """
     config = workload.config
     for variant in variants:
@@ -190,7 +197,7 @@ def run(
         for name in variants:
             task = progress.add_task(name, total=total)
             variant = VARIANTS[name]
-            with variant.kernels():
+            with preferring(workload.prefer), variant.kernels():
                 measuring = _Measuring(workload, config, dtype, device, name, variant, roofline, progress, task)
                 logits = measuring.probe()
                 wanted = logits if wanted is None else wanted

@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.sampling._levels_device import at, first, level_end
+from tokenspeed_kernel.triton.common_device import start
+from tokenspeed_kernel.triton.sampling._levels_device import at, ends_and_sums, first, level_end
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 from tokenspeed_kernel.triton.sampling._state_device import (
     CANDIDATES,
@@ -22,7 +23,6 @@ from tokenspeed_kernel.triton.sampling._state_device import (
     ONE_TOKEN,
     PENDING,
     STATE,
-    SUMS,
     THRESHOLD,
     TOTAL,
     WEIGHT_MASK,
@@ -82,9 +82,9 @@ def _sums_down_to(
     weights = tl.zeros([LEVELS], tl.int64)
     for chunk in range(0, number, LANES * _CHUNK):
         added = tl.zeros([LEVELS, LANES], tl.int64)
-        for start in range(chunk, tl.minimum(number, chunk + LANES * _CHUNK), LANES * UNROLL):
+        for begin in range(chunk, tl.minimum(number, chunk + LANES * _CHUNK), LANES * UNROLL):
             for part in tl.static_range(UNROLL):
-                index = start + part * LANES + tl.arange(0, LANES)
+                index = begin + part * LANES + tl.arange(0, LANES)
                 packed = tl.load(listed + index, mask=index < number, other=_NO_TOKEN)
                 key = _listed_keys(packed, index < number, stage, drawn_key, high, vocab, UNUSED_BITS)
                 both = token_weights(from_sort_key((packed >> 32).to(tl.int32)), largest_logit, scale) | ONE_TOKEN
@@ -98,8 +98,8 @@ def _sums_down_to(
 def _greatest_key(listed, number, stage, drawn_key, high, vocab, LANES: tl.constexpr, UNUSED_BITS: tl.constexpr):
     """int64, the greatest of keys up to high."""
     greatest = tl.full([LANES], _NO_KEY, tl.int32)
-    for start in range(0, number, LANES):
-        index = start + tl.arange(0, LANES)
+    for begin in range(0, number, LANES):
+        index = begin + tl.arange(0, LANES)
         packed = tl.load(listed + index, mask=index < number, other=_NO_TOKEN)
         key = _listed_keys(packed, index < number, stage, drawn_key, high, vocab, UNUSED_BITS)
         greatest = tl.maximum(greatest, key)
@@ -110,8 +110,8 @@ def _greatest_key(listed, number, stage, drawn_key, high, vocab, LANES: tl.const
 def _copy_between(listed, number, low, high, target, LANES: tl.constexpr, UNUSED_BITS: tl.constexpr):
     """Copies the tokens whose keys are from low to high. Returns how many there are, int32."""
     copied = number * 0
-    for start in range(0, number, LANES * _COPIED):
-        index = start + tl.arange(0, LANES * _COPIED)
+    for begin in range(0, number, LANES * _COPIED):
+        index = begin + tl.arange(0, LANES * _COPIED)
         packed = tl.load(listed + index, mask=index < number, other=_NO_TOKEN)
         key = (packed >> 32).to(tl.int32) >> UNUSED_BITS
         wanted = (index < number) & (key >= low) & (key <= high)
@@ -162,6 +162,7 @@ def find_places_kernel(
     LANES: tl.constexpr,
     UNROLL: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Writes a row's token.
 
@@ -169,6 +170,7 @@ def find_places_kernel(
     the largest to the threshold; a row whose places are not all among them becomes pending. With FROM_LEVELS it holds the tokens of
     those levels that `collect` chose, and pending rows are served; what lies behind them in a row is written to.
     """
+    start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     state += row * STATE
     listed += row * capacity
@@ -196,8 +198,7 @@ def find_places_kernel(
 
         # kept: what is kept so far weighs this much.
         if FROM_LEVELS:
-            level_counts = tl.load(state + SUMS + step)
-            level_weights = tl.load(state + SUMS + LEVELS + step)
+            ends_of_levels, level_counts, level_weights = ends_and_sums(state, vocab, k, p, u, scale)
             kept = at(level_weights, step, LEVELS - 1)
         else:
             lowest_key = (tl.load(state + THRESHOLD) >> UNUSED_BITS).to(tl.int64)
@@ -236,8 +237,8 @@ def find_places_kernel(
                 high = _short_key(largest, UNUSED_BITS).to(tl.int64)
                 if FROM_LEVELS:
                     level = first(crossed)
-                    low = _short_key(level_end(level + 1, state, scale, logits), UNUSED_BITS).to(tl.int64)
-                    high = tl.minimum(high, _short_key(level_end(level, state, scale, logits), UNUSED_BITS).to(tl.int64) - 1)
+                    low = _short_key(level_end(level + 1, ends_of_levels, logits), UNUSED_BITS).to(tl.int64)
+                    high = tl.minimum(high, _short_key(level_end(level, ends_of_levels, logits), UNUSED_BITS).to(tl.int64) - 1)
                     base_count = at(level_counts, step, level - 1)
                     base_weight = at(level_weights, step, level - 1)
                     inside = at(level_counts, step, level) - base_count

@@ -17,6 +17,7 @@ LISTED = tl.constexpr(7)  # how many tokens `collect` listed
 LEVELS = tl.constexpr(16)
 LEVEL_BITS = tl.constexpr(4)
 SUMS = tl.constexpr(8)  # tokens down to the end of each level, then their weights: 2 * LEVELS numbers
+FINER_SUMS = tl.constexpr(40)  # the same of finer levels
 STATE = tl.constexpr(_state.STATE)
 
 # Where count and weight are summed in one int64, the count stands above this many bits. A weight has 41, so that 2^10 fit below.

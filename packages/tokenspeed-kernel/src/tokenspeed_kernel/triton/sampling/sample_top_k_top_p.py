@@ -13,12 +13,12 @@ it. Sums of integers are exact in any order of addition.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, for_architecture, next_power_of_2
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, for_architecture, launch_options, may_overlap, next_power_of_2
 from tokenspeed_kernel.triton.sampling._rows import Spans, spans_of
 from tokenspeed_kernel.triton.sampling._state import STATE
 from tokenspeed_kernel_base.discovery import DeviceModule
@@ -99,7 +99,7 @@ def sample_top_k_top_p(
     offset: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`tokenspeed_kernel.sample_top_k_top_p`: seven launches, the last three of which have nothing to do for most rows."""
+    """`tokenspeed_kernel.sample_top_k_top_p`: eight launches, the last four of which have nothing to do for most rows."""
     rows, vocab = logits.shape
     device = logits.device
     if out is None:
@@ -116,10 +116,14 @@ def sample_top_k_top_p(
     state = torch.empty(rows, STATE, dtype=torch.int64, device=device)
     candidates = torch.empty(rows, tiles.capacity, dtype=torch.int64, device=device)
     listed = torch.empty(rows, vocab, dtype=torch.int64, device=device)
+    early = may_overlap(device)
+    overlapping: dict[str, Any] = {"EARLY": early, **launch_options(early)}
     # Fused multiply-add would round other than the definition of weights does.
-    exact = {"enable_fp_fusion": False}
+    exact = {"enable_fp_fusion": False, **overlapping}
 
-    device_code.group_maxima_kernel[cut](*row, maxima, spans.count, spans.length, BLOCK=tiles.group_block, GROUPS=groups)
+    device_code.group_maxima_kernel[cut](
+        *row, maxima, spans.count, spans.length, BLOCK=tiles.group_block, GROUPS=groups, **overlapping
+    )
     device_code.threshold_kernel[(rows,)](
         maxima,
         temperature,
@@ -130,6 +134,7 @@ def sample_top_k_top_p(
         spans.count * groups,
         GROUPS=next_power_of_2(spans.count * groups),
         num_warps=tiles.threshold_warps,
+        **overlapping,
     )
     device_code.candidates_kernel[cut](
         *row,
@@ -161,17 +166,19 @@ def sample_top_k_top_p(
         num_warps=tiles.candidate_lanes // tiles.warp,
         **exact,
     )
-    levels_device.sum_levels_kernel[cut](
-        *row,
-        temperature,
-        state,
-        spans.count,
-        spans.length,
-        LANES=tiles.lanes,
-        UNROLL=tiles.unroll,
-        num_warps=tiles.lanes // tiles.warp,
-        **exact,
-    )
+    for finer in (False, True):
+        levels_device.sum_levels_kernel[cut](
+            *row,
+            *request,
+            state,
+            spans.count,
+            spans.length,
+            LANES=tiles.lanes,
+            UNROLL=tiles.unroll,
+            FINER=finer,
+            num_warps=tiles.lanes // tiles.warp,
+            **exact,
+        )
     levels_device.collect_kernel[cut](
         *row,
         *request,
