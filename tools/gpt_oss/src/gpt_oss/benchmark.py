@@ -30,7 +30,7 @@ from gpt_oss.breakdown import break_down, by_family
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
 from gpt_oss.engine import Engine
-from gpt_oss.fields import COUNT, INT, Field, check_fields, describe, dtype_name, is_int, one_of, optional
+from gpt_oss.fields import COUNT, INT, Field, check_fields, describe, dtype_name, is_int, number, one_of, optional
 from gpt_oss.kernels import Heard, listen, portable_only, preferring
 from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
@@ -65,9 +65,6 @@ VARIANTS = {
 _WARM_STEPS = 4
 _REPLAYS = 30  # of the bare pass; each is a position further, too
 _PREFILL_TOKENS = 65536  # that are prefilled in one pass before decode steps: what a pass needs besides the weights grows with them
-# Random biases are common to all tokens, and of this size they make tokens choose much the same experts. The floor counts what is
-# read, but real tokens differ more.
-_BIAS = 0.02
 # Variants are compared on so many sequences of so many tokens, in their second halves, which see the first ones in the cache.
 _PROBES, _PROBE_TOKENS = 4, 256
 
@@ -107,6 +104,9 @@ class Workload:
         page_size: tokens that a page of the cache holds.
         seed: of weights, prompts and sampling; any int.
         prefer: names of kernels that serve all calls that they can serve, whatever their priority.
+        temperature: of the tokens that decode steps choose; 0 is greedy, with which texts of random weights soon repeat themselves.
+        bias: standard deviation of the random biases. All tokens have them in common, so large ones make tokens choose much the same
+            experts; the floor counts those that are chosen.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
@@ -122,6 +122,8 @@ class Workload:
     page_size: int = 64
     seed: int = 0
     prefer: Sequence[str] = ()
+    temperature: float = 1.0
+    bias: float = 0.5
 
     def __post_init__(self) -> None:
         counts = ("decode_steps", "repeats", "page_size")
@@ -134,6 +136,8 @@ class Workload:
             **dict.fromkeys(counts, COUNT),
             "seed": INT,
             "prefer": _NAMES,
+            "temperature": number(0),
+            "bias": number(0),
         }
         check_fields(fields, self)
 
@@ -258,7 +262,7 @@ class _Measuring:
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         started = time.perf_counter()
-        source = RandomTensors(config, workload.seed, dtype, device, bias=_BIAS)
+        source = RandomTensors(config, workload.seed, dtype, device, bias=workload.bias)
         longest = max(workload.longest, min(_PROBE_TOKENS, config.max_position_embeddings))
         self.model = GptOss(config, source, dtype, device, longest, activation_dtype=variant.activation_dtype)
         self._wait()
@@ -298,11 +302,10 @@ class _Measuring:
             prefill_tokens = min(context * batch, _PREFILL_TOKENS)
             engine = self._engine(batch, self.workload.length(context), prefill_tokens, "graphs" if self.on_gpu else "static")
             engine.generate([Request(prompt, 2) for prompt in self._prompts(batch, 1)])
-        # Sampled, because greedy choices of untrained weights soon repeat themselves; and then all tokens choose the same experts.
-        for number, prompt in enumerate(self._prompts(batch, context)):
+        for index, prompt in enumerate(self._prompts(batch, context)):
             # More tokens than are waited for, so that the passes that are replayed have pages of their own.
             tokens = self.workload.length(context) - context
-            engine.add(Request(prompt, tokens, Sampling(1.0, seed=self.workload.seed + number)))
+            engine.add(Request(prompt, tokens, Sampling(self.workload.temperature, seed=self.workload.seed + index)))
         before = engine.steps[Phase.DECODE]
         while engine.steps[Phase.DECODE] < before + _WARM_STEPS:
             engine.step()
@@ -367,13 +370,14 @@ class _Measuring:
         """Milliseconds of a pass that is launched again and again: on a GPU replayed, and timed by the device's own clock."""
         decoder = engine.decoder
         assert decoder is not None
-        decoder.replay(batch, sampled=True)
+        sampled = self.workload.temperature > 0
+        decoder.replay(batch, sampled)
         if not self.on_gpu:
-            return 1e3 * _seconds(lambda: [decoder.replay(batch, sampled=True) for _ in range(_REPLAYS)]) / _REPLAYS
+            return 1e3 * _seconds(lambda: [decoder.replay(batch, sampled) for _ in range(_REPLAYS)]) / _REPLAYS
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(_REPLAYS):
-            decoder.replay(batch, sampled=True)
+            decoder.replay(batch, sampled)
         end.record()
         self._wait()
         milliseconds: float = begin.elapsed_time(end) / _REPLAYS
