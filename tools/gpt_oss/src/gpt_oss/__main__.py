@@ -148,9 +148,7 @@ def benchmark(
     page_size: Annotated[int, typer.Option(min=1, help="tokens that a page of the cache holds")] = 64,
     compare: Annotated[str, typer.Option(help=f"variants, one after the other: {', '.join(bench.VARIANTS)}")] = "optimised",
     temperature: Annotated[float, typer.Option(help="of the tokens that decode steps choose; 0: greedy")] = 1.0,
-    bias: Annotated[
-        float, typer.Option(help="standard deviation of the random biases; small ones spread tokens over experts")
-    ] = 0.5,
+    bias: Annotated[float, typer.Option(help="standard deviation of random biases; small ones spread tokens over experts")] = 0.5,
     prefer: Annotated[str, typer.Option(help="kernels that serve wherever they can, whatever their priority; empty: none")] = "",
     seed: Annotated[int, typer.Option(help="seed of weights, prompts and sampling")] = 0,
     dtype: DtypeOption = None,

@@ -105,8 +105,8 @@ class Workload:
         seed: of weights, prompts and sampling; any int.
         prefer: names of kernels that serve all calls that they can serve, whatever their priority.
         temperature: of the tokens that decode steps choose; 0 is greedy, with which texts of random weights soon repeat themselves.
-        bias: standard deviation of the random biases. All tokens have them in common, so large ones make tokens choose much the same
-            experts; the floor counts those that are chosen.
+        bias: standard deviation of the random biases. All tokens have them in common, so large ones make tokens choose much the
+            same experts; the floor counts those that are chosen.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
