@@ -113,7 +113,7 @@ class GptOss:
             Logits in the model's dtype, ``[rows, vocab_size]``: those of ``batch.logit_rows``, or all if that is None.
         """
         ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
-        hidden: Tensor = self.embedding[batch.tokens]
+        hidden = self.embedding.index_select(0, batch.tokens)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
@@ -145,7 +145,7 @@ class GptOss:
             )
             hidden = ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
         if batch.logit_rows is not None:
-            hidden, residual = hidden[batch.logit_rows], residual[batch.logit_rows]
+            hidden, residual = (x.index_select(0, batch.logit_rows) for x in (hidden, residual))
         normed, _ = ops.rmsnorm(hidden, self.norm, eps, residual=residual)
         return self.unembedding(ops, normed, out)
 
