@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gpt_oss import benchmark
+from gpt_oss import benchmark, breakdown
 from gpt_oss.__main__ import app
 from gpt_oss.breakdown import break_down, by_family
 from gpt_oss.config import preset
@@ -109,6 +109,28 @@ def test_a_floor_is_the_larger_of_reading_and_multiplying() -> None:
     assert part.floor_us == pytest.approx(reading + multiplying)
     (family,) = by_family([part])
     assert family["share_of_roofline"] == pytest.approx((reading + multiplying) / part.total_us)
+
+
+def test_a_kernel_that_cannot_be_timed_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = breakdown.measure
+
+    def failing(calls: Any, device: torch.device, budget_s: float) -> Any:
+        if len(calls) == 2:
+            raise RuntimeError("this waits for the device")
+        return real(calls, device, budget_s=budget_s)
+
+    monkeypatch.setattr(breakdown, "measure", failing)
+    x, weight = torch.ones(2, 64), torch.ones(64, 64)
+
+    def forward() -> None:
+        mm(rmsnorm(x, torch.ones(64)), weight)
+        rmsnorm(x, torch.ones(64))
+
+    timed, untimed = break_down(forward, "three calls", torch.device("cpu"), None)
+    assert (timed.family, untimed.family) == ("gemm", "norm")
+    assert untimed.row.status == "error"
+    assert untimed.row.reason == "while timing: this waits for the device"
+    assert [family["share_of_time"] for family in by_family([timed, untimed])] == [1.0, 0.0]
 
 
 def test_divergence_of_variants() -> None:

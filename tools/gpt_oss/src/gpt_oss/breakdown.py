@@ -28,7 +28,7 @@ class Part:
 
     Attributes:
         family: of the operator.
-        row: the kernel on an average call, as a benchmark's report has it.
+        row: the kernel on an average call, as a benchmark's report has it; without a time if its calls cannot be repeated.
         calls: how many there are.
         floor_us: what the device needs at least for all of them, by its measured roofline; None where there is none.
     """
@@ -40,9 +40,8 @@ class Part:
 
     @property
     def total_us(self) -> float:
-        """Of all calls."""
-        assert self.row.timing is not None
-        return self.row.timing.median_us * self.calls
+        """Of all calls; 0 if they were not timed."""
+        return 0.0 if self.row.timing is None else self.row.timing.median_us * self.calls
 
 
 class _Recorded:
@@ -64,16 +63,14 @@ class _Recorded:
     def part(self, name: str, device: torch.device, roofline: Roofline | None) -> Part:
         """Times the calls."""
         count = len(self.calls)
-        timing = (measure_graph if device.type == "cuda" else measure)(self.calls, device, budget_s=_BUDGET_S)
         family, _, _ = self.operator.partition(".")
-        row = Row(
-            self.kernel,
-            self.operator,
-            f"{name}, {count} calls",
-            "measured",
-            timing=timing,
-            solution=KernelRegistry.get().get_by_name(self.kernel, self.operator).solution,
-        )
+        solution = KernelRegistry.get().get_by_name(self.kernel, self.operator).solution
+        row = Row(self.kernel, self.operator, f"{name}, {count} calls", "measured", solution=solution)
+        try:
+            timing = (measure_graph if device.type == "cuda" else measure)(self.calls, device, budget_s=_BUDGET_S)
+        except RuntimeError as error:  # a kernel that waits for the device cannot be captured; the others count all the same
+            return Part(family, replace(row, status="error", reason=f"while timing: {error}"), count, None)
+        row = replace(row, timing=timing)
         if len(self.costs) < count:
             return Part(family, row, count, None)
         flops, moved = (sum(getattr(cost, field) for cost in self.costs) / count for field in ("flops", "bytes"))
@@ -133,8 +130,8 @@ def by_family(parts: Sequence[Part]) -> list[dict[str, Any]]:
                 "family": family,
                 "calls": sum(part.calls for part in of_one),
                 "microseconds": total,
-                "share_of_time": total / whole,
-                "share_of_roofline": None if floor is None else floor / total,
+                "share_of_time": total / whole if whole else 0.0,
+                "share_of_roofline": floor / total if floor is not None and total else None,
             }
         )
     return sorted(rows, key=lambda row: -row["microseconds"])

@@ -44,45 +44,19 @@ def _sum_of(inputs, row, column, mask, HAS_RESIDUAL: tl.constexpr, INTERPRETED: 
 
 
 @triton.jit
-def _multiply_blocks(inputs, weight_rows, dtype: tl.constexpr, program, TILE: tl.constexpr):
-    """The normalised tokens' product ``[TOKENS, outputs]``, by the matrix units, a block of the hidden size after the other."""
+def _multiply(inputs, weight_rows, dtype: tl.constexpr, program, TILE: tl.constexpr):
+    """The normalised tokens' product with some rows of weights, ``[TOKENS, outputs]``. The rows lie in registers as a whole, so
+    that all of them are on their way at once."""
     TOKENS: tl.constexpr = TILE.tokens
-    BLOCK_K: tl.constexpr = TILE.block_k
-    token = tl.arange(0, TOKENS)
-    real = token < inputs.tokens
-    row = token.to(tl.int64)[:, None]
-    squares = tl.zeros((TOKENS,), tl.float32)
-    product = tl.zeros((TOKENS, weight_rows.shape[0]), tl.float32)
-    for first in tl.range(0, inputs.hidden, BLOCK_K, num_stages=TILE.stages):
-        at = first + tl.arange(0, BLOCK_K)
-        inside = at < inputs.hidden
-        weight = tl.load(weight_rows[:, None] + at[None, :], mask=inside[None, :], other=0.0)
-        both = real[:, None] & inside[None, :]
-        total = _sum_of(inputs, row, at[None, :], both, TILE.has_residual, TILE.interpreted)
-        if TILE.has_residual and first == program * BLOCK_K:  # programs share the sum out among them
-            tl.store(inputs.residual_out + row * inputs.residual_out_stride + at[None, :], total, mask=both)
-        wide = total.to(tl.float32)
-        squares += tl.sum(wide * wide, axis=1)
-        scale = tl.load(inputs.norm_weight + at * inputs.norm_stride, mask=inside, other=0.0).to(tl.float32)
-        # The root mean square is known at the end only, and divides the product as it would the factor.
-        scaled = round_to(wide * scale[None, :], dtype, TILE.interpreted)
-        product = tl.dot(scaled.to(TILE.dtype), tl.trans(weight).to(TILE.dtype), product, input_precision="ieee")
-    return product * tl.rsqrt(squares / inputs.hidden + inputs.eps)[:, None]
-
-
-@triton.jit
-def _multiply_rows(inputs, weight_rows, dtype: tl.constexpr, program, TILE: tl.constexpr):
-    """The same, with whole rows of weights in registers, so that all of them are on their way at once."""
-    TOKENS: tl.constexpr = TILE.tokens
-    column = tl.arange(0, TILE.block_k)[None, :]
+    column = tl.arange(0, TILE.hidden)[None, :]
     inside = column < inputs.hidden
     weight = tl.load(weight_rows[:, None] + column, mask=inside, other=0.0)
     scale = tl.load(inputs.norm_weight + column * inputs.norm_stride, mask=inside, other=0.0).to(tl.float32)
     product = tl.zeros((TOKENS, weight_rows.shape[0]), tl.float32)
     for token in tl.static_range(TOKENS):
-        there = inside & (token < inputs.tokens)
+        there = inside & (column * 0 + token < inputs.tokens)
         total = _sum_of(inputs, token, column, there, TILE.has_residual, TILE.interpreted)
-        if TILE.has_residual and program == token:
+        if TILE.has_residual and program == token % tl.num_programs(0):
             tl.store(inputs.residual_out + token * inputs.residual_out_stride + column, total, mask=there)
         wide = total.to(tl.float32)
         normed = round_to(wide * inverse_rms(wide, inputs.hidden, inputs.eps) * scale, dtype, TILE.interpreted)
@@ -151,13 +125,10 @@ def rmsnorm_qkv_rope_kernel(
     weight_rows = qkv_weight + output.to(tl.int64) * weight_row
     if TILE.early:  # while the kernel before still runs; it may be the one that writes them, so they are not loaded yet
         LINE: tl.constexpr = 1024 // dtype.primitive_bitwidth
-        line = tl.arange(0, TILE.ahead // LINE)[None, :] * LINE
+        line = tl.arange(0, TILE.hidden // LINE)[None, :] * LINE
         prefetch(tl.where(line < hidden, weight_rows[:, None] + line, qkv_weight))
     start(TILE.early)
-    if TILE.whole:
-        product = _multiply_rows(inputs, weight_rows, dtype, program, TILE)
-    else:
-        product = _multiply_blocks(inputs, weight_rows, dtype, program, TILE)
+    product = _multiply(inputs, weight_rows, dtype, program, TILE)
     if BIAS:
         product += tl.load(bias + output * bias_stride).to(tl.float32)[None, :]
     product = round_to(product, dtype, TILE.interpreted).to(tl.float32)

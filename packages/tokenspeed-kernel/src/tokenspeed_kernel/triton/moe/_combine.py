@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import cdiv, launch_options, may_overlap, next_power_of_2
+from tokenspeed_kernel.triton.common import cdiv, next_power_of_2
 from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
 
@@ -19,7 +19,6 @@ def combine(slots: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: 
     parts, _, hidden = slots.shape
     tokens, top_k = topk_ids.shape
     block = min(512, next_power_of_2(hidden))
-    early = may_overlap(out.device)
     device_code.combine_kernel[(tokens, cdiv(hidden, block))](
         slots,
         slots.stride(0),
@@ -35,7 +34,5 @@ def combine(slots: Tensor, topk_weights: Tensor, topk_ids: Tensor, num_experts: 
         PARTS=parts,
         INTERPRETED=abilities(out.device).interpreted,
         BLOCK=block,
-        EARLY=early,
         num_warps=4,
-        **launch_options(early),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 
@@ -28,9 +27,7 @@ def combine_kernel(
     PARTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = feature < hidden

@@ -18,15 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import (
-    TRITON,
-    cdiv,
-    common_device,
-    for_architecture,
-    launch_options,
-    may_overlap,
-    next_power_of_2,
-)
+from tokenspeed_kernel.triton.common import TRITON, cdiv, common_device, for_architecture, next_power_of_2
 from tokenspeed_kernel.triton.moe._combine import combine
 from tokenspeed_kernel.triton.moe._mxfp4_layout import CHUNK, LAYOUT, prepare_weights
 from tokenspeed_kernel.triton.moe._routing import BlockSchedule, block_schedule
@@ -269,7 +261,6 @@ def _activate(gate_up: Tensor, activated: Tensor, plan: MoEPlan) -> None:
     parts, pairs, _ = gate_up.shape
     features = plan.intermediate_size
     block = min(512, next_power_of_2(features))
-    early = may_overlap(activated.device)
     device_code.activate_kernel[(pairs, cdiv(features, block))](
         gate_up,
         activated,
@@ -281,9 +272,7 @@ def _activate(gate_up: Tensor, activated: Tensor, plan: MoEPlan) -> None:
         LIMITED=plan.limit is not None,
         PARTS=parts,
         BLOCK=block,
-        EARLY=early,
         num_warps=4,
-        **launch_options(early),
     )
 
 
@@ -309,7 +298,6 @@ def _product(
     dtype = for_architecture({"cpu": torch.float32, "any": x.dtype}, x.device)
     native = for_architecture({"nvidia": True, "any": False}, x.device)
     asynchronous = for_architecture({"sm_90": True, "any": False}, x.device)
-    early = may_overlap(x.device)
     lists = (topk_ids,) * 4 if schedule is None else _lists(schedule)
     device_code.product_kernel[(row_tiles * blocks, tile.split_k)](
         x,
@@ -355,10 +343,8 @@ def _product(
             stages=tile.stages,
         ),
         PAIRS=0 if schedule is not None else 16 if pairs <= 16 else _DIRECT_PAIRS,
-        EARLY=early,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **launch_options(early),
     )
 
 

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.activation.gated_device import clamp_gated
-from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.moe._mxfp4_decode_device import decode
 
 
@@ -199,10 +198,8 @@ def product_kernel(
     OPTIONS: tl.constexpr,
     TILE: tl.constexpr,
     PAIRS: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """A tile of one product. PAIRS: if there is no schedule, how many pairs there are at most, else 0."""
-    start(EARLY)
     COLUMNS: tl.constexpr = TILE.columns
     TAIL: tl.constexpr = TILE.tail
     UNROLL: tl.constexpr = TILE.unroll
@@ -253,20 +250,9 @@ def product_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def activate_kernel(
-    gate_up_ptr,
-    out_ptr,
-    pairs,
-    features,
-    alpha,
-    limit,
-    beta,
-    LIMITED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    gate_up_ptr, out_ptr, pairs, features, alpha, limit, beta, LIMITED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The activation where the first product is in parts ``[parts, pairs, 2, features]``."""
-    start(EARLY)
     pair = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = feature < features

@@ -3,6 +3,9 @@
 `sum_levels` splits the range of logits that weigh something into `LEVELS` and sums tokens and weights down to each level's end.
 Where only the drawn token is looked for, it does the same with the one level that holds it. `collect` then lists the tokens of
 those levels in which some place may lie. Rows that are not pending take no part.
+
+H200, rows of 201088 normal random logits in bfloat16, temperature 1, no top-k and no top-p, a draw in all: one row 70 us, 16 rows
+162 us. Without finer levels, and with lists read whole in every pass, they took 142 and about 715.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 from tokenspeed_kernel.triton.sampling._state_device import (
     COUNT_SHIFT,
@@ -109,10 +111,8 @@ def sum_levels_kernel(
     LANES: tl.constexpr,
     UNROLL: tl.constexpr,
     FINER: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Adds to a row's sums how many tokens are at or above each level's end, and their weight."""
-    start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     state += row * STATE
@@ -131,9 +131,9 @@ def sum_levels_kernel(
         last = level_end(step + 1, ends, logits)
         end = tl.minimum(vocab, (span + 1) * length)
         added = tl.zeros([LEVELS, LANES], tl.int64)
-        for begin in range(span * length, end, LANES * UNROLL):
+        for start in range(span * length, end, LANES * UNROLL):
             for part in tl.static_range(UNROLL):
-                ids = begin + part * LANES + tl.arange(0, LANES)
+                ids = start + part * LANES + tl.arange(0, LANES)
                 live = ids < end
                 offsets = ids.to(tl.int64) * vocab_stride
                 x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)
@@ -159,10 +159,8 @@ def collect_kernel(
     spans,
     length,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Lists the tokens of all levels that any place may lie in, in any order, as int64: sort key above token."""
-    start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     state += row * STATE
@@ -199,8 +197,8 @@ def collect_kernel(
         counter = state + LISTED + tl.zeros([BLOCK], tl.int32)
         one = tl.full([BLOCK], 1, tl.int64)
         end = tl.minimum(vocab, (span + 1) * length)
-        for begin in range(span * length, end, BLOCK):
-            ids = begin + tl.arange(0, BLOCK)
+        for start in range(span * length, end, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
             live = ids < end
             offsets = ids.to(tl.int64) * vocab_stride
             x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)

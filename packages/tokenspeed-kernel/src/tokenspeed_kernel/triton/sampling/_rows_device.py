@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.common_device import start
-
 
 @triton.jit
 def sort_key(x):
@@ -42,22 +40,20 @@ def row_extremes_kernel(
     BLOCK: tl.constexpr,
     WITH_LEAST: tl.constexpr,
     FINAL: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Of each span the largest logit with its token, and the least logit above -inf.
 
     best: int64 [rows, spans], the sort key in the upper half and 2^31 - 1 - token in the lower: of equal logits the first token is
     the best. least: float32 [rows, spans], inf where there is none. With FINAL a row is one span, and its token goes to out.
     """
-    start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     end = tl.minimum(vocab, (span + 1) * length)
     best_key = tl.full([BLOCK], -0x80000000, tl.int32)
     best_id = tl.zeros([BLOCK], tl.int32)
     lowest = tl.full([BLOCK], float("inf"), tl.float32)
-    for begin in range(span * length, end, BLOCK):
-        ids = begin + tl.arange(0, BLOCK)
+    for start in range(span * length, end, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
         offsets = ids.to(tl.int64) * vocab_stride
         x = tl.load(logits + row * row_stride + offsets, mask=ids < end, other=float("-inf")).to(tl.float32)
         key = sort_key(x)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, launch_options, may_overlap
+from tokenspeed_kernel.triton.common import FLOATS, TRITON
 from tokenspeed_kernel.triton.sampling._rows import spans_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -41,8 +39,6 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
         return out
     spans = spans_of(logits)
     best = torch.empty(rows, spans.count, dtype=torch.int64, device=logits.device) if spans.count > 1 else out
-    early = may_overlap(logits.device)
-    overlapping: dict[str, Any] = {"EARLY": early, **launch_options(early)}
     rows_device.row_extremes_kernel[(rows * spans.count,)](
         logits,
         *logits.stride(),
@@ -56,10 +52,7 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
         BLOCK=_BLOCK,
         WITH_LEAST=False,
         FINAL=spans.count == 1,
-        **overlapping,
     )
     if spans.count > 1:
-        device_code.best_of_rows_kernel[(rows,)](
-            best, out, out.stride(0), spans.count, SPANS=spans.block, num_warps=1, **overlapping
-        )
+        device_code.best_of_rows_kernel[(rows,)](best, out, out.stride(0), spans.count, SPANS=spans.block, num_warps=1)
     return out

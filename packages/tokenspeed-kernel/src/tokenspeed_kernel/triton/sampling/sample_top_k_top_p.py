@@ -13,12 +13,12 @@ it. Sums of integers are exact in any order of addition.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, for_architecture, launch_options, may_overlap, next_power_of_2
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, for_architecture, next_power_of_2
 from tokenspeed_kernel.triton.sampling._rows import Spans, spans_of
 from tokenspeed_kernel.triton.sampling._state import STATE
 from tokenspeed_kernel_base.discovery import DeviceModule
@@ -116,14 +116,10 @@ def sample_top_k_top_p(
     state = torch.empty(rows, STATE, dtype=torch.int64, device=device)
     candidates = torch.empty(rows, tiles.capacity, dtype=torch.int64, device=device)
     listed = torch.empty(rows, vocab, dtype=torch.int64, device=device)
-    early = may_overlap(device)
-    overlapping: dict[str, Any] = {"EARLY": early, **launch_options(early)}
     # Fused multiply-add would round other than the definition of weights does.
-    exact = {"enable_fp_fusion": False, **overlapping}
+    exact = {"enable_fp_fusion": False}
 
-    device_code.group_maxima_kernel[cut](
-        *row, maxima, spans.count, spans.length, BLOCK=tiles.group_block, GROUPS=groups, **overlapping
-    )
+    device_code.group_maxima_kernel[cut](*row, maxima, spans.count, spans.length, BLOCK=tiles.group_block, GROUPS=groups)
     device_code.threshold_kernel[(rows,)](
         maxima,
         temperature,
@@ -134,7 +130,6 @@ def sample_top_k_top_p(
         spans.count * groups,
         GROUPS=next_power_of_2(spans.count * groups),
         num_warps=tiles.threshold_warps,
-        **overlapping,
     )
     device_code.candidates_kernel[cut](
         *row,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
 from tokenspeed_kernel.triton.sampling._state_device import CANDIDATES, FIRST, LARGEST, LEAST, STATE, THRESHOLD, TOTAL
 from tokenspeed_kernel.triton.sampling._weights_device import is_drawn, scale_of, token_weights
@@ -20,26 +19,14 @@ _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def group_maxima_kernel(
-    logits,
-    row_stride,
-    vocab_stride,
-    vocab,
-    maxima,
-    spans,
-    length,
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+def group_maxima_kernel(logits, row_stride, vocab_stride, vocab, maxima, spans, length, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
     """maxima: int32 [rows, spans, GROUPS], sort keys."""
-    start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     end = tl.minimum(vocab, (span + 1) * length)
     best = tl.full([BLOCK], _NO_KEY, tl.int32)
-    for begin in range(span * length, end, BLOCK):
-        ids = begin + tl.arange(0, BLOCK)
+    for start in range(span * length, end, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
         live = ids < end
         x = tl.load(logits + row * row_stride + ids.to(tl.int64) * vocab_stride, mask=live, other=float("-inf")).to(tl.float32)
         best = tl.maximum(best, tl.where(live, sort_key(x), _NO_KEY))
@@ -48,9 +35,8 @@ def group_maxima_kernel(
 
 
 @triton.jit
-def threshold_kernel(maxima, temperature, top_k, state, vocab, rank, groups, GROUPS: tl.constexpr, EARLY: tl.constexpr):
+def threshold_kernel(maxima, temperature, top_k, state, vocab, rank, groups, GROUPS: tl.constexpr):
     """Sets up a row's state."""
-    start(EARLY)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     keys = tl.load(maxima + row * groups + group, mask=group < groups, other=_NO_KEY)
@@ -94,11 +80,9 @@ def candidates_kernel(
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Lists the tokens at or above the threshold in any order, as int64: sort key above token. Of a greedy row only the first token
     of the largest is kept."""
-    start(EARLY)
     row = (tl.program_id(0) // spans).to(tl.int64)
     span = tl.program_id(0) % spans
     largest = tl.load(state + row * STATE + LARGEST).to(tl.int32)
@@ -115,8 +99,8 @@ def candidates_kernel(
     first = tl.full([BLOCK], _NO_TOKEN, tl.int32)
     counter = state + row * STATE + CANDIDATES + tl.zeros([BLOCK], tl.int32)
     one = tl.full([BLOCK], 1, tl.int64)
-    for begin in tl.range(span * length, end, BLOCK, num_stages=STAGES):
-        ids = begin + tl.arange(0, BLOCK)
+    for start in tl.range(span * length, end, BLOCK, num_stages=STAGES):
+        ids = start + tl.arange(0, BLOCK)
         live = ids < end
         offsets = ids.to(tl.int64) * vocab_stride
         x = tl.load(logits + row * row_stride + offsets, mask=live, other=float("-inf")).to(tl.float32)
