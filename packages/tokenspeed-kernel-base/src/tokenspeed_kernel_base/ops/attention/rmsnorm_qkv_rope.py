@@ -234,8 +234,8 @@ def _() -> list[Case]:
     fp8 = torch.float8_e4m3fn
     return [
         Case("odd hidden, float32", _inputs(3, 33, 2, 1, 8, torch.float32)),
-        Case("with cache, no residual, float32", _inputs(7, 48, 4, 2, 32, torch.float32, residual=False, page_size=4)),
-        Case("llama heads, narrow, no bias, with cache", _inputs(3, 200, 4, 2, 128, bias=False, page_size=4)),
+        Case("with cache, no residual, float32", _inputs(2, 48, 4, 2, 32, torch.float32, residual=False, page_size=4)),
+        Case("llama heads, narrow, no bias, with cache", _inputs(2, 200, 4, 2, 128, bias=False, page_size=4)),
         Case(
             "interleaved, partial, no bias, float16",
             _inputs(5, 64, 4, 2, 32, torch.float16, bias=False, interleaved=True, rotary_dim=16),
