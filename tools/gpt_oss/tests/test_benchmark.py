@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gpt_oss import benchmark
+from gpt_oss import benchmark, breakdown
 from gpt_oss.__main__ import app
+from gpt_oss.breakdown import break_down, by_family
 from gpt_oss.config import preset
-from gpt_oss.kernels import portable_only
-from tokenspeed_kernel import register_kernel, rmsnorm
+from gpt_oss.kernels import portable_only, preferring
+from tokenspeed_kernel import mm, register_kernel, rmsnorm
+from tokenspeed_kernel.workbench.benchmark import Roofline, load_report
 from tokenspeed_kernel_base.registry import KernelRegistry
 
 WORKLOAD = benchmark.Workload(
@@ -64,11 +67,107 @@ def test_the_result_says_what_it_was_measured_on(result: dict[str, Any]) -> None
     assert result["workload"]["batches"] == (1, 3)
 
 
+def test_families_of_operators_share_the_time(result: dict[str, Any]) -> None:
+    for row in result["variants"]["optimised"]["decode"]:
+        families = {each["family"]: each for each in row["families"]}
+        assert families.keys() == {"moe", "attention", "norm", "gemm", "embedding"}
+        assert sum(each["share_of_time"] for each in row["families"]) == pytest.approx(1)
+        # In each of three layers a product for q, k and v, one back, the router's, and a choice of experts; one product at the end.
+        assert families["gemm"]["calls"] == 3 * 3 + 1
+        assert families["moe"]["calls"] == 3 * 2
+        assert families["attention"]["calls"] == families["embedding"]["calls"] == 3
+        assert all(each["microseconds"] > 0 and each["share_of_roofline"] is None for each in row["families"])
+
+
+def test_a_result_is_a_report_of_kernels(result: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(result))
+    report = load_report(file)
+    assert {row.case for row in report.rows} > {"decode 1 x 20, 3 calls", "decode 3 x 20, 3 calls"}
+    by_kernel = {(row.operator, row.kernel): row for row in report.rows}
+    assert any(kernel.endswith(" (portable)") for _, kernel in by_kernel)
+    product = next(row for row in report.rows if row.operator == "gemm.mm" and not row.kernel.endswith(")"))
+    assert product.timing is not None
+    assert product.tflops is not None
+    assert product.tflops > 0
+    assert product.solution == "torch"
+
+
+def test_a_floor_is_the_larger_of_reading_and_multiplying() -> None:
+    """Two products at a made-up roofline: one is bound by its bytes, the other by its operations."""
+    few, many, weight = torch.ones(1, 64), torch.ones(512, 64), torch.ones(64, 64)
+    roofline = Roofline(copy_gb_per_s=1.0, read_gb_per_s=2.0, tflops={"float32": 0.001})
+
+    def forward() -> None:
+        mm(few, weight)
+        mm(many, weight)
+
+    (part,) = break_down(forward, "two products", torch.device("cpu"), roofline)
+    reading = 4 * (64 + 64 * 64 + 64) / 2e3
+    multiplying = 2 * 512 * 64 * 64 / 1e3
+    assert part.calls == 2
+    assert part.floor_us == pytest.approx(reading + multiplying)
+    (family,) = by_family([part])
+    assert family["share_of_roofline"] == pytest.approx((reading + multiplying) / part.total_us)
+
+
+def test_a_kernel_that_cannot_be_timed_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = breakdown.measure
+
+    def failing(calls: Any, device: torch.device, budget_s: float) -> Any:
+        if len(calls) == 2:
+            raise RuntimeError("this waits for the device")
+        return real(calls, device, budget_s=budget_s)
+
+    monkeypatch.setattr(breakdown, "measure", failing)
+    x, weight = torch.ones(2, 64), torch.ones(64, 64)
+
+    def forward() -> None:
+        mm(rmsnorm(x, torch.ones(64)), weight)
+        rmsnorm(x, torch.ones(64))
+
+    timed, untimed = break_down(forward, "three calls", torch.device("cpu"), None)
+    assert (timed.family, untimed.family) == ("gemm", "norm")
+    assert untimed.row.status == "error"
+    assert untimed.row.reason == "while timing: this waits for the device"
+    assert [family["share_of_time"] for family in by_family([timed, untimed])] == [1.0, 0.0]
+
+
+def test_divergence_of_variants() -> None:
+    sizes = {"layers": 2, "batches": (), "contexts": (), "prefills": (), "page_size": 4}
+    names = ("optimised", "portable", "fp8-cache", "fp8-activations")
+    found = benchmark.run(benchmark.Workload("tiny", **sizes), torch.float32, "cpu", names)["variants"]
+    same = {"mean_kl": 0.0, "largest_kl": 0.0, "same_most_likely": 1.0}
+    assert found["optimised"]["divergence"] == same
+    assert found["portable"]["divergence"] == same, "on a CPU the same kernels serve"
+    for name in ("fp8-cache", "fp8-activations"):
+        divergence = found[name]["divergence"]
+        assert 0 < divergence["mean_kl"] < 0.1
+        assert divergence["mean_kl"] < divergence["largest_kl"]
+
+
+def test_divergence_is_that_of_the_definition() -> None:
+    wanted, logits = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log(), torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
+    found = benchmark.divergence_of(logits + 3, wanted)
+    assert found["largest_kl"] == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert found["mean_kl"] == pytest.approx(found["largest_kl"] / 2)
+    assert found["same_most_likely"] == 0.5
+
+
 def test_it_is_shown_as_tables(result: dict[str, Any]) -> None:
     console = Console(record=True, width=132, file=open("/dev/null", "w"))  # noqa: SIM115
     benchmark.show(result, console)
     text = console.export_text()
-    for wanted in ("Decode", "Prefill", "portable", "optimised", "experts a layer", "tiny, 3 layers"):
+    for wanted in (
+        "Decode",
+        "Prefill",
+        "portable",
+        "optimised",
+        "experts a layer",
+        "of the roofline",
+        "optimised: next tokens",
+        "tiny, 3 layers",
+    ):
         assert wanted in text
 
 
@@ -97,7 +196,11 @@ def test_the_command(tmp_path: Path) -> None:
         (("--batch", "0"), "batches must be a sequence of ints of at least 1, got (0,)"),
         (("--prefill", "1x0"), "prefills must be a sequence of pairs of ints of at least 1, got ((1, 0),)"),
         (("--prefill", "8"), "a list of prefills must look like 1x1024,8x1024, got '8'"),
-        (("--compare", "fast"), "variant must be 'optimised' or 'portable', got 'fast'"),
+        (
+            ("--preset", "tiny", "--context", "9", "--prefill", "1x9", "--prefer", "mm"),
+            "preferred kernels must be registered, got 'mm'",
+        ),
+        (("--compare", "fast"), "variant must be 'optimised' or 'portable' or 'fp8-cache' or "),
     ],
 )
 def test_it_says_what_is_wrong(arguments: tuple[str, ...], message: str) -> None:
@@ -137,3 +240,27 @@ def test_portable_is_the_core_alone(vendors_kernel: str) -> None:
     with portable_only():
         assert chosen() != vendors_kernel
     assert chosen() == vendors_kernel
+
+
+def test_preferred_kernels_serve_while_they_are_preferred() -> None:
+    def chosen() -> tuple[str, int]:
+        found = rmsnorm.explain(torch.ones(1, 4), torch.ones(4)).chosen
+        assert found is not None
+        return found.name, found.priority
+
+    register_kernel("norm", "rmsnorm", name="last_rmsnorm", solution="theirs", signatures=None, priority=1)(
+        rmsnorm.operator.reference
+    )
+    try:
+        before = chosen()
+        with preferring(["last_rmsnorm"]):
+            assert chosen()[0] == "last_rmsnorm"
+        assert chosen() == before
+        assert KernelRegistry.get().get_by_name("last_rmsnorm").priority == 1
+        with (
+            pytest.raises(ValueError, match="must be registered, got 'none'"),
+            preferring(["none"]),
+        ):
+            pass
+    finally:
+        KernelRegistry.get().unregister("last_rmsnorm")

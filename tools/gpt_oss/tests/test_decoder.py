@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpt_oss import Engine, GptOss, PagedKVCache, Request, Sampling, decoder
 from gpt_oss.decoder import Decoder, batch_sizes
+from gpt_oss.sequences import Running
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,24 @@ def test_a_pass_ahead(model: GptOss) -> None:
     while not engine.idle:
         counts.append((len(engine.step()), sum(engine.steps.values())))
     assert counts == [(0, 1), (1, 2), (1, 3), (1, 3)], "events of a step, and passes launched by then"
+
+
+def test_slots_end_with_the_pages_of_a_sequence(model: GptOss) -> None:
+    """A position beyond its pages has no slot, whoever was in the row before."""
+    cache = PagedKVCache(model.config, 20, 4, torch.float32)
+    passes = Decoder(model, cache, (1, 2, 4), capture=False)
+    held = [
+        Running(n, Request([1]), tuple(range(first, last)), 1, 1, 5) for n, (first, last) in enumerate([(0, 9), (12, 14), (14, 15)])
+    ]
+    for sequences in (held[:2], held[1:], held[1:2]):
+        size = next(size for size in passes.sizes if size >= len(sequences))
+        passes.launch(sequences, None)
+        for row, sequence in enumerate(sequences):
+            reach = 4 * len(sequence.pages)
+            assert passes._slots[row, :reach].tolist() == cache.slots(sequence.pages, 0, reach)
+            assert (passes._slots[row, reach:] == -1).all()
+        assert (passes._slots[len(sequences) : size] == -1).all()
+        assert (passes._page_table >= 0).all()
 
 
 def test_repetitions_write_nothing_and_choose_no_other_experts(model: GptOss, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,10 @@ def demo(
     preset: Annotated[str, typer.Option(help=f"configuration without a checkpoint: {', '.join(PRESETS)}")] = "tiny",
     layers: Annotated[int | None, typer.Option(min=1, help="number of layers; left out: the preset's")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="text to continue; may be given several times")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--no-chat", help="prompts are a user's messages; left out: if the checkpoint has a chat template"),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="most tokens generated for each prompt")] = 32,
     temperature: Annotated[float | None, typer.Option(help="0: greedy; left out: every other prompt is sampled at 0.8")] = None,
     top_k: Annotated[int, typer.Option(help="sample from the k most likely tokens; 0: from all")] = 0,
@@ -93,6 +97,7 @@ def demo(
             max_tokens=max_tokens,
             sampling=Sampling(0.8 if temperature is None else temperature, top_k, top_p, seed),
             mixed=temperature is None,
+            chat=chat,
             dtype=_dtype(dtype, _checked_device(device)),
             device=device,
             seed=seed,
@@ -126,6 +131,10 @@ def _shapes(text: str) -> tuple[tuple[int, int], ...]:
         raise ValueError(f"a list of prefills must look like 1x1024,8x1024, got {text!r}") from None
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
 @app.command()
 def benchmark(
     device: DeviceOption,
@@ -138,6 +147,9 @@ def benchmark(
     repeats: Annotated[int, typer.Option(min=1, help="how often each prefill is timed")] = 5,
     page_size: Annotated[int, typer.Option(min=1, help="tokens that a page of the cache holds")] = 64,
     compare: Annotated[str, typer.Option(help=f"variants, one after the other: {', '.join(bench.VARIANTS)}")] = "optimised",
+    temperature: Annotated[float, typer.Option(help="of the tokens that decode steps choose; 0: greedy")] = 1.0,
+    bias: Annotated[float, typer.Option(help="standard deviation of random biases; small ones spread tokens over experts")] = 0.5,
+    prefer: Annotated[str, typer.Option(help="kernels that serve wherever they can, whatever their priority; empty: none")] = "",
     seed: Annotated[int, typer.Option(help="seed of weights, prompts and sampling")] = 0,
     dtype: DtypeOption = None,
     output: Annotated[Path | None, typer.Option(help="write the result as JSON to this file")] = None,
@@ -150,9 +162,20 @@ def benchmark(
     console = _console(as_json)
     try:
         workload = bench.Workload(
-            preset, layers, _counts(batch), _counts(context), decode_steps, _shapes(prefill), repeats, page_size, seed
+            preset,
+            layers,
+            _counts(batch),
+            _counts(context),
+            decode_steps,
+            _shapes(prefill),
+            repeats,
+            page_size,
+            seed,
+            _names(prefer),
+            temperature,
+            bias,
         )
-        variants = [name for name in compare.split(",") if name]
+        variants = _names(compare)
         command = "python -m gpt_oss " + shlex.join(sys.argv[1:])
         result = bench.run(workload, _dtype(dtype, _checked_device(device)), device, variants, command, console)
     except (ValueError, RuntimeError) as error:

@@ -2,7 +2,9 @@
 
 A decode step is timed as a caller of the engine sees it, and beside it the same pass replayed on the device without an engine
 around it. Its floor is the time that the device takes to read what the step cannot do without: weights of attention and of those
-experts that its tokens chose, keys and values, and the output matrix.
+experts that its tokens chose, keys and values, and the output matrix. `breakdown` says which operators take a pass's time.
+
+A result is a benchmark report too: `tokenspeed-kernel report` shows its kernels.
 """
 
 from __future__ import annotations
@@ -23,26 +25,48 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gpt_oss.batch import Phase, Piece, make_batch
+from gpt_oss.breakdown import break_down, by_family
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
 from gpt_oss.engine import Engine
-from gpt_oss.fields import COUNT, INT, Field, check_fields, describe, dtype_name, is_int, one_of, optional
-from gpt_oss.kernels import Heard, listen, portable_only
+from gpt_oss.fields import COUNT, INT, Field, check_fields, describe, dtype_name, is_int, number, one_of, optional
+from gpt_oss.kernels import Heard, listen, portable_only, preferring
 from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
 from gpt_oss.request import Request
 from gpt_oss.sampling import Sampling
 from tokenspeed_kernel import watch_calls
-from tokenspeed_kernel.workbench.benchmark import collect_metadata, measure_roofline
+from tokenspeed_kernel.workbench.benchmark import Roofline, Row, collect_metadata, measure_roofline
 
-# Which kernels may run.
-VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "optimised": contextlib.nullcontext,  # all that are installed
-    "portable": portable_only,  # those of the core alone
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run the model.
+
+    Attributes:
+        kernels: a context in which the kernels that may run are registered.
+        cache_dtype: of keys and values; None for the model's.
+        activation_dtype: what experts round their inputs to; see `moe_plan`.
+    """
+
+    kernels: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # all that are installed
+    cache_dtype: torch.dtype | None = None
+    activation_dtype: str = "none"
+
+
+VARIANTS = {
+    "optimised": Variant(),
+    "portable": Variant(portable_only),  # the core's kernels alone
+    "fp8-cache": Variant(cache_dtype=torch.float8_e4m3fn),
+    "fp8-activations": Variant(activation_dtype="fp8"),
 }
 
 _WARM_STEPS = 4
 _REPLAYS = 30  # of the bare pass; each is a position further, too
+_PREFILL_TOKENS = 65536  # that are prefilled in one pass before decode steps: what a pass needs besides the weights grows with them
+# Variants are compared on so many sequences of so many tokens, in their second halves, which see the first ones in the cache.
+_PROBES, _PROBE_TOKENS = 4, 256
 
 
 def _are_ints(value: object) -> bool:
@@ -54,6 +78,10 @@ def _are_positive(values: Sequence[int]) -> bool:
 
 
 _COUNTS = Field("a sequence of ints of at least 1", _are_ints, _are_positive)
+_NAMES = Field(
+    "a sequence of names",
+    lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value),
+)
 _SHAPES = Field(
     "a sequence of pairs of ints of at least 1",
     lambda value: isinstance(value, Sequence) and all(_are_ints(pair) and len(pair) == 2 for pair in value),
@@ -75,6 +103,10 @@ class Workload:
         repeats: how often each prefill is timed, after one that is not.
         page_size: tokens that a page of the cache holds.
         seed: of weights, prompts and sampling; any int.
+        prefer: names of kernels that serve all calls that they can serve, whatever their priority.
+        temperature: of the tokens that decode steps choose; 0 is greedy, with which texts of random weights soon repeat themselves.
+        bias: standard deviation of the random biases. All tokens have them in common, so large ones make tokens choose much the
+            same experts; the floor counts those that are chosen.
 
     Raises:
         TypeError, ValueError: a field is not as stated; the message names it.
@@ -89,6 +121,9 @@ class Workload:
     repeats: int = 5
     page_size: int = 64
     seed: int = 0
+    prefer: Sequence[str] = ()
+    temperature: float = 1.0
+    bias: float = 0.5
 
     def __post_init__(self) -> None:
         counts = ("decode_steps", "repeats", "page_size")
@@ -100,6 +135,9 @@ class Workload:
             "prefills": _SHAPES,
             **dict.fromkeys(counts, COUNT),
             "seed": INT,
+            "prefer": _NAMES,
+            "temperature": number(0),
+            "bias": number(0),
         }
         check_fields(fields, self)
 
@@ -112,11 +150,15 @@ class Workload:
     def longest(self) -> int:
         """Positions of the longest sequence."""
         decoded = [self.length(context) for context in self.contexts if self.batches]
-        return max([*decoded, *(tokens + 1 for _, tokens in self.prefills)])
+        return max([1, *decoded, *(tokens + 1 for _, tokens in self.prefills)])
 
     def length(self, context: int) -> int:
         """Positions that a sequence passes through when its decode steps are measured."""
-        return context + _WARM_STEPS + self.decode_steps + _REPLAYS + 3
+        return context + _WARM_STEPS + self.decode_steps + _REPLAYS + 3 + self.prefill_passes(context)
+
+    def prefill_passes(self, context: int) -> int:
+        """How many passes prefill the largest batch; the sequences that are done with it decode meanwhile."""
+        return -(-max(self.batches, default=1) * context // _PREFILL_TOKENS)
 
 
 def run(
@@ -138,7 +180,7 @@ def run(
 
     Raises:
         ConfigError: the model cannot have so many layers.
-        ValueError: its context is too short for the workload, or there is no such variant.
+        ValueError: its context is too short for the workload, or there is no such variant, or no kernel that is preferred.
     """
     config = workload.config
     for variant in variants:
@@ -149,17 +191,28 @@ def run(
             f"{describe(list(workload.contexts))}, {workload.decode_steps} and {describe(list(workload.prefills))}"
         )
     on_gpu = torch.device(device).type == "cuda"
-    bandwidth = measure_roofline(device).memory_gb_per_s if on_gpu else None
-    rows = len(workload.batches) * len(workload.contexts) + len(workload.prefills)
+    roofline = measure_roofline(device) if on_gpu else None
+    total = len(workload.batches) * len(workload.contexts) + len(workload.prefills) + 2
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    measured = {}
+    measured: dict[str, Any] = {}
+    rows: list[Row] = []
+    wanted: torch.Tensor | None = None
     with Progress(*columns, console=console, disable=console is None) as progress:
-        for variant in variants:
-            task = progress.add_task(variant, total=rows + 1)
-            with VARIANTS[variant]():
-                measured[variant] = _Measuring(workload, config, dtype, device, bandwidth, progress, task).rows()
+        for name in variants:
+            task = progress.add_task(name, total=total)
+            variant = VARIANTS[name]
+            with preferring(workload.prefer), variant.kernels():
+                measuring = _Measuring(workload, config, dtype, device, name, variant, roofline, progress, task)
+                logits = measuring.probe()
+                wanted = logits if wanted is None else wanted
+                measured[name] = {**measuring.measured(), "divergence": divergence_of(logits, wanted)}
+                rows += measuring.rows
+                del measuring, logits
             _free(on_gpu)
     return {
+        "format": 2,  # of a report of `tokenspeed_kernel.workbench.benchmark`, which reads rows, metadata and roofline
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "roofline": None if roofline is None else dataclasses.asdict(roofline),
         "workload": asdict(workload),
         "metadata": {
             **dataclasses.asdict(collect_metadata(command, device)),
@@ -167,9 +220,17 @@ def run(
             "threads": torch.get_num_threads(),
             "runtime": torch.version.cuda or torch.version.hip or "cpu",
         },
-        "memory_gb_per_s": bandwidth,
         "variants": measured,
     }
+
+
+def divergence_of(logits: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
+    """How far the distributions of next tokens are from others: the Kullback-Leibler divergence, in nats, of the wanted ones from
+    those of the logits, ``[positions, vocab_size]`` both; and at how many positions of all the most likely token is the same."""
+    p, q = (x.double().log_softmax(-1) for x in (wanted, logits))
+    divergence = (p.exp() * (p - q)).sum(-1)
+    same = (logits.argmax(-1) == wanted.argmax(-1)).double().mean()
+    return {"mean_kl": divergence.mean().item(), "largest_kl": divergence.max().item(), "same_most_likely": same.item()}
 
 
 def _free(on_gpu: bool) -> None:
@@ -187,26 +248,30 @@ class _Measuring:
         config: Config,
         dtype: torch.dtype,
         device: str,
-        bandwidth: float | None,
+        name: str,
+        variant: Variant,
+        roofline: Roofline | None,
         progress: Progress,
         task: TaskID,
     ) -> None:
         self.workload, self.config, self.dtype, self.device = workload, config, dtype, device
-        self.bandwidth, self._progress, self._task = bandwidth, progress, task
+        self.name, self.variant, self.roofline, self._progress, self._task = name, variant, roofline, progress, task
+        self.rows: list[Row] = []
         self.on_gpu = torch.device(device).type == "cuda"
         self.heard: dict[tuple[str, str], Heard] = {}
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         started = time.perf_counter()
-        source = RandomTensors(config, workload.seed, dtype, device)
-        self.model = GptOss(config, source, dtype, device, max_positions=workload.longest)
+        source = RandomTensors(config, workload.seed, dtype, device, bias=workload.bias)
+        longest = max(workload.longest, min(_PROBE_TOKENS, config.max_position_embeddings))
+        self.model = GptOss(config, source, dtype, device, longest, activation_dtype=variant.activation_dtype)
         self._wait()
         self.seconds = time.perf_counter() - started
         self.gigabytes = torch.cuda.max_memory_allocated(device) / 1e9 if self.on_gpu else None
         progress.advance(task)
 
-    def rows(self) -> dict[str, Any]:
-        """Everything that was measured."""
+    def measured(self) -> dict[str, Any]:
+        """Everything that was measured; `rows` then holds the kernels of all passes."""
         decode = [self._decode(batch, context) for context in self.workload.contexts for batch in self.workload.batches]
         prefill = [self._prefill(batch, tokens) for batch, tokens in self.workload.prefills]
         return {
@@ -216,25 +281,40 @@ class _Measuring:
             "kernels": [self.heard[key].to_dict() for key in sorted(self.heard)],
         }
 
+    def probe(self) -> torch.Tensor:
+        """Float32 logits ``[positions, vocab_size]`` in host memory, of positions whose past lies in the cache. The same tokens for
+        every variant."""
+        half = min(_PROBE_TOKENS, self.model.max_positions) // 2
+        cache = self._cache(_PROBES, 2 * half)
+        pages = [cache.allocator.allocate(cache.allocator.pages_for(2 * half)) for _ in range(_PROBES)]
+        prompts = self._prompts(_PROBES, 2 * half)
+        logits = torch.empty(0)
+        for start in (0, half):
+            pieces = [Piece(p[start : start + half], start, held) for p, held in zip(prompts, pages, strict=True)]
+            logits = self.model.forward(make_batch(pieces, cache, self.device), cache)
+        self._progress.advance(self._task)
+        return logits.float().cpu()
+
     def _decode(self, batch: int, context: int) -> dict[str, Any]:
         """Steps of an engine in which a whole batch decodes."""
         steps = self.workload.decode_steps
         with self._listening():
-            engine = self._engine(batch, self.workload.length(context), context * batch, "graphs" if self.on_gpu else "static")
+            prefill_tokens = min(context * batch, _PREFILL_TOKENS)
+            engine = self._engine(batch, self.workload.length(context), prefill_tokens, "graphs" if self.on_gpu else "static")
             engine.generate([Request(prompt, 2) for prompt in self._prompts(batch, 1)])
-        # Sampled, because greedy choices of untrained weights soon repeat themselves; and then all tokens choose the same experts.
-        for number, prompt in enumerate(self._prompts(batch, context)):
+        for index, prompt in enumerate(self._prompts(batch, context)):
             # More tokens than are waited for, so that the passes that are replayed have pages of their own.
             tokens = self.workload.length(context) - context
-            engine.add(Request(prompt, tokens, Sampling(1.0, seed=self.workload.seed + number)))
-        told = 0
-        while told < batch * _WARM_STEPS:
-            told += len(engine.step())
+            engine.add(Request(prompt, tokens, Sampling(self.workload.temperature, seed=self.workload.seed + index)))
+        before = engine.steps[Phase.DECODE]
+        while engine.steps[Phase.DECODE] < before + _WARM_STEPS:
+            engine.step()
         seconds = [_seconds(engine.step) for _ in range(steps - 1)]
         step = statistics.fmean(seconds)  # a step may end before its pass, and the next one then waits for both
         experts = self._experts(engine, batch)
         bare = self._bare(engine, batch)
         floor = self._floor(batch, context + steps // 2, experts)
+        families = self._families(functools.partial(self._forward, engine, batch), f"decode {batch} x {context}")
         self._progress.advance(self._task)
         return {
             "batch": batch,
@@ -247,7 +327,8 @@ class _Measuring:
             "over_bare": 1e3 * step / bare,
             "experts_a_layer": statistics.fmean(experts),
             "bytes_floor": floor,
-            "milliseconds_floor": None if self.bandwidth is None else floor / self.bandwidth / 1e6,
+            "milliseconds_floor": None if self.roofline is None else floor / self.roofline.memory_gb_per_s / 1e6,
+            "families": families,
         }
 
     def _prefill(self, batch: int, tokens: int) -> dict[str, Any]:
@@ -272,9 +353,13 @@ class _Measuring:
 
     def _engine(self, batch: int, length: int, prefill_tokens: int, decode: str) -> Engine:
         """An engine for a batch of sequences of that length."""
+        return Engine(self.model, self._cache(batch, length), prefill_tokens, batch, decode, decode_sizes=(batch,))
+
+    def _cache(self, batch: int, length: int) -> PagedKVCache:
+        """A cache for a batch of sequences of that length."""
         page_size = self.workload.page_size
-        cache = PagedKVCache(self.config, batch * -(-length // page_size), page_size, self.dtype, self.device)
-        return Engine(self.model, cache, prefill_tokens, batch, decode, decode_sizes=(batch,))
+        dtype = self.variant.cache_dtype or self.dtype
+        return PagedKVCache(self.config, batch * -(-length // page_size), page_size, dtype, self.device)
 
     def _prompts(self, batch: int, tokens: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.workload.seed)
@@ -285,13 +370,14 @@ class _Measuring:
         """Milliseconds of a pass that is launched again and again: on a GPU replayed, and timed by the device's own clock."""
         decoder = engine.decoder
         assert decoder is not None
-        decoder.replay(batch, sampled=True)
+        sampled = self.workload.temperature > 0
+        decoder.replay(batch, sampled)
         if not self.on_gpu:
-            return 1e3 * _seconds(lambda: [decoder.replay(batch, sampled=True) for _ in range(_REPLAYS)]) / _REPLAYS
+            return 1e3 * _seconds(lambda: [decoder.replay(batch, sampled) for _ in range(_REPLAYS)]) / _REPLAYS
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(_REPLAYS):
-            decoder.replay(batch, sampled=True)
+            decoder.replay(batch, sampled)
         end.record()
         self._wait()
         milliseconds: float = begin.elapsed_time(end) / _REPLAYS
@@ -306,10 +392,22 @@ class _Measuring:
                 chosen.append(call.arguments["topk_ids"].clone())
             return run
 
-        assert engine.decoder is not None
         with watch_calls(watcher):
-            engine.decoder.forward(batch)
+            self._forward(engine, batch)
         return [len(ids.unique()) for ids in chosen]
+
+    def _forward(self, engine: Engine, batch: int) -> None:
+        """The model's part of a decode pass, launched from Python."""
+        assert engine.decoder is not None
+        engine.decoder.forward(batch)
+
+    def _families(self, forward: Callable[[], object], name: str) -> list[dict[str, Any]]:
+        """What the families of operators take of a pass."""
+        parts = break_down(forward, name, torch.device(self.device), self.roofline)
+        # Variants stand side by side in a report as solutions do.
+        suffix = "" if self.name == "optimised" else f" ({self.name})"
+        self.rows += [dataclasses.replace(part.row, kernel=part.row.kernel + suffix) for part in parts]
+        return by_family(parts)
 
     def _floor(self, batch: int, context: int, experts: Sequence[int]) -> float:
         """Bytes that a decode step must read."""
@@ -321,7 +419,7 @@ class _Measuring:
         products = (layer.qkv, layer.output, layer.router)
         dense = sum(p.weight.numel() + (0 if p.bias is None else p.bias.numel()) for p in products) * size
         visible = [context if left < 0 else min(context, left + 1) for left in map(config.window_left, range(len(experts)))]
-        cached = 2 * batch * sum(visible) * config.kv_size * size
+        cached = 2 * batch * sum(visible) * config.kv_size * (self.variant.cache_dtype or self.dtype).itemsize
         return dense * len(experts) + expert * sum(experts) + cached + self.model.unembedding.weight.numel() * size
 
     @contextlib.contextmanager
@@ -375,9 +473,40 @@ def show(result: dict[str, Any], console: Console) -> None:
             prefill.add_row(
                 variant, str(row["batch"]), str(row["tokens"]), f"{1e3 * row['seconds']:.2f}", f"{row['tokens_per_second']:.0f}"
             )
-    for table in (decode, prefill):
+    families = Table(
+        "variant",
+        "pass",
+        "family",
+        "calls",
+        "us",
+        "of the time",
+        "of the roofline",
+        title="Operators, by themselves",
+        title_justify="left",
+    )
+    for variant, measured in result["variants"].items():
+        for row in measured["decode"]:
+            for of_one in row["families"]:
+                roofline = of_one["share_of_roofline"]
+                families.add_row(
+                    variant,
+                    f"decode {row['batch']} x {row['context']}",
+                    of_one["family"],
+                    str(of_one["calls"]),
+                    f"{of_one['microseconds']:.0f}",
+                    f"{of_one['share_of_time']:.0%}",
+                    "" if roofline is None else f"{roofline:.0%}",
+                )
+    for table in (decode, prefill, families):
         if table.row_count:
             console.print(table)
+    first, *others = result["variants"]
+    for variant in others:
+        found = result["variants"][variant]["divergence"]
+        console.print(
+            f"{variant}: next tokens' distributions diverge from {first}'s by {found['mean_kl']:.2g} nats on average, at most "
+            f"{found['largest_kl']:.2g}; {found['same_most_likely']:.0%} of the most likely tokens are the same"
+        )
     workload = result["workload"]
     layers = "all" if workload["layers"] is None else workload["layers"]
     made_on = ", ".join(f"{key} {value}" for key, value in result["metadata"].items() if value)

@@ -333,18 +333,19 @@ class Config:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> Config:
-        """From ``config.json`` in a checkpoint's directory.
+        """From ``config.json`` in a checkpoint's directory. The tokens that end a text are those of ``generation_config.json``,
+        where there is such a file and it names some: the released models end a call of a tool and an answer by different tokens.
 
         Raises:
-            ConfigError: the file cannot be read, is not JSON, or is refused by `from_hf`.
+            ConfigError: a file cannot be read, is not JSON, or is refused by `from_hf`.
         """
-        path = Path(directory) / "config.json"
-        try:
-            content = json.loads(path.read_bytes())
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from error
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        content = _read_json(Path(directory) / "config.json")
+        generation = Path(directory) / "generation_config.json"
+        if isinstance(content, dict) and generation.exists():
+            settings = _read_json(generation)
+            ends = settings.get("eos_token_id") if isinstance(settings, dict) else None
+            if ends is not None:
+                content = {**content, "eos_token_id": ends}
         return cls.from_hf(content)
 
     def to_hf(self) -> dict[str, Any]:
@@ -362,6 +363,15 @@ class Config:
         if self.quantization:
             table["quantization_config"] = {"quant_method": self.quantization}
         return table
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
 def _problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:

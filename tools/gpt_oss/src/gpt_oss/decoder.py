@@ -104,6 +104,10 @@ class Decoder:
         self._rows = _Rows(largest, device)
         width = max(1, min(allocator.pages_for(model.max_positions), allocator.total))
         self._page_table = torch.zeros(largest, width, dtype=torch.int32, device=device)
+        # Where the key and value of each position go, -1 for nowhere: a pass looks its slots up with a single kernel.
+        self._slots = torch.full((largest, width * cache.page_size), -1, dtype=torch.int32, device=device)
+        self._in_page = torch.arange(cache.page_size, dtype=torch.int32, device=device)
+        self._most_pages = 0  # that a sequence has had
         self._logits = torch.zeros(largest, model.config.vocab_size, dtype=model.dtype, device=device)
         self._batches = {size: self._batch(size) for size in self.sizes}
         # What the rows hold: a size, and for each sequence its number and length. None while that is not certain.
@@ -173,12 +177,8 @@ class Decoder:
     def forward(self, size: int) -> None:
         """Launches the model's pass, from the rows to the logits, from Python. The rows stay as they are, so that it may be done
         once more than a graph does it, for those who watch calls."""
-        rows, page_size = self._rows, self._cache.page_size
-        positions, page_table = rows.positions[:size], self._page_table[:size]
-        pages = page_table.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
-        slots = torch.add(positions % page_size, pages, alpha=page_size)
-        batch = replace(self._batches[size], slot_mapping=torch.where(rows.written[:size] > 0, slots, -1))
-        self._model.forward(batch, self._cache, out=self._logits[:size])
+        slots = self._slots[:size].gather(1, self._rows.positions[:size].unsqueeze(1)).squeeze(1)
+        self._model.forward(replace(self._batches[size], slot_mapping=slots), self._cache, out=self._logits[:size])
 
     def _choose(self, size: int, greedy: bool) -> None:
         """The choice of tokens, and the rows of the next pass."""
@@ -238,10 +238,25 @@ class Decoder:
         held = self._page_rows
         self._page_rows = {s.number: held[s.number] if s.number in held else self._pages_of(s) for s in sequences}
         table = torch.stack([self._page_rows[s.number] for s in filled])
-        self._page_table[:size].copy_(sent(table, self._model.device))
+        self._set_pages(sent(table, self._model.device), max(len(s.pages) for s in sequences))
+
+    def _set_pages(self, table: Tensor, used: int) -> None:
+        """Sets pages and slots of the first sequences.
+
+        Args:
+            table: int32 ``[sequences, pages]`` on the device, -1 beyond a sequence's pages.
+            used: how many columns have pages.
+        """
+        size, page_size = table.shape[0], self._cache.page_size
+        self._page_table[:size] = table.clamp(min=0)
+        table = table[:, :used, None]
+        written = (table >= 0) & (self._rows.written[:size, None, None] > 0)
+        self._slots[:size, : used * page_size] = torch.where(written, table * page_size + self._in_page, -1).flatten(1)
+        self._slots[:size, used * page_size : self._most_pages * page_size] = -1  # where other sequences had pages before
+        self._most_pages = max(self._most_pages, used)
 
     def _pages_of(self, sequence: Running) -> Tensor:
-        row = torch.zeros(self._page_table.shape[1], dtype=torch.int32)
+        row = torch.full((self._page_table.shape[1],), -1, dtype=torch.int32)
         row[: len(sequence.pages)] = torch.tensor(sequence.pages, dtype=torch.int32)
         return row
 

@@ -50,6 +50,7 @@ _OPTIONS = {
     "max_tokens": COUNT,
     "sampling": instance(Sampling),
     "mixed": FLAG,
+    "chat": optional(FLAG),
     "dtype": FLOAT_DTYPE,
     "device": Field("the name of a device", lambda value: isinstance(value, str)),
     "seed": INT,
@@ -70,6 +71,8 @@ class Options:
         max_tokens: how many tokens are generated for each prompt, at most.
         sampling: how tokens are chosen. Prompt number i uses the seed plus i.
         mixed: every other prompt is continued greedily, whatever ``sampling`` says.
+        chat: whether a prompt is a user's message in the checkpoint's chat template, or text to go on with; None: a message if the
+            checkpoint has a template.
         dtype: floating-point dtype of weights and activations.
         device: where the model runs, as PyTorch names it.
         seed: of the random weights.
@@ -88,6 +91,7 @@ class Options:
     max_tokens: int = 32
     sampling: Sampling = field(default_factory=Sampling)
     mixed: bool = False
+    chat: bool | None = None
     dtype: torch.dtype = torch.bfloat16
     device: str = "cpu"
     seed: int = 0
@@ -151,15 +155,16 @@ def run(options: Options, console: Console) -> Result:
 
     Raises:
         ConfigError, CheckpointError: the model's configuration or tensors cannot be used.
-        TypeError, ValueError: a request can never run on the model.
+        TypeError, ValueError: a request can never run on the model, or chat is asked for where there is no template.
         RuntimeError: the tokenizer needs transformers, or the device fails.
     """
     config, source = model_of(options.checkpoint, options.preset, options.layers, options.seed, options.device)
     tokenizer = tokenizer_of(options.checkpoint, config.vocab_size)
+    encode = tokenizer.chat if (tokenizer.has_chat if options.chat is None else options.chat) else tokenizer.encode
     stop = frozenset(config.eos_token_ids) if options.checkpoint else frozenset()  # with random weights no token means the end
     requests = [
         Request(
-            tokenizer.encode(prompt),
+            encode(prompt),
             options.max_tokens,
             Sampling() if options.mixed and number % 2 == 0 else _with_seed_plus(options.sampling, number),
             stop,
@@ -170,8 +175,7 @@ def run(options: Options, console: Console) -> Result:
     for request in requests:
         checked_request(request, config.vocab_size, config.max_position_embeddings)  # before the weights are loaded
     longest = max(len(request.prompt) for request in requests) + options.max_tokens
-    with console.status("loading the weights"):
-        model = GptOss(config, source, options.dtype, options.device, max_positions=longest)
+    model = GptOss(config, source, options.dtype, options.device, max_positions=longest, console=console)
     cache = _cache_for(model, requests, options.page_size)
     with listen() as listener:
         # This is not timed: listening makes calls slower, and the first call of a kernel may compile it.

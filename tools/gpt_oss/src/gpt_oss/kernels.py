@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tokenspeed_kernel
 from tokenspeed_kernel import Explanation, KernelRegistry, get_operator, kernel_override, operators, watch_calls
+
+_PREFERRED = 19  # the highest priority
 
 
 @dataclass
@@ -97,6 +99,35 @@ def portable_only() -> Iterator[None]:
         yield
     finally:
         registry.publish(others, public=True)
+
+
+@contextlib.contextmanager
+def preferring(names: Sequence[str]) -> Iterator[None]:
+    """Gives kernels the highest priority inside the block, in every thread: they serve all calls that they can serve.
+
+    A model that runs in the block must be made in it too, because experts are prepared for the kernel that will serve them.
+
+    Raises:
+        ValueError: there is no kernel of a name.
+    """
+    registry = KernelRegistry.get()
+    unknown = sorted(set(names) - {spec.name for spec in registry.list_kernels()})
+    if unknown:
+        raise ValueError(f"preferred kernels must be registered, got {unknown[0]!r}: `tokenspeed-kernel list` shows them")
+    declared = registry.declarations(names)
+
+    def replaced(priority: int | None) -> None:
+        for spec, implementation in declared:
+            public = registry.is_public(spec.name)
+            registry.unregister(spec.name)
+            registry.register(spec if priority is None else replace(spec, priority=priority), implementation)
+            registry.publish([spec.name], public)
+
+    replaced(_PREFERRED)
+    try:
+        yield
+    finally:
+        replaced(None)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gpt_oss.config import Config
 from gpt_oss.fields import COUNT, FLOAT_DTYPE, INT, dtype_name, instance, optional
+from gpt_oss.fields import number as number_from
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -100,6 +101,13 @@ def expected_tensors(config: Config) -> dict[str, tuple[int, ...]]:
             else:
                 tensors[f"{mlp}experts.{name}"] = (experts, columns, rows)
     return tensors
+
+
+def reading_order(config: Config) -> list[str]:
+    """The names of a model's tensors in about the order in which a model reads them: the output matrix and its norm come last."""
+    late = ("model.norm.weight", "lm_head.weight")
+    names = expected_tensors(config)
+    return [*(name for name in names if name not in late), *(name for name in late if name in names)]
 
 
 def allowed_dtypes(name: str) -> tuple[str, ...]:
@@ -202,18 +210,25 @@ class RandomTensors:
         seed: of the random generator; any int.
         dtype: of all tensors but the MXFP4 ones; floating point.
         device: where they are made. The values differ between kinds of devices.
+        bias: standard deviation of biases.
 
     Raises:
         TypeError, ValueError: an argument is not as stated; the message names it.
     """
 
     def __init__(
-        self, config: Config, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+        self,
+        config: Config,
+        seed: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        bias: float = 0.5,
     ) -> None:
         instance(Config).check("config", config)
         INT.check("seed", seed)
         FLOAT_DTYPE.check("dtype", dtype)
-        self.config, self.seed, self.dtype, self.device = config, seed, dtype, torch.device(device)
+        number_from(0).check("bias", bias)
+        self.config, self.seed, self.dtype, self.device, self.bias = config, seed, dtype, torch.device(device), bias
         self._shapes = expected_tensors(config)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -241,7 +256,9 @@ class RandomTensors:
             return torch.randint(middle - 1, middle + 2, shape, generator=generator, device=self.device, dtype=torch.uint8)
         if "norm.weight" in name:
             return normal(0.1, mean=1.0)
-        if name.endswith(("bias", "sinks")):
+        if name.endswith("bias"):
+            return normal(self.bias)
+        if name.endswith("sinks"):
             return normal(0.5)
         if name == "model.embed_tokens.weight":
             return normal(1.0)

@@ -7,18 +7,23 @@ serves an operator there. PyTorch itself does the rest: looking up embeddings, m
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from torch import Tensor
 
 import tokenspeed_kernel
 from gpt_oss.batch import Batch, Phase
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import Config
-from gpt_oss.fields import COUNT, FLOAT_DTYPE, instance, optional
-from gpt_oss.loader import TensorSource, check_source, layer_prefix
+from gpt_oss.fields import COUNT, FLOAT_DTYPE, instance, one_of, optional
+from gpt_oss.loader import Checkpoint, TensorSource, check_source, layer_prefix, reading_order
+from gpt_oss.read_ahead import ReadAhead, bytes_of
 from gpt_oss.rope import cos_sin_cache
 
 
@@ -53,10 +58,13 @@ class GptOss:
 
     Args:
         config: its configuration.
-        source: its tensors; see `gpt_oss.loader`. Each is read once.
+        source: its tensors; see `gpt_oss.loader`. Each is read once. On a GPU a checkpoint's tensors are read ahead by a thread;
+            on a CPU those of the right dtype stay in the mapped files.
         dtype: floating-point dtype of weights and activations. MXFP4 experts stay packed.
         device: where it runs.
         max_positions: the length of the longest sequence. None, or more than the configuration's context, stands for the context.
+        console: where the progress of loading is shown, in bytes; None shows none.
+        activation_dtype: what the experts round the inputs of their products to: ``"none"``, ``"fp8"`` or ``"mxfp4"``.
 
     Attributes:
         ops: where operators are looked up: the public API, or a listener between (`gpt_oss.kernels.listen`).
@@ -73,21 +81,25 @@ class GptOss:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         max_positions: int | None = None,
+        console: Console | None = None,
+        activation_dtype: str = "none",
     ) -> None:
         instance(Config).check("config", config)
         FLOAT_DTYPE.check("dtype", dtype)
         optional(COUNT).check("max_positions", max_positions)
+        one_of("none", "fp8", "mxfp4").check("activation_dtype", activation_dtype)
         check_source(config, source)
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.activation_dtype = activation_dtype
         self.ops: Any = tokenspeed_kernel
         self.max_positions = min(max_positions or config.max_position_embeddings, config.max_position_embeddings)
         self.cos_sin = cos_sin_cache(config.rope, config.head_dim, self.max_positions, self.device)
-        self._source = source
-        self.embedding = self._read("model.embed_tokens.weight")
-        self.layers = [self._read_layer(layer) for layer in range(config.num_hidden_layers)]
-        self.norm = self._read("model.norm.weight")
-        self.unembedding = Linear((self.embedding if config.tie_word_embeddings else self._read("lm_head.weight")).t(), None)
-        del self._source
+        with self._reading(source, console):
+            self.embedding = self._read("model.embed_tokens.weight")
+            self.layers = [self._read_layer(layer) for layer in range(config.num_hidden_layers)]
+            self.norm = self._read("model.norm.weight")
+            unembedding = self.embedding if config.tie_word_embeddings else self._read("lm_head.weight")
+        self.unembedding = Linear(unembedding.t(), None)
 
     def forward(self, batch: Batch, cache: PagedKVCache | None, out: Tensor | None = None) -> Tensor:
         """Runs a batch, and writes its keys and values to the slots of the cache that the batch names. Changes nothing else.
@@ -101,7 +113,7 @@ class GptOss:
             Logits in the model's dtype, ``[rows, vocab_size]``: those of ``batch.logit_rows``, or all if that is None.
         """
         ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
-        hidden: Tensor = self.embedding[batch.tokens]
+        hidden = self.embedding.index_select(0, batch.tokens)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
@@ -133,7 +145,7 @@ class GptOss:
             )
             hidden = ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
         if batch.logit_rows is not None:
-            hidden, residual = hidden[batch.logit_rows], residual[batch.logit_rows]
+            hidden, residual = (x.index_select(0, batch.logit_rows) for x in (hidden, residual))
         normed, _ = ops.rmsnorm(hidden, self.norm, eps, residual=residual)
         return self.unembedding(ops, normed, out)
 
@@ -178,8 +190,27 @@ class GptOss:
 
     # -- reading the weights --------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _reading(self, source: TensorSource, console: Console | None) -> Iterator[None]:
+        """Inside, tensors can be read, and the console shows how far that is."""
+        names, sizes = reading_order(self.config), bytes_of(source)
+        columns = (TextColumn("loading the weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+        ahead = isinstance(source, Checkpoint) and self.device.type != "cpu"
+        with Progress(*columns, console=console, disable=console is None) as progress:
+            task = progress.add_task("", total=sum(sizes[name] for name in names))
+            with ReadAhead(source, names) if ahead else contextlib.nullcontext(source) as reader:
+
+                def get(name: str) -> Tensor:
+                    tensor = reader.get(name)
+                    progress.advance(task, sizes[name])
+                    return tensor
+
+                self._get = get
+                yield
+                del self._get
+
     def _read(self, name: str) -> Tensor:
-        return self._source.get(name).to(self.device, self.dtype)
+        return self._get(name).to(self.device, self.dtype)
 
     def _read_linear(self, *names: str, bias: bool = True) -> Linear:
         """One projection, or several joined along their outputs."""
@@ -217,6 +248,7 @@ class GptOss:
             dtype=self.dtype,
             device=self.device,
             weight_format="mxfp4" if packed else "dense",
+            activation_dtype=self.activation_dtype,
             w13_interleaved=True,
             bias=True,
             alpha=config.swiglu_alpha,
@@ -232,7 +264,7 @@ class GptOss:
 
     def _read_packed(self, name: str) -> tuple[Tensor, Tensor]:
         """MXFP4 codes ``[experts, outputs, inputs / 2]`` and scales ``[experts, outputs, inputs / 32]``, both uint8."""
-        blocks, scales = self._source.get(name + "_blocks"), self._source.get(name + "_scales")
+        blocks, scales = self._get(name + "_blocks"), self._get(name + "_scales")
         return blocks.flatten(2).to(self.device), scales.to(self.device)
 
     def _read_dense(self, name: str) -> tuple[Tensor, None]:

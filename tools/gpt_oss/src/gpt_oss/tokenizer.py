@@ -8,8 +8,18 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Attributes:
+        has_chat: whether `chat` can be called.
+    """
+
+    has_chat: bool
+
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
+    def chat(self, message: str) -> list[int]:
+        """The tokens of a conversation that consists of a user's message, up to where the model's answer begins."""
 
 
 class ByteTokenizer:
@@ -17,6 +27,7 @@ class ByteTokenizer:
 
     START, END = 256, 257
     vocab_size = 258
+    has_chat = False
 
     def encode(self, text: str) -> list[int]:
         return [self.START, *text.encode()]
@@ -25,9 +36,12 @@ class ByteTokenizer:
         """The text of the bytes. Bytes that are not valid UTF-8 become �, and the two special tokens are left out."""
         return bytes(token for token in tokens if token < self.START).decode(errors="replace")
 
+    def chat(self, message: str) -> list[int]:
+        raise ValueError("chat needs a checkpoint with a chat template; bytes have none")
+
 
 class CheckpointTokenizer:
-    """The tokenizer in a checkpoint's directory, read by transformers.
+    """The tokenizer in a checkpoint's directory, read by transformers, with the chat template that lies there.
 
     Raises:
         RuntimeError: transformers is not installed.
@@ -41,12 +55,19 @@ class CheckpointTokenizer:
                 "a checkpoint's tokenizer needs transformers, which is not installed: pip install 'gpt-oss-runtime[tokenizer]'"
             ) from error
         self._tokenizer: Any = AutoTokenizer.from_pretrained(str(directory))
+        self.has_chat = bool(self._tokenizer.chat_template)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens)))
+
+    def chat(self, message: str) -> list[int]:
+        if not self.has_chat:
+            raise ValueError("chat needs a checkpoint with a chat template; this one has none")
+        conversation = [{"role": "user", "content": message}]
+        return list(self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
 
 
 def tokenizer_of(directory: str | Path | None, vocab_size: int) -> Tokenizer:

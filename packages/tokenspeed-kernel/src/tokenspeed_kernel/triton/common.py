@@ -22,9 +22,6 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
 """Dtypes of 8-bit operands."""
 
-OVERLAPPING = {"sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "any": False}
-"""Where a kernel may be launched while the one before it is still at work, for `for_architecture`."""
-
 common_device = DeviceModule(__name__ + "_device")
 tensor_descriptor = DeviceModule("triton.tools.tensor_descriptor")
 

@@ -17,11 +17,12 @@ from tokenspeed_kernel.triton.attention._mla_schedule import schedule_units
 from tokenspeed_kernel.triton.attention._online_softmax import score_factors
 from tokenspeed_kernel.triton.attention._split_kv import merge_units
 from tokenspeed_kernel.triton.common import (
-    OVERLAPPING,
     cdiv,
     common_device,
     dense,
     for_architecture,
+    launch_options,
+    may_overlap,
     multiprocessors,
     next_power_of_2,
 )
@@ -154,7 +155,7 @@ def attend_latent(
     tiles = cdiv(rows, tile.block_m)
     capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
     sm_count = for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted programs run one by one
-    early = for_architecture(OVERLAPPING, device)
+    early = may_overlap(device)
     schedule = schedule_units(cache_seqlens, capacity, tiles, sm_count, tile.block_n, early)
     early = early and schedule is not None
     units, partial, partial_lse = None, None, None
@@ -201,7 +202,7 @@ def attend_latent(
             early=early,
         ),
         num_warps=tile.num_warps,
-        **({"launch_pdl": True} if early else {}),
+        **launch_options(early),
     )
     if schedule is not None and partial is not None and partial_lse is not None:
         merge_units(

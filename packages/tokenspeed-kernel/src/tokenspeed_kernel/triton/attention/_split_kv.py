@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import cdiv, next_power_of_2
+from tokenspeed_kernel.triton.common import cdiv, launch_options, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
@@ -177,5 +177,5 @@ def merge_units(
         WALK=walk,
         MERGE=Merge(heads, rows // walk.q_len, width, units, at_once, block_w, early),
         num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        **launch_options(early),
     )

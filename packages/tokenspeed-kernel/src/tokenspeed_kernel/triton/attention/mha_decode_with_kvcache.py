@@ -19,12 +19,13 @@ from tokenspeed_kernel.triton.attention._online_softmax import score_factors
 from tokenspeed_kernel.triton.attention._shape import Shape, scales_apart
 from tokenspeed_kernel.triton.attention._split_kv import merge_units, plan_units
 from tokenspeed_kernel.triton.common import (
-    OVERLAPPING,
     TRITON,
     cdiv,
     common_device,
     dense,
     for_architecture,
+    launch_options,
+    may_overlap,
     multiprocessors,
     next_power_of_2,
 )
@@ -311,7 +312,7 @@ def attend_newest(
     else:
         (k_cache, fp8), (v_cache, _) = fp8_operand(k_cache), fp8_operand(v_cache)
     multiplier, cap_log2 = score_factors(softmax_scale_of(softmax_scale, head_dim), logit_cap)
-    early = for_architecture(OVERLAPPING, device)
+    early = may_overlap(device)
     device_code.decode_kernel[(plan.units * programs,)](
         q,
         k_cache,
@@ -367,7 +368,7 @@ def attend_newest(
             early=early,
         ),
         num_warps=config.num_warps,
-        **({"launch_pdl": True} if early else {}),
+        **launch_options(early),
     )
     if split:
         merge_units(

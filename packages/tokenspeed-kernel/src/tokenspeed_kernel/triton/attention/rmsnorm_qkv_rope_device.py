@@ -2,16 +2,67 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.common_device import prefetch, start
+from tokenspeed_kernel.triton.kvcache._write_device import slot_of
+from tokenspeed_kernel.triton.norm.rmsnorm_device import inverse_rms
 from tokenspeed_kernel.triton.quantization._encode_device import round_to
+from tokenspeed_kernel.triton.views_device import Cache
+
+
+class Inputs(NamedTuple):
+    """Tokens ``[tokens, hidden]``, what is added to them, where their sum goes, and the norm's weight.
+
+    ``residual_out`` is not read, so that it may not be any of the others.
+    """
+
+    x: Any
+    x_stride: Any
+    residual: Any
+    residual_stride: Any
+    residual_out: Any
+    residual_out_stride: Any
+    norm_weight: Any
+    norm_stride: Any
+    tokens: Any
+    hidden: Any
+    eps: Any
 
 
 @triton.jit
-def _store_to_cache(cache, values, slot, inside, dim, strides_page, stride_slot, stride_head, stride_dim, head, page_size):
-    place = (slot // page_size) * strides_page + (slot % page_size) * stride_slot + head * stride_head
-    tl.store(cache + place[:, None] + dim[None, :] * stride_dim, values, mask=inside[:, None])
+def _sum_of(inputs, row, column, mask, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Some elements of x, or of x plus the residual, rounded to x's dtype; 0 outside of the mask."""
+    total = tl.load(inputs.x + row * inputs.x_stride + column, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        added = tl.load(inputs.residual + row * inputs.residual_stride + column, mask=mask, other=0.0)
+        total = round_to(total.to(tl.float32) + added.to(tl.float32), total.dtype, INTERPRETED)
+    return total
+
+
+@triton.jit
+def _multiply(inputs, weight_rows, dtype: tl.constexpr, program, TILE: tl.constexpr):
+    """The normalised tokens' product with some rows of weights, ``[TOKENS, outputs]``. The rows lie in registers as a whole, so
+    that all of them are on their way at once."""
+    TOKENS: tl.constexpr = TILE.tokens
+    column = tl.arange(0, TILE.hidden)[None, :]
+    inside = column < inputs.hidden
+    weight = tl.load(weight_rows[:, None] + column, mask=inside, other=0.0)
+    scale = tl.load(inputs.norm_weight + column * inputs.norm_stride, mask=inside, other=0.0).to(tl.float32)
+    product = tl.zeros((TOKENS, weight_rows.shape[0]), tl.float32)
+    for token in tl.static_range(TOKENS):
+        there = inside & (column * 0 + token < inputs.tokens)
+        total = _sum_of(inputs, token, column, there, TILE.has_residual, TILE.interpreted)
+        if TILE.has_residual and program == token % tl.num_programs(0):
+            tl.store(inputs.residual_out + token * inputs.residual_out_stride + column, total, mask=there)
+        wide = total.to(tl.float32)
+        normed = round_to(wide * inverse_rms(wide, inputs.hidden, inputs.eps) * scale, dtype, TILE.interpreted)
+        one = tl.sum(weight.to(tl.float32) * normed.to(tl.float32), axis=1)
+        product = tl.where(tl.arange(0, TOKENS)[:, None] == token, one[None, :], product)
+    return product
 
 
 @triton.jit
@@ -52,55 +103,38 @@ def rmsnorm_qkv_rope_kernel(
     v_head,
     v_dim,
     slots_stride,
-    DTYPE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
     WRITE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """A program for ``PAIRS`` pairs of elements of a head, which turn together, of all tokens."""
+    """A program for some pairs of elements of a head, which turn together, of all tokens."""
+    HEAD_DIM: tl.constexpr = TILE.head_dim
+    PAIRS: tl.constexpr = TILE.pairs
+    TOKENS: tl.constexpr = TILE.tokens
     half: tl.constexpr = HEAD_DIM // 2
-    dtype = out.dtype.element_ty
+    dtype: tl.constexpr = out.dtype.element_ty
+    inputs = Inputs(
+        x, x_stride, residual, residual_stride, residual_out, residual_out_stride, norm_weight, norm_stride, tokens, hidden, eps
+    )
     program = tl.program_id(0)
     head = program // (half // PAIRS)
     first = program % (half // PAIRS) * PAIRS
-    token = tl.arange(0, TOKENS)
-    real = token < tokens
-    row = token.to(tl.int64)
     # Elements of a pair side by side, so that they can be told apart in the product.
     column = tl.arange(0, 2 * PAIRS)
     output = head * HEAD_DIM + first + column // 2 + column % 2 * half
-    weight_rows = qkv_weight + output.to(tl.int64)[:, None] * weight_row
-
-    squares = tl.zeros((TOKENS,), tl.float32)
-    product = tl.zeros((TOKENS, 2 * PAIRS), tl.float32)
-    for start in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
-        at = start + tl.arange(0, BLOCK_K)
-        inside = at < hidden
-        weight = tl.load(weight_rows + at[None, :], mask=inside[None, :], other=0.0)
-        both = real[:, None] & inside[None, :]
-        total = tl.load(x + row[:, None] * x_stride + at[None, :], mask=both, other=0.0)
-        if HAS_RESIDUAL:
-            added = tl.load(residual + row[:, None] * residual_stride + at[None, :], mask=both, other=0.0)
-            total = round_to(total.to(tl.float32) + added.to(tl.float32), dtype, INTERPRETED)
-            if start == program * BLOCK_K:  # programs share the sum out among them
-                tl.store(residual_out + row[:, None] * residual_out_stride + at[None, :], total, mask=both)
-        wide = total.to(tl.float32)
-        squares += tl.sum(wide * wide, axis=1)
-        scale = tl.load(norm_weight + at * norm_stride, mask=inside, other=0.0).to(tl.float32)
-        # The root mean square is known at the end only, and divides the product as it would the factor.
-        scaled = round_to(wide * scale[None, :], dtype, INTERPRETED)
-        product = tl.dot(scaled.to(DTYPE), tl.trans(weight).to(DTYPE), product, input_precision="ieee")
-
-    product = product * tl.rsqrt(squares / hidden + eps)[:, None]
+    weight_rows = qkv_weight + output.to(tl.int64) * weight_row
+    if TILE.early:  # while the kernel before still runs; it may be the one that writes them, so they are not loaded yet
+        LINE: tl.constexpr = 1024 // dtype.primitive_bitwidth
+        line = tl.arange(0, TILE.hidden // LINE)[None, :] * LINE
+        prefetch(tl.where(line < hidden, weight_rows[:, None] + line, qkv_weight))
+    start(TILE.early)
+    product = _multiply(inputs, weight_rows, dtype, program, TILE)
     if BIAS:
         product += tl.load(bias + output * bias_stride).to(tl.float32)[None, :]
-    product = round_to(product, dtype, INTERPRETED).to(tl.float32)
+    product = round_to(product, dtype, TILE.interpreted).to(tl.float32)
+
+    token = tl.arange(0, TOKENS)
+    real = token < tokens
     a, b = tl.split(tl.reshape(product, (TOKENS, PAIRS, 2)))
     pair = first + tl.arange(0, PAIRS)
     if head < heads + kv_heads:
@@ -108,18 +142,20 @@ def rmsnorm_qkv_rope_kernel(
         angles = cos_sin_cache + position[:, None] * table_stride + pair[None, :]
         cos, sin = tl.load(angles), tl.load(angles + half)
         a, b = a * cos - b * sin, b * cos + a * sin
-    a, b = round_to(a, dtype, INTERPRETED), round_to(b, dtype, INTERPRETED)
-    place = out + row[:, None] * out_stride + head * HEAD_DIM + pair[None, :]
+    a, b = round_to(a, dtype, TILE.interpreted), round_to(b, dtype, TILE.interpreted)
+    place = out + token.to(tl.int64)[:, None] * out_stride + head * HEAD_DIM + pair[None, :]
     tl.store(place, a, mask=real[:, None])
     tl.store(place + half, b, mask=real[:, None])
     if WRITE and head >= heads:
-        slot = tl.load(slot_mapping + token * slots_stride, mask=real, other=-1).to(tl.int64)
-        written = slot >= 0
+        slot = tl.load(slot_mapping + token * slots_stride, mask=real, other=-1)[:, None]
+        kv_head = (head - heads) % kv_heads
         if head < heads + kv_heads:
-            kv_head = head - heads
-            _store_to_cache(k_cache, a, slot, written, pair, k_page, k_slot, k_head, k_dim, kv_head, page_size)
-            _store_to_cache(k_cache, b, slot, written, pair + half, k_page, k_slot, k_head, k_dim, kv_head, page_size)
+            keys = Cache(k_cache, k_page, k_slot, k_head, k_dim)
+            at = slot_of(keys, slot, kv_head, page_size) + pair[None, :] * k_dim
+            tl.store(at, a, mask=slot >= 0)
+            tl.store(at + half * k_dim, b, mask=slot >= 0)
         else:
-            kv_head = head - heads - kv_heads
-            _store_to_cache(v_cache, a, slot, written, pair, v_page, v_slot, v_head, v_dim, kv_head, page_size)
-            _store_to_cache(v_cache, b, slot, written, pair + half, v_page, v_slot, v_head, v_dim, kv_head, page_size)
+            values = Cache(v_cache, v_page, v_slot, v_head, v_dim)
+            at = slot_of(values, slot, kv_head, page_size) + pair[None, :] * v_dim
+            tl.store(at, a, mask=slot >= 0)
+            tl.store(at + half * v_dim, b, mask=slot >= 0)

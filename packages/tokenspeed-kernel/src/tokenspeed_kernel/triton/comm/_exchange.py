@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import OVERLAPPING, common_device, for_architecture, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import common_device, launch_options, may_overlap, multiprocessors, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import ONE_SHOT, UNIT, VECTOR, PeerMemory
@@ -55,7 +55,7 @@ def config_for(rows: int, device: torch.device) -> Config:
     if not for_architecture({"nvidia": True, "any": False}, device):
         return _ANYWHERE
     config = _FEW if rows <= _FEW_ROWS else _SOME if rows <= _SOME_ROWS else _MANY
-    return config._replace(early=for_architecture(OVERLAPPING, device))
+    return config._replace(early=may_overlap(device))
 
 
 def most_programs(config: Config, device: torch.device) -> int:
@@ -123,7 +123,7 @@ def exchange(
         EARLY=config.early,
         PACK=config.pack,
         num_warps=config.warps,
-        **({"launch_pdl": True} if config.early else {}),
+        **launch_options(config.early),
     )
 
 

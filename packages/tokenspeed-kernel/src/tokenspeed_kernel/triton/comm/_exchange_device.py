@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.comm._peers_device import VECTOR, clear, pack, poll, push, rounded, sendable, unpack
+from tokenspeed_kernel.triton.common_device import start
 
 # Vectors that share a generation.
 _UNIT = tl.constexpr(32)
@@ -137,9 +138,7 @@ def one_shot_kernel(
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
     half = WORLD * capacity
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start(EARLY)
     scales = tl.zeros((BLOCK, 4), tl.int32)
     if NORM:
         scales = _load(weight, rank * 0, column, column < ROW, ROW)
@@ -207,9 +206,7 @@ def two_shot_kernel(
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
     half = WORLD * capacity
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start(EARLY)
     scales = tl.zeros((BLOCK, 4), tl.int32)
     if NORM:
         scales = _load(weight, rank * 0, column, column < ROW, ROW)

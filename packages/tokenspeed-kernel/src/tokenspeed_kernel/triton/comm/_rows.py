@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenspeed_kernel.triton.comm._exchange import Config, checked_peers, config_for, most_programs
-from tokenspeed_kernel.triton.common import cdiv, common_device, next_power_of_2
+from tokenspeed_kernel.triton.common import cdiv, common_device, launch_options, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, UNIT, VECTOR, PeerMemory
@@ -118,5 +118,5 @@ def _options(x: Tensor, group: ProcessGroup, config: Config, vectors: int, whole
         "EARLY": config.early,
         "PACK": config.pack,
         "num_warps": config.warps,
-        **({"launch_pdl": True} if config.early else {}),
+        **launch_options(config.early),
     }

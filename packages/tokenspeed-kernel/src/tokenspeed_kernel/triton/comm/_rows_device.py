@@ -12,6 +12,7 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.comm._exchange_device import _UNIT, _from_other, _inside, _load, _slot, _store, turns
 from tokenspeed_kernel.triton.comm._peers_device import clear, pack, poll, push, sendable, unpack
+from tokenspeed_kernel.triton.common_device import start
 
 
 @triton.jit
@@ -45,9 +46,7 @@ def all_gather_kernel(
     UNITS: tl.constexpr = (ROW + _UNIT - 1) // _UNIT
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start(EARLY)
     for turn in range(turns(rows)):
         row = tl.program_id(0) + turn * tl.num_programs(0)
         inside = _inside(row, column, total, ROW)
@@ -88,9 +87,7 @@ def reduce_scatter_kernel(
     UNITS: tl.constexpr = (ROW + _UNIT - 1) // _UNIT
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start(EARLY)
     for turn in range(turns(rows)):
         row = tl.program_id(0) + turn * tl.num_programs(0)
         inside = _inside(row, column, total, ROW)
@@ -174,9 +171,7 @@ def moe_dispatch_kernel(
     place = head[:, None] * 4 + tl.arange(0, 4)[None, :]
     capacity = capacity.to(tl.int64)
     half = WORLD * capacity
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start(EARLY)
     for turn in range(turns(tokens)):
         token = tl.program_id(0) + turn * tl.num_programs(0)
         head_slot, _ = _slot(generations, token, head, in_head, half, UNITS)
@@ -244,9 +239,7 @@ def moe_combine_kernel(
     in_head = head < 1
     capacity = capacity.to(tl.int64)
     half = WORLD * capacity
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    start(EARLY)
     for turn in range(turns(tokens)):
         token = tl.program_id(0) + turn * tl.num_programs(0)
         head_slot, _ = _slot(generations, token, head, in_head, half, UNITS)

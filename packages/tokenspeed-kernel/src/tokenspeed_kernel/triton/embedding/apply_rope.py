@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, next_power_of_2
+from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, launch_options, may_overlap, next_power_of_2
 from tokenspeed_kernel.triton.kvcache._write import COPIED, as_storable, cache_format
 from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
@@ -129,6 +129,7 @@ def apply_rope(
     tile = tile_for(head_dim, rotary_dim)
     k_programs, q_programs = -(-tokens * k_heads // tile.k_heads), -(-tokens * q_heads // tile.q_heads)
     if head_dim and k_programs + q_programs:
+        early = may_overlap(q.device)
         device_code.apply_rope_kernel[(k_programs + q_programs,)](
             q,
             k,
@@ -158,7 +159,9 @@ def apply_rope(
             SHAPE=Shape(max(q_heads, 1), max(k_heads, 1), head_dim, rotary_dim, interleaved),
             WRITE=Write(write, page_size, form, native),
             TILE=tile,
+            EARLY=early,
             num_warps=tile.warps,
+            **launch_options(early),
         )
     if q_out is not None and q_out is not new_q:
         new_q = q_out.copy_(new_q)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.kvcache._write_device import as_stored, slot_of
 from tokenspeed_kernel.triton.views_device import Cache, Heads, row_of
 
@@ -183,8 +184,10 @@ def apply_rope_kernel(
     SHAPE: tl.constexpr,
     WRITE: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The first ``k_programs`` programs take k and v, the others q."""
+    start(EARLY)
     angles = Angles(positions, positions_stride, table, table_stride)
     program = tl.program_id(0)
     if program < k_programs:

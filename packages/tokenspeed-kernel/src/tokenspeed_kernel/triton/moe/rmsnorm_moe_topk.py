@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, has_rows, next_power_of_2
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, has_rows, launch_options, may_overlap, next_power_of_2
 from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -110,6 +110,7 @@ def rmsnorm_moe_topk(
     if tokens:
         tile = tile_for(tokens, hidden)
         blocks = cdiv(experts, tile.experts)
+        early = may_overlap(x.device)
         device = x.get_device()
         stream = torch._C._cuda_getCurrentRawStream(device) if device >= 0 else 0
         workspace = keeper.get(device, stream, 4 * tokens * experts, tokens)
@@ -157,7 +158,9 @@ def rmsnorm_moe_topk(
             BIAS=correction_bias is not None,
             PACKED=num_groups == 1 and correction_bias is None and x.element_size() == 2,
             INTERPRETED=abilities(x.device).interpreted,
+            EARLY=early,
             num_warps=tile.warps,
+            **launch_options(early),
         )
     if out is not None and out is not normed:
         normed = out.copy_(normed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.common_device import prefetch, start
 from tokenspeed_kernel.triton.moe.moe_topk_device import route
 from tokenspeed_kernel.triton.norm.rmsnorm_device import inverse_rms
 from tokenspeed_kernel.triton.quantization._encode_device import round_to
@@ -57,6 +58,7 @@ def rmsnorm_moe_topk_kernel(
     BIAS: tl.constexpr,
     PACKED: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A program for each token and each ``BLOCK`` of experts."""
     block, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -66,6 +68,12 @@ def rmsnorm_moe_topk_kernel(
     real = expert < EXPERTS
     # First what is the most, and depends on nothing.
     rows = router_weight + expert[:, None].to(tl.int64) * router_expert + column * router_column
+    if EARLY:  # while the kernel before still runs; it may be the one that writes them, so they are not loaded yet
+        LINE: tl.constexpr = 1024 // router_weight.dtype.element_ty.primitive_bitwidth
+        line = tl.arange(0, HIDDEN_PADDED // LINE)[None, :] * LINE
+        lines = router_weight + expert[:, None].to(tl.int64) * router_expert + line * router_column
+        prefetch(tl.where(real[:, None] & (line < hidden), lines, router_weight))
+    start(EARLY)
     router = tl.load(rows, mask=real[:, None] & inside, other=0.0)
     total = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, has_rows, next_power_of_2
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, has_rows, launch_options, may_overlap, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -86,6 +86,7 @@ def rmsnorm(
         source, target = as_rows(x), as_rows(normed)
         added, sums = (source, target) if residual is None or total is None else (as_rows(residual), as_rows(total))
         rows = source.shape[0]
+        early = may_overlap(x.device)
         device_code.rmsnorm_kernel[(-(-rows // tile.rows),)](
             source,
             added,
@@ -104,7 +105,9 @@ def rmsnorm(
             ROWS=tile.rows,
             BLOCK=tile.block,
             ONE_PASS=tile.block >= hidden,
+            EARLY=early,
             num_warps=tile.warps,
+            **launch_options(early),
         )
     if out is not None and out is not normed:
         out.copy_(normed)

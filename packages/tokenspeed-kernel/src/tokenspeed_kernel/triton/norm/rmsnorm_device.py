@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.common_device import start
+
 
 @triton.jit
 def inverse_rms(x, hidden, eps):
@@ -41,7 +43,9 @@ def rmsnorm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ONE_PASS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     row_inside = row < rows
@@ -57,8 +61,8 @@ def rmsnorm_kernel(
         tl.store(out + row * out_stride + column, normed.to(out.dtype.element_ty), mask=inside)
     else:
         squares = tl.zeros((ROWS, BLOCK), tl.float32)
-        for start in range(0, hidden, BLOCK):
-            at = start + column
+        for first in range(0, hidden, BLOCK):
+            at = first + column
             inside = row_inside & (at < hidden)
             total = _load_sum(x, residual, row * x_stride + at, row * residual_stride + at, inside, HAS_RESIDUAL)
             if HAS_RESIDUAL:
@@ -70,8 +74,8 @@ def rmsnorm_kernel(
         tl.debug_barrier()
         source = residual_out if HAS_RESIDUAL else x
         source_stride = residual_out_stride if HAS_RESIDUAL else x_stride
-        for start in range(0, hidden, BLOCK):
-            at = start + column
+        for first in range(0, hidden, BLOCK):
+            at = first + column
             inside = row_inside & (at < hidden)
             wide = tl.load(source + row * source_stride + at, mask=inside, other=0.0).to(tl.float32)
             scale = tl.load(weight + at * weight_stride, mask=at < hidden, other=0.0).to(tl.float32)

@@ -1,0 +1,101 @@
+"""Reading tensors ahead of who asks for them, so that a file is read while weights are sent to a device and prepared there."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from gpt_oss.loader import TensorSource
+
+
+def bytes_of(source: TensorSource) -> dict[str, int]:
+    """How many bytes each tensor of a source has, by name. Reads no tensor."""
+    sizes = {name: getattr(torch, dtype).itemsize for name, dtype in source.dtypes().items()}
+    return {name: math.prod(shape) * sizes[name] for name, shape in source.shapes().items()}
+
+
+class ReadAhead:
+    """A source whose tensors are read by a thread of its own, in a given order, before they are asked for.
+
+    A context manager: the thread ends with the block. Tensors may be asked for in any order, each once; those that are asked for
+    in the given order never wait for one another.
+
+    Args:
+        source: where the tensors come from.
+        names: the tensors that will be asked for, in about that order. Others are read when they are asked for.
+        most_bytes: how much is held at most that nobody has asked for yet, a tensor more or less.
+    """
+
+    def __init__(self, source: TensorSource, names: Sequence[str], most_bytes: int = 4 << 30) -> None:
+        self._source, self._most = source, most_bytes
+        self._sizes = bytes_of(source)
+        self._changed = threading.Condition()
+        # All of this is guarded by the condition. A name is in ``_pending`` until the thread or a caller begins to read it.
+        self._pending = dict.fromkeys(names)
+        self._reading: str | None = None
+        self._ready: dict[str, Tensor | BaseException] = {}
+        self._held = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="reading weights", daemon=True)
+
+    def __enter__(self) -> ReadAhead:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._source.shapes()
+
+    def dtypes(self) -> Mapping[str, str]:
+        return self._source.dtypes()
+
+    def get(self, name: str) -> Tensor:
+        """One tensor; see `TensorSource`. What the source raises for it is raised here."""
+        with self._changed:
+            # The thread will not come to a tensor while it holds all that it may; its caller reads that one instead.
+            self._changed.wait_for(lambda: name in self._ready or (name != self._reading and not self._comes(name)))
+            if name in self._ready:
+                found = self._ready.pop(name)
+                if isinstance(found, BaseException):
+                    raise found
+                self._held -= self._sizes[name]
+                self._changed.notify_all()
+                return found
+            self._pending.pop(name, None)
+            self._changed.notify_all()
+        return self._source.get(name)
+
+    def _comes(self, name: str) -> bool:
+        """Whether the thread reads a tensor without anybody asking for others before."""
+        return name in self._pending and self._held < self._most and self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or not self._pending or self._held < self._most)
+                if self._closed or not self._pending:
+                    return
+                name = next(iter(self._pending))
+                del self._pending[name]
+                self._reading = name
+            found: Tensor | BaseException
+            try:
+                found = self._source.get(name).clone()  # a tensor of a mapped file is read only when it is copied
+            except BaseException as error:  # belongs to whoever asks for the tensor
+                found = error
+            with self._changed:
+                self._reading = None
+                self._ready[name] = found
+                if isinstance(found, Tensor):
+                    self._held += self._sizes[name]
+                self._changed.notify_all()
