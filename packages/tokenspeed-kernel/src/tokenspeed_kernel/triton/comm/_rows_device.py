@@ -184,12 +184,12 @@ def moe_dispatch_kernel(
             push(targets[index] + slot, sendable(own, DTYPE), _where(_any_id(header, place, TOP_K), inside))
         own_header = _header(topk_weights, topk_ids, token, place, share, rank, TOP_K)
         for other in tl.static_range(WORLD):
-            start = source + other * capacity
+            inbox = source + other * capacity
             active = _from_other(in_head, rank, other, head)
-            header = tl.where(rank == other, own_header, poll(start + head_slot, active, limit, 1))
+            header = tl.where(rank == other, own_header, poll(inbox + head_slot, active, limit, 1))
             used = _where(_any_id(header, place, TOP_K), inside)
             sent = _from_other(used, rank, other, column)
-            words = tl.where(rank == other, own, poll(start + slot, sent, limit, PACK))
+            words = tl.where(rank == other, own, poll(inbox + slot, sent, limit, PACK))
             row = other * tokens + token
             _store(out, row, column, inside, tl.where(used[:, None], words, 0), ROW)
             at = row.to(tl.int64) * TOP_K + place
@@ -197,8 +197,8 @@ def moe_dispatch_kernel(
             weights = header.to(tl.float32, bitcast=True)
             tl.store(weights_out + at - TOP_K, weights, mask=(place >= TOP_K) & (place < 2 * TOP_K))
             tl.debug_barrier()
-            clear(start + head_slot, active)
-            clear(start + slot, sent)
+            clear(inbox + head_slot, active)
+            clear(inbox + slot, sent)
         tl.debug_barrier()
         _advance(generations, token, UNITS, BLOCK_UNITS)
 
@@ -256,12 +256,12 @@ def moe_combine_kernel(
         first = tl.zeros((BLOCK, 4), tl.float32)
         second = tl.zeros((BLOCK, 4), tl.float32)
         for other in tl.static_range(WORLD):
-            start = source + other * capacity
+            inbox = source + other * capacity
             active = _from_other(in_head, rank, other, head)
-            header = poll(start + head_slot, active, limit, 1)
+            header = poll(inbox + head_slot, active, limit, 1)
             received = tl.max(tl.max(header, axis=1), axis=0) > 0
             sent = _from_other(_where(received, inside), rank, other, column)
-            words = poll(start + slot, sent, limit, PACK)
+            words = poll(inbox + slot, sent, limit, PACK)
             words = tl.where(sent[:, None], words, 0)
             mine = _where(own_seen & (rank == other), inside)
             words = tl.where(mine[:, None], own, words)
@@ -269,7 +269,7 @@ def moe_combine_kernel(
             first += first_part
             second += second_part
             tl.debug_barrier()
-            clear(start + head_slot, active)
-            clear(start + slot, sent)
+            clear(inbox + head_slot, active)
+            clear(inbox + slot, sent)
         _store(out, token, column, inside, pack(first, second, DTYPE), ROW)
         _advance(generations, token, UNITS, BLOCK_UNITS)

@@ -153,8 +153,8 @@ def sample_top_k_top_p(
         out = torch.empty(rows, dtype=out_dtype, device=device)
     if rows == 0:
         return out
-    request = (*(x.contiguous() for x in (temperature, top_k, top_p, seed, offset)), dense(min_p))
-    temperature, top_k, min_p = request[0], request[1], request[-1]
+    temperature, top_k, min_p = temperature.contiguous(), top_k.contiguous(), dense(min_p)
+    request = (temperature, top_k, *(x.contiguous() for x in (top_p, seed, offset)), min_p)
     spans, tiles = spans_of(logits), for_architecture(_TILES, device)
     cut_groups = groups_of(logits, tiles)
     row = (logits, *logits.stride(), vocab)
