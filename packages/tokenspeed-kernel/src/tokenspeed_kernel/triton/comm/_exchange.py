@@ -7,7 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import common_device, for_architecture, launch_options, may_overlap, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.common import (
+    common_device,
+    for_architecture,
+    launch_options,
+    may_overlap,
+    multiprocessors,
+    next_power_of_2,
+)
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import ONE_SHOT, UNIT, VECTOR, PeerMemory
