@@ -51,7 +51,7 @@ def sample_top_k_top_p(
       with key ``seed`` and counter ``offset``, times 2^-24;
     * the result is the token at the first position i with ``S(i + 1) > floor(u * S(n))``; the product is float64.
 
-    A token whose weight is 0, or rounds to 0 (below 2^-41 of the most probable one's), is never drawn, nor is one of logit ``-inf``.
+    A token whose weight is 0, or rounds to 0 (below 2^-41 of the largest one), is never drawn, nor is one of logit ``-inf``.
     A row whose largest logit is not finite (NaN counts as the largest), and a row of temperature 0, gives what `argmax` gives.
 
     One setting for all rows is spelled ``torch.full((rows,), 0.8)``. Values are checked where the tensors lie in host memory.
