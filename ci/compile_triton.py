@@ -24,7 +24,6 @@ import subprocess
 import sys
 import time
 import traceback
-import unittest.mock
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,32 +172,14 @@ def _launch(op: Any, spec: Any, registry: Any, case: Any) -> None:
     import torch
 
     from tokenspeed_kernel.workbench.numerics.verify import refusal
+    from tokenspeed_kernel.workbench.worlds import as_rank_of
 
-    with _as_rank_of(case.world_size):
+    with as_rank_of(case.world_size):
         drawn = op.complete(case.make(_blank_draw()) if case.large else case.build("cpu"))
     if refusal(op, spec, drawn) is not None:
         return
     with torch.no_grad():
         registry.get_impl(spec.name)(**op.prepared(drawn, spec))
-
-
-@contextlib.contextmanager
-def _as_rank_of(world_size: int) -> Iterator[None]:
-    """Cases are built as by a rank of so many, with peer memory whose addresses are invented: nothing is launched."""
-    import torch
-
-    from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-    from tokenspeed_kernel_base.ops.comm.peers import PeerMemory
-
-    if world_size == 1:
-        yield
-        return
-    peers = PeerMemory(1, world_size, torch.device("cpu"), 48 << 20, 48 << 20)
-    peers.found([(rank + 1) << 40 for rank in range(world_size)])
-    group = ProcessGroup(None, peers=peers)
-    group.rank, group.world_size, group.backend = 1, world_size, "nccl"
-    with unittest.mock.patch.object(ProcessGroup, "with_peer_memory", return_value=group):
-        yield
 
 
 def _blank_draw() -> Any:

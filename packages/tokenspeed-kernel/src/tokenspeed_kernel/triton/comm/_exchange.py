@@ -39,15 +39,13 @@ class Config(NamedTuple):
     early: bool
 
 
-# Two H200s, all_reduce_rmsnorm with a residual of [rows, 2880] in bf16, one shot, us a call in a graph of 20
-# (warps / pack / programs; "late" is without an early launch):
-#   rows    8/2/1  16/1/1  16/1/1 late  8/0/1  4/4/1  16/1/2  8/2/2  4/4/2  4/4/4  8/2/4
-#      1     2.77    3.04    3.49        3.22   3.14
-#     16     3.24    3.41    3.92        3.58   3.61
-#     64     4.70    4.47    4.87        4.52   5.03
-#    256             9.30                               7.72   8.33   8.56
-#   1024            25.5                               21.95         22.99  20.86  21.52
-#   8192           185.1                              142.81        145.14 139.67 145.08
+# Two H200s, all_reduce_rmsnorm with a residual, [rows, 2880] in bf16, one shot, us a call in a graph of 20, by warps/pack/programs:
+#    1 row:    8/2/1 2.77, 16/1/1 3.04 (3.49 without an early launch), 4/4/1 3.14, 8/0/1 3.22
+#   16 rows:   8/2/1 3.24, 16/1/1 3.41 (3.92), 8/0/1 3.58, 4/4/1 3.61
+#   64 rows:   16/1/1 4.47 (4.87), 8/0/1 4.52, 8/2/1 4.70, 4/4/1 5.03
+#   256 rows:  16/1/2 7.72, 8/2/2 8.33, 4/4/2 8.56, 16/1/1 9.30
+#   1024 rows: 4/4/4 20.86, 8/2/4 21.52, 16/1/2 21.95, 4/1/4 22.30, 4/4/2 22.99
+#   8192 rows: 4/4/4 139.7, 4/1/4 141.3, 16/1/2 142.8, 8/2/4 145.1, 16/1/1 185.1
 _FEW = Config(8, 2, 1, True)
 _SOME = Config(16, 1, 2, True)
 _MANY = Config(4, 4, 4, True)

@@ -21,7 +21,7 @@ from tokenspeed_kernel.triton.comm._peers_device import VECTOR, clear, pack, pol
 from tokenspeed_kernel.triton.common_device import start
 
 # Vectors that share a generation.
-_UNIT = tl.constexpr(32)
+UNIT_VECTORS = tl.constexpr(32)
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def turns(rows):
 
 
 @triton.jit
-def _load(start, row, column, inside, ROW: tl.constexpr):
+def load_row(start, row, column, inside, ROW: tl.constexpr):
     """The words of a row that lies densely behind ``start``."""
     vector = row.to(tl.int64) * ROW + column
     return tl.load(
@@ -40,7 +40,7 @@ def _load(start, row, column, inside, ROW: tl.constexpr):
 
 
 @triton.jit
-def _store(start, row, column, inside, words, ROW: tl.constexpr):
+def store_row(start, row, column, inside, words, ROW: tl.constexpr):
     vector = row.to(tl.int64) * ROW + column
     tl.store(
         start.to(tl.pointer_type(tl.int32), bitcast=True) + vector[:, None] * 4 + tl.arange(0, 4)[None, :], words, inside[:, None]
@@ -48,41 +48,41 @@ def _store(start, row, column, inside, words, ROW: tl.constexpr):
 
 
 @triton.jit
-def _inside(row, column, total, ROW: tl.constexpr):
+def row_inside(row, column, total, ROW: tl.constexpr):
     """Which vectors of a row there are; the last row may be short."""
     return (column < ROW) & (row.to(tl.int64) * ROW + column < total)
 
 
 @triton.jit
-def _from_other(inside, rank, other, column):
+def from_other(inside, rank, other, column):
     """Which vectors another rank sends: none if it is this one."""
     return inside & (column * 0 + rank != other)
 
 
 @triton.jit
-def _slot(generations, position, column, inside, half, UNITS: tl.constexpr):
+def slot_of(generations, position, column, inside, half, UNITS: tl.constexpr):
     """Where the vectors of a row go in memory that waits, in bytes from its start; and the generations of their units."""
-    unit = position * UNITS + column // _UNIT
+    unit = position * UNITS + column // UNIT_VECTORS
     generation = tl.load(generations + unit, mask=inside, other=0)
-    return (generation & 1).to(tl.int64) * half + (position.to(tl.int64) * (UNITS * _UNIT) + column) * VECTOR, generation
+    return (generation & 1).to(tl.int64) * half + (position.to(tl.int64) * (UNITS * UNIT_VECTORS) + column) * VECTOR, generation
 
 
 @triton.jit
-def _next_generation(generations, position, column, inside, generation, UNITS: tl.constexpr):
+def next_generation(generations, position, column, inside, generation, UNITS: tl.constexpr):
     """To be called after a barrier, when all threads have read the generation."""
-    first = inside & (column % _UNIT == 0)
-    tl.store(generations + position * UNITS + column // _UNIT, generation + 1, mask=first)
+    first = inside & (column % UNIT_VECTORS == 0)
+    tl.store(generations + position * UNITS + column // UNIT_VECTORS, generation + 1, mask=first)
 
 
 @triton.jit
-def _finish(
+def finish(
     first,
     second,
     row,
     column,
     inside,
     scales,
-    residual,
+    added,
     out,
     residual_out,
     hidden,
@@ -91,20 +91,19 @@ def _finish(
     ROW: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    residual_words,
 ):
-    """Writes a row's sum, or what follows from it."""
+    """Writes a row's sum, or what follows from it. ``scales``, ``added``: words of the weight and of the residual."""
     if NORM:
         first, second = rounded(first, DTYPE), rounded(second, DTYPE)
         if RESIDUAL:
-            first_added, second_added = unpack(residual_words, DTYPE)
+            first_added, second_added = unpack(added, DTYPE)
             first, second = rounded(first + first_added, DTYPE), rounded(second + second_added, DTYPE)
-            _store(residual_out, row, column, inside, pack(first, second, DTYPE), ROW)
+            store_row(residual_out, row, column, inside, pack(first, second, DTYPE), ROW)
         squares = tl.sum(tl.sum(first * first + second * second, axis=1), axis=0)
         inverse = tl.rsqrt(squares / hidden + eps)
         first_scale, second_scale = unpack(scales, DTYPE)
         first, second = first * inverse * first_scale, second * inverse * second_scale
-    _store(out, row, column, inside, pack(first, second, DTYPE), ROW)
+    store_row(out, row, column, inside, pack(first, second, DTYPE), ROW)
 
 
 @triton.jit(do_not_specialize=["rows", "total", "rank"])
@@ -134,40 +133,38 @@ def one_shot_kernel(
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    UNITS: tl.constexpr = (ROW + _UNIT - 1) // _UNIT
+    UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
     half = WORLD * capacity
     start(EARLY)
     scales = tl.zeros((BLOCK, 4), tl.int32)
     if NORM:
-        scales = _load(weight, rank * 0, column, column < ROW, ROW)
+        scales = load_row(weight, rank * 0, column, column < ROW, ROW)
     for turn in range(1 if ONCE else turns(rows)):
         row = tl.program_id(0) + turn * tl.num_programs(0)
-        inside = _inside(row, column, total, ROW)
-        slot, generation = _slot(generations, row, column, inside, half, UNITS)
-        own = _load(x, row, column, inside, ROW)
+        inside = row_inside(row, column, total, ROW)
+        slot, generation = slot_of(generations, row, column, inside, half, UNITS)
+        own = load_row(x, row, column, inside, ROW)
         added = own
         if RESIDUAL:
-            added = _load(residual, row, column, inside, ROW)
+            added = load_row(residual, row, column, inside, ROW)
         words = sendable(own, DTYPE)
         for index in tl.static_range(WORLD - 1):
             push(targets[index] + slot, words, inside)
         first = tl.zeros((BLOCK, 4), tl.float32)
         second = tl.zeros((BLOCK, 4), tl.float32)
         for other in tl.static_range(WORLD):
-            active = _from_other(inside, rank, other, column)
+            active = from_other(inside, rank, other, column)
             received = poll(source + other * capacity + slot, active, limit, PACK)
             first_part, second_part = unpack(tl.where(rank == other, own, received), DTYPE)
             first += first_part
             second += second_part
-        _finish(
-            first, second, row, column, inside, scales, residual, out, residual_out, hidden, eps, DTYPE, ROW, NORM, RESIDUAL, added
-        )
+        finish(first, second, row, column, inside, scales, added, out, residual_out, hidden, eps, DTYPE, ROW, NORM, RESIDUAL)
         tl.debug_barrier()
         for other in tl.static_range(WORLD):
-            clear(source + other * capacity + slot, _from_other(inside, rank, other, column))
-        _next_generation(generations, row, column, inside, generation, UNITS)
+            clear(source + other * capacity + slot, from_other(inside, rank, other, column))
+        next_generation(generations, row, column, inside, generation, UNITS)
 
 
 @triton.jit(do_not_specialize=["rows", "total", "rank"])
@@ -202,27 +199,27 @@ def two_shot_kernel(
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    UNITS: tl.constexpr = (ROW + _UNIT - 1) // _UNIT
+    UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
     half = WORLD * capacity
     start(EARLY)
     scales = tl.zeros((BLOCK, 4), tl.int32)
     if NORM:
-        scales = _load(weight, rank * 0, column, column < ROW, ROW)
+        scales = load_row(weight, rank * 0, column, column < ROW, ROW)
     for turn in range(1 if ONCE else turns(rows)):
         row = tl.program_id(0) + turn * tl.num_programs(0)
         owner = row % WORLD
         position = row // WORLD
-        inside = _inside(row, column, total, ROW)
+        inside = row_inside(row, column, total, ROW)
         # Generations of memory at the owner: every rank counts those of all owners.
         owned = generations + owner * units
-        slot, generation = _slot(owned, position, column, inside, half, UNITS)
-        sum_slot, sum_generation = _slot(sum_generations, row, column, inside, sum_capacity, UNITS)
-        own = _load(x, row, column, inside, ROW)
+        slot, generation = slot_of(owned, position, column, inside, half, UNITS)
+        sum_slot, sum_generation = slot_of(sum_generations, row, column, inside, sum_capacity, UNITS)
+        own = load_row(x, row, column, inside, ROW)
         added = own
         if RESIDUAL:
-            added = _load(residual, row, column, inside, ROW)
+            added = load_row(residual, row, column, inside, ROW)
         if owner != rank:
             for index in tl.static_range(WORLD - 1):
                 # Targets begin with the rank behind this one.
@@ -233,7 +230,7 @@ def two_shot_kernel(
             first = tl.zeros((BLOCK, 4), tl.float32)
             second = tl.zeros((BLOCK, 4), tl.float32)
             for other in tl.static_range(WORLD):
-                active = _from_other(inside, rank, other, column)
+                active = from_other(inside, rank, other, column)
                 received = poll(source + other * capacity + slot, active, limit, PACK)
                 first_part, second_part = unpack(tl.where(rank == other, own, received), DTYPE)
                 first += first_part
@@ -243,29 +240,14 @@ def two_shot_kernel(
             for index in tl.static_range(WORLD - 1):
                 push(sum_targets[index] + sum_slot, total_words, inside)
         first_sum, second_sum = unpack(total_words, DTYPE)
-        _finish(
-            first_sum,
-            second_sum,
-            row,
-            column,
-            inside,
-            scales,
-            residual,
-            out,
-            residual_out,
-            hidden,
-            eps,
-            DTYPE,
-            ROW,
-            NORM,
-            RESIDUAL,
-            added,
+        finish(
+            first_sum, second_sum, row, column, inside, scales, added, out, residual_out, hidden, eps, DTYPE, ROW, NORM, RESIDUAL
         )
         tl.debug_barrier()
         if owner == rank:
             for other in tl.static_range(WORLD):
-                clear(source + other * capacity + slot, _from_other(inside, rank, other, column))
+                clear(source + other * capacity + slot, from_other(inside, rank, other, column))
         else:
             clear(sum_source + sum_slot, inside)
-        _next_generation(owned, position, column, inside, generation, UNITS)
-        _next_generation(sum_generations, row, column, inside, sum_generation, UNITS)
+        next_generation(owned, position, column, inside, generation, UNITS)
+        next_generation(sum_generations, row, column, inside, sum_generation, UNITS)

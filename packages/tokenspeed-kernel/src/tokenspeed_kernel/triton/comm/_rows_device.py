@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.comm._exchange_device import _UNIT, _from_other, _inside, _load, _slot, _store, turns
+from tokenspeed_kernel.triton.comm._exchange_device import UNIT_VECTORS, from_other, load_row, row_inside, slot_of, store_row, turns
 from tokenspeed_kernel.triton.comm._peers_device import clear, pack, poll, push, sendable, unpack
 from tokenspeed_kernel.triton.common_device import start
 
@@ -43,24 +43,24 @@ def all_gather_kernel(
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    UNITS: tl.constexpr = (ROW + _UNIT - 1) // _UNIT
+    UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
     start(EARLY)
     for turn in range(turns(rows)):
         row = tl.program_id(0) + turn * tl.num_programs(0)
-        inside = _inside(row, column, total, ROW)
-        slot, _ = _slot(generations, row, column, inside, WORLD * capacity, UNITS)
-        own = _load(x, row, column, inside, ROW)
+        inside = row_inside(row, column, total, ROW)
+        slot, _ = slot_of(generations, row, column, inside, WORLD * capacity, UNITS)
+        own = load_row(x, row, column, inside, ROW)
         for index in tl.static_range(WORLD - 1):
             push(targets[index] + slot, sendable(own, DTYPE), inside)
         for other in tl.static_range(WORLD):
-            active = _from_other(inside, rank, other, column)
+            active = from_other(inside, rank, other, column)
             words = tl.where(rank == other, own, poll(source + other * capacity + slot, active, limit, PACK))
-            _store(out, row, column + other * total.to(tl.int64), inside, words, ROW)
+            store_row(out, row, column + other * total.to(tl.int64), inside, words, ROW)
         tl.debug_barrier()
         for other in tl.static_range(WORLD):
-            clear(source + other * capacity + slot, _from_other(inside, rank, other, column))
+            clear(source + other * capacity + slot, from_other(inside, rank, other, column))
         _advance(generations, row, UNITS, BLOCK_UNITS)
 
 
@@ -84,31 +84,31 @@ def reduce_scatter_kernel(
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    UNITS: tl.constexpr = (ROW + _UNIT - 1) // _UNIT
+    UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     capacity = capacity.to(tl.int64)
     start(EARLY)
     for turn in range(turns(rows)):
         row = tl.program_id(0) + turn * tl.num_programs(0)
-        inside = _inside(row, column, total, ROW)
-        slot, _ = _slot(generations, row, column, inside, WORLD * capacity, UNITS)
+        inside = row_inside(row, column, total, ROW)
+        slot, _ = slot_of(generations, row, column, inside, WORLD * capacity, UNITS)
         for index in tl.static_range(WORLD - 1):
             peer = (rank + 1 + index) % WORLD
-            theirs = _load(x, row, column + peer * total.to(tl.int64), inside, ROW)
+            theirs = load_row(x, row, column + peer * total.to(tl.int64), inside, ROW)
             push(targets[index] + slot, sendable(theirs, DTYPE), inside)
-        own = _load(x, row, column + rank * total.to(tl.int64), inside, ROW)
+        own = load_row(x, row, column + rank * total.to(tl.int64), inside, ROW)
         first = tl.zeros((BLOCK, 4), tl.float32)
         second = tl.zeros((BLOCK, 4), tl.float32)
         for other in tl.static_range(WORLD):
-            active = _from_other(inside, rank, other, column)
+            active = from_other(inside, rank, other, column)
             words = tl.where(rank == other, own, poll(source + other * capacity + slot, active, limit, PACK))
             first_part, second_part = unpack(words, DTYPE)
             first += first_part
             second += second_part
-        _store(out, row, column, inside, pack(first, second, DTYPE), ROW)
+        store_row(out, row, column, inside, pack(first, second, DTYPE), ROW)
         tl.debug_barrier()
         for other in tl.static_range(WORLD):
-            clear(source + other * capacity + slot, _from_other(inside, rank, other, column))
+            clear(source + other * capacity + slot, from_other(inside, rank, other, column))
         _advance(generations, row, UNITS, BLOCK_UNITS)
 
 
@@ -163,7 +163,7 @@ def moe_dispatch_kernel(
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    UNITS: tl.constexpr = (HEADER + ROW + _UNIT - 1) // _UNIT
+    UNITS: tl.constexpr = (HEADER + ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     inside = column < ROW
     head = tl.arange(0, BLOCK_HEADER)
@@ -174,9 +174,9 @@ def moe_dispatch_kernel(
     start(EARLY)
     for turn in range(turns(tokens)):
         token = tl.program_id(0) + turn * tl.num_programs(0)
-        head_slot, _ = _slot(generations, token, head, in_head, half, UNITS)
-        slot, _ = _slot(generations, token, column + HEADER, inside, half, UNITS)
-        own = _load(x, token, column, inside, ROW)
+        head_slot, _ = slot_of(generations, token, head, in_head, half, UNITS)
+        slot, _ = slot_of(generations, token, column + HEADER, inside, half, UNITS)
+        own = load_row(x, token, column, inside, ROW)
         for index in tl.static_range(WORLD - 1):
             peer = (rank + 1 + index) % WORLD
             header = _header(topk_weights, topk_ids, token, place, share, peer, TOP_K)
@@ -185,13 +185,13 @@ def moe_dispatch_kernel(
         own_header = _header(topk_weights, topk_ids, token, place, share, rank, TOP_K)
         for other in tl.static_range(WORLD):
             inbox = source + other * capacity
-            active = _from_other(in_head, rank, other, head)
+            active = from_other(in_head, rank, other, head)
             header = tl.where(rank == other, own_header, poll(inbox + head_slot, active, limit, 1))
             used = _where(_any_id(header, place, TOP_K), inside)
-            sent = _from_other(used, rank, other, column)
+            sent = from_other(used, rank, other, column)
             words = tl.where(rank == other, own, poll(inbox + slot, sent, limit, PACK))
             row = other * tokens + token
-            _store(out, row, column, inside, tl.where(used[:, None], words, 0), ROW)
+            store_row(out, row, column, inside, tl.where(used[:, None], words, 0), ROW)
             at = row.to(tl.int64) * TOP_K + place
             tl.store(ids_out + at, header, mask=place < TOP_K)
             weights = header.to(tl.float32, bitcast=True)
@@ -232,7 +232,7 @@ def moe_combine_kernel(
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    UNITS: tl.constexpr = (1 + ROW + _UNIT - 1) // _UNIT
+    UNITS: tl.constexpr = (1 + ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
     inside = column < ROW
     head = tl.arange(0, 2)
@@ -242,25 +242,25 @@ def moe_combine_kernel(
     start(EARLY)
     for turn in range(turns(tokens)):
         token = tl.program_id(0) + turn * tl.num_programs(0)
-        head_slot, _ = _slot(generations, token, head, in_head, half, UNITS)
-        slot, _ = _slot(generations, token, column + 1, inside, half, UNITS)
+        head_slot, _ = slot_of(generations, token, head, in_head, half, UNITS)
+        slot, _ = slot_of(generations, token, column + 1, inside, half, UNITS)
         for index in tl.static_range(WORLD - 1):
             row = (rank + 1 + index) % WORLD * tokens + token
             seen = _seen(ids, row, TOP_K, BLOCK_K)
             push(targets[index] + head_slot, tl.zeros((2, 4), tl.int32) + seen.to(tl.int32), in_head)
-            theirs = _load(x, row, column, _where(seen, inside), ROW)
+            theirs = load_row(x, row, column, _where(seen, inside), ROW)
             push(targets[index] + slot, sendable(theirs, DTYPE), _where(seen, inside))
         own_row = rank * tokens + token
         own_seen = _seen(ids, own_row, TOP_K, BLOCK_K)
-        own = _load(x, own_row, column, _where(own_seen, inside), ROW)
+        own = load_row(x, own_row, column, _where(own_seen, inside), ROW)
         first = tl.zeros((BLOCK, 4), tl.float32)
         second = tl.zeros((BLOCK, 4), tl.float32)
         for other in tl.static_range(WORLD):
             inbox = source + other * capacity
-            active = _from_other(in_head, rank, other, head)
+            active = from_other(in_head, rank, other, head)
             header = poll(inbox + head_slot, active, limit, 1)
             received = tl.max(tl.max(header, axis=1), axis=0) > 0
-            sent = _from_other(_where(received, inside), rank, other, column)
+            sent = from_other(_where(received, inside), rank, other, column)
             words = poll(inbox + slot, sent, limit, PACK)
             words = tl.where(sent[:, None], words, 0)
             mine = _where(own_seen & (rank == other), inside)
@@ -271,5 +271,5 @@ def moe_combine_kernel(
             tl.debug_barrier()
             clear(inbox + head_slot, active)
             clear(inbox + slot, sent)
-        _store(out, token, column, inside, pack(first, second, DTYPE), ROW)
+        store_row(out, token, column, inside, pack(first, second, DTYPE), ROW)
         _advance(generations, token, UNITS, BLOCK_UNITS)
