@@ -100,6 +100,29 @@ def test_one_expert_for_all(sm90: torch.device) -> None:
     layer.check(x, weights, torch.full_like(ids, 5))  # twice by each token
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_few_tokens(sm90: torch.device, dtype: torch.dtype, count: int) -> None:
+    """Tokens may choose an expert twice, and there may be two entries of an expert."""
+    layer = Layer(sm90, 16, 4, 192, 160, dtype=dtype, **GPT_OSS)
+    x, weights, ids = layer.tokens(count)
+    layer.check(x, weights, ids)
+    for chosen in ([3, 3, 3, 3], [2, 9, 2, 9], [5, -1, 5, 15]):
+        layer.check(x, weights, torch.tensor([chosen] * count, dtype=torch.int32, device=sm90))
+    first = layer.run(x, weights, ids)
+    for _ in range(20):
+        assert torch.equal(layer.run(x, weights, ids), first)
+
+
+@pytest.mark.parametrize("pairs", [31, 32, 33])
+def test_lists_of_a_warp_and_of_a_cta(sm90: torch.device, pairs: int) -> None:
+    """Up to 32 pairs are sorted by a warp."""
+    layer = Layer(sm90, 24, 1, 96, 64, **GPT_OSS)
+    x, weights, ids = layer.tokens(pairs)
+    ids[pairs // 2] = -1
+    layer.check(x, weights, ids)
+
+
 def test_no_tokens(sm90: torch.device) -> None:
     layer = Layer(sm90, 4, 2, 64, 64)
     call = layer.tokens(0)

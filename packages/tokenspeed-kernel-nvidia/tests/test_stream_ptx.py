@@ -1,0 +1,120 @@
+"""Experts for few tokens, executed without a GPU: small layers, by the instructions that a GPU would get."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass")
+
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.moe import stream
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_STRIPS, STRIP, blocks_of, panel_bytes, panels_of
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import COUNTERS, THREADS, Config, config_of, entries_of
+
+from . import ptx_grid
+from .experts import GPT_OSS, RandomLayer, compare
+from .ptx import GLOBAL_BASE
+from .ptx_values import Memory
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The PTX of a program, made once."""
+    folder = tmp_path_factory.mktemp("ptx")
+
+    @functools.cache
+    def text_of(config: Config) -> str:
+        Path(folder).mkdir(exist_ok=True)
+        return str(stream.stream_program.compile(config, f"--keep-ptx --dump-dir {folder}").__ptx__)
+
+    return text_of
+
+
+def bytes_of(x: Tensor) -> Any:
+    return x.contiguous().view(torch.uint8).numpy()
+
+
+def executed(
+    texts: Any, layer: RandomLayer, call: tuple[Tensor, Tensor, Tensor], ctas: int, turns: int, resident: int = 0, seed: int = 0
+) -> Tensor:
+    """The output of a launch, which leaves its counters zero."""
+    x, weights, ids = call
+    plan, pairs, memory = layer.plan, ids.numel(), Memory(1 << 24, GLOBAL_BASE)
+    config = config_of(DTYPES[plan.dtype], max(plan.hidden_size, plan.intermediate_size), pairs / plan.num_experts)
+    counts = COUNTERS + entries_of(config, pairs, plan.num_experts)
+    counters = memory.put(np.zeros(4 * counts, np.uint8))
+    ids_at, weights_at, x_at = (memory.put(bytes_of(each)) for each in (ids, weights, x))
+    out, activated, slots = (
+        memory.put(np.full(size, 0xFF, np.uint8))
+        for size in (2 * x.numel(), 2 * pairs * plan.intermediate_size, 4 * pairs * plan.hidden_size)
+    )
+    sizes = [(2 * plan.intermediate_size, plan.hidden_size), (plan.hidden_size, plan.intermediate_size)]
+    layers = [
+        *(memory.put(bytes_of(each)) for each in (layer.prepared.w13_weight, layer.prepared.w2_weight)),
+        *(rows // STRIP for rows, _ in sizes),
+        *(panel_bytes(k) for _, k in sizes),
+        *(blocks_of(k) for _, k in sizes),
+        *(panels_of(rows) for rows, _ in sizes),
+    ]
+    assert all(-(-rows // STRIP // PANEL_STRIPS) == panels_of(rows) for rows, _ in sizes)
+    limit = math.inf if plan.limit is None else plan.limit
+    options = [turns, plan.num_experts, plan.hidden_size, plan.intermediate_size, plan.top_k, plan.alpha, limit, plan.beta]
+    given = [x_at, plan.hidden_size, ids_at, weights_at, out, plan.hidden_size, len(x), activated, slots, counters]
+    ptx_grid.launch(texts(config), [*layers, *options, *given], THREADS, ctas, memory, random.Random(seed), resident)
+    assert not memory.get(counters, np.int32, counts).any()
+    return torch.from_numpy(memory.get(out, np.uint8, 2 * x.numel())).view(plan.dtype).view(x.shape)
+
+
+def some_experts(ids: Tensor) -> Tensor:
+    """A third of all slots are skipped, and all of a token."""
+    ids = torch.where(ids % 3 == 2, -1, ids)
+    ids[len(ids) // 2] = -5
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("dtype", "experts", "top_k", "hidden", "intermediate", "tokens", "ctas", "turns"),
+    [
+        (torch.bfloat16, 4, 2, 96, 64, 1, 2, 1),
+        (torch.float16, 4, 2, 64, 96, 5, 2, 1),
+        (torch.bfloat16, 8, 4, 96, 64, 10, 2, 2),  # more pairs than a warp sorts
+        pytest.param(torch.bfloat16, 16, 4, 192, 160, 20, 3, 2, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 4, 2, 1024, 320, 3, 2, 1, marks=pytest.mark.slow),  # stages are used again
+    ],
+)
+def test_layers(
+    texts: Any,
+    dtype: torch.dtype,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    tokens: int,
+    ctas: int,
+    turns: int,
+) -> None:
+    layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, dtype=dtype, **GPT_OSS)
+    x, weights, ids = layer.tokens(tokens)
+    if tokens > 1:
+        ids = some_experts(ids)
+    got = executed(texts, layer, (x, weights, ids), ctas, turns, seed=tokens)
+    compare(got, layer.wanted(x, weights, ids))
+
+
+def test_a_pair_twice_and_ctas_that_come_late(texts: Any) -> None:
+    """Tokens choose an expert twice, and there is room for one CTA at a time."""
+    layer = RandomLayer(CPU, 4, 4, 64, 32, **GPT_OSS)
+    x, weights, _ = layer.tokens(3)
+    ids = torch.tensor([[3, 3, 3, 3], [3, -1, 3, 0], [2, 3, 1, 0]], dtype=torch.int32)
+    compare(executed(texts, layer, (x, weights, ids), 2, 1, resident=1), layer.wanted(x, weights, ids))
