@@ -153,12 +153,12 @@ def test_products_with_scales(registered: KernelRegistry, case: str, name: str) 
         assert _ours(tokenspeed_kernel.mm.explain(**arguments)) == name
 
 
-def _planned(platform: str = "sm_90", **changed: Any) -> str:
-    """The one of our own kernels that experts like GPT-OSS's would be prepared for, or nothing."""
+def _planned(platform: str = "sm_90", solution: str | None = "cutedsl", **changed: Any) -> str:
+    """The kernel of a solution that experts like GPT-OSS's would be prepared for, or nothing."""
     sizes = {"num_experts": 128, "top_k": 4, "hidden_size": 2880, "intermediate_size": 2880}
     options = {"weight_format": "mxfp4", **sizes, **GPT_OSS, **changed}
     try:
-        return str(tokenspeed_kernel.moe_plan(**options, platform=named_platform(platform), solution="cutedsl").kernel)
+        return str(tokenspeed_kernel.moe_plan(**options, platform=named_platform(platform), solution=solution).kernel)
     except NoKernelFoundError:
         return ""
 
@@ -178,7 +178,12 @@ def _planned(platform: str = "sm_90", **changed: Any) -> str:
     ids=str,
 )
 def test_experts_in_mxfp4(registered: KernelRegistry, changed: dict[str, Any]) -> None:
-    assert _planned(**changed) == "cutedsl_moe_apply_mxfp4"
+    rounded = "activation_dtype" in changed
+    ours = "cutedsl_moe_apply_mxfp4_fp8" if rounded else "cutedsl_moe_apply_mxfp4"
+    assert _planned(**changed) == ours
+    # With fp8 activations the portable kernel is quicker for few tokens.
+    assert _planned(solution=None, **changed) == ("triton_moe_apply_mxfp4" if rounded else ours)
+    assert _planned("sm_80", solution=None, **changed) == "triton_moe_apply_mxfp4"
     for platform in ("sm_80", "sm_100", "gfx950", "cpu"):
         assert _planned(platform, **changed) == ""
 

@@ -1,15 +1,15 @@
-"""`moe_apply` with mxfp4 weights on Hopper. Weights are in one layout, see `mxfp4_layout`, and two ways read it: `stream` where an
-expert has few pairs of tokens and slots, and memory decides the speed, and `grouped` where it has many.
+"""`moe_apply` with mxfp4 weights on Hopper. Weights are in one layout, see `mxfp4_layout`, and two programs read it: `stream` where
+an expert has few pairs of tokens and slots, and memory decides the speed, and `grouped` where it has many.
 
-Up to 256 tokens of GPT-OSS-120B, and from 8192 on, this kernel was quicker on an H200 than the portable one, and at 1024 slower
-(`benchmarks/h200_moe.json`). A plan holds for any number of tokens, so the portable kernel is preferred until that is so for all.
-Ask for this one by ``solution="cutedsl"``, or tune.
+A plan holds for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable one. On an
+H200 it is quicker up to 256 tokens of GPT-OSS-120B and at 8192, and a tenth slower at 1024 (`benchmarks/h200_moe.json`). With fp8
+activations few tokens are not streamed, so the portable kernel is preferred: ask for this one by ``solution="cutedsl"``, or tune.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -54,33 +54,37 @@ def _suits_number_of_pairs(request: Any, config: Mapping[str, Any]) -> str | Non
     return f"{pairs} pairs are more than a launch takes" if pairs > MAX_PAIRS else None
 
 
-@register_kernel(
-    "moe",
-    "moe_apply",
-    name=_NAME,
-    solution="cutedsl",
-    capability=CUTEDSL_HOPPER,
-    signatures={format_signature(x=dense_tensor_format(dtype), w13=mxfp4_format(), w2=mxfp4_format()) for dtype in DTYPES},
-    traits={
-        "weight_layout": LAYOUT,
-        "processed_weights": True,
-        "activation": "swiglu",
-        "num_experts": at_most(MAX_EXPERTS),
-        "top_k": at_most(MAX_TOP_K),
-        "hidden_size": at_most(max_k()),
-        "intermediate_size": at_most(max_k()),
-        "bias": any,
-        "w13_interleaved": any,
-        "swiglu_limit": any,
-        "swiglu_alpha_beta": any,
-        "fp8_activations": any,
-    },
-    priority=Priority.PORTABLE,  # below the portable kernel for mxfp4 weights, see the head of this file
-    tags={"determinism"},
-    weight_preprocessor=prepare_weights,
-    tunables={"grouped": [False, True]},
-    tunable_if=_suits_number_of_pairs,
-)
+def _registered(name: str, priority: int, **traits: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return register_kernel(
+        "moe",
+        "moe_apply",
+        name=name,
+        solution="cutedsl",
+        capability=CUTEDSL_HOPPER,
+        signatures={format_signature(x=dense_tensor_format(dtype), w13=mxfp4_format(), w2=mxfp4_format()) for dtype in DTYPES},
+        traits={
+            "weight_layout": LAYOUT,
+            "processed_weights": True,
+            "activation": "swiglu",
+            "num_experts": at_most(MAX_EXPERTS),
+            "top_k": at_most(MAX_TOP_K),
+            "hidden_size": at_most(max_k()),
+            "intermediate_size": at_most(max_k()),
+            "bias": any,
+            "w13_interleaved": any,
+            "swiglu_limit": any,
+            "swiglu_alpha_beta": any,
+            **traits,
+        },
+        priority=priority,
+        tags={"determinism"},
+        weight_preprocessor=prepare_weights,
+        tunables={"grouped": [False, True]},
+        tunable_if=_suits_number_of_pairs,
+    )
+
+
+@_registered(_NAME, Priority.SPECIALIZED)
 def moe_apply(
     x: Tensor,
     weights: MoEWeights,
@@ -104,3 +108,7 @@ def moe_apply(
         grouped = pairs > min(MAX_PAIRS, _FEW * plan.num_experts)
     launch = moe_apply_many if grouped else moe_apply_few
     return launch(x, weights, topk_weights, topk_ids, plan, out)
+
+
+# Below the portable kernel, see the head of this file.
+_registered(_NAME + "_fp8", Priority.PORTABLE, fp8_activations={True})(moe_apply)
