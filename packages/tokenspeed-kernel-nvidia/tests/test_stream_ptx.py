@@ -117,6 +117,4 @@ def test_a_pair_twice_and_ctas_that_come_late(texts: Any) -> None:
     layer = RandomLayer(CPU, 4, 4, 64, 32, **GPT_OSS)
     x, weights, _ = layer.tokens(3)
     ids = torch.tensor([[3, 3, 3, 3], [3, -1, 3, 0], [2, 3, 1, 0]], dtype=torch.int32)
-    got = [executed(texts, layer, (x, weights, ids), 2, 1, resident, seed=resident) for resident in (1, 2)]
-    compare(got[0], layer.wanted(x, weights, ids))
-    assert torch.equal(*got)
+    compare(executed(texts, layer, (x, weights, ids), 2, 1, resident=1), layer.wanted(x, weights, ids))
