@@ -35,10 +35,10 @@ def sample_top_k_top_p(
 
     The tokens of a row are ordered by descending logit, equal ones by ascending id. Those are kept whose probability is at least
     ``min_p`` times that of the first (Nguyen et al., 2024, arXiv:2407.01082), of these the first ``top_k`` (Fan et al., 2018,
-    arXiv:1805.04833), of those again the shortest prefix that holds at least ``top_p`` of their probability
-    (Holtzman et al., 2020, arXiv:1904.09751), and one of the rest is drawn by inverting its cumulative distribution at a
-    number that depends on the row's ``seed`` and ``offset`` only. The same row with the same seed and offset therefore gives
-    the same token in any batch, at any place in it, on any device and by any kernel.
+    arXiv:1805.04833), of those again the shortest prefix that holds at least ``top_p`` of their probability (Holtzman et al.,
+    2020, arXiv:1904.09751), and one of the rest is drawn by inverting its cumulative distribution at a number that depends on the
+    row's ``seed`` and ``offset`` only. The same row with the same seed and offset therefore gives the same token in any batch, at
+    any place in it, on any device and by any kernel.
 
     Exactly: token i weighs ``w[i] = round(2^40 * exp((logit[i] - max(logits)) / temperature))`` in the order above, in int64. So
     that it is the same number everywhere, ``w[i]`` is defined, to within 1 of that, by
@@ -51,8 +51,9 @@ def sample_top_k_top_p(
       with key ``seed`` and counter ``offset``, times 2^-24;
     * the result is the token at the first position i with ``S(i + 1) > floor(u * S(n))``; the product is float64.
 
-    A token whose weight is 0, or rounds to 0, less than 2^-41 of the most probable one's, is never drawn, nor is one of logit ``-inf``.
-    A row whose largest logit is not finite (NaN counts as the largest), and a row of temperature 0, gives what `argmax` gives.
+    A token whose weight is 0, as it is of one whose weight is less than 2^-41 of the most probable one's, is never drawn, nor
+    is one of logit ``-inf``. A row whose largest logit is not finite (NaN counts as the largest), and a row of temperature 0,
+    gives what `argmax` gives.
 
     One setting for all rows is spelled ``torch.full((rows,), 0.8)``. Values are checked where the tensors lie in host memory.
     Elsewhere a temperature that is negative or not finite is taken for 0, a negative top_k for 0, a top_p below 0 or NaN keeps one
@@ -143,9 +144,7 @@ def _(
 
 
 @sample_top_k_top_p.check_values(host=("temperature", "top_k", "top_p", "min_p"))
-def _(
-    check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> None:
+def _(check: Checker, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> None:
     if temperature is not None:
         _require_rows(check, (temperature >= 0) & temperature.isfinite(), "temperature", "finite and not negative", temperature)
     if top_k is not None:
@@ -294,8 +293,15 @@ def _(variation: Variation, logits: Tensor, min_p: Tensor | None) -> dict[str, T
 
 @sample_top_k_top_p.cost
 def _(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor, min_p: Tensor | None
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    min_p: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Cost:
     # An exponential counts as one operation; ordering and sums need at least one each.
     settings = nbytes(temperature, top_k, top_p, seed, offset, min_p)
-    return Cost(flops=5.0 * logits.numel(), bytes=nbytes(logits) + settings + 8 * logits.shape[0])
+    return Cost(flops=5.0 * logits.numel(), bytes=nbytes(logits) + settings + out_dtype.itemsize * logits.shape[0])

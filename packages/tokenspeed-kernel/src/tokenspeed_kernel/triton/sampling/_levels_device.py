@@ -22,7 +22,15 @@ from tokenspeed_kernel.triton.sampling._state_device import (
     SUMS,
     WEIGHT_MASK,
 )
-from tokenspeed_kernel.triton.sampling._weights_device import WEIGHTLESS, floor_of, limit_of, scale_of, target_of, token_weights, uniform
+from tokenspeed_kernel.triton.sampling._weights_device import (
+    WEIGHTLESS,
+    floor_of,
+    limit_of,
+    scale_of,
+    target_of,
+    token_weights,
+    uniform,
+)
 
 
 @triton.jit

@@ -146,31 +146,33 @@ def sample_top_k_top_p(
     out_dtype: torch.dtype = torch.int64,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`tokenspeed_kernel.sample_top_k_top_p`: seven launches, the last three of which have nothing to do for most rows."""
+    """`tokenspeed_kernel.sample_top_k_top_p`: six launches, the last four of which have nothing to do for most rows."""
     rows, vocab = logits.shape
     device = logits.device
     if out is None:
         out = torch.empty(rows, dtype=out_dtype, device=device)
     if rows == 0:
         return out
-    request = (*(x.contiguous() for x in (temperature, top_k, top_p, seed, offset)), dense(min_p))
-    temperature, top_k, min_p = request[0], request[1], request[-1]
+    temperature, top_k, top_p, seed, offset = (x.contiguous() for x in (temperature, top_k, top_p, seed, offset))
+    restriction = (temperature, top_k, top_p, seed, offset)
+    min_p = dense(min_p)
+    request = (*restriction, min_p)
     spans, tiles = spans_of(logits), for_architecture(_TILES, device)
-    cut_groups = groups_of(logits, tiles)
+    groups = groups_of(logits, tiles)
     row = (logits, *logits.stride(), vocab)
     cut = (rows * spans.count,)
-    maxima = torch.empty(rows, cut_groups.count, dtype=torch.int32, device=device)
+    maxima = torch.empty(rows, groups.count, dtype=torch.int32, device=device)
     state = torch.empty(rows, STATE, dtype=torch.int64, device=device)
     candidates = torch.empty(rows, tiles.capacity, dtype=torch.int64, device=device)
     # At least as many as groups, tokens and weights of `decide_kernel`.
-    room = max(vocab, cut_groups.count + 2 * tiles.tokens)
+    room = max(vocab, groups.count + 2 * tiles.tokens)
     listed = torch.empty(rows, room, dtype=torch.int64, device=device)
     # Fused multiply-add would round other than the definition of weights does.
     exact = {"enable_fp_fusion": False}
 
-    cut_groups_by = {"BLOCK": cut_groups.block, "BLOCKS": cut_groups.blocks, "RUN": cut_groups.run}
-    device_code.group_maxima_kernel[(rows * cut_groups.spans,)](
-        *row, maxima, cut_groups.spans, cut_groups.length, num_warps=tiles.group_warps, **cut_groups_by
+    grouping = {"BLOCK": groups.block, "BLOCKS": groups.blocks, "RUN": groups.run}
+    device_code.group_maxima_kernel[(rows * groups.spans,)](
+        *row, maxima, groups.spans, groups.length, num_warps=tiles.group_warps, **grouping
     )
     device_code.decide_kernel[(rows,)](
         *row,
@@ -182,13 +184,13 @@ def sample_top_k_top_p(
         out,
         out.stride(0),
         tiles.rank,
-        cut_groups.count,
-        cut_groups.length,
+        groups.count,
+        groups.length,
         LANES=tiles.lanes_decided,
         TOKENS=tiles.tokens,
         PAIRED=tiles.paired,
         num_warps=tiles.decide_warps,
-        **cut_groups_by,
+        **grouping,
         **exact,
     )
     device_code.candidates_kernel[cut](
@@ -236,7 +238,7 @@ def sample_top_k_top_p(
     )
     levels_device.collect_kernel[cut](
         *row,
-        *request[:-1],
+        *restriction,
         state,
         listed,
         room,
