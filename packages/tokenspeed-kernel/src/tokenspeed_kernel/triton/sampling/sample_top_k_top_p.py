@@ -44,9 +44,9 @@ class Tiles(NamedTuple):
         tokens: that `decide_kernel` compares pair by pair, at most; paired: of them at a time.
         rank: the group maximum that is the threshold where top-k gives none; the largest top-k that candidates can serve.
         capacity: candidates of a row, a power of two, well above rank: groups may hold several.
-        list_block, list_warps: of `candidates_kernel` and `collect_kernel`. 64 rows of 201088 float32 with top-k 40, on an H200:
-            79 us in all; 85 with blocks of 1024, 114 with 2048, 88 with 256.
-        list_stages: of `candidates_kernel`, to load ahead: 72 us in all rather than 76.
+        list_block, list_warps: of `candidates_kernel` and `collect_kernel`. When `candidates_kernel` served 64 rows of 201088
+            float32 with top-k 40, on an H200: 79 us in all; 85 with blocks of 1024, 114 with 2048, 88 with 256.
+        list_stages: of `candidates_kernel`, to load ahead: 72 us then rather than 76.
         lanes, unroll: of `sum_levels_kernel`: threads, and tokens that each has in flight.
         candidate_lanes, list_lanes: of `find_places_kernel` for candidates, of which there are few, and for longer lists.
         place_unroll: of `find_places_kernel`.
