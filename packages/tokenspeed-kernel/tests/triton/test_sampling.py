@@ -132,6 +132,34 @@ def test_every_distribution_gives_the_same_token_on_every_device(distribution: s
     assert sample_top_k_top_p(*there, override="reference_sample_top_k_top_p").tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_edges_of_what_is_compared_pair_by_pair(ties: bool) -> None:
+    """Ranks around half the tokens that are compared, and ties that go beyond them."""
+    edges = [1, 2, 255, 256, 257, 511, 512, 513, 1280, 1281, 4999, 5000, 5001]
+    rows = len(edges)
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(rows, 5000, generator=generator) * 2
+    if ties:
+        # Some hundred tokens have each of the larger logits.
+        logits = logits.round().clamp(max=4.0)
+    top_k = torch.tensor(edges, dtype=torch.int32)
+    seed, offset = torch.arange(rows), torch.arange(rows) * 7
+    for top_p in (1.0, 0.7):
+        request = [torch.ones(rows), top_k, torch.full((rows,), top_p), seed, offset]
+        expected = sample_top_k_top_p(logits, *request, override="reference_sample_top_k_top_p")
+        got = sample_top_k_top_p(*(x.to(DEVICE) for x in (logits, *request)), override="triton_sample_top_k_top_p")
+        assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("first", [0, 31, 32, 4095, 4999])
+def test_a_greedy_row_of_equal_logits_gives_the_first(first: int) -> None:
+    logits = torch.full((2, 5000), -1.0)
+    logits[:, first:] = 3.0
+    request = [x.to(DEVICE) for x in requests(2, 5000, torch.Generator().manual_seed(0))]
+    request[0] = torch.zeros(2, device=DEVICE)
+    assert sample_top_k_top_p(logits.to(DEVICE), *request, override="triton_sample_top_k_top_p").tolist() == [first, first]
+
+
 def test_settings_out_of_range_do_what_is_documented() -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
     logits = torch.randn(12, 3000, generator=generator, device=DEVICE)

@@ -44,8 +44,8 @@ def adjust_logits(
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0.
-        tokens: int32 ``[rows, listed]``, the tokens of each row, each at most once. Entries outside 0 to vocab - 1, as -1, list
-            nothing.
+        tokens: int32 ``[rows, listed]``, the tokens of each row, each at most once. An entry outside 0 to vocab - 1, such as -1,
+            lists nothing.
         counts: int32 ``[rows, listed]``: how often the row has generated each token; needed by penalties.
         logit_bias: float32 ``[rows, listed]``; 0 adds nothing.
         repetition_penalty: float32 ``[rows]``, more than 0; 1 changes nothing.

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.operator import operator
 
 
 @operator("sampling", "argmax", formats=("logits",), exact=True, varying=("rows",))
-def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
+def argmax(logits: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | None = None) -> Tensor:
     """The token with the largest logit in each row; of equal ones, the first.
 
     NaN counts as larger than any number, so a row that holds one gives the index of its first NaN. A row of ``-inf`` gives 0.
@@ -22,10 +22,11 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
 
     Args:
         logits: float16, bfloat16, float32 or float64 ``[rows, vocab]``, vocab > 0.
-        out: int64 ``[rows]``, receives the result.
+        out_dtype: int64 or int32.
+        out: ``out_dtype [rows]``, receives the result.
 
     Returns:
-        int64 ``[rows]``.
+        ``out_dtype [rows]``.
 
     Raises:
         TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
@@ -38,7 +39,7 @@ def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
 
     Safe in CUDA graphs. Every kernel gives exactly these indices.
     """
-    return torch.argmax(logits, dim=-1)
+    return torch.argmax(logits, dim=-1).to(out_dtype)
 
 
 @argmax.traits
@@ -47,14 +48,15 @@ def _(logits: Tensor) -> dict[str, object]:
 
 
 @argmax.check
-def _(check: Checker, logits: Tensor) -> None:
+def _(check: Checker, logits: Tensor, out_dtype: torch.dtype) -> None:
     check.tensor("logits", logits, "rows vocab", FLOATS)
     check.require(check["vocab"] > 0, "logits", "of shape [rows, vocab] with vocab > 0", str(list(logits.shape)))
+    check.one_of("out_dtype", out_dtype, (torch.int64, torch.int32))
 
 
 @argmax.fake
-def _(logits: Tensor) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+def _(logits: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=out_dtype)
 
 
 @recipe
@@ -84,6 +86,7 @@ def _() -> list[Case]:
         Case("one token, float32", _inputs(1, 1, torch.float32)),
         Case("gpt-oss-120b decode 4", _inputs(4, 201088)),
         Case("odd vocab 1001, float16", _inputs(7, 1001, torch.float16)),
+        Case("int32 tokens", lambda draw: {**_inputs(5, 3000)(draw), "out_dtype": torch.int32}),
         Case("a third of the row ties", _ties),
         Case("nan, inf, -inf and signed zeros", _odd_values),
         Case("no rows", _inputs(0, 100)),
@@ -96,5 +99,5 @@ def _() -> list[Case]:
 
 
 @argmax.cost
-def _(logits: Tensor) -> Cost:
-    return Cost(flops=1.0 * logits.numel(), bytes=nbytes(logits) + 8 * logits.shape[0])
+def _(logits: Tensor, out_dtype: torch.dtype) -> Cost:
+    return Cost(flops=1.0 * logits.numel(), bytes=nbytes(logits) + out_dtype.itemsize * logits.shape[0])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, dense
+from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -59,6 +60,7 @@ def adjust_logits(
             listed,
             blocks,
             BLOCK=_BLOCK,
+            INTERPRETED=abilities(logits.device).interpreted,
             # The definition rounds after every multiplication.
             enable_fp_fusion=False,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.quantization._encode_device import round_to
+
 
 @triton.jit
 def adjust_logits_kernel(
@@ -21,6 +23,7 @@ def adjust_logits_kernel(
     listed,
     blocks,
     BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Changes the logits of one block of a row's listed tokens. Biases, counts and penalties may be None."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -43,4 +46,4 @@ def adjust_logits_kernel(
             x = tl.where(count >= 0, x - penalty * count.to(tl.float64), x)
         if presence_penalty is not None:
             x = tl.where(count > 0, x - tl.load(presence_penalty + row).to(tl.float64), x)
-    tl.store(place, x.to(tl.float32).to(logits.dtype.element_ty), mask=within)
+    tl.store(place, round_to(x.to(tl.float32), logits.dtype.element_ty, INTERPRETED), mask=within)

@@ -30,11 +30,11 @@ _BLOCK = 512
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def argmax(logits: Tensor, out: Tensor | None = None) -> Tensor:
+def argmax(logits: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | None = None) -> Tensor:
     """`tokenspeed_kernel.argmax`: one launch for short rows, two for long ones."""
     rows, vocab = logits.shape
     if out is None:
-        out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        out = torch.empty(rows, dtype=out_dtype, device=logits.device)
     if rows == 0:
         return out
     spans = spans_of(logits)

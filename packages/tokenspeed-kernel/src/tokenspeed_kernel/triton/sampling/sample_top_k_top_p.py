@@ -44,9 +44,9 @@ class Tiles(NamedTuple):
         tokens: that `decide_kernel` compares pair by pair, at most; paired: of them at a time.
         rank: the group maximum that is the threshold where top-k gives none; the largest top-k that candidates can serve.
         capacity: candidates of a row, a power of two, well above rank: groups may hold several.
-        list_block, list_warps: of `candidates_kernel` and `collect_kernel`. 64 rows of 201088 float32 with top-k 40, on an H200:
-            79 us in all; 85 with blocks of 1024, 114 with 2048, 88 with 256.
-        list_stages: of `candidates_kernel`, to load ahead: 72 us in all rather than 76.
+        list_block, list_warps: of `candidates_kernel` and `collect_kernel`. When `candidates_kernel` served 64 rows of 201088
+            float32 with top-k 40, on an H200: 79 us in all; 85 with blocks of 1024, 114 with 2048, 88 with 256.
+        list_stages: of `candidates_kernel`, to load ahead: 72 us then rather than 76.
         lanes, unroll: of `sum_levels_kernel`: threads, and tokens that each has in flight.
         candidate_lanes, list_lanes: of `find_places_kernel` for candidates, of which there are few, and for longer lists.
         place_unroll: of `find_places_kernel`.
@@ -146,31 +146,33 @@ def sample_top_k_top_p(
     out_dtype: torch.dtype = torch.int64,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`tokenspeed_kernel.sample_top_k_top_p`: seven launches, the last three of which have nothing to do for most rows."""
+    """`tokenspeed_kernel.sample_top_k_top_p`: six launches, the last four of which have nothing to do for most rows."""
     rows, vocab = logits.shape
     device = logits.device
     if out is None:
         out = torch.empty(rows, dtype=out_dtype, device=device)
     if rows == 0:
         return out
-    temperature, top_k, min_p = temperature.contiguous(), top_k.contiguous(), dense(min_p)
-    request = (temperature, top_k, *(x.contiguous() for x in (top_p, seed, offset)), min_p)
+    temperature, top_k, top_p, seed, offset = (x.contiguous() for x in (temperature, top_k, top_p, seed, offset))
+    restriction = (temperature, top_k, top_p, seed, offset)
+    min_p = dense(min_p)
+    request = (*restriction, min_p)
     spans, tiles = spans_of(logits), for_architecture(_TILES, device)
-    cut_groups = groups_of(logits, tiles)
+    groups = groups_of(logits, tiles)
     row = (logits, *logits.stride(), vocab)
     cut = (rows * spans.count,)
-    maxima = torch.empty(rows, cut_groups.count, dtype=torch.int32, device=device)
+    maxima = torch.empty(rows, groups.count, dtype=torch.int32, device=device)
     state = torch.empty(rows, STATE, dtype=torch.int64, device=device)
     candidates = torch.empty(rows, tiles.capacity, dtype=torch.int64, device=device)
     # At least as many as groups, tokens and weights of `decide_kernel`.
-    room = max(vocab, cut_groups.count + 2 * tiles.tokens)
+    room = max(vocab, groups.count + 2 * tiles.tokens)
     listed = torch.empty(rows, room, dtype=torch.int64, device=device)
     # Fused multiply-add would round other than the definition of weights does.
     exact = {"enable_fp_fusion": False}
 
-    cut_groups_by = {"BLOCK": cut_groups.block, "BLOCKS": cut_groups.blocks, "RUN": cut_groups.run}
-    device_code.group_maxima_kernel[(rows * cut_groups.spans,)](
-        *row, maxima, cut_groups.spans, cut_groups.length, num_warps=tiles.group_warps, **cut_groups_by
+    grouping = {"BLOCK": groups.block, "BLOCKS": groups.blocks, "RUN": groups.run}
+    device_code.group_maxima_kernel[(rows * groups.spans,)](
+        *row, maxima, groups.spans, groups.length, num_warps=tiles.group_warps, **grouping
     )
     device_code.decide_kernel[(rows,)](
         *row,
@@ -182,13 +184,13 @@ def sample_top_k_top_p(
         out,
         out.stride(0),
         tiles.rank,
-        cut_groups.count,
-        cut_groups.length,
+        groups.count,
+        groups.length,
         LANES=tiles.lanes_decided,
         TOKENS=tiles.tokens,
         PAIRED=tiles.paired,
         num_warps=tiles.decide_warps,
-        **cut_groups_by,
+        **grouping,
         **exact,
     )
     device_code.candidates_kernel[cut](
@@ -236,7 +238,7 @@ def sample_top_k_top_p(
     )
     levels_device.collect_kernel[cut](
         *row,
-        *request[:-1],
+        *restriction,
         state,
         listed,
         room,
