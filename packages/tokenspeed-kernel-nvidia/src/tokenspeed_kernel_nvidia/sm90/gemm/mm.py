@@ -3,12 +3,12 @@
 Memory decides the speed: each weight is read once, for at most 16 rows of activations. Every multiprocessor has one CTA and equally
 many rows of the weights, to a row. Where weights have many rows, none is divided among CTAs, so that nothing is to be added up
 afterwards. Where they have few, as a router's, the CTAs of a cluster share some, each with a part, and have the same part of the
-activations to read; their sums are added in a fixed order. So the bits are the same in every run. On an H200 a cluster took 4.6
-microseconds for 16 rows and 128 columns of 2880, where single CTAs took 6.0; for one row 3.9 and 3.7.
+activations to read; their sums are added in a fixed order. So the bits are the same in every run. Where there are many activations,
+pairs of CTAs copy them for both: 16 rows of 2880 x 5120 took 10.2 microseconds on an H200, and 10.6 without pairs.
 
-Weights may be what the kernel before writes: nothing in a call says that they are not. So they are read when it has ended. With a
-ring of 100 KB, 2880 x 5120 weights of bfloat16 that were read before that took 8.8 microseconds instead of 9.1 behind a kernel that
-lets the next begin at once; and 14.5 instead of 11.4 if 192 KB for each CTA were brought to the L2 cache only, until then.
+Weights may be what the kernel before writes: nothing in a call says that they are not. So they are read when it has ended. Until
+then some are brought to the L2 cache, which is where everybody sees what is written; at a pace that leaves room for the loads of
+that kernel. Behind an rmsnorm of one row that took 1.0 microsecond, a row of 2880 x 5120 took 8.90 instead of 9.06.
 """
 
 from __future__ import annotations
