@@ -172,7 +172,7 @@ def _launch(op: Any, spec: Any, registry: Any, case: Any) -> None:
     import torch
 
     from tokenspeed_kernel.workbench.numerics.verify import refusal
-    from tokenspeed_kernel.workbench.worlds import as_rank_of
+    from tokenspeed_kernel_base.ops.comm.pretended import as_rank_of
 
     with as_rank_of(case.world_size):
         drawn = op.complete(case.make(_blank_draw()) if case.large else case.build("cpu"))

@@ -14,9 +14,9 @@ import torch
 
 from tokenspeed_kernel.workbench.numerics import Status, verify_case
 from tokenspeed_kernel.workbench.numerics.verify import default_device, refusal
-from tokenspeed_kernel.workbench.worlds import as_rank_of
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import Operator, get_operator, operators
+from tokenspeed_kernel_base.ops.comm.pretended import as_rank_of
 from tokenspeed_kernel_base.platform import current_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.spec import KernelSpec

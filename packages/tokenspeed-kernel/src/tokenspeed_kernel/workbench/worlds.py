@@ -18,8 +18,7 @@ import os
 import sys
 import time
 import traceback
-import unittest.mock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -28,11 +27,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-from tokenspeed_kernel_base.ops.comm.peers import PeerMemory
-
-# What `as_rank_of` pretends to have.
-_INVENTED_BYTES = 48 << 20
 # Before it is killed, a process that is to end has this long.
 _GRACE_S = 5.0
 # When one rank is wrong the others may wait for it for ever, or be about to say what is wrong with them.
@@ -79,21 +73,6 @@ def gap(world_size: int, device: torch.device) -> str | None:
     if device.type == "cuda" and torch.cuda.device_count() < world_size:
         return f"{world_size} processes need a GPU each, there are {torch.cuda.device_count()}"
     return None
-
-
-@contextlib.contextmanager
-def as_rank_of(world_size: int) -> Iterator[None]:
-    """Inside, cases are built in this process as by one rank of so many, with peer memory whose addresses are invented: to see what
-    kernels say of such calls, and to compile them. Nothing may be launched."""
-    if world_size == 1:
-        yield
-        return
-    peers = PeerMemory(1, world_size, torch.device("cpu"), _INVENTED_BYTES, _INVENTED_BYTES)
-    peers.found([(rank + 1) << 40 for rank in range(world_size)])
-    group = ProcessGroup(None, peers=peers)
-    group.rank, group.world_size, group.backend = 1, world_size, "nccl"
-    with unittest.mock.patch.object(ProcessGroup, "with_peer_memory", return_value=group):
-        yield
 
 
 def run_world(
