@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 import tokenspeed_kernel as tk
+from tokenspeed_kernel.triton.comm.all_reduce import one_shot_all_reduce
 from tokenspeed_kernel.workbench.numerics import CaseResult, verify_case
 from tokenspeed_kernel.workbench.worlds import run_world
-from tokenspeed_kernel_base.operator import Operator, get_operator, operators
+from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, ONE_SHOT_MOST, TWO_SHOT, UNIT, PeerMemory, one_shot_most
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -36,10 +37,14 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 @pytest.fixture(autouse=True)
-def _processes_find_this_module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _processes_find_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
-    if request.node.get_closest_marker("nvidia") is None:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a test starts interpret Triton. This one does not: it would remember that for other tests."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def comm_operators() -> list[Operator[Any, Any]]:
@@ -295,6 +300,7 @@ def compiled() -> float:
 # -- tests ------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_every_kernel_on_every_case_for_two() -> None:
     first, second = run_world(every_case, 2, (False,))
     for outcomes in (first, second):
@@ -305,11 +311,13 @@ def test_every_kernel_on_every_case_for_two() -> None:
     assert {name for name in first if "two_shot" in name} == first.keys() - passed
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_sums_of_peers(world_size: int) -> None:
     assert run_world(sums_of_peers, world_size) == [[]] * world_size
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_calls_that_differ() -> None:
     (*differing, late), others = run_world(calls_that_differ, 2)
     assert differing == others
@@ -319,6 +327,7 @@ def test_calls_that_differ() -> None:
     assert "rank 0 of 2 waited 1 s for all ranks to make this call for the first time" in late
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_experts_of_ranks() -> None:
     for differences in run_world(experts_of_ranks, 2):
         assert max(differences) < 1e-4
@@ -372,9 +381,10 @@ def test_a_process_that_is_alone_has_no_peers() -> None:
     assert group is ProcessGroup.of()
     assert (group.peers, group.peer_gap) == (None, "the group has one rank")
     with pytest.raises(ValueError, match=r"all_reduce: group must have peer memory .* the group has one rank"):
-        get_operator("all_reduce").function(torch.ones(4), group, override="triton_one_shot_all_reduce")
+        one_shot_all_reduce(torch.ones(4), group)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_ranks_out_of_step() -> None:
     assert run_world(ranks_out_of_step, 2, (5,)) == [[], []]
 
