@@ -160,6 +160,18 @@ def test_a_greedy_row_of_equal_logits_gives_the_first(first: int) -> None:
     assert sample_top_k_top_p(logits.to(DEVICE), *request, override="triton_sample_top_k_top_p").tolist() == [first, first]
 
 
+def test_greedy_rows_give_the_largest_although_others_of_its_group_come_close() -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(30, 5000, generator=generator)
+    best = torch.randint(1, 5000, (30,), generator=generator)
+    rows = torch.arange(30)
+    # The token before the best one is in its group, and far above the rest.
+    logits[rows, best - 1], logits[rows, best] = 9.0, 10.0
+    request = [x.to(DEVICE) for x in requests(30, 5000, generator)]
+    request[0] = torch.zeros(30, device=DEVICE)
+    assert sample_top_k_top_p(logits.to(DEVICE), *request, override="triton_sample_top_k_top_p").tolist() == best.tolist()
+
+
 def test_settings_out_of_range_do_what_is_documented() -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
     logits = torch.randn(12, 3000, generator=generator, device=DEVICE)

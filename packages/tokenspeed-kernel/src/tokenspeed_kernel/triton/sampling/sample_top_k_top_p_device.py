@@ -127,7 +127,9 @@ def decide_kernel(
         # Most rows that min-p restricts keep fewer.
         wanted = tl.where((floor > 0) & (wanted > TOKENS // 4), TOKENS // 4, wanted)
     wanted = tl.where(draws, wanted, 1)
+    # The search ends once few maxima reach the threshold; a greedy row's has to be the largest logit itself.
     threshold = _threshold(keys, lane < groups, wanted)
+    threshold = tl.where(draws, threshold, largest.to(tl.int64))
 
     decided = tl.where(draws, 0, 1)
     token = tl.full([], _NO_TOKEN, tl.int32)
