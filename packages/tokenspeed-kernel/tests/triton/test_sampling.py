@@ -133,8 +133,8 @@ def test_every_distribution_gives_the_same_token_on_every_device(distribution: s
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_the_edges_of_what_is_compared_pair_by_pair(ties: bool) -> None:
-    """Ranks around half the tokens that are compared, and ties that go beyond them."""
+def test_ranks_and_ties_around_the_sizes_of_blocks(ties: bool) -> None:
+    """Top-k at and beside powers of two and the vocabulary, with ties that go beyond the rank."""
     edges = [1, 2, 255, 256, 257, 511, 512, 513, 1280, 1281, 4999, 5000, 5001]
     rows = len(edges)
     generator = torch.Generator().manual_seed(2)

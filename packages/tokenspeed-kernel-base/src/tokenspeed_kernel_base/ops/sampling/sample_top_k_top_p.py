@@ -261,6 +261,10 @@ def _() -> list[Case]:
         ),
         Case("gpt-oss-120b decode 64, top-p 0.9", _inputs(64, 201088, 1.0, 0, 0.9), large=True),
         Case("gpt-oss-120b decode 64, top-p 0.9, bfloat16", _inputs(64, 201088, 1.0, 0, 0.9, torch.bfloat16), large=True),
+        *(
+            Case(f"gpt-oss-120b decode {m}, no limits, bfloat16", _inputs(m, 201088, 1.0, 0, 1.0, torch.bfloat16), large=True)
+            for m in (1, 16)
+        ),
         Case("gpt-oss-120b decode 64, flat", _inputs(64, 201088, 2.0, 0, 0.9), large=True),
         Case("gpt-oss-120b decode 64, min-p 0.05", _inputs(64, 201088, 1.0, min_p=0.05), large=True),
         Case("gpt-oss-120b decode 16, top-k 40, top-p 0.95", _inputs(16, 201088, 0.7, 40, 0.95), large=True),

@@ -11,12 +11,13 @@ THRESHOLD = tl.constexpr(1)  # sort key of the least candidate
 CANDIDATES = tl.constexpr(2)  # how many there are
 TOTAL = tl.constexpr(3)  # weight of all tokens, if top-k keeps all
 LEAST = tl.constexpr(4)  # sort key of the least logit above -inf
+FIRST = tl.constexpr(5)  # first token of the largest, if that is what the row gives
 PENDING = tl.constexpr(6)  # 1 if candidates did not decide
 LISTED = tl.constexpr(7)  # how many tokens `collect` listed
 LEVELS = tl.constexpr(16)
 LEVEL_BITS = tl.constexpr(4)
 SUMS = tl.constexpr(8)  # tokens down to the end of each level, then their weights: 2 * LEVELS numbers
-DECIDED = tl.constexpr(40)  # 1 if the row has its token
+FINER_SUMS = tl.constexpr(40)  # the same of finer levels
 STATE = tl.constexpr(_state.STATE)
 
 # Where count and weight are summed in one int64, the count stands above this many bits. A weight has 41, so that 2^10 fit below.
