@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.cases import Draw, recipe
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.variation import Variation, Want
 
 
 def own_values(draw: Draw, group: ProcessGroup, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -18,6 +20,21 @@ def own_values(draw: Draw, group: ProcessGroup, *shape: int, dtype: torch.dtype)
     return draw.normal(group.world_size, *shape, dtype=dtype)[group.rank].clone()
 
 
-def captured_values(draw: Draw, x: Tensor) -> dict[str, Any]:
-    """x of a captured call, if it is not drawn without being asked for: integers whose sums stay small."""
-    return {} if x.is_floating_point() else {"x": draw.integers(-100, 100, *x.shape, dtype=x.dtype)}
+@recipe
+def rank_inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, for_each_rank: bool = False) -> Callable[[Draw], dict[str, Any]]:
+    """x of a shape for each rank, and the group. ``for_each_rank``: x has so many rows for every rank."""
+
+    def make(draw: Draw) -> dict[str, Any]:
+        group = ProcessGroup.with_peer_memory()
+        rows, *rest = shape
+        return {"x": own_values(draw, group, rows * (group.world_size if for_each_rank else 1), *rest, dtype=dtype), "group": group}
+
+    return make
+
+
+def captured_inputs(variation: Variation, x: Tensor) -> dict[str, Any]:
+    """Inputs of a captured call, whose group is one of its own. Integers are drawn so that their sums stay small."""
+    if variation.want is not Want.CAPTURED:
+        return {}
+    values = {} if x.is_floating_point() else {"x": variation.draw.integers(-100, 100, *x.shape, dtype=x.dtype)}
+    return {"group": ProcessGroup.with_peer_memory(), **values}

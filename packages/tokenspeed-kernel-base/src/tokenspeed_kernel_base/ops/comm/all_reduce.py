@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, nbytes
 from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.comm._inputs import captured_values, own_values
+from tokenspeed_kernel_base.ops.comm._inputs import captured_inputs, rank_inputs
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-from tokenspeed_kernel_base.variation import Variation, Want
+from tokenspeed_kernel_base.variation import Variation
 
 
 @operator("comm", "all_reduce", formats=("x",), in_place={"out": ("x",)}, varying=("elements",))
@@ -73,34 +72,23 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@recipe
-def _inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
-    def make(draw: Draw) -> dict[str, Any]:
-        group = ProcessGroup.with_peer_memory()
-        return {"x": own_values(draw, group, *shape, dtype=dtype), "group": group}
-
-    return make
-
-
 @all_reduce.cases
 def _() -> list[Case]:
     return [
-        Case("one rank, float32", _inputs(5, 7, dtype=torch.float32)),
-        Case("one rank, int32", _inputs(9, dtype=torch.int32)),
-        Case("one rank, no elements", _inputs(0, 64)),
-        Case("2 ranks, bfloat16", _inputs(33, 65), world_size=2),
-        Case("2 ranks, float16, whole vectors", _inputs(3, 264, dtype=torch.float16), world_size=2),
-        Case("gpt-oss-120b decode 64, 2 ranks", _inputs(64, 2880), large=True, world_size=2),
-        Case("gpt-oss-120b prefill 4096, 2 ranks", _inputs(4096, 2880), large=True, world_size=2),
-        Case("llama-3-70b decode 64, 8 ranks", _inputs(64, 8192), large=True, world_size=8),
+        Case("one rank, float32", rank_inputs(5, 7, dtype=torch.float32)),
+        Case("one rank, int32", rank_inputs(9, dtype=torch.int32)),
+        Case("one rank, no elements", rank_inputs(0, 64)),
+        Case("2 ranks, bfloat16", rank_inputs(33, 65), world_size=2),
+        Case("2 ranks, float16, whole vectors", rank_inputs(3, 264, dtype=torch.float16), world_size=2),
+        Case("gpt-oss-120b decode 64, 2 ranks", rank_inputs(64, 2880), large=True, world_size=2),
+        Case("gpt-oss-120b prefill 4096, 2 ranks", rank_inputs(4096, 2880), large=True, world_size=2),
+        Case("llama-3-70b decode 64, 8 ranks", rank_inputs(64, 8192), large=True, world_size=8),
     ]
 
 
 @all_reduce.vary
 def _(variation: Variation, x: Tensor) -> dict[str, Any]:
-    if variation.want is not Want.CAPTURED:
-        return {}
-    return {"group": ProcessGroup.with_peer_memory(), **captured_values(variation.draw, x)}
+    return captured_inputs(variation, x)
 
 
 @all_reduce.cost

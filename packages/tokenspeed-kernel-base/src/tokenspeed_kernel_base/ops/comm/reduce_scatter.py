@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.cases import Case, Cost, nbytes
 from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.comm._inputs import captured_values, own_values
+from tokenspeed_kernel_base.ops.comm._inputs import captured_inputs, rank_inputs
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-from tokenspeed_kernel_base.variation import Variation, Want
+from tokenspeed_kernel_base.variation import Variation
 
 # Newer releases of PyTorch call it by another name, and warn of the old one.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -80,33 +79,22 @@ def _(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.new_empty(x.shape[0] // group.world_size, *x.shape[1:])
 
 
-@recipe
-def _inputs(rows: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[Draw], dict[str, Any]]:
-    def make(draw: Draw) -> dict[str, Any]:
-        group = ProcessGroup.with_peer_memory()
-        return {"x": own_values(draw, group, group.world_size * rows, *shape, dtype=dtype), "group": group}
-
-    return make
-
-
 @reduce_scatter.cases
 def _() -> list[Case]:
     return [
-        Case("one rank, float32", _inputs(5, 7, dtype=torch.float32)),
-        Case("one rank, int32, one axis", _inputs(9, dtype=torch.int32)),
-        Case("one rank, no rows", _inputs(0, 64)),
-        Case("2 ranks, bfloat16", _inputs(33, 65), world_size=2),
-        Case("2 ranks, float16, whole vectors", _inputs(3, 2056, dtype=torch.float16), world_size=2),
-        Case("gpt-oss-120b prefill 4096, 2 ranks", _inputs(2048, 2880), large=True, world_size=2),
-        Case("gpt-oss-120b prefill 4096, 4 ranks", _inputs(1024, 2880), large=True, world_size=4),
+        Case("one rank, float32", rank_inputs(5, 7, dtype=torch.float32, for_each_rank=True)),
+        Case("one rank, int32, one axis", rank_inputs(9, dtype=torch.int32, for_each_rank=True)),
+        Case("one rank, no rows", rank_inputs(0, 64, for_each_rank=True)),
+        Case("2 ranks, bfloat16", rank_inputs(33, 65, for_each_rank=True), world_size=2),
+        Case("2 ranks, float16, whole vectors", rank_inputs(3, 2056, dtype=torch.float16, for_each_rank=True), world_size=2),
+        Case("gpt-oss-120b prefill 4096, 2 ranks", rank_inputs(2048, 2880, for_each_rank=True), large=True, world_size=2),
+        Case("gpt-oss-120b prefill 4096, 4 ranks", rank_inputs(1024, 2880, for_each_rank=True), large=True, world_size=4),
     ]
 
 
 @reduce_scatter.vary
 def _(variation: Variation, x: Tensor) -> dict[str, Any]:
-    if variation.want is not Want.CAPTURED:
-        return {}
-    return {"group": ProcessGroup.with_peer_memory(), **captured_values(variation.draw, x)}
+    return captured_inputs(variation, x)
 
 
 @reduce_scatter.cost
