@@ -206,13 +206,17 @@ def _() -> list[Case]:
 
 
 @adjust_logits.vary
-def _(variation: Variation, logits: Tensor, tokens: Tensor, counts: Tensor | None) -> dict[str, Tensor]:
-    if variation.want is Want.UNUSED or not tokens.numel():
+def _(
+    variation: Variation, logits: Tensor, tokens: Tensor, counts: Tensor | None, repetition_penalty: Tensor | None
+) -> dict[str, Tensor]:
+    if variation.want is Want.UNUSED:
         return {}
     draw, (rows, listed) = variation.draw, tokens.shape
     values = {"tokens": _tokens(draw, rows, listed, logits.shape[1])}
     if counts is not None:
         values["counts"] = draw.integers(-1, 20, rows, listed).int()
+    if repetition_penalty is not None and variation.want is Want.CAPTURED:
+        values["repetition_penalty"] = draw.uniform(rows, low=0.5, high=2.0)
     return values
 
 
