@@ -20,7 +20,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
 
 @operator("comm", "moe_combine", formats=("x",), varying=("tokens",))
 def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
-    """The sum, for each of this rank's tokens, of what the ranks that `moe_dispatch` sent it to made of it.
+    """Sends the experts' results back, and adds for each token of this rank those of all ranks that `moe_dispatch` sent it to.
 
     Every rank of the group must call this in the same order, with tensors of the same shapes and dtypes. On gloo, and with peer
     memory, that is made sure of at the first call of each kind, within ``group.time_limit_s``. Ranks are added in their order, in

@@ -5,14 +5,15 @@ not asked for. On CPUs it is a file that the processes of a machine map, so that
 
 There are two protocols, which kernels implement:
 
-*One shot*: every rank sends all it has to every other one. *Two shots*: rows belong to ranks; each is sent to its owner, who sends
-what becomes of it to all.
+*One shot*: every rank sends all of its data to every other rank. *Two shots*: each row has a rank that owns it. The others send
+their part of the row to the owner, and the owner sends the result to all.
 
-Both tell that data has arrived by its value: memory that waits holds `SENTINEL` in each 32-bit word, no such word is ever sent, and
-who reads a word puts the sentinel back. The memory is there twice, and calls use the two in turns: a rank that sends for the next
-but one call has received something of every rank's next call, and so every rank is done with this one. Each unit of `UNIT` bytes
-counts its uses by itself, on the device, so that graphs may be replayed in any order, and calls may be of any sizes. All this
-rests on every rank making the same calls in the same order, on one stream, or on streams that wait for one another.
+In both, a rank recognises by its value that data has arrived: memory that waits for data holds `SENTINEL` in each 32-bit word, no
+rank ever sends that word, and the reader puts it back. Each rank has this memory twice, and calls use the two halves in turns. A
+rank uses a half again two calls later. Between the two it has received data of the next call from every rank, and a rank sends that
+only after it has read the data of this call, so the half is free. Each unit of `UNIT` bytes counts its uses, on the device, so that
+graphs may be replayed in any order and calls may be of any sizes. All ranks must make the same calls in the same order, on one
+stream or on streams that wait for one another.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ SENTINEL = -2147450880
 """0x80008000, two negative zeros of 16 bits, as int32."""
 
 UNIT = 512
-"""Bytes of memory that count their uses together."""
+"""Bytes of memory that share a count of uses."""
 
 VECTOR = 16
 """Bytes that are sent at once."""
 
 CHUNK = 4096
-"""Bytes of a row of a message that has no rows of its own."""
+"""Bytes of the rows that a message without rows of its own is cut into."""
 
 ONE_SHOT, TWO_SHOT = "one_shot", "two_shot"
 
@@ -57,16 +58,17 @@ class PeerMemory:
     """This rank's memory, and the addresses of all ranks'.
 
     Attributes:
-        rank, world_size: of the group.
-        device: where it is.
-        one_shot_bytes: the largest message of one shot, whose rows are rounded up to `UNIT`.
-        two_shot_bytes: the largest message of two shots.
-        share_bytes: what belongs to one owner of that.
-        one_shot: the addresses that a message of one shot goes to, by rank, beginning with the rank behind this one.
-        one_shot_source: where messages of one shot arrive: rank r's ``r * one_shot_bytes`` behind it.
-        two_shot, two_shot_source: the same for the first shot of two: rank r's ``r * share_bytes`` behind it.
-        sums, sums_source: the same for the second shot, which each row has one sender of.
-        one_shot_uses, two_shot_uses, sums_uses: int32, how often each unit was used; of the first shot of two, owner after owner.
+        rank, world_size: this process's rank in the group, and the number of ranks.
+        device: the device that the memory belongs to.
+        one_shot_bytes: the size of the largest message for one shot, whose rows are rounded up to `UNIT`.
+        two_shot_bytes: the size of the largest message for two shots.
+        share_bytes: the part of that which one rank owns.
+        one_shot: the addresses that this rank sends a message of one shot to. The first belongs to the next rank, and so on.
+        one_shot_source: the address at which messages of one shot arrive. Those of rank r arrive ``r * one_shot_bytes`` behind it.
+        two_shot, two_shot_source: the same for the first of two shots. Those of rank r arrive ``r * share_bytes`` behind it.
+        sums, sums_source: the same for the second of two shots, in which only the owner sends a row.
+        one_shot_uses, two_shot_uses, sums_uses: int32, how often each unit was used. In two_shot_uses the units of one owner follow
+            those of another.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device, one_shot_bytes: int, two_shot_bytes: int) -> None:
@@ -97,7 +99,7 @@ class PeerMemory:
         self.sums_source = own + self._sums_start
 
     def protocol(self, nbytes: int, row_bytes: int) -> str:
-        """How a message of rows is sent, `ONE_SHOT` or `TWO_SHOT`; where it cannot be, why not. All ranks say the same."""
+        """Returns how a message of rows is sent, `ONE_SHOT` or `TWO_SHOT`, or why it cannot be sent. All ranks get the same."""
         best = ONE_SHOT if nbytes <= one_shot_most(self.world_size) else TWO_SHOT
         for protocol in (best, ONE_SHOT, TWO_SHOT):
             if self.gap(protocol, nbytes, row_bytes) is None:
@@ -105,7 +107,7 @@ class PeerMemory:
         return f"none: {self.gap(best, nbytes, row_bytes)}"
 
     def gap(self, protocol: str, nbytes: int, row_bytes: int) -> str | None:
-        """Why a message of rows cannot be sent by a protocol; None where it can."""
+        """Returns why a protocol cannot send a message of rows, or None if it can."""
         for size in (row_bytes, nbytes):
             if size % VECTOR:
                 return f"{size} bytes are no multiple of {VECTOR}"
@@ -148,7 +150,7 @@ def connect(
 
 
 def _first_gap(control: dist.ProcessGroup, gap: str | None) -> str | None:
-    """What the first rank that misses something misses; None if no rank does."""
+    """Returns the gap of the first rank that has one, or None. All ranks get the same."""
     gaps: list[str | None] = [None] * dist.get_world_size(control)
     dist.all_gather_object(gaps, gap, control)
     return next((f"rank {rank}: {said}" for rank, said in enumerate(gaps) if said is not None), None)

@@ -5,8 +5,8 @@ of the ranks, so that every rank gets the same bits.
 
 *One shot*: every rank sends every row to every other rank, and each adds them all. One trip.
 *Two shots*: row r belongs to rank r mod world size. The others send it to its owner, who adds them and sends the sum to all. Two
-trips, and 2 / world size of the bytes. Every rank normalises all sums itself: sending normalised rows, too, would take as long
-again.
+trips, and 2 / world size of the bytes. Every rank normalises all sums itself, because sending normalised rows as well would take as
+long again.
 
 Memory that waits for vectors is there twice, for calls in turns. Each unit of 512 bytes of it has a generation, which says how
 often it was used, and so whose turn it is; see `tokenspeed_kernel_base.ops.comm.peers`.

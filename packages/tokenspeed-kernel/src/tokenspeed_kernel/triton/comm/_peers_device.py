@@ -138,20 +138,20 @@ def poll(address, active, limit, PACK: tl.constexpr):
 
 @triton.jit
 def clear(address, active):
-    """Puts the sentinel back. Only after a barrier: another thread may still wait for a vector that it would wipe out."""
+    """Puts the sentinel back. A barrier must come before, because another thread may still wait for the vector."""
     push(address, tl.full((address.shape[0], 4), SENTINEL, tl.int32), active)
 
 
 @triton.jit
 def sendable(words, dtype: tl.constexpr):
-    """Words without the sentinel: two negative zeros become positive ones; of float32, a value changes by less than 2e-45."""
+    """Replaces the sentinel: two negative zeros become positive ones, and a float32 changes by less than 2e-45."""
     replacement: tl.constexpr = SENTINEL + 1 if dtype == tl.float32 else 0
     return tl.where(words == SENTINEL, replacement, words)
 
 
 @triton.jit
 def unpack(words, dtype: tl.constexpr):
-    """The elements of words as float32: first and second ones of a pair; for float32 the second ones are zeros."""
+    """Returns the elements of words as float32, first and second ones of pairs. For float32 the second ones are zeros."""
     if dtype == tl.float32:
         first = words.to(tl.float32, bitcast=True)
         second = tl.zeros_like(first)

@@ -1,4 +1,4 @@
-"""The launches of operators that send rows between peers, each to the ranks that want it."""
+"""Launches of the operators that send rows between peers: each row goes only to the ranks that need it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNTRIED = "it was interpreted and compiled, but not run on a GPU yet"
 
 
 def gather(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
-    """Launches `all_gather`: contiguous tensors, of which x has elements."""
+    """Launches `all_gather`. Tensors are contiguous, and x is not empty."""
     nbytes = x.numel() * x.element_size()
     peers = checked_peers("all_gather", ONE_SHOT, group, nbytes, CHUNK)
     group.check_agreement("all_gather", x=x, by=ONE_SHOT)
@@ -27,7 +27,7 @@ def gather(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
 
 
 def scatter_sum(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
-    """Launches `reduce_scatter`: contiguous tensors, of which x has elements."""
+    """Launches `reduce_scatter`. Tensors are contiguous, and x is not empty."""
     nbytes = out.numel() * out.element_size()
     peers = checked_peers("reduce_scatter", ONE_SHOT, group, nbytes, CHUNK)
     group.check_agreement("reduce_scatter", x=x, by=ONE_SHOT)
@@ -53,7 +53,7 @@ def dispatch(
     ids_out: Tensor,
     row_bytes: int,
 ) -> None:
-    """Launches `moe_dispatch`: contiguous tensors, and at least one token; ``row_bytes``: header and token."""
+    """Launches `moe_dispatch`. Tensors are contiguous, and there is a token. ``row_bytes`` counts header and token."""
     (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
     peers = checked_peers("moe_dispatch", ONE_SHOT, group, tokens * row_bytes, row_bytes)
     group.check_agreement("moe_dispatch", x=x, topk_ids=topk_ids, num_experts=num_experts, by=ONE_SHOT)
@@ -79,7 +79,7 @@ def dispatch(
 
 
 def combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor) -> None:
-    """Launches `moe_combine`: contiguous tensors, and at least one token."""
+    """Launches `moe_combine`. Tensors are contiguous, and there is a token."""
     (tokens, hidden), top_k = out.shape, ids.shape[1]
     vectors, config = hidden * x.element_size() // VECTOR, config_for(tokens, x.device)
     row_bytes = (1 + vectors) * VECTOR

@@ -1,8 +1,8 @@
-"""Device code of operators that send rows between peers, each to the ranks that want it, in one shot.
+"""Device code of the operators that send rows between peers, in one shot: each row goes only to the ranks that need it.
 
-As in the all-reduces, one program works on a row at a time: it sends what the others want of it, then waits for what they send of
-theirs. Rows that only some ranks want come behind a header, which every rank gets: it says whether a row follows, and it tells the
-receiver that the sender is done with the call before.
+As in the all-reduces, one program works on a row at a time: it sends the row to the ranks that need it, and then waits for their
+rows. Where only some ranks need a row, every rank gets a header, which says whether the row follows. The header also tells the
+receiver that the sender has finished the call before.
 """
 
 from __future__ import annotations
