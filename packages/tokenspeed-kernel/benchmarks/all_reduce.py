@@ -36,7 +36,7 @@ from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 
 ROWS = (1, 16, 64, 256, 1024, 8192)
 EPS = 1e-5
-# Of a graph; fewer of one whose calls move as many bytes.
+# How often a graph is replayed, and how often if its calls move at least _LARGE bytes.
 _REPLAYS, _LARGE_REPLAYS, _LARGE = 50, 10, 1 << 24
 
 Call = Callable[[], tuple[Tensor, Tensor | None]]

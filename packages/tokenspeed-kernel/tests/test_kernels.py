@@ -45,7 +45,7 @@ def _runs() -> Iterator[Any]:
             runs_here = spec.capability.gap(PLATFORM) is None
             for case in cases if runs_here else cases[:1]:
                 arguments = drawn[case.name]
-                # What a kernel says of a call of several processes is seen by these.
+                # Only the processes of a case for several can tell whether a kernel refuses it.
                 unknown = arguments is None or case.world_size > 1
                 if not runs_here or unknown or refusal(op, spec, arguments) is None:
                     yield pytest.param(spec, case, marks=_marks(spec), id=f"{spec.name}-{case.name}")

@@ -120,7 +120,7 @@ def draw(name: str, parameter: Any) -> str:
     return "matrix"
 
 
-# Of an expert: rows and columns in bytes, or the length of a bias.
+# The sizes of an expert's tensors: rows and bytes of a row, or the length of a bias.
 EXPERT_SIZES: dict[str, tuple[int, int | None]] = {
     "w13_weight": (2 * INTERMEDIATE, HIDDEN // 2),
     "w13_weight_scale": (2 * INTERMEDIATE, HIDDEN // 32),

@@ -289,7 +289,7 @@ class Engine:
         """Milliseconds a token: two runs of the same prompts, the difference of their medians over the tokens between them."""
         for batch in self.a.batches:
             prompts = self.prompts(batch, self.a.prompt)
-            # What this batch is the first to need is compiled here.
+            # Kernels that this batch is the first to need are compiled here, before anything is timed.
             for tokens in (self.a.short, self.a.decode, self.a.short):
                 self.generate(prompts, tokens)
             short, long = [], []

@@ -180,7 +180,7 @@ def test_weights_that_were_arranged_are_not_kept_twice(one_process: Any, monkeyp
 
 
 def test_experts_are_called_before_the_first_request(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In all sizes below the largest batch, which vLLM tries itself; the experts of other ranks are skipped there, too."""
+    """The layer is called in all sizes below the largest batch, which vLLM tries itself. Experts of other ranks are skipped."""
     layer, tensors = make_layer(96), checkpoint(96)
     load(layer, tensors)
     method, sizes = layer.routed_experts.quant_method, []

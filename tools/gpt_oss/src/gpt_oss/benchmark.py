@@ -402,7 +402,7 @@ class _Measuring:
         engine.decoder.forward(batch)
 
     def _families(self, forward: Callable[[], object], name: str) -> list[dict[str, Any]]:
-        """What the families of operators take of a pass."""
+        """Times the kernels of a pass, keeps them for the report, and returns a row for each family of operators."""
         parts = break_down(forward, name, torch.device(self.device), self.roofline)
         # Variants stand side by side in a report as solutions do.
         suffix = "" if self.name == "optimised" else f" ({self.name})"

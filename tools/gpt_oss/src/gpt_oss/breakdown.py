@@ -40,7 +40,7 @@ class Part:
 
     @property
     def total_us(self) -> float:
-        """Of all calls; 0 if they were not timed."""
+        """The time of all calls in microseconds; 0 if they were not timed."""
         return 0.0 if self.row.timing is None else self.row.timing.median_us * self.calls
 
 
@@ -79,7 +79,7 @@ class _Recorded:
             return Part(family, row, count, None)
         average = replace(self.costs[0], flops=flops, bytes=moved)
         row = replace(row, share=share_of(average, timing.median_us, self.operands, roofline))
-        # The share of what would take a microsecond is the number of microseconds that the device needs.
+        # The part of the roofline that a call of one microsecond would reach is the microseconds that the device needs for it.
         return Part(family, row, count, sum(share_of(cost, 1.0, self.operands, roofline).part for cost in self.costs))
 
 

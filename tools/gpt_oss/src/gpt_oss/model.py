@@ -192,7 +192,7 @@ class GptOss:
 
     @contextlib.contextmanager
     def _reading(self, source: TensorSource, console: Console | None) -> Iterator[None]:
-        """Inside, tensors can be read, and the console shows how far that is."""
+        """While it is open, tensors can be read, and the console shows how many bytes have been."""
         names, sizes = reading_order(self.config), bytes_of(source)
         columns = (TextColumn("loading the weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
         ahead = isinstance(source, Checkpoint) and self.device.type != "cpu"

@@ -35,7 +35,7 @@ class ReadAhead:
         self._source, self._most = source, most_bytes
         self._sizes = bytes_of(source)
         self._changed = threading.Condition()
-        # All of this is guarded by the condition. A name is in ``_pending`` until the thread or a caller begins to read it.
+        # The condition guards the fields below. A name is in ``_pending`` until the thread or a caller begins to read it.
         self._pending = dict.fromkeys(names)
         self._reading: str | None = None
         self._ready: dict[str, Tensor | BaseException] = {}

@@ -21,7 +21,7 @@ ALONE = "none"
 # The largest message by default, by backend: 8192 rows of 2880 in bfloat16, whose last units are not full; on CPUs, where kernels
 # are only interpreted, less.
 _PEER_BYTES = {"nccl": 48 << 20, "gloo": 1 << 20}
-# What can be sent to each rank in one shot at least, by operators that know no other way.
+# Some operators have no protocol but one shot: they can send each rank at least so many bytes.
 _LEAST_BYTES = 4 << 20
 
 
@@ -65,7 +65,7 @@ class ProcessGroup(Resource):
         sizes = (self.peers.one_shot_bytes, self.peers.two_shot_bytes) if self.peers is not None else ()
         self.key = self.world_size, self.backend, self.peer_gap, *sizes
         self.device = torch.device("cuda") if self.backend == "nccl" else None
-        # Over which ranks tell one another what they call.
+        # The group over which ranks compare what they call.
         self._control = weakref.ref(control) if control is not None else self._group if self.backend == "gloo" else None
         self._agreed: set[Hashable] = set()
 

@@ -77,7 +77,7 @@ class PeerMemory:
         self.one_shot_bytes = -(-one_shot_bytes // UNIT) * UNIT
         self.share_bytes = -(-two_shot_bytes // (UNIT * world_size)) * UNIT
         self.two_shot_bytes = self.share_bytes * world_size
-        # Each is there twice.
+        # The factors of two are for the two halves that calls use in turns.
         self._two_shot_start = 2 * world_size * self.one_shot_bytes
         self._sums_start = self._two_shot_start + 2 * self.two_shot_bytes
         self.nbytes = self._sums_start + 2 * self.two_shot_bytes

@@ -1,4 +1,4 @@
-"""A share of the sum over the processes of a group, for each of them."""
+"""The sum over the processes of a group, of which each process gets a share."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def _weight(draw: Draw, plan: MoEPlan, rows: int, columns: int) -> tuple[Tensor,
 
 
 def _input_scale(draw: Draw, plan: MoEPlan) -> Tensor | None:
-    """A scale of inputs for a plan that wants some: the largest magnitude that it allows is about 4."""
+    """A static scale of inputs, if the plan wants one. It saturates magnitudes above about 4."""
     return draw.uniform(1, low=0.008, high=0.012) if plan.activation_dtype == "fp8_static" else None
 
 

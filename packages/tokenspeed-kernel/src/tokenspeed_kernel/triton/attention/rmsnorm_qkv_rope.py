@@ -28,7 +28,7 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 MOST_TOKENS = 2
-# So many elements of a token lie in the registers of a program, beside the weights that they are multiplied with.
+# A program keeps at most so many elements of a token in registers, beside the weights that it multiplies them with.
 MOST_HIDDEN = 8192
 # Heads that are turned as a whole; one kernel is declared for each, because traits are constrained one by one.
 HEAD_DIMS = (32, 64, 128)

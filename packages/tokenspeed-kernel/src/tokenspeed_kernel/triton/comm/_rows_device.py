@@ -114,7 +114,7 @@ def reduce_scatter_kernel(
 
 @triton.jit
 def _where(condition, mask):
-    """A mask, if a condition that holds for all of it does."""
+    """Returns the mask if the condition is true, else one that is false everywhere."""
     return mask & (mask.to(tl.int32) * 0 + condition.to(tl.int32) != 0)
 
 

@@ -1,4 +1,4 @@
-"""The experts' results to the ranks of their tokens, over peer memory: one launch, no library between processes."""
+"""`moe_combine` over peer memory: one launch sends the experts' results back and adds them up."""
 
 from __future__ import annotations
 

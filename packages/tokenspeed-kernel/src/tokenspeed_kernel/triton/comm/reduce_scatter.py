@@ -1,4 +1,4 @@
-"""A share of the sum over the ranks of a group, over peer memory: one launch, no library between processes."""
+"""`reduce_scatter` over peer memory: one launch, in which each rank gets its share of the sum over all ranks."""
 
 from __future__ import annotations
 
