@@ -93,7 +93,7 @@ class GptOssExperts(FusedMoEMethodBase):
 
     @torch.inference_mode()
     def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
-        """Calls the layer once for each of `sizes_up_to` ``tokens``, so that its kernels are compiled. Experts take turns."""
+        """Calls the layer with each of `sizes_up_to` but the last, which vLLM tries itself, so that its kernels are compiled."""
         experts = torch.arange(self.moe.num_experts, device=device)
         for size in sizes_up_to(tokens):
             if size < tokens:
