@@ -140,9 +140,9 @@ class Product:
     adds: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Cta:
-    """A CTA while it runs."""
+    """A CTA while it runs, in a cluster of its own unless `run_together` says otherwise."""
 
     program: Program
     arguments: dict[str, Any]
@@ -157,6 +157,9 @@ class Cta:
 
     peers: list[Cta] = field(default_factory=list)  # the cluster's, this one among them
     arrived: set[Any] = field(default_factory=set)  # warps at the cluster's barrier, which is used once; the first CTA's counts
+
+    def __post_init__(self) -> None:
+        self.peers = self.peers or [self]
 
     def take(self, address: int, value: Lanes, barrier: int) -> None:
         """A number of 32 bits arrives from another CTA."""
