@@ -108,8 +108,8 @@ class ProcessGroup(Resource):
         Args:
             group: as for `of`.
             one_shot_bytes: the largest message that every rank sends to all others. It takes ``2 * world_size`` times as much
-            memory. two_shot_bytes: the largest message that is sent through owners of rows. It takes four times as much memory. By
-            default
+                memory.
+            two_shot_bytes: the largest message that is sent through owners of rows. It takes four times as much memory. By default
                 there is memory for 48 MiB in all, on CPUs for 1 MiB.
 
         Raises:
