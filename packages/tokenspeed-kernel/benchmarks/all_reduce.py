@@ -12,11 +12,10 @@ operations are left out: NVLink multicast is not there in every machine or conta
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 import functools
 import itertools
 import json
-import platform
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tokenspeed_kernel as tk
+from tokenspeed_kernel.workbench.benchmark import collect_metadata
 from tokenspeed_kernel.workbench.worlds import WorldError, gap, run_world
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import CHUNK, UNIT
@@ -55,11 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     report = {
-        "command": _command(options),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine(),
+        "metadata": dataclasses.asdict(collect_metadata(_command(options), options.device)),
         "ranks": options.ranks,
-        "torch": torch.__version__,
-        "triton": _version("triton"),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if options.device == "cuda" else "",
         "hidden": options.hidden,
         "dtype": options.dtype,
@@ -91,14 +88,6 @@ def _command(options: argparse.Namespace) -> str:
     said["rows"] = ",".join(map(str, options.rows))
     settings = " ".join(f"--{name} {value}" for name, value in said.items())
     return f"python packages/tokenspeed-kernel/benchmarks/all_reduce.py {settings}"
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    with contextlib.suppress(PackageNotFoundError):
-        return version(package)
-    return ""
 
 
 def table(report: dict[str, Any]) -> str:

@@ -165,7 +165,7 @@ def expected(layer: Any, batch: Batch, window: int | None) -> Tensor:
 
 
 def check(got: Tensor, wanted: Tensor, error: float = 0.01) -> None:
-    """That each row is within some roundings of bfloat16 of what it should be."""
+    """Asserts that each row differs from the wanted one by no more than some roundings of bfloat16."""
     got = got.float()
     assert got.isfinite().all()
     assert ((got - wanted).norm(dim=-1) <= error * wanted.norm(dim=-1) + 1e-5).all(), (got - wanted).abs().max()

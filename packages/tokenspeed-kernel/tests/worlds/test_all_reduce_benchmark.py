@@ -31,8 +31,8 @@ def test_it_measures_on_a_cpu(benchmark: Any, tmp_path: Path, capsys: pytest.Cap
     path = tmp_path / "report.json"
     assert benchmark.main(["--device", "cpu", "--rows", "1,3", "--hidden", "24", "--dtype", "float32", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
-    assert "--rows 1,3 --hidden 24 --dtype float32" in report["command"]
-    assert str(tmp_path) not in report["command"]
+    assert "--rows 1,3 --hidden 24 --dtype float32" in report["metadata"]["command"]
+    assert str(tmp_path) not in report["metadata"]["command"]
     measured = {(row["operator"], row["contestant"]) for row in report["rows"] if row["us"]}
     wanted = {("all_reduce", "gloo"), ("all_reduce", "chosen"), ("all_reduce_rmsnorm", "gloo, rmsnorm")}
     assert wanted | {("all_reduce_rmsnorm", "chosen")} <= measured
@@ -51,4 +51,4 @@ def test_the_page_shows_the_report(benchmark: Any) -> None:
     report = json.loads((FOLDER / "h200_all_reduce.json").read_text())
     page = PAGE.read_text()
     assert benchmark.table(report) in page
-    assert report["command"] in page
+    assert report["metadata"]["command"] in page

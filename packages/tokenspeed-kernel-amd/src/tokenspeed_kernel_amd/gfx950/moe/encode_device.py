@@ -134,7 +134,7 @@ def store_encoded(values, step, first, row, output, encoding: gl.constexpr):
         cdna4.buffer_store(encode_e4m3(values, step), output.codes, offsets, mask=exists[:, None, None] & (at < output.width))
     else:
         planes, exponents = encode_by_block(values, encoding)
-        # Of 16 blocks in a row, a lane of the product wants every fourth.
+        # A lane of the product reads the scales of every fourth block, so those lie side by side.
         block = first // 32 + gl.arange(0, BLOCK // 32, axis_layout(layout, 3, 1))[None, :]
         scale_at = block // 16 * 16 + block % 4 * 4 + block % 16 // 4
         scale_row = gl.convert_layout(row, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None]

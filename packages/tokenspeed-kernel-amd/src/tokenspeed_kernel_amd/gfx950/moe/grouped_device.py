@@ -198,8 +198,8 @@ def grouped_kernel(operands, rows, row_bytes, strips, k, blocks, swiglu, shape: 
 
 @gluon.aggregate
 class Tokens:
-    """What a tile's columns are: where the result belongs, and what it is multiplied by before and after the activation (1 where
-    blocks have scales, and where the result is not encoded)."""
+    """The columns of a tile: whether each exists, the row that its result belongs to, and two factors of it. One is for before the
+    activation, and 1 where blocks have scales; one is for after it, and 1 where the result is not encoded."""
 
     exists: gl.tensor
     out_row: gl.tensor

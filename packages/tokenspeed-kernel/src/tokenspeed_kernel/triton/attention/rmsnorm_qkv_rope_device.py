@@ -107,7 +107,7 @@ def rmsnorm_qkv_rope_kernel(
     WRITE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A program for some pairs of elements of a head, which turn together, of all tokens."""
+    """Computes, rotates and stores elements of heads. A program has some pairs, which turn together, of one head and all tokens."""
     HEAD_DIM: tl.constexpr = TILE.head_dim
     PAIRS: tl.constexpr = TILE.pairs
     TOKENS: tl.constexpr = TILE.tokens
