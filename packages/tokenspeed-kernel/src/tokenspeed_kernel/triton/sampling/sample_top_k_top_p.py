@@ -11,18 +11,21 @@ it. Sums of integers are exact in any order of addition.
 3. `candidates_kernel` lists the tokens at or above it and, where top-k does not rule the rest out, sums the weights of all.
 4. `find_places_kernel` finds the three places, if all of them lie among the candidates.
 5. Where they do not, which is seldom, `sum_levels_kernel` and `collect_kernel` list other tokens, in which it finds them then.
+
+Rows of 201088 float32 with top-k 40 and top-p 0.95, on an H200 with cold caches: one takes 34 us, 16 take 40, 64 take 54, 256 take
+118, where `argmax` takes 8, 11, 24 and 69. Without `decide_kernel` they took 42, 60, 96 and 236. Of the 54, 17 are the first
+kernel's and 20 the second's; the six that have nothing to do take 12.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, cdiv, dense, for_architecture, multiprocessors
-from tokenspeed_kernel.triton.sampling._rows import spans_of
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, dense, for_architecture
+from tokenspeed_kernel.triton.sampling._rows import groups_of, spans_of
 from tokenspeed_kernel.triton.sampling._state import STATE
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
@@ -38,8 +41,7 @@ class Tiles(NamedTuple):
     """Sizes of blocks.
 
     Attributes:
-        group_bytes: that a program of `group_maxima_kernel` takes of a row at a time.
-        group, group_warps: tokens of a group; warps of `group_maxima_kernel`.
+        group_warps: of `group_maxima_kernel`.
         lanes_decided, decide_warps: of `decide_kernel`: into how many the groups' maxima are merged before the search; threads.
         tokens: that `decide_kernel` compares pair by pair, at most; paired: of them at a time.
         rank: the group maximum that is the threshold where top-k gives none; the largest top-k that candidates can serve.
@@ -53,8 +55,6 @@ class Tiles(NamedTuple):
         warp: threads of a warp.
     """
 
-    group_bytes: int = 4096
-    group: int = 32
     group_warps: int = 8
     lanes_decided: int = 2048
     decide_warps: int = 8
@@ -80,47 +80,6 @@ _TILES = {
     "sm_90": Tiles(list_stages=2),
     "any": Tiles(),
 }
-
-# Programs a multiprocessor of `group_maxima_kernel`; with fewer, spans are cut shorter.
-_PROGRAMS = 8
-
-
-@dataclass(frozen=True)
-class Groups:
-    """How a row is cut into groups.
-
-    Attributes:
-        spans: programs a row.
-        block: tokens that a program takes at a time.
-        blocks: that a program takes, a power of two.
-        run: neighbouring tokens of a block that a group has.
-    """
-
-    spans: int
-    block: int
-    blocks: int
-    run: int
-
-    @property
-    def length(self) -> int:
-        """Tokens a span."""
-        return self.block * self.blocks
-
-    @property
-    def count(self) -> int:
-        """Groups of a row."""
-        return self.spans * (self.block // self.run)
-
-
-def groups_of(logits: Tensor, tiles: Tiles) -> Groups:
-    """The cut for logits ``[rows, vocab]``."""
-    rows, vocab = logits.shape
-    block = tiles.group_bytes // logits.element_size()
-    blocks = 8192 // block
-    while blocks > 2 and rows * cdiv(vocab, block * blocks) < _PROGRAMS * multiprocessors(logits.device):
-        blocks //= 2
-    return Groups(cdiv(vocab, block * blocks), block, blocks, tiles.group // blocks)
-
 
 # Trailing bits of a float32 that are 0 in every number of the format.
 _UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
@@ -158,7 +117,7 @@ def sample_top_k_top_p(
     min_p = dense(min_p)
     request = (*restriction, min_p)
     spans, tiles = spans_of(logits), for_architecture(_TILES, device)
-    groups = groups_of(logits, tiles)
+    groups = groups_of(logits)
     row = (logits, *logits.stride(), vocab)
     cut = (rows * spans.count,)
     maxima = torch.empty(rows, groups.count, dtype=torch.int32, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_key
+from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, packed, sort_key, threshold_of, token_of
 from tokenspeed_kernel.triton.sampling._state_device import CANDIDATES, DECIDED, LARGEST, LEAST, STATE, THRESHOLD, TOTAL
 from tokenspeed_kernel.triton.sampling._weights_device import (
     floor_of,
@@ -17,14 +17,12 @@ from tokenspeed_kernel.triton.sampling._weights_device import (
     uniform,
 )
 
-_PARTS = tl.constexpr(16)
-_PART_BITS = tl.constexpr(4)
 # The threshold is good enough if 2^-this too many maxima reach it.
 _SLACK = tl.constexpr(3)
 _NO_KEY = tl.constexpr(-0x80000000)
 _KEY_OF_INFINITY = tl.constexpr(0x7F800000)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
-_NO_PACKED = tl.constexpr(-0x8000000000000000)
+_NO_PAIR = tl.constexpr(-0x8000000000000000)
 
 
 @triton.jit
@@ -53,26 +51,6 @@ def group_maxima_kernel(
     GROUPS: tl.constexpr = BLOCK // RUN
     best = tl.max(tl.reshape(best, [GROUPS, RUN]), axis=1)
     tl.store(maxima + (row * spans + span) * GROUPS + tl.arange(0, GROUPS), best)
-
-
-@triton.jit
-def _threshold(keys, live, wanted):
-    """The largest key that at least ``wanted`` of the keys reach, or one that a few more reach; the least key where there are
-    fewer."""
-    largest = tl.max(keys, axis=0)
-    low = tl.min(tl.where(live, keys, largest), axis=0).to(tl.int64)
-    high = largest.to(tl.int64)
-    number = tl.sum(live.to(tl.int32), axis=0)
-    part = tl.arange(0, _PARTS)
-    while (low < high) & (number > wanted + (wanted >> _SLACK)):
-        stride = ((high - low) >> _PART_BITS) + 1
-        ends = tl.minimum(low + part * stride, 0x7FFFFFFF).to(tl.int32)
-        reaching = tl.sum((keys[None, :] >= ends[:, None]).to(tl.int32), axis=1)
-        passed = tl.maximum(tl.sum((reaching >= wanted).to(tl.int32), axis=0) - 1, 0)
-        number = tl.sum(tl.where(part == passed, reaching, 0), axis=0)
-        high = tl.minimum(high, low + (passed + 1) * stride - 1)
-        low = low + passed * stride
-    return low
 
 
 @triton.jit
@@ -128,7 +106,7 @@ def decide_kernel(
         wanted = tl.where((floor > 0) & (wanted > TOKENS // 4), TOKENS // 4, wanted)
     wanted = tl.where(draws, wanted, 1)
     # The search ends once few maxima reach the threshold; a greedy row's has to be the largest logit itself.
-    threshold = _threshold(keys, lane < groups, wanted)
+    threshold, _ = threshold_of(keys, lane < groups, wanted, wanted >> _SLACK)
     threshold = tl.where(draws, threshold, largest.to(tl.int64))
 
     decided = tl.where(draws, 0, 1)
@@ -160,8 +138,7 @@ def decide_kernel(
             first = tl.minimum(first, tl.where(found, ids, _NO_TOKEN))
             if draws:
                 place = count + tl.cumsum(found.to(tl.int32), axis=0) - 1
-                packed = (key.to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
-                tl.store(scratch + place, packed, mask=found & (place < TOKENS))
+                tl.store(scratch + place, packed(key, ids), mask=found & (place < TOKENS))
                 count += tl.sum(found.to(tl.int32), axis=0)
         token = tl.min(first, axis=0)
 
@@ -174,8 +151,8 @@ def decide_kernel(
             complete = (restricted & (count >= k)) | (at_threshold + 2 < floor)
             if complete:
                 own = tl.arange(0, TOKENS)
-                packed = tl.load(scratch + own, mask=own < count, other=_NO_PACKED)
-                x = from_sort_key((packed >> 32).to(tl.int32))
+                pair = tl.load(scratch + own, mask=own < count, other=_NO_PAIR)
+                x = from_sort_key((pair >> 32).to(tl.int32))
                 weight = token_weights(tl.where(own < count, x, float("-inf")), largest_logit, scale, floor)
                 tl.store(scratch + TOKENS + own, weight)
                 tl.debug_barrier()
@@ -184,9 +161,9 @@ def decide_kernel(
                 above_weight = tl.zeros([TOKENS, PAIRED], tl.int64)
                 for start in range(0, count, PAIRED):
                     other = start + tl.arange(0, PAIRED)
-                    other_packed = tl.load(scratch + other, mask=other < count, other=_NO_PACKED)
+                    other_pair = tl.load(scratch + other, mask=other < count, other=_NO_PAIR)
                     other_weight = tl.load(scratch + TOKENS + other, mask=other < count, other=0)
-                    above = other_packed[None, :] > packed[:, None]
+                    above = other_pair[None, :] > pair[:, None]
                     above_count += above.to(tl.int32)
                     above_weight += tl.where(above, other_weight[None, :], 0)
                 position = tl.sum(above_count, axis=1)
@@ -199,7 +176,7 @@ def decide_kernel(
                 total = tl.sum(tl.where(kept, weight, 0), axis=0)
                 target = target_of(uniform(tl.load(seed + row), tl.load(offset + row)), total)
                 drawn = kept & (before <= target) & (before + weight > target)
-                token = tl.sum(tl.where(drawn, 0x7FFFFFFF - (packed & 0x7FFFFFFF), 0), axis=0).to(tl.int32)
+                token = tl.sum(tl.where(drawn, token_of(pair), 0), axis=0).to(tl.int32)
                 decided = tl.full([], 1, tl.int32)
     if decided != 0:
         tl.store(out + row * out_stride, token)
@@ -255,8 +232,8 @@ def candidates_kernel(
             least = tl.minimum(least, tl.where(x == float("-inf"), float("inf"), x))
             # Few ask for a place, so that it costs little to do so one by one.
             place = tl.atomic_add(counter, one, mask=found, sem="relaxed")
-            packed = (key.to(tl.int64) << 32) | ids.to(tl.int64)
-            tl.store(candidates + row * CAPACITY + place, packed, mask=found & (place < CAPACITY))
+            listed = (key.to(tl.int64) << 32) | ids.to(tl.int64)
+            tl.store(candidates + row * CAPACITY + place, listed, mask=found & (place < CAPACITY))
         tl.atomic_min(state + row * STATE + LEAST, sort_key(tl.min(least, axis=0)).to(tl.int64), sem="relaxed")
         if sums:
             tl.atomic_add(state + row * STATE + TOTAL, tl.sum(total, axis=0), sem="relaxed")
