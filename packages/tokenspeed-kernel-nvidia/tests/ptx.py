@@ -338,6 +338,7 @@ class Warp:
             "add": lambda: a + b, "sub": lambda: a - b, "mul": lambda: a * b, "and": lambda: a & b, "or": lambda: a | b,
             "xor": lambda: a ^ b, "not": lambda: ~a, "neg": lambda: -a, "min": lambda: np.minimum(a, b),
             "max": lambda: np.maximum(a, b), "ex2": lambda: np.exp2(a), "rcp": lambda: np.float32(1) / a,
+            "rsqrt": lambda: np.float32(1) / np.sqrt(a),
         }  # fmt: skip
         if name not in simple:
             raise NotImplementedError(step.text)

@@ -42,6 +42,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     parser.add_argument("--bias", type=float, default=0.5, help="standard deviation of the random biases")
     parser.add_argument("--prefer", default="", help="kernels of ours that serve wherever they can")
+    parser.add_argument("--commit", default="", help="of this code, where it is a copy whose checkout says another")
     parser.add_argument("--experts", default="auto,marlin", help="what serves vLLM's experts, one after the other; empty: no vLLM")
     parser.add_argument("--vllm-path", type=Path, help="a folder with vLLM, put in front of its process's PYTHONPATH")
     parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter that runs vLLM")
@@ -182,6 +183,7 @@ def run_ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "--seed": options.seed,
         "--bias": options.bias,
         "--prefer": options.prefer,
+        "--commit": options.commit,
         "--output": result,
         **({} if options.layers is None else {"--layers": options.layers}),
     }
@@ -230,11 +232,12 @@ def main(given: Sequence[str] | None = None) -> None:
         if options.only_vllm:
             options.output.write_text(json.dumps(run_vllm(options, folder)))
             return
-        result = {
-            "ours": run_ours(options, folder),
-            "vllm": {experts: run_child(options, experts, folder, given) for experts in options.experts.split(",") if experts},
-        }
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
+        result: dict[str, Any] = {"ours": run_ours(options, folder), "vllm": {}}
+        for experts in ("", *options.experts.split(",")):
+            if experts:
+                result["vllm"][experts] = run_child(options, experts, folder, given)
+            # Now and not at the end, so that what has been measured is kept whatever becomes of the rest.
+            options.output.write_text(json.dumps(result, indent=2) + "\n")
     print("\n".join(table_of(result)))
 
 

@@ -174,9 +174,12 @@ def test_it_is_shown_as_tables(result: dict[str, Any]) -> None:
 def test_the_command(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     sizes = ("--batch", "2", "--context", "7", "--decode-steps", "3", "--prefill", "1x5", "--repeats", "1")
-    run = CliRunner().invoke(app, ["benchmark", "--device", "cpu", "--preset", "tiny", *sizes, "--output", str(output)])
+    run = CliRunner().invoke(
+        app, ["benchmark", "--device", "cpu", "--preset", "tiny", *sizes, "--commit", "abc", "--output", str(output)]
+    )
     assert run.exit_code == 0, run.output
     written = json.loads(output.read_text())
+    assert written["metadata"]["git_commit"] == "abc"
     assert [*written["variants"]] == ["optimised"]
     assert written["workload"]["prefills"] == [[1, 5]]
     assert "tokens/s" in run.output

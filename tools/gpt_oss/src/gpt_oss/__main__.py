@@ -152,6 +152,9 @@ def benchmark(
     prefer: Annotated[str, typer.Option(help="kernels that serve wherever they can, whatever their priority; empty: none")] = "",
     seed: Annotated[int, typer.Option(help="seed of weights, prompts and sampling")] = 0,
     dtype: DtypeOption = None,
+    commit: Annotated[
+        str, typer.Option(help="of this code, where it is a copy whose checkout says another; empty: the checkout's")
+    ] = "",
     output: Annotated[Path | None, typer.Option(help="write the result as JSON to this file")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -177,11 +180,15 @@ def benchmark(
         )
         variants = _names(compare)
         command = "python -m gpt_oss " + shlex.join(sys.argv[1:])
-        result = bench.run(workload, _dtype(dtype, _checked_device(device)), device, variants, command, console)
+
+        def keep(found: dict[str, Any]) -> None:
+            if output is not None:
+                output.write_text(json.dumps(found, indent=2) + "\n")
+
+        result = bench.run(workload, _dtype(dtype, _checked_device(device)), device, variants, command, console, commit, keep)
     except (ValueError, RuntimeError) as error:
         _give_up(error)
-    if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n")
+    keep(result)
     if as_json:
         _print_json(result)
     else:

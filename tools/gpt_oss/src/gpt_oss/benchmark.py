@@ -168,6 +168,8 @@ def run(
     variants: Sequence[str] = ("optimised",),
     command: str = "",
     console: Console | None = None,
+    commit: str = "",
+    keep: Callable[[dict[str, Any]], object] | None = None,
 ) -> dict[str, Any]:
     """Measures a workload with each variant, one after the other. The result holds plain values, for JSON.
 
@@ -177,6 +179,8 @@ def run(
         variants: names from `VARIANTS`.
         command: the command line that measures the same.
         console: where progress is shown; None shows none.
+        commit: of this code, where it is a copy whose checkout says another; empty for the checkout's.
+        keep: is given the result as far as it is there, after each measurement.
 
     Raises:
         ConfigError: the model cannot have so many layers.
@@ -194,8 +198,21 @@ def run(
     roofline = measure_roofline(device) if on_gpu else None
     total = len(workload.batches) * len(workload.contexts) + len(workload.prefills) + 2
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    measured: dict[str, Any] = {}
-    rows: list[Row] = []
+    metadata = dataclasses.asdict(collect_metadata(command, device))
+    result: dict[str, Any] = {
+        "format": 2,  # of a report of `tokenspeed_kernel.workbench.benchmark`, which reads rows, metadata and roofline
+        "rows": [],
+        "roofline": None if roofline is None else dataclasses.asdict(roofline),
+        "workload": asdict(workload),
+        "metadata": {
+            **metadata,
+            "git_commit": commit or metadata["git_commit"],
+            "dtype": dtype_name(dtype),
+            "threads": torch.get_num_threads(),
+            "runtime": torch.version.cuda or torch.version.hip or "cpu",
+        },
+        "variants": {},
+    }
     wanted: torch.Tensor | None = None
     with Progress(*columns, console=console, disable=console is None) as progress:
         for name in variants:
@@ -205,23 +222,16 @@ def run(
                 measuring = _Measuring(workload, config, dtype, device, name, variant, roofline, progress, task)
                 logits = measuring.probe()
                 wanted = logits if wanted is None else wanted
-                measured[name] = {**measuring.measured(), "divergence": divergence_of(logits, wanted)}
-                rows += measuring.rows
+                divergence = divergence_of(logits, wanted)
+                before = result["rows"]
+                for measured in measuring.measured():
+                    result["variants"][name] = {**measured, "divergence": divergence}
+                    result["rows"] = before + [dataclasses.asdict(row) for row in measuring.rows]
+                    if keep is not None:
+                        keep(result)
                 del measuring, logits
             _free(on_gpu)
-    return {
-        "format": 2,  # of a report of `tokenspeed_kernel.workbench.benchmark`, which reads rows, metadata and roofline
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "roofline": None if roofline is None else dataclasses.asdict(roofline),
-        "workload": asdict(workload),
-        "metadata": {
-            **dataclasses.asdict(collect_metadata(command, device)),
-            "dtype": dtype_name(dtype),
-            "threads": torch.get_num_threads(),
-            "runtime": torch.version.cuda or torch.version.hip or "cpu",
-        },
-        "variants": measured,
-    }
+    return result
 
 
 def divergence_of(logits: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
@@ -270,16 +280,21 @@ class _Measuring:
         self.gigabytes = torch.cuda.max_memory_allocated(device) / 1e9 if self.on_gpu else None
         progress.advance(task)
 
-    def measured(self) -> dict[str, Any]:
-        """Everything that was measured; `rows` then holds the kernels of all passes."""
-        decode = [self._decode(batch, context) for context in self.workload.contexts for batch in self.workload.batches]
-        prefill = [self._prefill(batch, tokens) for batch, tokens in self.workload.prefills]
-        return {
+    def measured(self) -> Iterator[dict[str, Any]]:
+        """Measures one thing after another, and yields all that was measured so far; `rows` holds the kernels of all passes."""
+        found: dict[str, Any] = {
             "weights": {"seconds": self.seconds, "most_gigabytes": self.gigabytes},
-            "decode": decode,
-            "prefill": prefill,
-            "kernels": [self.heard[key].to_dict() for key in sorted(self.heard)],
+            "decode": [],
+            "prefill": [],
+            "kernels": [],
         }
+        work = [("decode", self._decode, batch, context) for context in self.workload.contexts for batch in self.workload.batches]
+        work += [("prefill", self._prefill, batch, tokens) for batch, tokens in self.workload.prefills]
+        yield found
+        for kind, measure, batch, tokens in work:
+            found[kind].append(measure(batch, tokens))
+            found["kernels"] = [self.heard[key].to_dict() for key in sorted(self.heard)]
+            yield found
 
     def probe(self) -> torch.Tensor:
         """Float32 logits ``[positions, vocab_size]`` in host memory, of positions whose past lies in the cache. The same tokens for

@@ -43,6 +43,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     every_config,
     layout_of,
     results_of,
+    ring_bytes_of,
     sharing_of,
 )
 
@@ -65,7 +66,7 @@ def _launch_of(
     """The program, and the numbers of a launch that depend on sizes alone."""
     count = multiprocessors(device)
     config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, sharing_of(weights, m, n, row_bytes, count))
-    return mm_program(config), numbers_of(config, m, n, row_bytes, count)
+    return mm_program(config), numbers_of(config, m, n, row_bytes, count, ring_bytes_of(n, count))
 
 
 def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_bytes: int = RING_BYTES) -> tuple[int, ...]:

@@ -1,0 +1,140 @@
+"""The kernel of `rmsnorm_qkv_rope`, executed without a GPU: small calls, by the instructions that a GPU would get."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass")
+
+from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as operator
+from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import GROUP_PAIRS, QkvConfig, numbers_of
+from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope_program
+from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
+
+from . import ptx
+from .ptx_values import Memory
+
+BF16 = torch.bfloat16
+PAGES, PAGE_SIZE, POSITIONS = 3, 4, 32
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The PTX of a program, made once."""
+    folder = tmp_path_factory.mktemp("ptx")
+
+    @functools.cache
+    def text_of(config: QkvConfig) -> str:
+        Path(folder).mkdir(exist_ok=True)
+        return str(rmsnorm_qkv_rope_program.compile(config, f"--keep-ptx --dump-dir {folder}").__ptx__)
+
+    return text_of
+
+
+def bytes_of(x: Tensor) -> Any:
+    return x.contiguous().view(torch.uint8).numpy().reshape(-1)
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    off = float((got.double() - wanted.double()).norm() / wanted.double().norm())
+    assert off <= 8e-3, off
+
+
+def run(
+    texts: Any,
+    tokens: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ctas: int,
+    residual: bool = True,
+    bias: bool = True,
+    slots: Tensor | None = None,
+    norm_dtype: torch.dtype = BF16,
+    index_dtype: torch.dtype = torch.int64,
+    seed: int = 0,
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=draw) * scale).to(dtype)
+
+    columns = (heads + 2 * kv_heads) * head_dim
+    x, added = normal(tokens, hidden), normal(tokens, hidden) if residual else None
+    weight, norm = normal(columns, hidden, scale=hidden**-0.5), normal(hidden, dtype=norm_dtype)
+    beside = normal(columns) if bias else None
+    positions = torch.randint(POSITIONS, (tokens,), generator=draw).to(index_dtype)
+    table = normal(POSITIONS, head_dim, dtype=torch.float32)
+    caches = [normal(PAGES, PAGE_SIZE, kv_heads, head_dim) for _ in range(2)]
+    memory = Memory(1 << 24, ptx.GLOBAL_BASE)
+    places = [memory.put(bytes_of(cache)) for cache in caches]
+    out, total = (memory.put(np.full(2 * size, 0x44, np.uint8)) for size in (tokens * columns, tokens * hidden))
+    config = QkvConfig("bfloat16", head_dim)
+    numbers = numbers_of(config, tokens, columns, hidden, ctas)
+    pairs = columns // 2
+    wide = int(index_dtype == torch.int64)
+    slots_at = 0 if slots is None else memory.put(bytes_of(slots.to(index_dtype)))
+    arguments = [
+        memory.put(bytes_of(weight)), 2 * hidden, numbers.stages, numbers.ring, memory.put(bytes_of(x)), 2 * hidden, tokens,
+        numbers.chunk_bytes, numbers.activations, out, columns, 1,
+        *([0, 0] if beside is None else [memory.put(bytes_of(beside)), KINDS[BF16]]),
+        *([0, 0] if added is None else [memory.put(bytes_of(added)), 2 * hidden]), total if residual else 0, 2 * hidden,
+        memory.put(bytes_of(norm)), KINDS[norm_dtype], 1e-5, hidden, numbers.row_shift, memory.put(bytes_of(positions)), wide, 1,
+        memory.put(bytes_of(table)), head_dim, 1, *(number for cache, at in zip(caches, places, strict=True)
+        for number in (at, *cache.stride())), slots_at, wide, 1, PAGE_SIZE, heads, kv_heads, pairs // numbers.ctas,
+        pairs % numbers.ctas,
+    ]  # fmt: skip
+    ptx.launch(texts(config), arguments, config.product.threads + 32, (numbers.ctas,), memory, random.Random(seed), 1)
+    given = {} if slots is None else {"k_cache": caches[0], "v_cache": caches[1], "slot_mapping": slots}
+    found = operator.operator.reference(
+        *operator.operator.complete(
+            {
+                "x": x, "norm_weight": norm, "qkv_weight": weight.t(), "positions": positions, "cos_sin_cache": table,
+                "kv_heads": kv_heads, "head_dim": head_dim, "residual": added, "bias": beside, **given,
+            }
+        ).values()
+    )  # fmt: skip
+
+    def got(at: int, *shape: int) -> Tensor:
+        return torch.from_numpy(memory.get(at, np.uint8, 2 * int(np.prod(shape)))).view(BF16).view(shape)
+
+    if residual:
+        found, sums = found
+        assert torch.equal(got(total, tokens, hidden), sums)
+    close(got(out, tokens, columns), found)
+    for cache, at in zip(caches, places, strict=True):
+        close(got(at, *cache.shape), cache)
+        if slots is not None:  # nothing else was written
+            kept = torch.ones(PAGES * PAGE_SIZE, dtype=torch.bool)
+            kept[slots[slots >= 0]] = False
+            assert torch.equal(got(at, *cache.shape).flatten(0, 1)[kept], cache.flatten(0, 1)[kept])
+
+
+def test_a_token_in_the_cache(texts: Any) -> None:
+    """Two CTAs, which have different numbers of pairs, and heads in both."""
+    run(texts, 1, 288, 2, 1, 64, 3, slots=torch.tensor([7]))
+
+
+def test_several_tokens(texts: Any) -> None:
+    """Warps have tokens of their own; one token is not written."""
+    run(texts, 3, 96, 2, 1, 64, 5, slots=torch.tensor([5, -1, 0]), index_dtype=torch.int32, norm_dtype=torch.float32)
+    run(texts, 8, 1056, 1, 1, 64, 4, residual=False, norm_dtype=torch.float16)
+
+
+def test_several_groups(texts: Any) -> None:
+    """A CTA has more pairs than meet in shared memory at once."""
+    assert 2 * GROUP_PAIRS < 64 * 3 // 2
+    run(texts, 2, 64, 1, 1, 64, 2, bias=False, slots=torch.tensor([1, 2]))
+
+
+def test_wide_heads(texts: Any) -> None:
+    run(texts, 2, 40, 2, 1, 128, 9, slots=torch.tensor([11, 3]))

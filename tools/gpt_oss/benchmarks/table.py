@@ -1,0 +1,140 @@
+"""The tables of the README, from the results beside this file.
+
+    python tools/gpt_oss/benchmarks/table.py            # prints them
+    python tools/gpt_oss/benchmarks/table.py --write    # puts them into the README
+
+``h200.json``, ``h200_greedy.json``, ``h200_long.json`` and ``h200_variants.json`` are results of ``python -m gpt_oss benchmark``;
+``beside_vllm.json`` is one of `beside_vllm.py`. A result that is not there is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+README = HERE.parent / "README.md"
+BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"
+
+# What was asked of one H200 with GPT-OSS-120B: milliseconds of a decode step by batch and context, and tokens a second of a prefill
+# by prompts and tokens.
+STEP_BARS = {(1, 1024): 1.75, (4, 1024): 3.1, (16, 1024): 7.4, (64, 1024): 12.3, (256, 1024): 22.0, (1, 32768): 2.2}
+PREFILL_BARS = {(1, 1024): 1024 / 0.020, (8, 1024): 58e3, (4, 8192): 58e3}
+
+
+def _results(*names: str) -> Iterator[dict[str, Any]]:
+    for name in names:
+        file = HERE / f"{name}.json"
+        if file.exists():
+            yield json.loads(file.read_text())
+
+
+def made_on(result: dict[str, Any]) -> list[str]:
+    """What a result was measured on, and by which command."""
+    metadata = result["metadata"]
+    versions = [f"torch {metadata['torch']}", f"Triton {metadata['triton']}", f"commit {metadata['git_commit'][:12]}"]
+    driver = [f"driver {metadata['driver']}"] if metadata.get("driver") else []
+    return [", ".join([metadata["device"], *driver, *versions]) + ":", "", f"`{metadata['command']}`", ""]
+
+
+def decode(results: list[dict[str, Any]]) -> list[str]:
+    """One line a batch and context of the first variant."""
+    lines = [
+        "| batch | context | tokens are | ms a step | bar | ms bare | engine / bare | experts a layer | ms floor | tokens/s |",
+        "|--:|--:|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for result in results:
+        chosen = "sampled" if result["workload"]["temperature"] else "greedy"
+        for row in next(iter(result["variants"].values()))["decode"]:
+            bar, floor = STEP_BARS.get((row["batch"], row["context"])), row["milliseconds_floor"]
+            lines.append(
+                f"| {row['batch']} | {row['context']} | {chosen} | {row['milliseconds_a_step']:.3f} | "
+                f"{'' if bar is None else f'{bar:g}'} | {row['milliseconds_bare']:.3f} | {row['over_bare']:.3f} | "
+                f"{row['experts_a_layer']:.1f} | {'' if floor is None else f'{floor:.2f}'} | {row['tokens_per_second']:.0f} |"
+            )
+    return lines
+
+
+def prefill(results: list[dict[str, Any]]) -> list[str]:
+    """One line a prefill and variant."""
+    lines = ["| variant | prompts | tokens of each | ms | tokens/s | bar |", "|---|--:|--:|--:|--:|--:|"]
+    for result in results:
+        for variant, measured in result["variants"].items():
+            for row in measured["prefill"]:
+                bar = PREFILL_BARS.get((row["batch"], row["tokens"]))
+                lines.append(
+                    f"| {variant} | {row['batch']} | {row['tokens']} | {1e3 * row['seconds']:.1f} | "
+                    f"{row['tokens_per_second']:.0f} | {'' if bar is None else f'{bar:.0f}'} |"
+                )
+    return lines
+
+
+def variants(result: dict[str, Any]) -> list[str]:
+    """One line a variant: its steps, and how far its distributions are from the first's."""
+    first = next(iter(result["variants"]))
+    steps = [(row["batch"], row["context"]) for row in result["variants"][first]["decode"]]
+    heading = "".join(f" {batch} x {context}, ms |" for batch, context in steps)
+    lines = [
+        f"| variant |{heading} mean KL, nats | largest | same most likely token |",
+        "|---|" + "--:|" * (len(steps) + 3),
+    ]
+    for name, measured in result["variants"].items():
+        times = "".join(f" {row['milliseconds_a_step']:.3f} |" for row in measured["decode"])
+        found = measured["divergence"]
+        apart = f" {found['mean_kl']:.2g} | {found['largest_kl']:.2g} | {found['same_most_likely']:.1%} |"
+        if name == first:
+            apart = " | | |"
+        lines.append(f"| {name} |{times}{apart}")
+    return lines
+
+
+def beside_vllm(result: dict[str, Any]) -> list[str]:
+    """Ours beside vLLM, one line a step and a prefill."""
+    theirs = {experts: found for experts, found in result["vllm"].items() if "error" not in found}
+    ours = result["ours"]["variants"]["optimised"]
+    version = next(iter(theirs.values()))["vllm"] if theirs else ""
+    names = "".join(f" vLLM {version}, {experts} | over ours |" for experts in theirs)
+    lines = [f"| | ours |{names}", "|---|--:|" + "--:|--:|" * len(theirs)]
+    for index, row in enumerate(ours["decode"]):
+        step = row["milliseconds_a_step"]
+        others = [found["decode"][index]["milliseconds_a_step"] for found in theirs.values()]
+        cells = "".join(f" {other:.3f} ms | {other / step:.2f} |" for other in others)
+        lines.append(f"| decode, batch {row['batch']}, context {row['context']} | {step:.3f} ms |{cells}")
+    for index, row in enumerate(ours["prefill"]):
+        rate = row["tokens_per_second"]
+        others = [found["prefill"][index]["tokens_per_second"] for found in theirs.values()]
+        cells = "".join(f" {other / 1e3:.1f}K tokens/s | {rate / other:.2f} |" for other in others)
+        lines.append(f"| prefill, {row['batch']} x {row['tokens']} | {rate / 1e3:.1f}K tokens/s |{cells}")
+    return lines
+
+
+def section() -> str:
+    """What stands in the README between its marks."""
+    lines: list[str] = []
+    measured = list(_results("h200", "h200_greedy", "h200_long"))
+    if measured:
+        lines += made_on(measured[0]) + decode(measured) + [""] + prefill(measured[:1])
+    for result in _results("h200_variants"):
+        lines += ["", "With fewer bits, one after the other in one process:", "", f"`{result['metadata']['command']}`", ""]
+        lines += [*variants(result), "", *prefill([result])]
+    for result in _results("beside_vllm"):
+        lines += ["", "Beside vLLM on the same GPU, with the same weights and prompts, greedy:", "", *beside_vllm(result)]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into the README")
+    if not parser.parse_args().write:
+        print(section())
+        return
+    text = README.read_text()
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    README.write_text(f"{text[:begin]}\n\n{section()}\n\n{text[end:]}")
+
+
+if __name__ == "__main__":
+    main()
