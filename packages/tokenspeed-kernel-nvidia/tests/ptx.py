@@ -39,7 +39,7 @@ SHARED_BASE, GLOBAL_BASE = 1024, 0x7F0000000000
 SHARED_BYTES = 227 * 1024
 _PATIENCE = 20000  # turns in which nothing happened
 _CLUSTER = -1  # a barrier's number
-_RANK_BIT = 24  # of an address in another CTA's shared memory
+_RANK_BIT = 24  # of an address in shared memory: which CTA of the cluster has it
 _COMPARE = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
@@ -265,7 +265,7 @@ class Warp:
             self.clock += 100
             number_of = self.clock
         elif operand == "__dynamic_shmem__0":
-            number_of = SHARED_BASE
+            number_of = SHARED_BASE | self.cta.peers.index(self.cta) << _RANK_BIT
         elif operand in self.cta.place:
             number_of = self.cta.place[operand]
         elif operand.startswith("0f"):
@@ -281,7 +281,7 @@ class Warp:
     def address(self, operand: str, space: str = "shared") -> Lanes:
         base, _, offset = operand.strip("[]").partition("+")
         address = self.value(base.strip()) + np.uint64(int(offset or 0) & 0xFFFFFFFFFFFFFFFF)
-        return address if space == "global" else cut(address, "b32")
+        return address if space == "global" else cut(address, "b32") & np.uint64((1 << _RANK_BIT) - 1)
 
     # -- instructions ----------------------------------------------------------------------------------------------------------
 
@@ -444,11 +444,11 @@ class Warp:
         self.cta.meet(self, words[2] == "wait")
 
     def _map(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
-        address, rank = (cut(self.value(operand), "b32") for operand in step.operands[1:])
-        self.assign(step.operands[0], address | rank << np.uint64(_RANK_BIT), "b32", lanes)
+        rank = cut(self.value(step.operands[2]), "b32")
+        self.assign(step.operands[0], self.address(step.operands[1]) | rank << np.uint64(_RANK_BIT), "b32", lanes)
 
     def _send(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
-        to, barriers, values = self.address(step.operands[0]), self.address(step.operands[2]), self.value(step.operands[1])
+        to, values, barriers = (self.value(operand.strip("[]")) for operand in step.operands)
         for lane in np.nonzero(lanes)[0]:
             (rank, at), (same, barrier) = (divmod(int(x[lane]), 1 << _RANK_BIT) for x in (to, barriers))
             assert rank == same, "a number and its barrier are in different CTAs"
