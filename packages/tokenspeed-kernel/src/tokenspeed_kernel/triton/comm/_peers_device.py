@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
+from tokenspeed_kernel.triton.quantization._encode_device import round_to
+
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # 0x80008000: two negative zeros of 16 bits.
@@ -170,12 +172,12 @@ def pack(first, second, dtype: tl.constexpr):
     if dtype == tl.float32:
         words = first.to(tl.int32, bitcast=True)
     else:
-        words = first.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        words |= second.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        words = round_to(first, dtype, _INTERPRETED).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        words |= round_to(second, dtype, _INTERPRETED).to(tl.int16, bitcast=True).to(tl.int32) << 16
     return words
 
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
     """float32 values, rounded to a dtype."""
-    return value.to(dtype).to(tl.float32)
+    return round_to(value, dtype, _INTERPRETED).to(tl.float32)
