@@ -1,10 +1,11 @@
-"""Decode steps of a model whose layers several GPUs share, with random weights.
+"""Decode steps and prefills of a model whose layers several GPUs share, with random weights.
 
     torchrun --nproc-per-node 2 tools/gpt_oss/benchmarks/tensor_parallel.py --output h200_tensor_parallel.json
 
-A step is timed as a caller of each rank's engine sees it, and beside it the same pass replayed on the device, without an engine
-around it. What counts is the slowest rank. All ranks must have chosen the same tokens. With ``--check`` the first layers are also
-run whole, on each GPU, and the logits are compared. On a CPU the ranks are processes of gloo, and passes are launched from Python.
+``--experts`` says what of the experts a rank has: a part of each, or some of them whole. A step is timed as a caller of each rank's
+engine sees it, and beside it the same pass replayed on the device, without an engine around it. What counts is the slowest rank. All
+ranks must have chosen the same tokens. With ``--check`` the first layers are also run whole, on each GPU, and the logits are compared.
+On a CPU the ranks are processes of gloo, and passes are launched from Python.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from gpt_oss.benchmark import divergence_of
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
 from gpt_oss.engine import Engine
+from gpt_oss.expert_parallel import ExpertParallelGptOss
 from gpt_oss.kernels import listen, preferring
 from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
 from gpt_oss.request import Request
 from gpt_oss.sampling import Sampling
+from gpt_oss.shares import SharedGptOss
 from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
 from tokenspeed_kernel.workbench.benchmark import collect_metadata
@@ -39,6 +42,7 @@ from tokenspeed_kernel.workbench.benchmark import collect_metadata
 _WARM_STEPS = 4
 _REPLAYS = 30  # of the bare pass; each is a position further, too
 _PAGE = 64
+_MODELS: dict[str, type[SharedGptOss]] = {"parts": TensorParallelGptOss, "whole": ExpertParallelGptOss}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,6 +73,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     parser.add_argument("--bias", type=float, default=0.02, help="standard deviation of the random biases")
     parser.add_argument("--prefer", type=_names, default=(), help="kernels that serve wherever they can")
+    parser.add_argument("--experts", choices=sorted(_MODELS), default="parts", help="what of them a rank has")
+    parser.add_argument("--prefills", type=_shapes, default=(), help="prompts and their tokens, like 1x1024,8x1024")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each prefill, of which the median counts")
     parser.add_argument("--check", type=int, default=0, help="layers that are run whole, too, and compared")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a pass, of the first rank")
     return parser.parse_args(arguments)
@@ -76,6 +83,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
+
+
+def _shapes(text: str) -> tuple[tuple[int, int], ...]:
+    return tuple((int(a), int(b)) for a, b in (part.split("x") for part in text.split(",") if part))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -88,6 +99,10 @@ def _table(report: dict[str, Any]) -> str:
     for row in report["decode"]:
         times = f"{row['milliseconds_a_step']:.3f} | {row['milliseconds_bare']:.3f} | {row['tokens_per_second']:.0f}"
         lines.append(f"| {report['ranks']} | {row['batch']} | {row['context']} | {times} |")
+    lines += [
+        f"prefill {row['batch']} x {row['tokens']}: {1e3 * row['seconds']:.1f} ms, {row['tokens_per_second']:.0f} tokens/s"
+        for row in report["prefill"]
+    ]
     return "\n".join(lines)
 
 
@@ -95,7 +110,7 @@ def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, An
     """The report, which is written after each of its parts."""
     group = ProcessGroup.with_peer_memory()
     config = preset(options.preset) if options.layers is None else preset(options.preset).with_layers(options.layers)
-    said = {name: getattr(options, name) for name in ("preset", "context", "steps", "seed", "bias")}
+    said = {name: getattr(options, name) for name in ("preset", "experts", "context", "steps", "seed", "bias")}
     said["batches"] = ",".join(map(str, options.batches))
     settings = " ".join(f"--{name} {value}" for name, value in said.items())
     command = f"torchrun --nproc-per-node {group.world_size} tools/gpt_oss/benchmarks/tensor_parallel.py {settings}"
@@ -106,13 +121,15 @@ def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, An
         "layers": config.num_hidden_layers,
         "prefer": list(options.prefer),
         "decode": [],
+        "prefill": [],
     }
     if options.check:
         report["check"] = _check(config.with_layers(options.check), options, group, device)
         _write(report, options, group)
     began = time.perf_counter()
     source = RandomTensors(config, options.seed, torch.bfloat16, device, bias=options.bias)
-    model = TensorParallelGptOss(config, source, group, torch.bfloat16, device, max_positions=_length(options))
+    kind = _MODELS[options.experts]
+    model = kind(config, source, group, torch.bfloat16, device, max_positions=_length(options))
     _wait(device)
     report["seconds_of_loading"] = time.perf_counter() - began
     report["gigabytes"] = torch.cuda.memory_allocated(device) / 1e9 if device.type == "cuda" else None
@@ -121,6 +138,9 @@ def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, An
             found = _decode(model, batch, options)
         report["decode"].append(found)
         report["kernels"] = sorted({f"{heard.operator}: {heard.kernel}" for heard in listener.heard()})
+        _write(report, options, group)
+    for batch, tokens in options.prefills:
+        report["prefill"].append(_prefill(model, batch, tokens, options))
         _write(report, options, group)
     return report
 
@@ -133,7 +153,8 @@ def _write(report: dict[str, Any], options: argparse.Namespace, group: ProcessGr
 def _length(options: argparse.Namespace) -> int:
     """Positions that a sequence passes through; sequences that are done with their prompts decode while others are not."""
     passes = -(-max(options.batches) * options.context // options.prefill_tokens)
-    return int(options.context + passes + _WARM_STEPS + options.steps + _REPLAYS + 8)
+    decoded: int = options.context + passes + _WARM_STEPS + options.steps + _REPLAYS + 8
+    return max([decoded, *(tokens + 1 for _, tokens in options.prefills)])
 
 
 def _wait(device: torch.device) -> None:
@@ -158,7 +179,7 @@ def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, dev
     source = RandomTensors(config, options.seed, torch.bfloat16, device, bias=options.bias)
     prompts, made = _prompts(config, 3, 40, options.seed), []
     for share in (False, True):
-        kind: Any = TensorParallelGptOss if share else GptOss
+        kind: Any = _MODELS[options.experts] if share else GptOss
         model = kind(config, source, *([group] if share else []), torch.bfloat16, device, max_positions=64)
         cache = PagedKVCache(model.config, 3, _PAGE, torch.bfloat16, device)
         done = Engine(model, cache, max_sequences=3).generate([Request(prompt, 4, keep_logits=True) for prompt in prompts])
@@ -172,7 +193,23 @@ def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, dev
     return {"positions": len(whole), "largest": float((whole - shared).abs().max()), **divergence_of(shared, whole)}
 
 
-def _decode(model: TensorParallelGptOss, batch: int, options: argparse.Namespace) -> dict[str, Any]:
+def _prefill(model: SharedGptOss, batch: int, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    """A pass over whole prompts, from the requests to the first token of each."""
+    cache = PagedKVCache(model.config, batch * -(-tokens // _PAGE), _PAGE, torch.bfloat16, model.device)
+    engine = Engine(model, cache, batch * tokens, batch, "eager")
+    requests = [Request(prompt, 1) for prompt in _prompts(model.config, batch, tokens, options.seed)]
+    engine.generate(requests)
+    seconds = []
+    for _ in range(options.repeats):
+        dist.barrier()
+        began = time.perf_counter()
+        engine.generate(requests)
+        seconds.append(time.perf_counter() - began)
+    median = max(_everywhere(statistics.median(seconds)))
+    return {"batch": batch, "tokens": tokens, "seconds": median, "tokens_per_second": batch * tokens / median}
+
+
+def _decode(model: SharedGptOss, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     """Steps of an engine in which a whole batch decodes."""
     cuda, length = model.device.type == "cuda", _length(options)
     cache = PagedKVCache(model.config, batch * -(-length // _PAGE), _PAGE, torch.bfloat16, model.device)

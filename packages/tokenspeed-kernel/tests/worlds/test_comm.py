@@ -168,7 +168,7 @@ def ranks_out_of_step(replays: int, seed: int = 0) -> list[str]:
     cuda = group.backend == "nccl"
     common, own = random.Random(seed), random.Random(seed + 1 + group.rank)
     sizes = [(1, 2880), (64, 2880), (7, 64), (300, 2880), (33, 520)] if cuda else [(1, 64), (3, 264)]
-    steps = [_Step(group, rows, hidden, kind, own) for rows, hidden in sizes for kind in KINDS]
+    steps = [_Step(group, rows, hidden, kind) for rows, hidden in sizes for kind in KINDS]
     for step in steps:
         step.capture()
     for _ in range(replays):
@@ -182,10 +182,14 @@ def ranks_out_of_step(replays: int, seed: int = 0) -> list[str]:
 
 
 class _Step:
-    """Values that follow from how often this was run, their sums by the kernels, and a comparison with what must come out."""
+    """Values that follow from how often this was run, their sums by the kernels, and a comparison with what must come out.
 
-    def __init__(self, group: ProcessGroup, rows: int, hidden: int, kind: str, late: random.Random) -> None:
-        self.group, self.rows, self.hidden, self.kind, self.late = group, rows, hidden, kind, late
+    In front of each kernel and behind it this rank waits by chance, each time for as long as its number, the place in the step and
+    the count of runs say.
+    """
+
+    def __init__(self, group: ProcessGroup, rows: int, hidden: int, kind: str) -> None:
+        self.group, self.rows, self.hidden, self.kind = group, rows, hidden, kind
         device = torch.device("cuda", torch.cuda.current_device()) if group.backend == "nccl" else torch.device("cpu")
         self.place = torch.arange(rows * hidden, device=device).view(rows, hidden)
         self.turn = torch.zeros((), dtype=torch.int64, device=device)
@@ -202,6 +206,7 @@ class _Step:
 
     def run(self) -> None:
         self.turn += 1
+        self.pauses = 0
         x, residual = self.values(self.group.rank), ((self.place + self.turn) % 5 - 2).half()
         self.pause()
         normed, summed = tk.all_reduce_rmsnorm(
@@ -210,6 +215,13 @@ class _Step:
         self.pause()
         total = tk.all_reduce(x, self.group, override=f"triton_{self.kind}_all_reduce")
         self.pause()
+        # As exact as the quantisation of the very bits that it quantises.
+        fp8 = f"triton_{self.kind}_all_reduce_rmsnorm_quantize_fp8"
+        q, scale, again = tk.all_reduce_rmsnorm_quantize_fp8(x, self.weight, self.group, 1e-5, residual, override=fp8)
+        self.pause()
+        q_wanted, scale_wanted = tk.quantize_fp8(normed)
+        self.mistakes += (q.view(torch.uint8) != q_wanted.view(torch.uint8)).sum() + (scale != scale_wanted).sum()
+        self.mistakes += (again != summed).sum()
         every = [self.values(rank) for rank in range(self.group.world_size)]
         wanted = sum(every[1:], every[0])
         self.mistakes += (total != wanted).sum() + (summed != wanted + residual).sum()
@@ -225,9 +237,7 @@ class _Step:
         self.pause()
         share = tk.reduce_scatter(gathered, self.group, override="triton_reduce_scatter")
         self.mistakes += (share != size * every[rank]).sum()
-        # Of 5 experts a rank, three in four tokens choose two; the others choose none.
-        place = torch.arange(self.rows, device=self.turn.device)[:, None] * 3 + torch.arange(2, device=self.turn.device) * 4
-        every_ids = [torch.where(place % 4 < 3, (place + self.turn + 7 * r) % (5 * size), -1).int() for r in range(size)]
+        every_ids = [self.chosen(r) for r in range(size)]
         weights = (every_ids[rank] + 2).float()
         self.pause()
         rows, row_weights, ids = tk.moe_dispatch(
@@ -243,10 +253,23 @@ class _Step:
         goes = torch.stack([((every_ids[rank] >= 0) & (every_ids[rank] // 5 == r)).any(1) * (r + 1) for r in range(size)]).sum(0)
         self.mistakes += (combined != every[rank] * goes[:, None]).sum()
 
+    def chosen(self, rank: int) -> torch.Tensor:
+        """The experts of a rank's tokens, int32 ``[rows, 2]``: of 5 a rank, three in four tokens choose two.
+
+        Now and then a rank has no token that chooses any, or all choose the first rank's, so that the others get nothing.
+        """
+        place = torch.arange(self.rows, device=self.turn.device)[:, None] * 3 + torch.arange(2, device=self.turn.device) * 4
+        ids = (place + self.turn + 7 * rank) % (5 * self.group.world_size)
+        ids = torch.where(self.turn % 5 == 0, ids % 5, ids)
+        return torch.where((place % 4 < 3) & ((self.turn + rank) % 4 != 0), ids, -1).int()
+
     def pause(self) -> None:
-        """Makes this rank late by up to some 10 us, by chance."""
-        if self.group.backend == "nccl" and self.late.random() < 0.5:
-            torch.cuda._sleep(self.late.randrange(20000))  # type: ignore[no-untyped-call]
+        """Makes this rank late by up to 20 us, by chance."""
+        self.pauses += 1
+        if self.group.backend == "nccl":
+            from spinning import spin
+
+            spin[(1,)](self.turn, self.group.rank, self.pauses)
 
     def capture(self) -> None:
         self.run()

@@ -83,12 +83,36 @@ def _launch(
 
 
 @_registered(ONE_SHOT)
-def one_shot_all_reduce_rmsnorm_quantize_fp8(*arguments: Any) -> tuple[Tensor, ...]:
+def one_shot_all_reduce_rmsnorm_quantize_fp8(
+    x: Tensor,
+    weight: Tensor,
+    group: ProcessGroup,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    granularity: str = "token",
+    block_size: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.all_reduce_rmsnorm_quantize_fp8`."""
-    return _launch(ONE_SHOT, *arguments)
+    return _launch(ONE_SHOT, x, weight, group, eps, residual, granularity, block_size, dtype, out, scale_out, residual_out)
 
 
 @_registered(TWO_SHOT)
-def two_shot_all_reduce_rmsnorm_quantize_fp8(*arguments: Any) -> tuple[Tensor, ...]:
+def two_shot_all_reduce_rmsnorm_quantize_fp8(
+    x: Tensor,
+    weight: Tensor,
+    group: ProcessGroup,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    granularity: str = "token",
+    block_size: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.all_reduce_rmsnorm_quantize_fp8`."""
-    return _launch(TWO_SHOT, *arguments)
+    return _launch(TWO_SHOT, x, weight, group, eps, residual, granularity, block_size, dtype, out, scale_out, residual_out)
