@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 tools/gpt_oss/benchmarks/tensor_parallel.py --output h200_tensor_parallel.json
 
 ``--experts`` says what of the experts a rank has: a part of each, or some of them whole. A step is timed as a caller of each rank's
-engine sees it, and beside it the same pass replayed on the device, without an engine around it. What counts is the slowest rank. All
-ranks must have chosen the same tokens. With ``--check`` the first layers are also run whole, on each GPU, and the logits are compared.
-On a CPU the ranks are processes of gloo, and passes are launched from Python.
+engine sees it, and beside it the same pass replayed on the device, without an engine around it. What counts is the slowest rank.
+All ranks must have chosen the same tokens. With ``--check`` the first layers are also run whole, on each GPU, and the logits are
+compared. On a CPU the ranks are processes of gloo, and passes are launched from Python.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, An
     began = time.perf_counter()
     source = RandomTensors(config, options.seed, torch.bfloat16, device, bias=options.bias)
     kind = _MODELS[options.experts]
-    model = kind(config, source, group, torch.bfloat16, device, max_positions=_length(options))
+    longest = max([_length(options), *(tokens + 1 for _, tokens in options.prefills)])
+    model = kind(config, source, group, torch.bfloat16, device, max_positions=longest)
     _wait(device)
     report["seconds_of_loading"] = time.perf_counter() - began
     report["gigabytes"] = torch.cuda.memory_allocated(device) / 1e9 if device.type == "cuda" else None
@@ -153,8 +154,7 @@ def _write(report: dict[str, Any], options: argparse.Namespace, group: ProcessGr
 def _length(options: argparse.Namespace) -> int:
     """Positions that a sequence passes through; sequences that are done with their prompts decode while others are not."""
     passes = -(-max(options.batches) * options.context // options.prefill_tokens)
-    decoded: int = options.context + passes + _WARM_STEPS + options.steps + _REPLAYS + 8
-    return max([decoded, *(tokens + 1 for _, tokens in options.prefills)])
+    return int(options.context + passes + _WARM_STEPS + options.steps + _REPLAYS + 8)
 
 
 def _wait(device: torch.device) -> None:
