@@ -4,30 +4,15 @@ Attention heads, the experts' intermediate features and the rows of the output m
 group. Each rank runs the model on its share, for the same batch; sums over ranks follow the two products that end a layer's halves,
 and the ranks' logits are put together. All ranks have the same bits then, so that each chooses the same tokens. An `Engine` of each
 rank must be given the same requests in the same order.
-
-    torchrun --nproc-per-node 2 -m gpt_oss.tensor_parallel --tokens 32
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import time
-from collections.abc import Sequence
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gpt_oss.batch import Batch
 from gpt_oss.cache import PagedKVCache
-from gpt_oss.config import PRESETS, Config, preset
-from gpt_oss.engine import Engine
-from gpt_oss.loader import Checkpoint, RandomTensors, TensorSource
-from gpt_oss.request import Request
 from gpt_oss.shares import Caches, SharedGptOss
-from tokenspeed_kernel import ProcessGroup
 
 
 class TensorParallelGptOss(SharedGptOss):
@@ -62,56 +47,3 @@ class TensorParallelGptOss(SharedGptOss):
     def _norm_last(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         normed: Tensor = self.ops.all_reduce_rmsnorm(hidden, self.norm, self.group, self.config.rms_norm_eps, residual)[0]
         return normed
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Generates tokens on the ranks that torchrun started, and says how long each took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a checkpoint's folder; random weights without one")
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="gpt-oss-20b", help="whose shapes random weights have")
-    parser.add_argument("--layers", type=int, help="of random weights: so many")
-    parser.add_argument("--prompt", type=int, default=64, help="random tokens of each prompt")
-    parser.add_argument("--batch", type=int, default=1, help="prompts")
-    parser.add_argument("--tokens", type=int, default=32, help="to generate for each prompt, 3 or more")
-    options = parser.parse_args(arguments)
-    if options.tokens < 3:
-        parser.error(f"--tokens must be 3 or more, got {options.tokens}")
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    try:
-        group = ProcessGroup.with_peer_memory()
-        source: TensorSource
-        if options.model is not None:
-            config, source = Config.from_directory(options.model), Checkpoint(options.model)
-        else:
-            config = preset(options.preset)
-            config = config if options.layers is None else config.with_layers(options.layers)
-            source = RandomTensors(config, device=device)
-        longest = options.prompt + options.tokens
-        model = TensorParallelGptOss(config, source, group, torch.bfloat16, device, max_positions=longest)
-        pages = options.batch * -(-longest // 64)
-        engine = Engine(model, PagedKVCache(model.config, pages, 64, torch.bfloat16, device), max_sequences=options.batch)
-        generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(config.vocab_size, (options.batch, options.prompt), generator=generator).tolist()
-        engine.generate([Request(prompt, options.tokens) for prompt in prompts])  # compiles what it needs
-        few, many = (_seconds(engine, prompts, tokens) for tokens in (2, options.tokens))
-        if group.rank == 0:
-            memory = group.peer_gap or "yes"
-            print(f"{group}, peer memory: {memory}; {options.batch} x {options.prompt} + {options.tokens} tokens")
-            step = (many - few) / (options.tokens - 2)
-            print(f"{step * 1e3:.3f} ms a step of decoding, {few * 1e3:.1f} ms for prompts and 2 tokens")
-    finally:
-        dist.destroy_process_group()
-
-
-def _seconds(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> float:
-    began = time.perf_counter()
-    engine.generate([Request(prompt, tokens) for prompt in prompts])
-    return time.perf_counter() - began
-
-
-if __name__ == "__main__":
-    main()

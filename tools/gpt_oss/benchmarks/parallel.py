@@ -1,6 +1,6 @@
 """Decode steps and prefills of a model whose layers several GPUs share, with random weights.
 
-    torchrun --nproc-per-node 2 tools/gpt_oss/benchmarks/tensor_parallel.py --output h200_tensor_parallel.json
+    torchrun --nproc-per-node 2 tools/gpt_oss/benchmarks/parallel.py --output h200_parallel.json
 
 ``--experts`` says what of the experts a rank has: a part of each, or some of them whole. A step is timed as a caller of each rank's
 engine sees it, and beside it the same pass replayed on the device, without an engine around it. What counts is the slowest rank.
@@ -28,21 +28,19 @@ from gpt_oss.benchmark import divergence_of
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
 from gpt_oss.engine import Engine
-from gpt_oss.expert_parallel import ExpertParallelGptOss
 from gpt_oss.kernels import listen, preferring
 from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
+from gpt_oss.parallel import MODELS
 from gpt_oss.request import Request
 from gpt_oss.sampling import Sampling
 from gpt_oss.shares import SharedGptOss
-from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
 from tokenspeed_kernel.workbench.benchmark import collect_metadata
 
 _WARM_STEPS = 4
 _REPLAYS = 30  # of the bare pass; each is a position further, too
 _PAGE = 64
-_MODELS: dict[str, type[SharedGptOss]] = {"parts": TensorParallelGptOss, "whole": ExpertParallelGptOss}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -73,7 +71,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
     parser.add_argument("--bias", type=float, default=0.02, help="standard deviation of the random biases")
     parser.add_argument("--prefer", type=_names, default=(), help="kernels that serve wherever they can")
-    parser.add_argument("--experts", choices=sorted(_MODELS), default="parts", help="what of them a rank has")
+    parser.add_argument("--experts", choices=sorted(MODELS), default="parts", help="what of them a rank has")
     parser.add_argument("--prefills", type=_shapes, default=(), help="prompts and their tokens, like 1x1024,8x1024")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each prefill, of which the median counts")
     parser.add_argument("--check", type=int, default=0, help="layers that are run whole, too, and compared")
@@ -113,7 +111,7 @@ def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, An
     said = {name: getattr(options, name) for name in ("preset", "experts", "context", "steps", "seed", "bias")}
     said["batches"] = ",".join(map(str, options.batches))
     settings = " ".join(f"--{name} {value}" for name, value in said.items())
-    command = f"torchrun --nproc-per-node {group.world_size} tools/gpt_oss/benchmarks/tensor_parallel.py {settings}"
+    command = f"torchrun --nproc-per-node {group.world_size} tools/gpt_oss/benchmarks/parallel.py {settings}"
     report: dict[str, Any] = {
         "metadata": dataclasses.asdict(collect_metadata(command, device)),
         "ranks": group.world_size,
@@ -128,7 +126,7 @@ def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, An
         _write(report, options, group)
     began = time.perf_counter()
     source = RandomTensors(config, options.seed, torch.bfloat16, device, bias=options.bias)
-    kind = _MODELS[options.experts]
+    kind = MODELS[options.experts]
     longest = max([_length(options), *(tokens + 1 for _, tokens in options.prefills)])
     model = kind(config, source, group, torch.bfloat16, device, max_positions=longest)
     _wait(device)
@@ -179,7 +177,7 @@ def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, dev
     source = RandomTensors(config, options.seed, torch.bfloat16, device, bias=options.bias)
     prompts, made = _prompts(config, 3, 40, options.seed), []
     for share in (False, True):
-        kind: Any = _MODELS[options.experts] if share else GptOss
+        kind: Any = MODELS[options.experts] if share else GptOss
         model = kind(config, source, *([group] if share else []), torch.bfloat16, device, max_positions=64)
         cache = PagedKVCache(model.config, 3, _PAGE, torch.bfloat16, device)
         done = Engine(model, cache, max_sequences=3).generate([Request(prompt, 4, keep_logits=True) for prompt in prompts])
