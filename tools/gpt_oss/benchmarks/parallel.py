@@ -4,8 +4,8 @@
 
 ``--experts`` says what of the experts a rank has: a part of each, or some of them whole. A step is timed as a caller of each rank's
 engine sees it, and beside it the same pass replayed on the device, without an engine around it. What counts is the slowest rank.
-All ranks must have chosen the same tokens. With ``--check`` the first layers are also run whole, on each GPU, and the logits are
-compared. On a CPU the ranks are processes of gloo, and passes are launched from Python.
+All ranks must have chosen the same tokens. With ``--check`` the first layers are also run whole, on each GPU, and distributions of
+next tokens are compared. On a CPU the ranks are processes of gloo, and passes are launched from Python.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpt_oss.batch import Phase
+from gpt_oss.batch import Phase, Piece, make_batch
 from gpt_oss.benchmark import divergence_of
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
 from gpt_oss.engine import Engine
-from gpt_oss.kernels import listen, preferring
+from gpt_oss.kernels import listen, portable_only, preferring
 from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
 from gpt_oss.parallel import MODELS
@@ -172,23 +172,29 @@ def _prompts(config: Config, batch: int, tokens: int, seed: int) -> list[list[in
     return prompts
 
 
-def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, device: torch.device) -> dict[str, float]:
-    """How far logits of the shared layers are from those of the same layers on one GPU: prompts, and steps that decode."""
-    source = RandomTensors(config, options.seed, torch.bfloat16, device, bias=options.bias)
-    prompts, made = _prompts(config, 3, 40, options.seed), []
-    for share in (False, True):
-        kind: Any = MODELS[options.experts] if share else GptOss
-        model = kind(config, source, *([group] if share else []), torch.bfloat16, device, max_positions=64)
+def _check(config: Config, options: argparse.Namespace, group: ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """How far logits of the shared layers are from those of the same layers on one GPU, for prompts and for a token behind each.
+
+    Beside it, how far those are that the core's own kernels give on one GPU: roundings alone make tokens choose other experts.
+    """
+    prompts = _prompts(config, 3, 41, options.seed)
+
+    def logits(kind: Any, *group: ProcessGroup) -> torch.Tensor:
+        source = RandomTensors(config, options.seed, torch.bfloat16, device, bias=options.bias)
+        model = kind(config, source, *group, torch.bfloat16, device, max_positions=64)
         cache = PagedKVCache(model.config, 3, _PAGE, torch.bfloat16, device)
-        done = Engine(model, cache, max_sequences=3).generate([Request(prompt, 4, keep_logits=True) for prompt in prompts])
-        # A token that differs changes what follows: only the logits before it are comparable.
-        made.append([(completion.tokens, torch.stack(completion.logits)) for completion in done])
-    rows = []
-    for (whole_tokens, whole), (tokens, shared) in zip(*made, strict=True):
-        same = next((i for i, (a, b) in enumerate(zip(whole_tokens, tokens, strict=True)) if a != b), len(tokens) - 1) + 1
-        rows.append((whole[:same].float().cpu(), shared[:same].float().cpu()))
-    whole, shared = (torch.cat(parts) for parts in zip(*rows, strict=True))
-    return {"positions": len(whole), "largest": float((whole - shared).abs().max()), **divergence_of(shared, whole)}
+        pieces = [[Piece(p[a:b], a, [page]) for page, p in enumerate(prompts)] for a, b in ((0, 40), (40, 41))]
+        return torch.cat([model.forward(make_batch(each, cache, device), cache).float().cpu() for each in pieces])
+
+    whole, shared = logits(GptOss), logits(MODELS[options.experts], group)
+    with portable_only():
+        portable = logits(GptOss)
+    return {
+        "positions": len(whole),
+        "same_on_every_rank": len(set(_everywhere(int(shared.view(torch.int32).long().sum())))) == 1,
+        **divergence_of(shared, whole),
+        "portable": divergence_of(portable, whole),
+    }
 
 
 def _prefill(model: SharedGptOss, batch: int, tokens: int, options: argparse.Namespace) -> dict[str, Any]:

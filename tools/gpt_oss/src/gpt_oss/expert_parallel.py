@@ -26,7 +26,7 @@ class ExpertParallelGptOss(SharedGptOss):
     """
 
     whole_experts = True
-    dispatched_tokens = 256
+    dispatched_tokens = 64
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
         run = self._share_tokens if len(hidden) >= self.dispatched_tokens else self._share_sums

@@ -20,8 +20,6 @@ class TensorParallelGptOss(SharedGptOss):
     order. See `SharedGptOss`.
     """
 
-    fused_router = True
-
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
         """What it returns first is this rank's part of a sum, too."""
         ops, group, eps, top_k = self.ops, self.group, self.config.rms_norm_eps, self.config.num_experts_per_tok
@@ -33,14 +31,8 @@ class TensorParallelGptOss(SharedGptOss):
             else:
                 normed, residual = ops.all_reduce_rmsnorm(hidden, layer.attention_norm, group, eps, residual)
             product = self._attend(layer, normed, batch, caches)
-            if self.fused_router:
-                product = ops.all_reduce(product, group, product)
-                normed, weights, ids, residual = ops.rmsnorm_moe_topk(
-                    product, layer.mlp_norm, layer.router.weight, top_k, eps=eps, residual=residual, router_bias=layer.router.bias
-                )
-            else:
-                normed, residual = ops.all_reduce_rmsnorm(product, layer.mlp_norm, group, eps, residual)
-                weights, ids = ops.moe_topk(layer.router(ops, normed), top_k)
+            normed, residual = ops.all_reduce_rmsnorm(product, layer.mlp_norm, group, eps, residual)
+            weights, ids = ops.moe_topk(layer.router(ops, normed), top_k)
             hidden = ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
         return hidden, residual
 

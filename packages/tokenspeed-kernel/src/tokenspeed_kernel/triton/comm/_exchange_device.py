@@ -107,15 +107,15 @@ def store_fp8(
     factor = tl.reshape(tl.broadcast_to(factor[:, None], (GROUPS, GROUP)), (BLOCK, 1))
     divisor = tl.reshape(tl.broadcast_to(divisor[:, None], (GROUPS, GROUP)), (BLOCK, 1))
     reciprocal = tl.reshape(tl.broadcast_to(reciprocal[:, None], (GROUPS, GROUP)), (BLOCK, 1))
-    STEPS: tl.constexpr = 2 if tl.float32 == DTYPE else 1
-    code = encode_fp8(divide(first, factor, divisor, reciprocal, INTERPRETED, STEPS), FORMAT, NATIVE)
-    at = (row.to(tl.int64) * ROW + column)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    if tl.float32 == DTYPE:
-        tl.store(out + at, code, mask=inside[:, None])
-    else:
-        other = encode_fp8(divide(second, factor, divisor, reciprocal, INTERPRETED, STEPS), FORMAT, NATIVE)
-        pair = code.to(tl.int16) | (other.to(tl.int16) << 8)
-        tl.store(out.to(tl.pointer_type(tl.int16), bitcast=True) + at, pair, mask=inside[:, None])
+    PAIRS: tl.constexpr = DTYPE.primitive_bitwidth == 16
+    STEPS: tl.constexpr = 1 if PAIRS else 2
+    ITEM: tl.constexpr = 8 if PAIRS else 4
+    quotient = divide(first, factor, divisor, reciprocal, INTERPRETED, STEPS)
+    if PAIRS:
+        # Side by side before they are converted: bytes that are put together afterwards come out wrong of ptxas 12.8.
+        quotient = tl.interleave(quotient, divide(second, factor, divisor, reciprocal, INTERPRETED, STEPS))
+    at = (row.to(tl.int64) * ROW + column)[:, None] * ITEM + tl.arange(0, ITEM)[None, :]
+    tl.store(out + at, encode_fp8(quotient, FORMAT, NATIVE), mask=inside[:, None])
 
 
 @triton.jit

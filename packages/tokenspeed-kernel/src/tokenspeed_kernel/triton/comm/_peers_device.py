@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import num_threads
 from triton.language.target_info import is_cuda
 
 from tokenspeed_kernel.triton.quantization._encode_device import round_to
@@ -94,10 +95,15 @@ def words_at(address):
 
 @triton.jit
 def push(address, words, active):
-    """Sends vectors, int32 ``[vectors, 4]``, to addresses, int64 ``[vectors]``, where ``active``."""
+    """Sends vectors, int32 ``[vectors, 4]``, to addresses, int64 ``[vectors]``, where ``active``.
+
+    There must be at least as many vectors as threads. Fewer would be sent by several threads each, and what one of them sends late
+    could arrive after the receiver has put the sentinel back, to be taken for a vector of a later call.
+    """
     if _INTERPRETED or not is_cuda():
         tl.store(words_at(address), words, mask=active[:, None])
     else:
+        tl.static_assert(address.shape[0] >= num_threads(), "a vector would be sent by several threads")
         even, odd = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
