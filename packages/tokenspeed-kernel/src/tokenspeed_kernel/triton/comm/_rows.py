@@ -14,9 +14,6 @@ from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, UNIT, VECTOR,
 
 device_code = DeviceModule(__name__ + "_device")
 
-UNTRIED = "it was interpreted and compiled, but not run on a GPU yet"
-"""Why these kernels serve only calls that name them."""
-
 
 def gather(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
     """Launches `all_gather`. Tensors are contiguous, and x is not empty."""
