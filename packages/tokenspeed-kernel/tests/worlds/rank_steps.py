@@ -104,7 +104,7 @@ class Step:
         yield
         self.pauses += 1
         if self.device.type == "cuda":
-            from spinning import spin
+            from rank_kernels import spin
 
             spin[(1,)](self.turn, self.group.rank, self.pauses)
             yield

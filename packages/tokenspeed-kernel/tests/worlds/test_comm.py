@@ -10,6 +10,8 @@ import itertools
 import random
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.registry import KernelRegistry
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -280,6 +282,30 @@ def test_memory_of_ranks_does_not_overlap() -> None:
     assert all(left[1] <= right[0] for left, right in itertools.pairwise(spans))
     assert spans[0][0] >= bases[0]
     assert spans[-1][1] == bases[0] + memories[0].nbytes
+
+
+def test_no_vector_is_sent_by_several_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the last of them sends could arrive when the vector has been read, and be taken for one of a later call."""
+    from rank_kernels import send
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target = GPUTarget("cuda", 90, 32)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=lambda: target))
+
+    def compiled_for(count: int) -> Any:
+        source = ASTSource(send, {"address": "i64", "COUNT": "constexpr"}, {"COUNT": count})
+        return triton.compile(source, target=target, options={"num_warps": 4})
+
+    assert "st.relaxed.sys" in compiled_for(128).asm["ptx"]
+    with pytest.raises(triton.compiler.CompilationError) as refused:
+        compiled_for(64)
+    messages, error = [], refused.value
+    while error is not None:
+        messages.append(str(error))
+        error = error.__cause__  # type: ignore[assignment]
+    assert "a vector would be sent by several threads" in "".join(messages)
 
 
 def test_a_process_that_is_alone_has_no_peers() -> None:

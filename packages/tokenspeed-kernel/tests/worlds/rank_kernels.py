@@ -1,10 +1,12 @@
-"""A kernel that takes time, and nothing else."""
+"""Kernels for tests: one that takes time and nothing else, and one that sends vectors."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
+
+from tokenspeed_kernel.triton.comm._peers_device import push
 
 
 @triton.jit(do_not_specialize=["rank", "place"])
@@ -16,3 +18,10 @@ def spin(turn, rank, place):  # type: ignore[no-untyped-def]
     began = cuda.globaltimer()
     while cuda.globaltimer() - began < wait:
         pass
+
+
+@triton.jit
+def send(address, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sends so many vectors of zeros."""
+    place = tl.arange(0, COUNT)
+    push(address + place.to(tl.int64) * 16, tl.zeros((COUNT, 4), tl.int32), place < COUNT)
