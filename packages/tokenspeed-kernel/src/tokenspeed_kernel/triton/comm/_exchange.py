@@ -53,6 +53,8 @@ _SOME = Config(16, 1, 2, True)
 _MANY = Config(4, 4, 4, True)
 # Rows up to which each is the best.
 _FEW_ROWS, _SOME_ROWS = 32, 512
+# Vectors of a row up to which few warps have registers enough to quantise it, too.
+_QUANTISED_BY_FEW = 512
 # Compiled for AMD GPUs, and interpreted on CPUs, one program after another.
 _ANYWHERE = Config(4, 0, 1, False)
 
@@ -121,6 +123,8 @@ def exchange(
     vectors, total = row // item, x.numel() // item
     rows = -(-total // vectors)
     config = config or config_for(rows, x.device)
+    if scale_out is not None and vectors > _QUANTISED_BY_FEW:
+        config = config._replace(warps=max(config.warps, 2 * _MANY.warps))
     block = max(next_power_of_2(vectors), 32 * config.warps * max(config.pack, 1))
     encoding = _NOT_ENCODED
     if scale_out is not None:
