@@ -99,6 +99,7 @@ def _valid() -> dict[str, dict[str, Any]]:
         "all_gather": {"x": ones(3, 8), "group": ProcessGroup.of()},
         "reduce_scatter": {"x": ones(3, 8), "group": ProcessGroup.of()},
         "all_reduce_rmsnorm": {"x": ones(3, 8), "weight": ones(8), "group": ProcessGroup.of(), "residual": ones(3, 8)},
+        "all_reduce_rmsnorm_quantize_fp8": {"x": ones(3, 8), "weight": ones(8), "group": ProcessGroup.of(), "residual": ones(3, 8)},
         "moe_dispatch": {
             "x": ones(3, 8), "topk_weights": ones(3, 2, dtype=F32), "topk_ids": ints([0, 1], [2, 3], [1, -1]), "num_experts": 4,
             "group": ProcessGroup.of(),
@@ -145,6 +146,10 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("all_reduce_rmsnorm", {"weight": ones(4)}, V, r"weight must be of shape \[hidden\] where hidden is 8 in x, got \[4\]"),
     ("all_reduce_rmsnorm", {"residual": ones(3, 4)}, V, r"residual must be of shape \[3, 8\] like x, got \[3, 4\]"),
     ("all_reduce_rmsnorm", {"eps": 0.0}, V, r"eps must be positive, got 0.0"),
+    ("all_reduce_rmsnorm_quantize_fp8", {"weight": ones(4)}, V, r"weight must be of shape \[hidden\] where hidden is 8 in x, got \[4\]"),
+    ("all_reduce_rmsnorm_quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got 'row'"),
+    ("all_reduce_rmsnorm_quantize_fp8", {"dtype": BF16}, V, r"dtype must be one of .*, got bfloat16"),
+    ("all_reduce_rmsnorm_quantize_fp8", {"x": ones(3, 8, dtype=F64)}, T, r"x must be a tensor of .*, got float64"),
     ("moe_dispatch", {"topk_ids": ints([0, 1], [2, 3])}, V, r"topk_ids must be of shape \[tokens, top_k\] where tokens is 3 in x, got \[2, 2\]"),
     ("moe_dispatch", {"topk_weights": ones(3, 2)}, T, r"topk_weights must be a tensor of float32, got bfloat16"),
     ("moe_dispatch", {"num_experts": 0}, V, r"num_experts must be a positive multiple of 1, the number of ranks, got 0"),

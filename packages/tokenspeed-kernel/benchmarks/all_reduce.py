@@ -43,7 +43,7 @@ Call = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
+    options = parser(__doc__, ROWS).parse_args(arguments)
     missing = gap(options.ranks, torch.device(options.device))
     if missing is not None:
         print(missing, file=sys.stderr)
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     report = {
-        "metadata": dataclasses.asdict(collect_metadata(_command(options), options.device)),
+        "metadata": dataclasses.asdict(collect_metadata(command("all_reduce.py", options), options.device)),
         "ranks": options.ranks,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if options.device == "cuda" else "",
         "hidden": options.hidden,
@@ -69,25 +69,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(row["us"] is not None or row["skipped"] for row in rows) else 1
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
-    parser.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=ROWS, help="such as 1,64,1024")
-    parser.add_argument("--hidden", type=int, default=2880)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--calls", type=int, default=20, help="in a graph")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="on a CPU calls are not captured")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds until everything must be done")
-    parser.add_argument("--json", type=Path, help="where to write the report")
-    return parser.parse_args(arguments)
+def parser(description: str | None, rows: Sequence[int]) -> argparse.ArgumentParser:
+    """The options of a benchmark between GPUs.
+
+    Args:
+        description: of the program.
+        rows: numbers of rows by default.
+    """
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--ranks", type=int, default=2, help="processes, each with a GPU")
+    made.add_argument("--rows", type=lambda text: tuple(map(int, text.split(","))), default=rows, help="such as 1,64,1024")
+    made.add_argument("--hidden", type=int, default=2880)
+    made.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    made.add_argument("--calls", type=int, default=20, help="in a graph")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="on a CPU calls are not captured")
+    made.add_argument("--time-limit", type=float, default=300.0, help="seconds until everything must be done")
+    made.add_argument("--json", type=Path, help="where to write the report")
+    return made
 
 
-def _command(options: argparse.Namespace) -> str:
+def command(program: str, options: argparse.Namespace) -> str:
     """What was measured, without where it was written."""
     said = {name: getattr(options, name) for name in ("ranks", "rows", "hidden", "dtype", "calls", "device")}
     said["rows"] = ",".join(map(str, options.rows))
     settings = " ".join(f"--{name} {value}" for name, value in said.items())
-    return f"python packages/tokenspeed-kernel/benchmarks/all_reduce.py {settings}"
+    return f"python packages/tokenspeed-kernel/benchmarks/{program} {settings}"
 
 
 def table(report: dict[str, Any]) -> str:
@@ -210,28 +216,33 @@ def _outcome(operator: str, make: Callable[[], Call | str], inputs: Inputs, call
         pairs.append((second, inputs.summed, 1.0))
     far = max(float((got.float() - right.float()).abs().max()) - slack * inputs.slack for got, right, slack in pairs)
     exact = torch.equal(*(pairs[-1][:2]))
-    outcome = {"exact": all(_everywhere(exact)), "skipped": False}
-    if max(_everywhere(far)) > 0:
+    outcome = {"exact": all(everywhere(exact)), "skipped": False}
+    if max(everywhere(far)) > 0:
         return {**outcome, "us": None, "best_us": None, "reason": f"wrong by {far:.3g} more than {inputs.slack:.3g}"}
-    times = _times(call, calls, inputs.x)
-    return {**outcome, "us": max(_everywhere(statistics.median(times))), "best_us": max(_everywhere(min(times))), "reason": ""}
+    return {**outcome, **summary(times(call, calls, inputs.x)), "reason": ""}
 
 
-def _everywhere(value: Any) -> list[Any]:
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """The slowest rank's median time, and its best."""
+    return {"us": max(everywhere(statistics.median(times))), "best_us": max(everywhere(min(times)))}
+
+
+def everywhere(value: Any) -> list[Any]:
+    """Every rank's value."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def _times(call: Call, calls: int, x: Tensor) -> list[float]:
-    """Microseconds a call, of each replay."""
+def times(call: Callable[[], Any], calls: int, x: Tensor) -> list[float]:
+    """Microseconds a call, of each replay; ``x``: how much it moves."""
     if x.device.type != "cuda":
-        times = []
+        found = []
         for _ in range(3):
             began = time.perf_counter()
             call()
-            times.append((time.perf_counter() - began) * 1e6)
-        return times
+            found.append((time.perf_counter() - began) * 1e6)
+        return found
     replays = _REPLAYS if x.numel() * x.element_size() < _LARGE else _LARGE_REPLAYS
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

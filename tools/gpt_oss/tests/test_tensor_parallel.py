@@ -1,8 +1,9 @@
-"""A model that ranks share gives the tokens of one that is whole."""
+"""A model that ranks share gives the tokens of one that is whole, whether they share each expert or have some each."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from gpt_oss_models import MODES, YARN, make_config, random_prompts, tensors_of
 
 from gpt_oss.cache import PagedKVCache
-from gpt_oss.config import alternating
+from gpt_oss.config import Config, alternating
 from gpt_oss.engine import Engine
-from gpt_oss.loader import expected_tensors
+from gpt_oss.expert_parallel import ExpertParallelGptOss
+from gpt_oss.loader import Checkpoint, TensorSource, expected_tensors, save_checkpoint
 from gpt_oss.model import GptOss
 from gpt_oss.request import Completion, Request
-from gpt_oss.tensor_parallel import SharedSource, TensorParallelGptOss, share_of, shared_slices
+from gpt_oss.shares import SharedGptOss, SharedSource, filled, share_of, slices_of
+from gpt_oss.tensor_parallel import TensorParallelGptOss
 from tokenspeed_kernel import ProcessGroup
 from tokenspeed_kernel.workbench.worlds import run_world
 
@@ -37,7 +40,7 @@ def completions(model: GptOss, **mode: Any) -> list[Completion]:
     return engine.generate([Request(prompt, 12, keep_logits=True) for prompt in PROMPTS])
 
 
-def on_each_rank() -> dict[str, tuple[list[list[int]], float]]:
+def on_each_rank(tensor_parallel: bool) -> dict[str, tuple[list[list[int]], float]]:
     """For each model and mode the tokens that this rank chose, and how far its logits are from those of the whole model."""
     torch.set_num_threads(1)
     group, found = ProcessGroup.of(), {}
@@ -45,34 +48,52 @@ def on_each_rank() -> dict[str, tuple[list[list[int]], float]]:
         config = make_config(**changes)
         source = tensors_of(config)
         wanted = completions(GptOss(config, source, torch.float32))
-        shared = TensorParallelGptOss(config, source, group, torch.float32)
-        for mode in ("eager", "static, overlapping"):
-            got = completions(shared, **MODES[mode])
-            far = max(
-                float((torch.stack(mine.logits) - torch.stack(whole.logits)).abs().max())
-                for mine, whole in zip(got, wanted, strict=True)
-            )
-            assert [c.tokens for c in got] == [c.tokens for c in wanted], f"{name}, {mode}"
-            found[f"{name}, {mode}"] = [c.tokens for c in got], far
+        for kind, shared in models(config, source, group, tensor_parallel).items():
+            for mode in ("eager", "static, overlapping"):
+                got = completions(shared, **MODES[mode])
+                far = max(
+                    float((torch.stack(mine.logits) - torch.stack(whole.logits)).abs().max())
+                    for mine, whole in zip(got, wanted, strict=True)
+                )
+                assert [c.tokens for c in got] == [c.tokens for c in wanted], f"{name}, {kind}, {mode}"
+                found[f"{name}, {kind}, {mode}"] = [c.tokens for c in got], far
     return found
 
 
-def test_two_ranks_give_the_tokens_of_one() -> None:
-    first, second = run_world(on_each_rank, 2)
+def models(config: Config, source: TensorSource, group: ProcessGroup, tensor_parallel: bool) -> dict[str, SharedGptOss]:
+    if tensor_parallel:
+        return {"parts": TensorParallelGptOss(config, source, group, torch.float32)}
+    made = {}
+    # From 1 token on even passes of a single token, which leave a rank without any.
+    for tokens in (1, 8):
+        made[f"dispatched from {tokens} tokens on"] = model = ExpertParallelGptOss(config, source, group, torch.float32)
+        model.dispatched_tokens = tokens
+    return made
+
+
+@pytest.mark.parametrize(("tensor_parallel", "count"), [(True, 4), (False, 8)], ids=["tensor parallel", "expert parallel"])
+def test_two_ranks_give_the_tokens_of_one(tensor_parallel: bool, count: int) -> None:
+    first, second = run_world(on_each_rank, 2, (tensor_parallel,))
     assert first == second
-    assert len(first) == 4
+    assert len(first) == count
     assert all(0 < far < 2e-4 for _, far in first.values()), {name: far for name, (_, far) in first.items()}
 
 
+@pytest.mark.parametrize("whole_experts", [False, True])
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
-def test_shares_put_together_are_the_whole(changes: dict[str, Any]) -> None:
+def test_shares_put_together_are_the_whole(changes: dict[str, Any], whole_experts: bool, tmp_path: Path) -> None:
     config = make_config(**changes)
     whole = tensors_of(config)
-    parts = [SharedSource(config, whole, rank, 2) for rank in range(2)]
-    assert parts[0].shapes() == expected_tensors(share_of(config, 2))
+    checkpoint = Checkpoint(save_checkpoint(tmp_path, config, whole))
+    parts = [SharedSource(config, whole, rank, 2, whole_experts) for rank in range(2)]
+    from_files = [SharedSource(config, checkpoint, rank, 2, whole_experts) for rank in range(2)]
+    expected = expected_tensors(share_of(config, 2, whole_experts))
     for name, shape in parts[0].shapes().items():
         tensor, left, right = whole.get(name), parts[0].get(name), parts[1].get(name)
         assert left.shape == right.shape == shape, name
+        assert all(torch.equal(source.get(name), part) for source, part in zip(from_files, (left, right), strict=True)), name
+        if name != "lm_head.weight" and "router" not in name:  # of which a model of that configuration has less, or more
+            assert shape == expected[name]
         axes = [axis for axis in range(tensor.dim()) if left.shape[axis] != tensor.shape[axis]]
         if axes:
             (axis,) = axes
@@ -85,11 +106,20 @@ def test_shares_put_together_are_the_whole(changes: dict[str, Any]) -> None:
             assert torch.equal(right, tensor), name
 
 
+def test_only_the_share_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+    checkpoint = Checkpoint(save_checkpoint(tmp_path, config, tensors_of(config)))
+    monkeypatch.setattr(checkpoint, "get", lambda name: pytest.fail(f"{name} is read whole"))
+    part = SharedSource(config, checkpoint, 1, 2).get("model.layers.0.mlp.experts.down_proj")
+    assert part.shape == (4, 12, 32)
+
+
 def test_slices_beyond_the_end() -> None:
     x = torch.arange(10.0).view(2, 5)
-    assert shared_slices(x, 1, 3, 1, filling=7).tolist() == [[3, 4, 7], [8, 9, 7]]
-    assert shared_slices(x, 0, 2, 1, filling=7).tolist() == [[7] * 5] * 2
-    assert shared_slices(x, 0, 1, 1).tolist() == [[5, 6, 7, 8, 9]]
+    assert filled(x[:, 3:], 1, 3, filling=7).tolist() == [[3, 4, 7], [8, 9, 7]]
+    assert filled(x[2:], 0, 2, filling=7).tolist() == [[7] * 5] * 2
+    assert filled(x, 0, 2) is x
+    assert [slices_of(5, 3, rank) for rank in range(3)] == [(0, 3), (3, 5), (5, 5)]
 
 
 def test_heads_that_cannot_be_shared() -> None:
@@ -97,3 +127,10 @@ def test_heads_that_cannot_be_shared() -> None:
         share_of(make_config(), 4)
     with pytest.raises(ValueError, match="num_attention_heads must be a multiple of 3, the number of ranks, got 4"):
         share_of(make_config(), 3)
+
+
+def test_experts_that_cannot_be_shared() -> None:
+    with pytest.raises(ValueError, match="num_local_experts must be a multiple of 2, the number of ranks, got 5"):
+        share_of(make_config(num_local_experts=5), 2, whole_experts=True)
+    with pytest.raises(ValueError, match=r"num_local_experts must be at least 2 x num_experts_per_tok, .* got 4 and 3"):
+        share_of(make_config(num_experts_per_tok=3), 2, whole_experts=True)

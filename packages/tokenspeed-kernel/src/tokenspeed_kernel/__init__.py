@@ -78,6 +78,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.comm.all_gather import all_gather
     from tokenspeed_kernel_base.ops.comm.all_reduce import all_reduce
     from tokenspeed_kernel_base.ops.comm.all_reduce_rmsnorm import all_reduce_rmsnorm
+    from tokenspeed_kernel_base.ops.comm.all_reduce_rmsnorm_quantize_fp8 import all_reduce_rmsnorm_quantize_fp8
     from tokenspeed_kernel_base.ops.comm.moe_combine import moe_combine
     from tokenspeed_kernel_base.ops.comm.moe_dispatch import moe_dispatch
     from tokenspeed_kernel_base.ops.comm.reduce_scatter import reduce_scatter

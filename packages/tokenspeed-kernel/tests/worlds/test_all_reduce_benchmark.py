@@ -1,4 +1,4 @@
-"""The benchmark of all-reduces, run on a CPU, and the table of its report."""
+"""The benchmarks between GPUs, run on a CPU, and the table of a report."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ PAGE = Path(__file__).parents[4] / "docs" / "figures.md"
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The program, as processes that it starts find it."""
+    return loaded("all_reduce", monkeypatch)
+
+
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location("all_reduce", FOLDER / "all_reduce.py")
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "all_reduce", module)
+    monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
 
@@ -40,6 +44,19 @@ def test_it_measures_on_a_cpu(benchmark: Any, tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr().out
     assert "torch one_shot, 1 rows: symmetric memory is for GPUs" in said
     assert benchmark.table(report) in said
+
+
+def test_rows_are_sent_on_a_cpu(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    program = loaded("rows_between_gpus", monkeypatch)
+    assert program.main(["--device", "cpu", "--rows", "1,3", "--hidden", "24", "--dtype", "float16", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert "rows_between_gpus.py --ranks 2 --rows 1,3 --hidden 24" in report["metadata"]["command"]
+    assert len(report["rows"]) == 2 * 6
+    assert all(row["us"] > 0 and row["exact"] is not False for row in report["rows"])
+    assert "| moe_dispatch, moe_combine: gloo, two all-to-alls |" in capsys.readouterr().out
 
 
 def test_a_machine_without_gpus_says_so(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:

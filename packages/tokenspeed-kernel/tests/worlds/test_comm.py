@@ -7,16 +7,17 @@ python packages/tokenspeed-kernel/tests/worlds/test_comm.py --ranks 2 --replays 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_steps import KINDS, Step, wrong
 
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.triton.comm.all_reduce import one_shot_all_reduce
@@ -29,16 +30,9 @@ from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.registry import KernelRegistry
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
-FOLDER = os.path.dirname(__file__)
-KINDS = ("one_shot", "two_shot")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
-@pytest.fixture(autouse=True)
-def _processes_find_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
 
 
 @pytest.fixture
@@ -60,8 +54,7 @@ def every_case(large: bool) -> dict[str, list[CaseResult]]:
     for op in comm_operators():
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
             cases = [case for case in op.all_cases() if case.world_size == dist.get_world_size() and (large or not case.large)]
-            # Those that serve calls by name alone are called by name here.
-            found[spec.name] = [verify_case(replace(spec, only_by_name=""), case) for case in cases]
+            found[spec.name] = [verify_case(spec, case) for case in cases]
     return found
 
 
@@ -168,107 +161,22 @@ def ranks_out_of_step(replays: int, seed: int = 0) -> list[str]:
     cuda = group.backend == "nccl"
     common, own = random.Random(seed), random.Random(seed + 1 + group.rank)
     sizes = [(1, 2880), (64, 2880), (7, 64), (300, 2880), (33, 520)] if cuda else [(1, 64), (3, 264)]
-    steps = [_Step(group, rows, hidden, kind, own) for rows, hidden in sizes for kind in KINDS]
+    steps = [Step(group, rows, hidden, kind) for rows, hidden in sizes for kind in KINDS]
     for step in steps:
-        step.capture()
+        step.run_once()
+        if cuda:
+            torch.cuda.synchronize()
+            step.capture()
     for _ in range(replays):
         step = common.choice(steps)
         if own.random() < 0.02:
             torch.cuda._sleep(own.randrange(10**6)) if cuda else time.sleep(0.01 * own.random())  # type: ignore[no-untyped-call]
-        step.replay()
+        step.replay() if cuda else step.run_once()
         if own.random() < 0.001:
             time.sleep(0.005)
-    return [f"{step}: {said}" for step in steps if (said := step.wrong())]
-
-
-class _Step:
-    """Values that follow from how often this was run, their sums by the kernels, and a comparison with what must come out."""
-
-    def __init__(self, group: ProcessGroup, rows: int, hidden: int, kind: str, late: random.Random) -> None:
-        self.group, self.rows, self.hidden, self.kind, self.late = group, rows, hidden, kind, late
-        device = torch.device("cuda", torch.cuda.current_device()) if group.backend == "nccl" else torch.device("cpu")
-        self.place = torch.arange(rows * hidden, device=device).view(rows, hidden)
-        self.turn = torch.zeros((), dtype=torch.int64, device=device)
-        self.mistakes, self.checksum = self.turn.clone(), self.turn.clone()
-        self.weight = torch.ones(hidden, dtype=torch.float16, device=device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def __str__(self) -> str:
-        return f"{self.kind}, {self.rows} x {self.hidden}"
-
-    def values(self, rank: int) -> torch.Tensor:
-        """Small integers, so that their sums are exact."""
-        return ((self.place * 7 + self.turn * 13 + rank * 29) % 17 - 8).half()
-
-    def run(self) -> None:
-        self.turn += 1
-        x, residual = self.values(self.group.rank), ((self.place + self.turn) % 5 - 2).half()
-        self.pause()
-        normed, summed = tk.all_reduce_rmsnorm(
-            x, self.weight, self.group, 1e-5, residual, override=f"triton_{self.kind}_all_reduce_rmsnorm"
-        )
-        self.pause()
-        total = tk.all_reduce(x, self.group, override=f"triton_{self.kind}_all_reduce")
-        self.pause()
-        every = [self.values(rank) for rank in range(self.group.world_size)]
-        wanted = sum(every[1:], every[0])
-        self.mistakes += (total != wanted).sum() + (summed != wanted + residual).sum()
-        self.mistakes += ((normed - torch.nn.functional.rms_norm(summed.float(), (self.hidden,), eps=1e-5)).abs() > 1e-2).sum()
-        self.checksum += (normed.view(torch.int16).long() * (self.place % 251 + 1)).sum() % 65521
-        self.compare_rows(every)
-
-    def compare_rows(self, every: list[torch.Tensor]) -> None:
-        """The operators that send rows, on the same memory."""
-        size, rank = self.group.world_size, self.group.rank
-        gathered = tk.all_gather(every[rank], self.group, override="triton_all_gather")
-        self.mistakes += (gathered != torch.cat(every)).sum()
-        self.pause()
-        share = tk.reduce_scatter(gathered, self.group, override="triton_reduce_scatter")
-        self.mistakes += (share != size * every[rank]).sum()
-        # Of 5 experts a rank, three in four tokens choose two; the others choose none.
-        place = torch.arange(self.rows, device=self.turn.device)[:, None] * 3 + torch.arange(2, device=self.turn.device) * 4
-        every_ids = [torch.where(place % 4 < 3, (place + self.turn + 7 * r) % (5 * size), -1).int() for r in range(size)]
-        weights = (every_ids[rank] + 2).float()
-        self.pause()
-        rows, row_weights, ids = tk.moe_dispatch(
-            every[rank], weights, every_ids[rank], 5 * size, self.group, override="triton_moe_dispatch"
-        )
-        global_ids = torch.cat(every_ids)
-        held = (global_ids >= 0) & (global_ids // 5 == rank)
-        self.mistakes += (ids != torch.where(held, global_ids - 5 * rank, -1)).sum()
-        self.mistakes += (row_weights != torch.where(held, global_ids + 2, 0)).sum()
-        self.mistakes += (rows != torch.where(held.any(1, keepdim=True), gathered, 0)).sum()
-        self.pause()
-        combined = tk.moe_combine(rows * (rank + 1), ids, self.group, override="triton_moe_combine")
-        goes = torch.stack([((every_ids[rank] >= 0) & (every_ids[rank] // 5 == r)).any(1) * (r + 1) for r in range(size)]).sum(0)
-        self.mistakes += (combined != every[rank] * goes[:, None]).sum()
-
-    def pause(self) -> None:
-        """Makes this rank late by up to some 10 us, by chance."""
-        if self.group.backend == "nccl" and self.late.random() < 0.5:
-            torch.cuda._sleep(self.late.randrange(20000))  # type: ignore[no-untyped-call]
-
-    def capture(self) -> None:
-        self.run()
-        if self.group.backend == "nccl":
-            torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.run()
-
-    def replay(self) -> None:
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self.run()
-
-    def wrong(self) -> str:
-        mistakes = int(self.mistakes)
-        checksums: list[int] = [0] * self.group.world_size
-        dist.all_gather_object(checksums, int(self.checksum))
-        if mistakes:
-            return f"{mistakes} wrong elements in {int(self.turn)} runs"
-        return "" if len(set(checksums)) == 1 else f"ranks have different bits: {checksums}"
+    outcomes: list[list[tuple[int, int]]] = [[]] * group.world_size
+    dist.all_gather_object(outcomes, [step.outcome() for step in steps])
+    return [f"{step}: {said}" for step, found in zip(steps, zip(*outcomes, strict=True), strict=True) if (said := wrong(found))]
 
 
 def one_stays_away() -> str:
@@ -376,6 +284,30 @@ def test_memory_of_ranks_does_not_overlap() -> None:
     assert spans[-1][1] == bases[0] + memories[0].nbytes
 
 
+def test_no_vector_is_sent_by_several_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the last of them sends could arrive when the vector has been read, and be taken for one of a later call."""
+    from rank_kernels import send
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target = GPUTarget("cuda", 90, 32)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=lambda: target))
+
+    def compiled_for(count: int) -> Any:
+        source = ASTSource(send, {"address": "i64", "COUNT": "constexpr"}, {"COUNT": count})
+        return triton.compile(source, target=target, options={"num_warps": 4})
+
+    assert "st.relaxed.sys" in compiled_for(128).asm["ptx"]
+    with pytest.raises(triton.compiler.CompilationError) as refused:
+        compiled_for(64)
+    messages, error = [], refused.value
+    while error is not None:
+        messages.append(str(error))
+        error = error.__cause__  # type: ignore[assignment]
+    assert "a vector would be sent by several threads" in "".join(messages)
+
+
 def test_a_process_that_is_alone_has_no_peers() -> None:
     group = ProcessGroup.with_peer_memory()
     assert group is ProcessGroup.of()
@@ -386,7 +318,7 @@ def test_a_process_that_is_alone_has_no_peers() -> None:
 
 @pytest.mark.usefixtures("interpreted")
 def test_ranks_out_of_step() -> None:
-    assert run_world(ranks_out_of_step, 2, (5,)) == [[], []]
+    assert run_world(ranks_out_of_step, 2, (3,)) == [[], []]
 
 
 @pytest.mark.nvidia

@@ -61,6 +61,11 @@ class TensorSource(Protocol):
         """One tensor, in the dtype it is stored in."""
 
 
+def from_files(source: TensorSource) -> bool:
+    """Whether tensors of a source are read from files, so that it pays to read them ahead."""
+    return bool(getattr(source, "from_files", False))
+
+
 def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
@@ -155,6 +160,8 @@ class Checkpoint:
         CheckpointError: the directory holds neither, a file is missing or unreadable, or the index and the shards disagree.
     """
 
+    from_files = True
+
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         index = self.directory / INDEX_FILE
@@ -197,6 +204,12 @@ class Checkpoint:
 
     def get(self, name: str) -> Tensor:
         return self._files[self._file_of[name]].get_tensor(name)
+
+    def get_part(self, name: str, axis: int, start: int, stop: int) -> Tensor:
+        """The slices ``start`` to ``stop - 1`` of one tensor along an axis. Nothing else of it is read."""
+        whole = self._files[self._file_of[name]].get_slice(name)
+        part: Tensor = whole[(*[slice(None)] * axis, slice(start, stop))]
+        return part
 
 
 class RandomTensors:

@@ -22,7 +22,7 @@ from gpt_oss.batch import Batch, Phase
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import Config
 from gpt_oss.fields import COUNT, FLOAT_DTYPE, instance, one_of, optional
-from gpt_oss.loader import Checkpoint, TensorSource, check_source, layer_prefix, reading_order
+from gpt_oss.loader import TensorSource, check_source, from_files, layer_prefix, reading_order
 from gpt_oss.read_ahead import ReadAhead, bytes_of
 from gpt_oss.rope import cos_sin_cache
 
@@ -88,7 +88,7 @@ class GptOss:
         FLOAT_DTYPE.check("dtype", dtype)
         optional(COUNT).check("max_positions", max_positions)
         one_of("none", "fp8", "mxfp4").check("activation_dtype", activation_dtype)
-        check_source(config, source)
+        self._check_tensors(config, source)
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.activation_dtype = activation_dtype
         self.ops: Any = tokenspeed_kernel
@@ -112,8 +112,15 @@ class GptOss:
         Returns:
             Logits in the model's dtype, ``[rows, vocab_size]``: those of ``batch.logit_rows``, or all if that is None.
         """
+        hidden, residual = self._run_layers(self.embedding.index_select(0, batch.tokens), batch, cache)
+        if batch.logit_rows is not None:
+            hidden = hidden.index_select(0, batch.logit_rows)
+            residual = None if residual is None else residual.index_select(0, batch.logit_rows)
+        return self.unembedding(self.ops, self._norm_last(hidden, residual), out)
+
+    def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
+        """What the last layer adds to the residual stream, and that stream; None for a stream that has it already."""
         ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
-        hidden = self.embedding.index_select(0, batch.tokens)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
@@ -144,10 +151,11 @@ class GptOss:
                 router_bias=layer.router.bias,
             )
             hidden = ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
-        if batch.logit_rows is not None:
-            hidden, residual = (x.index_select(0, batch.logit_rows) for x in (hidden, residual))
-        normed, _ = ops.rmsnorm(hidden, self.norm, eps, residual=residual)
-        return self.unembedding(ops, normed, out)
+        return hidden, residual
+
+    def _norm_last(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
+        normed = self.ops.rmsnorm(hidden, self.norm, self.config.rms_norm_eps, residual=residual)
+        return normed if residual is None else normed[0]
 
     def _attention(self, layer: Layer, qkv: Tensor, batch: Batch, k_cache: Tensor | None, v_cache: Tensor | None) -> Tensor:
         config, ops = self.config, self.ops
@@ -190,12 +198,15 @@ class GptOss:
 
     # -- reading the weights --------------------------------------------------------------------------------------------------
 
+    def _check_tensors(self, config: Config, source: TensorSource) -> None:
+        check_source(config, source)
+
     @contextlib.contextmanager
     def _reading(self, source: TensorSource, console: Console | None) -> Iterator[None]:
         """While it is open, tensors can be read, and the console shows how many bytes have been."""
         names, sizes = reading_order(self.config), bytes_of(source)
         columns = (TextColumn("loading the weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
-        ahead = isinstance(source, Checkpoint) and self.device.type != "cpu"
+        ahead = from_files(source) and self.device.type != "cpu"
         with Progress(*columns, console=console, disable=console is None) as progress:
             task = progress.add_task("", total=sum(sizes[name] for name in names))
             with ReadAhead(source, names) if ahead else contextlib.nullcontext(source) as reader:

@@ -15,9 +15,11 @@ from tokenspeed_kernel.triton.common import (
     multiprocessors,
     next_power_of_2,
 )
+from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES, abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import ONE_SHOT, UNIT, VECTOR, PeerMemory
+from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX
 
 device_code = DeviceModule(__name__ + "_device")
 
@@ -51,8 +53,23 @@ _SOME = Config(16, 1, 2, True)
 _MANY = Config(4, 4, 4, True)
 # Rows up to which each is the best.
 _FEW_ROWS, _SOME_ROWS = 32, 512
+# Vectors of a row up to which few warps have registers enough to quantise it, too.
+_QUANTISED_BY_FEW = 512
 # Compiled for AMD GPUs, and interpreted on CPUs, one program after another.
 _ANYWHERE = Config(4, 0, 1, False)
+
+
+class _Encoding(NamedTuple):
+    """What the kernels are told of results in 8 bits: see `finish` in the device code."""
+
+    GROUP: int
+    FORMAT: str
+    LIMIT: float
+    NATIVE: bool
+    INTERPRETED: bool
+
+
+_NOT_ENCODED = _Encoding(0, "", 0.0, False, False)
 
 
 def config_for(rows: int, device: torch.device) -> Config:
@@ -80,6 +97,8 @@ def exchange(
     residual: Tensor | None = None,
     residual_out: Tensor | None = None,
     config: Config | None = None,
+    scale_out: Tensor | None = None,
+    group_size: int = 0,
 ) -> None:
     """Launches one all-reduce, with what follows it.
 
@@ -90,6 +109,8 @@ def exchange(
         row: elements of a row; the last one may be short.
         weight: scales the normalised sum; None for the sum itself.
         config: how programs are shaped, if not as `config_for` says.
+        scale_out: receives the scales, if out is of an 8-bit float.
+        group_size: elements of a row that share one, as many as some power of two of vectors has; 0 for the whole row.
 
     Raises:
         ValueError: the group has no peer memory, or too little; or (at the first call) another rank calls something else.
@@ -102,14 +123,22 @@ def exchange(
     vectors, total = row // item, x.numel() // item
     rows = -(-total // vectors)
     config = config or config_for(rows, x.device)
+    if scale_out is not None and vectors > _QUANTISED_BY_FEW:
+        config = config._replace(warps=max(config.warps, 2 * _MANY.warps))
     block = max(next_power_of_2(vectors), 32 * config.warps * max(config.pack, 1))
+    encoding = _NOT_ENCODED
+    if scale_out is not None:
+        able = abilities(x.device)
+        group_vectors = min(group_size // item or block, block)
+        encoding = _Encoding(group_vectors, FP8_NAMES[out.dtype], FP8_MAX[out.dtype], able.native, able.interpreted)
     most = most_programs(config, x.device)
     kernel = device_code.one_shot_kernel if protocol == ONE_SHOT else device_code.two_shot_kernel
     kernel[(min(rows, most),)](
         x,
         x if residual is None else residual,
         x if weight is None else weight,
-        out,
+        out if scale_out is None else out.view(torch.uint8),
+        out if scale_out is None else scale_out,
         out if residual_out is None else residual_out,
         *_memory(protocol, peers),
         rows,
@@ -127,6 +156,7 @@ def exchange(
         ONCE=rows <= most,
         EARLY=config.early,
         PACK=config.pack,
+        **encoding._asdict(),
         num_warps=config.warps,
         **launch_options(config.early),
     )

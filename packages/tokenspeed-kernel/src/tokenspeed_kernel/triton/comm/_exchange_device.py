@@ -1,4 +1,4 @@
-"""Device code of the all-reduces between peers, with or without the residual add and normalisation of their result.
+"""Device code of the all-reduces between peers, with or without the residual add, normalisation and quantisation of their result.
 
 One program works on a row at a time, in turns: it sends its own row, waits for those of the other ranks, and adds them in the order
 of the ranks, so that every rank gets the same bits.
@@ -19,6 +19,8 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.comm._peers_device import VECTOR, clear, pack, poll, push, rounded, sendable, unpack
 from tokenspeed_kernel.triton.common_device import start
+from tokenspeed_kernel.triton.quantization._encode_device import divide, encode_fp8, larger, largest, prepare_divisor
+from tokenspeed_kernel.triton.quantization.quantize_fp8_device import scale_of
 
 # Vectors that share a generation.
 UNIT_VECTORS = tl.constexpr(32)
@@ -32,11 +34,10 @@ def turns(rows):
 
 @triton.jit
 def load_row(start, row, column, inside, ROW: tl.constexpr):
-    """The words of a row that lies densely behind ``start``."""
+    """The words of a row that lies densely behind ``start``; zeros outside of it."""
     vector = row.to(tl.int64) * ROW + column
-    return tl.load(
-        start.to(tl.pointer_type(tl.int32), bitcast=True) + vector[:, None] * 4 + tl.arange(0, 4)[None, :], inside[:, None]
-    )
+    at = start.to(tl.pointer_type(tl.int32), bitcast=True) + vector[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return tl.load(at, inside[:, None], other=0)
 
 
 @triton.jit
@@ -75,6 +76,49 @@ def next_generation(generations, position, column, inside, generation, UNITS: tl
 
 
 @triton.jit
+def store_fp8(
+    first,
+    second,
+    row,
+    column,
+    inside,
+    out,
+    scale_out,
+    DTYPE: tl.constexpr,
+    ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Writes a row in 8 bits, with a scale for each ``GROUP`` of its vectors.
+
+    ``first``, ``second``: float32 elements of the row's words, rounded to DTYPE, zeros outside of the row. GROUP: a power of two.
+    """
+    BLOCK: tl.constexpr = first.shape[0]
+    GROUPS: tl.constexpr = BLOCK // GROUP
+    MADE: tl.constexpr = (ROW + GROUP - 1) // GROUP
+    magnitude = larger(tl.abs(first), tl.abs(second))
+    scale = scale_of(largest(tl.reshape(largest(magnitude, 1), (GROUPS, GROUP)), 1), LIMIT)
+    group = tl.arange(0, GROUPS)
+    tl.store(scale_out + row.to(tl.int64) * MADE + group, scale, mask=group < MADE)
+    factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
+    factor = tl.reshape(tl.broadcast_to(factor[:, None], (GROUPS, GROUP)), (BLOCK, 1))
+    divisor = tl.reshape(tl.broadcast_to(divisor[:, None], (GROUPS, GROUP)), (BLOCK, 1))
+    reciprocal = tl.reshape(tl.broadcast_to(reciprocal[:, None], (GROUPS, GROUP)), (BLOCK, 1))
+    PAIRS: tl.constexpr = DTYPE.primitive_bitwidth == 16
+    STEPS: tl.constexpr = 1 if PAIRS else 2
+    ITEM: tl.constexpr = 8 if PAIRS else 4
+    quotient = divide(first, factor, divisor, reciprocal, INTERPRETED, STEPS)
+    if PAIRS:
+        # Side by side before they are converted: bytes that are put together afterwards come out wrong of ptxas 12.8.
+        quotient = tl.interleave(quotient, divide(second, factor, divisor, reciprocal, INTERPRETED, STEPS))
+    at = (row.to(tl.int64) * ROW + column)[:, None] * ITEM + tl.arange(0, ITEM)[None, :]
+    tl.store(out + at, encode_fp8(quotient, FORMAT, NATIVE), mask=inside[:, None])
+
+
+@triton.jit
 def finish(
     first,
     second,
@@ -84,6 +128,7 @@ def finish(
     scales,
     added,
     out,
+    scale_out,
     residual_out,
     hidden,
     eps,
@@ -91,8 +136,14 @@ def finish(
     ROW: tl.constexpr,
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Writes a row's sum, or what follows from it. ``scales``, ``added``: words of the weight and of the residual."""
+    """Writes a row's sum, or what follows from it. ``scales``, ``added``: words of the weight and of the residual. GROUP: vectors
+    that share a scale, if the result is written in 8 bits, else 0."""
     if NORM:
         first, second = rounded(first, DTYPE), rounded(second, DTYPE)
         if RESIDUAL:
@@ -103,7 +154,11 @@ def finish(
         inverse = tl.rsqrt(squares / hidden + eps)
         first_scale, second_scale = unpack(scales, DTYPE)
         first, second = first * inverse * first_scale, second * inverse * second_scale
-    store_row(out, row, column, inside, pack(first, second, DTYPE), ROW)
+    if GROUP == 0:
+        store_row(out, row, column, inside, pack(first, second, DTYPE), ROW)
+    else:
+        first, second = rounded(first, DTYPE), rounded(second, DTYPE)
+        store_fp8(first, second, row, column, inside, out, scale_out, DTYPE, ROW, GROUP, FORMAT, LIMIT, NATIVE, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["rows", "total", "rank"])
@@ -112,6 +167,7 @@ def one_shot_kernel(
     residual,
     weight,
     out,
+    scale_out,
     residual_out,
     generations,
     targets,
@@ -132,6 +188,11 @@ def one_shot_kernel(
     ONCE: tl.constexpr,
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
@@ -160,7 +221,10 @@ def one_shot_kernel(
             first_part, second_part = unpack(tl.where(rank == other, own, received), DTYPE)
             first += first_part
             second += second_part
-        finish(first, second, row, column, inside, scales, added, out, residual_out, hidden, eps, DTYPE, ROW, NORM, RESIDUAL)
+        finish(
+            first, second, row, column, inside, scales, added, out, scale_out, residual_out, hidden, eps,
+            DTYPE, ROW, NORM, RESIDUAL, GROUP, FORMAT, LIMIT, NATIVE, INTERPRETED,
+        )  # fmt: skip
         tl.debug_barrier()
         for other in tl.static_range(WORLD):
             clear(source + other * capacity + slot, from_other(inside, rank, other, column))
@@ -173,6 +237,7 @@ def two_shot_kernel(
     residual,
     weight,
     out,
+    scale_out,
     residual_out,
     generations,
     sum_generations,
@@ -198,6 +263,11 @@ def two_shot_kernel(
     ONCE: tl.constexpr,
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
+    GROUP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     UNITS: tl.constexpr = (ROW + UNIT_VECTORS - 1) // UNIT_VECTORS
     column = tl.arange(0, BLOCK)
@@ -241,8 +311,9 @@ def two_shot_kernel(
                 push(sum_targets[index] + sum_slot, total_words, inside)
         first_sum, second_sum = unpack(total_words, DTYPE)
         finish(
-            first_sum, second_sum, row, column, inside, scales, added, out, residual_out, hidden, eps, DTYPE, ROW, NORM, RESIDUAL
-        )
+            first_sum, second_sum, row, column, inside, scales, added, out, scale_out, residual_out, hidden, eps,
+            DTYPE, ROW, NORM, RESIDUAL, GROUP, FORMAT, LIMIT, NATIVE, INTERPRETED,
+        )  # fmt: skip
         tl.debug_barrier()
         if owner == rank:
             for other in tl.static_range(WORLD):

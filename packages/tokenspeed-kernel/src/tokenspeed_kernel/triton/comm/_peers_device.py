@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import num_threads
 from triton.language.target_info import is_cuda
+
+from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -92,10 +95,15 @@ def words_at(address):
 
 @triton.jit
 def push(address, words, active):
-    """Sends vectors, int32 ``[vectors, 4]``, to addresses, int64 ``[vectors]``, where ``active``."""
+    """Sends vectors, int32 ``[vectors, 4]``, to addresses, int64 ``[vectors]``, where ``active``.
+
+    There must be at least as many vectors as threads. Fewer would be sent by several threads each, and what one of them sends late
+    could arrive after the receiver has put the sentinel back, to be taken for a vector of a later call.
+    """
     if _INTERPRETED or not is_cuda():
         tl.store(words_at(address), words, mask=active[:, None])
     else:
+        tl.static_assert(address.shape[0] >= num_threads(), "a vector would be sent by several threads")
         even, odd = tl.split(tl.reshape(words, (words.shape[0], 2, 2)))
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
@@ -170,12 +178,12 @@ def pack(first, second, dtype: tl.constexpr):
     if dtype == tl.float32:
         words = first.to(tl.int32, bitcast=True)
     else:
-        words = first.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        words |= second.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        words = round_to(first, dtype, _INTERPRETED).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        words |= round_to(second, dtype, _INTERPRETED).to(tl.int16, bitcast=True).to(tl.int32) << 16
     return words
 
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
     """float32 values, rounded to a dtype."""
-    return value.to(dtype).to(tl.float32)
+    return round_to(value, dtype, _INTERPRETED).to(tl.float32)

@@ -14,9 +14,6 @@ from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, UNIT, VECTOR,
 
 device_code = DeviceModule(__name__ + "_device")
 
-UNTRIED = "it was interpreted and compiled, but not run on a GPU yet"
-"""Why these kernels serve only calls that name them."""
-
 
 def gather(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
     """Launches `all_gather`. Tensors are contiguous, and x is not empty."""
@@ -59,6 +56,8 @@ def dispatch(
     group.check_agreement("moe_dispatch", x=x, topk_ids=topk_ids, num_experts=num_experts, by=ONE_SHOT)
     vectors, config = hidden * x.element_size() // VECTOR, config_for(tokens, x.device)
     header = row_bytes // VECTOR - vectors
+    if header > 32 * config.warps:
+        raise ValueError(f"moe_dispatch: topk_ids must choose at most {64 * config.warps} experts for this kernel, got {top_k}")
     device_code.moe_dispatch_kernel[(min(tokens, most_programs(config, x.device)),)](
         x,
         topk_weights,
@@ -74,6 +73,7 @@ def dispatch(
         TOP_K=top_k,
         HEADER=header,
         BLOCK_HEADER=max(2, next_power_of_2(header)),
+        THREADS=32 * config.warps,
         **_options(x, group, config, vectors, header + vectors),
     )
 
@@ -95,6 +95,7 @@ def combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor) -> None:
         _limit(group),
         TOP_K=top_k,
         BLOCK_K=next_power_of_2(top_k),
+        THREADS=32 * config.warps,
         **_options(x, group, config, vectors, 1 + vectors),
     )
 

@@ -160,6 +160,7 @@ def moe_dispatch_kernel(
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_UNITS: tl.constexpr,
+    THREADS: tl.constexpr,
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
@@ -169,18 +170,23 @@ def moe_dispatch_kernel(
     head = tl.arange(0, BLOCK_HEADER)
     in_head = head < HEADER
     place = head[:, None] * 4 + tl.arange(0, 4)[None, :]
+    # A header is sent, and its memory cleared, by one thread a vector; all threads read it.
+    lane = tl.arange(0, THREADS)
+    in_lane = lane < HEADER
+    lane_place = lane[:, None] * 4 + tl.arange(0, 4)[None, :]
     capacity = capacity.to(tl.int64)
     half = WORLD * capacity
     start(EARLY)
     for turn in range(turns(tokens)):
         token = tl.program_id(0) + turn * tl.num_programs(0)
         head_slot, _ = slot_of(generations, token, head, in_head, half, UNITS)
+        lane_slot, _ = slot_of(generations, token, lane, in_lane, half, UNITS)
         slot, _ = slot_of(generations, token, column + HEADER, inside, half, UNITS)
         own = load_row(x, token, column, inside, ROW)
         for index in tl.static_range(WORLD - 1):
             peer = (rank + 1 + index) % WORLD
             header = _header(topk_weights, topk_ids, token, place, share, peer, TOP_K)
-            push(targets[index] + head_slot, header, in_head)
+            push(targets[index] + lane_slot, _header(topk_weights, topk_ids, token, lane_place, share, peer, TOP_K), in_lane)
             push(targets[index] + slot, sendable(own, DTYPE), _where(_any_id(header, place, TOP_K), inside))
         own_header = _header(topk_weights, topk_ids, token, place, share, rank, TOP_K)
         for other in tl.static_range(WORLD):
@@ -197,7 +203,7 @@ def moe_dispatch_kernel(
             weights = header.to(tl.float32, bitcast=True)
             tl.store(weights_out + at - TOP_K, weights, mask=(place >= TOP_K) & (place < 2 * TOP_K))
             tl.debug_barrier()
-            clear(inbox + head_slot, active)
+            clear(inbox + lane_slot, from_other(in_lane, rank, other, lane))
             clear(inbox + slot, sent)
         tl.debug_barrier()
         _advance(generations, token, UNITS, BLOCK_UNITS)
@@ -229,6 +235,7 @@ def moe_combine_kernel(
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_UNITS: tl.constexpr,
+    THREADS: tl.constexpr,
     EARLY: tl.constexpr,
     PACK: tl.constexpr,
 ):
@@ -237,17 +244,20 @@ def moe_combine_kernel(
     inside = column < ROW
     head = tl.arange(0, 2)
     in_head = head < 1
+    lane = tl.arange(0, THREADS)
+    in_lane = lane < 1
     capacity = capacity.to(tl.int64)
     half = WORLD * capacity
     start(EARLY)
     for turn in range(turns(tokens)):
         token = tl.program_id(0) + turn * tl.num_programs(0)
         head_slot, _ = slot_of(generations, token, head, in_head, half, UNITS)
+        lane_slot, _ = slot_of(generations, token, lane, in_lane, half, UNITS)
         slot, _ = slot_of(generations, token, column + 1, inside, half, UNITS)
         for index in tl.static_range(WORLD - 1):
             row = (rank + 1 + index) % WORLD * tokens + token
             seen = _seen(ids, row, TOP_K, BLOCK_K)
-            push(targets[index] + head_slot, tl.zeros((2, 4), tl.int32) + seen.to(tl.int32), in_head)
+            push(targets[index] + lane_slot, tl.zeros((THREADS, 4), tl.int32) + seen.to(tl.int32), in_lane)
             theirs = load_row(x, row, column, _where(seen, inside), ROW)
             push(targets[index] + slot, sendable(theirs, DTYPE), _where(seen, inside))
         own_row = rank * tokens + token
@@ -269,7 +279,7 @@ def moe_combine_kernel(
             first += first_part
             second += second_part
             tl.debug_barrier()
-            clear(inbox + head_slot, active)
+            clear(inbox + lane_slot, from_other(in_lane, rank, other, lane))
             clear(inbox + slot, sent)
         store_row(out, token, column, inside, pack(first, second, DTYPE), ROW)
         _advance(generations, token, UNITS, BLOCK_UNITS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.comm._rows import UNTRIED, gather
+from tokenspeed_kernel.triton.comm._rows import gather
 from tokenspeed_kernel.triton.common import TRITON
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import ONE_SHOT
@@ -24,7 +24,6 @@ from tokenspeed_kernel_base.spec import Priority
     traits={"protocol": ONE_SHOT},
     priority=Priority.PORTABLE,
     tags={"determinism"},
-    only_by_name=UNTRIED,
 )
 def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """See `tokenspeed_kernel.all_gather`."""

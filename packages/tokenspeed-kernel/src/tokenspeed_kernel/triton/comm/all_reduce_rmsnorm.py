@@ -14,10 +14,10 @@ from tokenspeed_kernel_base.signature import dense_tensor_format, format_signatu
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
-# A program holds a row in registers.
-_LONGEST_ROW = 8192
+LONGEST_ROW = 8192
+"""A program holds a row in registers."""
 
-_SIGNATURES = [format_signature(x=dense_tensor_format(dtype), weight=dense_tensor_format(dtype)) for dtype in FLOATS]
+SIGNATURES = [format_signature(x=dense_tensor_format(dtype), weight=dense_tensor_format(dtype)) for dtype in FLOATS]
 
 
 def _all_reduce_rmsnorm(
@@ -51,8 +51,8 @@ def _all_reduce_rmsnorm(
     name="triton_one_shot_all_reduce_rmsnorm",
     solution="triton",
     capability=TRITON,
-    signatures=_SIGNATURES,
-    traits={"protocol": ONE_SHOT, "hidden": at_most(_LONGEST_ROW), "residual": any},
+    signatures=SIGNATURES,
+    traits={"protocol": ONE_SHOT, "hidden": at_most(LONGEST_ROW), "residual": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
@@ -75,8 +75,8 @@ def one_shot_all_reduce_rmsnorm(
     name="triton_two_shot_all_reduce_rmsnorm",
     solution="triton",
     capability=TRITON,
-    signatures=_SIGNATURES,
-    traits={"protocol": TWO_SHOT, "hidden": at_most(_LONGEST_ROW), "residual": any},
+    signatures=SIGNATURES,
+    traits={"protocol": TWO_SHOT, "hidden": at_most(LONGEST_ROW), "residual": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenspeed_kernel.triton.comm._rows import UNTRIED, scatter_sum
+from tokenspeed_kernel.triton.comm._rows import scatter_sum
 from tokenspeed_kernel.triton.common import FLOATS, TRITON
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import ONE_SHOT
@@ -22,7 +22,6 @@ from tokenspeed_kernel_base.spec import Priority
     traits={"protocol": ONE_SHOT},
     priority=Priority.PORTABLE,
     tags={"determinism"},
-    only_by_name=UNTRIED,
 )
 def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """See `tokenspeed_kernel.reduce_scatter`."""

@@ -12,7 +12,8 @@ _SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
 
 
 @triton.jit
-def _scale_of(amax, LIMIT: tl.constexpr):
+def scale_of(amax, LIMIT: tl.constexpr):
+    """The scale of a group from its largest magnitude. LIMIT: the largest finite value of the 8-bit format."""
     scale = tl.div_rn(amax, LIMIT)
     return tl.maximum(scale, _SMALLEST_NORMAL, propagate_nan=tl.PropagateNan.ALL)
 
@@ -49,7 +50,7 @@ def quantize_groups_kernel(
         inside = inside & (group[:, None] * length + within < limit)
     wide_group = group.to(tl.int64)[:, None]
     x = tl.load(x_ptr + outer * x_outer_stride + wide_group * x_stride + within, mask=inside, other=0.0).to(tl.float32)
-    scale = _scale_of(largest(x, 1), LIMIT)
+    scale = scale_of(largest(x, 1), LIMIT)
     tl.store(scale_ptr + outer * count + group, scale, mask=group < count)
     factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
     quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
@@ -93,7 +94,7 @@ def quantize_regions_kernel(
         # Without a mask that is different for every element, registers suffice for all of them.
         inside = (column < right) if EVEN_ROWS else (row < bottom) & (column < right)
         x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
-        scale = _scale_of(largest(largest(x, 1), 0), LIMIT)
+        scale = scale_of(largest(largest(x, 1), 0), LIMIT)
         tl.store(scale_ptr + region, scale)
         factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
         code = encode_fp8(divide(x, factor, divisor, reciprocal, INTERPRETED, STEPS), FORMAT, NATIVE)
@@ -106,7 +107,7 @@ def quantize_regions_kernel(
                 inside = (row < bottom) & (column < right)
                 x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + column, mask=inside, other=0.0).to(tl.float32)
                 amax = larger(amax, tl.abs(x))
-        scale = _scale_of(largest(largest(amax, 1), 0), LIMIT)
+        scale = scale_of(largest(largest(amax, 1), 0), LIMIT)
         tl.store(scale_ptr + region, scale)
         factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
         for first_row in range(top, bottom, ROWS):
@@ -149,7 +150,7 @@ def quantize_tensor_kernel(
     at = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TILE + tl.arange(0, TILE)
     x = tl.load(x_ptr + at, mask=at < elements, other=0.0).to(tl.float32)
     index = tl.arange(0, PARTIALS)
-    scale = _scale_of(largest(tl.load(partial_ptr + index, mask=index < partials, other=0.0), 0), LIMIT)
+    scale = scale_of(largest(tl.load(partial_ptr + index, mask=index < partials, other=0.0), 0), LIMIT)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
     factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)

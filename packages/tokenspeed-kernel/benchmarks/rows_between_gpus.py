@@ -1,0 +1,131 @@
+"""Times the operators that send rows between the GPUs of a machine, beside NCCL.
+
+python packages/tokenspeed-kernel/benchmarks/rows_between_gpus.py --ranks 2 --json
+packages/tokenspeed-kernel/benchmarks/h200_rows_between_gpus.json
+
+Every rank has so many rows. `moe_dispatch` followed by `moe_combine`, without experts in between, stands beside two all-to-alls in
+which every rank sends as many rows to each rank. Results of operators are compared with the references' first. As in
+`all_reduce.py`, what counts is the median replay of a CUDA graph of 20 calls, and the slowest rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import all_reduce as between
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel.workbench.benchmark import collect_metadata
+from tokenspeed_kernel.workbench.worlds import WorldError, gap, run_world
+from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.comm.peers import UNIT
+
+ROWS = (1, 16, 64, 256, 1024, 4096)
+EXPERTS, TOP_K = 128, 4  # of GPT-OSS-120B
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = between.parser(__doc__, ROWS).parse_args(arguments)
+    missing = gap(options.ranks, torch.device(options.device))
+    if missing is not None:
+        print(missing, file=sys.stderr)
+        return 1
+    settings = options.rows, options.hidden, options.dtype, options.calls, options.device
+    try:
+        rows = run_world(measure, options.ranks, settings, device=options.device, time_limit_s=options.time_limit)[0]
+    except WorldError as error:
+        print(error, file=sys.stderr)
+        return 1
+    report = {
+        "metadata": dataclasses.asdict(collect_metadata(between.command("rows_between_gpus.py", options), options.device)),
+        "ranks": options.ranks,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if options.device == "cuda" else "",
+        "hidden": options.hidden,
+        "dtype": options.dtype,
+        "calls": options.calls,
+        "rows": rows,
+    }
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(between.table(report))
+    return 0 if all(row["us"] is not None for row in rows) else 1
+
+
+def measure(sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str) -> list[dict[str, Any]]:
+    """A row for each operator, contestant and size, the same on every rank."""
+    place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    # A row's header is shorter than a unit.
+    most = max(sizes) * (-(-hidden * getattr(torch, dtype).itemsize // UNIT) + 1) * UNIT
+    group = ProcessGroup.with_peer_memory(one_shot_bytes=most, two_shot_bytes=0)
+    found = []
+    for rows in sizes:
+        inputs = Inputs(rows, hidden, getattr(torch, dtype), place, group)
+        for operator, name, call, reference in contestants(inputs):
+            found.append({"operator": operator, "contestant": name, "rows": rows, **_outcome(call, reference, calls, inputs.x)})
+    return found
+
+
+class Inputs:
+    """Tokens, and the experts that they choose."""
+
+    def __init__(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> None:
+        generator = torch.Generator(device).manual_seed(rows * group.world_size + group.rank)
+        draw = functools.partial(torch.randn, generator=generator, device=device)
+        self.group, self.x, self.every = group, draw(rows, hidden).to(dtype), draw(group.world_size * rows, hidden).to(dtype)
+        self.weights, self.ids = draw(rows, EXPERTS).topk(TOP_K)
+        self.ids = self.ids.int()
+        self.made = torch.empty_like(self.every)
+
+    def there_and_back(self, **options: Any) -> Tensor:
+        rows, _, ids = tk.moe_dispatch(self.x, self.weights, self.ids, EXPERTS, self.group, **options)
+        return tk.moe_combine(rows, ids, self.group, **options)
+
+    def two_all_to_alls(self) -> None:
+        for _ in range(2):
+            dist.all_to_all_single(self.made, self.every)
+
+
+Contestant = tuple[str, str, Callable[[], Any], Callable[[], Tensor] | None]
+
+
+def contestants(i: Inputs) -> Iterator[Contestant]:
+    """The operator, a name, the call, and the reference where the result is to be compared."""
+    library, reference = dist.get_backend(), {"solution": "reference"}
+    yield "moe_dispatch, moe_combine", f"{library}, two all-to-alls", i.two_all_to_alls, None
+    yield "moe_dispatch, moe_combine", "chosen", i.there_and_back, functools.partial(i.there_and_back, **reference)
+    yield "all_gather", library, lambda: dist.all_gather_into_tensor(i.made, i.x), None
+    yield "all_gather", "chosen", lambda: tk.all_gather(i.x, i.group), lambda: tk.all_gather(i.x, i.group, **reference)
+    yield "reduce_scatter", library, lambda: dist.reduce_scatter_tensor(i.made[: len(i.x)], i.every), None
+    yield (
+        "reduce_scatter",
+        "chosen",
+        lambda: tk.reduce_scatter(i.every, i.group),
+        lambda: tk.reduce_scatter(i.every, i.group, **reference),
+    )
+
+
+def _outcome(call: Callable[[], Any], reference: Callable[[], Tensor] | None, calls: int, x: Tensor) -> dict[str, Any]:
+    exact = None
+    if reference is not None:
+        wanted, got = reference(), call()
+        # A sum of the ranks' values, rounded once, or once for each rank.
+        slack = 2 * dist.get_world_size() * torch.finfo(x.dtype).eps * float(wanted.abs().max())
+        if max(between.everywhere(float((got.float() - wanted.float()).abs().max()))) > slack:
+            return {"us": None, "best_us": None, "exact": False, "skipped": False, "reason": "wrong"}
+        exact = all(between.everywhere(torch.equal(got, wanted)))
+    else:
+        call()
+    times = between.times(call, calls, x)
+    return {"exact": exact, "skipped": False, **between.summary(times), "reason": ""}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""Makes the modules of this folder importable, by processes that tests start, too."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))

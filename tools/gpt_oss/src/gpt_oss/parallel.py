@@ -1,0 +1,84 @@
+"""Generates tokens with a model that several GPUs share, one process a GPU.
+
+    torchrun --nproc-per-node 2 -m gpt_oss.parallel --model FOLDER
+
+A rank has a part of each expert (`gpt_oss.tensor_parallel`) or some whole experts (`gpt_oss.expert_parallel`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from gpt_oss.cache import PagedKVCache
+from gpt_oss.config import PRESETS, Config, preset
+from gpt_oss.engine import Engine
+from gpt_oss.expert_parallel import ExpertParallelGptOss
+from gpt_oss.loader import Checkpoint, RandomTensors, TensorSource
+from gpt_oss.request import Request
+from gpt_oss.shares import SharedGptOss
+from gpt_oss.tensor_parallel import TensorParallelGptOss
+from tokenspeed_kernel import ProcessGroup
+
+MODELS: Mapping[str, type[SharedGptOss]] = {"parts": TensorParallelGptOss, "whole": ExpertParallelGptOss}
+"""By what of the experts a rank has."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Generates tokens on the ranks that torchrun started, and says how long each took."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a checkpoint's folder; random weights without one")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="gpt-oss-20b", help="whose shapes random weights have")
+    parser.add_argument("--layers", type=int, help="of random weights: so many")
+    parser.add_argument("--experts", choices=sorted(MODELS), default="parts", help="what of them a rank has")
+    parser.add_argument("--prompt", type=int, default=64, help="random tokens of each prompt")
+    parser.add_argument("--batch", type=int, default=1, help="prompts")
+    parser.add_argument("--tokens", type=int, default=32, help="to generate for each prompt, 3 or more")
+    options = parser.parse_args(arguments)
+    if options.tokens < 3:
+        parser.error(f"--tokens must be 3 or more, got {options.tokens}")
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        group = ProcessGroup.with_peer_memory()
+        source: TensorSource
+        if options.model is not None:
+            config, source = Config.from_directory(options.model), Checkpoint(options.model)
+        else:
+            config = preset(options.preset)
+            config = config if options.layers is None else config.with_layers(options.layers)
+            source = RandomTensors(config, device=device)
+        longest = options.prompt + options.tokens
+        model = MODELS[options.experts](config, source, group, torch.bfloat16, device, max_positions=longest)
+        pages = options.batch * -(-longest // 64)
+        engine = Engine(model, PagedKVCache(model.config, pages, 64, torch.bfloat16, device), max_sequences=options.batch)
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(config.vocab_size, (options.batch, options.prompt), generator=generator).tolist()
+        engine.generate([Request(prompt, options.tokens) for prompt in prompts])  # compiles what it needs
+        few, many = (_seconds(engine, prompts, tokens) for tokens in (2, options.tokens))
+        if group.rank == 0:
+            memory = group.peer_gap or "yes"
+            print(f"{group}, peer memory: {memory}; {options.batch} x {options.prompt} + {options.tokens} tokens")
+            step = (many - few) / (options.tokens - 2)
+            print(f"{step * 1e3:.3f} ms a step of decoding, {few * 1e3:.1f} ms for prompts and 2 tokens")
+    finally:
+        dist.destroy_process_group()
+
+
+def _seconds(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> float:
+    began = time.perf_counter()
+    engine.generate([Request(prompt, tokens) for prompt in prompts])
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()

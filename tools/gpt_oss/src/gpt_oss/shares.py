@@ -1,0 +1,236 @@
+"""The part of a model's tensors that one rank of several keeps.
+
+Attention heads and the rows of the output matrix are always shared out. Of the experts a rank has either a part of each, its
+intermediate features, or some whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpt_oss.batch import Batch
+from gpt_oss.config import Config
+from gpt_oss.fields import FLOAT_DTYPE, instance
+from gpt_oss.loader import Checkpoint, TensorSource, check_source, from_files
+from gpt_oss.model import GptOss, Layer, Linear
+from tokenspeed_kernel import ProcessGroup
+
+Caches = tuple[Tensor, Tensor] | tuple[None, None]
+"""Keys and values of a layer."""
+
+# The scale of blocks that fill a share up: 2 to the power of 0. Their codes are zeros.
+_UNIT_SCALE = 127
+
+
+def share_of(config: Config, size: int, whole_experts: bool = False) -> Config:
+    """The configuration of one rank's share: its heads, and its experts or its intermediate features. Features are filled up where
+    they cannot be divided.
+
+    Args:
+        config: of the whole model.
+        size: the number of ranks.
+        whole_experts: whether a rank has whole experts, rather than a part of each.
+
+    Raises:
+        ValueError: heads, or experts, cannot be divided among so many ranks.
+    """
+    divided = ["num_attention_heads", "num_key_value_heads", *(["num_local_experts"] if whole_experts else [])]
+    for name in divided:
+        if getattr(config, name) % size:
+            raise ValueError(f"{name} must be a multiple of {size}, the number of ranks, got {getattr(config, name)}")
+    shared: dict[str, int] = {name: getattr(config, name) // size for name in divided}
+    if not whole_experts:
+        shared["intermediate_size"] = _features(config, size)
+    elif shared["num_local_experts"] < config.num_experts_per_tok:
+        raise ValueError(
+            f"num_local_experts must be at least {size} x num_experts_per_tok, so that all of a token's experts may be one rank's, "
+            f"got {config.num_local_experts} and {config.num_experts_per_tok}"
+        )
+    return replace(config, **shared)
+
+
+def _features(config: Config, size: int) -> int:
+    """A rank's intermediate features: whole blocks of 32, if they are quantised in blocks."""
+    unit = 32 if config.quantization == "mxfp4" else 1
+    return -(-config.intermediate_size // (unit * size)) * unit
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A rank's slices of a tensor: along which axis, how many, and what fills them up."""
+
+    axis: int
+    count: int
+    filling: int = 0
+
+
+class SharedSource:
+    """One rank's share of the tensors of a source, as `share_of` describes it, and its rows of the output matrix, filled up where
+    they cannot be divided. Router and embedding are whole. Of files only the share is read.
+
+    Biases of what is summed over ranks are the first rank's; the others have zeros.
+
+    Args:
+        config: of the whole model.
+        source: the whole model's tensors.
+        rank: whose share.
+        size: the number of ranks.
+        whole_experts: as for `share_of`.
+
+    Raises:
+        CheckpointError: the tensors do not fit the configuration.
+    """
+
+    def __init__(self, config: Config, source: TensorSource, rank: int, size: int, whole_experts: bool = False) -> None:
+        check_source(config, source)
+        self._source, self._rank, self._size, self._whole_experts = source, rank, size, whole_experts
+        share = share_of(config, size, whole_experts)
+        self._experts, self._features = share.num_local_experts, share.intermediate_size
+        self._cuts = {name: self._cut_of(name, shape) for name, shape in source.shapes().items()}
+        self.from_files = from_files(source)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._shape(shape, self._cuts[name]) for name, shape in self._source.shapes().items()}
+
+    def dtypes(self) -> Mapping[str, str]:
+        return self._source.dtypes()
+
+    def get(self, name: str) -> Tensor:
+        cut = self._cuts[name]
+        if cut is not None:
+            start, stop = slices_of(self._source.shapes()[name][cut.axis], cut.count, self._rank)
+            return filled(self._slices(name, cut.axis, start, stop), cut.axis, cut.count, cut.filling).contiguous()
+        tensor = self._source.get(name)
+        summed = name.endswith(("o_proj.bias", "down_proj_bias"))
+        return torch.zeros_like(tensor) if summed and self._rank else tensor.contiguous()
+
+    def _slices(self, name: str, axis: int, start: int, stop: int) -> Tensor:
+        if isinstance(self._source, Checkpoint):
+            return self._source.get_part(name, axis, start, stop)
+        # A copy, so that the whole tensor is freed.
+        return self._source.get(name).narrow(axis, start, stop - start).clone()
+
+    @staticmethod
+    def _shape(shape: tuple[int, ...], cut: _Cut | None) -> tuple[int, ...]:
+        return shape if cut is None else (*shape[: cut.axis], cut.count, *shape[cut.axis + 1 :])
+
+    def _cut_of(self, name: str, shape: tuple[int, ...]) -> _Cut | None:
+        """What this rank has of a tensor; None for all of it."""
+        if name == "lm_head.weight":
+            return _Cut(0, -(-shape[0] // self._size))
+        if "experts." in name:
+            return _Cut(0, self._experts) if self._whole_experts else self._features_of(name.rpartition("experts.")[2])
+        match name.rpartition("self_attn.")[2]:
+            case "q_proj.weight" | "k_proj.weight" | "v_proj.weight" | "q_proj.bias" | "k_proj.bias" | "v_proj.bias" | "sinks":
+                return _Cut(0, shape[0] // self._size)
+            case "o_proj.weight":
+                return _Cut(1, shape[1] // self._size)
+        return None
+
+    def _features_of(self, kind: str) -> _Cut | None:
+        # Gates and ups alternate along the outputs of gate_up_proj; the inputs of packed weights lie in blocks of 32.
+        outputs, inputs = 2 * self._features, self._features
+        match kind:
+            case "gate_up_proj":
+                return _Cut(2, outputs)
+            case "gate_up_proj_blocks" | "gate_up_proj_bias":
+                return _Cut(1, outputs)
+            case "gate_up_proj_scales":
+                return _Cut(1, outputs, _UNIT_SCALE)
+            case "down_proj":
+                return _Cut(1, inputs)
+            case "down_proj_blocks":
+                return _Cut(2, inputs // 32)
+            case "down_proj_scales":
+                return _Cut(2, inputs // 32, _UNIT_SCALE)
+        return None
+
+
+def slices_of(whole: int, count: int, rank: int) -> tuple[int, int]:
+    """Where a rank's slices begin and end, if each rank has so many; the last ranks may have fewer."""
+    start = min(rank * count, whole)
+    return start, min(start + count, whole)
+
+
+def filled(tensor: Tensor, axis: int, count: int, filling: int = 0) -> Tensor:
+    """A tensor, filled up at its end to so many slices along an axis."""
+    missing = count - tensor.shape[axis]
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - axis) + (0, missing), value=filling) if missing else tensor
+
+
+@dataclass(frozen=True)
+class GatheredLinear(Linear):
+    """A projection whose outputs are shared out: the ranks' products side by side.
+
+    Attributes:
+        outputs: how many there are; the last ranks' may be filled up.
+    """
+
+    group: ProcessGroup
+    outputs: int
+
+    def __call__(self, ops: Any, x: Tensor, out: Tensor | None = None) -> Tensor:
+        parts = ops.all_gather(super().__call__(ops, x), self.group).unflatten(0, (self.group.world_size, len(x)))
+        joined: Tensor = parts.transpose(0, 1).flatten(1)[:, : self.outputs]
+        return joined.contiguous() if out is None else out.copy_(joined)
+
+
+class SharedGptOss(GptOss):
+    """One rank's share of a model: its tensors, and the logits put together.
+
+    Args:
+        config: the whole model's configuration.
+        source: the whole model's tensors. Of each this rank keeps its share, and of files it reads no more.
+        group: the ranks; with peer memory, for kernels that are captured and need no library between processes.
+        dtype, device, max_positions, options: as for `GptOss`.
+
+    Attributes:
+        config: of this rank's share, which a cache is made for.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated, or something cannot be divided among the ranks; the message names it.
+        CheckpointError: the tensors do not fit the configuration.
+    """
+
+    whole_experts = False
+
+    def __init__(
+        self,
+        config: Config,
+        source: TensorSource,
+        group: ProcessGroup,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        max_positions: int | None = None,
+        **options: Any,
+    ) -> None:
+        instance(Config).check("config", config)
+        FLOAT_DTYPE.check("dtype", dtype)
+        rank, size = group.rank, group.world_size
+        share = SharedSource(config, source, rank, size, self.whole_experts)
+        self.group = group
+        super().__init__(share_of(config, size, self.whole_experts), share, dtype, device, max_positions, **options)
+        weight = self.unembedding.weight
+        if config.tie_word_embeddings:
+            rows = -(-config.vocab_size // size)
+            start, stop = slices_of(config.vocab_size, rows, rank)
+            weight = filled(self.embedding[start:stop], 0, rows).t()
+        self.unembedding = GatheredLinear(weight, None, group, config.vocab_size)
+
+    def _check_tensors(self, config: Config, source: TensorSource) -> None:
+        """Those of the whole model have been checked."""
+
+    def _attend(self, layer: Layer, normed: Tensor, batch: Batch, caches: Caches) -> Tensor:
+        """This rank's part of attention's output, of which the sum over ranks is wanted."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        qkv = layer.qkv(self.ops, normed)
+        q, k, v = qkv.unflatten(1, (-1, self.config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
+        cached = (None, None, None, None) if caches[0] is None else (v, *caches, batch.slot_mapping)
+        self.ops.apply_rope(q, k, batch.positions, self.cos_sin, False, *cached, q_out=q, k_out=k)
+        return layer.output(self.ops, self._attention(layer, qkv, batch, *caches))

@@ -1,0 +1,50 @@
+"""The programs that torchrun starts, by several processes on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "parallel.py"
+TINY = ("--preset", "tiny")
+
+
+def torchrun(*arguments: str) -> str:
+    """What two processes print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--rdzv-endpoint", "127.0.0.1:0", *arguments], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_model_that_processes_share_generates() -> None:
+    said = torchrun("-m", "gpt_oss.parallel", *TINY, "--experts", "whole", "--tokens", "4", "--batch", "2", "--prompt", "9")
+    assert "2 x 9 + 4 tokens" in said
+    assert "ms a step of decoding" in said
+
+
+@pytest.mark.parametrize("experts", ["parts", "whole"])
+def test_the_benchmark(experts: str, tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    sizes = ("--batches", "1,3", "--context", "20", "--steps", "2", "--prefills", "2x9", "--repeats", "1", "--check", "2")
+    said = torchrun(str(BENCHMARK), *TINY, "--experts", experts, *sizes, "--output", str(output))
+    report = json.loads(output.read_text())
+    assert report["ranks"] == 2
+    assert [row["batch"] for row in report["decode"]] == [1, 3]
+    assert all(row["milliseconds_bare"] > 0 and row["milliseconds_a_step"] > 0 for row in report["decode"])
+    assert report["prefill"][0]["tokens_per_second"] > 0
+    assert "comm.all_reduce" in " ".join(report["kernels"])
+    assert report["check"]["positions"] == 3 * 41
+    assert report["check"]["same_on_every_rank"]
+    assert report["check"]["mean_kl"] < 0.1
+    assert str(tmp_path) not in report["metadata"]["command"]
+    assert f"--experts {experts}" in report["metadata"]["command"]
+    assert "prefill 2 x 9:" in said
