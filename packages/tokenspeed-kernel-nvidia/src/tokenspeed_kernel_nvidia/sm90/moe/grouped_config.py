@@ -15,6 +15,7 @@ SHARED_BYTES = 227 * 1024  # that a CTA may have
 OTHER_BYTES = 1024  # that barriers take
 REGISTERS = 65536  # that a multiprocessor has; each thread of a launch gets the same multiple of 8
 MAX_EXPERTS = 384
+SORTING_CTAS = 8  # of the cluster that sorts many pairs
 MAX_TOP_K = 8
 ROUNDED_TOGETHER = 16  # numbers of a row that a thread rounds
 RECORD = 4  # numbers that the schedule has of a tile
@@ -72,6 +73,7 @@ SERVED = {
     CODES: (FEW_COLUMNS, ROUNDED_COLUMNS),
     VALUES: (FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
+_SORTED_ALONE = 2048  # pairs up to which one CTA sorts
 _FEW_PAIRS = 56  # pairs of an expert, on average, up to which tiles are narrow
 _MANY_PAIRS = 140  # and up to which most experts' pairs are one tile of `MANY_COLUMNS`
 
@@ -82,9 +84,11 @@ class Schedule:
 
     Attributes:
         columns: the most columns that a tile has.
+        ctas: how many CTAs sort, a cluster of them.
     """
 
     columns: int
+    ctas: int = 1
 
     @property
     def least(self) -> int:
@@ -241,6 +245,11 @@ def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) ->
     return MOST_COLUMNS if widest and pairs > _MANY_PAIRS * experts else MANY_COLUMNS
 
 
+def sorting_ctas(pairs: int) -> int:
+    """Returns how many CTAs sort so many pairs."""
+    return 1 if pairs <= _SORTED_ALONE else SORTING_CTAS
+
+
 def most_tiles(pairs: int, experts: int, columns: int) -> int:
     """Returns how many tiles a schedule can have at most, whatever the routing."""
     return min(pairs, experts + pairs // columns)
@@ -248,7 +257,7 @@ def most_tiles(pairs: int, experts: int, columns: int) -> int:
 
 def every_schedule() -> list[Schedule]:
     """Returns the configurations of all schedules that are served."""
-    return [Schedule(columns) for columns in _TILES]
+    return [Schedule(columns, ctas) for columns in _TILES for ctas in (1, SORTING_CTAS)]
 
 
 def every_product() -> list[Product]:
