@@ -76,9 +76,7 @@ class Launches:
     def room(self, size: int) -> int:
         return self.memory.put(np.full(size, 0xFF, np.uint8))
 
-    def launch(
-        self, program: Program[Any], config: Any, arguments: list[Any], threads: int, *grid: int, cluster: int = 1
-    ) -> None:
+    def launch(self, program: Program[Any], config: Any, arguments: list[Any], threads: int, *grid: int, cluster: int = 1) -> None:
         ptx.launch(self.texts(program, config), arguments, threads, grid, self.memory, self.chance, cluster)
 
     def schedule(self, ctas: int = 1) -> None:
@@ -210,9 +208,9 @@ def test_layers(
 @pytest.mark.parametrize(
     ("inputs", "dtype", "columns", "experts", "top_k", "hidden", "intermediate", "tokens"),
     [
-        ((CODES,), torch.bfloat16, FEW_COLUMNS, 3, 2, 160, 96, 9),
+        ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 3, 2, 160, 96, 9),
         ((VALUES,), torch.float16, FEW_COLUMNS, 3, 2, 96, 64, 9),
-        ((CODES, VALUES), torch.bfloat16, FEW_COLUMNS, 4, 2, 96, 64, 9),
+        ((CODES, VALUES), torch.bfloat16, ROUNDED_COLUMNS, 4, 2, 96, 64, 9),
         pytest.param((CODES,), torch.float16, ROUNDED_COLUMNS, 3, 2, 256, 320, 170, marks=pytest.mark.slow),
         pytest.param((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 2, 1, 160, 96, 300, marks=pytest.mark.slow),
     ],

@@ -37,6 +37,8 @@ class Tile:
         column_blocks: how many panels of columns are on their way at a time.
         registers: how many registers a computing thread has.
         ahead: whether a thread reads the words of the next unit before it multiplies this one, or only when it decodes them.
+        strips: how many strips of 16 rows a computing warp has. A warp with more than one multiplies by itself, see
+            `grouped_warp_device`.
         turns: how many words of a unit a warpgroup decodes before the next warpgroup may begin to decode; with 0 all decode as they
             come. Warpgroups that decode at the same time also wait for their products at the same time, and then none decodes.
     """
@@ -49,6 +51,7 @@ class Tile:
     registers: int
     ahead: bool
     turns: int = 0
+    strips: int = 1
 
 
 # Tiles by the most columns that they have. 192 rows divide both projections of GPT-OSS. Microseconds are those of all kernels of a
@@ -57,7 +60,7 @@ class Tile:
 _TILES = {
     # 1024 tokens: 810, with 4 and 8 words a turn 812 and 821, without turns 826. Five warpgroups, 48 columns and one block a unit
     # took 798, and in turns 852. At 256 tokens 697, without turns 711.
-    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152, True, 6),
+    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 1, 2, 8, 152, True, 0, 2),
     # 8192 tokens with products of bytes: 2807. Their values in 16 bits took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232, False),
     # 8192 tokens: 2996. Words that were read ahead made it slower.
@@ -70,7 +73,7 @@ FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 64, 144, 160, 288
 # The tiles that are served, by the inputs. Products of bytes need twice the registers for sums.
 SERVED = {
     PLAIN: (FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
-    CODES: (FEW_COLUMNS, ROUNDED_COLUMNS),
+    CODES: (ROUNDED_COLUMNS,),
     VALUES: (FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
 _SORTED_ALONE = 2048  # pairs up to which one CTA sorts
@@ -124,8 +127,28 @@ class Product:
 
     @property
     def strips(self) -> int:
-        """Returns the number of a tile's strips, of which each computing warp has one."""
-        return PANEL_STRIPS * self.tile.warpgroups
+        """Returns the number of a tile's strips."""
+        return PANEL_STRIPS * self.panels_of_rows
+
+    @property
+    def panels_of_rows(self) -> int:
+        """Returns the number of panels of weights that a tile has."""
+        return self.tile.warpgroups * self.tile.strips
+
+    @property
+    def warps(self) -> int:
+        """Returns the number of computing warps."""
+        return 4 * self.tile.warpgroups
+
+    @property
+    def stage_bytes(self) -> int:
+        """Returns the bytes of a stage of weights."""
+        return self.panels_of_rows * self.slot_bytes
+
+    @property
+    def by_warps(self) -> bool:
+        """Returns whether each warp multiplies by itself."""
+        return self.tile.strips > 1
 
     @property
     def rows(self) -> int:
@@ -199,7 +222,7 @@ class Product:
     def weight_stages(self) -> int:
         """Returns the number of stages in the ring of weights, which has the shared memory that is left."""
         left = SHARED_BYTES - OTHER_BYTES - self.staging_bytes - self.column_stages * self.column_bytes - self.scale_bytes
-        return left // (self.tile.warpgroups * self.slot_bytes)
+        return left // self.stage_bytes
 
     @property
     def producer_registers(self) -> int:
@@ -237,10 +260,10 @@ class Combine:
 
 def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) -> int:
     """Returns the most columns of a tile, for so many pairs."""
-    if pairs <= _FEW_PAIRS * experts:
-        return FEW_COLUMNS
     if CODES in inputs:
         return ROUNDED_COLUMNS
+    if pairs <= _FEW_PAIRS * experts:
+        return FEW_COLUMNS
     widest = all(MOST_COLUMNS in SERVED[kind] for kind in inputs)
     return MOST_COLUMNS if widest and pairs > _MANY_PAIRS * experts else MANY_COLUMNS
 

@@ -9,7 +9,6 @@ of a feature are rows g and g + 8 of a strip, which one thread has.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -28,7 +27,8 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpProducts
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     BLOCK,
@@ -45,19 +45,6 @@ WORDS = 4  # words of codes that a lane has of a block
 # Named barriers, one for each of up to seven warpgroups.
 STORE = 1  # its buffer of results is written
 TURN = 8  # it may decode
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The position of a warp in the ring of weights.
-
-    Attributes:
-        at: the stage.
-        block: the block in the stage.
-    """
-
-    at: Cursor
-    block: Int32
 
 
 def store_matrices(address: Any, words: Any) -> None:
@@ -77,7 +64,7 @@ def at_least(x: Float32, bound: Float32) -> Float32:
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
-class Consumers(Shapes):
+class Consumers(WarpProducts):
     """The part of the kernel that computes."""
 
     @cute.jit
@@ -87,11 +74,13 @@ class Consumers(Shapes):
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
-        mma = self.mma_of(8).get_slice(0)
-        # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
-        left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
-        for registers in left:
-            cute.recast_tensor(registers, Uint32).fill(0)
+        left = []
+        if const_expr(not self.config.by_warps):
+            # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
+            mma = self.mma_of(8).get_slice(0)
+            left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
+            for registers in left:
+                cute.recast_tensor(registers, Uint32).fill(0)
         if const_expr(self.config.tile.turns > 0 and not self.config.promoted):
             # Nobody has decoded before the first warpgroup, in whose place the last one says so.
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 == self.config.tile.warpgroups:
@@ -109,7 +98,10 @@ class Consumers(Shapes):
                 least = 0
                 for width in self.config.tile.widths:
                     if item.count > least and item.count <= width:
-                        weights, columns = self.compute(call, storage, item, left, weights, columns, width)
+                        if const_expr(self.config.by_warps):
+                            weights, columns = self.compute_by_warps(call, storage, item, weights, columns, width)
+                        else:
+                            weights, columns = self.compute(call, storage, item, left, weights, columns, width)
                     least = width
                 item = following
 
@@ -153,7 +145,7 @@ class Consumers(Shapes):
         scales = self.load_scales(call, item, thread % 128, width)
         self.weight_pipe(storage).wait(weights.at)
         # Of the rows lane / 4 and eight below: factors, biases.
-        head = slot + weights.at.stage * (c.tile.warpgroups * c.slot_bytes) + strip * HEAD_BYTES + lane // 4 * 4
+        head = slot + weights.at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
         heads = [load_floats("shared", head + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
         for sums in acc:
             sums.fill(0.0)
@@ -170,12 +162,7 @@ class Consumers(Shapes):
                 call, storage, mma, acc, left, right, weights, columns, words, slot, lane, wg, units
             )
         scales_at = self.share_scales(storage, scales, thread, wg, width)
-        if const_expr(c.gated):
-            self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, width)
-        else:
-            self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, width)
-        if const_expr(-(-width // CHUNK) % 2 == 1):  # the next item begins with the buffer that others may still read
-            self.sync_warpgroup(wg)
+        self.store_panel(call, storage, item, acc, heads, scales_at, thread, wg, item.strip + PANEL_STRIPS * wg, width)
         return weights, columns
 
     # -- the loop over units ---------------------------------------------------------------------------------------------------
@@ -362,7 +349,7 @@ class Consumers(Shapes):
         """
         self.weight_pipe(storage).wait(weights.at)
         c = self.config
-        begin = slot + weights.at.stage * (c.tile.warpgroups * c.slot_bytes) + weights.block * PANEL_BLOCK_BYTES
+        begin = slot + weights.at.stage * c.stage_bytes + weights.block * PANEL_BLOCK_BYTES
         words = []
         for block in cutlass.range_constexpr(c.unit):
             words += load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane * 16, WORDS)
@@ -460,6 +447,28 @@ class Consumers(Shapes):
         scales = load_floats("shared", scales_at + 8 * at, 2)
         return [[heads[r] * scales[column] for column in range(2)] for r in range(2)]
 
+    @cute.jit
+    def store_panel(
+        self,
+        call: Call,
+        storage: Any,
+        item: Item,
+        acc: list,
+        heads: list,
+        scales_at: Int32,
+        thread: Int32,
+        wg: Int32,
+        strip: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Stores the results of a warpgroup's panel, whose first strip is ``strip``."""
+        if const_expr(self.config.gated):
+            self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
+        else:
+            self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
+        if const_expr(-(-width // CHUNK) % 2 == 1):  # what follows begins with the buffer that others may still read
+            self.sync_warpgroup(wg)
+
     # -- results ---------------------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -473,6 +482,7 @@ class Consumers(Shapes):
         scales_at: Int32,
         thread: Int32,
         wg: Int32,
+        strip: Int32,
         width: cutlass.Constexpr[int],
     ):
         """Activates gates and ups, and stores a feature for each pair of them."""
@@ -499,8 +509,7 @@ class Consumers(Shapes):
             self.sync_warpgroup(wg)
             column, piece = thread % 128 // 4, thread % 4
             place = buffer + column * 64 + ((piece ^ (column // 2 % 4)) * 16)
-            inside = item.strip + 4 * wg + piece < call.strips
-            self.store_piece(call, item, place, chunk * CHUNK + column, (item.strip + 4 * wg + piece) * 8, inside)
+            self.store_piece(call, item, place, chunk * CHUNK + column, (strip + piece) * 8, strip + piece < call.strips)
 
     @cute.jit
     def store_sums(
@@ -513,6 +522,7 @@ class Consumers(Shapes):
         scales_at: Int32,
         thread: Int32,
         wg: Int32,
+        strip: Int32,
         width: cutlass.Constexpr[int],
     ):
         """Stores the features of each column."""
@@ -533,12 +543,11 @@ class Consumers(Shapes):
                 store_matrices(buffer + column * 128 + ((piece ^ (column % 8)) * 16), words)
             self.sync_warpgroup(wg)
             piece = thread % 8
-            strip = item.strip + 4 * wg + piece // 2
             for half in cutlass.range_constexpr(2):
                 column = 16 * half + thread % 128 // 8
                 place = buffer + column * 128 + ((piece ^ (column % 8)) * 16)
-                feature = (item.strip + 4 * wg) * STRIP + piece * 8
-                self.store_piece(call, item, place, chunk * CHUNK + column, feature, strip < call.strips)
+                inside = strip + piece // 2 < call.strips
+                self.store_piece(call, item, place, chunk * CHUNK + column, strip * STRIP + piece * 8, inside)
 
     def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
         """Returns a number of the product, with its bias."""
