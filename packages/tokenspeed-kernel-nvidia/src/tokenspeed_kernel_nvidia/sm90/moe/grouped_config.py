@@ -36,11 +36,8 @@ class Tile:
         blocks: how many blocks a stage of weights has. Narrow tiles wait for memory, which long copies serve better.
         column_blocks: how many panels of columns are on their way at a time.
         registers: how many registers a computing thread has.
-        ahead: whether a thread reads the words of the next unit before it multiplies this one, or only when it decodes them.
         strips: how many strips of 16 rows a computing warp has. A warp with more than one multiplies by itself, see
             `grouped_warp_device`.
-        turns: how many words of a unit a warpgroup decodes before the next warpgroup may begin to decode; with 0 all decode as they
-            come. Warpgroups that decode at the same time also wait for their products at the same time, and then none decodes.
     """
 
     warpgroups: int
@@ -49,8 +46,6 @@ class Tile:
     blocks: int
     column_blocks: int
     registers: int
-    ahead: bool
-    turns: int = 0
     strips: int = 1
 
 
@@ -58,16 +53,15 @@ class Tile:
 # call, for GPT-OSS-120B's layer on an H200; with 8192 tokens it ran at its power limit, between 1.7 and 1.9 GHz. Decoding a part of
 # a unit after each product was slower than decoding all of it after the last one.
 _TILES = {
-    # 1024 tokens: 810, with 4 and 8 words a turn 812 and 821, without turns 826. Five warpgroups, 48 columns and one block a unit
-    # took 798, and in turns 852. At 256 tokens 697, without turns 711.
-    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 1, 2, 8, 152, True, 0, 2),
+    # One strip a warp, by wgmma, in turns: 810 at 1024 tokens, 697 at 256; five warpgroups and 48 columns 798 and 697.
+    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 1, 2, 8, 152, 2),
     # 8192 tokens with products of bytes: 2807. Their values in 16 bits took 3109 with 160 columns.
-    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232, False),
+    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
     # 8192 tokens: 2996. Words that were read ahead made it slower.
-    160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152, False),
-    # 8192 tokens: 2725, with 2 and 4 words a turn 2877 and 2907. Decoding takes time and power from products, and twice as many
+    160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
+    # 8192 tokens: 2725 (in turns 2877 and more). Decoding takes time and power from products, and twice as many
     # columns share it.
-    288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216, False),
+    288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216),
 }
 FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 64, 144, 160, 288
 # The tiles that are served, by the inputs. Products of bytes need twice the registers for sums.

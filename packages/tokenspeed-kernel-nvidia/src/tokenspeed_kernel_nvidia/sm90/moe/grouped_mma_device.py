@@ -42,9 +42,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
 )
 
 WORDS = 4  # words of codes that a lane has of a block
-# Named barriers, one for each of up to seven warpgroups.
-STORE = 1  # its buffer of results is written
-TURN = 8  # it may decode
+STORE = 1  # named barriers, one for each warpgroup: its buffer of results is written
 
 
 def store_matrices(address: Any, words: Any) -> None:
@@ -81,10 +79,6 @@ class Consumers(WarpProducts):
             left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
             for registers in left:
                 cute.recast_tensor(registers, Uint32).fill(0)
-        if const_expr(self.config.tile.turns > 0 and not self.config.promoted):
-            # Nobody has decoded before the first warpgroup, in whose place the last one says so.
-            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 == self.config.tile.warpgroups:
-                self.pass_turn(Int32(self.config.tile.warpgroups - 1))
         if index < items:
             item = self.read_item(call, index)
             working = Boolean(True)
@@ -158,9 +152,7 @@ class Consumers(WarpProducts):
                     call, storage, mma, acc, left[0], right, weights, columns, words, slot, lane, units - unit
                 )
         else:
-            weights, columns = self.multiply_all(
-                call, storage, mma, acc, left, right, weights, columns, words, slot, lane, wg, units
-            )
+            weights, columns = self.multiply_all(call, storage, mma, acc, left, right, weights, columns, words, slot, lane, units)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         self.store_panel(call, storage, item, acc, heads, scales_at, thread, wg, item.strip + PANEL_STRIPS * wg, width)
         return weights, columns
@@ -199,29 +191,21 @@ class Consumers(WarpProducts):
         words: list,
         slot: Int32,
         lane: Int32,
-        wg: Int32,
         units: Int32,
     ):
         """Multiplies all units. ``words``: what the lane has of the first. Returns where the rings go on."""
-        self.decode_unit(call, words, left[0], wg)
+        self.decode_words(call, words, left[0], 0, WORDS * self.config.unit)
         weights = self.leave_unit(storage, weights, units == 1)
-        if const_expr(self.config.tile.ahead):
-            if units > 1:
-                words = self.load_unit(call, storage, weights, slot, lane, units == 2)
         before = columns
-        given = call, storage, mma, acc, right, slot, lane, wg
+        given = call, storage, mma, acc, right, slot, lane
         # Units two by two, so that each of a pair has registers of its own.
         pairs = (units - 1) // 2
         for pair in cutlass.range(pairs, unroll=1):
             rest = units - 2 * pair
-            weights, before, columns, words = self.step(*given, left[0], left[1], weights, before, columns, words, pair == 0, rest)
-            weights, before, columns, words = self.step(
-                *given, left[1], left[0], weights, before, columns, words, Boolean(False), rest - 1
-            )
+            weights, before, columns = self.step(*given, left[0], left[1], weights, before, columns, pair == 0, rest)
+            weights, before, columns = self.step(*given, left[1], left[0], weights, before, columns, Boolean(False), rest - 1)
         if units % 2 == 0:
-            weights, before, columns, words = self.step(
-                *given, left[0], left[1], weights, before, columns, words, pairs == 0, Int32(2)
-            )
+            weights, before, columns = self.step(*given, left[0], left[1], weights, before, columns, pairs == 0, Int32(2))
             columns = self.finish(storage, mma, acc, left[1], right, before, columns, Boolean(False))
         else:
             columns = self.finish(storage, mma, acc, left[0], right, before, columns, pairs == 0)
@@ -237,13 +221,11 @@ class Consumers(WarpProducts):
         right: list,
         slot: Int32,
         lane: Int32,
-        wg: Int32,
         left: cute.Tensor,
         following: cute.Tensor,
         weights: Weights,
         before: Cursor,
         columns: Cursor,
-        words: list,
         first: Boolean,
         units: Int32,
     ):
@@ -252,29 +234,23 @@ class Consumers(WarpProducts):
         Args:
             following: receives the next unit.
             before: the stage of columns before, which may still be in use.
-            words: what the lane has of the next unit, if that was read ahead.
             first: whether there is no unit before.
             units: from this one on, at least 2.
 
         Returns:
-            where the rings go on, with the stage of columns of this unit and that of the next; and the words of the unit after the
-            next, if they are read ahead.
+            where the rings go on, with the stage of columns of this unit and that of the next.
         """
         c = self.config
         self.begin_unit(storage, columns)
         for part in cutlass.range_constexpr(c.parts):
             self.multiply(mma, acc, left, right, columns, part)
-        if const_expr(not c.tile.ahead):
-            words = self.load_unit(call, storage, weights, slot, lane, units == 2)
+        words = self.load_unit(call, storage, weights, slot, lane, units == 2)
         warpgroup.wait_group(1)  # the unit before is done
         if not first:
             self.column_pipe(storage).release(before)
-        self.decode_unit(call, words, following, wg)
+        self.decode_words(call, words, following, 0, WORDS * c.unit)
         weights = self.leave_unit(storage, weights, units == 2)
-        if const_expr(c.tile.ahead):
-            if units > 2:
-                words = self.load_unit(call, storage, weights, slot, lane, units == 3)
-        return weights, columns, advance(columns, c.column_stages), words
+        return weights, columns, advance(columns, c.column_stages)
 
     @cute.jit
     def finish(
@@ -363,24 +339,6 @@ class Consumers(WarpProducts):
     def scale_dtype(self) -> Any:
         """The type of the numbers that codes are multiplied by."""
         return cutlass.Float16 if self.is_fp8 else self.dtype
-
-    @cute.jit
-    def decode_unit(self, call: Call, words: list, left: cute.Tensor, wg: Int32):
-        """Makes the left operand of a unit's products, in the warpgroup's turn where they take turns."""
-        count, turns = WORDS * self.config.unit, self.config.tile.turns
-        if const_expr(turns > 0):
-            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
-            self.decode_words(call, words, left, 0, turns)
-            self.pass_turn(wg)
-        self.decode_words(call, words, left, turns, count)
-
-    @cute.jit
-    def pass_turn(self, wg: Int32):
-        """Lets the next warpgroup decode. That one waits with as many threads as this one arrives with."""
-        following = wg + 1
-        if following == self.config.tile.warpgroups:
-            following = Int32(0)
-        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=256)
 
     @cute.jit
     def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
