@@ -32,6 +32,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     FEW_COLUMNS,
     PLAIN,
     RECORD,
+    SORTING_CTAS,
     VALUES,
     Combine,
     Product,
@@ -43,6 +44,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     every_rounding,
     every_schedule,
     most_tiles,
+    sorting_ctas,
 )
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import STRIP
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import RoundedWeights
@@ -83,14 +85,14 @@ class _Programs(NamedTuple):
     """The programs that a call launches.
 
     Attributes:
-        schedule: sorts pairs and cuts them into tiles.
+        schedules: sort pairs and cut them into tiles, by the CTAs that do.
         rounding: for each kind of inputs, the program that makes them, or None where rows are taken as they are.
         products: for each kind of inputs, both products.
         combine: adds up the slots of each token.
         processors: how many CTAs a product has.
     """
 
-    schedule: Launch
+    schedules: dict[int, Launch]
     rounding: tuple[Launch | None, ...]
     products: tuple[tuple[Launch, Launch], ...]
     combine: Launch
@@ -106,7 +108,11 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], devi
         for kind in inputs
     )
     return _Programs(
-        schedule_program(Schedule(columns)), rounding, products, combine_program(Combine(name)), multiprocessors(device)
+        {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
+        rounding,
+        products,
+        combine_program(Combine(name)),
+        multiprocessors(device),
     )
 
 
@@ -165,7 +171,7 @@ def moe_apply_many(
     limit = math.inf if plan.limit is None else plan.limit
     swiglu = plan.alpha, limit, plan.beta
     schedule = sources, tiles_at, tile_count
-    programs.schedule(topk_ids, sources, positions, tiles_at, tile_count, experts)
+    programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts)
     exact_at = 0 if exact is None else exact.data_ptr()
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
     given = aligned(x)

@@ -43,7 +43,7 @@ class Loader(Shapes):
         while index < items:
             item = self.read_item(call, index)
             panel = item.strip // PANEL_STRIPS
-            panels = cutlass.min(call.panels - panel, c.tile.warpgroups)
+            panels = cutlass.min(call.panels - panel, c.panels_of_rows)
             source = call.weights + (Int64(item.expert) * call.panels + panel + lane) * panel_bytes
             # The head of a panel comes with its first blocks.
             head = Int32(PANEL_HEAD_BYTES)
@@ -55,7 +55,7 @@ class Loader(Shapes):
                     pipe.commit(at, panels * size)
                 cute.arch.sync_warp()
                 if lane < panels:
-                    to = slot + at.stage * (c.tile.warpgroups * c.slot_bytes) + PANEL_HEAD_BYTES - head
+                    to = slot + at.stage * c.stage_bytes + PANEL_HEAD_BYTES - head
                     bulk_load(to, source, size, pipe.full.of(at).toint())
                 source += size
                 head = Int32(0)

@@ -9,7 +9,6 @@ of a feature are rows g and g + 8 of a strip, which one thread has.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -28,7 +27,8 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpProducts
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     BLOCK,
@@ -42,22 +42,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
 )
 
 WORDS = 4  # words of codes that a lane has of a block
-# Named barriers, one for each of up to seven warpgroups.
-STORE = 1  # its buffer of results is written
-TURN = 8  # it may decode
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The position of a warp in the ring of weights.
-
-    Attributes:
-        at: the stage.
-        block: the block in the stage.
-    """
-
-    at: Cursor
-    block: Int32
+STORE = 1  # named barriers, one for each warpgroup: its buffer of results is written
 
 
 def store_matrices(address: Any, words: Any) -> None:
@@ -77,7 +62,7 @@ def at_least(x: Float32, bound: Float32) -> Float32:
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
-class Consumers(Shapes):
+class Consumers(WarpProducts):
     """The part of the kernel that computes."""
 
     @cute.jit
@@ -87,15 +72,13 @@ class Consumers(Shapes):
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
-        mma = self.mma_of(8).get_slice(0)
-        # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
-        left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
-        for registers in left:
-            cute.recast_tensor(registers, Uint32).fill(0)
-        if const_expr(self.config.tile.turns > 0 and not self.config.promoted):
-            # Nobody has decoded before the first warpgroup, in whose place the last one says so.
-            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 == self.config.tile.warpgroups:
-                self.pass_turn(Int32(self.config.tile.warpgroups - 1))
+        left = []
+        if const_expr(not self.config.by_warps):
+            # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
+            mma = self.mma_of(8).get_slice(0)
+            left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
+            for registers in left:
+                cute.recast_tensor(registers, Uint32).fill(0)
         if index < items:
             item = self.read_item(call, index)
             working = Boolean(True)
@@ -109,7 +92,10 @@ class Consumers(Shapes):
                 least = 0
                 for width in self.config.tile.widths:
                     if item.count > least and item.count <= width:
-                        weights, columns = self.compute(call, storage, item, left, weights, columns, width)
+                        if const_expr(self.config.by_warps):
+                            weights, columns = self.compute_by_warps(call, storage, item, weights, columns, width)
+                        else:
+                            weights, columns = self.compute(call, storage, item, left, weights, columns, width)
                     least = width
                 item = following
 
@@ -153,7 +139,7 @@ class Consumers(Shapes):
         scales = self.load_scales(call, item, thread % 128, width)
         self.weight_pipe(storage).wait(weights.at)
         # Of the rows lane / 4 and eight below: factors, biases.
-        head = slot + weights.at.stage * (c.tile.warpgroups * c.slot_bytes) + strip * HEAD_BYTES + lane // 4 * 4
+        head = slot + weights.at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
         heads = [load_floats("shared", head + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
         for sums in acc:
             sums.fill(0.0)
@@ -166,16 +152,9 @@ class Consumers(Shapes):
                     call, storage, mma, acc, left[0], right, weights, columns, words, slot, lane, units - unit
                 )
         else:
-            weights, columns = self.multiply_all(
-                call, storage, mma, acc, left, right, weights, columns, words, slot, lane, wg, units
-            )
+            weights, columns = self.multiply_all(call, storage, mma, acc, left, right, weights, columns, words, slot, lane, units)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
-        if const_expr(c.gated):
-            self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, width)
-        else:
-            self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, width)
-        if const_expr(-(-width // CHUNK) % 2 == 1):  # the next item begins with the buffer that others may still read
-            self.sync_warpgroup(wg)
+        self.store_panel(call, storage, item, acc, heads, scales_at, thread, wg, item.strip + PANEL_STRIPS * wg, width)
         return weights, columns
 
     # -- the loop over units ---------------------------------------------------------------------------------------------------
@@ -212,29 +191,21 @@ class Consumers(Shapes):
         words: list,
         slot: Int32,
         lane: Int32,
-        wg: Int32,
         units: Int32,
     ):
         """Multiplies all units. ``words``: what the lane has of the first. Returns where the rings go on."""
-        self.decode_unit(call, words, left[0], wg)
+        self.decode_words(call, words, left[0], 0, WORDS * self.config.unit)
         weights = self.leave_unit(storage, weights, units == 1)
-        if const_expr(self.config.tile.ahead):
-            if units > 1:
-                words = self.load_unit(call, storage, weights, slot, lane, units == 2)
         before = columns
-        given = call, storage, mma, acc, right, slot, lane, wg
+        given = call, storage, mma, acc, right, slot, lane
         # Units two by two, so that each of a pair has registers of its own.
         pairs = (units - 1) // 2
         for pair in cutlass.range(pairs, unroll=1):
             rest = units - 2 * pair
-            weights, before, columns, words = self.step(*given, left[0], left[1], weights, before, columns, words, pair == 0, rest)
-            weights, before, columns, words = self.step(
-                *given, left[1], left[0], weights, before, columns, words, Boolean(False), rest - 1
-            )
+            weights, before, columns = self.step(*given, left[0], left[1], weights, before, columns, pair == 0, rest)
+            weights, before, columns = self.step(*given, left[1], left[0], weights, before, columns, Boolean(False), rest - 1)
         if units % 2 == 0:
-            weights, before, columns, words = self.step(
-                *given, left[0], left[1], weights, before, columns, words, pairs == 0, Int32(2)
-            )
+            weights, before, columns = self.step(*given, left[0], left[1], weights, before, columns, pairs == 0, Int32(2))
             columns = self.finish(storage, mma, acc, left[1], right, before, columns, Boolean(False))
         else:
             columns = self.finish(storage, mma, acc, left[0], right, before, columns, pairs == 0)
@@ -250,13 +221,11 @@ class Consumers(Shapes):
         right: list,
         slot: Int32,
         lane: Int32,
-        wg: Int32,
         left: cute.Tensor,
         following: cute.Tensor,
         weights: Weights,
         before: Cursor,
         columns: Cursor,
-        words: list,
         first: Boolean,
         units: Int32,
     ):
@@ -265,29 +234,23 @@ class Consumers(Shapes):
         Args:
             following: receives the next unit.
             before: the stage of columns before, which may still be in use.
-            words: what the lane has of the next unit, if that was read ahead.
             first: whether there is no unit before.
             units: from this one on, at least 2.
 
         Returns:
-            where the rings go on, with the stage of columns of this unit and that of the next; and the words of the unit after the
-            next, if they are read ahead.
+            where the rings go on, with the stage of columns of this unit and that of the next.
         """
         c = self.config
         self.begin_unit(storage, columns)
         for part in cutlass.range_constexpr(c.parts):
             self.multiply(mma, acc, left, right, columns, part)
-        if const_expr(not c.tile.ahead):
-            words = self.load_unit(call, storage, weights, slot, lane, units == 2)
+        words = self.load_unit(call, storage, weights, slot, lane, units == 2)
         warpgroup.wait_group(1)  # the unit before is done
         if not first:
             self.column_pipe(storage).release(before)
-        self.decode_unit(call, words, following, wg)
+        self.decode_words(call, words, following, 0, WORDS * c.unit)
         weights = self.leave_unit(storage, weights, units == 2)
-        if const_expr(c.tile.ahead):
-            if units > 2:
-                words = self.load_unit(call, storage, weights, slot, lane, units == 3)
-        return weights, columns, advance(columns, c.column_stages), words
+        return weights, columns, advance(columns, c.column_stages)
 
     @cute.jit
     def finish(
@@ -362,7 +325,7 @@ class Consumers(Shapes):
         """
         self.weight_pipe(storage).wait(weights.at)
         c = self.config
-        begin = slot + weights.at.stage * (c.tile.warpgroups * c.slot_bytes) + weights.block * PANEL_BLOCK_BYTES
+        begin = slot + weights.at.stage * c.stage_bytes + weights.block * PANEL_BLOCK_BYTES
         words = []
         for block in cutlass.range_constexpr(c.unit):
             words += load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane * 16, WORDS)
@@ -376,24 +339,6 @@ class Consumers(Shapes):
     def scale_dtype(self) -> Any:
         """The type of the numbers that codes are multiplied by."""
         return cutlass.Float16 if self.is_fp8 else self.dtype
-
-    @cute.jit
-    def decode_unit(self, call: Call, words: list, left: cute.Tensor, wg: Int32):
-        """Makes the left operand of a unit's products, in the warpgroup's turn where they take turns."""
-        count, turns = WORDS * self.config.unit, self.config.tile.turns
-        if const_expr(turns > 0):
-            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
-            self.decode_words(call, words, left, 0, turns)
-            self.pass_turn(wg)
-        self.decode_words(call, words, left, turns, count)
-
-    @cute.jit
-    def pass_turn(self, wg: Int32):
-        """Lets the next warpgroup decode. That one waits with as many threads as this one arrives with."""
-        following = wg + 1
-        if following == self.config.tile.warpgroups:
-            following = Int32(0)
-        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=256)
 
     @cute.jit
     def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
@@ -460,6 +405,28 @@ class Consumers(Shapes):
         scales = load_floats("shared", scales_at + 8 * at, 2)
         return [[heads[r] * scales[column] for column in range(2)] for r in range(2)]
 
+    @cute.jit
+    def store_panel(
+        self,
+        call: Call,
+        storage: Any,
+        item: Item,
+        acc: list,
+        heads: list,
+        scales_at: Int32,
+        thread: Int32,
+        wg: Int32,
+        strip: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Stores the results of a warpgroup's panel, whose first strip is ``strip``."""
+        if const_expr(self.config.gated):
+            self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
+        else:
+            self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
+        if const_expr(-(-width // CHUNK) % 2 == 1):  # what follows begins with the buffer that others may still read
+            self.sync_warpgroup(wg)
+
     # -- results ---------------------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -473,6 +440,7 @@ class Consumers(Shapes):
         scales_at: Int32,
         thread: Int32,
         wg: Int32,
+        strip: Int32,
         width: cutlass.Constexpr[int],
     ):
         """Activates gates and ups, and stores a feature for each pair of them."""
@@ -499,8 +467,7 @@ class Consumers(Shapes):
             self.sync_warpgroup(wg)
             column, piece = thread % 128 // 4, thread % 4
             place = buffer + column * 64 + ((piece ^ (column // 2 % 4)) * 16)
-            inside = item.strip + 4 * wg + piece < call.strips
-            self.store_piece(call, item, place, chunk * CHUNK + column, (item.strip + 4 * wg + piece) * 8, inside)
+            self.store_piece(call, item, place, chunk * CHUNK + column, (strip + piece) * 8, strip + piece < call.strips)
 
     @cute.jit
     def store_sums(
@@ -513,6 +480,7 @@ class Consumers(Shapes):
         scales_at: Int32,
         thread: Int32,
         wg: Int32,
+        strip: Int32,
         width: cutlass.Constexpr[int],
     ):
         """Stores the features of each column."""
@@ -533,12 +501,11 @@ class Consumers(Shapes):
                 store_matrices(buffer + column * 128 + ((piece ^ (column % 8)) * 16), words)
             self.sync_warpgroup(wg)
             piece = thread % 8
-            strip = item.strip + 4 * wg + piece // 2
             for half in cutlass.range_constexpr(2):
                 column = 16 * half + thread % 128 // 8
                 place = buffer + column * 128 + ((piece ^ (column % 8)) * 16)
-                feature = (item.strip + 4 * wg) * STRIP + piece * 8
-                self.store_piece(call, item, place, chunk * CHUNK + column, feature, strip < call.strips)
+                inside = strip + piece // 2 < call.strips
+                self.store_piece(call, item, place, chunk * CHUNK + column, strip * STRIP + piece * 8, inside)
 
     def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
         """Returns a number of the product, with its bias."""
