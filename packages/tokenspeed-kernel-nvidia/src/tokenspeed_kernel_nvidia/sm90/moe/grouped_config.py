@@ -156,7 +156,7 @@ class Product:
 
     @property
     def promoted(self) -> bool:
-        """Returns whether the products of a unit are summed apart and then added to the sums in registers.
+        """Returns whether the products of each two units are summed apart and then added to the sums in registers.
 
         wgmma keeps about 14 bits of a sum of products of bytes. Without this the error was twice that of `VALUES` (2.4e-2, 1.2e-2).
         """

@@ -146,13 +146,8 @@ class Consumers(WarpProducts):
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
         units = (blocks + (c.unit - 1)) // c.unit
         words = self.load_unit(call, storage, weights, slot, lane, units == 1)
-        if const_expr(c.promoted):
-            for unit in cutlass.range(units, unroll=1):
-                weights, columns, words = self.promoted_unit(
-                    call, storage, mma, acc, left[0], right, weights, columns, words, slot, lane, units - unit
-                )
-        else:
-            weights, columns = self.multiply_all(call, storage, mma, acc, left, right, weights, columns, words, slot, lane, units)
+        multiply = self.multiply_promoted if c.promoted else self.multiply_all
+        weights, columns = multiply(call, storage, mma, acc, left, right, weights, columns, words, slot, lane, units)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         self.store_panel(call, storage, item, acc, heads, scales_at, thread, wg, item.strip + PANEL_STRIPS * wg, width)
         return weights, columns
@@ -167,11 +162,18 @@ class Consumers(WarpProducts):
 
     @cute.jit
     def multiply(
-        self, mma: cute.TiledMma, acc: list, left: cute.Tensor, right: list, columns: Cursor, part: cutlass.Constexpr[int]
+        self,
+        mma: cute.TiledMma,
+        acc: list,
+        left: cute.Tensor,
+        right: list,
+        columns: Cursor,
+        part: cutlass.Constexpr[int],
+        fresh: cutlass.Constexpr[bool],
     ):
-        """Starts one part of a unit's products, all of which are a group."""
+        """Starts one part of a unit's products, all of which are a group. ``fresh``: whether sums begin with it."""
         atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, part > 0 or not self.config.promoted)
+        atom.set(warpgroup.Field.ACCUMULATE, not fresh)
         for sums, tile in zip(acc, right, strict=True):
             cute.gemm(atom, sums, left[None, None, part], tile[None, None, part, columns.stage], sums)
         if const_expr(part + 1 == self.config.parts):
@@ -241,9 +243,7 @@ class Consumers(WarpProducts):
             where the rings go on, with the stage of columns of this unit and that of the next.
         """
         c = self.config
-        self.begin_unit(storage, columns)
-        for part in cutlass.range_constexpr(c.parts):
-            self.multiply(mma, acc, left, right, columns, part)
+        self.multiply_unit(storage, mma, acc, right, left, columns, False)
         words = self.load_unit(call, storage, weights, slot, lane, units == 2)
         warpgroup.wait_group(1)  # the unit before is done
         if not first:
@@ -265,9 +265,7 @@ class Consumers(WarpProducts):
         first: Boolean,
     ) -> Cursor:
         """Multiplies the last unit, and waits for all products. Returns where the ring of columns goes on."""
-        self.begin_unit(storage, columns)
-        for part in cutlass.range_constexpr(self.config.parts):
-            self.multiply(mma, acc, left, right, columns, part)
+        self.multiply_unit(storage, mma, acc, right, left, columns, False)
         warpgroup.wait_group(0)
         if not first:
             self.column_pipe(storage).release(before)
@@ -275,47 +273,72 @@ class Consumers(WarpProducts):
         return advance(columns, self.config.column_stages)
 
     @cute.jit
-    def promoted_unit(
+    def multiply_promoted(
         self,
         call: Call,
         storage: Any,
         mma: cute.TiledMma,
         totals: list,
-        left: cute.Tensor,
+        left: list,
         right: list,
         weights: Weights,
         columns: Cursor,
         words: list,
         slot: Int32,
         lane: Int32,
-        left_over: Int32,
+        units: Int32,
     ):
-        """Decodes a unit part by part, each while the one before is multiplied, and adds its sums to those of all.
-
-        Args:
-            words: what the lane has of the unit.
-            left_over: units from this one on.
-
-        Returns:
-            where the rings go on, and the words of the next unit.
-        """
-        c = self.config
+        """Does what `multiply_all` does, but adds the sums of each two units to the totals by additions of their own."""
         acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
-        self.column_pipe(storage).wait(columns)
-        for part in cutlass.range_constexpr(c.parts):
-            each = WORDS * c.unit // c.parts  # words of a part
-            self.decode_words(call, words, left, part * each, (part + 1) * each)
-            warpgroup.fence()
-            self.multiply(mma, acc, left, right, columns, part)
-        weights = self.leave_unit(storage, weights, left_over == 1)
-        if left_over > 1:
-            words = self.load_unit(call, storage, weights, slot, lane, left_over == 2)
+        self.decode_words(call, words, left[0], 0, WORDS * self.config.unit)
+        weights = self.leave_unit(storage, weights, units == 1)
+        given = storage, mma, acc, right
+        for pair in cutlass.range(units // 2, unroll=1):
+            rest = units - 2 * pair
+            self.multiply_unit(*given, left[0], columns, True)
+            words = self.load_unit(call, storage, weights, slot, lane, rest == 2)
+            self.decode_words(call, words, left[1], 0, WORDS * self.config.unit)
+            weights = self.leave_unit(storage, weights, rest == 2)
+            before, columns = columns, advance(columns, self.config.column_stages)
+            self.multiply_unit(*given, left[1], columns, False)
+            if rest > 2:
+                words = self.load_unit(call, storage, weights, slot, lane, rest == 3)
+            warpgroup.wait_group(1)
+            self.column_pipe(storage).release(before)
+            if rest > 2:
+                self.decode_words(call, words, left[0], 0, WORDS * self.config.unit)
+                weights = self.leave_unit(storage, weights, rest == 3)
+            columns = self.add_sums(storage, acc, totals, columns)
+        if units % 2 == 1:
+            self.multiply_unit(*given, left[0], columns, True)
+            columns = self.add_sums(storage, acc, totals, columns)
+        return weights, columns
+
+    @cute.jit
+    def multiply_unit(
+        self,
+        storage: Any,
+        mma: cute.TiledMma,
+        acc: list,
+        right: list,
+        left: cute.Tensor,
+        columns: Cursor,
+        fresh: cutlass.Constexpr[bool],
+    ):
+        """Starts the products of a unit. ``fresh``: whether they are the first of their sums."""
+        self.begin_unit(storage, columns)
+        for part in cutlass.range_constexpr(self.config.parts):
+            self.multiply(mma, acc, left, right, columns, part, fresh and part == 0)
+
+    @cute.jit
+    def add_sums(self, storage: Any, acc: list, totals: list, columns: Cursor) -> Cursor:
+        """Waits for all products, and adds their sums to the totals. Returns where the ring of columns goes on."""
         warpgroup.wait_group(0)
         self.column_pipe(storage).release(columns)
         for sums, all_sums in zip(acc, totals, strict=True):
             for at in cutlass.range_constexpr(cute.size(sums)):
                 all_sums[at] += sums[at]
-        return weights, advance(columns, c.column_stages), words
+        return advance(columns, self.config.column_stages)
 
     @cute.jit
     def load_unit(self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
