@@ -54,7 +54,7 @@ class Tile:
 # a unit after each product was slower than decoding all of it after the last one.
 _TILES = {
     # One strip a warp, by wgmma, in turns: 810 at 1024 tokens, 697 at 256; five warpgroups and 48 columns 798 and 697.
-    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 1, 2, 8, 152, 2),
+    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 2, 8, 152, 2),
     # 8192 tokens with products of bytes: 2807. Their values in 16 bits took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
     # 8192 tokens: 2996. Words that were read ahead made it slower.

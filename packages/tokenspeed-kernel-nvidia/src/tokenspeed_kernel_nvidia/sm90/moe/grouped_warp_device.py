@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr, cute
+from cutlass import Float32, Int32, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
@@ -72,76 +72,83 @@ class WarpProducts(Shapes):
         piece = (lane // 8 % 2 ^ lane % 8) * 16
         odd_column = storage.columns.data_ptr().toint() + (width - 8 + lane % 8) * COLUMN_BYTES
         odd_piece = (lane // 8 ^ lane % 8) * 16
-        words = self.load_strips(storage, weights, slot, lane)
-        # Stages are released when the next block begins: only then has everything that was read of them been used, because ptxas
-        # lets an arrival pass products that wait for what was read.
+        self.weight_pipe(storage).wait(weights.at)
+        words = self.load_strips(weights.at, 0, slot, lane)
+        units = (call.blocks + (c.unit - 1)) // c.unit
         columns_before, weights_before = columns, weights.at
-        for block in cutlass.range(call.blocks, unroll=1):
-            last = block + 1 == call.blocks
-            following = self.following_block(weights, last)
-            more = words
-            if not last:
-                more = self.load_strips(storage, following, slot, lane)
+        for unit in cutlass.range(units, unroll=1):
+            last = unit + 1 == units
+            # What a last unit that is not whole has instead of a second block is read, but not used.
+            second = self.load_strips(weights.at, 1, slot, lane)
             self.column_pipe(storage).wait(columns)
-            if block > 0:
-                self.leave_block(storage, columns_before, weights_before, weights.block == 0)
+            # Stages are released when the next unit begins: only then has everything that was read of them been used, because
+            # ptxas lets an arrival pass products that wait for what was read.
+            if unit > 0:
+                self.leave_stages(storage, columns_before, weights_before)
             stage = columns.stage * c.column_bytes
-            odd = []
-            for step in cutlass.range_constexpr(STEPS):
-                right = []
-                for pair in cutlass.range_constexpr(width // 16):
-                    at = column + stage + (piece ^ (32 * step)) + pair * (16 * COLUMN_BYTES)
-                    first_low, first_high, second_low, second_high = ldmatrix(at, False)
-                    right += [(first_low, first_high), (second_low, second_high)]
-                if const_expr(width % 16 != 0):
-                    if const_expr(step % 2 == 0):
-                        odd = ldmatrix(odd_column + stage + (odd_piece ^ (32 * step)), False)
-                    right.append((odd[step % 2 * 2], odd[step % 2 * 2 + 1]))
-                for each in cutlass.range_constexpr(c.tile.strips):
-                    of_strip = words[each * (STEPS + 1) : (each + 1) * (STEPS + 1)]
-                    left = decode(self.dtype, of_strip[step], *multipliers(self.dtype, of_strip[STEPS])[step // 2])
-                    for n in cutlass.range_constexpr(width // 8):
-                        sums = [acc[each][4 * n + at] for at in range(4)]
-                        sums = mma_m16n8k16(self.dtype, sums, left, right[n])
-                        for at in cutlass.range_constexpr(4):
-                            acc[each][4 * n + at] = sums[at]
+            self.multiply_block(acc, words, column + stage, piece, odd_column + stage, odd_piece, width)
             columns_before, weights_before = columns, weights.at
             columns = advance(columns, c.column_stages)
-            weights = following
-            words = more
+            weights = Weights(advance(weights.at, c.weight_stages), Int32(0))
+            if not last:
+                self.weight_pipe(storage).wait(weights.at)
+                words = self.load_strips(weights.at, 0, slot, lane)
+            if not last or call.blocks % c.unit == 0:
+                stage += c.columns * COLUMN_BYTES
+                self.multiply_block(acc, second, column + stage, piece, odd_column + stage, odd_piece, width)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         for each in cutlass.range_constexpr(c.tile.strips):
             first = item.strip + (wg * c.tile.strips + each) * PANEL_STRIPS
             self.store_panel(call, storage, item, [acc[each]], heads[each], scales_at, thread, wg, first, width)
             if const_expr(each == 0):
-                self.leave_block(storage, columns_before, weights_before, Boolean(True))
+                self.leave_stages(storage, columns_before, weights_before)
         return weights, columns
 
     @cute.jit
-    def leave_block(self, storage: Any, columns: Cursor, weights: Cursor, last: Boolean):
-        """Releases the columns of a block. ``last``: whether it is the last one of its stage of weights, which is released too."""
+    def multiply_block(
+        self,
+        acc: list,
+        words: list,
+        column: Int32,
+        piece: Int32,
+        odd_column: Int32,
+        odd_piece: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Decodes a block of each strip, and multiplies it with the columns whose first piece lies at ``column + piece``."""
+        odd = []
+        for step in cutlass.range_constexpr(STEPS):
+            right = []
+            for pair in cutlass.range_constexpr(width // 16):
+                at = column + (piece ^ (32 * step)) + pair * (16 * COLUMN_BYTES)
+                first_low, first_high, second_low, second_high = ldmatrix(at, False)
+                right += [(first_low, first_high), (second_low, second_high)]
+            if const_expr(width % 16 != 0):
+                if const_expr(step % 2 == 0):
+                    odd = ldmatrix(odd_column + (odd_piece ^ (32 * step)), False)
+                right.append((odd[step % 2 * 2], odd[step % 2 * 2 + 1]))
+            for each in cutlass.range_constexpr(self.config.tile.strips):
+                of_strip = words[each * (STEPS + 1) : (each + 1) * (STEPS + 1)]
+                left = decode(self.dtype, of_strip[step], *multipliers(self.dtype, of_strip[STEPS])[step // 2])
+                for n in cutlass.range_constexpr(width // 8):
+                    sums = [acc[each][4 * n + at] for at in range(4)]
+                    sums = mma_m16n8k16(self.dtype, sums, left, right[n])
+                    for at in cutlass.range_constexpr(4):
+                        acc[each][4 * n + at] = sums[at]
+
+    @cute.jit
+    def leave_stages(self, storage: Any, columns: Cursor, weights: Cursor):
+        """Releases a unit's columns and weights."""
         cute.arch.sync_warp()
         self.column_pipe(storage).release(columns)
-        if last:
-            self.weight_pipe(storage).release(weights)
+        self.weight_pipe(storage).release(weights)
 
-    @cute.jit
-    def following_block(self, weights: Weights, last: Boolean) -> Weights:
-        """Returns where the next block lies in the ring of weights. ``last``: whether that one is of another item."""
-        at, block = weights.at, weights.block + 1
-        if last or block == self.config.tile.blocks:
-            at = advance(at, self.config.weight_stages)
-            block = Int32(0)
-        return Weights(at, block)
-
-    @cute.jit
-    def load_strips(self, storage: Any, weights: Weights, slot: Int32, lane: Int32) -> list:
-        """Waits for a block. Returns the words that a lane has of each strip, behind each strip's the word of its scales."""
-        self.weight_pipe(storage).wait(weights.at)
+    def load_strips(self, weights: Cursor, block: int, slot: Int32, lane: Int32) -> list:
+        """Returns the words that a lane has of each strip in a block, behind each strip's the word of its scales."""
         c = self.config
-        begin = slot + weights.at.stage * c.stage_bytes + weights.block * PANEL_BLOCK_BYTES
+        begin = slot + weights.stage * c.stage_bytes + block * PANEL_BLOCK_BYTES
         words = []
-        for each in cutlass.range_constexpr(c.tile.strips):
+        for each in range(c.tile.strips):
             words += load_words("shared", begin + each * c.slot_bytes + lane * 16, STEPS)
             words.append(Uint32(load_words("shared", begin + each * c.slot_bytes + lane // 4 * 4 + CODE_BYTES, 1)))
         return words
