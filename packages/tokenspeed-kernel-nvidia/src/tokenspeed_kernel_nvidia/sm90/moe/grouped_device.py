@@ -15,10 +15,11 @@ import cutlass.utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, COLUMN_WARPS, Product
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, COLUMN_WARPS, DECODER_REGISTERS, Product
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_STRIPS
 
 
 def host(config: Product) -> Any:
@@ -78,6 +79,11 @@ class GroupedProduct(Loader, Consumers):
                 for stage in cutlass.range_constexpr(c.column_stages):
                     column_pipe.full.init(stage, 32 * COLUMN_WARPS)
                     column_pipe.empty.init(stage, c.warps)
+                for wg in cutlass.range_constexpr(c.tile.warpgroups if c.decoded else 0):
+                    left_pipe = self.left_pipe(storage, wg)
+                    for stage in cutlass.range_constexpr(c.tile.left_stages):
+                        left_pipe.full.init(stage, PANEL_STRIPS)
+                        left_pipe.empty.init(stage, PANEL_STRIPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Up to here the kernel before may still run. The first product is what has waited for the schedule when the second one
@@ -93,6 +99,9 @@ class GroupedProduct(Loader, Consumers):
                 if const_expr(not c.gated):
                     cute.arch.griddepcontrol_wait()
                 self.load_columns(call, storage, warp - 1)
+        elif warp < 4 + c.decoding_warps:
+            cute.arch.setmaxregister_decrease(DECODER_REGISTERS)
+            self.decode_all(call, storage)
         else:
             cute.arch.setmaxregister_increase(c.tile.registers)
             self.consume(call, storage)

@@ -23,10 +23,12 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     opt_barrier,
     pack,
     store_floats,
+    store_matrices,
     store_words,
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_decoded_device import DecodedProducts
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Weights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpProducts
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers
@@ -45,13 +47,6 @@ WORDS = 4  # words of codes that a lane has of a block
 STORE = 1  # named barriers, one for each warpgroup: its buffer of results is written
 
 
-def store_matrices(address: Any, words: Any) -> None:
-    """Stores four 8 x 8 matrices of 16-bit numbers, transposed, in shared memory. Lanes give the addresses of columns' eights."""
-    cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
-    )
-
-
 def at_most(x: Float32, bound: Float32) -> Float32:
     """Returns the smaller one. NaN stays NaN."""
     return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
@@ -62,7 +57,7 @@ def at_least(x: Float32, bound: Float32) -> Float32:
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
-class Consumers(WarpProducts):
+class Consumers(WarpProducts, DecodedProducts):
     """The part of the kernel that computes."""
 
     @cute.jit
@@ -71,9 +66,9 @@ class Consumers(WarpProducts):
         grid, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
-        weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
+        weights, columns = first_to_read() if self.config.decoded else Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
-        if const_expr(not self.config.by_warps):
+        if const_expr(not self.config.by_warps and not self.config.decoded):
             # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
             mma = self.mma_of(8).get_slice(0)
             left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
@@ -94,6 +89,8 @@ class Consumers(WarpProducts):
                     if item.count > least and item.count <= width:
                         if const_expr(self.config.by_warps):
                             weights, columns = self.compute_by_warps(call, storage, item, weights, columns, width)
+                        elif const_expr(self.config.decoded):
+                            weights, columns = self.compute_decoded(call, storage, item, weights, columns, width)
                         else:
                             weights, columns = self.compute(call, storage, item, left, weights, columns, width)
                     least = width
@@ -101,7 +98,8 @@ class Consumers(WarpProducts):
 
     def mma_of(self, width: int) -> cute.TiledMma:
         """Returns the products of a tile with so many columns."""
-        source, major = warpgroup.OperandSource.RMEM, OperandMajorMode.K
+        sources, major = warpgroup.OperandSource, OperandMajorMode.K
+        source = sources.SMEM if self.config.decoded else sources.RMEM
         if self.is_fp8:
             op = warpgroup.MmaF8Op(self.left_dtype, self.right_dtype, Float32, (64, width, 32), source, major, major)
         else:
@@ -196,7 +194,7 @@ class Consumers(WarpProducts):
         units: Int32,
     ):
         """Multiplies all units. ``words``: what the lane has of the first. Returns where the rings go on."""
-        self.decode_words(call, words, left[0], 0, WORDS * self.config.unit)
+        self.decode_words(call, words, left[0])
         weights = self.leave_unit(storage, weights, units == 1)
         before = columns
         given = call, storage, mma, acc, right, slot, lane
@@ -248,7 +246,7 @@ class Consumers(WarpProducts):
         warpgroup.wait_group(1)  # the unit before is done
         if not first:
             self.column_pipe(storage).release(before)
-        self.decode_words(call, words, following, 0, WORDS * c.unit)
+        self.decode_words(call, words, following)
         weights = self.leave_unit(storage, weights, units == 2)
         return weights, columns, advance(columns, c.column_stages)
 
@@ -290,14 +288,14 @@ class Consumers(WarpProducts):
     ):
         """Does what `multiply_all` does, but adds the sums of each two units to the totals by additions of their own."""
         acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
-        self.decode_words(call, words, left[0], 0, WORDS * self.config.unit)
+        self.decode_words(call, words, left[0])
         weights = self.leave_unit(storage, weights, units == 1)
         given = storage, mma, acc, right
         for pair in cutlass.range(units // 2, unroll=1):
             rest = units - 2 * pair
             self.multiply_unit(*given, left[0], columns, True)
             words = self.load_unit(call, storage, weights, slot, lane, rest == 2)
-            self.decode_words(call, words, left[1], 0, WORDS * self.config.unit)
+            self.decode_words(call, words, left[1])
             weights = self.leave_unit(storage, weights, rest == 2)
             before, columns = columns, advance(columns, self.config.column_stages)
             self.multiply_unit(*given, left[1], columns, False)
@@ -306,7 +304,7 @@ class Consumers(WarpProducts):
             warpgroup.wait_group(1)
             self.column_pipe(storage).release(before)
             if rest > 2:
-                self.decode_words(call, words, left[0], 0, WORDS * self.config.unit)
+                self.decode_words(call, words, left[0])
                 weights = self.leave_unit(storage, weights, rest == 3)
             columns = self.add_sums(storage, acc, totals, columns)
         if units % 2 == 1:
@@ -358,14 +356,25 @@ class Consumers(WarpProducts):
                 words[-1] = Uint32(0)  # its scales: whatever the codes are, they count as zeros
         return words
 
+    def decode_part(self, words: list, part: int) -> list:
+        """Returns the registers of a part of a unit's left operand."""
+        each = WORDS * self.config.unit // self.config.parts
+        registers = []
+        for word in range(part * each, (part + 1) * each):
+            block, s = word // WORDS, word % WORDS
+            scales = multipliers(self.scale_dtype, words[block * (WORDS + 1) + WORDS])
+            decode_word = decode_scaled_e5m2 if self.is_fp8 else functools.partial(decode, self.dtype)
+            registers += decode_word(words[block * (WORDS + 1) + s], *scales[s // 2])
+        return registers
+
     @property
     def scale_dtype(self) -> Any:
         """The type of the numbers that codes are multiplied by."""
         return cutlass.Float16 if self.is_fp8 else self.dtype
 
     @cute.jit
-    def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
-        """Decodes some of a unit's words.
+    def decode_words(self, call: Call, words: list, left: cute.Tensor):
+        """Decodes a unit's words.
 
         The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them:
         ptxas uses registers of wgmma's left operands for nothing else, and those that have nothing to do with one another would be
@@ -373,13 +382,10 @@ class Consumers(WarpProducts):
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
-            for word in cutlass.range_constexpr(begin, end):
-                block, s = word // WORDS, word % WORDS
-                scales = multipliers(self.scale_dtype, words[block * (WORDS + 1) + WORDS])
-                decode_word = decode_scaled_e5m2 if self.is_fp8 else functools.partial(decode, self.dtype)
-                decoded = decode_word(words[block * (WORDS + 1) + s], *scales[s // 2])
+            for part in cutlass.range_constexpr(self.config.parts):
+                decoded = self.decode_part(words, part)
                 for at in cutlass.range_constexpr(len(decoded)):
-                    registers[len(decoded) * word + at] = decoded[at]
+                    registers[len(decoded) * part + at] = decoded[at]
 
     @cute.jit
     def leave_unit(self, storage: Any, weights: Weights, last: Boolean) -> Weights:
@@ -486,7 +492,7 @@ class Consumers(WarpProducts):
                     words.append(words[0])  # of columns beyond the tile's, which nobody stores
             # A lane gives the address of a column, where a warp's eight features are one piece of four.
             buffer = self.buffer(storage, wg, chunk)
-            store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words)
+            store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words, True)
             self.sync_warpgroup(wg)
             column, piece = thread % 128 // 4, thread % 4
             place = buffer + column * 64 + ((piece ^ (column // 2 % 4)) * 16)
@@ -521,7 +527,7 @@ class Consumers(WarpProducts):
                 # A lane gives the address of a column: of the first or second eight features of a warp, two pieces of eight.
                 column = 16 * half + lane // 16 * 8 + lane % 8
                 piece = 2 * warp + lane // 8 % 2
-                store_matrices(buffer + column * 128 + ((piece ^ (column % 8)) * 16), words)
+                store_matrices(buffer + column * 128 + ((piece ^ (column % 8)) * 16), words, True)
             self.sync_warpgroup(wg)
             piece = thread % 8
             for half in cutlass.range_constexpr(2):
