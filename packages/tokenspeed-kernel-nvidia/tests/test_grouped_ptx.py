@@ -211,6 +211,7 @@ def test_layers(
         ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 3, 2, 160, 96, 9),
         ((VALUES,), torch.float16, FEW_COLUMNS, 3, 2, 96, 64, 9),
         ((CODES, VALUES), torch.bfloat16, ROUNDED_COLUMNS, 4, 2, 96, 64, 9),
+        ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 2, 2, 32, 1312, 9),
         pytest.param((CODES,), torch.float16, ROUNDED_COLUMNS, 3, 2, 256, 320, 170, marks=pytest.mark.slow),
         pytest.param((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 2, 1, 160, 96, 300, marks=pytest.mark.slow),
     ],

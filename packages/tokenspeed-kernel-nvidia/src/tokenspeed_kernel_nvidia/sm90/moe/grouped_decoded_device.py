@@ -15,7 +15,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, advance, first_to_fill, first_to_read
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill, first_to_read, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, opt_barrier, store_matrices
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import swizzle
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes, Weights
@@ -35,10 +35,9 @@ ROW_BYTES = 128  # of a unit's row in shared memory
 class DecodedProducts(Shapes):
     """The part of the kernel that decodes, and the products of what is decoded."""
 
-    def left_pipe(self, storage: Any, wg: Int32) -> Pipeline:
-        """Returns the ring of a warpgroup's decoded weights. A stage is a unit of its rows."""
-        first = wg * self.config.tile.left_stages
-        return Pipeline(Barriers(storage.left_full.data_ptr() + first), Barriers(storage.left_empty.data_ptr() + first))
+    def left_pipe(self, storage: Any) -> Pipeline:
+        """Returns the ring of decoded weights. A stage is a unit of a tile's rows."""
+        return pipeline(storage.left_full, storage.left_empty)
 
     def left_tiles(self, storage: Any) -> cute.Tensor:
         """Returns ``(row, k, stage)`` of the decoded weights of all warpgroups."""
@@ -50,6 +49,7 @@ class DecodedProducts(Shapes):
     def decode_all(self, call: Call, storage: Any):
         """Decodes the weights of all items of this CTA. Each of four warps has a strip of each computing warpgroup's rows."""
         c = self.config
+        pipe = self.left_pipe(storage)
         lane, strip = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % PANEL_STRIPS
         slot = storage.weights.data_ptr().toint() + PANEL_HEAD_BYTES + strip * BLOCK_BYTES
         # A lane gives the address of a row of 8 x 8 numbers. Pieces of a row are permuted by its number modulo 8.
@@ -63,20 +63,18 @@ class DecodedProducts(Shapes):
             units = (call.blocks + (c.unit - 1)) // c.unit if item.count > 0 else Int32(0)
             for unit in cutlass.range(units, unroll=1):
                 last = unit + 1 == units
-                words = [
-                    self.load_unit(call, storage, weights, slot + wg * c.slot_bytes, lane, last) for wg in range(c.tile.warpgroups)
-                ]
+                self.weight_pipe(storage).wait(weights.at)
+                words = [self.load_words(call, weights, slot + wg * c.slot_bytes, lane, last) for wg in range(c.tile.warpgroups)]
+                pipe.acquire(to)
                 begin = place + to.stage * (c.rows * ROW_BYTES)
                 for wg in cutlass.range_constexpr(c.tile.warpgroups):
-                    pipe = self.left_pipe(storage, wg)
-                    pipe.acquire(to)
                     for part in cutlass.range_constexpr(c.parts):
                         to_part = begin + wg * (PANEL_STRIPS * STRIP * ROW_BYTES)
                         store_matrices(to_part ^ (32 * part), self.decode_part(words[wg], part), False)
-                    cute.arch.fence_view_async_shared()
-                    cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        pipe.full.arrive(to)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    pipe.full.arrive(to)
                 weights = self.leave_unit(storage, weights, last)
                 to = advance(to, c.tile.left_stages)
             index += grid
@@ -105,7 +103,7 @@ class DecodedProducts(Shapes):
         head = call.weights + (Int64(item.expert) * call.panels + panel) * call.panel_bytes + strip * HEAD_BYTES + lane // 4 * 4
         heads = [load_floats("global", head + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
         units = (call.blocks + (c.unit - 1)) // c.unit
-        given = storage, mma, left, right, wg
+        given = storage, mma, left, right
         if const_expr(c.promoted):
             totals = [cute.make_rmem_tensor(sums.layout, Float32) for sums in acc]
             for sums in totals:
@@ -114,14 +112,14 @@ class DecodedProducts(Shapes):
                 lefts_before, columns_before = lefts, columns
                 lefts, columns = self.multiply_decoded(*given, acc, lefts, columns, True)
                 lefts_after, columns_after = self.multiply_decoded(*given, acc, lefts, columns, False)
-                self.leave_decoded(storage, wg, lefts_before, columns_before, 1)
-                self.leave_decoded(storage, wg, lefts, columns, 0)
+                self.leave_decoded(storage, lefts_before, columns_before, 1)
+                self.leave_decoded(storage, lefts, columns, 0)
                 lefts, columns = lefts_after, columns_after
                 self.add_to_totals(acc, totals)
             if units % 2 == 1:
                 lefts_before, columns_before = lefts, columns
                 lefts, columns = self.multiply_decoded(*given, acc, lefts, columns, True)
-                self.leave_decoded(storage, wg, lefts_before, columns_before, 0)
+                self.leave_decoded(storage, lefts_before, columns_before, 0)
                 self.add_to_totals(acc, totals)
             acc = totals
         else:
@@ -131,10 +129,10 @@ class DecodedProducts(Shapes):
             lefts, columns = self.multiply_decoded(*given, acc, lefts, columns, False)
             for _ in cutlass.range(units - 1, unroll=1):
                 lefts_after, columns_after = self.multiply_decoded(*given, acc, lefts, columns, False)
-                self.leave_decoded(storage, wg, lefts_before, columns_before, 1)
+                self.leave_decoded(storage, lefts_before, columns_before, 1)
                 lefts_before, columns_before = lefts, columns
                 lefts, columns = lefts_after, columns_after
-            self.leave_decoded(storage, wg, lefts_before, columns_before, 0)
+            self.leave_decoded(storage, lefts_before, columns_before, 0)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         self.store_panel(call, storage, item, acc, heads, scales_at, thread, wg, item.strip + PANEL_STRIPS * wg, width)
         return lefts, columns
@@ -146,14 +144,13 @@ class DecodedProducts(Shapes):
         mma: cute.TiledMma,
         left: cute.Tensor,
         right: list,
-        wg: Int32,
         acc: list,
         lefts: Cursor,
         columns: Cursor,
         fresh: cutlass.Constexpr[bool],
     ):
         """Starts the products of a unit, which are a group. ``fresh``: whether sums begin with it. Returns where the rings go on."""
-        self.left_pipe(storage, wg).wait(lefts)
+        self.left_pipe(storage).wait(lefts)
         self.column_pipe(storage).wait(columns)
         warpgroup.fence()
         for part in cutlass.range_constexpr(self.config.parts):
@@ -165,10 +162,10 @@ class DecodedProducts(Shapes):
         return advance(lefts, self.config.tile.left_stages), advance(columns, self.config.column_stages)
 
     @cute.jit
-    def leave_decoded(self, storage: Any, wg: Int32, lefts: Cursor, columns: Cursor, behind: cutlass.Constexpr[int]):
+    def leave_decoded(self, storage: Any, lefts: Cursor, columns: Cursor, behind: cutlass.Constexpr[int]):
         """Waits for the products of a unit, behind which there are so many others, and releases what they have read."""
         warpgroup.wait_group(behind)
-        self.left_pipe(storage, wg).release(lefts)
+        self.left_pipe(storage).release(lefts)
         self.column_pipe(storage).release(columns)
 
     @cute.jit

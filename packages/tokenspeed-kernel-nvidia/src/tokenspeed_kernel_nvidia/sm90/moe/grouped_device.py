@@ -19,7 +19,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, COLUMN_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_STRIPS
 
 
 def host(config: Product) -> Any:
@@ -72,18 +71,16 @@ class GroupedProduct(Loader, Consumers):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         if warp == 0:
-            weight_pipe, column_pipe = self.weight_pipe(storage), self.column_pipe(storage)
+            weight_pipe, column_pipe, left_pipe = self.weight_pipe(storage), self.column_pipe(storage), self.left_pipe(storage)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(c.weight_stages):
-                    weight_pipe.init(stage, c.warps)
+                    weight_pipe.init(stage, c.decoding_warps or c.warps)
                 for stage in cutlass.range_constexpr(c.column_stages):
                     column_pipe.full.init(stage, 32 * COLUMN_WARPS)
                     column_pipe.empty.init(stage, c.warps)
-                for wg in cutlass.range_constexpr(c.tile.warpgroups if c.decoded else 0):
-                    left_pipe = self.left_pipe(storage, wg)
-                    for stage in cutlass.range_constexpr(c.tile.left_stages):
-                        left_pipe.full.init(stage, PANEL_STRIPS)
-                        left_pipe.empty.init(stage, PANEL_STRIPS)
+                for stage in cutlass.range_constexpr(c.tile.left_stages):
+                    left_pipe.full.init(stage, c.decoding_warps)
+                    left_pipe.empty.init(stage, c.warps)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Up to here the kernel before may still run. The first product is what has waited for the schedule when the second one

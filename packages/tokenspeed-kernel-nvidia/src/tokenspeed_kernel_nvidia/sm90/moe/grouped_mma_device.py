@@ -8,7 +8,6 @@ of a feature are rows g and g + 8 of a strip, which one thread has.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import cutlass
@@ -31,7 +30,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_decoded_device import DecodedProducts
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Weights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpProducts
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     BLOCK,
     BLOCK_BYTES,
@@ -340,11 +339,17 @@ class Consumers(WarpProducts, DecodedProducts):
 
     @cute.jit
     def load_unit(self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
-        """Waits for a unit. Returns the words that a lane has of its blocks, behind each block's the word of its scales.
+        """Waits for a unit. Returns its `load_words`."""
+        if weights.block == 0:  # the whole stage is waited for at once
+            self.weight_pipe(storage).wait(weights.at)
+        return self.load_words(call, weights, slot, lane, last)
+
+    @cute.jit
+    def load_words(self, call: Call, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
+        """Returns the words that a lane has of a unit's blocks, behind each block's the word of its scales.
 
         ``last``: whether it is the last unit, which may have a block less.
         """
-        self.weight_pipe(storage).wait(weights.at)
         c = self.config
         begin = slot + weights.at.stage * c.stage_bytes + weights.block * PANEL_BLOCK_BYTES
         words = []
@@ -362,15 +367,12 @@ class Consumers(WarpProducts, DecodedProducts):
         registers = []
         for word in range(part * each, (part + 1) * each):
             block, s = word // WORDS, word % WORDS
-            scales = multipliers(self.scale_dtype, words[block * (WORDS + 1) + WORDS])
-            decode_word = decode_scaled_e5m2 if self.is_fp8 else functools.partial(decode, self.dtype)
-            registers += decode_word(words[block * (WORDS + 1) + s], *scales[s // 2])
+            codes, scales = words[block * (WORDS + 1) + s], words[block * (WORDS + 1) + WORDS]
+            if self.is_fp8:
+                registers += decode_scaled_e5m2(codes, *near_multipliers(scales)[s // 2])
+            else:
+                registers += decode(self.dtype, codes, *multipliers(self.dtype, scales)[s // 2])
         return registers
-
-    @property
-    def scale_dtype(self) -> Any:
-        """The type of the numbers that codes are multiplied by."""
-        return cutlass.Float16 if self.is_fp8 else self.dtype
 
     @cute.jit
     def decode_words(self, call: Call, words: list, left: cute.Tensor):

@@ -116,7 +116,7 @@ class Shapes:
         weight_bytes = config.weight_stages * config.stage_bytes
         scale_count = max(1, config.scale_bytes // 4)
         left_count = max(1, config.left_bytes * 8 // self.left_dtype.width)
-        left_barriers = max(1, config.tile.warpgroups * config.tile.left_stages)
+        left_barriers = max(1, config.tile.left_stages)
 
         @cute.struct
         class Storage:
