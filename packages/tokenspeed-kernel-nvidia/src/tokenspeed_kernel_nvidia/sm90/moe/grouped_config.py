@@ -14,7 +14,7 @@ CHUNK = 32  # columns that a warpgroup stores at a time
 SHARED_BYTES = 227 * 1024  # that a CTA may have
 OTHER_BYTES = 1024  # that barriers take
 REGISTERS = 65536  # that a multiprocessor has; each thread of a launch gets the same multiple of 8
-DECODER_REGISTERS = 80  # of a thread that decodes for others
+DECODER_REGISTERS = 72  # of a thread that decodes for others
 MAX_EXPERTS = 384
 SORTING_CTAS = 8  # of the cluster that sorts many pairs
 MAX_TOP_K = 8
@@ -60,7 +60,7 @@ _TILES = {
     # One strip a warp, by wgmma, in turns: 810 at 1024 tokens, 697 at 256; five warpgroups and 48 columns 798 and 697.
     64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 2, 8, 152, 2),
     # 8192 tokens with products of bytes: 2807. Their values in 16 bits took 3109 with 160 columns.
-    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 6, 200, left_stages=3),
+    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 6, 192, left_stages=3),
     # 8192 tokens: 2996. Words that were read ahead made it slower.
     160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
     # 8192 tokens: 2725 (in turns 2877 and more). Decoding takes time and power from products, and twice as many
