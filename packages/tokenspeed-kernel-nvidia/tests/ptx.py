@@ -130,11 +130,10 @@ class Program:
 
 @dataclass
 class Product:
-    """A wgmma that has begun: registers of the sums and of the left operand, or that one's descriptor, the right one's, and whether
-    it adds."""
+    """A wgmma that has begun: registers of the sums and of the left operand, the right one's descriptor, and whether it adds."""
 
     sums: list[str]
-    left: list[str] | int
+    left: list[str]
     descriptor: int
     columns: int
     kinds: tuple[str, str]
@@ -555,15 +554,14 @@ class Warp:
     # -- matrices --------------------------------------------------------------------------------------------------------------
 
     def _stmatrix(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
+        assert "trans" in words
         addresses, shared, lane = self.address(step.operands[0]), self.cta.shared, np.arange(LANES)
         for index, name in enumerate(names(step.operands[1])):
             matrix = np.zeros((8, 8), np.uint16)
             matrix[lane // 4, 2 * (lane % 4)], matrix[lane // 4, 2 * (lane % 4) + 1] = halves(self.value(name))
-            if "trans" in words:
-                matrix = matrix.T
             for row in range(8):
                 place = shared.place(int(addresses[8 * index + row]), 16)
-                shared.data[place] = matrix[row].copy().view(np.uint8)
+                shared.data[place] = matrix[:, row].copy().view(np.uint8)
 
     def _ldmatrix(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
         assert words[4:] == ["x4", "shared", "b16"], step.text
@@ -595,14 +593,13 @@ class Warp:
         if words[1] == "mma_async":
             shape = re.search(r"m64n(\d+)k(16|32)\.f32\.(\w+)\.(\w+)", step.name)
             assert shape is not None, step.text
-            in_registers = step.operands[1].startswith("{")
-            transposes = ("0",) * (0 if shape[2] != "16" else 1 if in_registers else 2)
-            assert step.operands[4:] == ("1", "1", *transposes), step.text
+            assert step.operands[4:] == (("1", "1", "0") if shape[2] == "16" else ("1", "1")), step.text
+            descriptor = self.value(step.operands[2])
+            assert (descriptor == descriptor[0]).all()
             adds = cut(self.value(step.operands[3]), "pred") != 0
             assert (adds == adds[0]).all()
-            sums, right = names(step.operands[0]), self._descriptor(step.operands[2])
-            left = names(step.operands[1]) if in_registers else self._descriptor(step.operands[1])
-            self.products.append(Product(sums, left, right, int(shape[1]), (shape[3], shape[4]), bool(adds[0])))
+            sums, left = (names(step.operands[at]) for at in range(2))
+            self.products.append(Product(sums, left, int(descriptor[0]), int(shape[1]), (shape[3], shape[4]), bool(adds[0])))
         elif words[1] == "commit_group":
             self.groups.append(self.products)
             self.products = []
@@ -611,33 +608,21 @@ class Warp:
                 for product in self.groups.pop(0):
                     self._multiply(product)
 
-    def _descriptor(self, operand: str) -> int:
-        descriptor = self.value(operand)
-        assert (descriptor == descriptor[0]).all()
-        return int(descriptor[0])
-
-    def _rows(self, descriptor: int, first: int, count: int, kind: str) -> Lanes:
-        """Some rows, of 32 bytes each, of an operand in shared memory."""
-        assert (descriptor >> 62, descriptor >> 49 & 7) == (1, 0), "another swizzle than that of 128 bytes"
-        size = 1 if kind.startswith("e") else 2  # bytes
-        row, k = np.meshgrid(first + np.arange(count), np.arange(32 // size), indexing="ij")
-        start, step = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
-        linear = start + row // 8 * step + row % 8 * 128 + size * k
-        swizzled = linear ^ ((linear >> 7 & 7) << 4)
-        return widen(self.cta.shared.load(swizzled.astype(np.uint64), size).astype(np.uint16), kind)
-
     def _multiply(self, product: Product) -> None:
         """As late as it may be: with what its operands have when somebody waits for it."""
-        lane, size = np.arange(LANES), 1 if product.kinds[0].startswith("e") else 2
-        if isinstance(product.left, int):
-            left = self._rows(product.left, 16 * (self.index % 4), 16, product.kinds[0])
-        else:
-            left = np.zeros((16, 32 // size), np.float32)
-            for at, name in enumerate(product.left):
-                for element, part in enumerate(parts(self.registers[name], size)):
-                    k = 4 // size * (lane % 4) + element + 16 // size * (at // 2)
-                    left[lane // 4 + 8 * (at % 2), k] = widen(part, product.kinds[0])
-        right = self._rows(product.descriptor, 0, product.columns, product.kinds[1])
+        descriptor, lane = product.descriptor, np.arange(LANES)
+        assert (descriptor >> 62, descriptor >> 49 & 7) == (1, 0), "another swizzle than that of 128 bytes"
+        size = 1 if product.kinds[0].startswith("e") else 2  # bytes
+        left = np.zeros((16, 32 // size), np.float32)
+        for at, name in enumerate(product.left):
+            for element, part in enumerate(parts(self.registers[name], size)):
+                k = 4 // size * (lane % 4) + element + 16 // size * (at // 2)
+                left[lane // 4 + 8 * (at % 2), k] = widen(part, product.kinds[0])
+        column, k = np.meshgrid(np.arange(product.columns), np.arange(32 // size), indexing="ij")
+        start, step = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+        linear = start + column // 8 * step + column % 8 * 128 + size * k
+        swizzled = linear ^ ((linear >> 7 & 7) << 4)
+        right = widen(self.cta.shared.load(swizzled.astype(np.uint64), size).astype(np.uint16), product.kinds[1])
         result = (left.astype(np.float64) @ right.T.astype(np.float64)).astype(np.float32)
         for at, name in enumerate(product.sums):
             group, r, c = at // 4, at // 2 % 2, at % 2

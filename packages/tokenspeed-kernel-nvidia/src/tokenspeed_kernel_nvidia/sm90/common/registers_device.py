@@ -108,15 +108,6 @@ def widened(dtype: type[Numeric], word: Uint32) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[word])
 
 
-def store_matrices(address, words, transposed: bool) -> None:
-    """Stores four 8 x 8 matrices of 16-bit numbers in shared memory. Lanes give the addresses of their rows, or of their columns."""
-    kind = ".trans" if transposed else ""
-    cute.arch.inline_ptx(
-        f"stmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
-        read_only_args=[address, *words],
-    )
-
-
 def mma_m16n8k16(dtype: type[Numeric], c: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> Any:
     """``c + a @ b``, of 16 x 16 and 16 x 8 numbers."""
     kind = _ptx_type(dtype)

@@ -14,7 +14,6 @@ CHUNK = 32  # columns that a warpgroup stores at a time
 SHARED_BYTES = 227 * 1024  # that a CTA may have
 OTHER_BYTES = 1024  # that barriers take
 REGISTERS = 65536  # that a multiprocessor has; each thread of a launch gets the same multiple of 8
-DECODER_REGISTERS = 72  # of a thread that decodes for others
 MAX_EXPERTS = 384
 SORTING_CTAS = 8  # of the cluster that sorts many pairs
 MAX_TOP_K = 8
@@ -39,8 +38,6 @@ class Tile:
         registers: how many registers a computing thread has.
         strips: how many strips of 16 rows a computing warp has. A warp with more than one multiplies by itself, see
             `grouped_warp_device`.
-        left_stages: how many units of decoded weights are in shared memory, where a warpgroup puts them that does nothing else; 0
-            where computing warps decode for themselves. See `grouped_decoded_device`.
     """
 
     warpgroups: int
@@ -50,7 +47,6 @@ class Tile:
     column_blocks: int
     registers: int
     strips: int = 1
-    left_stages: int = 0
 
 
 # Tiles by the most columns that they have. 192 rows divide both projections of GPT-OSS. Microseconds are those of all kernels of a
@@ -60,7 +56,7 @@ _TILES = {
     # One strip a warp, by wgmma, in turns: 810 at 1024 tokens, 697 at 256; five warpgroups and 48 columns 798 and 697.
     64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 2, 8, 152, 2),
     # 8192 tokens with products of bytes: 2807. Their values in 16 bits took 3109 with 160 columns.
-    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 6, 192, left_stages=3),
+    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
     # 8192 tokens: 2996. Words that were read ahead made it slower.
     160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
     # 8192 tokens: 2725 (in turns 2877 and more). Decoding takes time and power from products, and twice as many
@@ -155,23 +151,8 @@ class Product:
 
     @property
     def threads(self) -> int:
-        """Returns the number of a CTA's threads: computing warpgroups, one that loads, and one that decodes if others do not."""
-        return 32 * (4 + self.decoding_warps + self.warps)
-
-    @property
-    def decoded(self) -> bool:
-        """Returns whether a warpgroup decodes for others."""
-        return self.tile.left_stages > 0
-
-    @property
-    def decoding_warps(self) -> int:
-        """Returns the number of warps that decode for others."""
-        return 4 if self.decoded else 0
-
-    @property
-    def left_bytes(self) -> int:
-        """Returns the bytes of shared memory that decoded weights take."""
-        return self.tile.left_stages * self.rows * COLUMN_BYTES
+        """Returns the number of a CTA's threads: computing warpgroups and one that loads."""
+        return 128 * (self.tile.warpgroups + 1)
 
     @property
     def promoted(self) -> bool:
@@ -235,7 +216,7 @@ class Product:
     def weight_stages(self) -> int:
         """Returns the number of stages in the ring of weights, which has the shared memory that is left."""
         left = SHARED_BYTES - OTHER_BYTES - self.staging_bytes - self.column_stages * self.column_bytes - self.scale_bytes
-        return (left - max(128, self.left_bytes)) // self.stage_bytes
+        return left // self.stage_bytes
 
     @property
     def producer_registers(self) -> int:
@@ -244,8 +225,7 @@ class Product:
         A warpgroup that asked for more would wait for them for ever.
         """
         given = REGISTERS // self.threads // 8 * 8 * self.threads
-        others = self.tile.warpgroups * self.tile.registers + self.decoding_warps // 4 * DECODER_REGISTERS
-        return (given // 128 - others) // 8 * 8
+        return (given // 128 - self.tile.warpgroups * self.tile.registers) // 8 * 8
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import cutlass.utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, COLUMN_WARPS, DECODER_REGISTERS, Product
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, COLUMN_WARPS, Product
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call
@@ -71,16 +71,13 @@ class GroupedProduct(Loader, Consumers):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         if warp == 0:
-            weight_pipe, column_pipe, left_pipe = self.weight_pipe(storage), self.column_pipe(storage), self.left_pipe(storage)
+            weight_pipe, column_pipe = self.weight_pipe(storage), self.column_pipe(storage)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(c.weight_stages):
-                    weight_pipe.init(stage, c.decoding_warps or c.warps)
+                    weight_pipe.init(stage, c.warps)
                 for stage in cutlass.range_constexpr(c.column_stages):
                     column_pipe.full.init(stage, 32 * COLUMN_WARPS)
                     column_pipe.empty.init(stage, c.warps)
-                for stage in cutlass.range_constexpr(c.tile.left_stages):
-                    left_pipe.full.init(stage, c.decoding_warps)
-                    left_pipe.empty.init(stage, c.warps)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Up to here the kernel before may still run. The first product is what has waited for the schedule when the second one
@@ -96,9 +93,6 @@ class GroupedProduct(Loader, Consumers):
                 if const_expr(not c.gated):
                     cute.arch.griddepcontrol_wait()
                 self.load_columns(call, storage, warp - 1)
-        elif warp < 4 + c.decoding_warps:
-            cute.arch.setmaxregister_decrease(DECODER_REGISTERS)
-            self.decode_all(call, storage)
         else:
             cute.arch.setmaxregister_increase(c.tile.registers)
             self.consume(call, storage)

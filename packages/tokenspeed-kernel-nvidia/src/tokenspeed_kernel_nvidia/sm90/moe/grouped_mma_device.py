@@ -22,12 +22,10 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
     opt_barrier,
     pack,
     store_floats,
-    store_matrices,
     store_words,
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_decoded_device import DecodedProducts
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Weights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpProducts
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
@@ -46,6 +44,13 @@ WORDS = 4  # words of codes that a lane has of a block
 STORE = 1  # named barriers, one for each warpgroup: its buffer of results is written
 
 
+def store_matrices(address: Any, words: Any) -> None:
+    """Stores four 8 x 8 matrices of 16-bit numbers, transposed, in shared memory. Lanes give the addresses of columns' eights."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+    )
+
+
 def at_most(x: Float32, bound: Float32) -> Float32:
     """Returns the smaller one. NaN stays NaN."""
     return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
@@ -56,7 +61,7 @@ def at_least(x: Float32, bound: Float32) -> Float32:
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
-class Consumers(WarpProducts, DecodedProducts):
+class Consumers(WarpProducts):
     """The part of the kernel that computes."""
 
     @cute.jit
@@ -65,9 +70,9 @@ class Consumers(WarpProducts, DecodedProducts):
         grid, _, _ = cute.arch.grid_dim()
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
-        weights, columns = first_to_read() if self.config.decoded else Weights(first_to_read(), Int32(0)), first_to_read()
+        weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
-        if const_expr(not self.config.by_warps and not self.config.decoded):
+        if const_expr(not self.config.by_warps):
             # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
             mma = self.mma_of(8).get_slice(0)
             left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
@@ -88,8 +93,6 @@ class Consumers(WarpProducts, DecodedProducts):
                     if item.count > least and item.count <= width:
                         if const_expr(self.config.by_warps):
                             weights, columns = self.compute_by_warps(call, storage, item, weights, columns, width)
-                        elif const_expr(self.config.decoded):
-                            weights, columns = self.compute_decoded(call, storage, item, weights, columns, width)
                         else:
                             weights, columns = self.compute(call, storage, item, left, weights, columns, width)
                     least = width
@@ -97,8 +100,7 @@ class Consumers(WarpProducts, DecodedProducts):
 
     def mma_of(self, width: int) -> cute.TiledMma:
         """Returns the products of a tile with so many columns."""
-        sources, major = warpgroup.OperandSource, OperandMajorMode.K
-        source = sources.SMEM if self.config.decoded else sources.RMEM
+        source, major = warpgroup.OperandSource.RMEM, OperandMajorMode.K
         if self.is_fp8:
             op = warpgroup.MmaF8Op(self.left_dtype, self.right_dtype, Float32, (64, width, 32), source, major, major)
         else:
@@ -131,7 +133,6 @@ class Consumers(WarpProducts, DecodedProducts):
         lane = thread % 32
         strip = thread // 32 % PANEL_STRIPS
         slot = storage.weights.data_ptr().toint() + wg * c.slot_bytes
-        blocks = call.blocks
 
         scales = self.load_scales(call, item, thread % 128, width)
         self.weight_pipe(storage).wait(weights.at)
@@ -141,10 +142,7 @@ class Consumers(WarpProducts, DecodedProducts):
         for sums in acc:
             sums.fill(0.0)
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-        units = (blocks + (c.unit - 1)) // c.unit
-        words = self.load_unit(call, storage, weights, slot, lane, units == 1)
-        multiply = self.multiply_promoted if c.promoted else self.multiply_all
-        weights, columns = multiply(call, storage, mma, acc, left, right, weights, columns, words, slot, lane, units)
+        weights, columns = self.multiply_all(call, storage, mma, acc, left, right, weights, columns, slot, lane)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
         self.store_panel(call, storage, item, acc, heads, scales_at, thread, wg, item.strip + PANEL_STRIPS * wg, width)
         return weights, columns
@@ -152,63 +150,89 @@ class Consumers(WarpProducts, DecodedProducts):
     # -- the loop over units ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def begin_unit(self, storage: Any, columns: Cursor):
-        """Waits for the columns of a unit, and orders what was written to registers before the products that read them."""
-        self.column_pipe(storage).wait(columns)
-        warpgroup.fence()
-
-    @cute.jit
-    def multiply(
-        self,
-        mma: cute.TiledMma,
-        acc: list,
-        left: cute.Tensor,
-        right: list,
-        columns: Cursor,
-        part: cutlass.Constexpr[int],
-        fresh: cutlass.Constexpr[bool],
-    ):
-        """Starts one part of a unit's products, all of which are a group. ``fresh``: whether sums begin with it."""
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, not fresh)
-        for sums, tile in zip(acc, right, strict=True):
-            cute.gemm(atom, sums, left[None, None, part], tile[None, None, part, columns.stage], sums)
-        if const_expr(part + 1 == self.config.parts):
-            warpgroup.commit_group()
-
-    @cute.jit
     def multiply_all(
         self,
         call: Call,
         storage: Any,
         mma: cute.TiledMma,
-        acc: list,
+        totals: list,
         left: list,
         right: list,
         weights: Weights,
         columns: Cursor,
-        words: list,
         slot: Int32,
         lane: Int32,
-        units: Int32,
     ):
-        """Multiplies all units. ``words``: what the lane has of the first. Returns where the rings go on."""
-        self.decode_words(call, words, left[0])
-        weights = self.leave_unit(storage, weights, units == 1)
-        before = columns
+        """Multiplies all units. Returns where the rings go on."""
+        c = self.config
+        acc = totals
+        if const_expr(c.promoted):
+            acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
+        units = (call.blocks + (c.unit - 1)) // c.unit
+        words = self.load_words(call, weights, slot, lane, units == 1)
+        self.decode_words(call, words, left[0], 0, WORDS * c.unit)
+        weights, words = self.next_unit(call, storage, weights, words, Boolean(False), slot, lane, units - 1)
+        before, ready = columns, Boolean(False)
         given = call, storage, mma, acc, right, slot, lane
         # Units two by two, so that each of a pair has registers of its own.
         pairs = (units - 1) // 2
         for pair in cutlass.range(pairs, unroll=1):
             rest = units - 2 * pair
-            weights, before, columns = self.step(*given, left[0], left[1], weights, before, columns, pair == 0, rest)
-            weights, before, columns = self.step(*given, left[1], left[0], weights, before, columns, Boolean(False), rest - 1)
+            weights, before, columns, words, ready = self.step(
+                *given, left[0], left[1], weights, before, columns, words, ready, pair == 0, c.promoted, rest
+            )
+            weights, before, columns, words, ready = self.step(
+                *given, left[1], left[0], weights, before, columns, words, ready, Boolean(False), False, rest - 1
+            )
+            if const_expr(c.promoted):
+                self.add_sums(storage, acc, totals, before)
         if units % 2 == 0:
-            weights, before, columns = self.step(*given, left[0], left[1], weights, before, columns, pairs == 0, Int32(2))
-            columns = self.finish(storage, mma, acc, left[1], right, before, columns, Boolean(False))
+            weights, before, columns, words, ready = self.step(
+                *given, left[0], left[1], weights, before, columns, words, ready, pairs == 0, c.promoted, Int32(2)
+            )
+            self.multiply_unit(storage, mma, acc, right, left[1], columns, ready, False)
+            warpgroup.wait_group(1)
+            self.column_pipe(storage).release(before)
         else:
-            columns = self.finish(storage, mma, acc, left[0], right, before, columns, pairs == 0)
-        return weights, columns
+            self.multiply_unit(storage, mma, acc, right, left[0], columns, ready, c.promoted)
+            if const_expr(not c.promoted):
+                warpgroup.wait_group(1)
+                if pairs > 0:
+                    self.column_pipe(storage).release(before)
+        if const_expr(c.promoted):
+            self.add_sums(storage, acc, totals, columns)
+        else:
+            warpgroup.wait_group(0)
+            self.column_pipe(storage).release(columns)
+        return weights, advance(columns, c.column_stages)
+
+    @cute.jit
+    def multiply_unit(
+        self,
+        storage: Any,
+        mma: cute.TiledMma,
+        acc: list,
+        right: list,
+        left: cute.Tensor,
+        columns: Cursor,
+        ready: Boolean,
+        fresh: cutlass.Constexpr[bool],
+    ):
+        """Starts the products of a unit, which are a group.
+
+        Args:
+            ready: whether its columns are known to be there.
+            fresh: whether sums begin with it.
+        """
+        if not ready:
+            self.column_pipe(storage).wait(columns)
+        warpgroup.fence()  # what was written to registers comes before the products that read them
+        for part in cutlass.range_constexpr(self.config.parts):
+            atom = cute.make_mma_atom(mma.op)
+            atom.set(warpgroup.Field.ACCUMULATE, part > 0 or not fresh)
+            for sums, tile in zip(acc, right, strict=True):
+                cute.gemm(atom, sums, left[None, None, part], tile[None, None, part, columns.stage], sums)
+        warpgroup.commit_group()
 
     @cute.jit
     def step(
@@ -225,124 +249,92 @@ class Consumers(WarpProducts, DecodedProducts):
         weights: Weights,
         before: Cursor,
         columns: Cursor,
+        words: list,
+        ready: Boolean,
         first: Boolean,
+        fresh: cutlass.Constexpr[bool],
         units: Int32,
     ):
         """Multiplies a unit that is decoded, and meanwhile decodes the next one.
 
+        Barriers are looked at long before they are waited for, as that alone takes a hundred cycles.
+
         Args:
             following: receives the next unit.
+            weights: where that one is.
             before: the stage of columns before, which may still be in use.
+            words: of the next unit.
+            ready: whether the unit's columns are known to be there.
             first: whether there is no unit before.
+            fresh: whether sums begin with this unit.
             units: from this one on, at least 2.
 
         Returns:
-            where the rings go on, with the stage of columns of this unit and that of the next.
+            where the rings go on, with the stage of columns of this unit and that of the next, the words of the unit after that, and
+            whether the next unit's columns are known to be there.
         """
         c = self.config
-        self.multiply_unit(storage, mma, acc, right, left, columns, False)
-        words = self.load_unit(call, storage, weights, slot, lane, units == 2)
-        warpgroup.wait_group(1)  # the unit before is done
-        if not first:
-            self.column_pipe(storage).release(before)
-        self.decode_words(call, words, following)
-        weights = self.leave_unit(storage, weights, units == 2)
-        return weights, columns, advance(columns, c.column_stages)
+        self.multiply_unit(storage, mma, acc, right, left, columns, ready, fresh)
+        next_columns = advance(columns, c.column_stages)
+        ready = self.column_pipe(storage).full.poll(next_columns)
+        weights_ready = self.weight_pipe(storage).full.poll(self.following_unit(weights, units == 2).at)
+        if const_expr(not fresh):
+            warpgroup.wait_group(1)  # the unit before is done
+            if not first:
+                self.column_pipe(storage).release(before)
+        self.decode_words(call, words, following, 0, WORDS * c.unit)
+        weights, words = self.next_unit(call, storage, weights, words, weights_ready, slot, lane, units - 2)
+        return weights, columns, next_columns, words, ready
 
     @cute.jit
-    def finish(
-        self,
-        storage: Any,
-        mma: cute.TiledMma,
-        acc: list,
-        left: cute.Tensor,
-        right: list,
-        before: Cursor,
-        columns: Cursor,
-        first: Boolean,
-    ) -> Cursor:
-        """Multiplies the last unit, and waits for all products. Returns where the ring of columns goes on."""
-        self.multiply_unit(storage, mma, acc, right, left, columns, False)
-        warpgroup.wait_group(0)
-        if not first:
-            self.column_pipe(storage).release(before)
-        self.column_pipe(storage).release(columns)
-        return advance(columns, self.config.column_stages)
-
-    @cute.jit
-    def multiply_promoted(
-        self,
-        call: Call,
-        storage: Any,
-        mma: cute.TiledMma,
-        totals: list,
-        left: list,
-        right: list,
-        weights: Weights,
-        columns: Cursor,
-        words: list,
-        slot: Int32,
-        lane: Int32,
-        units: Int32,
-    ):
-        """Does what `multiply_all` does, but adds the sums of each two units to the totals by additions of their own."""
-        acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
-        self.decode_words(call, words, left[0])
-        weights = self.leave_unit(storage, weights, units == 1)
-        given = storage, mma, acc, right
-        for pair in cutlass.range(units // 2, unroll=1):
-            rest = units - 2 * pair
-            self.multiply_unit(*given, left[0], columns, True)
-            words = self.load_unit(call, storage, weights, slot, lane, rest == 2)
-            self.decode_words(call, words, left[1])
-            weights = self.leave_unit(storage, weights, rest == 2)
-            before, columns = columns, advance(columns, self.config.column_stages)
-            self.multiply_unit(*given, left[1], columns, False)
-            if rest > 2:
-                words = self.load_unit(call, storage, weights, slot, lane, rest == 3)
-            warpgroup.wait_group(1)
-            self.column_pipe(storage).release(before)
-            if rest > 2:
-                self.decode_words(call, words, left[0])
-                weights = self.leave_unit(storage, weights, rest == 3)
-            columns = self.add_sums(storage, acc, totals, columns)
-        if units % 2 == 1:
-            self.multiply_unit(*given, left[0], columns, True)
-            columns = self.add_sums(storage, acc, totals, columns)
-        return weights, columns
-
-    @cute.jit
-    def multiply_unit(
-        self,
-        storage: Any,
-        mma: cute.TiledMma,
-        acc: list,
-        right: list,
-        left: cute.Tensor,
-        columns: Cursor,
-        fresh: cutlass.Constexpr[bool],
-    ):
-        """Starts the products of a unit. ``fresh``: whether they are the first of their sums."""
-        self.begin_unit(storage, columns)
-        for part in cutlass.range_constexpr(self.config.parts):
-            self.multiply(mma, acc, left, right, columns, part, fresh and part == 0)
-
-    @cute.jit
-    def add_sums(self, storage: Any, acc: list, totals: list, columns: Cursor) -> Cursor:
-        """Waits for all products, and adds their sums to the totals. Returns where the ring of columns goes on."""
+    def add_sums(self, storage: Any, acc: list, totals: list, columns: Cursor):
+        """Waits for all products, releases the columns of the last ones, and adds the sums to the totals."""
         warpgroup.wait_group(0)
         self.column_pipe(storage).release(columns)
         for sums, all_sums in zip(acc, totals, strict=True):
             for at in cutlass.range_constexpr(cute.size(sums)):
                 all_sums[at] += sums[at]
-        return advance(columns, self.config.column_stages)
 
     @cute.jit
-    def load_unit(self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
-        """Waits for a unit. Returns its `load_words`."""
-        if weights.block == 0:  # the whole stage is waited for at once
-            self.weight_pipe(storage).wait(weights.at)
-        return self.load_words(call, weights, slot, lane, last)
+    def following_unit(self, weights: Weights, last: Boolean) -> Weights:
+        """Returns where the next unit lies in the ring of weights. ``last``: whether that one is of another item."""
+        at, block = weights.at, weights.block + self.config.unit
+        if last or block == self.config.tile.blocks:
+            at = advance(at, self.config.weight_stages)
+            block = Int32(0)
+        return Weights(at, block)
+
+    @cute.jit
+    def next_unit(
+        self,
+        call: Call,
+        storage: Any,
+        weights: Weights,
+        words: list,
+        ready: Boolean,
+        slot: Int32,
+        lane: Int32,
+        units: Int32,
+    ):
+        """Goes on to the next unit, and releases the stage behind if that is used up.
+
+        Args:
+            words: of this unit, which is decoded.
+            ready: whether the next unit's weights are known to be there.
+            units: of the item behind this one.
+
+        Returns:
+            where the next unit is, and its words if there is one.
+        """
+        following = self.following_unit(weights, units == 0)
+        if following.block == 0:
+            cute.arch.sync_warp()
+            self.weight_pipe(storage).release(weights.at)
+        if units > 0:
+            if not ready:
+                self.weight_pipe(storage).wait(following.at)
+            words = self.load_words(call, following, slot, lane, units == 1)
+        return following, words
 
     @cute.jit
     def load_words(self, call: Call, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
@@ -361,22 +353,9 @@ class Consumers(WarpProducts, DecodedProducts):
                 words[-1] = Uint32(0)  # its scales: whatever the codes are, they count as zeros
         return words
 
-    def decode_part(self, words: list, part: int) -> list:
-        """Returns the registers of a part of a unit's left operand."""
-        each = WORDS * self.config.unit // self.config.parts
-        registers = []
-        for word in range(part * each, (part + 1) * each):
-            block, s = word // WORDS, word % WORDS
-            codes, scales = words[block * (WORDS + 1) + s], words[block * (WORDS + 1) + WORDS]
-            if self.is_fp8:
-                registers += decode_scaled_e5m2(codes, *near_multipliers(scales)[s // 2])
-            else:
-                registers += decode(self.dtype, codes, *multipliers(self.dtype, scales)[s // 2])
-        return registers
-
     @cute.jit
-    def decode_words(self, call: Call, words: list, left: cute.Tensor):
-        """Decodes a unit's words.
+    def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
+        """Decodes some of a unit's words.
 
         The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them:
         ptxas uses registers of wgmma's left operands for nothing else, and those that have nothing to do with one another would be
@@ -384,22 +363,15 @@ class Consumers(WarpProducts, DecodedProducts):
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
-            for part in cutlass.range_constexpr(self.config.parts):
-                decoded = self.decode_part(words, part)
+            for word in cutlass.range_constexpr(begin, end):
+                block, s = word // WORDS, word % WORDS
+                codes, scales = words[block * (WORDS + 1) + s], words[block * (WORDS + 1) + WORDS]
+                if const_expr(self.is_fp8):
+                    decoded = decode_scaled_e5m2(codes, *near_multipliers(scales)[s // 2])
+                else:
+                    decoded = decode(self.dtype, codes, *multipliers(self.dtype, scales)[s // 2])
                 for at in cutlass.range_constexpr(len(decoded)):
-                    registers[len(decoded) * part + at] = decoded[at]
-
-    @cute.jit
-    def leave_unit(self, storage: Any, weights: Weights, last: Boolean) -> Weights:
-        """Returns where the next unit lies in the ring of weights. ``last``: whether the next unit is of another item."""
-        c = self.config
-        at, block = weights.at, weights.block + c.unit
-        if last or block == c.tile.blocks:
-            cute.arch.sync_warp()
-            self.weight_pipe(storage).release(at)
-            at = advance(at, c.weight_stages)
-            block = Int32(0)
-        return Weights(at, block)
+                    registers[len(decoded) * word + at] = decoded[at]
 
     # -- scales of columns -----------------------------------------------------------------------------------------------------
 
@@ -494,7 +466,7 @@ class Consumers(WarpProducts, DecodedProducts):
                     words.append(words[0])  # of columns beyond the tile's, which nobody stores
             # A lane gives the address of a column, where a warp's eight features are one piece of four.
             buffer = self.buffer(storage, wg, chunk)
-            store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words, True)
+            store_matrices(buffer + lane * 64 + ((warp ^ (lane // 2 % 4)) * 16), words)
             self.sync_warpgroup(wg)
             column, piece = thread % 128 // 4, thread % 4
             place = buffer + column * 64 + ((piece ^ (column // 2 % 4)) * 16)
@@ -529,7 +501,7 @@ class Consumers(WarpProducts, DecodedProducts):
                 # A lane gives the address of a column: of the first or second eight features of a warp, two pieces of eight.
                 column = 16 * half + lane // 16 * 8 + lane % 8
                 piece = 2 * warp + lane // 8 % 2
-                store_matrices(buffer + column * 128 + ((piece ^ (column % 8)) * 16), words, True)
+                store_matrices(buffer + column * 128 + ((piece ^ (column % 8)) * 16), words)
             self.sync_warpgroup(wg)
             piece = thread % 8
             for half in cutlass.range_constexpr(2):

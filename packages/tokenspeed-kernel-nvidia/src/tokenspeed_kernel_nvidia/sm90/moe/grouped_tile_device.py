@@ -115,8 +115,6 @@ class Shapes:
         count_of_columns = config.column_stages * config.columns * config.panels * config.panel_k
         weight_bytes = config.weight_stages * config.stage_bytes
         scale_count = max(1, config.scale_bytes // 4)
-        left_count = max(1, config.left_bytes * 8 // self.left_dtype.width)
-        left_barriers = max(1, config.tile.left_stages)
 
         @cute.struct
         class Storage:
@@ -124,12 +122,8 @@ class Shapes:
             weights_empty: cute.struct.MemRange[cutlass.Int64, config.weight_stages]
             columns_full: cute.struct.MemRange[cutlass.Int64, config.column_stages]
             columns_empty: cute.struct.MemRange[cutlass.Int64, config.column_stages]
-            left_full: cute.struct.MemRange[cutlass.Int64, left_barriers]
-            left_empty: cute.struct.MemRange[cutlass.Int64, left_barriers]
             scales: cute.struct.MemRange[Float32, scale_count]
             columns: cute.struct.Align[cute.struct.MemRange[dtype, count_of_columns], 1024]
-            # Columns take a multiple of 1024 bytes, so this is aligned as they are.
-            left: cute.struct.Align[cute.struct.MemRange[self.left_dtype, left_count], 128]
             weights: cute.struct.Align[cute.struct.MemRange[Uint8, weight_bytes], 128]
             results: cute.struct.Align[cute.struct.MemRange[Uint8, config.staging_bytes], 128]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
@@ -76,22 +76,28 @@ class WarpProducts(Shapes):
         words = self.load_strips(weights.at, 0, slot, lane)
         units = (call.blocks + (c.unit - 1)) // c.unit
         columns_before, weights_before = columns, weights.at
+        ready = Boolean(False)
         for unit in cutlass.range(units, unroll=1):
             last = unit + 1 == units
             # What a last unit that is not whole has instead of a second block is read, but not used.
             second = self.load_strips(weights.at, 1, slot, lane)
-            self.column_pipe(storage).wait(columns)
+            if not ready:
+                self.column_pipe(storage).wait(columns)
             # Stages are released when the next unit begins: only then has everything that was read of them been used, because
             # ptxas lets an arrival pass products that wait for what was read.
             if unit > 0:
                 self.leave_stages(storage, columns_before, weights_before)
             stage = columns.stage * c.column_bytes
-            self.multiply_block(acc, words, column + stage, piece, odd_column + stage, odd_piece, width)
             columns_before, weights_before = columns, weights.at
             columns = advance(columns, c.column_stages)
             weights = Weights(advance(weights.at, c.weight_stages), Int32(0))
+            # Barriers are looked at long before they are waited for, as that alone takes a hundred cycles.
+            weights_ready = self.weight_pipe(storage).full.poll(weights.at)
+            self.multiply_block(acc, words, column + stage, piece, odd_column + stage, odd_piece, width)
+            ready = self.column_pipe(storage).full.poll(columns)
             if not last:
-                self.weight_pipe(storage).wait(weights.at)
+                if not weights_ready:
+                    self.weight_pipe(storage).wait(weights.at)
                 words = self.load_strips(weights.at, 0, slot, lane)
             if not last or call.blocks % c.unit == 0:
                 stage += c.columns * COLUMN_BYTES
