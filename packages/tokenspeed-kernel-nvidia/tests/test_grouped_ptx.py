@@ -22,6 +22,7 @@ from tokenspeed_kernel_nvidia.sm90.moe import grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
     FEW_COLUMNS,
+    FEWEST_COLUMNS,
     MANY_COLUMNS,
     MOST_COLUMNS,
     PLAIN,
@@ -138,7 +139,7 @@ def some_experts(ids: Tensor) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize(("columns", "ctas"), [*((columns, 1) for columns in COLUMNS), (FEW_COLUMNS, SORTING_CTAS)])
+@pytest.mark.parametrize(("columns", "ctas"), [*((columns, 1) for columns in COLUMNS), (FEWEST_COLUMNS, SORTING_CTAS)])
 @pytest.mark.parametrize(("experts", "top_k", "tokens"), [(3, 1, 300), (33, 4, 50), (384, 8, 20), (2, 2, 1), (33, 4, 700)])
 def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: int, ctas: int) -> None:
     layer = RandomLayer(CPU, experts, top_k, 32, 32)
@@ -176,14 +177,16 @@ def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: in
 @pytest.mark.parametrize(
     ("dtype", "columns", "experts", "top_k", "hidden", "intermediate", "tokens"),
     [
+        (torch.bfloat16, FEWEST_COLUMNS, 3, 2, 96, 64, 5),
+        (torch.float16, FEWEST_COLUMNS, 4, 2, 32, 160, 33),
         (torch.bfloat16, FEW_COLUMNS, 3, 2, 96, 64, 5),
-        (torch.float16, FEW_COLUMNS, 4, 2, 32, 160, 33),
         (torch.bfloat16, MANY_COLUMNS, 3, 2, 192, 96, 170),
         (torch.bfloat16, MOST_COLUMNS, 2, 1, 96, 96, 500),
         pytest.param(torch.float16, MANY_COLUMNS, 4, 2, 128, 96, 170, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, MANY_COLUMNS, 1, 1, 64, 64, 400, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, FEW_COLUMNS, 8, 4, 256, 192, 40, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, FEW_COLUMNS, 5, 2, 704, 96, 20, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, FEWEST_COLUMNS, 5, 2, 704, 96, 20, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, FEWEST_COLUMNS, 2, 2, 32, 1312, 9, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, FEW_COLUMNS, 2, 2, 32, 1312, 9, marks=pytest.mark.slow),
     ],
 )
@@ -209,7 +212,7 @@ def test_layers(
     ("inputs", "dtype", "columns", "experts", "top_k", "hidden", "intermediate", "tokens"),
     [
         ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 3, 2, 160, 96, 9),
-        ((VALUES,), torch.float16, FEW_COLUMNS, 3, 2, 96, 64, 9),
+        ((VALUES,), torch.float16, FEWEST_COLUMNS, 3, 2, 96, 64, 9),
         ((CODES, VALUES), torch.bfloat16, ROUNDED_COLUMNS, 4, 2, 96, 64, 9),
         ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 2, 2, 32, 1312, 9),
         pytest.param((CODES,), torch.float16, ROUNDED_COLUMNS, 3, 2, 256, 320, 170, marks=pytest.mark.slow),

@@ -53,25 +53,28 @@ class Tile:
 # call, for GPT-OSS-120B's layer on an H200; with 8192 tokens it ran at its power limit, between 1.7 and 1.9 GHz. Decoding a part of
 # a unit after each product was slower than decoding all of it after the last one.
 _TILES = {
-    # One strip a warp, by wgmma, in turns: 810 at 1024 tokens, 697 at 256; five warpgroups and 48 columns 798 and 697.
-    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 2, 8, 152, 2),
-    # 8192 tokens with products of bytes: 2807. Their values in 16 bits took 3109 with 160 columns.
+    # By warps. 1024 tokens: 762, 512: 585, 256: 504. With 64 columns and two strips a warp 800, 637 and 544.
+    48: Tile(3, (8, 16, 24, 32, 40, 48), 2, 2, 8, 160, 3),
+    # 1024 tokens: 767, 512: 695, 256: 657.
+    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152),
+    # 8192 tokens with products of bytes: 2317. Their values in 16 bits took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
     # 8192 tokens: 2996. Words that were read ahead made it slower.
     160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
-    # 8192 tokens: 2725 (in turns 2877 and more). Decoding takes time and power from products, and twice as many
-    # columns share it.
+    # 8192 tokens: 2723, and 3000 when it has run for a second. Decoding takes time and power from products, and twice as many
+    # columns share it. A warpgroup that decodes for the others into shared memory made it slower: 3193.
     288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216),
 }
-FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 64, 144, 160, 288
+FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 48, 64, 144, 160, 288
 # The tiles that are served, by the inputs. Products of bytes need twice the registers for sums.
 SERVED = {
-    PLAIN: (FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
+    PLAIN: (FEWEST_COLUMNS, FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
     CODES: (ROUNDED_COLUMNS,),
-    VALUES: (FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
+    VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
 _SORTED_ALONE = 2048  # pairs up to which one CTA sorts
-_FEW_PAIRS = 56  # pairs of an expert, on average, up to which tiles are narrow
+_FEWEST_PAIRS = 32  # pairs of an expert, on average, up to which tiles are narrowest
+_FEW_PAIRS = 56  # and up to which they are narrow
 _MANY_PAIRS = 140  # and up to which most experts' pairs are one tile of `MANY_COLUMNS`
 
 
@@ -257,7 +260,7 @@ def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) ->
     if CODES in inputs:
         return ROUNDED_COLUMNS
     if pairs <= _FEW_PAIRS * experts:
-        return FEW_COLUMNS
+        return FEWEST_COLUMNS if pairs <= _FEWEST_PAIRS * experts else FEW_COLUMNS
     widest = all(MOST_COLUMNS in SERVED[kind] for kind in inputs)
     return MOST_COLUMNS if widest and pairs > _MANY_PAIRS * experts else MANY_COLUMNS
 

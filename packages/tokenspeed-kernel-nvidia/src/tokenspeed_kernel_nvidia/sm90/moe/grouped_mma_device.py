@@ -270,8 +270,8 @@ class Consumers(WarpProducts):
             units: from this one on, at least 2.
 
         Returns:
-            where the rings go on, with the stage of columns of this unit and that of the next, the words of the unit after that, and
-            whether the next unit's columns are known to be there.
+            where the rings go on, with the stage of columns of this unit and that of the next; the words of the unit after that;
+            and whether the next unit's columns are known to be there.
         """
         c = self.config
         self.multiply_unit(storage, mma, acc, right, left, columns, ready, fresh)

@@ -127,7 +127,7 @@ def multipliers(dtype: type[Numeric], scales: Uint32) -> tuple[tuple[Uint32, Uin
 
 
 def near_multipliers(scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
-    """Returns `multipliers` of float16 where no scale is more than 2^29 times smaller than the largest of its row, but for zeros."""
+    """Returns `multipliers` of float16 where no scale but 0 is more than 2^29 times smaller than the largest of its row."""
     return _multipliers(NEAR_FLOAT16_PAIRS, scales)
 
 
