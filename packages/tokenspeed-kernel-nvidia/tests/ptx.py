@@ -296,7 +296,8 @@ class Warp:
             ("cp.async.bulk", self._bulk_copy),
             ("cp.async.mbarrier", self._copies_arrive), ("cp.async", self._copy), ("mbarrier", self._mbarrier),
             ("barrier.cluster", self._cluster), ("st.async", self._send), ("mapa", self._map),
-            ("wgmma", self._wgmma), ("mma", self._mma), ("stmatrix", self._stmatrix), ("ld", self._load), ("st", self._store),
+            ("wgmma", self._wgmma), ("mma", self._mma), ("stmatrix", self._stmatrix), ("ldmatrix", self._ldmatrix),
+            ("ld", self._load), ("st", self._store),
             ("bar.", self._barrier), ("mov", self._move), ("cvt", self._convert), ("setp", self._compare),
             ("shfl", self._shuffle), ("match", self._match), ("elect", self._elect), ("vote", self._vote),
         ):  # fmt: skip
@@ -562,6 +563,14 @@ class Warp:
             for row in range(8):
                 place = shared.place(int(addresses[8 * index + row]), 16)
                 shared.data[place] = matrix[:, row].copy().view(np.uint8)
+
+    def _ldmatrix(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
+        assert words[4:] == ["x4", "shared", "b16"], step.text
+        addresses, shared, lane = self.address(step.operands[1]), self.cta.shared, np.arange(LANES)
+        for index, name in enumerate(names(step.operands[0])):
+            places = (shared.place(int(addresses[8 * index + row]), 16) for row in range(8))
+            matrix = np.stack([shared.data[place].copy().view(np.uint32) for place in places])
+            self.assign(name, matrix[lane // 4, lane % 4].astype(np.uint64), "b32", lanes)
 
     def _mma(self, step: Instruction, words: list[str], lanes: Lanes) -> None:
         """A product of a warp, of 16 x 16 and 16 x 8 numbers."""

@@ -257,9 +257,10 @@ def test_registers_of_a_launch_are_enough(product: Product) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "columns"), [((PLAIN,), (64, 160, 288)), ((VALUES,), (64, 160, 160)), ((CODES, VALUES), (64, 144, 144))]
+    ("inputs", "columns"),
+    [((PLAIN,), (48, 64, 160, 288)), ((VALUES,), (48, 64, 160, 160)), ((CODES, VALUES), (144, 144, 144, 144))],
 )
 def test_tiles_by_the_number_of_pairs(inputs: tuple[str, ...], columns: tuple[int, ...]) -> None:
-    chosen = tuple(columns_for(pairs * 128, 128, inputs) for pairs in (32, 128, 256))
+    chosen = tuple(columns_for(pairs * 128, 128, inputs) for pairs in (32, 56, 128, 256))
     assert chosen == columns
     assert all(width in SERVED[kind] for width in chosen for kind in inputs)

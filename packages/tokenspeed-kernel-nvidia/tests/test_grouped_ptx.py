@@ -22,10 +22,12 @@ from tokenspeed_kernel_nvidia.sm90.moe import grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
     FEW_COLUMNS,
+    FEWEST_COLUMNS,
     MANY_COLUMNS,
     MOST_COLUMNS,
     PLAIN,
     ROUNDED_COLUMNS,
+    SORTING_CTAS,
     VALUES,
     Combine,
     Product,
@@ -75,15 +77,15 @@ class Launches:
     def room(self, size: int) -> int:
         return self.memory.put(np.full(size, 0xFF, np.uint8))
 
-    def launch(self, program: Program[Any], config: Any, arguments: list[Any], threads: int, *grid: int) -> None:
-        ptx.launch(self.texts(program, config), arguments, threads, grid, self.memory, self.chance)
+    def launch(self, program: Program[Any], config: Any, arguments: list[Any], threads: int, *grid: int, cluster: int = 1) -> None:
+        ptx.launch(self.texts(program, config), arguments, threads, grid, self.memory, self.chance, cluster)
 
-    def schedule(self) -> None:
+    def schedule(self, ctas: int = 1) -> None:
         top_k = self.plan.top_k
         ids = self.memory.put(bytes_of(self.ids))
         addresses = [self.sources, self.positions, self.tiles, self.tile_count]
         given = [ids, top_k, 1, self.ids.numel(), top_k, self.plan.num_experts, *addresses]
-        self.launch(grouped.schedule_program, Schedule(self.columns), given, 1024, 1)
+        self.launch(grouped.schedule_program, Schedule(self.columns, ctas), given, 1024, ctas, cluster=ctas)
 
     def products(self, *inputs: str) -> int:
         """Returns where the results are. ``inputs``: of programs that compute some experts each."""
@@ -137,9 +139,9 @@ def some_experts(ids: Tensor) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(3, 1, 300), (33, 4, 50), (384, 8, 20), (2, 2, 1)])
-def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: int) -> None:
+@pytest.mark.parametrize(("columns", "ctas"), [*((columns, 1) for columns in COLUMNS), (FEWEST_COLUMNS, SORTING_CTAS)])
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(3, 1, 300), (33, 4, 50), (384, 8, 20), (2, 2, 1), (33, 4, 700)])
+def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: int, ctas: int) -> None:
     layer = RandomLayer(CPU, experts, top_k, 32, 32)
     x, weights, ids = layer.tokens(tokens)
     if tokens == 300:  # rests that are too short for tiles of their own, of both widths
@@ -147,7 +149,7 @@ def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: in
     elif tokens > 1:
         ids = some_experts(ids)
     call = Launches(texts, layer, columns, (x, weights, ids), seed=tokens)
-    call.schedule()
+    call.schedule(ctas)
 
     flat = ids.flatten()
     order = [pair for expert in range(experts) for pair in (flat == expert).nonzero().flatten().tolist()]
@@ -175,14 +177,16 @@ def test_schedule(texts: Any, experts: int, top_k: int, tokens: int, columns: in
 @pytest.mark.parametrize(
     ("dtype", "columns", "experts", "top_k", "hidden", "intermediate", "tokens"),
     [
+        (torch.bfloat16, FEWEST_COLUMNS, 3, 2, 96, 64, 5),
+        (torch.float16, FEWEST_COLUMNS, 4, 2, 32, 160, 33),
         (torch.bfloat16, FEW_COLUMNS, 3, 2, 96, 64, 5),
-        (torch.float16, FEW_COLUMNS, 4, 2, 32, 160, 33),
         (torch.bfloat16, MANY_COLUMNS, 3, 2, 192, 96, 170),
         (torch.bfloat16, MOST_COLUMNS, 2, 1, 96, 96, 500),
         pytest.param(torch.float16, MANY_COLUMNS, 4, 2, 128, 96, 170, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, MANY_COLUMNS, 1, 1, 64, 64, 400, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, FEW_COLUMNS, 8, 4, 256, 192, 40, marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, FEW_COLUMNS, 5, 2, 704, 96, 20, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, FEWEST_COLUMNS, 5, 2, 704, 96, 20, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, FEWEST_COLUMNS, 2, 2, 32, 1312, 9, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, FEW_COLUMNS, 2, 2, 32, 1312, 9, marks=pytest.mark.slow),
     ],
 )
@@ -207,9 +211,10 @@ def test_layers(
 @pytest.mark.parametrize(
     ("inputs", "dtype", "columns", "experts", "top_k", "hidden", "intermediate", "tokens"),
     [
-        ((CODES,), torch.bfloat16, FEW_COLUMNS, 3, 2, 160, 96, 9),
-        ((VALUES,), torch.float16, FEW_COLUMNS, 3, 2, 96, 64, 9),
-        ((CODES, VALUES), torch.bfloat16, FEW_COLUMNS, 4, 2, 96, 64, 9),
+        ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 3, 2, 160, 96, 9),
+        ((VALUES,), torch.float16, FEWEST_COLUMNS, 3, 2, 96, 64, 9),
+        ((CODES, VALUES), torch.bfloat16, ROUNDED_COLUMNS, 4, 2, 96, 64, 9),
+        ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 2, 2, 32, 1312, 9),
         pytest.param((CODES,), torch.float16, ROUNDED_COLUMNS, 3, 2, 256, 320, 170, marks=pytest.mark.slow),
         pytest.param((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 2, 1, 160, 96, 300, marks=pytest.mark.slow),
     ],

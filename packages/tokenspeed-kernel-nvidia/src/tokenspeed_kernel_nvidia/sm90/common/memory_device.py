@@ -100,3 +100,18 @@ def store_half(address: Any, value: Any) -> None:
     cute.arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r1}; st.global.b16 [{$r0}], low; }", read_only_args=[address, value]
     )
+
+
+def of_rank(address: Any, rank: Any) -> Any:
+    """Returns the address that a place in shared memory has in another CTA of the cluster."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
+    )
+
+
+def send_word(address: Any, value: Any, barrier: Any) -> None:
+    """Stores a word in a CTA of the cluster, whose barrier counts its four bytes; both addresses are of `of_rank`."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[address, value, barrier],
+    )

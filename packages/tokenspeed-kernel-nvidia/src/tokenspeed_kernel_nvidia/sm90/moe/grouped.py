@@ -1,11 +1,11 @@
 """Experts for many tokens, with mxfp4 weights, on Hopper: two grouped products, and a weighted sum over slots.
 
 Pairs of tokens and slots are sorted by expert on the device and cut into tiles of several widths, the widest first, so that a
-captured graph stays right when the routing changes. In both products weights are the left operand of wgmma, decoded in registers,
-and pairs are columns: a tile is 192 rows of weights, which divide both projections of GPT-OSS, times up to 64 or 160 columns, or
-128 rows times up to 288 columns. One warp of a CTA streams weights by bulk copies, three gather the columns of tokens, and two or
-three warpgroups compute. Bias and activation happen in registers, where gate and up of a feature have met; the sum over slots is a
-kernel of its own, in the order of slots.
+captured graph stays right when the routing changes. In both products weights are the left operand, decoded in registers, and pairs
+are columns. A tile is 192 rows of weights, which divide both projections of GPT-OSS, times up to 64 or 160 columns, or 128 rows
+times up to 288, by wgmma; and where an expert has few pairs, 576 rows times up to 48 columns, by mma. One warp of a CTA streams
+weights by bulk copies, three gather the columns of tokens, and two or three warpgroups compute. Bias and activation happen in
+registers, where gate and up of a feature have met; the sum over slots is a kernel of its own, in the order of slots.
 
 With fp8 activations a kernel before each product rounds its rows. Where there are many pairs, the codes are multiplied with weights
 as float8_e5m2, for all experts whose weights that type has exactly; for others, and where there are few pairs, the values of the
@@ -30,8 +30,10 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
     FEW_COLUMNS,
+    FEWEST_COLUMNS,
     PLAIN,
     RECORD,
+    SORTING_CTAS,
     VALUES,
     Combine,
     Product,
@@ -43,6 +45,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     every_rounding,
     every_schedule,
     most_tiles,
+    sorting_ctas,
 )
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import STRIP
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import RoundedWeights
@@ -83,14 +86,14 @@ class _Programs(NamedTuple):
     """The programs that a call launches.
 
     Attributes:
-        schedule: sorts pairs and cuts them into tiles.
+        schedules: sort pairs and cut them into tiles, by the CTAs that do.
         rounding: for each kind of inputs, the program that makes them, or None where rows are taken as they are.
         products: for each kind of inputs, both products.
         combine: adds up the slots of each token.
         processors: how many CTAs a product has.
     """
 
-    schedule: Launch
+    schedules: dict[int, Launch]
     rounding: tuple[Launch | None, ...]
     products: tuple[tuple[Launch, Launch], ...]
     combine: Launch
@@ -106,7 +109,11 @@ def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], devi
         for kind in inputs
     )
     return _Programs(
-        schedule_program(Schedule(columns)), rounding, products, combine_program(Combine(name)), multiprocessors(device)
+        {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
+        rounding,
+        products,
+        combine_program(Combine(name)),
+        multiprocessors(device),
     )
 
 
@@ -165,7 +172,7 @@ def moe_apply_many(
     limit = math.inf if plan.limit is None else plan.limit
     swiglu = plan.alpha, limit, plan.beta
     schedule = sources, tiles_at, tile_count
-    programs.schedule(topk_ids, sources, positions, tiles_at, tile_count, experts)
+    programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts)
     exact_at = 0 if exact is None else exact.data_ptr()
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
     given = aligned(x)
@@ -198,7 +205,7 @@ def moe_apply_rounded(
 
     Args:
         codes: whether codes are multiplied, for experts whose weights float8_e5m2 has exactly, and not their values in 16 bits.
-            If None they are where tiles are wide. Sums of products of codes are added up in float32 every 128 of k. That took 2807
+            If None they are where tiles are wide. Sums of products of codes are added up in float32 every 256 of k. That took 2317
             us where values took 3109, with the same error (GPT-OSS-120B, 8192 tokens, H200).
         columns: see there.
     """
@@ -207,7 +214,7 @@ def moe_apply_rounded(
         raise TypeError(f"moe_apply: weights must be {wanted}, got {type(weights).__name__}")
     inputs: tuple[str, ...] = (VALUES,)
     if codes is None:
-        codes = columns_for(topk_ids.numel(), plan.num_experts, inputs) != FEW_COLUMNS
+        codes = columns_for(topk_ids.numel(), plan.num_experts, inputs) not in (FEWEST_COLUMNS, FEW_COLUMNS)
     if codes and weights.inexact < plan.num_experts:
         inputs = (CODES, VALUES) if weights.inexact else (CODES,)
     exact = weights.exact if len(inputs) > 1 else None

@@ -15,6 +15,7 @@ SHARED_BYTES = 227 * 1024  # that a CTA may have
 OTHER_BYTES = 1024  # that barriers take
 REGISTERS = 65536  # that a multiprocessor has; each thread of a launch gets the same multiple of 8
 MAX_EXPERTS = 384
+SORTING_CTAS = 8  # of the cluster that sorts many pairs
 MAX_TOP_K = 8
 ROUNDED_TOGETHER = 16  # numbers of a row that a thread rounds
 RECORD = 4  # numbers that the schedule has of a tile
@@ -35,9 +36,8 @@ class Tile:
         blocks: how many blocks a stage of weights has. Narrow tiles wait for memory, which long copies serve better.
         column_blocks: how many panels of columns are on their way at a time.
         registers: how many registers a computing thread has.
-        ahead: whether a thread reads the words of the next unit before it multiplies this one, or only when it decodes them.
-        turns: how many words of a unit a warpgroup decodes before the next warpgroup may begin to decode; with 0 all decode as they
-            come. Warpgroups that decode at the same time also wait for their products at the same time, and then none decodes.
+        strips: how many strips of 16 rows a computing warp has. A warp with more than one multiplies by itself, see
+            `grouped_warp_device`.
     """
 
     warpgroups: int
@@ -46,33 +46,35 @@ class Tile:
     blocks: int
     column_blocks: int
     registers: int
-    ahead: bool
-    turns: int = 0
+    strips: int = 1
 
 
 # Tiles by the most columns that they have. 192 rows divide both projections of GPT-OSS. Microseconds are those of all kernels of a
 # call, for GPT-OSS-120B's layer on an H200; with 8192 tokens it ran at its power limit, between 1.7 and 1.9 GHz. Decoding a part of
 # a unit after each product was slower than decoding all of it after the last one.
 _TILES = {
-    # 1024 tokens: 810, with 4 and 8 words a turn 812 and 821, without turns 826. Five warpgroups, 48 columns and one block a unit
-    # took 798, and in turns 852. At 256 tokens 697, without turns 711.
-    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152, True, 6),
-    # 8192 tokens with products of bytes: 2807. Their values in 16 bits took 3109 with 160 columns.
-    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232, False),
+    # By warps. 1024 tokens: 762, 512: 585, 256: 504. With 64 columns and two strips a warp 800, 637 and 544.
+    48: Tile(3, (8, 16, 24, 32, 40, 48), 2, 2, 8, 160, 3),
+    # 1024 tokens: 767, 512: 695, 256: 657.
+    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152),
+    # 8192 tokens with products of bytes: 2317. Their values in 16 bits took 3109 with 160 columns.
+    144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
     # 8192 tokens: 2996. Words that were read ahead made it slower.
-    160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152, False),
-    # 8192 tokens: 2725, with 2 and 4 words a turn 2877 and 2907. Decoding takes time and power from products, and twice as many
-    # columns share it.
-    288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216, False),
+    160: Tile(3, (16, 32, 48, 64, 80, 96, 112, 128, 144, 160), 1, 2, 5, 152),
+    # 8192 tokens: 2723, and 3000 when it has run for a second. Decoding takes time and power from products, and twice as many
+    # columns share it. A warpgroup that decodes for the others into shared memory made it slower: 3193.
+    288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216),
 }
-FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 64, 144, 160, 288
+FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 48, 64, 144, 160, 288
 # The tiles that are served, by the inputs. Products of bytes need twice the registers for sums.
 SERVED = {
-    PLAIN: (FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
-    CODES: (FEW_COLUMNS, ROUNDED_COLUMNS),
-    VALUES: (FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
+    PLAIN: (FEWEST_COLUMNS, FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
+    CODES: (ROUNDED_COLUMNS,),
+    VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
-_FEW_PAIRS = 56  # pairs of an expert, on average, up to which tiles are narrow
+_SORTED_ALONE = 2048  # pairs up to which one CTA sorts
+_FEWEST_PAIRS = 32  # pairs of an expert, on average, up to which tiles are narrowest
+_FEW_PAIRS = 56  # and up to which they are narrow
 _MANY_PAIRS = 140  # and up to which most experts' pairs are one tile of `MANY_COLUMNS`
 
 
@@ -82,9 +84,11 @@ class Schedule:
 
     Attributes:
         columns: the most columns that a tile has.
+        ctas: how many CTAs sort, a cluster of them.
     """
 
     columns: int
+    ctas: int = 1
 
     @property
     def least(self) -> int:
@@ -120,8 +124,28 @@ class Product:
 
     @property
     def strips(self) -> int:
-        """Returns the number of a tile's strips, of which each computing warp has one."""
-        return PANEL_STRIPS * self.tile.warpgroups
+        """Returns the number of a tile's strips."""
+        return PANEL_STRIPS * self.panels_of_rows
+
+    @property
+    def panels_of_rows(self) -> int:
+        """Returns the number of panels of weights that a tile has."""
+        return self.tile.warpgroups * self.tile.strips
+
+    @property
+    def warps(self) -> int:
+        """Returns the number of computing warps."""
+        return 4 * self.tile.warpgroups
+
+    @property
+    def stage_bytes(self) -> int:
+        """Returns the bytes of a stage of weights."""
+        return self.panels_of_rows * self.slot_bytes
+
+    @property
+    def by_warps(self) -> bool:
+        """Returns whether each warp multiplies by itself."""
+        return self.tile.strips > 1
 
     @property
     def rows(self) -> int:
@@ -135,7 +159,7 @@ class Product:
 
     @property
     def promoted(self) -> bool:
-        """Returns whether the products of a unit are summed apart and then added to the sums in registers.
+        """Returns whether the products of each two units are summed apart and then added to the sums in registers.
 
         wgmma keeps about 14 bits of a sum of products of bytes. Without this the error was twice that of `VALUES` (2.4e-2, 1.2e-2).
         """
@@ -195,7 +219,7 @@ class Product:
     def weight_stages(self) -> int:
         """Returns the number of stages in the ring of weights, which has the shared memory that is left."""
         left = SHARED_BYTES - OTHER_BYTES - self.staging_bytes - self.column_stages * self.column_bytes - self.scale_bytes
-        return left // (self.tile.warpgroups * self.slot_bytes)
+        return left // self.stage_bytes
 
     @property
     def producer_registers(self) -> int:
@@ -233,12 +257,17 @@ class Combine:
 
 def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) -> int:
     """Returns the most columns of a tile, for so many pairs."""
-    if pairs <= _FEW_PAIRS * experts:
-        return FEW_COLUMNS
     if CODES in inputs:
         return ROUNDED_COLUMNS
+    if pairs <= _FEW_PAIRS * experts:
+        return FEWEST_COLUMNS if pairs <= _FEWEST_PAIRS * experts else FEW_COLUMNS
     widest = all(MOST_COLUMNS in SERVED[kind] for kind in inputs)
     return MOST_COLUMNS if widest and pairs > _MANY_PAIRS * experts else MANY_COLUMNS
+
+
+def sorting_ctas(pairs: int) -> int:
+    """Returns how many CTAs sort so many pairs."""
+    return 1 if pairs <= _SORTED_ALONE else SORTING_CTAS
 
 
 def most_tiles(pairs: int, experts: int, columns: int) -> int:
@@ -248,7 +277,7 @@ def most_tiles(pairs: int, experts: int, columns: int) -> int:
 
 def every_schedule() -> list[Schedule]:
     """Returns the configurations of all schedules that are served."""
-    return [Schedule(columns) for columns in _TILES]
+    return [Schedule(columns, ctas) for columns in _TILES for ctas in (1, SORTING_CTAS)]
 
 
 def every_product() -> list[Product]:

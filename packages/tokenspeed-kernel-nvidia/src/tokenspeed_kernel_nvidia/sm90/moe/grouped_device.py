@@ -74,10 +74,10 @@ class GroupedProduct(Loader, Consumers):
             weight_pipe, column_pipe = self.weight_pipe(storage), self.column_pipe(storage)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(c.weight_stages):
-                    weight_pipe.init(stage, c.strips)
+                    weight_pipe.init(stage, c.warps)
                 for stage in cutlass.range_constexpr(c.column_stages):
                     column_pipe.full.init(stage, 32 * COLUMN_WARPS)
-                    column_pipe.empty.init(stage, c.strips)
+                    column_pipe.empty.init(stage, c.warps)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Up to here the kernel before may still run. The first product is what has waited for the schedule when the second one

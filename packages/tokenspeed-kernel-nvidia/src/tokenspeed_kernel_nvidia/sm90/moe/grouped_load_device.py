@@ -11,18 +11,23 @@ from cutlass import Int32, Int64, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import bulk_load
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import advance, first_to_fill
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int, opt_barrier
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_BYTES, COLUMN_WARPS
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 PIECE = 16  # bytes that a lane copies with an instruction
 AT_ONCE = 4  # columns that a warp copies with one instruction, eight lanes each
+ADDRESSES = 4  # that are computed before the copies from them
 
 
-def copy_piece(to: Any, source: Any, count: Any) -> None:
-    """Starts the copy of 16 bytes from global to shared memory, of which those beyond the first ``count`` become 0."""
-    cute.arch.inline_ptx("cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[to, source, count])
+def copy_piece(to: Any, behind: int, source: Any, count: Any) -> None:
+    """Starts the copy of 16 bytes from global memory to so many bytes behind an address in shared memory.
+
+    Those beyond the first ``count`` become 0.
+    """
+    code = f"cp.async.cg.shared.global.L2::128B [{{$r0}} + {behind}], [{{$r1}}], 16, {{$r2}};"
+    cute.arch.inline_ptx(code, read_only_args=[to, source, count])
 
 
 class Loader(Shapes):
@@ -43,7 +48,7 @@ class Loader(Shapes):
         while index < items:
             item = self.read_item(call, index)
             panel = item.strip // PANEL_STRIPS
-            panels = cutlass.min(call.panels - panel, c.tile.warpgroups)
+            panels = cutlass.min(call.panels - panel, c.panels_of_rows)
             source = call.weights + (Int64(item.expert) * call.panels + panel + lane) * panel_bytes
             # The head of a panel comes with its first blocks.
             head = Int32(PANEL_HEAD_BYTES)
@@ -55,7 +60,7 @@ class Loader(Shapes):
                     pipe.commit(at, panels * size)
                 cute.arch.sync_warp()
                 if lane < panels:
-                    to = slot + at.stage * (c.tile.warpgroups * c.slot_bytes) + PANEL_HEAD_BYTES - head
+                    to = slot + at.stage * c.stage_bytes + PANEL_HEAD_BYTES - head
                     bulk_load(to, source, size, pipe.full.of(at).toint())
                 source += size
                 head = Int32(0)
@@ -96,13 +101,18 @@ class Loader(Shapes):
             left = call.k - piece * numbers
             for _ in cutlass.range(stages if item.count > 0 else 0, unroll=1):
                 pipe.acquire(at)
-                stage = at.stage * c.column_bytes
+                # Told apart from what they are made of, or they would be made anew for each copy.
+                in_stage = [opt_barrier(place + at.stage * c.column_bytes) for place in places]
                 for panel in cutlass.range_constexpr(c.panels):
                     count = Int32(PIECE) if left > 0 else Int32(0)
-                    for turn in cutlass.range_constexpr(turns):
-                        if offsets[turn] >= 0:
-                            to = places[turn % 2] + stage + (panel * c.columns + turn * step) * COLUMN_BYTES
-                            copy_piece(to, source + Int64(offsets[turn]) * PIECE, count)
+                    for first in cutlass.range_constexpr(0, turns, ADDRESSES):
+                        # Some addresses in registers of their own: a copy takes its time until another may be in its register.
+                        some = range(first, min(first + ADDRESSES, turns))
+                        sources = [source + Int64(offsets[turn]) * PIECE for turn in some]
+                        for turn in cutlass.range_constexpr(first, min(first + ADDRESSES, turns)):
+                            if offsets[turn] >= 0:
+                                behind = (panel * c.columns + turn * step) * COLUMN_BYTES
+                                copy_piece(in_stage[turn % 2], behind, sources[turn - first], count)
                     source += COLUMN_BYTES
                     left -= c.panel_k
                 cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full.of(at))

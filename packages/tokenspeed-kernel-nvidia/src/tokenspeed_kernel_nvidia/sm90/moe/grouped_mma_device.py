@@ -8,8 +8,6 @@ of a feature are rows g and g + 8 of a strip, which one thread has.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -28,8 +26,9 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpProducts
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     BLOCK,
     BLOCK_BYTES,
@@ -42,22 +41,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
 )
 
 WORDS = 4  # words of codes that a lane has of a block
-# Named barriers, one for each of up to seven warpgroups.
-STORE = 1  # its buffer of results is written
-TURN = 8  # it may decode
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The position of a warp in the ring of weights.
-
-    Attributes:
-        at: the stage.
-        block: the block in the stage.
-    """
-
-    at: Cursor
-    block: Int32
+STORE = 1  # named barriers, one for each warpgroup: its buffer of results is written
 
 
 def store_matrices(address: Any, words: Any) -> None:
@@ -77,7 +61,7 @@ def at_least(x: Float32, bound: Float32) -> Float32:
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
-class Consumers(Shapes):
+class Consumers(WarpProducts):
     """The part of the kernel that computes."""
 
     @cute.jit
@@ -87,15 +71,13 @@ class Consumers(Shapes):
         index, _, _ = cute.arch.block_idx()
         items = self.count_items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
-        mma = self.mma_of(8).get_slice(0)
-        # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
-        left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
-        for registers in left:
-            cute.recast_tensor(registers, Uint32).fill(0)
-        if const_expr(self.config.tile.turns > 0 and not self.config.promoted):
-            # Nobody has decoded before the first warpgroup, in whose place the last one says so.
-            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 == self.config.tile.warpgroups:
-                self.pass_turn(Int32(self.config.tile.warpgroups - 1))
+        left = []
+        if const_expr(not self.config.by_warps):
+            # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
+            mma = self.mma_of(8).get_slice(0)
+            left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
+            for registers in left:
+                cute.recast_tensor(registers, Uint32).fill(0)
         if index < items:
             item = self.read_item(call, index)
             working = Boolean(True)
@@ -109,7 +91,10 @@ class Consumers(Shapes):
                 least = 0
                 for width in self.config.tile.widths:
                     if item.count > least and item.count <= width:
-                        weights, columns = self.compute(call, storage, item, left, weights, columns, width)
+                        if const_expr(self.config.by_warps):
+                            weights, columns = self.compute_by_warps(call, storage, item, weights, columns, width)
+                        else:
+                            weights, columns = self.compute(call, storage, item, left, weights, columns, width)
                     least = width
                 item = following
 
@@ -148,55 +133,21 @@ class Consumers(Shapes):
         lane = thread % 32
         strip = thread // 32 % PANEL_STRIPS
         slot = storage.weights.data_ptr().toint() + wg * c.slot_bytes
-        blocks = call.blocks
 
         scales = self.load_scales(call, item, thread % 128, width)
         self.weight_pipe(storage).wait(weights.at)
         # Of the rows lane / 4 and eight below: factors, biases.
-        head = slot + weights.at.stage * (c.tile.warpgroups * c.slot_bytes) + strip * HEAD_BYTES + lane // 4 * 4
+        head = slot + weights.at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
         heads = [load_floats("shared", head + 4 * at, 1) for at in (0, STRIP // 2, STRIP, STRIP + STRIP // 2)]
         for sums in acc:
             sums.fill(0.0)
         slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
-        units = (blocks + (c.unit - 1)) // c.unit
-        words = self.load_unit(call, storage, weights, slot, lane, units == 1)
-        if const_expr(c.promoted):
-            for unit in cutlass.range(units, unroll=1):
-                weights, columns, words = self.promoted_unit(
-                    call, storage, mma, acc, left[0], right, weights, columns, words, slot, lane, units - unit
-                )
-        else:
-            weights, columns = self.multiply_all(
-                call, storage, mma, acc, left, right, weights, columns, words, slot, lane, wg, units
-            )
+        weights, columns = self.multiply_all(call, storage, mma, acc, left, right, weights, columns, slot, lane)
         scales_at = self.share_scales(storage, scales, thread, wg, width)
-        if const_expr(c.gated):
-            self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, width)
-        else:
-            self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, width)
-        if const_expr(-(-width // CHUNK) % 2 == 1):  # the next item begins with the buffer that others may still read
-            self.sync_warpgroup(wg)
+        self.store_panel(call, storage, item, acc, heads, scales_at, thread, wg, item.strip + PANEL_STRIPS * wg, width)
         return weights, columns
 
     # -- the loop over units ---------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def begin_unit(self, storage: Any, columns: Cursor):
-        """Waits for the columns of a unit, and orders what was written to registers before the products that read them."""
-        self.column_pipe(storage).wait(columns)
-        warpgroup.fence()
-
-    @cute.jit
-    def multiply(
-        self, mma: cute.TiledMma, acc: list, left: cute.Tensor, right: list, columns: Cursor, part: cutlass.Constexpr[int]
-    ):
-        """Starts one part of a unit's products, all of which are a group."""
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, part > 0 or not self.config.promoted)
-        for sums, tile in zip(acc, right, strict=True):
-            cute.gemm(atom, sums, left[None, None, part], tile[None, None, part, columns.stage], sums)
-        if const_expr(part + 1 == self.config.parts):
-            warpgroup.commit_group()
 
     @cute.jit
     def multiply_all(
@@ -204,41 +155,84 @@ class Consumers(Shapes):
         call: Call,
         storage: Any,
         mma: cute.TiledMma,
-        acc: list,
+        totals: list,
         left: list,
         right: list,
         weights: Weights,
         columns: Cursor,
-        words: list,
         slot: Int32,
         lane: Int32,
-        wg: Int32,
-        units: Int32,
     ):
-        """Multiplies all units. ``words``: what the lane has of the first. Returns where the rings go on."""
-        self.decode_unit(call, words, left[0], wg)
-        weights = self.leave_unit(storage, weights, units == 1)
-        if const_expr(self.config.tile.ahead):
-            if units > 1:
-                words = self.load_unit(call, storage, weights, slot, lane, units == 2)
-        before = columns
-        given = call, storage, mma, acc, right, slot, lane, wg
+        """Multiplies all units. Returns where the rings go on."""
+        c = self.config
+        acc = totals
+        if const_expr(c.promoted):
+            acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
+        units = (call.blocks + (c.unit - 1)) // c.unit
+        words = self.load_words(call, weights, slot, lane, units == 1)
+        self.decode_words(call, words, left[0], 0, WORDS * c.unit)
+        weights, words = self.next_unit(call, storage, weights, words, Boolean(False), slot, lane, units - 1)
+        before, ready = columns, Boolean(False)
+        given = call, storage, mma, acc, right, slot, lane
         # Units two by two, so that each of a pair has registers of its own.
         pairs = (units - 1) // 2
         for pair in cutlass.range(pairs, unroll=1):
             rest = units - 2 * pair
-            weights, before, columns, words = self.step(*given, left[0], left[1], weights, before, columns, words, pair == 0, rest)
-            weights, before, columns, words = self.step(
-                *given, left[1], left[0], weights, before, columns, words, Boolean(False), rest - 1
+            weights, before, columns, words, ready = self.step(
+                *given, left[0], left[1], weights, before, columns, words, ready, pair == 0, c.promoted, rest
             )
+            weights, before, columns, words, ready = self.step(
+                *given, left[1], left[0], weights, before, columns, words, ready, Boolean(False), False, rest - 1
+            )
+            if const_expr(c.promoted):
+                self.add_sums(storage, acc, totals, before)
         if units % 2 == 0:
-            weights, before, columns, words = self.step(
-                *given, left[0], left[1], weights, before, columns, words, pairs == 0, Int32(2)
+            weights, before, columns, words, ready = self.step(
+                *given, left[0], left[1], weights, before, columns, words, ready, pairs == 0, c.promoted, Int32(2)
             )
-            columns = self.finish(storage, mma, acc, left[1], right, before, columns, Boolean(False))
+            self.multiply_unit(storage, mma, acc, right, left[1], columns, ready, False)
+            warpgroup.wait_group(1)
+            self.column_pipe(storage).release(before)
         else:
-            columns = self.finish(storage, mma, acc, left[0], right, before, columns, pairs == 0)
-        return weights, columns
+            self.multiply_unit(storage, mma, acc, right, left[0], columns, ready, c.promoted)
+            if const_expr(not c.promoted):
+                warpgroup.wait_group(1)
+                if pairs > 0:
+                    self.column_pipe(storage).release(before)
+        if const_expr(c.promoted):
+            self.add_sums(storage, acc, totals, columns)
+        else:
+            warpgroup.wait_group(0)
+            self.column_pipe(storage).release(columns)
+        return weights, advance(columns, c.column_stages)
+
+    @cute.jit
+    def multiply_unit(
+        self,
+        storage: Any,
+        mma: cute.TiledMma,
+        acc: list,
+        right: list,
+        left: cute.Tensor,
+        columns: Cursor,
+        ready: Boolean,
+        fresh: cutlass.Constexpr[bool],
+    ):
+        """Starts the products of a unit, which are a group.
+
+        Args:
+            ready: whether its columns are known to be there.
+            fresh: whether sums begin with it.
+        """
+        if not ready:
+            self.column_pipe(storage).wait(columns)
+        warpgroup.fence()  # what was written to registers comes before the products that read them
+        for part in cutlass.range_constexpr(self.config.parts):
+            atom = cute.make_mma_atom(mma.op)
+            atom.set(warpgroup.Field.ACCUMULATE, part > 0 or not fresh)
+            for sums, tile in zip(acc, right, strict=True):
+                cute.gemm(atom, sums, left[None, None, part], tile[None, None, part, columns.stage], sums)
+        warpgroup.commit_group()
 
     @cute.jit
     def step(
@@ -250,119 +244,106 @@ class Consumers(Shapes):
         right: list,
         slot: Int32,
         lane: Int32,
-        wg: Int32,
         left: cute.Tensor,
         following: cute.Tensor,
         weights: Weights,
         before: Cursor,
         columns: Cursor,
         words: list,
+        ready: Boolean,
         first: Boolean,
+        fresh: cutlass.Constexpr[bool],
         units: Int32,
     ):
         """Multiplies a unit that is decoded, and meanwhile decodes the next one.
 
+        Barriers are looked at long before they are waited for, as that alone takes a hundred cycles.
+
         Args:
             following: receives the next unit.
+            weights: where that one is.
             before: the stage of columns before, which may still be in use.
-            words: what the lane has of the next unit, if that was read ahead.
+            words: of the next unit.
+            ready: whether the unit's columns are known to be there.
             first: whether there is no unit before.
+            fresh: whether sums begin with this unit.
             units: from this one on, at least 2.
 
         Returns:
-            where the rings go on, with the stage of columns of this unit and that of the next; and the words of the unit after the
-            next, if they are read ahead.
+            where the rings go on, with the stage of columns of this unit and that of the next; the words of the unit after that;
+            and whether the next unit's columns are known to be there.
         """
         c = self.config
-        self.begin_unit(storage, columns)
-        for part in cutlass.range_constexpr(c.parts):
-            self.multiply(mma, acc, left, right, columns, part)
-        if const_expr(not c.tile.ahead):
-            words = self.load_unit(call, storage, weights, slot, lane, units == 2)
-        warpgroup.wait_group(1)  # the unit before is done
-        if not first:
-            self.column_pipe(storage).release(before)
-        self.decode_unit(call, words, following, wg)
-        weights = self.leave_unit(storage, weights, units == 2)
-        if const_expr(c.tile.ahead):
-            if units > 2:
-                words = self.load_unit(call, storage, weights, slot, lane, units == 3)
-        return weights, columns, advance(columns, c.column_stages), words
+        self.multiply_unit(storage, mma, acc, right, left, columns, ready, fresh)
+        next_columns = advance(columns, c.column_stages)
+        ready = self.column_pipe(storage).full.poll(next_columns)
+        weights_ready = self.weight_pipe(storage).full.poll(self.following_unit(weights, units == 2).at)
+        if const_expr(not fresh):
+            warpgroup.wait_group(1)  # the unit before is done
+            if not first:
+                self.column_pipe(storage).release(before)
+        self.decode_words(call, words, following, 0, WORDS * c.unit)
+        weights, words = self.next_unit(call, storage, weights, words, weights_ready, slot, lane, units - 2)
+        return weights, columns, next_columns, words, ready
 
     @cute.jit
-    def finish(
-        self,
-        storage: Any,
-        mma: cute.TiledMma,
-        acc: list,
-        left: cute.Tensor,
-        right: list,
-        before: Cursor,
-        columns: Cursor,
-        first: Boolean,
-    ) -> Cursor:
-        """Multiplies the last unit, and waits for all products. Returns where the ring of columns goes on."""
-        self.begin_unit(storage, columns)
-        for part in cutlass.range_constexpr(self.config.parts):
-            self.multiply(mma, acc, left, right, columns, part)
-        warpgroup.wait_group(0)
-        if not first:
-            self.column_pipe(storage).release(before)
-        self.column_pipe(storage).release(columns)
-        return advance(columns, self.config.column_stages)
-
-    @cute.jit
-    def promoted_unit(
-        self,
-        call: Call,
-        storage: Any,
-        mma: cute.TiledMma,
-        totals: list,
-        left: cute.Tensor,
-        right: list,
-        weights: Weights,
-        columns: Cursor,
-        words: list,
-        slot: Int32,
-        lane: Int32,
-        left_over: Int32,
-    ):
-        """Decodes a unit part by part, each while the one before is multiplied, and adds its sums to those of all.
-
-        Args:
-            words: what the lane has of the unit.
-            left_over: units from this one on.
-
-        Returns:
-            where the rings go on, and the words of the next unit.
-        """
-        c = self.config
-        acc = [cute.make_rmem_tensor(sums.layout, Float32) for sums in totals]
-        self.column_pipe(storage).wait(columns)
-        for part in cutlass.range_constexpr(c.parts):
-            each = WORDS * c.unit // c.parts  # words of a part
-            self.decode_words(call, words, left, part * each, (part + 1) * each)
-            warpgroup.fence()
-            self.multiply(mma, acc, left, right, columns, part)
-        weights = self.leave_unit(storage, weights, left_over == 1)
-        if left_over > 1:
-            words = self.load_unit(call, storage, weights, slot, lane, left_over == 2)
+    def add_sums(self, storage: Any, acc: list, totals: list, columns: Cursor):
+        """Waits for all products, releases the columns of the last ones, and adds the sums to the totals."""
         warpgroup.wait_group(0)
         self.column_pipe(storage).release(columns)
         for sums, all_sums in zip(acc, totals, strict=True):
             for at in cutlass.range_constexpr(cute.size(sums)):
                 all_sums[at] += sums[at]
-        return weights, advance(columns, c.column_stages), words
 
     @cute.jit
-    def load_unit(self, call: Call, storage: Any, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
-        """Waits for a unit. Returns the words that a lane has of its blocks, behind each block's the word of its scales.
+    def following_unit(self, weights: Weights, last: Boolean) -> Weights:
+        """Returns where the next unit lies in the ring of weights. ``last``: whether that one is of another item."""
+        at, block = weights.at, weights.block + self.config.unit
+        if last or block == self.config.tile.blocks:
+            at = advance(at, self.config.weight_stages)
+            block = Int32(0)
+        return Weights(at, block)
+
+    @cute.jit
+    def next_unit(
+        self,
+        call: Call,
+        storage: Any,
+        weights: Weights,
+        words: list,
+        ready: Boolean,
+        slot: Int32,
+        lane: Int32,
+        units: Int32,
+    ):
+        """Goes on to the next unit, and releases the stage behind if that is used up.
+
+        Args:
+            words: of this unit, which is decoded.
+            ready: whether the next unit's weights are known to be there.
+            units: of the item behind this one.
+
+        Returns:
+            where the next unit is, and its words if there is one.
+        """
+        following = self.following_unit(weights, units == 0)
+        if following.block == 0:
+            cute.arch.sync_warp()
+            self.weight_pipe(storage).release(weights.at)
+        if units > 0:
+            if not ready:
+                self.weight_pipe(storage).wait(following.at)
+            words = self.load_words(call, following, slot, lane, units == 1)
+        return following, words
+
+    @cute.jit
+    def load_words(self, call: Call, weights: Weights, slot: Int32, lane: Int32, last: Boolean):
+        """Returns the words that a lane has of a unit's blocks, behind each block's the word of its scales.
 
         ``last``: whether it is the last unit, which may have a block less.
         """
-        self.weight_pipe(storage).wait(weights.at)
         c = self.config
-        begin = slot + weights.at.stage * (c.tile.warpgroups * c.slot_bytes) + weights.block * PANEL_BLOCK_BYTES
+        begin = slot + weights.at.stage * c.stage_bytes + weights.block * PANEL_BLOCK_BYTES
         words = []
         for block in cutlass.range_constexpr(c.unit):
             words += load_words("shared", begin + block * PANEL_BLOCK_BYTES + lane * 16, WORDS)
@@ -371,29 +352,6 @@ class Consumers(Shapes):
             if last and call.blocks % 2 == 1:
                 words[-1] = Uint32(0)  # its scales: whatever the codes are, they count as zeros
         return words
-
-    @property
-    def scale_dtype(self) -> Any:
-        """The type of the numbers that codes are multiplied by."""
-        return cutlass.Float16 if self.is_fp8 else self.dtype
-
-    @cute.jit
-    def decode_unit(self, call: Call, words: list, left: cute.Tensor, wg: Int32):
-        """Makes the left operand of a unit's products, in the warpgroup's turn where they take turns."""
-        count, turns = WORDS * self.config.unit, self.config.tile.turns
-        if const_expr(turns > 0):
-            cute.arch.barrier(barrier_id=TURN + wg, number_of_threads=256)
-            self.decode_words(call, words, left, 0, turns)
-            self.pass_turn(wg)
-        self.decode_words(call, words, left, turns, count)
-
-    @cute.jit
-    def pass_turn(self, wg: Int32):
-        """Lets the next warpgroup decode. That one waits with as many threads as this one arrives with."""
-        following = wg + 1
-        if following == self.config.tile.warpgroups:
-            following = Int32(0)
-        cute.arch.barrier_arrive(barrier_id=TURN + following, number_of_threads=256)
 
     @cute.jit
     def decode_words(self, call: Call, words: list, left: cute.Tensor, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
@@ -407,23 +365,13 @@ class Consumers(Shapes):
             registers = cute.recast_tensor(left, Uint32)
             for word in cutlass.range_constexpr(begin, end):
                 block, s = word // WORDS, word % WORDS
-                scales = multipliers(self.scale_dtype, words[block * (WORDS + 1) + WORDS])
-                decode_word = decode_scaled_e5m2 if self.is_fp8 else functools.partial(decode, self.dtype)
-                decoded = decode_word(words[block * (WORDS + 1) + s], *scales[s // 2])
+                codes, scales = words[block * (WORDS + 1) + s], words[block * (WORDS + 1) + WORDS]
+                if const_expr(self.is_fp8):
+                    decoded = decode_scaled_e5m2(codes, *near_multipliers(scales)[s // 2])
+                else:
+                    decoded = decode(self.dtype, codes, *multipliers(self.dtype, scales)[s // 2])
                 for at in cutlass.range_constexpr(len(decoded)):
                     registers[len(decoded) * word + at] = decoded[at]
-
-    @cute.jit
-    def leave_unit(self, storage: Any, weights: Weights, last: Boolean) -> Weights:
-        """Returns where the next unit lies in the ring of weights. ``last``: whether the next unit is of another item."""
-        c = self.config
-        at, block = weights.at, weights.block + c.unit
-        if last or block == c.tile.blocks:
-            cute.arch.sync_warp()
-            self.weight_pipe(storage).release(at)
-            at = advance(at, c.weight_stages)
-            block = Int32(0)
-        return Weights(at, block)
 
     # -- scales of columns -----------------------------------------------------------------------------------------------------
 
@@ -460,6 +408,28 @@ class Consumers(Shapes):
         scales = load_floats("shared", scales_at + 8 * at, 2)
         return [[heads[r] * scales[column] for column in range(2)] for r in range(2)]
 
+    @cute.jit
+    def store_panel(
+        self,
+        call: Call,
+        storage: Any,
+        item: Item,
+        acc: list,
+        heads: list,
+        scales_at: Int32,
+        thread: Int32,
+        wg: Int32,
+        strip: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Stores the results of a warpgroup's panel, whose first strip is ``strip``."""
+        if const_expr(self.config.gated):
+            self.store_activated(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
+        else:
+            self.store_sums(call, storage, item, acc, heads, scales_at, thread, wg, strip, width)
+        if const_expr(-(-width // CHUNK) % 2 == 1):  # what follows begins with the buffer that others may still read
+            self.sync_warpgroup(wg)
+
     # -- results ---------------------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -473,6 +443,7 @@ class Consumers(Shapes):
         scales_at: Int32,
         thread: Int32,
         wg: Int32,
+        strip: Int32,
         width: cutlass.Constexpr[int],
     ):
         """Activates gates and ups, and stores a feature for each pair of them."""
@@ -499,8 +470,7 @@ class Consumers(Shapes):
             self.sync_warpgroup(wg)
             column, piece = thread % 128 // 4, thread % 4
             place = buffer + column * 64 + ((piece ^ (column // 2 % 4)) * 16)
-            inside = item.strip + 4 * wg + piece < call.strips
-            self.store_piece(call, item, place, chunk * CHUNK + column, (item.strip + 4 * wg + piece) * 8, inside)
+            self.store_piece(call, item, place, chunk * CHUNK + column, (strip + piece) * 8, strip + piece < call.strips)
 
     @cute.jit
     def store_sums(
@@ -513,6 +483,7 @@ class Consumers(Shapes):
         scales_at: Int32,
         thread: Int32,
         wg: Int32,
+        strip: Int32,
         width: cutlass.Constexpr[int],
     ):
         """Stores the features of each column."""
@@ -533,12 +504,11 @@ class Consumers(Shapes):
                 store_matrices(buffer + column * 128 + ((piece ^ (column % 8)) * 16), words)
             self.sync_warpgroup(wg)
             piece = thread % 8
-            strip = item.strip + 4 * wg + piece // 2
             for half in cutlass.range_constexpr(2):
                 column = 16 * half + thread % 128 // 8
                 place = buffer + column * 128 + ((piece ^ (column % 8)) * 16)
-                feature = (item.strip + 4 * wg) * STRIP + piece * 8
-                self.store_piece(call, item, place, chunk * CHUNK + column, feature, strip < call.strips)
+                inside = strip + piece // 2 < call.strips
+                self.store_piece(call, item, place, chunk * CHUNK + column, strip * STRIP + piece * 8, inside)
 
     def result(self, acc: list, heads: list, factors: list, at: int, r: int, column: int) -> Float32:
         """Returns a number of the product, with its bias."""

@@ -1,8 +1,9 @@
-"""The device code of the schedule of `grouped`: pairs sorted by expert, and cut into tiles, by one CTA.
+"""The device code of the schedule of `grouped`: pairs sorted by expert, and cut into tiles, by one CTA or a cluster.
 
 Each warp has a range of the pairs. It counts those of each expert in a row of its own of a table in shared memory, and notes the
 number that each pair got; sums over the rows then say where each warp's pairs of an expert begin. So pairs of an expert stay in
-order, and nothing depends on who is first.
+order, and nothing depends on who is first. The CTAs of a cluster send one another their counts of each expert, and then each of
+them finds for itself where experts begin; the first one lists the tiles.
 """
 
 # mypy: ignore-errors
@@ -13,9 +14,10 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.utils
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import of_rank, send_word
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import ballot, load_int, store_words, warp_prefix_sum
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import MAX_EXPERTS, RECORD, Schedule
 
@@ -78,6 +80,9 @@ class SchedulePairs:
             rests: cute.struct.MemRange[Int32, MAX_EXPERTS]
             pair_sums: cute.struct.MemRange[Int32, WARPS]
             full_sums: cute.struct.MemRange[Int32, WARPS]
+            # Of each expert, the pairs of each CTA of the cluster, and the barrier that counts their bytes.
+            of_ctas: cute.struct.MemRange[Int32, self.config.ctas * MAX_EXPERTS]
+            arrived: cute.struct.MemRange[Int64, 1]
 
         return Storage
 
@@ -105,21 +110,33 @@ class SchedulePairs:
             tiles,
             tile_count,
         )
-        self.kernel(pairs).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1)
+        ctas = self.config.ctas
+        self.kernel(pairs).launch(
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), cluster=(ctas, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(self, pairs: Pairs):
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         counts = storage.counts.data_ptr()
+        threads = self.config.ctas * THREADS
+        rank, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         for turn in cutlass.range_constexpr(WARPS * MAX_EXPERTS // THREADS):
             counts[turn * THREADS + thread] = Int32(0)
+        if const_expr(self.config.ctas > 1):
+            if thread == 0:
+                cute.arch.mbarrier_init(storage.arrived.data_ptr(), 1)
+                cute.arch.mbarrier_init_fence()
+                cute.arch.mbarrier_arrive_and_expect_tx(storage.arrived.data_ptr(), pairs.experts * (4 * self.config.ctas))
+            # Others may send when the barrier is there. They are waited for before anything is sent.
+            cute.arch.cluster_arrive()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        each_lane = (pairs.count + (THREADS - 1)) // THREADS
-        begin = warp * each_lane * 32
+        each_lane = (pairs.count + (threads - 1)) // threads
+        begin = (rank * WARPS + warp) * each_lane * 32
         end = cutlass.min(begin + each_lane * 32, pairs.count)
         counts += warp * MAX_EXPERTS
         # A number that is multiplied in place of dividing by top_k. Exact for fewer than 2^28 pairs, as top_k is at most 8.
@@ -134,7 +151,7 @@ class SchedulePairs:
                     if ids[each] >= 0:
                         store_words(pairs.positions + Int64(first + 32 * each + lane) * 4, [place])
         cute.arch.sync_threads()
-        self.place_experts(pairs, storage, thread, warp, lane)
+        self.place_experts(pairs, storage, rank, thread, warp, lane)
         begins = storage.begins.data_ptr()
         for first in cutlass.range(begin, end, 32 * AT_ONCE, unroll=1):
             for each in cutlass.range_constexpr(AT_ONCE):
@@ -186,7 +203,7 @@ class SchedulePairs:
         return place
 
     @cute.jit
-    def place_experts(self, pairs: Pairs, storage: Any, thread: Int32, warp: Int32, lane: Int32):
+    def place_experts(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, warp: Int32, lane: Int32):
         """Makes counts those of warps before, finds where experts begin, and lists the tiles. A thread has an expert."""
         c = self.config
         counts = storage.counts.data_ptr()
@@ -197,6 +214,9 @@ class SchedulePairs:
             for other in cutlass.range_constexpr(WARPS):
                 counts[other * MAX_EXPERTS + thread] = count
                 count += of_warps[other]
+        before = Int32(0)  # pairs of the expert that CTAs before this one have
+        if const_expr(c.ctas > 1):
+            before, count = self.exchange(pairs, storage, rank, thread, count)
         # All tiles but the last are full. Where that would have few pairs, it shares those of the one before with it.
         tiles = (count + (c.columns - 1)) // c.columns
         left = count - (tiles - 1) * c.columns  # of the last one
@@ -219,7 +239,7 @@ class SchedulePairs:
                     start += pair_sums[other]
                     full_at += full_sums[other]
                 all_full += full_sums[other]
-            storage.begins.data_ptr()[thread] = start
+            storage.begins.data_ptr()[thread] = start + before
             # Tiles with more pairs come first; among those with as many, lower experts.
             rest_at, all_rest = all_full, Int32(0)
             for other in cutlass.range(pairs.experts, unroll=16):
@@ -227,16 +247,35 @@ class SchedulePairs:
                 if theirs // 4 > rest or (theirs // 4 == rest and other < thread):
                     rest_at += theirs % 4
                 all_rest += theirs % 4
-            if thread == 0:
+            if thread == 0 and rank == 0:
                 store_words(pairs.tile_count, [all_full + all_rest])
-            for tile in cutlass.range(full, unroll=1):
+            for tile in cutlass.range(full if rank == 0 else 0, unroll=1):
                 self.write_tile(pairs, full_at + tile, thread, start + tile * c.columns, Int32(c.columns))
-            if parts > 0:
+            if parts > 0 and rank == 0:
                 begin = start + full * c.columns
                 self.write_tile(pairs, rest_at, thread, begin, rest)
                 if parts > 1:
                     self.write_tile(pairs, rest_at + 1, thread, begin + rest, start + count - begin - rest)
         cute.arch.sync_threads()
+
+    @cute.jit
+    def exchange(self, pairs: Pairs, storage: Any, rank: Int32, thread: Int32, count: Int32):
+        """Sends a CTA's pairs of a thread's expert to all CTAs. Returns those of CTAs before this one, and those of all."""
+        cute.arch.cluster_wait()
+        here, barrier = storage.of_ctas.data_ptr().toint(), storage.arrived.data_ptr()
+        if thread < pairs.experts:
+            for to in cutlass.range_constexpr(self.config.ctas):
+                there = of_rank(here + (rank * MAX_EXPERTS + thread) * 4, Int32(to))
+                send_word(there, count, of_rank(barrier.toint(), Int32(to)))
+        cute.arch.mbarrier_wait(barrier, 0)
+        before, total = Int32(0), Int32(0)
+        if thread < pairs.experts:
+            of_ctas = storage.of_ctas.data_ptr()
+            for other in cutlass.range_constexpr(self.config.ctas):
+                if other == rank:
+                    before = total
+                total += of_ctas[other * MAX_EXPERTS + thread]
+        return before, total
 
     @cute.jit
     def write_tile(self, pairs: Pairs, tile: Int32, expert: Int32, first: Int32, count: Int32):

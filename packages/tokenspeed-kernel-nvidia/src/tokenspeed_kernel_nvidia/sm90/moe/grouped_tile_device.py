@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
-from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Pipeline, pipeline
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import swizzle
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, RECORD, Product
@@ -87,6 +87,19 @@ class Item:
     strip: Int32
 
 
+@dataclass(frozen=True)
+class Weights:
+    """The position of a warp in the ring of weights.
+
+    Attributes:
+        at: the stage.
+        block: the block in the stage.
+    """
+
+    at: Cursor
+    block: Int32
+
+
 class Shapes:
     """Shapes, types and shared memory of a configuration."""
 
@@ -100,7 +113,7 @@ class Shapes:
     def storage(self) -> Any:
         config, dtype = self.config, self.right_dtype
         count_of_columns = config.column_stages * config.columns * config.panels * config.panel_k
-        weight_bytes = config.weight_stages * config.tile.warpgroups * config.slot_bytes
+        weight_bytes = config.weight_stages * config.stage_bytes
         scale_count = max(1, config.scale_bytes // 4)
 
         @cute.struct

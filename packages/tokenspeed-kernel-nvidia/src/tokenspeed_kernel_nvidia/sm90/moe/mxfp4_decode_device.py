@@ -96,6 +96,14 @@ and.b32 {$w0}, b, 0x7C007C00;
 shl.b32 b, a, 2;
 and.b32 {$w1}, b, 0x7C007C00;
 }"""
+# The same where all scales are near the largest of their row: the upper three bits are ones, or the whole byte is 0.
+NEAR_FLOAT16_PAIRS = """{
+.reg .b32 b;
+shl.b32 b, {$r0}, 10;
+and.b32 {$w0}, b, 0x7C007C00;
+shl.b32 b, {$r0}, 2;
+and.b32 {$w1}, b, 0x7C007C00;
+}"""
 # Instructions on two 16-bit numbers can take either half of an operand for both, so this costs nothing.
 BOTH = """{
 .reg .b16 low, high;
@@ -115,7 +123,15 @@ def multipliers(dtype: type[Numeric], scales: Uint32) -> tuple[tuple[Uint32, Uin
     Returns:
         the multipliers of the lane's first and second row for each half of the block's k, each twice in a register.
     """
-    code = BFLOAT16_PAIRS if dtype is cutlass.BFloat16 else FLOAT16_PAIRS
+    return _multipliers(BFLOAT16_PAIRS if dtype is cutlass.BFloat16 else FLOAT16_PAIRS, scales)
+
+
+def near_multipliers(scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
+    """Returns `multipliers` of float16 where no scale but 0 is more than 2^29 times smaller than the largest of its row."""
+    return _multipliers(NEAR_FLOAT16_PAIRS, scales)
+
+
+def _multipliers(code: str, scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
     first, second = cute.arch.inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[scales])
     first_of, second_of = (cute.arch.inline_ptx(BOTH, write_only_types=[Uint32] * 2, read_only_args=[x]) for x in (first, second))
     return tuple(zip(first_of, second_of, strict=True))
