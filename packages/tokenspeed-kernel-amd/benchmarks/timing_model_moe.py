@@ -75,8 +75,8 @@ class Layer:
 
     def inputs(self) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(self.tokens)
-        x = torch.randn(self.tokens, self.hidden, generator=draw).bfloat16()
-        return {"x": x, "logits": torch.randn(self.tokens, self.experts, generator=draw).bfloat16()}
+        logits = torch.randn(self.tokens, self.experts, generator=draw).bfloat16()  # first: slices choose as the whole layer does
+        return {"x": torch.randn(self.tokens, self.hidden, generator=draw).bfloat16(), "logits": logits}
 
     def weights(self, activation_dtype: str) -> Any:
         from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -113,7 +113,8 @@ def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
 Side = Callable[[Layer], Callable[[], Tensor]]
 
 
-def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str) -> Callable[[], Tensor]:
+def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str, fused: str | None = None) -> Callable[[], Tensor]:
+    """Calls of a kernel of `moe_apply`, or of one of `moe_topk_apply` that takes its weights."""
     import tokenspeed_kernel as core
     from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
@@ -124,6 +125,8 @@ def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str) -> 
     weights = MoEWeights(*(repeated(part, layer) for part in parts), layout, **scales)  # type: ignore[arg-type]
 
     def call() -> Tensor:
+        if fused is not None:
+            return core.moe_topk_apply(inputs["x"], inputs["logits"], weights, plan, override=fused)
         topk_weights, topk_ids = core.moe_topk(inputs["logits"], TOP_K, solution="triton")
         return core.moe_apply(inputs["x"], weights, topk_weights, topk_ids, plan, override=kernel)
 
@@ -131,12 +134,16 @@ def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str) -> 
 
 
 def ours(layer: Layer) -> Callable[[], Tensor]:
-    return _operator(layer, ACTIVATIONS["ours"], "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
+    return _ours(layer, ACTIVATIONS["ours"])
 
 
 def by_token(layer: Layer) -> Callable[[], Tensor]:
     """Ours, with a scale a token."""
-    return _operator(layer, ACTIVATIONS["by_token"], "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
+    return _ours(layer, ACTIVATIONS["by_token"])
+
+
+def _ours(layer: Layer, activation_dtype: str) -> Callable[[], Tensor]:
+    return _operator(layer, activation_dtype, "gluon_moe_apply_mxfp4", "gfx950_mxfp4", "gluon_moe_topk_apply_mxfp4")
 
 
 def portable(layer: Layer) -> Callable[[], Tensor]:
