@@ -15,7 +15,7 @@ from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs, moe_apply
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, intermediates_of, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
-from tokenspeed_kernel_base.planning import CANONICAL
+from tokenspeed_kernel_base.planning import CANONICAL, Preparation
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format
 
 _PLAN_TRAITS = ("num_experts", "top_k")  # both parts have them
@@ -27,6 +27,8 @@ _PLAN_TRAITS = ("num_experts", "top_k")  # both parts have them
     reference_traits={"weight_layout": CANONICAL},
     fixed_traits=("weight_layout", "processed_weights"),
     varying=("tokens",),
+    planned="plan",
+    layout="weight_layout",
     composed=True,
 )
 def moe_topk_apply(
@@ -121,6 +123,12 @@ def _(check: Checker, x: Tensor, logits: Tensor, weights: MoEWeights, plan: MoEP
     moe_topk.operator.run_hook("check", {**arguments, "logits": logits, "top_k": plan.top_k}, check)
 
 
+@moe_topk_apply.prepare
+def _(preparation: Preparation, weights: Any, plan: MoEPlan) -> MoEWeights:
+    prepared: MoEWeights = moe_apply.operator.run_hook("prepare", {"weights": weights, "plan": plan}, preparation)
+    return prepared
+
+
 @moe_topk_apply.fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -143,7 +151,8 @@ def _inputs_and_logits(
 
     def make(draw: Draw) -> dict[str, Any]:
         arguments = {name: value for name, value in layer(draw).items() if not name.startswith("topk_")}
-        return {**arguments, "logits": draw.normal(tokens, experts, dtype=logits_dtype, scale=2.0), **(routing or {})}
+        # Weights are spread as in the cases of `moe_apply`: the errors of narrow activations average over slots.
+        return {**arguments, "logits": draw.normal(tokens, experts, dtype=logits_dtype), **(routing or {})}
 
     return make
 
