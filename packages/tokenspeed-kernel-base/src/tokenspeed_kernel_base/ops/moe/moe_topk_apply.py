@@ -159,7 +159,7 @@ def _inputs_and_logits(
 
 @moe_topk_apply.cases
 def _() -> list[Case]:
-    wanted = ("float32, 4 experts", "dense bfloat16", "one token", "mxfp4", "no tokens", "gpt-oss-120b decode")
+    wanted = ("float32, 4 experts", "dense bfloat16", "one token", "mxfp4, ", "no tokens", "gpt-oss-120b decode")
     found = [case for case in moe_apply.operator.all_cases() if any(part in case.name for part in wanted)]
     recipes = [(case, case.make) for case in found]
     cases = [Case(c.name, _inputs_and_logits(**make.values), large=c.large) for c, make in recipes if isinstance(make, Recipe)]
@@ -173,6 +173,10 @@ def _() -> list[Case]:
             _inputs_and_logits(
                 9, 8, 3, 32, 64, logits_dtype=torch.float16, routing={"renormalize": False, "scaling_factor": 2.0}, **mxfp4
             ),
+        ),
+        Case(
+            "mxfp4 in all, two of 16 experts",
+            _inputs_and_logits(6, 16, 2, 64, 96, weight_format="mxfp4", activation_dtype="mxfp4"),
         ),
         Case("mxfp4, groups", _inputs_and_logits(5, 8, 2, 64, 32, routing=groups, **mxfp4)),
     ]
