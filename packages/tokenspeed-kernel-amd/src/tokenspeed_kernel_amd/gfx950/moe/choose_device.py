@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """The choice of experts from the router's logits: by every workgroup of `few`, and by a kernel of its own for `grouped`.
 
-Logits become integers that sort as they do, NaN last, and -0 as 0. Those of 16-bit floats have the expert in their lower half, so that
-the largest one says which expert is best, of equal ones the lowest. The choice is exact, and so the operator's.
+Logits become integers that sort as they do, NaN last, and -0 as 0. Those of 16-bit floats have the expert in their lower half, so
+that the largest one says which expert is best, of equal ones the lowest. The choice is exact, and so the operator's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAN = gl.constexpr(2**31 - 1)
 
 @gluon.constexpr_function
 def logits_layout(rows, experts, warps):
-    """[rows, experts], a power of two each. A row lies in one warp; where there are fewer rows than warps, several have the same."""
+    """[rows, experts], a power of two each. A row lies in one warp; of fewer rows than warps, several warps have the same."""
     lanes = 64 // max(1, rows // warps) if rows // warps < 64 else 1
     return gl.BlockedLayout([1, max(1, min(8, experts // lanes))], [64 // lanes, lanes], [warps, 1], [1, 0])
 
@@ -64,7 +64,8 @@ def choose(logits, stride, tokens, num_experts, scaling, routing: gl.constexpr):
         routing: see `few`.
 
     Returns:
-        ids: int32 [rows, slots]; weights: float32 [rows, slots]; the first ``routing.top_k`` slots of rows below ``tokens`` are real.
+        ids: int32 [rows, slots]; weights: float32 [rows, slots]. Only the first ``routing.top_k`` slots of rows below ``tokens``
+        are real.
     """
     layout: gl.constexpr = logits_layout(routing.rows, routing.experts, gl.num_warps())
     dtype: gl.constexpr = logits.dtype.element_ty

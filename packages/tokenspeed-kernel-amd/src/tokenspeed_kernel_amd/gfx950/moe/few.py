@@ -3,8 +3,8 @@
 Where tokens are few, weights are what takes time, and launches. So nothing is prepared by others: each workgroup of a product finds
 its pairs among all ids, and encodes what it multiplies into LDS by itself, while the first of its weights are on their way. An
 expert rarely has more pairs than a workgroup takes; the others are another workgroup's, which reads the same weights. The second
-product has all slots of a token in one workgroup, and sums over them. Given the router's logits, each workgroup of the first product
-chooses the experts by itself.
+product has all slots of a token in one workgroup, and sums over them. Given the router's logits, each workgroup of the first
+product chooses the experts by itself.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ def _registered(name: str, dtypes: set[torch.dtype], **traits: Any) -> Callable[
         solution="gluon",
         capability=GLUON_CDNA4,
         signatures={
-            format_signature(x=dense_tensor_format(dtype), logits=dense_tensor_format(logits), w13=mxfp4_format(), w2=mxfp4_format())
+            format_signature(
+                x=dense_tensor_format(dtype), logits=dense_tensor_format(logits), w13=mxfp4_format(), w2=mxfp4_format()
+            )
             for dtype in dtypes
             for logits in _LOGITS
         },

@@ -226,8 +226,8 @@ def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, 
 
 @gluon.jit
 def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, STEP: gl.constexpr, shape: gl.constexpr):
-    """Adds the products of two steps, STEP and the next one of the four that words are for, with the tokens in ``shared``. Each part
-    is read while the one before it is multiplied. Meanwhile what arrived is put into the other half of LDS."""
+    """Adds the products of two steps, STEP and the next one of the four that words are for, with the tokens in ``shared``. Each
+    part is read while the one before it is multiplied. Meanwhile what arrived is put into the other half of LDS."""
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     planes: gl.constexpr = encoding.planes
@@ -245,9 +245,7 @@ def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, S
             scale = scale_after
             if part * planes + plane + 1 < parts * planes:
                 after, scale_after = read_part(shared, part * planes + plane + 1, encoding)
-            if part == 0:
-                first, second = multiply_part(first, second, pair, first_scale, second_scale, codes, scale, encoding)
-            elif count > part * _PART:
+            if part == 0 or count > part * _PART:
                 first, second = multiply_part(first, second, pair, first_scale, second_scale, codes, scale, encoding)
             if part + plane == 0:
                 store_columns(other, arrived, encoding)
