@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
-from tokenspeed_kernel_amd.gfx950.moe import few
 from tokenspeed_kernel_amd.gfx950.moe.choose import choose
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
 from tokenspeed_kernel_amd.gfx950.moe.moe_topk_apply import moe_topk_apply
@@ -20,8 +19,12 @@ from .experts import GPT_OSS, RandomLayer, mxfp4_cases, relative_error
 from .paging import check_case, kernel_of, spills
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# Tokens, experts and experts a token.
-SIZES = [(1, 128, 4), (4, 8, 4), (16, 9, 4), (5, 9, 3), (2, 12, 8), (3, 5, 1), (24, 9, 2), (7, 300, 6)]
+# Tokens, experts and experts a token. Of the first eight the first product chooses, of the next three what sorts pairs.
+SIZES = [
+    *((1, 128, 4), (4, 8, 4), (16, 9, 4), (5, 9, 3), (2, 12, 8), (3, 5, 1), (24, 9, 2), (7, 300, 6)),
+    *((37, 9, 3), (64, 128, 4), (100, 8, 8)),
+    *((65, 128, 2), (20, 9, 3)),
+]
 
 
 def random_logits(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
@@ -52,12 +55,11 @@ def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
-def test_the_first_product_chooses(gfx950: torch.device, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
-    """As the parts do, one after another; logits need not be contiguous."""
+def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
+    """One after another; logits need not be contiguous."""
     layer = RandomLayer(gfx950, experts, top_k, 96, 64, activation_dtype="fp8", **GPT_OSS)
     x, _, _ = layer.tokens(tokens)
     logits = random_logits(tokens, 2 * experts, dtype).to(gfx950)[:, :experts]
-    assert few.few_enough_to_choose(tokens, layer.plan)
     weights, ids = moe_topk.operator.body(logits, top_k)
     got = moe_topk_apply(x, logits, layer.prepared, layer.plan)
     # Weights differ in their last bit, so results by a rounding to bfloat16.
@@ -68,23 +70,27 @@ def test_the_first_product_chooses(gfx950: torch.device, tokens: int, experts: i
 
 
 def test_launches(emulator: Any) -> None:
-    """Two for the fewest tokens; one more where as many pairs do not fit the lanes of a wave, padded."""
+    """Two for the fewest tokens; one more where as many pairs do not fit the lanes of a wave, padded, or are too many to be chosen
+    where they are sorted."""
     layer = RandomLayer(torch.device("cpu"), 8, 3, 96, 64, activation_dtype="fp8_static")
-    products = ["first_kernel", "second_kernel"]
-    many = ["route_kernel", "grouped_kernel", "grouped_kernel", "combine_kernel"]
-    for tokens, wanted in ((16, ["routed_first_kernel", "second_kernel"]), (17, ["choose_kernel", *products])):
+    sorted_products = ["grouped_kernel", "grouped_kernel", "combine_kernel"]
+    for tokens, wanted in (
+        (16, ["routed_first_kernel", "second_kernel"]),
+        (17, ["choose_kernel", "first_kernel", "second_kernel"]),
+        (40, ["choose_and_route_kernel", *sorted_products]),
+        (128, ["choose_and_route_kernel", *sorted_products]),
+        (129, ["choose_kernel", "route_kernel", *sorted_products]),
+    ):
         x, _, _ = layer.tokens(tokens)
         del emulator.launches[:]
         moe_topk_apply(x, random_logits(tokens, 8, torch.bfloat16), layer.prepared, layer.plan)
-        assert [launch.kernel for launch in emulator.launches] == wanted
-    x, _, _ = layer.tokens(40)
-    del emulator.launches[:]
-    moe_topk_apply(x, random_logits(40, 8, torch.bfloat16), layer.prepared, layer.plan)
-    assert [launch.kernel for launch in emulator.launches] == ["choose_kernel", *many]
+        assert [launch.kernel for launch in emulator.launches] == [
+            "wide_kernel" if kernel == "grouped_kernel" and tokens * 3 > 48 * 8 else kernel for kernel in wanted
+        ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_compiled_code(emulator: Any, tokens: int, dtype: torch.dtype) -> None:
     """Nothing is spilled, and there are no loops around buffer instructions: the compiler knows that an expert is a wave's."""
     layer = RandomLayer(torch.device("cpu"), 128, 4, 2880, 32, activation_dtype="fp8", **GPT_OSS)

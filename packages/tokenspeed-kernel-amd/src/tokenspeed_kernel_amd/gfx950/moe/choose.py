@@ -34,9 +34,28 @@ class Routing(NamedTuple):
     renormalize: bool
 
 
+class Router(NamedTuple):
+    """What another kernel chooses experts from, before its own work.
+
+    Attributes:
+        logits: [tokens, experts], rows contiguous.
+        scaling: multiplies the weights.
+        routing: how.
+    """
+
+    logits: Tensor
+    scaling: float
+    routing: Routing
+
+
 def routing_for(tokens: int, slots: int, num_experts: int, top_k: int, renormalize: bool) -> Routing:
     """How the experts of so many tokens are chosen at once."""
-    return Routing(power_of_two(tokens), max(64, power_of_two(num_experts)), slots, top_k, renormalize)
+    return Routing(power_of_two(tokens), padded_experts(num_experts), slots, top_k, renormalize)
+
+
+def padded_experts(num_experts: int) -> int:
+    """Experts of a token, padded to a power of two and to the lanes of a wave."""
+    return max(64, power_of_two(num_experts))
 
 
 def power_of_two(count: int) -> int:

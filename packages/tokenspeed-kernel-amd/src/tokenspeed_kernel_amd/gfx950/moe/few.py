@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
-from tokenspeed_kernel_amd.gfx950.moe.choose import Routing, power_of_two, room_for_choice, routing_for
+from tokenspeed_kernel_amd.gfx950.moe.choose import Router, power_of_two, room_for_choice, routing_for
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoding, encoding_of
 from tokenspeed_kernel_amd.gfx950.moe.grouped import Swiglu, between, padded, projection, static_scales
 from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import HALF, QUAD, STEP, quads_of, strips_of
@@ -109,20 +109,6 @@ def moe_apply_few(
     if topk_ids.numel():
         _products(rows(x), weights, topk_weights.contiguous(), topk_ids.contiguous(), plan, written, None)
     return deliver(written, out)
-
-
-class Router(NamedTuple):
-    """What the first product chooses experts from.
-
-    Attributes:
-        logits: [tokens, experts], rows contiguous.
-        scaling: multiplies the weights.
-        routing: how.
-    """
-
-    logits: Tensor
-    scaling: float
-    routing: Routing
 
 
 def moe_topk_apply_few(

@@ -1,5 +1,5 @@
 """`moe_topk_apply` with mxfp4 weights on CDNA4: the products of `moe_apply`. Of the smallest batches the first product chooses the
-experts, too; of others a launch before it does.
+experts, too; of others the launch that sorts pairs by expert, or one before that.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_amd._rows import rows
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
-from tokenspeed_kernel_amd.gfx950.moe.choose import MAX_EXPERTS, choose
+from tokenspeed_kernel_amd.gfx950.moe.choose import MAX_EXPERTS, Router, choose, power_of_two, room_for_choice, routing_for
 from tokenspeed_kernel_amd.gfx950.moe.few import few_enough, few_enough_to_choose, moe_topk_apply_few
+from tokenspeed_kernel_amd.gfx950.moe.grouped import few_enough_to_route, moe_apply_many
 from tokenspeed_kernel_amd.gfx950.moe.moe_apply import ROUNDED, TRAITS, moe_apply
 from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import prepare_weights
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
@@ -63,8 +65,13 @@ def moe_topk_apply(
 ) -> Tensor:
     """See `tokenspeed_kernel_amd.moe_topk_apply`, which has checked the arguments. Weights are as `prepare_weights` makes them."""
     tokens = len(x)
-    if few_enough(tokens, plan, weights) and few_enough_to_choose(tokens, plan):
+    few = few_enough(tokens, plan, weights)
+    if few and few_enough_to_choose(tokens, plan):
         return moe_topk_apply_few(x, logits, weights, plan, renormalize, scaling_factor, out)
+    if not few and few_enough_to_route(tokens, plan):
+        routing = routing_for(tokens, power_of_two(plan.top_k), plan.num_experts, plan.top_k, renormalize)
+        router = Router(rows(logits), scaling_factor, routing)
+        return moe_apply_many(x, weights, *room_for_choice(logits, plan.top_k), plan, out, router=router)
     return moe_apply(x, weights, *choose(logits, plan.top_k, renormalize, scaling_factor), plan, out)
 
 
