@@ -391,8 +391,8 @@ class Other:
 
 
 OTHERS = {
-    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16, 256, 1024, 8192)),
-    "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (1, 16, 256, 1024, 8192)),
+    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (16, 1024, 8192)),
+    "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (16, 1024, 8192)),
     "dense": Other(("Qwen3-30B-A3B, bfloat16", "portable", "bfloat16"), (1, 16)),
     "fp8_block": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "portable", "fp8, a scale a token"), (1, 16)),
 }
