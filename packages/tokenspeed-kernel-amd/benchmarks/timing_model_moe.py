@@ -364,8 +364,9 @@ def measure_all(name: str, side: Side, tokens: list[int]) -> dict[str, Any]:
     return rows
 
 
-def measure_sides(counts: dict[str, list[int]], folder: Path | None) -> dict[str, Any]:
-    """What `measure_all` returns, for each side. Each has a process of its own: the peer's package has our name."""
+def measure_sides(counts: dict[str, list[int]], folder: Path | None, jobs: int) -> dict[str, Any]:
+    """What `measure_all` returns, for each side. Each has a process of its own, at most ``jobs`` at a time: the peer's package has
+    our name."""
 
     def run(side: str) -> Any:
         command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--tokens", *map(str, counts[side])]
@@ -373,7 +374,7 @@ def measure_sides(counts: dict[str, list[int]], folder: Path | None) -> dict[str
         return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
     sides = [side for side, tokens in counts.items() if tokens]
-    with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         return dict(zip(sides, pool.map(run, sides), strict=True))
 
 
@@ -391,8 +392,8 @@ class Other:
 
 
 OTHERS = {
-    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (16, 1024, 8192)),
-    "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (16, 1024, 8192)),
+    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16)),
+    "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (1, 16)),
     "dense": Other(("Qwen3-30B-A3B, bfloat16", "portable", "bfloat16"), (1, 16)),
     "fp8_block": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "portable", "fp8, a scale a token"), (1, 16)),
 }
@@ -466,6 +467,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
     parser.add_argument("--by-token-up-to", type=int, default=TOKENS[-1], help="the same for ours with a scale a token")
     parser.add_argument("--others-up-to", type=int, default=TOKENS[-1], help="the same for what the second table has")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--side", choices=sorted(ACTIVATIONS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.side is not None:
@@ -479,7 +481,7 @@ def main(arguments: list[str] | None = None) -> None:
     counts = {side: [count for count in options.tokens if count <= limit] for side, limit in most.items()}
     for side, other in OTHERS.items():
         counts[side] = [count for count in other.tokens if count <= options.others_up_to]
-    found = measure_sides(counts, options.peer)
+    found = measure_sides(counts, options.peer, options.jobs)
     rows: list[dict[str, Any]] = []
     for count in options.tokens:
         row: dict[str, Any] = {"tokens": count, "floor_us": layer_of("ours", count).floor_us(ACTIVATIONS["ours"])}
