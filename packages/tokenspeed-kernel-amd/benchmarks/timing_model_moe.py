@@ -352,25 +352,34 @@ def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
     }
 
 
-def measure_all(name: str, side: Side, tokens: list[int]) -> dict[str, Any]:
+def measure_all(name: str, side: Side, tokens: list[int], kept: Path | None = None) -> dict[str, Any]:
+    """What `measure` returns for each number of tokens. Those that ``kept``, a folder, has of the same commit are read."""
     torch.set_num_threads(1)
-    rows = {}
+    commit = metadata_of(Path(__file__), None)["git_commit"]
+    rows: dict[str, Any] = {}
     for count in tokens:
+        file = None if kept is None else kept / f"{name}_{count}_{commit}.json"
+        if file is not None and file.exists():
+            rows[str(count)] = json.loads(file.read_text())
+            continue
         start = time.perf_counter()
-        rows[str(count)] = measure(name, side, count)
-        print(
-            f"{name}: {count}: {rows[str(count)]['us']:.1f} us ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True
-        )
+        row = rows[str(count)] = measure(name, side, count)
+        if file is not None:
+            file.write_text(json.dumps(row))
+        print(f"{name}: {count}: {row['us']:.1f} us ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
     return rows
 
 
-def measure_sides(counts: dict[str, list[int]], folder: Path | None, jobs: int) -> dict[str, Any]:
+def measure_sides(counts: dict[str, list[int]], folder: Path | None, kept: Path | None, jobs: int) -> dict[str, Any]:
     """What `measure_all` returns, for each side. Each has a process of its own, at most ``jobs`` at a time: the peer's package has
     our name."""
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
 
     def run(side: str) -> Any:
         command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--tokens", *map(str, counts[side])]
         command += ["--peer", str(folder)] if side == "peer" else []
+        command += ["--keep", str(kept)] if kept is not None else []
         return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
     sides = [side for side, tokens in counts.items() if tokens]
@@ -438,13 +447,13 @@ def table(report: dict[str, Any]) -> str:
         cells.append(f"{dynamic['us']:.1f} ({len(dynamic['launches'])})" if dynamic else "")
         cells += [f"{slow['us']:.1f}", f"{slow['us'] / dynamic['us']:.2f}"] if slow and dynamic else ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
-    if report["others"]:
+    if report.get("others"):
         lines += [
             "",
             "| layer | by | activations | tokens | floor, µs | µs (launches) | of the floor |",
             "|---|---|---|---|---|---|---|",
         ]
-    for row in report["others"]:
+    for row in report.get("others", ()):
         layer, kernel, activations = OTHERS[row["side"]].described
         cells = [layer, kernel, activations, str(row["tokens"]), f"{row['floor_us']:.1f}"]
         lines.append(f"| {' | '.join(cells)} | {row['us']:.1f} ({len(row['launches'])}) | {row['us'] / row['floor_us']:.2f} |")
@@ -467,13 +476,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
     parser.add_argument("--by-token-up-to", type=int, default=TOKENS[-1], help="the same for ours with a scale a token")
     parser.add_argument("--others-up-to", type=int, default=TOKENS[-1], help="the same for what the second table has")
+    parser.add_argument("--keep", type=Path, help="a folder for what is measured, from which an interrupted run goes on")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--side", choices=sorted(ACTIVATIONS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.side is not None:
         if options.side == "peer":
             prepare_peer(options.peer)
-        print(json.dumps(measure_all(options.side, globals()[options.side], options.tokens)))
+        print(json.dumps(measure_all(options.side, globals()[options.side], options.tokens, options.keep)))
         return
     most = {"ours": TOKENS[-1], "by_token": options.by_token_up_to, "portable": options.portable_up_to}
     if options.peer is not None:
@@ -481,7 +491,7 @@ def main(arguments: list[str] | None = None) -> None:
     counts = {side: [count for count in options.tokens if count <= limit] for side, limit in most.items()}
     for side, other in OTHERS.items():
         counts[side] = [count for count in other.tokens if count <= options.others_up_to]
-    found = measure_sides(counts, options.peer, options.jobs)
+    found = measure_sides(counts, options.peer, options.keep, options.jobs)
     rows: list[dict[str, Any]] = []
     for count in options.tokens:
         row: dict[str, Any] = {"tokens": count, "floor_us": layer_of("ours", count).floor_us(ACTIVATIONS["ours"])}

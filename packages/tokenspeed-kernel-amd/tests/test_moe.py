@@ -97,6 +97,20 @@ def portable(layer: RandomLayer, *arguments: torch.Tensor) -> torch.Tensor:
     return tokenspeed_kernel.moe_apply(x, prepared, weights, ids, plan, override=plan.kernel)
 
 
+@pytest.mark.parametrize(
+    ("experts", "tokens", "top_k"), [(384, 5, 8), (9, 40, 8), (2, 110, 1), pytest.param(384, 40, 8, marks=pytest.mark.slow)]
+)
+def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, tokens: int, top_k: int) -> None:
+    """They are other columns of a tile, and in other tiles."""
+    layer = RandomLayer(gfx950, experts, top_k, 64, 32, activation_dtype="fp8", **GPT_OSS)
+    x, weights, ids = layer.tokens(tokens)
+    ids[1 : tokens // 2, 0] = experts - 1
+    turned = torch.arange(tokens - 1, -1, -1, device=gfx950)
+    got = moe_apply(x, layer.prepared, weights, ids, layer.plan)
+    assert torch.equal(moe_apply(x[turned], layer.prepared, weights[turned], ids[turned], layer.plan), got[turned])
+    assert relative_error(got, layer.wanted(x, weights, ids)) <= 1.5e-2
+
+
 def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) -> None:
     for activation_dtype in ("fp8", "none", "mxfp4"):
         layer = RandomLayer(gfx950, 4, 2, 96, 64, activation_dtype=activation_dtype)
