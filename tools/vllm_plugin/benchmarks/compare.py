@@ -13,20 +13,26 @@ import torch
 
 # Shares of what is sorted: of differences, which are at most so large.
 _SHARES = (0.5, 0.99, 1.0)
+# Root mean square of a row, in its standard deviations. Rounding alone stays below it; a row is beyond it where two experts are so
+# nearly equally likely that rounding decides which of them is chosen.
+_FAR = 0.05
 
 
 def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """Differences of logits, in standard deviations of a row: of steps before which all tokens agree.
 
-    ``lead`` is how far the most likely token is ahead of the second, in the same unit.
+    ``lead`` is how far the most likely token is ahead of the second, in the same unit; ``of_rows`` has the root mean square of each
+    row, largest first, and ``far`` of them are larger than rounding alone makes them.
     """
-    differences, leads, agreed, rows, steps = [], [], 0, 0, 0
+    differences, leads, of_rows, agreed, rows, steps = [], [], [], 0, 0, 0
     for x, y in zip(a["logits"], b["logits"], strict=False):
         if x.shape != y.shape:
             break
         x, y = x.float(), y.float()
         scale = x.std(-1, keepdim=True)
-        differences.append(((x - y).abs() / scale).flatten())
+        difference = (x - y).abs() / scale
+        differences.append(difference.flatten())
+        of_rows += difference.square().mean(-1).sqrt().tolist()
         first, second = x.topk(2, -1).values.unbind(-1)
         leads.append((first - second) / scale[:, 0])
         agreed += int((x.argmax(-1) == y.argmax(-1)).sum())
@@ -43,6 +49,8 @@ def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         "rms": round(every.square().mean().sqrt().item(), 5),
         "shares": {share: round(every[int(share * (len(every) - 1))].item(), 4) for share in _SHARES},
         "lead": round(lead.median().item(), 4),
+        "far": sum(rms > _FAR for rms in of_rows),
+        "of_rows": [round(rms, 5) for rms in sorted(of_rows, reverse=True)],
     }
 
 
@@ -64,20 +72,25 @@ def compare_tokens(a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def report(first: str, a: dict[str, Any], second: str, b: dict[str, Any]) -> str:
-    """What both have, compared, a line each."""
-    lines = [f"{first} : {second}"]
+def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What both have, compared."""
+    found = {}
     if "logits" in a and "logits" in b:
-        lines.append(f"  logits {compare_logits(a, b)}")
+        found["logits"] = compare_logits(a, b)
     if "tokens" in a and "tokens" in b:
-        lines.append(f"  tokens {compare_tokens(a['tokens'], b['tokens'])}")
+        found["tokens"] = compare_tokens(a["tokens"], b["tokens"])
     if "requests" in a and "requests" in b:
         names = [name for name, ids in a["requests"].items() if ids and len(b["requests"].get(name, [])) == len(ids)]
         of_both = ([side["requests"][name] for name in names] for side in (a, b))
-        lines.append(f"  requests {compare_tokens(*of_both)}")
-    return "\n".join(lines)
+        found["requests"] = compare_tokens(*of_both)
+    return found
+
+
+def report(first: str, second: str, found: dict[str, dict[str, Any]]) -> str:
+    """`compared`, a line for each thing that was."""
+    return "\n".join([f"{first} : {second}", *(f"  {name} {values}" for name, values in found.items())])
 
 
 if __name__ == "__main__":
     files = [Path(word) for word in sys.argv[1:3]]
-    print(report(files[0].stem, torch.load(files[0]), files[1].stem, torch.load(files[1])))
+    print(report(files[0].stem, files[1].stem, compared(torch.load(files[0]), torch.load(files[1]))))

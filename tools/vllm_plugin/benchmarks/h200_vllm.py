@@ -6,20 +6,24 @@
 
 Each variant is an engine in a process of its own (``vllm_engine.py``), one after another, and starts twice if start-up is wanted
 with cold and with warm caches. ``--correctness`` compares what engines generate instead (``compare.py``): greedy tokens, logits,
-and 1,000 random requests.
+1,000 random requests, and the kernels of a step; those engines run side by side, so their times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,12 +47,11 @@ VARIANTS = {
     "vllm": Variant(variables=_ONLY_WEIGHTS),
     "marlin": Variant(("--moe-backend", "marlin"), _ONLY_WEIGHTS),
     "plugin": Variant(("--attention", "CUSTOM")),
-    # The experts of the NVIDIA wheel, where the core would choose its portable ones.
-    "plugin-cutedsl": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_KERNEL_OVERRIDE_MOE_MOE_APPLY": "cutedsl_moe_apply_mxfp4"}),
+    "plugin-portable": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_KERNEL_OVERRIDE_MOE_MOE_APPLY": "triton_moe_apply_mxfp4"}),
 }
 # Chunked prefill, prefix caching and a cache that is too small for all requests at once.
 _CORRECTNESS = [
-    *("--tasks", "describe,logits,tokens,random", "--inproc", "--prefix-caching", "--kv-gib", "0.3"),
+    *("--tasks", "describe,logits,tokens,random,kernels", "--inproc", "--prefix-caching", "--kv-gib", "0.3"),
     *("--max-num-batched-tokens", "2048", "--max-num-seqs", "128", "--graph-sizes", "1", "2", "4", "8", "16", "32", "64", "128"),
 ]
 _SPEED = ["--tasks", "describe,decode,prefill", "--kv-gib", "5", "--max-num-seqs", "256"]
@@ -63,6 +66,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--correctness", action="store_true", help="compare what engines generate, and measure nothing")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of an engine")
     parser.add_argument("--output", type=Path, help="a file for all results, JSON")
+    parser.add_argument("--commit", default="", help="of this code, where it is a copy whose checkout says another")
     parser.add_argument("words", nargs="*", help="behind --: for vllm_engine.py")
     return parser
 
@@ -135,29 +139,47 @@ def judged(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
     return found
 
 
+def measured_on(given: argparse.Namespace, words: Sequence[str]) -> dict[str, Any]:
+    """The device, versions, the commit and the command, of which the results are."""
+    from tokenspeed_kernel.workbench.benchmark.metadata import collect_metadata
+
+    found = collect_metadata(shlex.join(["python", "tools/vllm_plugin/benchmarks/h200_vllm.py", *words]))
+    return dataclasses.asdict(dataclasses.replace(found, git_commit=given.commit) if given.commit else found)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Runs all variants, prints a table, and writes the results."""
+    words = sys.argv[1:] if words is None else list(words)
     given = parser_of().parse_args(words)
+    results: dict[str, Any] = {"metadata": measured_on(given, words), "layers": given.layers}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         path = os.pathsep.join([str(entry_point(folder / "site")), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        rows: list[dict[str, Any]] = []
-        for name in given.variants:
-            for start in range(given.starts):
-                rows += run(name, given, folder, path, start)
+        each = [(name, given, folder, path, start) for name in given.variants for start in range(given.starts)]
+        # What is timed runs alone; what is compared may share the device.
+        with ThreadPoolExecutor(len(each) if given.correctness else 1) as pool:
+            rows = list(itertools.chain.from_iterable(pool.map(lambda one: run(*one), each)))
         if given.correctness:
-            import torch
-            from compare import report
-
-            saved = {name: folder / f"{name}-0" / f"{name}.pt" for name in given.variants}
-            saved = {name: file for name, file in saved.items() if file.exists()}
-            first, *others = saved
-            for other in others:
-                print(report(first, torch.load(saved[first]), other, torch.load(saved[other])))
+            results["compared"] = compare_variants(given.variants, folder)
         else:
             print(table(rows, given.variants), *judged(rows, given.layers), sep="\n")
-        if given.output:
-            given.output.write_text(json.dumps({"layers": given.layers, "words": given.words, "rows": rows}, indent=1) + "\n")
+    if given.output:
+        given.output.write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")
+
+
+def compare_variants(names: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The first variant beside each of the others. Prints what it returns."""
+    import torch
+    from compare import compared, report
+
+    saved = {name: folder / f"{name}-0" / f"{name}.pt" for name in names}
+    if not saved[names[0]].exists():
+        return {}
+    found = {}
+    for other in (name for name in names[1:] if saved[name].exists()):
+        found[f"{names[0]} : {other}"] = compared(torch.load(saved[names[0]]), torch.load(saved[other]))
+        print(report(names[0], other, found[f"{names[0]} : {other}"]))
+    return found
 
 
 if __name__ == "__main__":

@@ -36,3 +36,16 @@ def vllm_config() -> Iterator[Any]:
     finally:
         torch.set_default_dtype(dtype)
         find_serving.cache_clear()
+
+
+@pytest.fixture
+def one_process(vllm_config: Any, tmp_path: Any) -> Iterator[Any]:
+    """vLLM's process groups, of this process alone."""
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    init_distributed_environment(1, 0, f"file://{tmp_path}/rendezvous", 0, "gloo")
+    initialize_model_parallel(1, 1)
+    yield vllm_config
+    destroy_model_parallel()
+    destroy_distributed_environment()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 ATTENTION = "vllm.v1.attention"
 MOE = "vllm.model_executor.layers.fused_moe"
+LINEAR = "vllm.model_executor.layers.linear"
 QUANTIZATION = "vllm.model_executor.layers.quantization"
 
 
@@ -103,6 +104,8 @@ HOOKS = [
     ),
     Hook(f"{QUANTIZATION}.register_quantization_config", words("quantization")),
     Hook(f"{QUANTIZATION}.mxfp4.GptOssMxfp4Config.get_quant_method", words("self layer prefix")),
+    Hook(f"{LINEAR}.UnquantizedLinearMethod", attributes=words("create_weights process_weights_after_loading")),
+    Hook(f"{LINEAR}.UnquantizedLinearMethod.apply", words("self layer x bias")),
     Hook(f"{MOE}.FusedMoEMethodBase", words("moe"), words(METHOD)),
     Hook(f"{MOE}.FusedMoEMethodBase.create_weights", words(CREATE)),
     Hook(f"{MOE}.FusedMoEMethodBase.apply_monolithic", words("self layer x router_logits input_ids")),

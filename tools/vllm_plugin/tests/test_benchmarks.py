@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,13 +166,15 @@ def test_logits_are_compared_until_tokens_differ() -> None:
     assert (found["steps"], found["rows"], found["argmax_same"]) == (2, 2, "1/2")
     assert found["shares"][1.0] == pytest.approx(1.0)
     assert found["lead"] == pytest.approx(1.0)
+    assert found["far"] == 1
+    assert found["of_rows"] == [pytest.approx(math.sqrt(2 / 3), abs=1e-4), pytest.approx(0.0378, abs=1e-3)]
     assert compare.compare_logits(a, {"logits": [torch.zeros(2, 3)]}) == {"steps": 0}
 
 
 def test_a_report_has_what_both_engines_did() -> None:
     a = {"tokens": [[1, 2]], "requests": {"r0": [1, 2], "r1": [], "r2": [3]}}
     b = {"tokens": [[1, 3]], "requests": {"r0": [1, 2], "r1": [], "r2": []}, "logits": []}
-    lines = compare.report("vllm", a, "plugin", b).splitlines()
+    lines = compare.report("vllm", "plugin", compare.compared(a, b)).splitlines()
     assert [line.split()[0] for line in lines] == ["vllm", "tokens", "requests"]
     assert "'sequences_same': '1/1'" in lines[2]
 
@@ -213,13 +217,39 @@ def test_all_engines_are_run_and_judged(
     monkeypatch.setattr(h200_vllm, "HERE", tmp_path)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     output = tmp_path / "results.json"
-    h200_vllm.main(["--variants", "vllm", "marlin", "plugin", "--starts", "2", "--output", str(output)])
+    words = ["--variants", "vllm", "marlin", "plugin", "--starts", "2", "--commit", "1234567", "--output", str(output)]
+    h200_vllm.main(words)
     said = capsys.readouterr().out
     assert "marlin: 1" in said
     assert "no such backend" in said
     assert ["start", "1,", "s", "3.5", "-", "3.5"] in [line.split() for line in said.splitlines()]
     assert "holds decode 1: 3.00 ms (<= 3.4)\nMISSED decode 64: 13.50 ms (<= 13.2)\nholds prefill: 51000" in said
-    rows = json.loads(output.read_text())["rows"]
+    results = json.loads(output.read_text())
+    rows = results["rows"]
+    assert results["metadata"]["git_commit"] == "1234567"
+    assert results["metadata"]["command"].endswith(shlex.join(words))
     assert [(row["engine"], row["start"]) for row in rows if row["figure"] == "started"] == [
         ("vllm", 0), ("vllm", 1), ("plugin", 0), ("plugin", 1)
     ]  # fmt: skip
+
+
+SAVING = """
+import sys
+import torch
+words = sys.argv[1:]
+out, name = words[words.index("--out") + 1], words[words.index("--name") + 1]
+open(f"{out}/{name}.jsonl", "w").close()
+torch.save({"tokens": [[1, 2, 3, 5 if name == "plugin" else 4]]}, f"{out}/{name}.pt")
+"""
+
+
+def test_what_engines_generate_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "vllm_engine.py").write_text(SAVING)
+    (tmp_path / "random_gpt_oss.py").write_text("def register(): pass")
+    monkeypatch.setattr(h200_vllm, "HERE", tmp_path)
+    output = tmp_path / "results.json"
+    h200_vllm.main(["--correctness", "--variants", "vllm", "plugin", "--output", str(output)])
+    assert "vllm : plugin\n  tokens" in capsys.readouterr().out
+    assert json.loads(output.read_text())["compared"]["vllm : plugin"]["tokens"]["same"] == 0.75

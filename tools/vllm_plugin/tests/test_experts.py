@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,6 @@ from torch import Tensor
 pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
 pytest.importorskip("tokenspeed_kernel", reason="experts are served by the core's kernels")
 
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import config as moe_config
@@ -29,16 +26,6 @@ from tokenspeed_kernel_vllm.experts.method import GptOssExperts
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 3, 64, 11
 CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-@pytest.fixture
-def one_process(vllm_config: Any, tmp_path: Any) -> Iterator[Any]:
-    """vLLM's process groups, of this process alone."""
-    init_distributed_environment(1, 0, f"file://{tmp_path}/rendezvous", 0, "gloo")
-    initialize_model_parallel(1, 1)
-    yield vllm_config
-    destroy_model_parallel()
-    destroy_distributed_environment()
 
 
 def make_layer(intermediate: int, **options: Any) -> Any:

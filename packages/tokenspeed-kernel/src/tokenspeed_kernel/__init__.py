@@ -98,7 +98,11 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.quantization.nvfp4 import dequantize_nvfp4, quantize_nvfp4
     from tokenspeed_kernel_base.ops.sampling.adjust_logits import adjust_logits
     from tokenspeed_kernel_base.ops.sampling.argmax import argmax
+    from tokenspeed_kernel_base.ops.sampling.argmax_with_value import argmax_with_value
+    from tokenspeed_kernel_base.ops.sampling.merge_argmax import merge_argmax
+    from tokenspeed_kernel_base.ops.sampling.merge_token_logprobs import merge_token_logprobs
     from tokenspeed_kernel_base.ops.sampling.sample_top_k_top_p import sample_top_k_top_p
+    from tokenspeed_kernel_base.ops.sampling.token_logprobs import token_logprobs
 
 __all__ = [
     "ArchVersion",

@@ -20,7 +20,7 @@ def register_parts(settings: Settings) -> None:
     """Registers each part that is switched on. One whose hook is missing is logged and left out."""
     parts: list[tuple[str, bool, Callable[[], None]]] = [
         ("attention", settings.attention, _register_attention),
-        ("experts", settings.experts, _register_experts),
+        ("GPT-OSS layers", settings.experts or settings.linear, _register_quantization),
     ]
     for name, wanted, add in parts:
         if not wanted:
@@ -46,7 +46,7 @@ def _register_attention() -> None:
     register_backend(custom, BACKEND)
 
 
-def _register_experts() -> None:
+def _register_quantization() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
 
     from tokenspeed_kernel_vllm.experts.config import GptOssConfig

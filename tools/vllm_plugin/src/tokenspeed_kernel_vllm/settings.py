@@ -17,6 +17,8 @@ class Settings:
     Attributes:
         attention: whether the attention backend is registered (``TOKENSPEED_VLLM_ATTENTION``, 1 by default).
         experts: whether MXFP4 experts are served where a kernel can (``TOKENSPEED_VLLM_EXPERTS``, 1 by default).
+        linear: whether products with weights that are not quantised are the core's ``mm`` (``TOKENSPEED_VLLM_LINEAR``, 0 by
+            default).
         package: the package whose attention functions are called (``TOKENSPEED_VLLM_PACKAGE``); None for the core if it is
             installed, else whichever vendor's wheel serves the layer.
         warmup: whether kernels are called in all sizes before the first request (``TOKENSPEED_VLLM_WARMUP``, 1 by default).
@@ -24,6 +26,7 @@ class Settings:
 
     attention: bool = True
     experts: bool = True
+    linear: bool = False
     package: str | None = None
     warmup: bool = True
 
@@ -35,15 +38,16 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         ValueError: a variable has a value that it cannot have, or starts like ours and is none of them.
     """
     env = os.environ if environ is None else environ
-    names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "PACKAGE", "WARMUP")}
+    names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "LINEAR", "PACKAGE", "WARMUP")}
     for name in sorted(env):
         if name.startswith(PREFIX) and name not in names:
             raise ValueError(f"{name} is no setting; expected one of {', '.join(sorted(names))}")
 
-    def flag(name: str) -> bool:
-        value = env.get(PREFIX + name, "1")
+    def flag(name: str, default: str = "1") -> bool:
+        value = env.get(PREFIX + name, default)
         if value not in _FLAGS:
             raise ValueError(f"{PREFIX}{name} must be 1 or 0, got {value!r}")
         return _FLAGS[value]
 
-    return Settings(flag("ATTENTION"), flag("EXPERTS"), env.get(PREFIX + "PACKAGE") or None, flag("WARMUP"))
+    package = env.get(PREFIX + "PACKAGE") or None
+    return Settings(flag("ATTENTION"), flag("EXPERTS"), flag("LINEAR", "0"), package, flag("WARMUP"))

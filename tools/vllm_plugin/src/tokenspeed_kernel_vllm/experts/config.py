@@ -1,4 +1,7 @@
-"""The quantisation ``gpt_oss_mxfp4``: experts are served by the core's kernels where they can be, else by vLLM's."""
+"""The quantisation ``gpt_oss_mxfp4``: experts are served by the core's kernels where they can be, else by vLLM's.
+
+So are products with weights that are not quantised, where they are switched on.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from tokenspeed_kernel_vllm.experts.method import BLOCK, CORE, GptOssExperts
+from tokenspeed_kernel_vllm.linear import Linear
+from tokenspeed_kernel_vllm.settings import read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
@@ -21,11 +27,14 @@ ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0
 
 
 class GptOssConfig(GptOssMxfp4Config):
-    """vLLM's configuration, but for experts that a kernel of ours serves."""
+    """vLLM's configuration, but for layers that a kernel of ours serves."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What serves a layer. One line of the log says why vLLM's own serves experts, where it does."""
-        if not isinstance(layer, RoutedExperts):
+        settings = read_settings()
+        if isinstance(layer, LinearBase) and settings.linear and find_spec(CORE) is not None:
+            return Linear()
+        if not isinstance(layer, RoutedExperts) or not settings.experts:
             return super().get_quant_method(layer, prefix)
         try:
             return GptOssExperts(layer.moe_config, plan_of(layer))

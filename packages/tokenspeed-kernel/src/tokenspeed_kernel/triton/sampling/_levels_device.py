@@ -166,6 +166,7 @@ def collect_kernel(
     offset,
     state,
     listed,
+    capacity,
     spans,
     length,
     BLOCK: tl.constexpr,
@@ -215,4 +216,4 @@ def collect_kernel(
             wanted = ((x >= k_low) & (x < k_high)) | ((x >= p_low) & (x < p_high)) | ((x >= u_low) & (x < u_high))
             place = tl.atomic_add(counter, one, mask=wanted & live, sem="relaxed")
             packed = (sort_key(x).to(tl.int64) << 32) | ids.to(tl.int64)
-            tl.store(listed + row * vocab + place, packed, mask=wanted & live)
+            tl.store(listed + row * capacity + place, packed, mask=wanted & live)

@@ -14,7 +14,7 @@ from tokenspeed_kernel.triton.sampling._rows_device import from_sort_key, sort_k
 from tokenspeed_kernel.triton.sampling._state_device import (
     CANDIDATES,
     COUNT_SHIFT,
-    FIRST,
+    DECIDED,
     LARGEST,
     LEVEL_BITS,
     LEVELS,
@@ -28,7 +28,6 @@ from tokenspeed_kernel.triton.sampling._state_device import (
 )
 from tokenspeed_kernel.triton.sampling._weights_device import (
     floor_of,
-    is_drawn,
     limit_of,
     scale_of,
     target_of,
@@ -185,15 +184,15 @@ def find_places_kernel(
     largest_key = tl.load(state + LARGEST).to(tl.int32)
     largest = from_sort_key(largest_key)
     warmth = tl.load(temperature + row)
-    token = tl.load(state + FIRST)
+    token = tl.full([], 0, tl.int64)
     if FROM_LEVELS:
         number = tl.load(state + LISTED).to(tl.int32)
         draws = tl.load(state + PENDING) != 0
         known = draws
     else:
         number = tl.load(state + CANDIDATES).to(tl.int32)
-        draws = is_drawn(warmth, largest_key)
-        known = (number <= capacity) | (~draws)
+        draws = tl.load(state + DECIDED) == 0
+        known = draws & (number <= capacity)
     if draws & known:
         largest_logit = largest.to(tl.float64)
         scale = scale_of(warmth)
@@ -317,5 +316,5 @@ def find_places_kernel(
                     target = target_of(u, kept)
     if known:
         tl.store(out + row * out_stride, token)
-    elif not FROM_LEVELS:
+    elif draws:
         tl.store(state + PENDING, 1)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_PARTS = tl.constexpr(16)
+_PART_BITS = tl.constexpr(4)
+
 
 @triton.jit
 def sort_key(x):
@@ -20,60 +23,32 @@ def from_sort_key(key):
 
 
 @triton.jit
-def token_of(best):
-    """int64 token of what `row_extremes_kernel` keeps."""
-    return 0x7FFFFFFF - (best & 0x7FFFFFFF)
+def packed(key, token):
+    """int64 that sort by key, and of equal keys the first token as the greatest: the key above 2^31 - 1 - token."""
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
 
 
 @triton.jit
-def row_extremes_kernel(
-    logits,
-    row_stride,
-    vocab_stride,
-    vocab,
-    best,
-    least,
-    out,
-    out_stride,
-    spans,
-    length,
-    BLOCK: tl.constexpr,
-    WITH_LEAST: tl.constexpr,
-    FINAL: tl.constexpr,
-):
-    """Of each span the largest logit with its token, and the least logit above -inf.
-
-    best: int64 [rows, spans], the sort key in the upper half and 2^31 - 1 - token in the lower: of equal logits the first token is
-    the best. least: float32 [rows, spans], inf where there is none. With FINAL a row is one span, and its token goes to out.
-    """
-    row = (tl.program_id(0) // spans).to(tl.int64)
-    span = tl.program_id(0) % spans
-    end = tl.minimum(vocab, (span + 1) * length)
-    best_key = tl.full([BLOCK], -0x80000000, tl.int32)
-    best_id = tl.zeros([BLOCK], tl.int32)
-    lowest = tl.full([BLOCK], float("inf"), tl.float32)
-    for start in range(span * length, end, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        offsets = ids.to(tl.int64) * vocab_stride
-        x = tl.load(logits + row * row_stride + offsets, mask=ids < end, other=float("-inf")).to(tl.float32)
-        key = sort_key(x)
-        better = key > best_key
-        best_key = tl.where(better, key, best_key)
-        best_id = tl.where(better, ids, best_id)
-        if WITH_LEAST:
-            lowest = tl.minimum(lowest, tl.where(x == float("-inf"), float("inf"), x))
-    # Beyond the end -inf stands with a higher id than any real one, so that it never wins.
-    found = tl.max((best_key.to(tl.int64) << 32) | (0x7FFFFFFF - best_id).to(tl.int64), axis=0)
-    if FINAL:
-        tl.store(out + row * out_stride, token_of(found))
-    else:
-        tl.store(best + row * spans + span, found)
-    if WITH_LEAST:
-        tl.store(least + row * spans + span, tl.min(lowest, axis=0))
+def token_of(pair):
+    """int64 token of what is `packed`."""
+    return 0x7FFFFFFF - (pair & 0x7FFFFFFF)
 
 
 @triton.jit
-def best_of_row(best, row, spans, SPANS: tl.constexpr):
-    """The best of a row's spans."""
-    span = tl.arange(0, SPANS)
-    return tl.max(tl.load(best + row * spans + span, mask=span < spans, other=-0x8000000000000000), axis=0)
+def threshold_of(keys, live, wanted, spare):
+    """The largest key that at least ``wanted`` of the live keys reach, or a lower one that up to ``spare`` more reach; the least
+    key where there are fewer. Returns it, int64, and how many reach it, int32. Keys that are not live are less than all others."""
+    largest = tl.max(keys, axis=0)
+    low = tl.min(tl.where(live, keys, largest), axis=0).to(tl.int64)
+    high = largest.to(tl.int64)
+    number = tl.sum(live.to(tl.int32), axis=0)
+    part = tl.arange(0, _PARTS)
+    while (low < high) & (number > wanted + spare):
+        stride = ((high - low) >> _PART_BITS) + 1
+        ends = low + part * stride
+        reaching = tl.sum((keys[None, :] >= tl.minimum(ends, high).to(tl.int32)[:, None]).to(tl.int32), axis=1)
+        passed = tl.maximum(tl.sum(((reaching >= wanted) & (ends <= high)).to(tl.int32), axis=0) - 1, 0)
+        number = tl.sum(tl.where(part == passed, reaching, 0), axis=0)
+        high = tl.minimum(high, low + (passed + 1) * stride - 1)
+        low = low + passed * stride
+    return low, number
