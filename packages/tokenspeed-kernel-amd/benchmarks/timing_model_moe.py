@@ -5,8 +5,11 @@ portable kernel's, by one model. **For ratios only.**
 
 ``--peer`` is the folder of `timing_model`; without it our side and the portable kernel are measured. All sides get the same tokens,
 routing and weights. The peer takes static scales of activations, and so does ours; the portable kernel makes a scale a token, and
-ours is measured so as well. The peer takes router logits, ours and the portable kernel routed tokens: so the time of `moe_topk`,
-by the core's portable kernel, is added to theirs.
+ours is measured so as well. The peer takes router logits, and so does ours, by `moe_topk_apply`; the portable kernel takes routed
+tokens: so the time of `moe_topk`, by the core's portable kernel, is added to its own.
+
+A second table has what the first has not: ours with activations that are not rounded, or rounded to mxfp4; and the portable kernel
+with the formats of weights that it alone serves.
 
 Up to 16 tokens the whole layer is executed. For more, two slices are, with all experts and tokens: one has 256 intermediate
 features, from which come the first product and what is before it and after the second; the other has 256 hidden features, from
@@ -23,10 +26,12 @@ import dataclasses
 import importlib
 import json
 import math
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +46,18 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 8192)
 WHOLE = 16  # tokens up to which the whole layer is executed
 MANY, PART = 1024, 8  # for more tokens, so small a part of tokens and experts is executed
 LAUNCH_US = 2.3
-ACTIVATIONS = {"ours": "fp8_static", "by_token": "fp8", "portable": "fp8", "peer": "fp8_static"}
-ERRORS = {"ours": 0.02, "by_token": 0.02, "portable": 0.02, "peer": 0.02}  # relative, of the output
+ACTIVATIONS = {
+    "ours": "fp8_static",
+    "by_token": "fp8",
+    "portable": "fp8",
+    "peer": "fp8_static",
+    "unrounded": "none",
+    "mxfp4": "mxfp4",
+    "dense": "none",
+    "fp8_block": "fp8",
+}
+# Relative, of the output. A code that an error of bfloat16 turns into its neighbour weighs the more, the fewer codes there are.
+ERRORS = {**dict.fromkeys(ACTIVATIONS, 0.02), "mxfp4": 0.08, "unrounded": 0.005, "dense": 0.01}
 LARGEST = {"w13_input_scale": 5.0, "w2_input_scale": 56.0}  # magnitudes of which static scales are made
 SWIGLU = {"alpha": 1.702, "limit": 7.0, "beta": 1.0}
 
@@ -54,8 +69,7 @@ ASSUMPTIONS = (
     "measurements of short kernels on MI355X suggest.",
     "The peer rounds activations to fp8 with static scales, and so does ours; the portable kernel makes a scale a token, and is "
     "compared with ours doing the same.",
-    "The peer routes tokens itself. For ours and the portable kernel the time and the launch of moe_topk, by the core's portable "
-    "kernel, are added.",
+    "The peer routes tokens itself, and so does ours. For the portable kernel the time and the launch of moe_topk are added.",
     "From 64 tokens on a product is executed with 256 of its 2880 features, and its work and the lines that it moves, but those of "
     "what is multiplied, grow in proportion: its compute units have equal shares.",
     "From 2048 tokens on an eighth of the tokens and of the experts is executed, and all launches have eight times as many "
@@ -66,24 +80,32 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, or a slice of one: sizes, and what goes in. There are four experts, which repeat."""
+    """A layer, or a slice of one: sizes, and what goes in. There are four experts, which repeat. Those whose weights are not mxfp4
+    have neither biases nor limits."""
 
     tokens: int
     hidden: int
     features: int
     experts: int
+    top_k: int = TOP_K
+    weight_format: str = "mxfp4"
 
     def inputs(self) -> dict[str, Tensor]:
         draw = torch.Generator().manual_seed(self.tokens)
-        x = torch.randn(self.tokens, self.hidden, generator=draw).bfloat16()
-        return {"x": x, "logits": torch.randn(self.tokens, self.experts, generator=draw).bfloat16()}
+        logits = torch.randn(self.tokens, self.experts, generator=draw).bfloat16()  # first: slices choose as the whole layer does
+        return {"x": torch.randn(self.tokens, self.hidden, generator=draw).bfloat16(), "logits": logits}
 
     def weights(self, activation_dtype: str) -> Any:
         from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
         draw = torch.Generator().manual_seed(7)
 
-        def projection(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        def projection(rows: int, k: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            if self.weight_format == "dense":
+                return (torch.randn(DISTINCT, rows, k, generator=draw) * k**-0.5).bfloat16(), None, None
+            if self.weight_format == "fp8_block":
+                plain = torch.randn(DISTINCT, rows, k, generator=draw).to(torch.float8_e4m3fn)
+                return plain, torch.rand(DISTINCT, -(-rows // 128), -(-k // 128), generator=draw) * k**-0.5, None
             codes = torch.randint(0, 256, (DISTINCT, rows, k // 2), generator=draw, dtype=torch.uint8)
             exponent = 127 + round(math.log2(k**-0.5 / 3))
             scale = torch.randint(exponent - 1, exponent + 2, (DISTINCT, rows, k // 32), generator=draw, dtype=torch.uint8)
@@ -97,10 +119,21 @@ class Layer:
     def plan(self, activation_dtype: str, kernel: str, layout: str) -> Any:
         from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 
+        gpt_oss = self.weight_format == "mxfp4"
+        swiglu: dict[str, Any] = SWIGLU if gpt_oss else {"alpha": 1.0, "limit": None, "beta": 0.0}
         return MoEPlan(
-            self.experts, TOP_K, self.hidden, self.features, torch.bfloat16, "mxfp4", activation_dtype,
-            w13_interleaved=True, bias=True, activation="swiglu", kernel=kernel, weight_layout=layout, **SWIGLU,
+            self.experts, self.top_k, self.hidden, self.features, torch.bfloat16, self.weight_format, activation_dtype,
+            w13_interleaved=gpt_oss, bias=gpt_oss, activation="swiglu", kernel=kernel, weight_layout=layout, **swiglu,
         )  # fmt: skip
+
+    def floor_us(self, activation_dtype: str) -> float:
+        """The least that memory or matrix cores allow: experts that are hit at 8 TB/s, or products at the rate of the activations'
+        format, twice as many where they are two planes of e4m3."""
+        experts = len(set(self.inputs()["logits"].topk(self.top_k).indices.flatten().tolist()))
+        element = {"mxfp4": 0.5 + 1 / 32, "fp8_block": 1 + 4 / 128**2, "dense": 2}[self.weight_format]
+        rate = 10.06e15 if activation_dtype == "mxfp4" else 2.5e15 if activation_dtype == "none" else 5.03e15
+        flops = 6 * self.tokens * self.top_k * self.hidden * self.features
+        return max(experts * 3 * self.hidden * self.features * element / 8e12, flops / rate) * 1e6
 
 
 def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
@@ -113,7 +146,8 @@ def repeated(tensor: Tensor | None, layer: Layer) -> Tensor | None:
 Side = Callable[[Layer], Callable[[], Tensor]]
 
 
-def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str) -> Callable[[], Tensor]:
+def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str, fused: str | None = None) -> Callable[[], Tensor]:
+    """Calls of a kernel of `moe_apply`, or of one of `moe_topk_apply` that takes its weights."""
     import tokenspeed_kernel as core
     from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 
@@ -124,23 +158,49 @@ def _operator(layer: Layer, activation_dtype: str, kernel: str, layout: str) -> 
     weights = MoEWeights(*(repeated(part, layer) for part in parts), layout, **scales)  # type: ignore[arg-type]
 
     def call() -> Tensor:
-        topk_weights, topk_ids = core.moe_topk(inputs["logits"], TOP_K, solution="triton")
+        if fused is not None:
+            return core.moe_topk_apply(inputs["x"], inputs["logits"], weights, plan, override=fused)
+        topk_weights, topk_ids = core.moe_topk(inputs["logits"], layer.top_k, solution="triton")
         return core.moe_apply(inputs["x"], weights, topk_weights, topk_ids, plan, override=kernel)
 
     return call
 
 
 def ours(layer: Layer) -> Callable[[], Tensor]:
-    return _operator(layer, ACTIVATIONS["ours"], "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
+    return _ours(layer, ACTIVATIONS["ours"])
 
 
 def by_token(layer: Layer) -> Callable[[], Tensor]:
     """Ours, with a scale a token."""
-    return _operator(layer, ACTIVATIONS["by_token"], "gluon_moe_apply_mxfp4", "gfx950_mxfp4")
+    return _ours(layer, ACTIVATIONS["by_token"])
+
+
+def _ours(layer: Layer, activation_dtype: str) -> Callable[[], Tensor]:
+    return _operator(layer, activation_dtype, "gluon_moe_apply_mxfp4", "gfx950_mxfp4", "gluon_moe_topk_apply_mxfp4")
+
+
+def unrounded(layer: Layer) -> Callable[[], Tensor]:
+    """Ours, with bfloat16 activations."""
+    return _ours(layer, ACTIVATIONS["unrounded"])
+
+
+def mxfp4(layer: Layer) -> Callable[[], Tensor]:
+    """Ours, with mxfp4 activations."""
+    return _ours(layer, ACTIVATIONS["mxfp4"])
 
 
 def portable(layer: Layer) -> Callable[[], Tensor]:
     return _operator(layer, ACTIVATIONS["portable"], "triton_moe_apply_mxfp4", "triton_mxfp4")
+
+
+def dense(layer: Layer) -> Callable[[], Tensor]:
+    """The portable kernel, with bfloat16 weights."""
+    return _operator(layer, ACTIVATIONS["dense"], "triton_moe_apply", "canonical")
+
+
+def fp8_block(layer: Layer) -> Callable[[], Tensor]:
+    """The portable kernel, with weights in fp8 blocks."""
+    return _operator(layer, ACTIVATIONS["fp8_block"], "triton_moe_apply", "canonical")
 
 
 def peer(layer: Layer) -> Callable[[], Tensor]:
@@ -188,7 +248,7 @@ def check(side: str, layer: Layer, out: Tensor) -> float:
 
     inputs, some, dtype = layer.inputs(), slice(0, 4), ACTIVATIONS[side]
     chosen = inputs["logits"][some].float().sort(dim=-1, descending=True, stable=True)
-    weights, ids = chosen.values[:, :TOP_K].softmax(-1), chosen.indices[:, :TOP_K].int() % DISTINCT
+    weights, ids = chosen.values[:, : layer.top_k].softmax(-1), chosen.indices[:, : layer.top_k].int() % DISTINCT
     wanted = moe_apply.operator.body(inputs["x"][some].float(), layer.weights(dtype), weights, ids, layer.plan(dtype, "", ""))
     error = float((out[some, : layer.hidden].float() - wanted).norm() / wanted.norm())
     if not error <= ERRORS[side]:
@@ -253,10 +313,19 @@ def _run(name: str, side: Side, layer: Layer) -> tuple[list[Any], float]:
     return list(emulator.launches), check(name, layer, out)
 
 
+def layer_of(name: str, tokens: int) -> Layer:
+    """The whole layer that a side is given."""
+    if name == "dense":
+        return Layer(tokens, 2048, 768, 128, 8, "dense")
+    if name == "fp8_block":
+        return Layer(tokens, 7168, 2048, 32, 1, "fp8_block")
+    return Layer(tokens, SIZE, SIZE, EXPERTS)
+
+
 def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
     """The launches of a call, and their times."""
     if tokens <= WHOLE:
-        reports, error = _run(name, side, Layer(tokens, SIZE, SIZE, EXPERTS))
+        reports, error = _run(name, side, layer_of(name, tokens))
         launches = [predicted(report) for report in reports]
     else:
         parts = 1 if tokens <= MANY else PART
@@ -276,46 +345,67 @@ def measure(name: str, side: Side, tokens: int) -> dict[str, Any]:
     us = sum(launch.us for launch in launches)
     return {
         "us": us,
+        "floor_us": layer_of(name, tokens).floor_us(ACTIVATIONS[name]),
         "with_launches_us": us + LAUNCH_US * len(launches),
         "relative_error": error,
         "launches": [launch.row() for launch in launches],
     }
 
 
-def floor_us(tokens: int) -> float:
-    """The least that memory or matrix cores allow: experts that are hit at 8 TB/s, or products at the rate of e4m3."""
-    logits = Layer(tokens, 32, 32, EXPERTS).inputs()["logits"]
-    experts = len(set(logits.topk(TOP_K).indices.flatten().tolist()))
-    weights = experts * 3 * SIZE * SIZE * (0.5 + 1 / 32)
-    flops = 6 * tokens * TOP_K * SIZE * SIZE
-    return max(weights / 8e12, flops / 5.03e15) * 1e6
-
-
-def measure_all(name: str, side: Side, tokens: list[int]) -> dict[str, Any]:
+def measure_all(name: str, side: Side, tokens: list[int], kept: Path | None = None) -> dict[str, Any]:
+    """What `measure` returns for each number of tokens. Those that ``kept``, a folder, has of the same commit are read."""
     torch.set_num_threads(1)
-    rows = {}
+    commit = metadata_of(Path(__file__), None)["git_commit"]
+    rows: dict[str, Any] = {}
     for count in tokens:
+        file = None if kept is None else kept / f"{name}_{count}_{commit}.json"
+        if file is not None and file.exists():
+            rows[str(count)] = json.loads(file.read_text())
+            continue
         start = time.perf_counter()
-        rows[str(count)] = measure(name, side, count)
-        print(
-            f"{name}: {count}: {rows[str(count)]['us']:.1f} us ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True
-        )
+        row = rows[str(count)] = measure(name, side, count)
+        if file is not None:
+            file.write_text(json.dumps(row))
+        print(f"{name}: {count}: {row['us']:.1f} us ({time.perf_counter() - start:.0f} s)", file=sys.stderr, flush=True)
     return rows
 
 
-def measure_sides(counts: dict[str, list[int]], folder: Path | None) -> dict[str, Any]:
-    """What `measure_all` returns, for each side. Each has a process of its own, all at once: the peer's package has our name."""
-    processes = {}
-    for side, tokens in counts.items():
-        if tokens:
-            command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--tokens", *map(str, tokens)]
-            command += ["--peer", str(folder)] if side == "peer" else []
-            processes[side] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    outputs = {side: process.communicate()[0] for side, process in processes.items()}
-    failed = [side for side, process in processes.items() if process.returncode]
-    if failed:
-        raise RuntimeError(f"could not be measured: {', '.join(failed)}; see above")
-    return {side: json.loads(output) for side, output in outputs.items()}
+def measure_sides(counts: dict[str, list[int]], folder: Path | None, kept: Path | None, jobs: int) -> dict[str, Any]:
+    """What `measure_all` returns, for each side. Each has a process of its own, at most ``jobs`` at a time: the peer's package has
+    our name."""
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+
+    def run(side: str) -> Any:
+        command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--tokens", *map(str, counts[side])]
+        command += ["--peer", str(folder)] if side == "peer" else []
+        command += ["--keep", str(kept)] if kept is not None else []
+        return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+    sides = [side for side, tokens in counts.items() if tokens]
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(sides, pool.map(run, sides), strict=True))
+
+
+@dataclass(frozen=True)
+class Other:
+    """A side of the second table.
+
+    Attributes:
+        described: layer, kernel and activations.
+        tokens: that are measured.
+    """
+
+    described: tuple[str, str, str]
+    tokens: tuple[int, ...]
+
+
+OTHERS = {
+    "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16)),
+    "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (1, 16)),
+    "dense": Other(("Qwen3-30B-A3B, bfloat16", "portable", "bfloat16"), (1, 16)),
+    "fp8_block": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "portable", "fp8, a scale a token"), (1, 16)),
+}
 
 
 # -- showing -------------------------------------------------------------------------------------------------------------------
@@ -357,6 +447,16 @@ def table(report: dict[str, Any]) -> str:
         cells.append(f"{dynamic['us']:.1f} ({len(dynamic['launches'])})" if dynamic else "")
         cells += [f"{slow['us']:.1f}", f"{slow['us'] / dynamic['us']:.2f}"] if slow and dynamic else ["", ""]
         lines.append(f"| {' | '.join(cells)} |")
+    if report.get("others"):
+        lines += [
+            "",
+            "| layer | by | activations | tokens | floor, µs | µs (launches) | of the floor |",
+            "|---|---|---|---|---|---|---|",
+        ]
+    for row in report.get("others", ()):
+        layer, kernel, activations = OTHERS[row["side"]].described
+        cells = [layer, kernel, activations, str(row["tokens"]), f"{row['floor_us']:.1f}"]
+        lines.append(f"| {' | '.join(cells)} | {row['us']:.1f} ({len(row['launches'])}) | {row['us'] / row['floor_us']:.2f} |")
     found = report["summary"]
     if found:
         lines += [
@@ -375,25 +475,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="where to write the report, JSON")
     parser.add_argument("--readme", action="store_true", help="put the table into the package's README")
     parser.add_argument("--by-token-up-to", type=int, default=TOKENS[-1], help="the same for ours with a scale a token")
+    parser.add_argument("--others-up-to", type=int, default=TOKENS[-1], help="the same for what the second table has")
+    parser.add_argument("--keep", type=Path, help="a folder for what is measured, from which an interrupted run goes on")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--side", choices=sorted(ACTIVATIONS), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.side is not None:
         if options.side == "peer":
             prepare_peer(options.peer)
-        print(json.dumps(measure_all(options.side, globals()[options.side], options.tokens)))
+        print(json.dumps(measure_all(options.side, globals()[options.side], options.tokens, options.keep)))
         return
     most = {"ours": TOKENS[-1], "by_token": options.by_token_up_to, "portable": options.portable_up_to}
     if options.peer is not None:
-        most["peer"] = TOKENS[-1]
-    found = measure_sides(
-        {side: [count for count in options.tokens if count <= limit] for side, limit in most.items()}, options.peer
-    )
+        most = {"peer": TOKENS[-1], **most}
+    counts = {side: [count for count in options.tokens if count <= limit] for side, limit in most.items()}
+    for side, other in OTHERS.items():
+        counts[side] = [count for count in other.tokens if count <= options.others_up_to]
+    found = measure_sides(counts, options.peer, options.keep, options.jobs)
     rows: list[dict[str, Any]] = []
     for count in options.tokens:
-        row: dict[str, Any] = {"tokens": count, "floor_us": floor_us(count)}
-        rows.append(row | {side: sizes[str(count)] for side, sizes in found.items() if str(count) in sizes})
+        row: dict[str, Any] = {"tokens": count, "floor_us": layer_of("ours", count).floor_us(ACTIVATIONS["ours"])}
+        rows.append(row | {side: found[side][str(count)] for side in most if str(count) in found.get(side, {})})
+    others = [{"side": side, "tokens": int(n), **row} for side in OTHERS for n, row in found.get(side, {}).items()]
     metadata = metadata_of(Path(__file__), options.peer)
-    report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows}
+    report = {"metadata": metadata, "assumptions": ASSUMPTIONS, "summary": summary(rows), "rows": rows, "others": others}
     print(*(f"- {assumption}" for assumption in ASSUMPTIONS), "", table(report), sep="\n")
     if options.output:
         options.output.write_text(json.dumps(report, indent=1) + "\n")

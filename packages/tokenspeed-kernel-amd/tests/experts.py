@@ -63,7 +63,7 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
     return float((got.float() - wanted).norm() / wanted.norm())
 
 
-def mxfp4_cases() -> list[Case]:
+def mxfp4_cases(mode: str = "moe_apply") -> list[Case]:
     """The operator's cases with mxfp4 weights that are not sized for a GPU."""
-    cases = get_operator("moe.moe_apply").all_cases()
+    cases = get_operator(f"moe.{mode}").all_cases()
     return [case for case in cases if not case.large and "mxfp4" in case.name and not case.name.startswith("dense")]

@@ -33,6 +33,7 @@ FEW: list[tuple[int, int, dict[str, Any]]] = [
     (1, 3, {"dtype": torch.float16, "bias": True}),
 ]
 TILES = [grouped.Tile(16, 4), grouped.Tile(32, 4), grouped.Tile(128, 8, wide=True, blocks=2)]
+FOR_FLOAT16 = grouped.Tile(64, 8, wide=True, blocks=2)  # see `tile_for`
 
 
 @pytest.mark.parametrize("case", mxfp4_cases(), ids=lambda case: case.name)
@@ -40,13 +41,17 @@ def test_cases(gfx950: torch.device, case: Case) -> None:
     check_case(gfx950, f"moe_apply_mxfp4{'_float32_fp8' if 'float32' in case.name else ''}", case)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("activation_dtype", ["fp8", "fp8_static", "none", "mxfp4"])
-def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, activation_dtype: str) -> None:
+TILES_OF = [
+    *((tile, {"activation_dtype": dtype}) for dtype in ("fp8", "fp8_static", "none", "mxfp4") for tile in TILES),
+    (TILES[1], {"dtype": torch.float16}),
+    (FOR_FLOAT16, {"dtype": torch.float16}),
+]
+
+
+@pytest.mark.parametrize(("tile", "options"), TILES_OF, ids=str)
+def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
     """Sizes that end within steps, blocks of strips and tiles; an expert has most tokens, another has none."""
-    if activation_dtype in ("none", "mxfp4") and tile.wide:
-        pytest.skip("it is for tokens with float32 scales, and is not chosen for others")
-    layer = RandomLayer(gfx950, 6, 2, 224, 672, activation_dtype=activation_dtype, **GPT_OSS)
+    layer = RandomLayer(gfx950, 6, 2, 224, 672, **options, **GPT_OSS)
     x, weights, ids = layer.tokens(150)
     ids[:139, 0] = 4
     ids[:70, 1] = 1
@@ -92,6 +97,20 @@ def portable(layer: RandomLayer, *arguments: torch.Tensor) -> torch.Tensor:
     return tokenspeed_kernel.moe_apply(x, prepared, weights, ids, plan, override=plan.kernel)
 
 
+@pytest.mark.parametrize(
+    ("experts", "tokens", "top_k"), [(384, 5, 8), (9, 40, 8), (2, 110, 1), pytest.param(384, 40, 8, marks=pytest.mark.slow)]
+)
+def test_the_order_of_tokens_changes_no_bit(gfx950: torch.device, experts: int, tokens: int, top_k: int) -> None:
+    """They are other columns of a tile, and in other tiles."""
+    layer = RandomLayer(gfx950, experts, top_k, 64, 32, activation_dtype="fp8", **GPT_OSS)
+    x, weights, ids = layer.tokens(tokens)
+    ids[1 : tokens // 2, 0] = experts - 1
+    turned = torch.arange(tokens - 1, -1, -1, device=gfx950)
+    got = moe_apply(x, layer.prepared, weights, ids, layer.plan)
+    assert torch.equal(moe_apply(x[turned], layer.prepared, weights[turned], ids[turned], layer.plan), got[turned])
+    assert relative_error(got, layer.wanted(x, weights, ids)) <= 1.5e-2
+
+
 def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) -> None:
     for activation_dtype in ("fp8", "none", "mxfp4"):
         layer = RandomLayer(gfx950, 4, 2, 96, 64, activation_dtype=activation_dtype)
@@ -124,10 +143,19 @@ def test_the_kit_finds_nothing_at_all(gfx950: torch.device, name: str) -> None:
     assert [str(finding) for finding in findings if finding.wrong] == []
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_compiled_code(emulator: Any, tile: grouped.Tile) -> None:
+@pytest.mark.parametrize(
+    ("tile", "options"),
+    [
+        *((tile, {"activation_dtype": "fp8"}) for tile in TILES),
+        (TILES[2], {}),
+        (TILES[2], {"activation_dtype": "mxfp4"}),
+        (FOR_FLOAT16, {"dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_compiled_code(emulator: Any, tile: grouped.Tile, options: dict[str, Any]) -> None:
     """Nothing is spilled, no bank conflicts, no loops around buffer instructions."""
-    layer = RandomLayer(torch.device("cpu"), 2, 1, 1056, 32, activation_dtype="fp8", **GPT_OSS)
+    layer = RandomLayer(torch.device("cpu"), 2, 1, 1056, 32, **options, **GPT_OSS)
     grouped.moe_apply_many(*_arguments(layer, 3), tile=tile)
     launches = [launch for launch in emulator.launches if launch.kernel in ("grouped_kernel", "wide_kernel")]
     assert len(launches) == 2
@@ -141,6 +169,15 @@ def test_compiled_code(emulator: Any, tile: grouped.Tile) -> None:
 def _arguments(layer: RandomLayer, tokens: int) -> tuple[Any, ...]:
     x, weights, ids = layer.tokens(tokens)
     return x, layer.prepared, weights, ids, layer.plan
+
+
+def test_the_tile_for_many_tokens() -> None:
+    """The wide one, whatever activations are."""
+    for options in ({"activation_dtype": "fp8"}, {}, {"activation_dtype": "mxfp4"}, {"dtype": torch.float16}):
+        plan = RandomLayer(torch.device("cpu"), 2, 1, 32, 32, **options).plan
+        tile = grouped.tile_for(1000, plan)
+        assert (tile.wide, tile.columns) == (True, 64 if plan.dtype == torch.float16 else 128)
+        assert not grouped.tile_for(90, plan).wide
 
 
 @pytest.mark.parametrize("activation_dtype", ["fp8", "fp8_static", "none", "mxfp4"])

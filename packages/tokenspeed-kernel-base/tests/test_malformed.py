@@ -88,6 +88,7 @@ def _valid() -> dict[str, dict[str, Any]]:
             "x": ones(3, 8), "weights": weights, "topk_weights": ones(3, 2, dtype=F32), "topk_ids": ints([0, 1], [2, 3], [1, 0]),
             "plan": moe_plan(4, 2, 8, 6), "residual": ones(3, 8),
         },
+        "moe_topk_apply": {"x": ones(3, 8), "logits": ones(3, 4), "weights": weights, "plan": moe_plan(4, 2, 8, 6)},
         "mm_add": {"a": ones(3, 8), "b": ones(8, 4), "residual": ones(3, 4)},
         "rmsnorm_moe_topk": {"x": ones(3, 8), "norm_weight": ones(8), "router_weight": ones(8, 4), "top_k": 2},
         "rmsnorm_qkv_rope": {
@@ -161,6 +162,9 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("mm_add", {"residual": ones(3, 8)}, V, r"residual must be of shape \[m, n\] where n is 4 in b, got \[3, 8\]"),
     ("moe_apply_add", {"residual": ones(3, 4)}, V, r"residual must be of shape \[tokens, hidden\] where .*, got \[3, 4\]"),
     ("moe_apply_add", {"topk_ids": ints([0, 1], [2, 4], [1, 0])}, V, r"topk_ids must be below plan.num_experts = 4, got an id 4"),
+    ("moe_topk_apply", {"logits": ones(3, 5)}, V, r"logits must be of shape \[tokens, 4\], which plan.num_experts is, got \[3, 5\]"),
+    ("moe_topk_apply", {"num_groups": 3}, V, r"num_groups must be a divisor of the 4 experts of logits, got 3"),
+    ("moe_topk_apply", {"x": ones(2, 8)}, V, r"x must be of shape \[tokens, hidden\] where .*, got \[2, 8\]"),
     ("rmsnorm_moe_topk", {"top_k": 5}, V, r"top_k must be from 1 to the 4 experts of logits, got 5"),
     ("rmsnorm_moe_topk", {"residual": ones(3, 4)}, V, r"residual must be of shape \[3, 8\] like x, got \[3, 4\]"),
     ("rmsnorm_moe_topk", {"router_bias": ones(8)}, V, r"router_bias must be of shape \[experts\] where experts is 4 in router_weight, got \[8\]"),

@@ -240,8 +240,14 @@ def test_wrong_declarations(declare: Declare) -> None:
     function = declare(_look_up, outs=())
     with pytest.raises(TypeError, match="it has a plan hook, and does not say by planned= which parameter is the plan"):
         function.plan(lambda check: None)
+    wrong_traits = pytest.raises(TypeError, match="its traits hook must ask for plan alone, because plans are made by it, too")
     function = declare(_look_up, outs=(), planned="plan")
-    with pytest.raises(TypeError, match="its traits hook must ask for plan alone, because plans are made by it, too"):
+    function.traits(lambda x, plan: {})
+    with wrong_traits:
+        function.plan(lambda check: None)
+    function = declare(_look_up, outs=(), planned="plan")
+    function.plan(lambda check: None)
+    with wrong_traits:
         function.traits(lambda x, plan: {})
     with pytest.raises(TypeError, match="its prepare hook must ask for what is to be prepared, and then for plan"):
         function.prepare(lambda preparation, plan, table: None)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; others work al
     from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
     from tokenspeed_kernel_base.ops.attention.mha_with_kvcache import mha_with_kvcache
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+    from tokenspeed_kernel_base.ops.moe.moe_topk_apply import moe_topk_apply
 
 __all__ = ["__version__"]
 

@@ -47,6 +47,9 @@ HOOKS = ("traits", "check", "check_values", "formats", "fake", "cases", "cost", 
 # Once these are declared, the attribute of the function that declared each is the step itself.
 STEPS = ("plan", "prepare")
 
+# What plans are made by, too.
+_PLANNED_HOOKS = frozenset({"traits", "formats"})
+
 # What these say must hold for a whole range of a bound, so they cannot ask for one.
 _UNBOUNDED_HOOKS = frozenset({"traits", "formats", "fake"})
 
@@ -186,18 +189,24 @@ class Operator(Generic[P, R]):
             raise TypeError(f"{self}: it has a {name} hook, and does not say by planned= which parameter is the plan")
         if name == "plan":  # takes facts, and no arguments of a call
             self._hooks[name] = hook
+            for other in _PLANNED_HOOKS & self._wanted.keys():
+                self._check_plan_alone(other, self._wanted[other])
             return
         unknown = set(wanted) - set(self.names)
         if unknown:
             raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(unknown))}, which are not parameters")
-        if self.planned is not None and name in ("traits", "formats") and set(wanted) != {self.planned}:
-            raise TypeError(f"{self}: its {name} hook must ask for {self.planned} alone, because plans are made by it, too")
+        if "plan" in self._hooks and name in _PLANNED_HOOKS:
+            self._check_plan_alone(name, wanted)
         if name == "prepare" and (len(wanted) != 2 or wanted[1] != self.planned):
             raise TypeError(f"{self}: its prepare hook must ask for what is to be prepared, and then for {self.planned}")
         bounds = set(wanted) & set(self.bounds)
         if bounds and name in _UNBOUNDED_HOOKS:
             raise TypeError(f"{self}: its {name} hook asks for {', '.join(sorted(bounds))}, which only bound a size")
         self._hooks[name], self._wanted[name] = hook, wanted
+
+    def _check_plan_alone(self, name: str, wanted: Iterable[str]) -> None:
+        if set(wanted) != {self.planned}:
+            raise TypeError(f"{self}: its {name} hook must ask for {self.planned} alone, because plans are made by it, too")
 
     def register_reference(self) -> None:
         """Registers the body as a kernel, unless it is registered already; twice where it calls other operators, see

@@ -19,6 +19,8 @@ Four steps, of which an operator that needs them declares the first two::
 Kernels may want the same object in layouts of their own. A kernel names its layout by a trait, and has a ``weight_preprocessor``
 that arranges the object. A plan compares each kernel as a call would, as if the object were in the layout that this kernel wants.
 The hooks ``traits`` and ``formats`` of such an operator see the plan alone, so that plan and call ask the same of a kernel.
+
+An operator that takes the plans of another one declares ``prepare`` and no ``plan``; its other hooks may see what they like.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_ro
 from tokenspeed_kernel_base.ops.gemm.mm_add import mm_add
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.moe_apply_add import moe_apply_add
+from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
+from tokenspeed_kernel_base.ops.moe.moe_topk_apply import moe_topk_apply
 from tokenspeed_kernel_base.ops.moe.process import moe_plan
 from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -47,6 +49,18 @@ def test_moe_apply_add(solution: str) -> None:
     torch.testing.assert_close(moe_apply_add(*arguments, residual, solution=solution), wanted)
     assert moe_apply_add(*arguments, residual, out=residual, solution=solution) is residual
     torch.testing.assert_close(residual, wanted)
+
+
+@SOLUTIONS
+@pytest.mark.parametrize("options", [{}, {"scoring": "sigmoid", "num_groups": 2, "scaling_factor": 3.0}], ids=str)
+def test_moe_topk_apply(options: dict[str, Any], solution: str) -> None:
+    plan = moe_plan(4, 2, 8, 6, dtype=torch.float32, device="cpu")
+    weights = MoEWeights(draw(4, 12, 8).float(), None, None, draw(4, 8, 6).float(), None, None)
+    x, logits = draw(3, 8).float(), draw(3, 4)
+    wanted = moe_apply(x, weights, *moe_topk(logits, 2, **options), plan)
+    out = torch.empty_like(x)
+    assert moe_topk_apply(x, logits, weights, plan, **options, out=out, solution=solution) is out
+    torch.testing.assert_close(out, wanted)
 
 
 @SOLUTIONS

@@ -90,6 +90,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
     from tokenspeed_kernel_base.ops.moe.moe_apply_add import moe_apply_add
     from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
+    from tokenspeed_kernel_base.ops.moe.moe_topk_apply import moe_topk_apply
     from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
     from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
     from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm

@@ -3,7 +3,8 @@
 Where tokens are few, weights are what takes time, and launches. So nothing is prepared by others: each workgroup of a product finds
 its pairs among all ids, and encodes what it multiplies into LDS by itself, while the first of its weights are on their way. An
 expert rarely has more pairs than a workgroup takes; the others are another workgroup's, which reads the same weights. The second
-product has all slots of a token in one workgroup, and sums over them.
+product has all slots of a token in one workgroup, and sums over them. Given the router's logits, each workgroup of the first
+product chooses the experts by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
+from tokenspeed_kernel_amd.gfx950.moe.choose import Router, power_of_two, room_for_choice, routing_for
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoding, encoding_of
 from tokenspeed_kernel_amd.gfx950.moe.grouped import Swiglu, between, padded, projection, static_scales
 from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import HALF, QUAD, STEP, quads_of, strips_of
@@ -84,9 +86,14 @@ def few_enough(tokens: int, plan: MoEPlan, weights: MoEWeights) -> bool:
         plan.top_k <= MAX_TOP_K
         and tokens * plan.top_k <= _MAX_PAIRS
         and _block(k) <= _MAX_K
-        and max(_PAIRS_AT_ONCE, _rows(plan.top_k)) * encoding.planes * encoding.row_bytes(_block(k)) * 17 // 16 <= _LDS_BYTES
+        and max(_PAIRS_AT_ONCE, power_of_two(plan.top_k)) * encoding.planes * encoding.row_bytes(_block(k)) * 17 // 16 <= _LDS_BYTES
         and weights.w2_weight.numel() < 2**31
     )
+
+
+def few_enough_to_choose(tokens: int, plan: MoEPlan) -> bool:
+    """Whether `moe_topk_apply_few` takes a call that is `few_enough`."""
+    return power_of_two(tokens) * power_of_two(plan.top_k) <= _MAX_PAIRS
 
 
 def moe_apply_few(
@@ -98,15 +105,39 @@ def moe_apply_few(
     out: Tensor | None = None,
 ) -> Tensor:
     """See the operator. Weights are in the layout of `mxfp4_layout`, and `few_enough` says yes."""
+    written = rows_to_write(out, x, *x.shape)
+    if topk_ids.numel():
+        _products(rows(x), weights, topk_weights.contiguous(), topk_ids.contiguous(), plan, written, None)
+    return deliver(written, out)
+
+
+def moe_topk_apply_few(
+    x: Tensor,
+    logits: Tensor,
+    weights: MoEWeights,
+    plan: MoEPlan,
+    renormalize: bool,
+    scaling: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `moe_topk_apply`. As `moe_apply_few`, and `few_enough_to_choose` says yes as well."""
+    written = rows_to_write(out, x, *x.shape)
+    if len(x):
+        slots = _MAX_PAIRS // power_of_two(len(x))
+        router = Router(rows(logits), scaling, routing_for(len(x), slots, plan.num_experts, plan.top_k, renormalize))
+        _products(rows(x), weights, *room_for_choice(logits, plan.top_k), plan, written, router)
+    return deliver(written, out)
+
+
+def _products(
+    x: Tensor, weights: MoEWeights, topk_weights: Tensor, topk_ids: Tensor, plan: MoEPlan, written: Tensor, router: Router | None
+) -> None:
+    """Both products. With a router the first one writes the choice of experts, otherwise both read it."""
     tokens, hidden = x.shape
     features = plan.intermediate_size
-    written = rows_to_write(out, x, tokens, hidden)
-    if not topk_ids.numel():
-        return deliver(written, out)
     encoding = encoding_of(plan)
-    x, topk_ids, topk_weights = rows(x), topk_ids.contiguous(), topk_weights.contiguous()
     warps = 4
-    encoded = min(_PAIRS_AT_ONCE, _rows(tokens))
+    encoded = min(_PAIRS_AT_ONCE, power_of_two(tokens))
     shape = Shape(
         rows=encoded,
         split=1,
@@ -122,29 +153,27 @@ def moe_apply_few(
     strips = strips_of(2 * features)
     blocks = -(-strips // warps)
     w13 = projection(weights, "w13_weight")
-    device.first_kernel[(tokens * plan.top_k * blocks,)](
-        Operands(topk_ids, topk_weights, x, x.stride(0), *w13, activated, features, *scales),
-        tokens * plan.top_k, strips, hidden, blocks,
-        Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta),
-        shape=shape, num_warps=warps,
-    )  # fmt: skip
+    operands = Operands(topk_ids, topk_weights, x, x.stride(0), *w13, activated, features, *scales)
+    common = (strips, hidden, blocks, Swiglu(plan.alpha, 0.0 if plan.limit is None else plan.limit, plan.beta))
+    grid = (tokens * plan.top_k * blocks,)
+    if router is None:
+        device.first_kernel[grid](operands, tokens * plan.top_k, *common, shape=shape, num_warps=warps)
+    else:
+        device.routed_first_kernel[grid](
+            operands, router.logits, router.logits.stride(0), router.scaling, tokens, *common,
+            shape=shape, routing=router.routing, num_warps=warps,
+        )  # fmt: skip
     w2 = projection(weights, "w2_weight")
     # One token has fewer workgroups than there are compute units: then what counts is how long one of them takes.
     split = 2 if tokens == 1 and quads_of(features) > 1 else 1
-    warps = _rows(plan.top_k) * split
+    warps = power_of_two(plan.top_k) * split
     part = -(-quads_of(features) // split) * QUAD * STEP
     device.second_kernel[(hidden // HALF, tokens)](
         Operands(topk_ids, topk_weights, activated, features, *w2, written, written.stride(0), scales[1], None),
         strips_of(hidden), features,
         shape=shape._replace(rows=warps, split=split, block=part), num_warps=warps,
     )  # fmt: skip
-    return deliver(written, out)
-
-
-def _rows(count: int) -> int:
-    """Rows that are encoded for so many, a power of two."""
-    return max(1, 1 << (count - 1).bit_length())
 
 
 def _block(k: int) -> int:
-    return max(2048, 1 << (padded(k) - 1).bit_length())
+    return max(2048, power_of_two(padded(k)))

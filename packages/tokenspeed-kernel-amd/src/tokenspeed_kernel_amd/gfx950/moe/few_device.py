@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
+from tokenspeed_kernel_amd.gfx950.moe.choose_device import choose, store_choice
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import (
     activation_layout,
     encode_by_block,
@@ -234,21 +235,55 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
         k: elements that are summed over.
         blocks: of strips.
     """
-    warps: gl.constexpr = gl.num_warps()
     pair = gl.program_id(0) // blocks
-    first_strip = gl.program_id(0) % blocks * warps
-    lane = gl.arange(0, 64, gl.BlockedLayout([1], [64], [warps], [0]))
+    block = gl.program_id(0) % blocks
+    lane = gl.arange(0, 64, gl.BlockedLayout([1], [64], [gl.num_warps()], [0]))
     expert = gl.load(operands.ids + pair)
-    own = (cdna4.buffer_load(operands.ids, lane, mask=lane < pairs, other=-1) == expert).to(gl.int32)
-    earlier = gl.sum(gl.where(lane < pair, own, 0), axis=0)
-    if (expert >= 0) & (expert < shape.num_experts) & (earlier % shape.rows == 0):
-        place = gl.where(own != 0, gl.associative_scan(own, 0, add) - earlier, 0)  # the own pair's is 1
-        multiply_pairs(operands, place, lane, expert, first_strip, strips, k, swiglu, shape)
+    own = cdna4.buffer_load(operands.ids, lane, mask=lane < pairs, other=-1) == expert
+    if (expert >= 0) & (expert < shape.num_experts):
+        multiply_first(operands, own, lane, pair, expert, block, strips, k, swiglu, shape)
 
 
 @gluon.jit
-def multiply_pairs(operands, place, lane, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
-    """The first product of the pairs ``lane`` whose ``place`` is at least 1, of as many of them as there are rows."""
+def routed_first_kernel(
+    operands, logits, logits_stride, scaling, tokens, strips, k, blocks, swiglu, shape: gl.constexpr, routing: gl.constexpr
+):
+    """As `first_kernel`, of tokens whose experts each program chooses from the logits. One of them writes the choice for the second
+    product, where ``operands`` have ids and weights.
+
+    Args:
+        logits, logits_stride, scaling, tokens, routing: see `choose`.
+        others: see `first_kernel`.
+    """
+    pair = gl.program_id(0) // blocks
+    block = gl.program_id(0) % blocks
+    layout: gl.constexpr = gl.BlockedLayout([1], [64], [gl.num_warps()], [0])
+    ids, weights = choose(logits, logits_stride, tokens, shape.num_experts, scaling, routing)
+    if gl.program_id(0) == 0:
+        store_choice(ids, weights, operands.ids, operands.topk_weights, tokens, routing)
+    lane = gl.arange(0, 64, layout)
+    real = (lane % routing.slots < routing.top_k) & (lane < tokens * routing.slots)
+    lane_pair = gl.where(real, lane // routing.slots * routing.top_k + lane % routing.slots, 64)
+    lane_expert = gl.convert_layout(ids.reshape(64), layout)
+    # A maximum over all lanes of a wave is known to be the same in all of them, as the weights' address has to be.
+    expert = gl.max(gl.where(lane_pair == pair, lane_expert, 0), axis=0)
+    multiply_first(operands, real & (lane_expert == expert), lane_pair, pair, expert, block, strips, k, swiglu, shape)
+
+
+@gluon.jit
+def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swiglu, shape: gl.constexpr):
+    """The first product of the pairs of an expert, if this ``pair`` is the one whose programs multiply them. ``own``: whether the
+    pair of each lane has the expert; lanes have pairs in ascending order, each at most once."""
+    own = own.to(gl.int32)
+    earlier = gl.sum(gl.where(lane_pair < pair, own, 0), axis=0)
+    if earlier % shape.rows == 0:
+        place = gl.where(own != 0, gl.associative_scan(own, 0, add) - earlier, 0)  # the own pair's is 1
+        multiply_pairs(operands, place, lane_pair, expert, block * gl.num_warps(), strips, k, swiglu, shape)
+
+
+@gluon.jit
+def multiply_pairs(operands, place, lane_pair, expert, first_strip, strips, k, swiglu, shape: gl.constexpr):
+    """The first product of the pairs whose ``place`` is at least 1, of as many of them as there are rows."""
     warps: gl.constexpr = gl.num_warps()
     encoding: gl.constexpr = shape.encoding
     product: gl.constexpr = product_layout(warps)
@@ -261,7 +296,7 @@ def multiply_pairs(operands, place, lane, expert, first_strip, strips, k, swiglu
     token = row * 0
     column_pair = column * 0
     for index in gl.static_range(shape.rows):
-        pair = gl.max(gl.where(place == gl.minimum(count, index + 1), lane, 0), axis=0)
+        pair = gl.max(gl.where(place == gl.minimum(count, index + 1), lane_pair, 0), axis=0)
         token = gl.where(row == index, pair // shape.top_k, token)
         column_pair = gl.where(column == index, pair, column_pair)
     shared, step = encode(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_amd._rows import deliver, rows, rows_to_write
+from tokenspeed_kernel_amd.gfx950.moe.choose import Router, padded_experts, power_of_two
 from tokenspeed_kernel_amd.gfx950.moe.encoding import Encoded, Encoding, encoding_of, room_for
 from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import QUAD, STEP, quads_of, strips_of
 from tokenspeed_kernel_base.discovery import DeviceModule
@@ -30,6 +31,10 @@ schedule_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.schedule_device
 encode_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.encode_device")
 
 _XCDS = 8  # consecutive workgroups go to these in turn
+# Of which every expert's program chooses: of 64 tokens with 128 experts this takes 2.5 us where a launch for the choice and one for
+# the rest take 1.1 and 1.2, and 2.3 each to be launched; of 128 tokens 4.6.
+_MOST_LOGITS = 8192
+_CHOOSING_WARPS = 4
 _ENCODED = 4  # rows of the first product's result that a workgroup encodes, one a warp
 
 
@@ -40,7 +45,7 @@ class Tile:
     Attributes:
         columns: tokens.
         warps: strips of weights.
-        wide: by the kernel that reads tokens from LDS part by part; for tokens with one scale each.
+        wide: by the kernel that reads tokens from LDS part by part.
         blocks: of strips, that a workgroup computes one after another. Only for the wide kernel.
     """
 
@@ -56,7 +61,9 @@ _TILES = (
     (12.0, Tile(16, 4)),
     (48.0, Tile(32, 4)),  # 32 pairs an expert: 14.6, of which 14.1 are memory's; with 16 columns 15.5, wide with 64 24.9
 )
-_WIDE = Tile(128, 8, wide=True, blocks=3)  # 256 pairs an expert: three quarters of the time of 32 columns
+# Of 256 pairs an expert the time of 32 columns is 1.33 times that of this tile, 1.7 times with two planes, 2.4 times with mxfp4.
+_WIDE = Tile(128, 8, wide=True, blocks=3)
+_WIDE_OF_THREE = Tile(64, 8, wide=True, blocks=3)  # three planes of 128 columns do not fit into LDS
 
 
 class Operands(NamedTuple):
@@ -126,7 +133,7 @@ def tile_for(pairs: int, plan: MoEPlan) -> Tile:
     for most, tile in _TILES:
         if pairs <= most * plan.num_experts:
             return tile
-    return _WIDE if encoding_of(plan).scales != "block" else _TILES[-1][1]
+    return _WIDE if encoding_of(plan).planes < 3 else _WIDE_OF_THREE
 
 
 def moe_apply_many(
@@ -137,8 +144,10 @@ def moe_apply_many(
     plan: MoEPlan,
     out: Tensor | None = None,
     tile: Tile | None = None,
+    router: Router | None = None,
 ) -> Tensor:
-    """See the operator. Weights are in the layout of `mxfp4_layout`; ``tile`` by the number of pairs if None."""
+    """See the operator. Weights are in the layout of `mxfp4_layout`; ``tile`` by the number of pairs if None. With a ``router`` the
+    choice of experts is written into ``topk_weights`` and ``topk_ids``, contiguous, and `few_enough_to_route` says yes."""
     tokens, hidden = x.shape
     pairs, features = topk_ids.numel(), plan.intermediate_size
     written = rows_to_write(out, x, tokens, hidden)
@@ -155,7 +164,7 @@ def moe_apply_many(
     encoding = encoding_of(plan)
     x, topk_ids, topk_weights = rows(x), topk_ids.contiguous(), topk_weights.contiguous()
     scales = static_scales(weights, encoding)
-    schedule, encoded = _route(x, topk_ids, plan, tile, encoding, scales[0])
+    schedule, encoded = _route(x, topk_weights, topk_ids, plan, tile, encoding, scales[0], router)
     activated = x.new_empty(pairs, features, dtype=between(x, encoding))
     _product(tile, encoding, schedule, weights, encoded, activated, plan, gated=True, out_static=scales[1])
     if encoding.scales == "tensor":
@@ -165,11 +174,16 @@ def moe_apply_many(
         encode(activated, schedule.tiles[-1], encoded, encoding)
     slots = x.new_empty(pairs, hidden)
     _product(tile, encoding, schedule, weights, encoded, slots, plan, gated=False)
-    block = min(1024, max(256, 1 << (hidden - 1).bit_length()))
+    block = min(1024, max(256, power_of_two(hidden)))
     device.combine_kernel[(tokens, -(-hidden // block))](
         slots, topk_weights, topk_ids, written, hidden, written.stride(0), plan.num_experts, TOP_K=plan.top_k, BLOCK=block
     )
     return deliver(written, out)
+
+
+def few_enough_to_route(tokens: int, plan: MoEPlan) -> bool:
+    """Whether the launch that sorts pairs may choose the experts, too: each expert's program has all logits in registers."""
+    return power_of_two(tokens) * padded_experts(plan.num_experts) <= _MOST_LOGITS
 
 
 def static_scales(weights: MoEWeights, encoding: Encoding) -> tuple[Tensor | None, Tensor | None]:
@@ -207,7 +221,14 @@ def _chunks(k: int) -> int:
 
 
 def _route(
-    x: Tensor, topk_ids: Tensor, plan: MoEPlan, tile: Tile, encoding: Encoding, static: Tensor | None
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    plan: MoEPlan,
+    tile: Tile,
+    encoding: Encoding,
+    static: Tensor | None,
+    router: Router | None,
 ) -> tuple[Schedule, Encoded]:
     tokens, hidden = x.shape
     pairs = topk_ids.numel()
@@ -218,13 +239,22 @@ def _route(
         entries,
     )
     encoded = room_for(encoding, tokens, hidden, x.device, static)
+    common = (
+        schedule.order, schedule.tiles, entries, plan.num_experts, x, x.stride(0), *encoded, hidden, padded(hidden), tokens,
+    )  # fmt: skip
+    if router is not None:
+        warps = _CHOOSING_WARPS
+        schedule_device.choose_and_route_kernel[(plan.num_experts + -(-tokens // warps),)](
+            router.logits, router.logits.stride(0), router.scaling, topk_ids, topk_weights, *common,
+            encoding=encoding, routing=router.routing, ROWS=tile.columns, CHUNKS=_chunks(hidden), num_warps=warps,
+        )  # fmt: skip
+        return schedule, encoded
     # All ids at once where they fit in registers: 4096 take 2.2 us with 8 warps, 2.3 with 4, and 3.6 in pieces of 1024. 1024 take
     # 1.2 us with 4 warps, 1.6 with 8.
     warps = 4 if pairs <= 1024 else 8
-    ids_at_once = min(512 * warps, max(1024, 1 << (pairs - 1).bit_length()))
+    ids_at_once = min(512 * warps, max(1024, power_of_two(pairs)))
     schedule_device.route_kernel[(plan.num_experts + -(-tokens // warps),)](
-        topk_ids, schedule.order, schedule.tiles, entries, plan.num_experts,
-        x, x.stride(0), *encoded, hidden, padded(hidden), tokens,
+        topk_ids, *common,
         encoding=encoding, TOP_K=plan.top_k, ROWS=tile.columns, CHUNK=ids_at_once, CHUNKS=_chunks(hidden), num_warps=warps,
     )  # fmt: skip
     return schedule, encoded

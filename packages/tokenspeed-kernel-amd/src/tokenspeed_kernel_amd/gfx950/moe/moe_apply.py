@@ -21,7 +21,9 @@ from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 from tokenspeed_kernel_base.spec import Priority
 
-_TRAITS: dict[str, Any] = {
+# To what activations may be rounded, and the trait of it.
+ROUNDED = {"fp8": "fp8_activations", "static_fp8": "static_fp8_activations", "mxfp4": "mxfp4_activations"}
+TRAITS: dict[str, Any] = {
     "weight_layout": LAYOUT,
     "processed_weights": True,
     "activation": "swiglu",
@@ -40,7 +42,7 @@ def _registered(name: str, dtypes: set[torch.dtype], **traits: Any) -> Callable[
         solution="gluon",
         capability=GLUON_CDNA4,
         signatures={format_signature(x=dense_tensor_format(dtype), w13=mxfp4_format(), w2=mxfp4_format()) for dtype in dtypes},
-        traits={**_TRAITS, **traits},
+        traits={**TRAITS, **traits},
         priority=Priority.SPECIALIZED,
         tags={"determinism"},
         weight_preprocessor=prepare_weights,
@@ -60,14 +62,7 @@ def moe_apply(
     return launch(x, weights, topk_weights, topk_ids, plan, out)
 
 
-_registered(
-    "gluon_moe_apply_mxfp4",
-    {torch.bfloat16, torch.float16},
-    fp8_activations=any,
-    static_fp8_activations=any,
-    mxfp4_activations=any,
-)(moe_apply)
+_registered("gluon_moe_apply_mxfp4", {torch.bfloat16, torch.float16}, **dict.fromkeys(ROUNDED.values(), any))(moe_apply)
 # float32 has no codes that hold it, so it must be rounded.
-_registered("gluon_moe_apply_mxfp4_float32_fp8", {torch.float32}, fp8_activations={True})(moe_apply)
-_registered("gluon_moe_apply_mxfp4_float32_static_fp8", {torch.float32}, static_fp8_activations={True})(moe_apply)
-_registered("gluon_moe_apply_mxfp4_float32_mxfp4", {torch.float32}, mxfp4_activations={True})(moe_apply)
+for _kind, _trait in ROUNDED.items():
+    _registered(f"gluon_moe_apply_mxfp4_float32_{_kind}", {torch.float32}, **{_trait: {True}})(moe_apply)

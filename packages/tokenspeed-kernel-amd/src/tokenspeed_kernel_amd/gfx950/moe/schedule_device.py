@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
+from tokenspeed_kernel_amd.gfx950.moe.choose_device import choose, store_choice
 from tokenspeed_kernel_amd.gfx950.moe.encode_device import encode_rows
 
 
@@ -20,11 +21,16 @@ def add(a, b):
     return a + b
 
 
+@gluon.constexpr_function
+def lanes_layout(warps):
+    """Of as many ids as are read at once."""
+    return gl.BlockedLayout([4], [64], [warps], [0])
+
+
 @gluon.jit
 def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS: gl.constexpr, CHUNK: gl.constexpr):
     """Lists an expert's pairs and tiles. Arguments: see `route_kernel`."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [64], [gl.num_warps()], [0])
-    lane = gl.arange(0, CHUNK, layout)
+    lane = gl.arange(0, CHUNK, lanes_layout(gl.num_warps()))
     found = cdna4.buffer_load(ids, lane, mask=lane < pairs, other=-1)
     before = ((found >= 0) & (found < expert)).to(gl.int32)
     own = (found == expert).to(gl.int32)
@@ -34,31 +40,39 @@ def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS
         own += (more == expert).to(gl.int32)
     start = gl.sum(before, 0)
     count = gl.sum(own, 0)
+    list_tiles(tiles, entries, start, count, expert, num_experts, lane, ROWS)
+    if count > 0:
+        row = list_pairs(found, lane, order, start, expert)
+        for first in range(CHUNK, pairs, CHUNK):
+            found = cdna4.buffer_load(ids, first + lane, mask=first + lane < pairs, other=-1)
+            row = list_pairs(found, first + lane, order, row, expert)
+
+
+@gluon.jit
+def list_tiles(tiles, entries, start, count, expert, num_experts, lane, ROWS: gl.constexpr):
+    """Lists the tiles of an expert that has ``count`` pairs, with ``start`` pairs of experts before it. The last expert lists the
+    entries behind it, too. ``lane``: int32 [lanes], 0, 1, and so on."""
+    lanes: gl.constexpr = lane.shape[0]
     entry = start // ROWS + expert
     after = (start + count) // ROWS + expert + 1
     if expert == num_experts - 1:
         gl.store(tiles + entries * 4, start + count)
         after = entries
-    for first in range(0, after - entry, CHUNK):
+    for first in range(0, after - entry, lanes):
         row = (first + lane) * ROWS
         at = (entry + first + lane) * 4
         inside = first + lane < after - entry
         cdna4.buffer_store(gl.where(row < count, expert, -1), tiles, at, mask=inside)
         cdna4.buffer_store(start + row, tiles, at + 1, mask=inside)
         cdna4.buffer_store(gl.minimum(count - row, ROWS), tiles, at + 2, mask=inside)
-    if count > 0:
-        row = list_pairs(found, 0, order, start, expert, lane)
-        for first in range(CHUNK, pairs, CHUNK):
-            found = cdna4.buffer_load(ids, first + lane, mask=first + lane < pairs, other=-1)
-            row = list_pairs(found, first, order, row, expert, lane)
 
 
 @gluon.jit
-def list_pairs(found, first, order, row, expert, lane):
-    """Lists those of the pairs from ``first`` on that have the expert, from entry ``row`` on; returns the entry behind them."""
+def list_pairs(found, pair, order, row, expert):
+    """Lists those of the pairs that have the expert, from entry ``row`` on; returns the entry behind them."""
     mine = (found == expert).to(gl.int32)
     until = gl.associative_scan(mine, 0, add)
-    cdna4.buffer_store(first + lane, order, row + until - 1, mask=mine != 0)
+    cdna4.buffer_store(pair, order, row + until - 1, mask=mine != 0)
     return row + gl.max(until, 0)
 
 
@@ -98,6 +112,57 @@ def route_kernel(
     if program < num_experts:
         # The compiler sees that this is a multiple of TOP_K, and loads several ids at once.
         schedule_expert(ids, tokens * TOP_K, order, tiles, entries, program, num_experts, ROWS, CHUNK)
+    else:
+        first = (program - num_experts) * gl.num_warps()
+        encode_rows(x, x_stride, k, codes, scale, width, tokens, first, tokens, encoding, CHUNKS)
+
+
+@gluon.jit(do_not_specialize=["entries", "tokens"])
+def choose_and_route_kernel(
+    logits,
+    logits_stride,
+    scaling,
+    ids_out,
+    weights_out,
+    order,
+    tiles,
+    entries,
+    num_experts,
+    x,
+    x_stride,
+    codes,
+    scale,
+    k,
+    width,
+    tokens,
+    encoding: gl.constexpr,
+    routing: gl.constexpr,
+    ROWS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+):
+    """As `route_kernel`, of tokens whose experts are chosen from their logits, by each expert's program. The first one stores the
+    choice. There are at most ``routing.rows`` tokens.
+
+    Args:
+        logits, logits_stride, scaling, routing: see `choose`.
+        ids_out, weights_out: receive the choice, contiguous [tokens, top_k].
+        others: see `route_kernel`.
+    """
+    program = gl.program_id(0)
+    if program < num_experts:
+        ids, weights = choose(logits, logits_stride, tokens, num_experts, scaling, routing)
+        if program == 0:
+            store_choice(ids, weights, ids_out, weights_out, tokens, routing)
+        lanes: gl.constexpr = routing.rows * routing.slots
+        layout: gl.constexpr = lanes_layout(gl.num_warps())
+        lane = gl.arange(0, lanes, layout)
+        real = (lane % routing.slots < routing.top_k) & (lane < tokens * routing.slots)
+        found = gl.where(real, gl.convert_layout(ids.reshape(lanes), layout), -1)
+        start = gl.sum(((found >= 0) & (found < program)).to(gl.int32), 0)
+        count = gl.sum((found == program).to(gl.int32), 0)
+        list_tiles(tiles, entries, start, count, program, num_experts, lane, ROWS)
+        if count > 0:
+            list_pairs(found, lane // routing.slots * routing.top_k + lane % routing.slots, order, start, program)
     else:
         first = (program - num_experts) * gl.num_warps()
         encode_rows(x, x_stride, k, codes, scale, width, tokens, first, tokens, encoding, CHUNKS)

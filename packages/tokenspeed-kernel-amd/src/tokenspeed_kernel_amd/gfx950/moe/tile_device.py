@@ -43,11 +43,11 @@ def weight_scale_layout(warps):
 
 
 @gluon.constexpr_function
-def token_scale_layout(columns, warps):
-    """uint8 [columns, g, step]: what a lane needs of the tokens' scales, 4 bytes for each 16 columns."""
+def token_scale_layout(columns, warps, steps=4):
+    """uint8 [columns, g, step]: what a lane needs of the tokens' scales, a byte a step for each 16 columns."""
     lanes = [[1 << bit, 0, 0] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
-    registers = [[0, 0, 1 << bit] for bit in range(2)] + [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0]] * log2(warps), [], [columns, 4, 4])
+    registers = [[0, 0, 1 << bit] for bit in range(log2(steps))] + [[16 << bit, 0, 0] for bit in range(log2(columns // 16))]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0]] * log2(warps), [], [columns, 4, steps])
 
 
 @gluon.constexpr_function

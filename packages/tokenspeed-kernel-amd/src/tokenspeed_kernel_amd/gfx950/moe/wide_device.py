@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Device code of `grouped` where matrix instructions are what takes time: a tile of up to 128 tokens of one expert's product.
 
-Codes of two steps of all tokens are in LDS, those of the next two on their way through registers. A wave has the weights of two
+Two steps of all tokens are in LDS, the next two on their way through registers. A wave has the weights of two
 steps in registers, and those of the next two are on their way. Tokens are multiplied in parts of 32, and parts that have none are
 left out.
 """
@@ -13,9 +13,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.amd import cdna4
 
 from tokenspeed_kernel_amd.gfx950.moe.grouped_device import copy_layout, row_of_column, store_product, tokens_of
-from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout, product_layout, scales_of, strips_at
+from tokenspeed_kernel_amd.gfx950.moe.tile_device import axis_layout, product_layout, scales_of, strips_at, token_scale_layout
 
 _PART = gl.constexpr(32)
+
+
+@gluon.constexpr_function
+def scale_copy_layout(warps):
+    """uint8 [columns, g, step], of two steps: 2 bytes a lane."""
+    return gl.BlockedLayout([1, 1, 2], [16, 4, 1], [warps, 1, 1], [2, 1, 0])
 
 
 @gluon.aggregate
@@ -96,76 +102,180 @@ def load_words(own, first_strip, quad, warps: gl.constexpr):
     )
 
 
+@gluon.aggregate
+class Columns:
+    """Where the codes and block scales of a tile's tokens lie.
+
+    Attributes:
+        codes, scale: pointers to the first row of the first plane.
+        plane_codes, plane_scales: from one plane to the next.
+        row_bytes: of a row's codes.
+        offsets: int32 [columns, bytes of two steps] of the codes.
+        place: int32 [1, bytes of two steps], which byte of a row they are.
+        scale_offsets: int32 [columns, g, 2] of the block scales of two steps.
+    """
+
+    codes: gl.tensor
+    scale: gl.tensor
+    plane_codes: gl.tensor
+    plane_scales: gl.tensor
+    row_bytes: gl.tensor
+    offsets: gl.tensor
+    place: gl.tensor
+    scale_offsets: gl.tensor
+
+
 @gluon.jit
-def load_columns(codes, offsets, place, first, row_bytes, PADDED: gl.constexpr):
-    """Codes of two steps of all tokens from byte ``first`` of their rows on; zeros beyond a row, where rows are not padded."""
+def columns_at(operands, rows, row_bytes, first_row, count, k, size: gl.constexpr, shape: gl.constexpr):
+    """A tile of tokens. ``size``: bytes of two steps."""
+    copy: gl.constexpr = copy_layout(size, gl.num_warps())
+    scale_copy: gl.constexpr = scale_copy_layout(gl.num_warps())
+    row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, shape.columns, gl.SliceLayout(1, copy))
+    place = gl.arange(0, size, gl.SliceLayout(0, copy))[None, :]
+    scale_row = row_of_column(
+        operands.order, first_row, count, shape.top_k, shape.gated, shape.columns, axis_layout(scale_copy, 3, 0)
+    )
+    block = gl.arange(0, 4, axis_layout(scale_copy, 3, 1))[None, :, None] * 4
+    row_scales = (k + 511) // 512 * 16
+    return Columns(
+        operands.codes,
+        operands.scale,
+        rows.to(gl.int64) * row_bytes,
+        rows.to(gl.int64) * row_scales,
+        gl.to_tensor(row_bytes),
+        (row * row_bytes)[:, None] + place,
+        place,
+        (scale_row * row_scales)[:, None, None] + block + gl.arange(0, 2, axis_layout(scale_copy, 3, 2))[None, None, :],
+    )
+
+
+@gluon.aggregate
+class Shared:
+    """Two steps of a tile of tokens in LDS, of each plane: codes [planes, columns, bytes], and block scales, uint8
+    [planes, columns, g, step]; codes in their place where there are none."""
+
+    codes: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def room_for_columns(dtype: gl.constexpr, size: gl.constexpr, shape: gl.constexpr):
+    storage: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[size, 32]], [shape.columns, size], [1, 0])
+    codes = gl.allocate_shared_memory(dtype, [shape.encoding.planes, shape.columns, size], storage)
+    scales = codes
+    if shape.encoding.scales == "block":
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        scales = gl.allocate_shared_memory(gl.uint8, [shape.encoding.planes, shape.columns, 4, 2], plain)
+    return Shared(codes, scales)
+
+
+@gluon.jit
+def load_columns(columns, quad, HALF: gl.constexpr, shape: gl.constexpr):
+    """Two steps of all tokens, the first or the second two of four: the codes of each plane, and then their block scales. Codes are
+    zeros beyond a row, where rows are not padded."""
+    size: gl.constexpr = columns.offsets.shape[1]
     exists = None
-    if not PADDED:
-        exists, _ = gl.broadcast(place < row_bytes - first, offsets)
-    return cdna4.buffer_load(codes + first, offsets, mask=exists)
+    if not shape.padded:
+        exists, _ = gl.broadcast(columns.place < columns.row_bytes - (2 * quad + HALF) * size, columns.offsets)
+    found = ()
+    for plane in gl.static_range(shape.encoding.planes):
+        codes = columns.codes + plane * columns.plane_codes + (2 * quad + HALF) * size
+        found += (cdna4.buffer_load(codes, columns.offsets, mask=exists),)
+    if shape.encoding.scales == "block":
+        for plane in gl.static_range(shape.encoding.planes):
+            scale = columns.scale + plane * columns.plane_scales + quad * 16 + HALF * 2
+            found += (cdna4.buffer_load(scale, columns.scale_offsets),)
+    return found
 
 
 @gluon.jit
-def read_part(shared, PART: gl.constexpr, layout: gl.constexpr):
-    """Two steps of 32 tokens as the right operand, [256, 32]."""
-    return shared.slice(PART * _PART, _PART, 0).permute([1, 0]).load(layout)
+def store_columns(shared, arrived, encoding: gl.constexpr):
+    for plane in gl.static_range(encoding.planes):
+        shared.codes.index(plane).store(arrived[plane])
+        if encoding.scales == "block":
+            shared.scales.index(plane).store(arrived[encoding.planes + plane])
 
 
 @gluon.jit
-def multiply_part(first, second, pair, first_scale, second_scale, codes):
-    first = cdna4.mfma_scaled(pair.first, first_scale, "e2m1", codes, None, "e4m3", first)
-    second = cdna4.mfma_scaled(pair.second, second_scale, "e2m1", codes, None, "e4m3", second)
+def read_part(shared, ITEM: gl.constexpr, encoding: gl.constexpr):
+    """Two steps of 32 tokens of a plane as the right operand, [256, 32] (packed: [128, 32]), and their block scales, uint8 [32, 8];
+    codes in their place where there are none. Items are parts, and planes of each."""
+    warps: gl.constexpr = gl.num_warps()
+    operand: gl.constexpr = gl.DotOperandLayout(1, product_layout(warps), 16)
+    plane: gl.constexpr = ITEM % encoding.planes
+    first: gl.constexpr = ITEM // encoding.planes * _PART
+    codes = shared.codes.index(plane).slice(first, _PART, 0).permute([1, 0]).load(operand)
+    scale = codes
+    if encoding.scales == "block":
+        layout: gl.constexpr = cdna4.get_mfma_scale_layout(operand, [_PART, 8])
+        found = shared.scales.index(plane).slice(first, _PART, 0).load(token_scale_layout(_PART, warps, 2))
+        scale = gl.convert_layout(found.permute(0, 2, 1).reshape(_PART, 8), layout, assert_trivial=True)
+    return codes, scale
+
+
+@gluon.jit
+def multiply_part(first, second, pair, first_scale, second_scale, codes, scale, encoding: gl.constexpr):
+    if encoding.scales == "block":
+        first = cdna4.mfma_scaled(pair.first, first_scale, "e2m1", codes, scale, encoding.format, first)
+        second = cdna4.mfma_scaled(pair.second, second_scale, "e2m1", codes, scale, encoding.format, second)
+    else:
+        first = cdna4.mfma_scaled(pair.first, first_scale, "e2m1", codes, None, encoding.format, first)
+        second = cdna4.mfma_scaled(pair.second, second_scale, "e2m1", codes, None, encoding.format, second)
     return first, second
 
 
 @gluon.jit
-def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, STEP: gl.constexpr, warps: gl.constexpr):
-    """Adds the products of two steps, STEP and the next one of the four that words are for, with the codes in ``shared``. Each part
-    is read while the one before it is multiplied. Meanwhile the codes that arrived are put into the other half of LDS."""
-    layout: gl.constexpr = gl.DotOperandLayout(1, product_layout(warps), 16)
-    parts: gl.constexpr = shared.shape[0] // _PART
+def multiply_pair(firsts, seconds, pair, words, shared, other, arrived, count, STEP: gl.constexpr, shape: gl.constexpr):
+    """Adds the products of two steps, STEP and the next one of the four that words are for, with the tokens in ``shared``. Each
+    part is read while the one before it is multiplied. Meanwhile what arrived is put into the other half of LDS."""
+    warps: gl.constexpr = gl.num_warps()
+    encoding: gl.constexpr = shape.encoding
+    planes: gl.constexpr = encoding.planes
+    parts: gl.constexpr = shape.columns // _PART
     first_scale = scales_of(words.first, STEP, 2, warps)
     second_scale = scales_of(words.second, STEP, 2, warps)
-    a0, a1, a2, a3 = firsts
-    b0, b1, b2, b3 = seconds
-    codes = read_part(shared, 0, layout)
-    after = codes
-    if parts > 1:
-        after = read_part(shared, 1, layout)
-    a0, b0 = multiply_part(a0, b0, pair, first_scale, second_scale, codes)
-    other.store(arrived)
-    if parts > 1:
-        codes = after
-        if parts > 2:
-            after = read_part(shared, 2, layout)
-        if count > _PART:
-            a1, b1 = multiply_part(a1, b1, pair, first_scale, second_scale, codes)
-    if parts > 2:
-        codes = after
-        after = read_part(shared, 3, layout)
-        if count > 2 * _PART:
-            a2, b2 = multiply_part(a2, b2, pair, first_scale, second_scale, codes)
-        if count > 3 * _PART:
-            a3, b3 = multiply_part(a3, b3, pair, first_scale, second_scale, after)
-    return (a0, a1, a2, a3), (b0, b1, b2, b3)
+    firsts_after = ()
+    seconds_after = ()
+    after, scale_after = read_part(shared, 0, encoding)
+    for part in gl.static_range(parts):
+        first = firsts[part]
+        second = seconds[part]
+        for plane in gl.static_range(planes):
+            codes = after
+            scale = scale_after
+            if part * planes + plane + 1 < parts * planes:
+                after, scale_after = read_part(shared, part * planes + plane + 1, encoding)
+            if part == 0 or count > part * _PART:
+                first, second = multiply_part(first, second, pair, first_scale, second_scale, codes, scale, encoding)
+            if part + plane == 0:
+                store_columns(other, arrived, encoding)
+        firsts_after += (first,)
+        seconds_after += (second,)
+    return firsts_after, seconds_after
+
+
+@gluon.jit
+def no_sums(parts: gl.constexpr, warps: gl.constexpr):
+    sums = ()
+    for _ in gl.static_range(parts):
+        sums += (gl.zeros([16 * warps, _PART], gl.float32, product_layout(warps)),)
+    return sums
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.constexpr):
     """A tile of tokens of one product, by several blocks of strips: program (tile of tokens, group of blocks), the latter fastest.
 
-    The blocks follow one another without a break: while one ends, the weights of the next are on their way. Tokens have one e4m3
-    plane, and one scale each or together.
+    The blocks follow one another without a break: while one ends, the weights of the next are on their way.
 
     Args:
         groups: of blocks of strips; a group has ``shape.blocks`` of them.
         others: see `grouped_kernel`.
     """
-    COLUMNS: gl.constexpr = shape.columns
     warps: gl.constexpr = gl.num_warps()
-    product: gl.constexpr = product_layout(warps)
-    copy: gl.constexpr = copy_layout(256, warps)
-    PADDED: gl.constexpr = shape.padded
+    encoding: gl.constexpr = shape.encoding
+    parts: gl.constexpr = shape.columns // _PART
+    size: gl.constexpr = 128 if encoding.format == "e2m1" else 256
     tile = gl.program_id(0) // groups
     strip = gl.program_id(0) % groups * (shape.blocks * warps)
     expert = gl.load(operands.tiles + tile * 4)
@@ -177,28 +287,17 @@ def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.
         low = load_pair(own, strip, 0, warps)
         high = load_pair(own, strip, 2, warps)
         words = load_words(own, strip, 0, warps)
-        row = row_of_column(operands.order, first_row, count, shape.top_k, shape.gated, COLUMNS, gl.SliceLayout(1, copy))
-        place = gl.arange(0, 256, gl.SliceLayout(0, copy))[None, :]
-        offsets = (row * row_bytes)[:, None] + place
-        storage: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[256, 32]], [COLUMNS, 256], [1, 0])
-        even = gl.allocate_shared_memory(gl.float8e4nv, [COLUMNS, 256], storage)
-        odd = gl.allocate_shared_memory(gl.float8e4nv, [COLUMNS, 256], storage)
-        even.store(load_columns(operands.codes, offsets, place, 0, row_bytes, PADDED))
-        arrived = load_columns(operands.codes, offsets, place, 256, row_bytes, PADDED)
-        by_column: gl.constexpr = gl.SliceLayout(0, product)
-        t0 = tokens_of(operands, first_row, count, shape, _PART, by_column)
-        t1 = t0
-        t2 = t0
-        t3 = t0
-        if COLUMNS > _PART:
-            t1 = tokens_of(operands, first_row + gl.minimum(count - 1, _PART), count - _PART, shape, _PART, by_column)
-        if COLUMNS > 2 * _PART:
-            t2 = tokens_of(operands, first_row + gl.minimum(count - 1, 2 * _PART), count - 2 * _PART, shape, _PART, by_column)
-            t3 = tokens_of(operands, first_row + gl.minimum(count - 1, 3 * _PART), count - 3 * _PART, shape, _PART, by_column)
-        tokens = (t0, t1, t2, t3)
-        zero = gl.zeros([16 * warps, _PART], gl.float32, product)
-        firsts = (zero, zero, zero, zero)
-        seconds = (zero, zero, zero, zero)
+        columns = columns_at(operands, rows, row_bytes, first_row, count, k, size, shape)
+        even = room_for_columns(operands.codes.dtype.element_ty, size, shape)
+        odd = room_for_columns(operands.codes.dtype.element_ty, size, shape)
+        store_columns(even, load_columns(columns, 0, 0, shape), encoding)
+        arrived = load_columns(columns, 0, 1, shape)
+        tokens = ()
+        for part in gl.static_range(parts):
+            here = first_row + gl.minimum(count - 1, part * _PART)
+            tokens += (tokens_of(operands, here, count - part * _PART, shape, _PART, gl.SliceLayout(0, product_layout(warps))),)
+        firsts = no_sums(parts, warps)
+        seconds = no_sums(parts, warps)
         quad = quads * 0
         blocks = gl.minimum((strips - strip + warps - 1) // warps, shape.blocks)
         gl.barrier()  # see `grouped_kernel`
@@ -207,21 +306,20 @@ def wide_kernel(operands, rows, row_bytes, strips, k, groups, swiglu, shape: gl.
             next_quad = gl.where(ends, 0, quad + 1)
             next_strip = gl.where(ends, strip + warps, strip)
             next_words = load_words(own, next_strip, next_quad, warps)
-            firsts, seconds = multiply_pair(firsts, seconds, low, words, even, odd, arrived, count, 0, warps)
-            arrived = load_columns(operands.codes, offsets, place, next_quad * 512, row_bytes, PADDED)
+            firsts, seconds = multiply_pair(firsts, seconds, low, words, even, odd, arrived, count, 0, shape)
+            arrived = load_columns(columns, next_quad, 0, shape)
             low = load_pair(own, next_strip, next_quad * 4, warps)
-            firsts, seconds = multiply_pair(firsts, seconds, high, words, odd, even, arrived, count, 2, warps)
-            arrived = load_columns(operands.codes, offsets, place, next_quad * 512 + 256, row_bytes, PADDED)
+            firsts, seconds = multiply_pair(firsts, seconds, high, words, odd, even, arrived, count, 2, shape)
+            arrived = load_columns(columns, next_quad, 1, shape)
             high = load_pair(own, next_strip, next_quad * 4 + 2, warps)
             words = next_words
             if ends:
-                for part in gl.static_range(COLUMNS // _PART):
+                for part in gl.static_range(parts):
                     if count > part * _PART:
                         store_product(
                             operands, firsts[part], seconds[part], expert, strip, strips, tokens[part], swiglu, shape
                         )  # fmt: skip
-                zero = gl.zeros([16 * warps, _PART], gl.float32, product)
-                firsts = (zero, zero, zero, zero)
-                seconds = (zero, zero, zero, zero)
+                firsts = no_sums(parts, warps)
+                seconds = no_sums(parts, warps)
             quad = next_quad
             strip = next_strip

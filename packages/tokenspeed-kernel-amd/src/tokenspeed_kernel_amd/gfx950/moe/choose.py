@@ -1,0 +1,83 @@
+"""The choice of experts: what the compiler knows of it, and the launch where it is not part of a product."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_amd._rows import rows
+from tokenspeed_kernel_base.discovery import DeviceModule
+
+device = DeviceModule(__name__ + "_device")
+
+MAX_EXPERTS = 1024  # whose logits a wave has in registers, for one token
+_ELEMENTS = 4096  # logits of a program
+
+
+class Routing(NamedTuple):
+    """How experts are chosen. Known to the compiler.
+
+    Attributes:
+        rows: tokens whose experts are chosen at once, a power of two.
+        experts: of a token, padded to a power of two.
+        slots: of a token, padded to a power of two; as many as make 64 with all rows where a product chooses.
+        top_k: slots of a token.
+        renormalize: whether the weights of a token are divided by their sum.
+    """
+
+    rows: int
+    experts: int
+    slots: int
+    top_k: int
+    renormalize: bool
+
+
+class Router(NamedTuple):
+    """What another kernel chooses experts from, before its own work.
+
+    Attributes:
+        logits: [tokens, experts], rows contiguous.
+        scaling: multiplies the weights.
+        routing: how.
+    """
+
+    logits: Tensor
+    scaling: float
+    routing: Routing
+
+
+def routing_for(tokens: int, slots: int, num_experts: int, top_k: int, renormalize: bool) -> Routing:
+    """How the experts of so many tokens are chosen at once."""
+    return Routing(power_of_two(tokens), padded_experts(num_experts), slots, top_k, renormalize)
+
+
+def padded_experts(num_experts: int) -> int:
+    """Experts of a token, padded to a power of two and to the lanes of a wave."""
+    return max(64, power_of_two(num_experts))
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is not below ``count``."""
+    return max(1, 1 << (count - 1).bit_length())
+
+
+def room_for_choice(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Memory for the weights, float32, and the ids, int32, of every token's slots."""
+    shape = (len(logits), top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def choose(logits: Tensor, top_k: int, renormalize: bool, scaling_factor: float) -> tuple[Tensor, Tensor]:
+    """The weights and the ids that `moe_topk` gives with softmax, without a correction bias and groups."""
+    tokens, num_experts = logits.shape
+    logits = rows(logits)
+    weights, ids = room_for_choice(logits, top_k)
+    at_once = max(1, min(16, _ELEMENTS // power_of_two(num_experts)))
+    routing = routing_for(min(tokens, at_once), power_of_two(top_k), num_experts, top_k, renormalize)
+    if tokens:
+        device.choose_kernel[(-(-tokens // routing.rows),)](
+            logits, logits.stride(0), tokens, num_experts, scaling_factor, ids, weights, routing=routing, num_warps=4
+        )
+    return weights, ids

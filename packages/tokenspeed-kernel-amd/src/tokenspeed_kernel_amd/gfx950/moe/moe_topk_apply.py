@@ -1,0 +1,80 @@
+"""`moe_topk_apply` with mxfp4 weights on CDNA4: the products of `moe_apply`. Of the smallest batches the first product chooses the
+experts, too; of others the launch that sorts pairs by expert, or one before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_amd._rows import rows
+from tokenspeed_kernel_amd.capability import GLUON_CDNA4
+from tokenspeed_kernel_amd.gfx950.moe.choose import MAX_EXPERTS, Router, choose, power_of_two, room_for_choice, routing_for
+from tokenspeed_kernel_amd.gfx950.moe.few import few_enough, few_enough_to_choose, moe_topk_apply_few
+from tokenspeed_kernel_amd.gfx950.moe.grouped import few_enough_to_route, moe_apply_many
+from tokenspeed_kernel_amd.gfx950.moe.moe_apply import ROUNDED, TRAITS, moe_apply
+from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import prepare_weights
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most
+
+_ROUTING: dict[str, Any] = {"num_experts": at_most(MAX_EXPERTS), "renormalize": any, "scaled": any}
+_LOGITS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _registered(name: str, dtypes: set[torch.dtype], **traits: Any) -> Callable[[Any], Any]:
+    return register_kernel(
+        "moe",
+        "moe_topk_apply",
+        name=name,
+        solution="gluon",
+        capability=GLUON_CDNA4,
+        signatures={
+            format_signature(
+                x=dense_tensor_format(dtype), logits=dense_tensor_format(logits), w13=mxfp4_format(), w2=mxfp4_format()
+            )
+            for dtype in dtypes
+            for logits in _LOGITS
+        },
+        traits={**TRAITS, **_ROUTING, **traits},
+        priority=Priority.SPECIALIZED,
+        tags={"determinism"},
+        weight_preprocessor=prepare_weights,
+    )
+
+
+def moe_topk_apply(
+    x: Tensor,
+    logits: Tensor,
+    weights: MoEWeights,
+    plan: MoEPlan,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    correction_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scaling_factor: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `tokenspeed_kernel_amd.moe_topk_apply`, which has checked the arguments. Weights are as `prepare_weights` makes them."""
+    tokens = len(x)
+    few = few_enough(tokens, plan, weights)
+    if few and few_enough_to_choose(tokens, plan):
+        return moe_topk_apply_few(x, logits, weights, plan, renormalize, scaling_factor, out)
+    if not few and few_enough_to_route(tokens, plan):
+        routing = routing_for(tokens, power_of_two(plan.top_k), plan.num_experts, plan.top_k, renormalize)
+        router = Router(rows(logits), scaling_factor, routing)
+        return moe_apply_many(x, weights, *room_for_choice(logits, plan.top_k), plan, out, router=router)
+    return moe_apply(x, weights, *choose(logits, plan.top_k, renormalize, scaling_factor), plan, out)
+
+
+_registered("gluon_moe_topk_apply_mxfp4", {torch.bfloat16, torch.float16}, **dict.fromkeys(ROUNDED.values(), any))(moe_topk_apply)
+for _kind, _trait in ROUNDED.items():
+    _registered(f"gluon_moe_topk_apply_mxfp4_float32_{_kind}", {torch.float32}, **{_trait: {True}})(moe_topk_apply)

@@ -1,0 +1,108 @@
+"""moe_topk_apply with mxfp4 weights: what the router's logits choose, by the first product or by a launch of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel_amd.gfx950.moe.choose import choose
+from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
+from tokenspeed_kernel_amd.gfx950.moe.moe_topk_apply import moe_topk_apply
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
+
+from .experts import GPT_OSS, RandomLayer, mxfp4_cases, relative_error
+from .paging import check_case, kernel_of, spills
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Tokens, experts and experts a token. Of the first eight the first product chooses, of the next three what sorts pairs.
+SIZES = [
+    *((1, 128, 4), (4, 8, 4), (16, 9, 4), (5, 9, 3), (2, 12, 8), (3, 5, 1), (24, 9, 2), (7, 300, 6)),
+    *((37, 9, 3), (64, 128, 4), (100, 8, 8)),
+    *((65, 128, 2), (20, 9, 3)),
+]
+
+
+def random_logits(tokens: int, experts: int, dtype: torch.dtype) -> Tensor:
+    """Logits of which some are equal, in the first row all that are positive."""
+    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(tokens + experts)) * 2
+    logits[0].clamp_(max=0.0)
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("case", mxfp4_cases("moe_topk_apply"), ids=lambda case: case.name)
+def test_cases(gfx950: torch.device, case: Case) -> None:
+    check_case(gfx950, f"moe_topk_apply_mxfp4{'_float32_fp8' if case.name.endswith('float32') else ''}", case)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_choice(gfx950: torch.device, dtype: torch.dtype, renormalize: bool) -> None:
+    """Also of equal logits, zeros of both signs, infinities and NaN, and of more tokens than a program takes."""
+    for tokens, experts, top_k in ((1, 128, 4), (5, 8, 3), (37, 300, 6), (3, 1024, 8), (70, 4, 1), (9, 5, 5), (0, 8, 2)):
+        logits = random_logits(max(tokens, 5), experts, dtype)[:tokens].to(gfx950)
+        logits[1:2, 1::2], logits[1:2, ::2] = -0.0, 0.0
+        logits[2:3, 2], logits[3:4, 1], logits[3:4, 0] = torch.nan, torch.inf, -torch.inf
+        weights, ids = choose(logits, top_k, renormalize, 1.5)
+        wanted = moe_topk.operator.body(logits, top_k, renormalize=renormalize, scaling_factor=1.5)
+        assert torch.equal(ids, wanted[1])
+        torch.testing.assert_close(weights, wanted[0], rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), SIZES)
+def test_as_the_parts_do(gfx950: torch.device, tokens: int, experts: int, top_k: int, dtype: torch.dtype) -> None:
+    """One after another; logits need not be contiguous."""
+    layer = RandomLayer(gfx950, experts, top_k, 96, 64, activation_dtype="fp8", **GPT_OSS)
+    x, _, _ = layer.tokens(tokens)
+    logits = random_logits(tokens, 2 * experts, dtype).to(gfx950)[:, :experts]
+    weights, ids = moe_topk.operator.body(logits, top_k)
+    got = moe_topk_apply(x, logits, layer.prepared, layer.plan)
+    # Weights differ in their last bit, so results by a rounding to bfloat16.
+    assert relative_error(got, moe_apply(x, layer.prepared, weights, ids, layer.plan).float()) <= 1e-3
+    out = torch.full_like(got, torch.nan)
+    assert moe_topk_apply(x, logits, layer.prepared, layer.plan, out=out) is out
+    assert torch.equal(out, got)
+
+
+def test_launches(emulator: Any) -> None:
+    """Two for the fewest tokens; one more where as many pairs do not fit the lanes of a wave, padded, or are too many to be chosen
+    where they are sorted."""
+    layer = RandomLayer(torch.device("cpu"), 8, 3, 96, 64, activation_dtype="fp8_static")
+    sorted_products = ["grouped_kernel", "grouped_kernel", "combine_kernel"]
+    for tokens, wanted in (
+        (16, ["routed_first_kernel", "second_kernel"]),
+        (17, ["choose_kernel", "first_kernel", "second_kernel"]),
+        (40, ["choose_and_route_kernel", *sorted_products]),
+        (128, ["choose_and_route_kernel", *sorted_products]),
+        (129, ["choose_kernel", "route_kernel", *sorted_products]),
+    ):
+        x, _, _ = layer.tokens(tokens)
+        del emulator.launches[:]
+        moe_topk_apply(x, random_logits(tokens, 8, torch.bfloat16), layer.prepared, layer.plan)
+        assert [launch.kernel for launch in emulator.launches] == [
+            "wide_kernel" if kernel == "grouped_kernel" and tokens * 3 > 48 * 8 else kernel for kernel in wanted
+        ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_compiled_code(emulator: Any, tokens: int, dtype: torch.dtype) -> None:
+    """Nothing is spilled, and there are no loops around buffer instructions: the compiler knows that an expert is a wave's."""
+    layer = RandomLayer(torch.device("cpu"), 128, 4, 2880, 32, activation_dtype="fp8", **GPT_OSS)
+    x, _, _ = layer.tokens(tokens)
+    moe_topk_apply(x, random_logits(tokens, 128, dtype), layer.prepared, layer.plan)
+    text = emulator.launches[0].program.assembly.text
+    assert not any(spills(text).values())
+    assert "s_cbranch_execnz" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["", "_float32_fp8", "_float32_static_fp8", "_float32_mxfp4"])
+def test_the_kit_finds_nothing_at_all(gfx950: torch.device, kind: str) -> None:
+    findings = conform(kernel_of(f"moe_topk_apply_mxfp4{kind}"), gfx950, Options(shrink_seconds=0))
+    assert [str(finding) for finding in findings if finding.wrong] == []
