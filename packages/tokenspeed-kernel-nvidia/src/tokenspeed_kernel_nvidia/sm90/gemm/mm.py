@@ -45,6 +45,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     results_of,
     sharing_of,
 )
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import DirectConfig, every_direct_config
 
 E4M3 = torch.float8_e4m3fn
 
@@ -56,6 +57,13 @@ def mm_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     from tokenspeed_kernel_nvidia.sm90.gemm import mm_device
 
     return mm_device.host(config), mm_device.fake_arguments(config)
+
+
+@program(arch="sm_90a", configs=every_direct_config)
+def direct_program(config: DirectConfig) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.gemm import mm_direct_device
+
+    return mm_direct_device.host(config), mm_direct_device.fake_arguments(config)
 
 
 @functools.cache
