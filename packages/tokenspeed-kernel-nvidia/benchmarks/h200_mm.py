@@ -53,7 +53,7 @@ _BETWEEN_IS = (
 
 # What is changed of the program that serves a call.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "not dependent": {"dependent": False},
+    "ring": {},
     "no cluster": {"cluster": 1, "loads": 4, "pair": False},
     "no prefetch": {"prefetched": 0},
     "pace 50": {"pace": 50},
@@ -104,7 +104,8 @@ def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
     found = config_of(dtype_name(inputs["a"].dtype), weights, scales, dtype_name(inputs["out"].dtype), m, sharing)
     config = dataclasses.replace(found, **changes)
     numbers = ours.numbers_of(config, m, n, row_bytes, count)
-    return functools.partial(ours.mm_program(config), *ours.arguments_of(**operands, numbers=numbers))
+    none = ours.NO_SCALES if scales == "none" else ()
+    return functools.partial(ours.mm_program(config), *ours.arguments_of(**operands, numbers=(*none, *numbers)))
 
 
 def contestants(variants: str = "") -> list[Contestant]:

@@ -45,11 +45,18 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     results_of,
     sharing_of,
 )
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import DirectConfig, every_direct_config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import (
+    OWN_ROWS,
+    DirectConfig,
+    direct_of,
+    every_direct_config,
+    shared_bytes_of,
+)
 
 E4M3 = torch.float8_e4m3fn
 
 Launch = Callable[..., Any]
+NO_SCALES = (0,) * 6  # two of `_table`
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -72,8 +79,18 @@ def _launch_of(
 ) -> tuple[Launch, tuple[int, ...]]:
     """The program, and the numbers of a launch that depend on sizes alone."""
     count = multiprocessors(device)
+    if scales == "none" and n <= count * OWN_ROWS:
+        direct = direct_of(dtype_name(a), dtype_name(out), m, row_bytes)
+        return direct_program(direct), direct_numbers_of(direct, m, n, count)
     config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, sharing_of(weights, m, n, row_bytes, count))
-    return mm_program(config), numbers_of(config, m, n, row_bytes, count)
+    numbers = numbers_of(config, m, n, row_bytes, count)
+    return mm_program(config), (*NO_SCALES, *numbers) if scales == "none" else numbers
+
+
+def direct_numbers_of(config: DirectConfig, m: int, n: int, count: int) -> tuple[int, ...]:
+    """How many CTAs, and how much shared memory each has. ``count``: of multiprocessors."""
+    ctas = min(n, count)
+    return ctas, shared_bytes_of(config, m, -(-n // ctas))
 
 
 def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_bytes: int = RING_BYTES) -> tuple[int, ...]:
@@ -122,7 +139,11 @@ def kinds_of(b: Tensor, b_scale: Tensor | None) -> tuple[Weights, Scales]:
 def arguments_of(
     a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, numbers: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """What a program takes; ``numbers``: see `numbers_of`. All tensors must live until it is launched."""
+    """What a program takes. All tensors must live until it is launched.
+
+    Args:
+        numbers: what `_launch_of` gave.
+    """
     if b.dtype == E4M3:  # programs take 8-bit floats as bytes, which every version of PyTorch hands over
         b = b.view(torch.uint8)
         if a.dtype == E4M3:
@@ -130,6 +151,8 @@ def arguments_of(
     bias_at = kind = 0
     if bias is not None:
         bias_at, kind = bias.data_ptr(), KINDS[bias.dtype]
+    if b_scale is None:
+        return a, b, out, bias_at, kind, *numbers
     return a, b, out, bias_at, kind, *_table(a_scale), *_table(b_scale), *numbers
 
 

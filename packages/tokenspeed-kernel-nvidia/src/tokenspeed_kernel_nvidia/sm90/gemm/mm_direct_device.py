@@ -117,12 +117,14 @@ class Direct:
             Matrix(a.iterator.toint(), a.stride[0] * 2), out.shape[0],
             Table(out.iterator.toint(), out.stride[0], out.stride[1]), Vector(bias, bias_kind),
         ).launch(
-            grid=(ctas, 1, 1), block=(config.threads + config.others, 1, 1), smem=shared_bytes, stream=stream, use_pdl=config.dependent,
-            min_blocks_per_mp=1,
+            grid=(ctas, 1, 1), block=(config.threads + config.others, 1, 1), smem=shared_bytes, stream=stream,
+            use_pdl=config.dependent, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
-    def kernel(self, weights: Matrix, row_bytes: Int32, share: Int32, more: Int32, a: Matrix, m: Int32, out: Table, bias: Vector):
+    def kernel(
+        self, weights: Matrix, row_bytes: Int32, share: Int32, more: Int32, a: Matrix, m: Int32, out: Table, bias: Vector
+    ):  # fmt: skip
         """Weights come first, as their loads do.
 
         Args:
