@@ -8,7 +8,8 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import QUAD_BYTES, ROWS, TOKENS
 
 WARPS = 16  # they fill a multiprocessor's registers
-QUADS = 8  # of a row at most, in a warp's registers at once: with as many of 16 rows of activations they fill them
+# How many 64 bytes of a row a warp may have in registers at once. With 8 of 16 rows of activations, 8 fill them.
+QUADS = (1, 2, 4, 6, 8)
 HEAD_BYTES = 16  # at the beginning of shared memory: a barrier
 OWN_ROWS = 64  # rows of weights that a CTA may have: a thread for each at the end
 
@@ -27,6 +28,8 @@ class DirectConfig:
         pace: the cycles from one KB of those to the next; 0 if all are asked for at once.
         stops: whether nothing more is brought to the L2 cache when the kernel before has ended.
         dependent: whether a launch may begin while the kernel before ends.
+        at_once: the number of CTAs that a multiprocessor has registers for.
+        once: whether the L2 cache drops weights first.
         woven: whether each load of the next tile is issued as soon as its register has been multiplied.
     """
 
@@ -39,6 +42,8 @@ class DirectConfig:
     pace: int = 0
     stops: bool = True
     dependent: bool = True
+    at_once: int = 1
+    once: bool = False
     woven: bool = False
 
     @property
@@ -60,12 +65,13 @@ class DirectConfig:
 def direct_of(dtype: str, out: str, tokens: int, row_bytes: int) -> DirectConfig:
     """Returns the program for rows of weights of so many bytes.
 
-    A long row is divided into chunks of equal size.
+    A long row is divided into chunks of similar size.
     """
     quads = -(-row_bytes // QUAD_BYTES)
-    chunks = -(-quads // (WARPS * QUADS))
+    chunks = -(-quads // (WARPS * max(QUADS)))
+    share = -(-quads // (WARPS * chunks))
     room = next(room for room in TOKENS if room >= tokens)
-    return DirectConfig(dtype, out, room, -(-quads // (WARPS * chunks)))
+    return DirectConfig(dtype, out, room, next(room for room in QUADS if room >= share))
 
 
 def shared_bytes_of(config: DirectConfig, m: int, rows: int) -> int:
@@ -80,5 +86,5 @@ def every_direct_config() -> list[DirectConfig]:
         for dtype in DTYPES.values()
         for out in (dtype, "float32")
         for tokens in TOKENS
-        for quads in range(1, QUADS + 1)
+        for quads in QUADS
     ]

@@ -48,15 +48,19 @@ def fake_arguments(config: DirectConfig) -> tuple[Any, ...]:
     return (*tensors, Int64(0), Int32(0), Int32(0), Int32(0), arguments.stream())
 
 
-def load_weights(address: Int64, condition: Boolean) -> Any:
+def load_weights(address: Int64, condition: Boolean, once: bool) -> Any:
     """Loads 16 bytes of weights, and brings the others of their 256 bytes to the L2 cache; or gives zeros.
 
     It does not say ".nc", as the kernel before may have written them.
     """
+    policy, hint, first = "", "", ""
+    if once:
+        policy = ".reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; "
+        hint, first = ".L2::cache_hint", ", first"
     return cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
+        f"{{ .reg .pred p; {policy}setp.ne.b32 p, {{$r1}}, 0; "
         "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
-        "@p ld.global.L1::no_allocate.L2::256B.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        f"@p ld.global.L1::no_allocate{hint}.L2::256B.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}]{first}; }}",
         write_only_types=[Uint32] * 4,
         read_only_args=[address, Int32(condition)],
     )
@@ -118,7 +122,7 @@ class Direct:
             Table(out.iterator.toint(), out.stride[0], out.stride[1]), Vector(bias, bias_kind),
         ).launch(
             grid=(ctas, 1, 1), block=(config.threads + config.others, 1, 1), smem=shared_bytes, stream=stream,
-            use_pdl=config.dependent, min_blocks_per_mp=1,
+            use_pdl=config.dependent, min_blocks_per_mp=config.at_once, preferred_smem_carveout=-1 if config.at_once > 1 else None,
         )  # fmt: skip
 
     @cute.kernel
@@ -246,7 +250,7 @@ class Direct:
         Args:
             left: bytes of the row from ``source`` on.
         """
-        words = load_weights(source + each * QUAD_BYTES, each * QUAD_BYTES < left)
+        words = load_weights(source + each * QUAD_BYTES, each * QUAD_BYTES < left, self.config.once)
         for word in cutlass.range_constexpr(4):
             x[each, word] = words[word]
 
