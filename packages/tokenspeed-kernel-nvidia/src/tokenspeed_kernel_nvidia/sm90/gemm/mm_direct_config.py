@@ -45,6 +45,7 @@ class DirectConfig:
     at_once: int = 1
     once: bool = False
     woven: bool = False
+    late: bool = True
 
     @property
     def threads(self) -> int:

@@ -143,6 +143,8 @@ class Direct:
         count = share + cutlass.select_(cta < more, Int32(1), Int32(0))
         shared = cute.arch.get_dyn_smem(Int64, alignment=16)
         work = Work(weights, row_bytes, first, count, a, m, out, bias, shared.toint() + HEAD_BYTES, Barriers(shared))
+        if const_expr(config.late):
+            bias.prefetch(first, (warp == config.warps - 1) & (cute.arch.lane_idx() == 0))
         if const_expr(config.pace > 0):
             if warp == config.warps:
                 with cute.arch.elect_one():
@@ -203,7 +205,9 @@ class Direct:
         cute.arch.griddepcontrol_wait()
         self.load_tile(x, source, row_bytes - quad)
         self.load_activations(y, work, quad)
-        beside = work.bias.load(first + thread % OWN_ROWS, thread % OWN_ROWS < count)
+        beside = Uint32(0)
+        if const_expr(not config.late):
+            beside = work.bias.load(first + thread % OWN_ROWS, thread % OWN_ROWS < count)
         if const_expr(config.pace > 0 and config.stops):
             if warp == 0:
                 cute.arch.barrier(barrier_id=_MADE, number_of_threads=64)
@@ -221,6 +225,9 @@ class Direct:
                     after = place + config.chunk_bytes
                 source = work.weights.row(first + cutlass.min(following * ROWS + lane // 4, count - 1)) + after
                 left = row_bytes - after
+                if const_expr(config.late):
+                    if (following == 0) & (begin + config.chunk_bytes >= row_bytes):
+                        beside = work.bias.load(first + thread % OWN_ROWS, thread % OWN_ROWS < count)
                 acc.fill(0.0)
                 for each in cutlass.range_constexpr(config.quads):
                     self.multiply(acc, x, y, each)
