@@ -61,7 +61,9 @@ RING_VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "not dependent": {"dependent": False},
-    "no prefetch": {"ahead": 0, "pace": 0},
+    "no prefetch": {"ahead": 0},
+    "16 rows ahead": {"ahead": 16},
+    "paced": {"ahead": 40, "pace": 40},
 }
 
 Inputs = Mapping[str, Any]  # all arguments of the operator

@@ -26,11 +26,9 @@ class DirectConfig:
         warps: the number of warps, which share each row of weights.
         ahead: the number of rows that a CTA brings to the L2 cache while the kernel before still works.
         pace: the cycles from one KB of those to the next; 0 if all are asked for at once.
-        stops: whether nothing more is brought to the L2 cache when the kernel before has ended.
         dependent: whether a launch may begin while the kernel before ends.
-        at_once: the number of CTAs that a multiprocessor has registers for.
-        once: whether the L2 cache drops weights first.
-        woven: whether each load of the next tile is issued as soon as its register has been multiplied.
+        woven: whether each load of the next tile is issued as soon as its register has been multiplied. With 16 rows
+            of activations that gained nothing.
     """
 
     dtype: str
@@ -40,12 +38,8 @@ class DirectConfig:
     warps: int = WARPS
     ahead: int = ROWS
     pace: int = 0
-    stops: bool = True
     dependent: bool = True
-    at_once: int = 1
-    once: bool = False
     woven: bool = False
-    late: bool = True
 
     @property
     def threads(self) -> int:
@@ -72,7 +66,11 @@ def direct_of(dtype: str, out: str, tokens: int, row_bytes: int) -> DirectConfig
     chunks = -(-quads // (WARPS * max(QUADS)))
     share = -(-quads // (WARPS * chunks))
     room = next(room for room in TOKENS if room >= tokens)
-    return DirectConfig(dtype, out, room, next(room for room in QUADS if room >= share))
+    return _config(dtype, out, room, next(room for room in QUADS if room >= share))
+
+
+def _config(dtype: str, out: str, tokens: int, quads: int) -> DirectConfig:
+    return DirectConfig(dtype, out, tokens, quads, woven=tokens == ROWS)
 
 
 def shared_bytes_of(config: DirectConfig, m: int, rows: int) -> int:
@@ -83,7 +81,7 @@ def shared_bytes_of(config: DirectConfig, m: int, rows: int) -> int:
 def every_direct_config() -> list[DirectConfig]:
     """Returns the configurations that calls are served by."""
     return [
-        DirectConfig(dtype, out, tokens, quads)
+        _config(dtype, out, tokens, quads)
         for dtype in DTYPES.values()
         for out in (dtype, "float32")
         for tokens in TOKENS

@@ -48,19 +48,15 @@ def fake_arguments(config: DirectConfig) -> tuple[Any, ...]:
     return (*tensors, Int64(0), Int32(0), Int32(0), Int32(0), arguments.stream())
 
 
-def load_weights(address: Int64, condition: Boolean, once: bool) -> Any:
+def load_weights(address: Int64, condition: Boolean) -> Any:
     """Loads 16 bytes of weights, and brings the others of their 256 bytes to the L2 cache; or gives zeros.
 
     It does not say ".nc", as the kernel before may have written them.
     """
-    policy, hint, first = "", "", ""
-    if once:
-        policy = ".reg .b64 first; createpolicy.fractional.L2::evict_first.b64 first, 1.0; "
-        hint, first = ".L2::cache_hint", ", first"
     return cute.arch.inline_ptx(
-        f"{{ .reg .pred p; {policy}setp.ne.b32 p, {{$r1}}, 0; "
+        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
         "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
-        f"@p ld.global.L1::no_allocate{hint}.L2::256B.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}]{first}; }}",
+        "@p ld.global.L1::no_allocate.L2::256B.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
         write_only_types=[Uint32] * 4,
         read_only_args=[address, Int32(condition)],
     )
@@ -122,7 +118,7 @@ class Direct:
             Table(out.iterator.toint(), out.stride[0], out.stride[1]), Vector(bias, bias_kind),
         ).launch(
             grid=(ctas, 1, 1), block=(config.threads + config.others, 1, 1), smem=shared_bytes, stream=stream,
-            use_pdl=config.dependent, min_blocks_per_mp=config.at_once, preferred_smem_carveout=-1 if config.at_once > 1 else None,
+            use_pdl=config.dependent, min_blocks_per_mp=1,
         )  # fmt: skip
 
     @cute.kernel
@@ -143,8 +139,7 @@ class Direct:
         count = share + cutlass.select_(cta < more, Int32(1), Int32(0))
         shared = cute.arch.get_dyn_smem(Int64, alignment=16)
         work = Work(weights, row_bytes, first, count, a, m, out, bias, shared.toint() + HEAD_BYTES, Barriers(shared))
-        if const_expr(config.late):
-            bias.prefetch(first, (warp == config.warps - 1) & (cute.arch.lane_idx() == 0))
+        bias.prefetch(first, (warp == config.warps - 1) & (cute.arch.lane_idx() == 0))
         if const_expr(config.pace > 0):
             if warp == config.warps:
                 with cute.arch.elect_one():
@@ -179,11 +174,9 @@ class Direct:
                 prefetch_bulk(work.weights.row(work.first + row), work.row_bytes)
             row += 1
             due += work.row_bytes * config.pace // 1024
-            if const_expr(config.stops):
-                over = work.ended.poll(begin)
+            over = work.ended.poll(begin)
             while (Int32(cute.arch.clock()) - due < 0) & (not over):
-                if const_expr(config.stops):
-                    over = work.ended.poll(begin)
+                over = work.ended.poll(begin)
 
     @cute.jit
     def compute(self, work: Work, warp: Int32):
@@ -206,9 +199,7 @@ class Direct:
         self.load_tile(x, source, row_bytes - quad)
         self.load_activations(y, work, quad)
         beside = Uint32(0)
-        if const_expr(not config.late):
-            beside = work.bias.load(first + thread % OWN_ROWS, thread % OWN_ROWS < count)
-        if const_expr(config.pace > 0 and config.stops):
+        if const_expr(config.pace > 0):
             if warp == 0:
                 cute.arch.barrier(barrier_id=_MADE, number_of_threads=64)
                 with cute.arch.elect_one():
@@ -225,7 +216,8 @@ class Direct:
                     after = place + config.chunk_bytes
                 source = work.weights.row(first + cutlass.min(following * ROWS + lane // 4, count - 1)) + after
                 left = row_bytes - after
-                if const_expr(config.late):
+                # With the last tile: what is multiplied first would wait for whatever was loaded before.
+                if const_expr(self.halves == 1):
                     if (following == 0) & (begin + config.chunk_bytes >= row_bytes):
                         beside = work.bias.load(first + thread % OWN_ROWS, thread % OWN_ROWS < count)
                 acc.fill(0.0)
@@ -237,6 +229,8 @@ class Direct:
                     if (following > 0) | (begin + config.chunk_bytes < row_bytes):
                         self.load_tile(x, source, left)
                 self.keep(acc, own + tile * (ROWS * 4), pitch, m, begin > 0)
+        if const_expr(self.halves == 2):  # there is no register for it before
+            beside = work.bias.load(first + thread % OWN_ROWS, thread % OWN_ROWS < count)
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
         self.finish(work, pitch, work.bias.number(beside))
 
@@ -257,7 +251,7 @@ class Direct:
         Args:
             left: bytes of the row from ``source`` on.
         """
-        words = load_weights(source + each * QUAD_BYTES, each * QUAD_BYTES < left, self.config.once)
+        words = load_weights(source + each * QUAD_BYTES, each * QUAD_BYTES < left)
         for word in cutlass.range_constexpr(4):
             x[each, word] = words[word]
 
