@@ -44,7 +44,7 @@ from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import config_of, sharing_of
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import direct_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import DIRECT_TOKENS, direct_of
 
 _TOUCHED = 130e6  # bytes of weights, of a cache of 50 MB
 _WIDTH = 2880  # numbers in a row of the rmsnorm
@@ -100,10 +100,12 @@ def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
     """Another configuration of the program that loads weights to registers, launched as ours is."""
     if inputs["b_scale"] is not None:
         raise Unsupported("scaled weights go through the ring")
+    if inputs["out"].shape[0] > DIRECT_TOKENS:
+        raise Unsupported("many rows of activations go through the ring")
     m, n = inputs["out"].shape
     operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
     dtypes = dtype_name(inputs["a"].dtype), dtype_name(inputs["out"].dtype)
-    config = dataclasses.replace(direct_of(*dtypes, m, inputs["b"].shape[0] * 2), **changes)
+    config = dataclasses.replace(direct_of(*dtypes, inputs["b"].shape[0] * 2), **changes)
     numbers = ours.direct_numbers_of(config, m, n, _machine.multiprocessors(inputs["a"].get_device()))
     return functools.partial(ours.direct_program(config), *ours.arguments_of(**operands, numbers=numbers))
 

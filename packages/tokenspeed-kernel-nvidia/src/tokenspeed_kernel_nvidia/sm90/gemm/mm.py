@@ -1,14 +1,19 @@
 """Products of a few rows of activations with weights, as in a decode step, on Hopper.
 
 Memory decides the speed: each weight is read once, for at most 16 rows of activations. Every multiprocessor has one CTA and equally
-many rows of the weights, to a row. Where weights have many rows, none is divided among CTAs, so that nothing is to be added up
-afterwards. Where they have few, as a router's, the CTAs of a cluster share some, each with a part, and have the same part of the
-activations to read; their sums are added in a fixed order. So the bits are the same in every run. Where there are many activations,
-pairs of CTAs copy them for both: 16 rows of 2880 x 5120 took 10.2 microseconds on an H200, and 10.6 without pairs.
+many rows of the weights, to a row. Sums are added in a fixed order, so that the bits are the same in every run. There are two
+programs:
+
+- Where weights are dense, a CTA has few rows of them, and there are at most 8 rows of activations, its warps load weights to
+  registers (`mm_direct_device`). Behind an rmsnorm of one row, one row took 7.6 microseconds on an H200 with 4096 x 2880 weights,
+  and 7.8 through the ring; with 2880 x 128 it took 2.1 and 3.1.
+- Otherwise weights come through a ring in shared memory (`mm_device`). Where there are few rows of weights, as a router's, the CTAs
+  of a cluster share some, each with a part, and have the same part of the activations to read. Where there are many activations,
+  pairs of CTAs copy them for both: 16 rows of 2880 x 5120 took 10.2 microseconds, and 10.6 without pairs.
 
 Weights may be what the kernel before writes: nothing in a call says that they are not. So they are read when it has ended. Until
-then some are brought to the L2 cache, which is where everybody sees what is written; at a pace that leaves room for the loads of
-that kernel. Behind an rmsnorm of one row that took 1.0 microsecond, a row of 2880 x 5120 took 8.90 instead of 9.06.
+then some are brought to the L2 cache, which is where everybody sees what is written. Behind that rmsnorm a row of 2880 x 5120 took
+9.0 instead of 9.5 microseconds.
 """
 
 from __future__ import annotations
@@ -46,6 +51,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     sharing_of,
 )
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import (
+    DIRECT_TOKENS,
     OWN_ROWS,
     DirectConfig,
     direct_of,
@@ -83,8 +89,8 @@ def _launch_of(
 ) -> tuple[Launch, tuple[int, ...]]:
     """The program, and the numbers of a launch that depend on sizes alone."""
     count = multiprocessors(device)
-    if scales == "none" and n <= count * OWN_ROWS:
-        direct = direct_of(dtype_name(a), dtype_name(out), m, row_bytes)
+    if scales == "none" and m <= DIRECT_TOKENS and n <= count * OWN_ROWS:
+        direct = direct_of(dtype_name(a), dtype_name(out), row_bytes)
         return direct_program(direct), direct_numbers_of(direct, m, n, count)
     config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, sharing_of(weights, m, n, row_bytes, count))
     numbers = numbers_of(config, m, n, row_bytes, count)

@@ -95,7 +95,6 @@ class Direct:
         self.config = config
         self.dtype = type_of(config.dtype)
         self.out = type_of(config.out)
-        self.halves = config.tokens // 8
 
     @cute.jit
     def __call__(
@@ -189,7 +188,7 @@ class Direct:
         own = work.sums + (warp * m + lane // 4) * pitch + lane % 4 * 8  # this lane's sums of the first tile
         quad = warp * (config.quads * QUAD_BYTES) + lane % 4 * LOAD_BYTES
         x = cute.make_rmem_tensor((config.quads, 4), Uint32)
-        y = cute.make_rmem_tensor((self.halves, config.quads, 4), Uint32)
+        y = cute.make_rmem_tensor((config.quads, 4), Uint32)
         acc = cute.make_rmem_tensor((2, 4), Float32)
         thread, _, _ = cute.arch.thread_idx()
         # Rows behind the last are read as the last: nobody reads their sums, and no other bytes are read for them.
@@ -217,9 +216,8 @@ class Direct:
                 source = work.weights.row(first + cutlass.min(following * ROWS + lane // 4, count - 1)) + after
                 left = row_bytes - after
                 # With the last tile: what is multiplied first would wait for whatever was loaded before.
-                if const_expr(self.halves == 1):
-                    if (following == 0) & (begin + config.chunk_bytes >= row_bytes):
-                        beside = work.bias.load(first + thread % OWN_ROWS, thread % OWN_ROWS < count)
+                if (following == 0) & (begin + config.chunk_bytes >= row_bytes):
+                    beside = work.bias.load(first + thread % OWN_ROWS, thread % OWN_ROWS < count)
                 acc.fill(0.0)
                 for each in cutlass.range_constexpr(config.quads):
                     self.multiply(acc, x, y, each)
@@ -228,9 +226,7 @@ class Direct:
                 if const_expr(not config.woven):
                     if (following > 0) | (begin + config.chunk_bytes < row_bytes):
                         self.load_tile(x, source, left)
-                self.keep(acc, own + tile * (ROWS * 4), pitch, m, begin > 0)
-        if const_expr(self.halves == 2):  # there is no register for it before
-            beside = work.bias.load(first + thread % OWN_ROWS, thread % OWN_ROWS < count)
+                self.keep(acc, own + tile * (ROWS * 4), m, begin > 0)
         cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=config.threads)
         self.finish(work, pitch, work.bias.number(beside))
 
@@ -238,8 +234,7 @@ class Direct:
         """Adds the products of one load to two chains, because each product waits for the one before in its chain."""
         for step in range(2):
             low, high = 2 * step, 2 * step + 1
-            right = [y[self.halves - 1, each, word] if self.halves == 2 else Uint32(0) for word in (low, high)]
-            left = [y[0, each, low], right[0], y[0, each, high], right[1]]
+            left = [y[each, low], Uint32(0), y[each, high], Uint32(0)]
             before = [acc[step, item] for item in range(4)]
             for item, number in enumerate(mma_m16n8k16(self.dtype, before, left, [x[each, low], x[each, high]])):
                 acc[step, item] = number
@@ -264,26 +259,23 @@ class Direct:
     @cute.jit
     def load_activations(self, y: cute.Tensor, work: Work, place: Int32):
         """Loads what a lane has of the activations, and zeros for rows that do not exist and behind their ends."""
-        for half in cutlass.range_constexpr(self.halves):
-            token = cute.arch.lane_idx() // 4 + half * 8
-            source = work.a.row(token) + place
-            for each in cutlass.range_constexpr(self.config.quads):
-                words = load_words_if(source + each * QUAD_BYTES, (token < work.m) & (place + each * QUAD_BYTES < work.row_bytes))
-                for word in cutlass.range_constexpr(4):
-                    y[half, each, word] = words[word]
+        token = cute.arch.lane_idx() // 4
+        source = work.a.row(token) + place
+        for each in cutlass.range_constexpr(self.config.quads):
+            words = load_words_if(source + each * QUAD_BYTES, (token < work.m) & (place + each * QUAD_BYTES < work.row_bytes))
+            for word in cutlass.range_constexpr(4):
+                y[each, word] = words[word]
 
     @cute.jit
-    def keep(self, acc: cute.Tensor, place: Int32, pitch: Int32, m: Int32, again: Boolean):
+    def keep(self, acc: cute.Tensor, place: Int32, m: Int32, again: Boolean):
         """Stores a tile's sums, added to those of the chunks before."""
-        for half in cutlass.range_constexpr(self.halves):
-            if cute.arch.lane_idx() // 4 + half * 8 < m:
-                to = place + half * 8 * pitch
-                low, high = acc[0, 2 * half] + acc[1, 2 * half], acc[0, 2 * half + 1] + acc[1, 2 * half + 1]
-                if again:
-                    before = load_floats("shared", to, 2)
-                    low += before[0]
-                    high += before[1]
-                store_floats("shared", to, [low, high])
+        if cute.arch.lane_idx() // 4 < m:
+            low, high = acc[0, 0] + acc[1, 0], acc[0, 1] + acc[1, 1]
+            if again:
+                before = load_floats("shared", place, 2)
+                low += before[0]
+                high += before[1]
+            store_floats("shared", place, [low, high])
 
     @cute.jit
     def finish(self, work: Work, pitch: Int32, bias: Float32):
