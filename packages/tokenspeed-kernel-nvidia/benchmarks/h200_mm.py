@@ -9,8 +9,9 @@ products of a model, which launches with programmatic dependence, and lets the n
 So a product that can begins to set itself up meanwhile. What is subtracted is what the rmsnorm takes in a graph of its own. With
 the small kernel of PyTorch's that `measuring.py` has there, which neither waits so nor lets launch, each contestant is measured as
 well (``ordinary_us``). The calls of a graph take turns on copies of the weights, together more than twice what the L2 cache holds.
+Activations and results are the same memory in all of them: in a model the kernel before has just written the activations.
 
-``--variants`` also measures other configurations of our programs, which no call chooses: see `VARIANTS`.
+``--variants`` also measures other configurations of our programs, which no call chooses: see `VARIANTS` and `RING_VARIANTS`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import config_of, sharing_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import DIRECT_TOKENS, direct_of
 
 _TOUCHED = 130e6  # bytes of weights, of a cache of 50 MB
 _WIDTH = 2880  # numbers in a row of the rmsnorm
@@ -51,17 +53,17 @@ _BETWEEN_IS = (
     "(between_us) is subtracted"
 )
 
-# What is changed of the program that serves a call.
+# What is changed of the program that would serve a call: of the ring's, and of the one that loads weights to registers.
+RING_VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "ring": {},
+    "ring, no cluster": {"cluster": 1, "loads": 4, "pair": False},
+    "ring, no prefetch": {"prefetched": 0},
+}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "not dependent": {"dependent": False},
-    "no cluster": {"cluster": 1, "loads": 4, "pair": False},
-    "no prefetch": {"prefetched": 0},
-    "pace 50": {"pace": 50},
-    "pace 100": {"pace": 100},
-    "pace 140": {"pace": 140},
-    "prefetch 64K": {"prefetched": 65536},
-    "12 warps": {"warps": 12, "loads": 3},
-    "6 loads": {"loads": 6},
+    "no prefetch": {"ahead": 0},
+    "16 rows ahead": {"ahead": 16},
+    "paced": {"ahead": 40, "pace": 40},
 }
 
 Inputs = Mapping[str, Any]  # all arguments of the operator
@@ -95,7 +97,21 @@ def _own(inputs: Inputs) -> Call:
 
 
 def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
-    """Another configuration, launched as ours is."""
+    """Another configuration of the program that loads weights to registers, launched as ours is."""
+    if inputs["b_scale"] is not None:
+        raise Unsupported("scaled weights go through the ring")
+    if inputs["out"].shape[0] > DIRECT_TOKENS:
+        raise Unsupported("many rows of activations go through the ring")
+    m, n = inputs["out"].shape
+    operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
+    dtypes = dtype_name(inputs["a"].dtype), dtype_name(inputs["out"].dtype)
+    config = dataclasses.replace(direct_of(*dtypes, inputs["b"].shape[0] * 2), **changes)
+    numbers = ours.direct_numbers_of(config, m, n, _machine.multiprocessors(inputs["a"].get_device()))
+    return functools.partial(ours.direct_program(config), *ours.arguments_of(**operands, numbers=numbers))
+
+
+def ring_variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
+    """Another configuration of the program with a ring, launched as ours is."""
     m, n = inputs["out"].shape
     operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
     count, row_bytes = _machine.multiprocessors(inputs["a"].get_device()), inputs["b"].shape[0] * inputs["b"].element_size()
@@ -104,19 +120,21 @@ def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
     found = config_of(dtype_name(inputs["a"].dtype), weights, scales, dtype_name(inputs["out"].dtype), m, sharing)
     config = dataclasses.replace(found, **changes)
     numbers = ours.numbers_of(config, m, n, row_bytes, count)
-    return functools.partial(ours.mm_program(config), *ours.arguments_of(**operands, numbers=numbers))
+    none = ours.NO_SCALES if scales == "none" else ()
+    return functools.partial(ours.mm_program(config), *ours.arguments_of(**operands, numbers=(*none, *numbers)))
 
 
 def contestants(variants: str = "") -> list[Contestant]:
-    """Everyone; of `VARIANTS` those whose name matches, if there is anything to match."""
+    """Everyone; of `VARIANTS` and `RING_VARIANTS` those whose name matches, if there is anything to match."""
     everyone = [
         Contestant("ours", _own, "tokenspeed-kernel-nvidia", ours=True),
         Contestant("torch", _torchs, "torch"),
         Contestant("triton", _portable, "triton", ours=True, portable=True),
     ]
-    for name, changes in VARIANTS.items():
-        if variants and re.search(variants, name):
-            everyone.append(Contestant(name, functools.partial(variant, changes), "", ours=True))
+    for setup, named in ((variant, VARIANTS), (ring_variant, RING_VARIANTS)):
+        for name, changes in named.items():
+            if variants and re.search(variants, name):
+                everyone.append(Contestant(name, functools.partial(setup, changes), "", ours=True))
     return everyone
 
 
@@ -142,8 +160,9 @@ def measure_shape(
     Args:
         every: what take turns, of `inputs_of`.
     """
-    copies = [first_rows(inputs, shape.m) for inputs in every]
-    first = copies[0]
+    first = first_rows(every[0], shape.m)
+    shared = {name: first[name] for name in ("a", "a_scale", "out")}
+    copies = [{**inputs, **shared} for inputs in every]
     cost = get_operator(shape.operator).cost_of(first)
     wide_a, wide_b = decode_operands("mm", *(first[name] for name in ("a", "b", "a_scale", "b_scale")))
     right = wide_a @ wide_b + first["bias"].float()

@@ -288,7 +288,7 @@ class Warp:
     def execute(self, step: Instruction, lanes: Lanes) -> bool:
         """One instruction. Returns False where the warp has to wait, with the instruction done all the same."""
         words = step.name.split(".")
-        if words[0] in ("griddepcontrol", "setmaxnreg", "fence", "createpolicy"):
+        if words[0] in ("griddepcontrol", "setmaxnreg", "fence", "createpolicy", "prefetch"):
             return True
         if "sync" in words and words[0] not in ("griddepcontrol",):
             assert lanes.all(), f"not all lanes are at {step.text}"

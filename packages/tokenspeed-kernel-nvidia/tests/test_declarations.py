@@ -17,6 +17,7 @@ from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Explanation, NoKernelFoundError
 from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia import _machine
+from tokenspeed_kernel_nvidia.sm90.gemm.mm import QUICK_N
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_TOP_K, max_k
 
 from .experts import GPT_OSS
@@ -107,7 +108,7 @@ def test_as_many_new_tokens_as_there_are_rows_for(registered: KernelRegistry, he
 
 
 def _ours(explained: Explanation) -> str:
-    """The one of our own kernels that may serve a call, or nothing. Others are preferred, until ours are measured to be quicker."""
+    """The one of our own kernels that may serve a call, or nothing. It need not be the one that is chosen."""
     names = [v.spec.name for v in explained.verdicts if v.accepted and v.spec.solution == "cutedsl"]
     assert len(names) <= 1
     return "".join(names)
@@ -130,6 +131,16 @@ def test_products_of_few_rows(registered: KernelRegistry) -> None:
     assert _product(1, 76) == ""
     assert _product(1, 72, torch.float32) == ""
     assert _product(1, 72, out_dtype=torch.float16) == ""
+
+
+def test_products_with_few_columns_are_preferred(registered: KernelRegistry) -> None:
+    """Up to as many as have been measured to be quicker than PyTorch's for all numbers of rows."""
+    for n, name, preferred in ((QUICK_N, "cutedsl_mm_bfloat16", True), (QUICK_N + 1, "cutedsl_mm_wide_bfloat16", False)):
+        a, weight = (torch.zeros(rows, 64, dtype=torch.bfloat16) for rows in (16, n))
+        with use_platform(named_platform("sm_90")):
+            explained = tokenspeed_kernel.mm.explain(a, weight.t())
+        assert _ours(explained) == name
+        assert (explained.chosen.name == name) == preferred
 
 
 PRODUCTS = [

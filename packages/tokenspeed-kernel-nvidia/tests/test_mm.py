@@ -32,6 +32,7 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     layout_of,
     sharing_of,
 )
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import DIRECT_TOKENS, DirectConfig, every_direct_config
 
 DTYPES = sorted(HALVES, key=str)
 SINGLE = torch.float32
@@ -405,17 +406,18 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any
 
 
 def test_what_is_asked_for_is_compiled_ahead_of_time(asked: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    listed = set(every_config())
-    for dtype, out_dtype, m, n, k in itertools.product(DTYPES, (None, SINGLE), (1, 8, 9, 16), (1, 100, 1057, 5120), (64, 2048)):
+    listed = {*every_config(), *every_direct_config()}
+    for dtype, out_dtype, m, n, k in itertools.product(DTYPES, (None, SINGLE), (1, 8, 9, 16), (1, 100, 5120, 9000), (64, 2048)):
         mm(torch.zeros(m, k, dtype=dtype), torch.zeros(n, k, dtype=dtype).t(), out_dtype=out_dtype)
         config, (_, _, out, *numbers) = asked.pop()
         assert config in listed
-        assert config.tokens >= m
+        assert (DIRECT_TOKENS if isinstance(config, DirectConfig) else config.tokens) >= m
         assert out.dtype == (out_dtype or dtype)
-        assert len(numbers) == 15
-        ctas, size = numbers[8], numbers[-1]
-        assert 1 <= ctas <= min(config.together * n, 132)
-        assert ctas % config.together == 0
+        together = 1 if isinstance(config, DirectConfig) else config.together
+        assert len(numbers) == (4 if isinstance(config, DirectConfig) else 15)
+        ctas, size = numbers[2 if isinstance(config, DirectConfig) else 8], numbers[-1]
+        assert 1 <= ctas <= min(together * n, 132)
+        assert ctas % together == 0
         assert size <= SHARED_BYTES
 
 

@@ -22,8 +22,9 @@ from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
-from tokenspeed_kernel_nvidia.sm90.gemm.mm import kinds_of, mm_program
+from tokenspeed_kernel_nvidia.sm90.gemm.mm import direct_numbers_of, direct_program, kinds_of, mm_program
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import CLUSTER, GROUP, QUAD_BYTES, Config, config_of, layout_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import DirectConfig, direct_of
 
 from . import ptx
 from .ptx_values import Memory
@@ -49,9 +50,12 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
-    def text_of(config: Config) -> str:
+    def text_of(config: Config | DirectConfig) -> str:
         Path(folder).mkdir(exist_ok=True)
-        return str(mm_program.compile(config, f"--keep-ptx --dump-dir {folder}").__ptx__)
+        options = f"--keep-ptx --dump-dir {folder}"
+        if isinstance(config, DirectConfig):
+            return str(direct_program.compile(config, options).__ptx__)
+        return str(mm_program.compile(config, options).__ptx__)
 
     return text_of
 
@@ -89,11 +93,43 @@ def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, sharing: Any =
         *([0, 0] if bias is None else [memory.put(bytes_of(bias)), KINDS[bias.dtype]]), *scales_of,
     ]  # fmt: skip
     ptx.launch(texts(config), arguments, config.threads + 32, (ctas,), memory, random.Random(seed), config.together)
+    _check(memory, out, given, dtype, m, n)
+
+
+def _check(memory: Memory, out: int, given: dict[str, Any], dtype: torch.dtype, m: int, n: int) -> None:
+    a, b, bias = (given[each] for each in ("a", "b", "bias"))
     got = torch.from_numpy(memory.get(out, np.uint8, m * n * dtype.itemsize)).view(dtype).view(m, n)
     wide_a, wide_b = decode_operands("mm", a, b, given["a_scale"], given["b_scale"])
     wanted = wide_a.double() @ wide_b.double() + (0 if bias is None else bias.double())
     off = (got.double() - wanted).norm() / wanted.norm()
     assert off <= TOLERANCE[dtype], off
+
+
+def run_direct(texts: Any, name: str, m: int, k: int, n: int, ctas: int, **changes: Any) -> None:
+    """Runs the program whose CTAs load weights to registers; ``changes``: of the configuration that would be chosen."""
+    made, dtype = CALLS[name]
+    given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, 0))
+    a, b, bias = (given[each] for each in ("a", "b", "bias"))
+    config = dataclasses.replace(direct_of(dtype_name(a.dtype), dtype_name(dtype), 2 * k), **changes)
+    memory = Memory(1 << 24, ptx.GLOBAL_BASE)
+    out = memory.put(np.full(m * n * dtype.itemsize, 0x44, np.uint8))
+    assert direct_numbers_of(config, m, n, ctas)[0] == ctas
+    arguments = [
+        memory.put(bytes_of(b.mT)), 2 * k, 2 * k, n // ctas, n % ctas, memory.put(bytes_of(a)), 2 * k, m, out, n, 1,
+        memory.put(bytes_of(bias)), KINDS[bias.dtype],
+    ]  # fmt: skip
+    ptx.launch(texts(config), arguments, config.threads + config.others, (ctas,), memory, random.Random(0), 1)
+    _check(memory, out, given, dtype, m, n)
+
+
+@pytest.mark.parametrize(("m", "k", "n", "ctas"), [(1, 288, 21, 2), (8, 1064, 20, 2), (7, 4360, 13, 1), (3, 8, 3, 3)])
+def test_weights_in_registers(texts: Any, m: int, k: int, n: int, ctas: int) -> None:
+    """CTAs with different numbers of rows, tiles that are not full, rows that end inside of 64 bytes, and several chunks."""
+    run_direct(texts, "dense bfloat16" if m > 1 else "dense float16", m, k, n, ctas)
+
+
+def test_weights_are_prefetched_by_a_warp(texts: Any) -> None:
+    run_direct(texts, "dense bfloat16", 5, 288, 21, 2, pace=70)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -1,14 +1,19 @@
 """Products of a few rows of activations with weights, as in a decode step, on Hopper.
 
 Memory decides the speed: each weight is read once, for at most 16 rows of activations. Every multiprocessor has one CTA and equally
-many rows of the weights, to a row. Where weights have many rows, none is divided among CTAs, so that nothing is to be added up
-afterwards. Where they have few, as a router's, the CTAs of a cluster share some, each with a part, and have the same part of the
-activations to read; their sums are added in a fixed order. So the bits are the same in every run. Where there are many activations,
-pairs of CTAs copy them for both: 16 rows of 2880 x 5120 took 10.2 microseconds on an H200, and 10.6 without pairs.
+many rows of the weights, to a row. Sums are added in a fixed order, so that the bits are the same in every run. There are two
+programs:
+
+- Where weights are dense, a CTA has few rows of them, and there are at most 8 rows of activations, its warps load weights to
+  registers (`mm_direct_device`). Behind an rmsnorm of one row, one row took 7.6 microseconds on an H200 with 4096 x 2880 weights,
+  and 7.8 through the ring; with 2880 x 128 it took 2.1 and 3.1.
+- Otherwise weights come through a ring in shared memory (`mm_device`). Where there are few rows of weights, as a router's, the CTAs
+  of a cluster share some, each with a part, and have the same part of the activations to read. Where there are many activations,
+  pairs of CTAs copy them for both: 16 rows of 2880 x 5120 took 10.2 microseconds, and 10.6 without pairs.
 
 Weights may be what the kernel before writes: nothing in a call says that they are not. So they are read when it has ended. Until
-then some are brought to the L2 cache, which is where everybody sees what is written; at a pace that leaves room for the loads of
-that kernel. Behind an rmsnorm of one row that took 1.0 microsecond, a row of 2880 x 5120 took 8.90 instead of 9.06.
+then some are brought to the L2 cache, which is where everybody sees what is written. Behind that rmsnorm a row of 2880 x 5120 took
+9.0 instead of 9.5 microseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_fo
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import FormatSignature, dense_tensor_format, dtype_name, format_signature
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_base.traits import at_least, at_most, multiple_of
+from tokenspeed_kernel_base.traits import Constraint, at_least, at_most, multiple_of
 from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import aligned, is_aligned
@@ -46,10 +51,23 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     ring_bytes_of,
     sharing_of,
 )
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import (
+    DIRECT_TOKENS,
+    OWN_ROWS,
+    DirectConfig,
+    direct_of,
+    every_direct_config,
+    shared_bytes_of,
+)
 
 E4M3 = torch.float8_e4m3fn
+# Columns of results up to which a product with dense weights is preferred to PyTorch's. Behind a kernel that lets nothing begin
+# early, 1 to 16 rows of 4096 x 2880 took 8.8 to 10.9 microseconds on an H200, and PyTorch's 12.2 to 12.7; but 8 and 16 rows of
+# 2880 x 5120 took 10.8 and 11.7, and PyTorch's 10.7 and 10.9.
+QUICK_N = 4096
 
 Launch = Callable[..., Any]
+NO_SCALES = (0,) * 6  # two of `_table`
 
 
 @program(arch="sm_90a", configs=every_config)
@@ -59,14 +77,31 @@ def mm_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     return mm_device.host(config), mm_device.fake_arguments(config)
 
 
+@program(arch="sm_90a", configs=every_direct_config)
+def direct_program(config: DirectConfig) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.gemm import mm_direct_device
+
+    return mm_direct_device.host(config), mm_direct_device.fake_arguments(config)
+
+
 @functools.cache
 def _launch_of(
     a: torch.dtype, weights: Weights, scales: Scales, out: torch.dtype, m: int, n: int, row_bytes: int, device: int
 ) -> tuple[Launch, tuple[int, ...]]:
     """The program, and the numbers of a launch that depend on sizes alone."""
     count = multiprocessors(device)
+    if scales == "none" and m <= DIRECT_TOKENS and n <= count * OWN_ROWS:
+        direct = direct_of(dtype_name(a), dtype_name(out), row_bytes)
+        return direct_program(direct), direct_numbers_of(direct, m, n, count)
     config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, sharing_of(weights, m, n, row_bytes, count))
-    return mm_program(config), numbers_of(config, m, n, row_bytes, count, ring_bytes_of(n, count))
+    numbers = numbers_of(config, m, n, row_bytes, count, ring_bytes_of(n, count))
+    return mm_program(config), (*NO_SCALES, *numbers) if scales == "none" else numbers
+
+
+def direct_numbers_of(config: DirectConfig, m: int, n: int, count: int) -> tuple[int, ...]:
+    """How many CTAs, and how much shared memory each has. ``count``: of multiprocessors."""
+    ctas = min(n, count)
+    return ctas, shared_bytes_of(config, m, -(-n // ctas))
 
 
 def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_bytes: int = RING_BYTES) -> tuple[int, ...]:
@@ -115,7 +150,11 @@ def kinds_of(b: Tensor, b_scale: Tensor | None) -> tuple[Weights, Scales]:
 def arguments_of(
     a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, numbers: tuple[int, ...]
 ) -> tuple[Any, ...]:
-    """What a program takes; ``numbers``: see `numbers_of`. All tensors must live until it is launched."""
+    """What a program takes. All tensors must live until it is launched.
+
+    Args:
+        numbers: what `_launch_of` gave.
+    """
     if b.dtype == E4M3:  # programs take 8-bit floats as bytes, which every version of PyTorch hands over
         b = b.view(torch.uint8)
         if a.dtype == E4M3:
@@ -123,6 +162,8 @@ def arguments_of(
     bias_at = kind = 0
     if bias is not None:
         bias_at, kind = bias.data_ptr(), KINDS[bias.dtype]
+    if b_scale is None:
+        return a, b, out, bias_at, kind, *numbers
     return a, b, out, bias_at, kind, *_table(a_scale), *_table(b_scale), *numbers
 
 
@@ -171,6 +212,8 @@ def mm(
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     made = torch.empty((a.shape[0], b.shape[1]), dtype=dtype, device=a.device) if out is None else out
+    if made.numel() == 0:
+        return made
     try:
         multiply(a, b, bias, made, a_scale, b_scale)
     except ValueError:
@@ -185,30 +228,35 @@ _FP8_ROWS = [fp8_format(E4M3, granularity) for granularity in ("tensor", "channe
 _FP8_BLOCKS = fp8_format(E4M3, "block", (128, 128))
 
 
-def _declare(name: str, a: torch.dtype, signatures: set[FormatSignature], step: int) -> None:
+def _declare(
+    name: str,
+    a: torch.dtype,
+    signatures: set[FormatSignature],
+    step: int,
+    n: Constraint | None = None,
+    priority: int = Priority.PORTABLE - 2,  # until it has been measured to be quicker than others
+) -> None:
     """``step``: what k is a multiple of."""
+    traits: dict[str, Any] = {
+        "m": at_most(max(TOKENS)),
+        "k": at_least(step) & multiple_of(step),
+        "out_dtype": {*results_of(dtype_name(a))},
+        "bias": any,
+        "wide_bias": any,
+    }
+    if n is not None:
+        traits["n"] = n
     register_kernel(
-        "gemm",
-        "mm",
-        name=f"cutedsl_mm_{name}",
-        solution="cutedsl",
-        capability=CUTEDSL_HOPPER,
-        signatures=signatures,
-        traits={
-            "m": at_most(max(TOKENS)),
-            "k": at_least(step) & multiple_of(step),
-            "out_dtype": {*results_of(dtype_name(a))},
-            "bias": any,
-            "wide_bias": any,
-        },
-        priority=Priority.PORTABLE - 2,  # until it has been measured to be quicker than PyTorch's
-        tags={"determinism"},
-    )(mm)
+        "gemm", "mm", name=f"cutedsl_mm_{name}", solution="cutedsl", capability=CUTEDSL_HOPPER, signatures=signatures,
+        traits=traits, priority=priority, tags={"determinism"},
+    )(mm)  # fmt: skip
 
 
 for _dtype, _name in DTYPES.items():
     _a = dense_tensor_format(_dtype)
-    _declare(_name, _dtype, {format_signature(a=_a, b=_a)}, ELEMENTS["dense"])
+    _served = {format_signature(a=_a, b=_a)}
+    _declare(_name, _dtype, _served, ELEMENTS["dense"], at_most(QUICK_N), Priority.PERFORMANT)
+    _declare(f"wide_{_name}", _dtype, _served, ELEMENTS["dense"], at_least(QUICK_N + 1))
     _only = {format_signature(a=_a, b=b) for b in (*_FP8_ROWS, _FP8_BLOCKS)}
     _declare(f"fp8_weights_{_name}", _dtype, _only, ELEMENTS["float8_e4m3fn"])
 _declare(

@@ -126,6 +126,14 @@ class Vector:
             read_only_args=[self.address + Int64(index * size), cutlass.select_(condition, self.kind, Int32(0))],
         )
 
+    def prefetch(self, index: Int32, condition: Boolean) -> None:
+        """Brings the line of one to the L2 cache, if there are any."""
+        size = cutlass.select_(self.kind == 1, Int32(4), Int32(2))
+        cute.arch.inline_ptx(
+            "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }",
+            read_only_args=[self.address + Int64(index * size), cutlass.select_(condition, self.kind, Int32(0))],
+        )
+
     def number(self, stored: Uint32) -> Any:
         """Converts what `load` gave to float32."""
         return cute.arch.inline_ptx(
