@@ -194,6 +194,26 @@ def test_with_a_cache_it_is_rope_then_store(dtype: torch.dtype, cache_dtype: tor
         assert not torch.equal(fused[name].view(torch.uint8), before[name].view(torch.uint8))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+@pytest.mark.parametrize("v_head_dim", [5, 16, 24])
+def test_the_cache_may_be_scaled_and_values_of_another_width(v_head_dim: int, shape: tuple[int, ...]) -> None:
+    q, k, _ = draw(11, 4, 2, 16, torch.bfloat16)
+    v = torch.randn(11, 2, v_head_dim).bfloat16()
+    positions, table = torch.arange(11) * 3, table_of(angles_of(40, 12))
+    scales = {"k_scale": torch.rand(shape) * 0.01 + 0.001, "v_scale": torch.rand(shape) + 0.5}
+    fused, apart = ({**cached(11, 4, 2, 16, torch.float8_e4m3fn)} for _ in range(2))
+    for caches in (fused, apart):
+        caches["v_cache"] = torch.zeros(*caches["k_cache"].shape[:3], v_head_dim).to(torch.float8_e4m3fn)
+    _, turned = apply_rope(q, k, positions, table, v=v, **fused, **scales)
+    store_kv_cache(turned, v, **apart, **scales)
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(fused[name].view(torch.uint8), apart[name].view(torch.uint8))
+    with pytest.raises(ValueError, match="^apply_rope: k_scale must be None, because there is no cache to write to"):
+        apply_rope(q, k, positions, table, k_scale=scales["k_scale"])
+    with pytest.raises(ValueError, match="^apply_rope: v_scale must be finite and more than 0"):
+        apply_rope(q, k, positions, table, v=v, **fused, v_scale=torch.tensor(0.0))
+
+
 def test_with_a_cache_in_place() -> None:
     q, k, v = draw(11, 4, 2, 16)
     positions, table = torch.arange(11), table_of(angles_of(11, 16))

@@ -48,6 +48,16 @@ def test_each_token_goes_to_its_slot_and_nothing_else_changes(
     assert torch.equal(v_cache, expected_v)
 
 
+def test_values_may_be_narrower_or_wider_than_keys() -> None:
+    for width in (1, 3, 9):
+        k, v = torch.randn(3, 2, 4), torch.randn(3, 2, width)
+        k_cache, v_cache = torch.randn(3, 2, 2, 4), torch.randn(3, 2, 2, width)
+        expected = store_by_loop(k, k_cache, [4, -1, 0]), store_by_loop(v, v_cache, [4, -1, 0])
+        store_kv_cache(k, v, k_cache, v_cache, torch.tensor([4, -1, 0]))
+        assert torch.equal(k_cache, expected[0])
+        assert torch.equal(v_cache, expected[1])
+
+
 @pytest.mark.parametrize("slots", [[-1, -1, -1], [-1, 0, -7], [-1, 5, 0], [3, -1, 4]])
 def test_negative_slots_are_not_written(slots: list[int]) -> None:
     k, v = torch.rand(3, 2, 4) + 1, torch.rand(3, 2, 4) + 1
@@ -157,7 +167,7 @@ WRONG: list[tuple[torch.dtype, dict[str, Any], type[Exception], str]] = [
     (torch.float32, {"k": torch.ones(3, 8)}, ValueError, r"k must be of shape \[tokens, kv_heads, head_dim\], got \[3, 8\]"),
     (torch.float32, {"v": torch.ones(3, 2, 4).half()}, TypeError, "v must be a tensor of float32, got float16"),
     (torch.float32, {"v": torch.ones(2, 2, 4)}, ValueError, "v must be of shape .* where tokens is 3 in k"),
-    (torch.float32, {"v": torch.ones(3, 2, 8)}, ValueError, "v must be of shape .* where head_dim is 4 in k"),
+    (torch.float32, {"v": torch.ones(3, 2, 8)}, ValueError, "v_cache must be of shape .* where v_head_dim is 8 in v"),
     (torch.float16, {}, TypeError, "k_cache must be a tensor of .*float32.*, got float16"),
     (torch.float32, {"k_cache": torch.zeros(2, 2, 1, 4)}, ValueError, "k_cache must be of shape .* where kv_heads is 2 in k"),
     (torch.float32, {"k_cache": torch.zeros(4, 2, 4)}, ValueError, "k_cache must be of shape"),

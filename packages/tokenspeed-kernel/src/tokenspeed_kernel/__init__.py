@@ -83,10 +83,12 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.comm.moe_dispatch import moe_dispatch
     from tokenspeed_kernel_base.ops.comm.reduce_scatter import reduce_scatter
     from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
+    from tokenspeed_kernel_base.ops.embedding.apply_rope_mla import apply_rope_mla
     from tokenspeed_kernel_base.ops.gemm.bmm import bmm
     from tokenspeed_kernel_base.ops.gemm.mm import mm
     from tokenspeed_kernel_base.ops.gemm.mm_add import mm_add
     from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
+    from tokenspeed_kernel_base.ops.kvcache.store_mla_kv_cache import store_mla_kv_cache
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
     from tokenspeed_kernel_base.ops.moe.moe_apply_add import moe_apply_add
     from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk

@@ -96,7 +96,28 @@ def test_the_cache_gets_what_is_returned(
             assert same_bits(cache.contiguous(), wanted.contiguous())
 
 
-def _store(cache: Tensor, values: Tensor, slots: Tensor) -> None:
+@pytest.mark.parametrize("scale_heads", [0, 1, 3])
+@pytest.mark.parametrize("v_head_dim", [8, 40, 130])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_scaled_caches_and_values_of_another_width(dtype: torch.dtype, v_head_dim: int, scale_heads: int) -> None:
+    qkv, positions, table = _draw(5, 3, 40, 24)
+    q, k, _ = _split(qkv.to(dtype), 5, 3)
+    generator = torch.Generator().manual_seed(v_head_dim)
+    v = torch.randn(TOKENS, 3, v_head_dim, generator=generator).to(DEVICE, dtype)
+    shape = (scale_heads,) if scale_heads else ()
+    k_scale, v_scale = (torch.rand(shape, generator=generator).to(DEVICE) * 0.01 + 0.001 for _ in range(2))
+    slots = torch.tensor([5, -1, 0, 8, -7, 3, 11], device=DEVICE)
+    k_cache, v_cache = (torch.zeros(4, 3, 3, width, device=DEVICE).to(torch.float8_e4m3fn) for width in (40, v_head_dim))
+    _, turned = apply_rope(
+        q, k, positions, table, False, v, k_cache, v_cache, slots, k_scale, v_scale, override="triton_apply_rope"
+    )
+    for cache, values, scale in ((k_cache, turned, k_scale), (v_cache, v, v_scale)):
+        wanted = torch.zeros_like(cache, dtype=torch.float32).to(cache.dtype)
+        _store(wanted, values, slots, scale)
+        assert same_bits(cache, wanted)
+
+
+def _store(cache: Tensor, values: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
     from tokenspeed_kernel_base.ops.kvcache.slots import store_slots
 
-    store_slots(cache, values, slots)
+    store_slots(cache, values, slots, scale)

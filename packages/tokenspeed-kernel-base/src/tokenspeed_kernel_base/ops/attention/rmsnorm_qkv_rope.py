@@ -18,6 +18,9 @@ from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, padding_of
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.variation import Variation, Want
 
+# Keys and values are written to the cache as they are.
+_NO_SCALES = {"k_scale": None, "v_scale": None}
+
 
 @operator(
     "attention",
@@ -168,13 +171,13 @@ def _(
     check.require(rest == 0 and heads > 2 * kv_heads, "qkv_weight", wanted, str(list(qkv_weight.shape)))
     qkv = torch.empty(x.shape[0], check["qkv"], dtype=x.dtype, device="meta")
     q, k, v = _heads(qkv, kv_heads, head_dim)
-    given = {"q": q, "k": k, "v": v if arguments["k_cache"] is not None else None}
+    given = {"q": q, "k": k, "v": v if arguments["k_cache"] is not None else None, **_NO_SCALES}
     apply_rope.operator.run_hook("check", {**arguments, **given, "positions": positions, "cos_sin_cache": cos_sin_cache}, check)
 
 
 @rmsnorm_qkv_rope.check_values(host=("positions", "slot_mapping"))
 def _(check: Checker, **arguments: Any) -> None:
-    apply_rope.operator.run_hook("check_values", arguments, check)
+    apply_rope.operator.run_hook("check_values", {**arguments, **_NO_SCALES}, check)
 
 
 @rmsnorm_qkv_rope.fake
@@ -266,7 +269,7 @@ def _(
         variation,
     )
     if k_cache is not None and v_cache is not None and slot_mapping is not None:
-        varied = {**varied, **captured_slots(variation, k_cache, v_cache, slot_mapping)}
+        varied = {**varied, **captured_slots(variation, slot_mapping, k_cache=k_cache, v_cache=v_cache)}
     return dict(varied)
 
 

@@ -11,7 +11,14 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import FLOATS, INTS, Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, check_write, padding_of, store_slots
+from tokenspeed_kernel_base.ops.kvcache.slots import (
+    captured_slots,
+    check_scale_values,
+    check_slots,
+    check_write,
+    padding_of,
+    store_slots,
+)
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
@@ -24,6 +31,7 @@ from tokenspeed_kernel_base.variation import Variation, Want
     in_place={"q_out": ("q",), "k_out": ("k",)},
     varying=("tokens",),
     capacity=("max_positions", "pages"),
+    scales=("k_scale", "v_scale"),
 )
 def apply_rope(
     q: Tensor,
@@ -35,6 +43,8 @@ def apply_rope(
     k_cache: Tensor | None = None,
     v_cache: Tensor | None = None,
     slot_mapping: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -50,7 +60,7 @@ def apply_rope(
     scales the logits by its square.
 
     With ``v``, ``k_cache``, ``v_cache`` and ``slot_mapping``, the rotated k, as rounded for the result, and v are also written
-    to the cache, exactly as `store_kv_cache` without scales would.
+    to the cache, exactly as `store_kv_cache` with the same scales would.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
@@ -60,11 +70,13 @@ def apply_rope(
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         interleaved: which elements form a pair, see above.
-        v: q's dtype ``[tokens, kv_heads, head_dim]``. This and the next three come together or not at all.
+        v: q's dtype ``[tokens, kv_heads, v_head_dim]``. This and the next three come together or not at all.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of q's dtype or an 8-bit float. Written to.
-        v_cache: the same for v, of k_cache's dtype. Written to.
+        v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``. Written to.
         slot_mapping: int32 or int64 ``[tokens]``: ``page * page_size + offset``; negative: the token is not written. Below
             ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
+        k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None is 1. Only if k is written to an 8-bit cache.
+        v_scale: the same for v.
         q_out: receives the rotated q; may be q.
         k_out: receives the rotated k; may be k.
 
@@ -89,14 +101,15 @@ def apply_rope(
     Safe in CUDA graphs.
     """
     cos, sin = cos_sin_cache[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-    rotated_q, rotated_k = _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    rotated_q, rotated_k = rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
     if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None:
-        store_slots(k_cache, rotated_k, slot_mapping)
-        store_slots(v_cache, v, slot_mapping)
+        store_slots(k_cache, rotated_k, slot_mapping, k_scale)
+        store_slots(v_cache, v, slot_mapping, v_scale)
     return rotated_q, rotated_k
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Heads ``[tokens, heads, head_dim]`` turned by the angles of their tokens, ``[tokens, 1, rotary_dim / 2]``."""
     rotary_dim = 2 * cos.shape[-1]
     head = x[..., :rotary_dim]
     wide = head.double() if x.dtype == torch.float64 else head.float()
@@ -107,14 +120,31 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 @apply_rope.traits
-def _(q: Tensor, cos_sin_cache: Tensor, interleaved: bool, k_cache: Tensor | None) -> dict[str, object]:
+def _(
+    q: Tensor,
+    cos_sin_cache: Tensor,
+    interleaved: bool,
+    k_cache: Tensor | None,
+    v_cache: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> dict[str, object]:
     traits: dict[str, object] = {
         "head_dim": q.shape[-1],
         "rotary_dim": cos_sin_cache.shape[-1],
         "interleaved": interleaved,
         "cache_write": k_cache is not None,
     }
-    return traits if k_cache is None else {**traits, "page_size": k_cache.shape[1]}
+    if k_cache is None or v_cache is None:
+        return traits
+    scales = [scale for scale in (k_scale, v_scale) if scale is not None]
+    return {
+        **traits,
+        "v_head_dim": v_cache.shape[-1],
+        "page_size": k_cache.shape[1],
+        "scaled": bool(scales),
+        "per_head_scale": any(scale.numel() != 1 for scale in scales),
+    }
 
 
 @apply_rope.check
@@ -128,6 +158,8 @@ def _(
     k_cache: Tensor | None,
     v_cache: Tensor | None,
     slot_mapping: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
     check.tensor("q", q, "tokens heads head_dim", FLOATS)
     check.tensor("k", k, "tokens kv_heads head_dim", q.dtype)
@@ -141,8 +173,10 @@ def _(
         str(list(cos_sin_cache.shape)),
     )
     if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None:
-        check_write(check, k, v, k_cache, v_cache, slot_mapping)
+        check_write(check, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         return
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check.require(scale is None, name, "None, because there is no cache to write to", scale)
     together = {"v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
     given = [name for name, tensor in together.items() if tensor is not None]
     if given:
@@ -150,14 +184,28 @@ def _(
         check.fail(missing, f"given when {', '.join(given)} is: {', '.join(together)} come together or not at all", None)
 
 
-@apply_rope.check_values(host=("positions", "slot_mapping"))
-def _(check: Checker, positions: Tensor | None, cos_sin_cache: Tensor, slot_mapping: Tensor | None, k_cache: Tensor | None) -> None:
+@apply_rope.check_values(host=("positions", "slot_mapping", "k_scale", "v_scale"))
+def _(
+    check: Checker,
+    positions: Tensor | None,
+    cos_sin_cache: Tensor,
+    slot_mapping: Tensor | None,
+    k_cache: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    check_positions(check, positions, cos_sin_cache)
+    check_slots(check, slot_mapping, k_cache)
+    check_scale_values(check, k_scale=k_scale, v_scale=v_scale)
+
+
+def check_positions(check: Checker, positions: Tensor | None, cos_sin_cache: Tensor) -> None:
+    """Checks positions that lie in host memory: the table has a row for each."""
     if positions is not None and positions.numel():
         end = cos_sin_cache.shape[0]
         for position, token in ((positions.min(), positions.argmin()), (positions.max(), positions.argmax())):
             if not 0 <= position < end:
                 check.fail("positions", f"in 0 to {end - 1}, the rows of cos_sin_cache", f"{int(position)} for token {int(token)}")
-    check_slots(check, slot_mapping, k_cache)
 
 
 @apply_rope.fake
@@ -165,7 +213,8 @@ def _(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty_like(k, memory_format=torch.contiguous_format)
 
 
-def _table(draw: Draw, positions: int, rotary_dim: int, base: float = 150000.0, factor: float = 1.0) -> Tensor:
+def angles_table(draw: Draw, positions: int, rotary_dim: int, base: float = 150000.0, factor: float = 1.0) -> Tensor:
+    """A ``cos_sin_cache``, of angles as GPT-OSS has them; an attention factor is multiplied into both."""
     exponents = torch.arange(0, rotary_dim, 2, device=draw.device, dtype=torch.float64) / rotary_dim
     angles = torch.arange(positions, device=draw.device, dtype=torch.float64).unsqueeze(1) * base**-exponents
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).float()
@@ -182,6 +231,8 @@ def _inputs(
     max_positions: int = 4096,
     page_size: int | None = None,
     cache_dtype: torch.dtype | None = None,
+    v_head_dim: int | None = None,
+    scale_shape: tuple[int, ...] | None = None,
     fused: bool = True,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
@@ -191,25 +242,31 @@ def _inputs(
     """
 
     def make(draw: Draw) -> dict[str, Any]:
-        qkv = draw.normal(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
-        slices = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        v_width = v_head_dim or head_dim
+        sizes = ((heads, head_dim), (kv_heads, head_dim), (kv_heads, v_width))
+        qkv = draw.normal(tokens, sum(count * width for count, width in sizes), dtype=dtype)
+        parts = qkv.split([count * width for count, width in sizes], dim=1)
+        slices = [part.unflatten(1, size) for part, size in zip(parts, sizes, strict=True)]
         q, k, v = slices if fused else (x.clone(memory_format=torch.contiguous_format) for x in slices)
         arguments = {
             "q": q,
             "k": k,
             "positions": draw.integers(0, max_positions, tokens),
-            "cos_sin_cache": _table(draw, max_positions, rotary_dim or head_dim, factor=1.35),
+            "cos_sin_cache": angles_table(draw, max_positions, rotary_dim or head_dim, factor=1.35),
             **options,
         }
         if page_size is not None:
             pages = tokens // page_size + 2
             slots = draw.permutation(pages * page_size)[:tokens].clone()
             slots[4::5] = -1
-            cache = (pages, page_size, kv_heads, head_dim)
+            cache = (pages, page_size, kv_heads)
             arguments["v"] = v
-            arguments["k_cache"] = draw.normal(*cache, dtype=cache_dtype or dtype)
-            arguments["v_cache"] = draw.normal(*cache, dtype=cache_dtype or dtype)
+            arguments["k_cache"] = draw.normal(*cache, head_dim, dtype=cache_dtype or dtype)
+            arguments["v_cache"] = draw.normal(*cache, v_width, dtype=cache_dtype or dtype)
             arguments["slot_mapping"] = slots
+            if scale_shape is not None:
+                arguments["k_scale"] = draw.uniform(*scale_shape, low=0.001, high=0.1)  # so small that some values saturate
+                arguments["v_scale"] = draw.uniform(*scale_shape, low=0.01, high=2.0)
         return arguments
 
     return make
@@ -223,6 +280,7 @@ def _int32(make: Callable[[Draw], dict[str, Any]]) -> Callable[[Draw], dict[str,
 @apply_rope.cases
 def _() -> list[Case]:
     gpt_oss: tuple[int, int, int] = (64, 8, 64)
+    fp8 = torch.float8_e4m3fn
     return [
         Case("one token, one pair, float32", _inputs(1, 1, 1, 2, torch.float32)),
         Case("gpt-oss-120b decode 16", _inputs(16, *gpt_oss)),
@@ -231,12 +289,27 @@ def _() -> list[Case]:
         Case("interleaved, float16", _inputs(7, 6, 2, 128, torch.float16, interleaved=True)),
         Case("interleaved with cache, partial 64 of 192", _inputs(5, 4, 1, 192, rotary_dim=64, interleaved=True, page_size=4)),
         Case("partial 32 of 57, float32", _inputs(3, 5, 2, 57, torch.float32, rotary_dim=32)),
-        Case("fp8 cache", _inputs(9, 8, 2, 64, page_size=4, cache_dtype=torch.float8_e4m3fn)),
+        Case("fp8 cache", _inputs(9, 8, 2, 64, page_size=4, cache_dtype=fp8)),
+        Case("fp8 cache, one scale", _inputs(9, 8, 2, 64, page_size=4, cache_dtype=fp8, scale_shape=())),
+        Case(
+            "fp8 cache, one scale a head, interleaved, float32",
+            _inputs(6, 4, 2, 40, torch.float32, 24, page_size=4, cache_dtype=fp8, scale_shape=(2,), interleaved=True),
+        ),
+        Case("values narrower than keys", _inputs(9, 8, 4, 192, rotary_dim=64, page_size=4, v_head_dim=128)),
+        Case(
+            "values wider than keys, fp8 cache, one scale a head, float16",
+            _inputs(7, 4, 2, 40, torch.float16, page_size=4, cache_dtype=fp8, v_head_dim=100, scale_shape=(2,)),
+        ),
         Case("no tokens", _inputs(0, *gpt_oss, fused=False)),
         Case("no tokens, with cache", _inputs(0, *gpt_oss, page_size=16, fused=False)),
         Case("gpt-oss-120b decode 64 with cache", _inputs(64, *gpt_oss, max_positions=131072, page_size=64), large=True),
         Case("gpt-oss-120b prefill 16384", _inputs(16384, *gpt_oss, max_positions=131072), large=True),
         Case("gpt-oss-120b prefill 16384 with cache", _inputs(16384, *gpt_oss, max_positions=131072, page_size=16), large=True),
+        Case(
+            "gpt-oss-120b prefill 16384 with fp8 cache",
+            _inputs(16384, *gpt_oss, max_positions=131072, page_size=16, cache_dtype=fp8, scale_shape=()),
+            large=True,
+        ),
         Case("llama-70b decode 256 with cache", _inputs(256, 64, 8, 128, max_positions=131072, page_size=16), large=True),
     ]
 
@@ -256,10 +329,10 @@ def _(
         if variation.want is Want.UNUSED:
             return {"v": poisoned(v, slot_mapping < 0)}
         if variation.want is Want.CAPTURED:
-            given = captured_slots(variation, k_cache, v_cache, slot_mapping)
+            given = captured_slots(variation, slot_mapping, k_cache=k_cache, v_cache=v_cache)
     if variation.want is not Want.CAPTURED:
         return {}
-    table = _table(variation.draw, *cos_sin_cache.shape)
+    table = angles_table(variation.draw, *cos_sin_cache.shape)
     drawn = variation.draw.integers(0, len(table), *positions.shape, dtype=positions.dtype)
     return {"positions": drawn, "cos_sin_cache": table, **given}
 
@@ -278,11 +351,13 @@ def _(
     v: Tensor | None,
     k_cache: Tensor | None,
     slot_mapping: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> Cost:
     tokens, rotary_dim = positions.shape[0], cos_sin_cache.shape[-1]
     # Four products and two sums a pair. Of the table, no more than a row for each token is read.
     flops = 3.0 * tokens * (q.shape[1] + k.shape[1]) * rotary_dim
     moved = 2 * nbytes(q, k) + nbytes(positions) + min(4 * tokens * rotary_dim, nbytes(cos_sin_cache))
-    if k_cache is not None:
-        moved += nbytes(v, slot_mapping) + 2 * k.numel() * k_cache.element_size()
+    if k_cache is not None and v is not None:
+        moved += nbytes(v, slot_mapping, k_scale, v_scale) + (k.numel() + v.numel()) * k_cache.element_size()
     return Cost(flops=flops, bytes=moved)

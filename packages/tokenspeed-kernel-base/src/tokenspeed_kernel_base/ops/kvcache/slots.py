@@ -39,31 +39,77 @@ def store_slots(cache: Tensor, values: Tensor, slot_mapping: Tensor, scale: Tens
     cache[page, offset] = torch.where(written.any(), values[source], cache[page, offset])
 
 
+def store_latents(kv_cache: Tensor, latent: Tensor, k_rope: Tensor, slot_mapping: Tensor, scale: Tensor | None = None) -> None:
+    """Writes tokens' latents ``[tokens, kv_lora_rank]``, and rotary parts ``[tokens, rope_dim]`` behind them, to a cache
+    ``[pages, page_size, kv_lora_rank + rope_dim]``, as `store_slots` does."""
+    store_slots(kv_cache.unsqueeze(2), torch.cat((latent, k_rope), dim=-1).unsqueeze(1), slot_mapping, scale)
+
+
 def padding_of(slot_mapping: Tensor) -> dict[str, list[int]]:
     """How many tokens are not written, for a capture."""
     return {"padding": [int((slot_mapping < 0).sum())]}
 
 
-def captured_slots(variation: Variation, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
+def captured_slots(variation: Variation, slot_mapping: Tensor, **caches: Tensor) -> dict[str, Tensor]:
     """A slot or padding for each token of a captured call, and caches like its own, of fewer pages where those would take too
     much memory."""
     draw, tokens = variation.draw, len(slot_mapping)
-    pages, page_size, *token = k_cache.shape
-    needed, fitting = -(-tokens // page_size), _REPLAYED_BYTES // (nbytes(k_cache) // max(pages, 1) or 1)
+    pages, page_size = next(iter(caches.values())).shape[:2]
+    largest = max(nbytes(cache) for cache in caches.values())
+    needed, fitting = -(-tokens // page_size), _REPLAYED_BYTES // (largest // max(pages, 1) or 1)
     pages = min(pages, max(needed, fitting))
     slots = draw.permutation(pages * page_size, slot_mapping.dtype)[:tokens].clone()
     slots[draw.permutation(tokens)[: variation.values("padding", 1, 0)[0]]] = -1
-    caches = {"k_cache": k_cache, "v_cache": v_cache}
-    return {"slot_mapping": slots, **{n: draw.normal(pages, page_size, *token, dtype=c.dtype) for n, c in caches.items()}}
+    return {"slot_mapping": slots, **{n: draw.normal(pages, page_size, *c.shape[2:], dtype=c.dtype) for n, c in caches.items()}}
 
 
-def check_write(check: Checker, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def check_write(
+    check: Checker,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
     """Checks shapes and dtypes of keys and values and where they are written to. k's own shape has been checked."""
-    check.tensor("v", v, "tokens kv_heads head_dim", k.dtype)
+    check.tensor("v", v, "tokens kv_heads v_head_dim", k.dtype)
     check.tensor("k_cache", k_cache, "pages page_size kv_heads head_dim", {k.dtype} | (FP8 if k.dtype not in FP8 else set()))
     check.require(check["page_size"] > 0, "k_cache", "of a page_size > 0", str(list(k_cache.shape)))
-    check.tensor("v_cache", v_cache, "pages page_size kv_heads head_dim", k_cache.dtype)
+    check.tensor("v_cache", v_cache, "pages page_size kv_heads v_head_dim", k_cache.dtype)
     check.tensor("slot_mapping", slot_mapping, "tokens", INTS)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_scale(check, name, scale, "k", k, "k_cache", k_cache)
+
+
+def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> None:
+    """Checks where latents and rotary parts are written to. Their own shapes have been checked."""
+    check.require(check["kv_lora_rank"] > 0, "latent", "of a kv_lora_rank > 0", str(list(latent.shape)))
+    check.bind("latent_dim", check["kv_lora_rank"] + check["rope_dim"], "latent and k_rope together")
+    check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", {latent.dtype} | (FP8 if latent.dtype not in FP8 else set()))
+    check.require(check["page_size"] > 0, "kv_cache", "of a page_size > 0", str(list(kv_cache.shape)))
+    check.tensor("slot_mapping", slot_mapping, "tokens", INTS)
+    check_scale(check, "kv_scale", kv_scale, "latent", latent, "kv_cache", kv_cache)
+
+
+def check_scale(check: Checker, name: str, scale: Tensor | None, source: str, x: Tensor, target: str, cache: Tensor) -> None:
+    """Checks the scale that values are divided by on their way into a cache: one for all, or one a key head where there are such."""
+    if scale is None:
+        return
+    check.require(cache.dtype != x.dtype, name, f"None, because {target} has {source}'s dtype", scale)
+    check.dtype(name, scale, torch.float32)
+    kv_heads = check.sizes().get("kv_heads", 1)
+    fits = scale.dim() == 0 or (scale.dim() == 1 and len(scale) in (1, kv_heads))
+    allowed = "[] or [1]" if "kv_heads" not in check.sizes() else f"[], [1] or [kv_heads] = [{kv_heads}]"
+    check.require(fits, name, f"of shape {allowed}", str(list(scale.shape)))
+
+
+def check_scale_values(check: Checker, **scales: Tensor | None) -> None:
+    """Checks scales that lie in host memory: values are divided by them."""
+    for name, scale in scales.items():
+        if scale is not None and not ((scale > 0) & scale.isfinite()).all():
+            check.fail(name, "finite and more than 0", str(scale.tolist()))
 
 
 def check_slots(check: Checker, slot_mapping: Tensor | None, cache: Tensor | None) -> None:

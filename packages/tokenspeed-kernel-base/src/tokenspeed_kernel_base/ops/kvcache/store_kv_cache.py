@@ -11,7 +11,14 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, check_write, padding_of, store_slots
+from tokenspeed_kernel_base.ops.kvcache.slots import (
+    captured_slots,
+    check_scale_values,
+    check_slots,
+    check_write,
+    padding_of,
+    store_slots,
+)
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
@@ -45,10 +52,10 @@ def store_kv_cache(
     Args:
         k: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_heads, head_dim]``. May be a strided slice of a
             fused qkv.
-        v: like k.
+        v: k's dtype ``[tokens, kv_heads, v_head_dim]``. May be strided, too.
         k_cache: ``[pages, page_size, kv_heads, head_dim]`` of k's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz). Written to.
             May be strided. Must not overlap k or v.
-        v_cache: the same for v, of k_cache's dtype.
+        v_cache: k_cache's dtype ``[pages, page_size, kv_heads, v_head_dim]``, the same for v.
         slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Distinct where not negative; which one of two
             tokens with the same slot stays is not defined. Both are checked where slot_mapping lies in host memory.
         k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None is 1. Only if k is converted to an 8-bit float.
@@ -76,10 +83,11 @@ def store_kv_cache(
 
 
 @store_kv_cache.traits
-def _(k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> dict[str, object]:
+def _(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> dict[str, object]:
     scales = [scale for scale in (k_scale, v_scale) if scale is not None]
     return {
         "head_dim": k_cache.shape[-1],
+        "v_head_dim": v_cache.shape[-1],
         "page_size": k_cache.shape[1],
         "scaled": bool(scales),
         "per_head_scale": any(scale.numel() != 1 for scale in scales),
@@ -98,23 +106,13 @@ def _(
     v_scale: Tensor | None,
 ) -> None:
     check.tensor("k", k, "tokens kv_heads head_dim", FLOATS | FP8)
-    check_write(check, k, v, k_cache, v_cache, slot_mapping)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        check.require(k_cache.dtype != k.dtype, name, "None, because k_cache has k's dtype", scale)
-        check.dtype(name, scale, torch.float32)
-        kv_heads = check["kv_heads"]
-        fits = scale.dim() == 0 or (scale.dim() == 1 and len(scale) in (1, kv_heads))
-        check.require(fits, name, f"of shape [], [1] or [kv_heads] = [{kv_heads}]", str(list(scale.shape)))
+    check_write(check, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
 
 
 @store_kv_cache.check_values(host=("slot_mapping", "k_scale", "v_scale"))
 def _(check: Checker, slot_mapping: Tensor | None, k_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
     check_slots(check, slot_mapping, k_cache)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None and not ((scale > 0) & scale.isfinite()).all():
-            check.fail(name, "finite and more than 0", str(scale.tolist()))
+    check_scale_values(check, k_scale=k_scale, v_scale=v_scale)
 
 
 @store_kv_cache.fake
@@ -130,6 +128,7 @@ def _inputs(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
+    v_head_dim: int | None = None,
     cache_dtype: torch.dtype | None = None,
     scale_shape: tuple[int, ...] | None = None,
     padding: int = 0,
@@ -144,14 +143,15 @@ def _inputs(
     def make(draw: Draw) -> dict[str, Any]:
         slots = draw.permutation(pages * page_size, slot_dtype)[:tokens].clone()
         slots[tokens - padding :] = -1
-        kv = draw.normal(tokens, 2 * kv_heads, head_dim, dtype=dtype)
-        slices = kv[:, :kv_heads], kv[:, kv_heads:]
+        v_width = v_head_dim or head_dim
+        kv = draw.normal(tokens, kv_heads * (head_dim + v_width), dtype=dtype)
+        slices = [part.unflatten(1, (kv_heads, -1)) for part in kv.split((kv_heads * head_dim, kv_heads * v_width), dim=1)]
         k, v = slices if fused else (x.clone(memory_format=torch.contiguous_format) for x in slices)
         arguments = {
             "k": k,
             "v": v,
             "k_cache": draw.normal(pages, page_size, kv_heads, head_dim, dtype=cache_dtype or dtype),
-            "v_cache": draw.normal(pages, page_size, kv_heads, head_dim, dtype=cache_dtype or dtype),
+            "v_cache": draw.normal(pages, page_size, kv_heads, v_width, dtype=cache_dtype or dtype),
             "slot_mapping": slots,
         }
         if scale_shape is not None:
@@ -171,7 +171,9 @@ def _() -> list[Case]:
         Case("page size 1, int32 slots, odd head_dim 57", _inputs(9, 12, 1, 3, 57, torch.float16, slot_dtype=torch.int32)),
         Case("fp8 cache, no scale", _inputs(12, 4, 16, 8, 64, cache_dtype=fp8, padding=2)),
         Case("fp8 cache, one scale", _inputs(12, 4, 16, 8, 64, cache_dtype=fp8, scale_shape=())),
-        Case("fp8 cache, one scale a head, float16", _inputs(7, 2, 8, 4, 128, torch.float16, fp8, (4,))),
+        Case("fp8 cache, one scale a head, float16", _inputs(7, 2, 8, 4, 128, torch.float16, None, fp8, (4,))),
+        Case("deepseek-v3 heads before absorption, 4 of them", _inputs(9, 3, 4, 4, 192, v_head_dim=128)),
+        Case("values wider than keys, fp8 cache, one scale a head", _inputs(7, 2, 8, 3, 40, torch.float32, 100, fp8, (3,))),
         Case("e5m2 cache, one scale", _inputs(12, 4, 16, 2, 64, cache_dtype=torch.float8_e5m2, scale_shape=(1,))),
         Case("e4m3fnuz cache, no scale", _inputs(5, 2, 4, 2, 64, cache_dtype=torch.float8_e4m3fnuz)),
         Case("fp8 copied", _inputs(6, 3, 4, 2, 64, fp8)),
@@ -181,6 +183,7 @@ def _() -> list[Case]:
         Case("gpt-oss-120b decode 64", _inputs(64, 512, 64, 8, 64), large=True),
         Case("gpt-oss-120b prefill 16384", _inputs(16384, 2048, 16, 8, 64), large=True),
         Case("gpt-oss-120b prefill 16384, fp8 cache", _inputs(16384, 2048, 16, 8, 64, cache_dtype=fp8, scale_shape=()), large=True),
+        Case("deepseek-v3 prefill 4096", _inputs(4096, 64, 64, 128, 192, v_head_dim=128), large=True),
         Case("gpt-oss-120b prefill 65536", _inputs(65536, 1280, 64, 8, 64), large=True),
         Case("gpt-oss-120b prefill 65536, fp8 cache", _inputs(65536, 1280, 64, 8, 64, cache_dtype=fp8, scale_shape=()), large=True),
     ]
@@ -189,7 +192,7 @@ def _() -> list[Case]:
 @store_kv_cache.vary
 def _(variation: Variation, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
     if variation.want is Want.CAPTURED:
-        return captured_slots(variation, k_cache, v_cache, slot_mapping)
+        return captured_slots(variation, slot_mapping, k_cache=k_cache, v_cache=v_cache)
     if variation.want is Want.UNUSED:
         return {"k": poisoned(k, slot_mapping < 0), "v": poisoned(v, slot_mapping < 0)}
     return {}

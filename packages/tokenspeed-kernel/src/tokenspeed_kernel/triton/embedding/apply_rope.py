@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, launch_options, may_overlap, next_power_of_2
-from tokenspeed_kernel.triton.kvcache._write import COPIED, as_storable, cache_format
-from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, dense, launch_options, may_overlap, next_power_of_2
+from tokenspeed_kernel.triton.kvcache._write import COPIED, Encoding, as_storable, encoding_for
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
@@ -39,13 +38,14 @@ class Write(NamedTuple):
     Attributes:
         wanted: whether there is one.
         page_size: tokens of a page.
-        format, native: see `_write_device.as_stored`.
+        v_head_dim: columns of a value.
+        encoding: how keys and values are stored.
     """
 
     wanted: bool
     page_size: int
-    format: str
-    native: bool
+    v_head_dim: int
+    encoding: Encoding
 
 
 class Tile(NamedTuple):
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
         q_heads, k_heads: heads of q, or of k (and v).
         pairs: columns for the pairs' elements, twice.
         tail: columns for the elements that are in no pair.
-        block: columns for a whole head.
+        v_block: columns for a value.
         warps: of the program.
     """
 
@@ -63,7 +63,7 @@ class Tile(NamedTuple):
     k_heads: int
     pairs: int
     tail: int
-    block: int
+    v_block: int
     warps: int
 
 
@@ -73,11 +73,13 @@ _Q_ELEMENTS, _K_ELEMENTS, _WARPS = 2048, 1024, 2
 
 
 @functools.cache
-def tile_for(head_dim: int, rotary_dim: int) -> Tile:
-    """The tile for heads of this size."""
-    pairs, tail, block = (next_power_of_2(max(n, 1)) for n in (rotary_dim // 2, head_dim - rotary_dim, head_dim))
-    warps = max(_WARPS, block // 1024)  # of a very long head no more than 32 elements a thread
-    return Tile(max(1, _Q_ELEMENTS // block), max(1, _K_ELEMENTS // block), pairs, tail, block, warps)
+def tile_for(head_dim: int, rotary_dim: int, v_head_dim: int) -> Tile:
+    """The tile for heads of these sizes; without values to write ``v_head_dim`` is 0."""
+    sizes = (rotary_dim // 2, head_dim - rotary_dim, head_dim, v_head_dim)
+    pairs, tail, block, v_block = (next_power_of_2(max(n, 1)) for n in sizes)
+    widest = max(block, v_block)
+    warps = max(_WARPS, widest // 1024)  # of a very long head no more than 32 elements a thread
+    return Tile(max(1, _Q_ELEMENTS // block), max(1, _K_ELEMENTS // widest), pairs, tail, v_block, warps)
 
 
 _PLAIN_FORMATS = format_signatures(("q", "k"), "dense", FLOATS)
@@ -94,7 +96,14 @@ _WRITING_FORMATS = {
     solution="triton",
     capability=TRITON,
     signatures=_PLAIN_FORMATS | _WRITING_FORMATS,
-    traits={"interleaved": any, "cache_write": any, "head_dim": at_most(16384)},
+    traits={
+        "interleaved": any,
+        "cache_write": any,
+        "scaled": any,
+        "per_head_scale": any,
+        "head_dim": at_most(16384),
+        "v_head_dim": at_most(16384),
+    },
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
@@ -108,6 +117,8 @@ def apply_rope(
     k_cache: Tensor | None = None,
     v_cache: Tensor | None = None,
     slot_mapping: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -116,17 +127,16 @@ def apply_rope(
     new_q = q_out if q_out is not None and q_out.stride(2) == 1 else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     new_k = k_out if k_out is not None and k_out.stride(2) == 1 else torch.empty(k.shape, dtype=k.dtype, device=k.device)
     q, k, table = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos_sin_cache))
-    write, form, native, page_size, slots_stride, v_strides = False, COPIED, False, 1, 1, (1, 1)
+    write, slots_stride, v_strides = Write(False, 1, 0, Encoding()), 1, (1, 1)
     cache_strides: tuple[int, ...] = (1,) * 8
     if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None and k_cache.numel():
-        write, form = True, cache_format(k.dtype, k_cache.dtype)
-        page_size, slots_stride, cache_strides = k_cache.shape[1], slot_mapping.stride(0), (*k_cache.stride(), *v_cache.stride())
+        write = Write(True, k_cache.shape[1], v.shape[2], encoding_for(k, k_cache, k_scale, v_scale))
+        slots_stride, cache_strides = slot_mapping.stride(0), (*k_cache.stride(), *v_cache.stride())
         v = v if v.stride(2) == 1 else v.contiguous()
         v_strides = (v.stride(0), v.stride(1))
-        if form != COPIED:
-            native = abilities(q.device).native
+        if write.encoding.format != COPIED:
             k_cache, v_cache = as_storable(k_cache), as_storable(v_cache)
-    tile = tile_for(head_dim, rotary_dim)
+    tile = tile_for(head_dim, rotary_dim, write.v_head_dim)
     k_programs, q_programs = -(-tokens * k_heads // tile.k_heads), -(-tokens * q_heads // tile.q_heads)
     if head_dim and k_programs + q_programs:
         early = may_overlap(q.device)
@@ -141,6 +151,8 @@ def apply_rope(
             k_cache,
             v_cache,
             slot_mapping,
+            dense(k_scale),
+            dense(v_scale),
             tokens,
             k_programs,
             q.stride(0),
@@ -157,7 +169,7 @@ def apply_rope(
             slots_stride,
             *cache_strides,
             SHAPE=Shape(max(q_heads, 1), max(k_heads, 1), head_dim, rotary_dim, interleaved),
-            WRITE=Write(write, page_size, form, native),
+            WRITE=write,
             TILE=tile,
             EARLY=early,
             num_warps=tile.warps,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
-from tokenspeed_kernel.triton.kvcache._write_device import as_stored, slot_of
+from tokenspeed_kernel.triton.kvcache._write_device import encoded, slot_of
 from tokenspeed_kernel.triton.views_device import Cache, Heads, row_of
 
 
@@ -29,7 +29,7 @@ class Slots(NamedTuple):
 
 
 @triton.jit
-def _load_heads(base, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def load_heads(base, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
     """Heads that begin at ``base``, ``[HEADS, 1]``: the two elements of every pair, ``[HEADS, pairs]`` each, and those that are in
     none, ``[HEADS, tail]``."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
@@ -55,8 +55,8 @@ def _load_heads(base, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _store_heads(base, dim_stride, a, b, tail, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Stores what `_load_heads` loads."""
+def store_heads(base, dim_stride, a, b, tail, inside, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    """Stores what `load_heads` loads."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     ROTARY_DIM: tl.constexpr = SHAPE.rotary_dim
     INTERLEAVED: tl.constexpr = SHAPE.interleaved
@@ -77,7 +77,7 @@ def _store_heads(base, dim_stride, a, b, tail, inside, SHAPE: tl.constexpr, TILE
 
 
 @triton.jit
-def _turn(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
+def turn(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
     """Pairs turned by the angles of their positions, ``[HEADS, 1]`` or ``[1, 1]``, and rounded."""
     pair = tl.arange(0, PAIRS)[None, :]
     at = angles.table + position.to(tl.int64) * angles.table_stride + pair
@@ -96,14 +96,14 @@ def _turn_queries(q, q_out, angles, program, tokens, SHAPE: tl.constexpr, TILE: 
     row = program * HEADS + tl.arange(0, HEADS)[:, None]
     token, head = (row // SHAPE.q_heads).to(tl.int64), (row % SHAPE.q_heads).to(tl.int64)
     inside = token < tokens
-    a, b, tail = _load_heads(row_of(q, token, head), inside, SHAPE, TILE)
+    a, b, tail = load_heads(row_of(q, token, head), inside, SHAPE, TILE)
     if SHAPE.q_heads % HEADS == 0:  # The whole tile is of one token: angles are loaded once.
         at = (program * HEADS // SHAPE.q_heads) * angles.positions_stride + tl.zeros((1, 1), tl.int64)
-        a, b = _turn(a, b, angles, tl.load(angles.positions + at), at >= 0, ROTARY_DIM, PAIRS)
+        a, b = turn(a, b, angles, tl.load(angles.positions + at), at >= 0, ROTARY_DIM, PAIRS)
     else:
         position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
-        a, b = _turn(a, b, angles, position, inside, ROTARY_DIM, PAIRS)
-    _store_heads(row_of(q_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
+        a, b = turn(a, b, angles, position, inside, ROTARY_DIM, PAIRS)
+    store_heads(row_of(q_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
 
 
 @triton.jit
@@ -114,6 +114,8 @@ def _turn_keys(
     k_cache,
     v_cache,
     slots,
+    k_scale,
+    v_scale,
     angles,
     program,
     tokens,
@@ -123,27 +125,29 @@ def _turn_keys(
 ):
     """Heads of k, and the write of k and v where there is one."""
     HEADS: tl.constexpr = TILE.k_heads
-    FORMAT: tl.constexpr = WRITE.format
-    NATIVE: tl.constexpr = WRITE.native
+    ENCODING: tl.constexpr = WRITE.encoding
     row = program * HEADS + tl.arange(0, HEADS)[:, None]
     token, head = (row // SHAPE.k_heads).to(tl.int64), (row % SHAPE.k_heads).to(tl.int64)
     inside = token < tokens
     position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
-    a, b, tail = _load_heads(row_of(k, token, head), inside, SHAPE, TILE)
+    a, b, tail = load_heads(row_of(k, token, head), inside, SHAPE, TILE)
     if WRITE.wanted:  # all loads before the first store, which they could not be moved across
         slot = tl.load(slots.first + token * slots.stride, mask=inside, other=-1)
         written = slot >= 0
-        column = tl.arange(0, TILE.block)[None, :]
-        values = tl.load(row_of(v, token, head) + column, mask=inside & (column < SHAPE.head_dim), other=0.0)
-    a, b = _turn(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
-    _store_heads(row_of(k_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
+        column = tl.arange(0, TILE.v_block)[None, :]
+        values = tl.load(row_of(v, token, head) + column, mask=inside & (column < WRITE.v_head_dim), other=0.0)
+    a, b = turn(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
+    store_heads(row_of(k_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
     if WRITE.wanted:
         k_at = slot_of(k_cache, slot, head, WRITE.page_size)
         v_at = slot_of(v_cache, slot, head, WRITE.page_size)
-        a, b, tail = as_stored(a, FORMAT, NATIVE), as_stored(b, FORMAT, NATIVE), as_stored(tail, FORMAT, NATIVE)
-        _store_heads(k_at, k_cache.dim_stride, a, b, tail, written, SHAPE, TILE)
+        a = encoded(a, k_scale, head, ENCODING.k_scales, ENCODING)
+        b = encoded(b, k_scale, head, ENCODING.k_scales, ENCODING)
+        tail = encoded(tail, k_scale, head, ENCODING.k_scales, ENCODING)
+        store_heads(k_at, k_cache.dim_stride, a, b, tail, written, SHAPE, TILE)
         v_at += column * v_cache.dim_stride
-        tl.store(v_at, as_stored(values, FORMAT, NATIVE), mask=written & (column < SHAPE.head_dim))
+        values = encoded(values, v_scale, head, ENCODING.v_scales, ENCODING)
+        tl.store(v_at, values, mask=written & (column < WRITE.v_head_dim))
 
 
 @triton.jit(do_not_specialize=["tokens", "k_programs"])
@@ -158,6 +162,8 @@ def apply_rope_kernel(
     k_cache,
     v_cache,
     slot_mapping,
+    k_scale,
+    v_scale,
     tokens,
     k_programs,
     q_token_stride,
@@ -198,6 +204,8 @@ def apply_rope_kernel(
             Cache(k_cache, k_page_stride, k_slot_stride, k_cache_head_stride, k_cache_dim_stride),
             Cache(v_cache, v_page_stride, v_slot_stride, v_cache_head_stride, v_cache_dim_stride),
             Slots(slot_mapping, slot_mapping_stride),
+            k_scale,
+            v_scale,
             angles,
             program,
             tokens,

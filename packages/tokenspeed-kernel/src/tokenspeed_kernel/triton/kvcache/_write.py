@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES
+from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES, abilities, division_steps
 
 COPIED = "copied"
+
+
+class Encoding(NamedTuple):
+    """How values are stored.
+
+    Attributes:
+        format: the 8-bit float that the cache holds, or "copied" where it holds what it is given.
+        native: see `abilities` of the encoder.
+        k_scales, v_scales: how many scales there are, 0 for none.
+        interpreted, steps: see `_encode_device.divide`.
+    """
+
+    format: str = COPIED
+    native: bool = False
+    k_scales: int = 0
+    v_scales: int = 0
+    interpreted: bool = False
+    steps: int = 0
+
+
+def encoding_for(values: Tensor, cache: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> Encoding:
+    """How values of this dtype are stored in a cache, on its device."""
+    form = cache_format(values.dtype, cache.dtype)
+    if form == COPIED:
+        return Encoding()
+    able = abilities(values.device)
+    scales = [0 if scale is None else scale.numel() for scale in (k_scale, v_scale)]
+    return Encoding(form, able.native, *scales, able.interpreted, division_steps(values.dtype))
 
 
 def cache_format(values: torch.dtype, cache: torch.dtype) -> str:

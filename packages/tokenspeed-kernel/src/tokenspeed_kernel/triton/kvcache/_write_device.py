@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.quantization._encode_device import encode_fp8
+from tokenspeed_kernel.triton.quantization._encode_device import divide, encode_fp8, prepare_divisor
 
 
 @triton.jit
@@ -24,3 +24,24 @@ def as_stored(values, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
     else:
         stored = encode_fp8(values.to(tl.float32), FORMAT, NATIVE)
     return stored
+
+
+@triton.jit
+def divided(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
+    """Values over their head's scale, float32. SCALES: how many there are, 0 for none."""
+    if SCALES == 0:
+        quotient = values
+    else:
+        loaded = tl.load(scale + (head if SCALES > 1 else tl.zeros_like(head)))
+        factor, divisor, reciprocal = prepare_divisor(loaded, ENCODING.interpreted)
+        values = values.to(tl.float32)
+        quotient = divide(values, factor, divisor, reciprocal, ENCODING.interpreted, ENCODING.steps)
+        # Quotients that overflow come out as NaN, as do infinite values; they are to saturate.
+        quotient = tl.where(quotient != quotient, values * float("inf"), quotient)
+    return quotient
+
+
+@triton.jit
+def encoded(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
+    """Values over their head's scale, as the cache holds them."""
+    return as_stored(divided(values, scale, head, SCALES, ENCODING), ENCODING.format, ENCODING.native)

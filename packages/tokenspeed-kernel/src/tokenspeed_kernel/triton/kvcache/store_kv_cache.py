@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, next_power_of_2
-from tokenspeed_kernel.triton.kvcache._write import COPIED, as_storable, cache_format
-from tokenspeed_kernel.triton.quantization._encode import abilities, division_steps
+from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, dense, next_power_of_2
+from tokenspeed_kernel.triton.kvcache._write import as_storable, encoding_for
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
@@ -20,28 +19,12 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Shape(NamedTuple):
-    """Heads of a token, columns of a head, tokens of a page."""
+    """Heads of a token, columns of a key and of a value, tokens of a page."""
 
     heads: int
     head_dim: int
+    v_head_dim: int
     page_size: int
-
-
-class Encoding(NamedTuple):
-    """How values are stored.
-
-    Attributes:
-        format, native: see `_write_device.as_stored`.
-        k_scales, v_scales: how many scales there are, 0 for none.
-        interpreted, steps: see `_encode_device.divide`.
-    """
-
-    format: str
-    k_scales: int
-    v_scales: int
-    native: bool
-    interpreted: bool
-    steps: int
 
 
 class Tile(NamedTuple):
@@ -49,6 +32,7 @@ class Tile(NamedTuple):
 
     heads: int
     block: int
+    v_block: int
     warps: int
 
 
@@ -60,12 +44,13 @@ _UNALIGNED_WARPS = 4
 
 
 @functools.cache
-def tile_for(head_dim: int) -> Tile:
-    """The tile for heads of this size."""
-    block = next_power_of_2(head_dim)
+def tile_for(head_dim: int, v_head_dim: int) -> Tile:
+    """The tile for heads of these sizes."""
+    block, v_block = next_power_of_2(head_dim), next_power_of_2(v_head_dim)
+    widest = max(block, v_block)
     # Of a very long head no more than 32 elements a thread.
-    warps = max(_UNALIGNED_WARPS if head_dim % 8 else _WARPS, block // 1024)
-    return Tile(max(1, _ELEMENTS // block), block, warps)
+    warps = max(_UNALIGNED_WARPS if head_dim % 8 or v_head_dim % 8 else _WARPS, widest // 1024)
+    return Tile(max(1, _ELEMENTS // widest), block, v_block, warps)
 
 
 _COPIED_FORMATS = format_signatures(("k", "k_cache"), "dense", (*FLOATS, *FP8))
@@ -80,7 +65,7 @@ _ENCODED_FORMATS = {
     solution="triton",
     capability=TRITON,
     signatures=_COPIED_FORMATS | _ENCODED_FORMATS,
-    traits={"scaled": any, "per_head_scale": any, "head_dim": at_most(16384)},
+    traits={"scaled": any, "per_head_scale": any, "head_dim": at_most(16384), "v_head_dim": at_most(16384)},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
@@ -95,25 +80,21 @@ def store_kv_cache(
 ) -> None:
     """See `tokenspeed_kernel.store_kv_cache`."""
     tokens, kv_heads, head_dim = k.shape
-    if not k.numel() or not k_cache.numel():
+    if not k.numel() + v.numel() or not k_cache.numel() + v_cache.numel():
         return
-    form = cache_format(k.dtype, k_cache.dtype)
-    native, interpreted, steps = False, False, 0
-    if form != COPIED:
-        able = abilities(k.device)
-        native, interpreted, steps = able.native, able.interpreted, division_steps(k.dtype)
+    encoding = encoding_for(k, k_cache, k_scale, v_scale)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     if k_cache.element_size() == 1:
         k, v, k_cache, v_cache = as_storable(k), as_storable(v), as_storable(k_cache), as_storable(v_cache)
-    tile = tile_for(head_dim)
+    tile = tile_for(head_dim, v.shape[2])
     device_code.store_kv_cache_kernel[(-(-tokens * kv_heads // tile.heads),)](
         k,
         v,
         k_cache,
         v_cache,
         slot_mapping,
-        k_scale if k_scale is None else k_scale.contiguous(),
-        v_scale if v_scale is None else v_scale.contiguous(),
+        dense(k_scale),
+        dense(v_scale),
         tokens,
         k.stride(0),
         k.stride(1),
@@ -122,15 +103,8 @@ def store_kv_cache(
         *k_cache.stride(),
         *v_cache.stride(),
         slot_mapping.stride(0),
-        SHAPE=Shape(kv_heads, head_dim, k_cache.shape[1]),
-        ENCODING=Encoding(
-            format=form,
-            k_scales=0 if k_scale is None else k_scale.numel(),
-            v_scales=0 if v_scale is None else v_scale.numel(),
-            native=native,
-            interpreted=interpreted,
-            steps=steps,
-        ),
+        SHAPE=Shape(kv_heads, head_dim, v.shape[2], k_cache.shape[1]),
+        ENCODING=encoding,
         TILE=tile,
         num_warps=tile.warps,
     )

@@ -1,0 +1,186 @@
+"""Writing latents and their rotary parts into the paged cache that latent attention reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.kvcache.slots import (
+    captured_slots,
+    check_latent_write,
+    check_scale_values,
+    check_slots,
+    padding_of,
+    store_latents,
+)
+from tokenspeed_kernel_base.variation import Variation, Want
+
+
+@operator(
+    "kvcache",
+    "store_mla_kv_cache",
+    formats=("latent", "kv_cache"),
+    mutates=("kv_cache",),
+    varying=("tokens",),
+    capacity=("pages",),
+    scales=("kv_scale",),
+)
+def store_mla_kv_cache(
+    latent: Tensor, k_rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
+) -> None:
+    """Writes each token's latent, and its rotary part behind it, to its slot of the paged cache, in place.
+
+    This is what `mla_decode_with_kvcache` and `mla_extend_with_kvcache` read (DeepSeek-AI, 2024, arXiv:2405.04434). Token t goes to
+    ``kv_cache[slot // page_size, slot % page_size]`` with ``slot = slot_mapping[t]``; a negative slot means that the token is not
+    written (padding of a CUDA graph, say). Everything else in the cache stays as it is.
+
+    Where the cache has the latent's dtype, bits are copied. An 8-bit float cache receives ``saturate(x / kv_scale)`` of both parts:
+    divided in float32 (float64 for float64 inputs), rounded to nearest even, what is out of range becomes the largest finite
+    number, NaN stays NaN. Attention multiplies by the same scale again.
+
+    Args:
+        latent: float16, bfloat16, float32, float64 or an 8-bit float ``[tokens, kv_lora_rank]``, normalised as the model has it.
+            May be a strided slice of a fused projection.
+        k_rope: latent's dtype ``[tokens, rope_dim]``, rotated. May be strided, too.
+        kv_cache: ``[pages, page_size, kv_lora_rank + rope_dim]`` of latent's dtype, or an 8-bit float (e4m3fn, e5m2, e4m3fnuz).
+            Written to. May be strided. Must not overlap latent or k_rope.
+        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Distinct where not negative; which one of two
+            tokens with the same slot stays is not defined. Both are checked where slot_mapping lies in host memory.
+        kv_scale: float32 ``[]`` or ``[1]``, finite, > 0; None is 1. Only if values are converted to an 8-bit float.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above; nothing has been written then.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import store_mla_kv_cache
+        >>> latent, k_rope = torch.full((2, 2), 5.0), torch.full((2, 1), 7.0)
+        >>> kv_cache = torch.zeros(2, 2, 3)  # two pages of two slots
+        >>> store_mla_kv_cache(latent, k_rope, kv_cache, torch.tensor([2, -1]))
+        >>> kv_cache.view(4, 3)
+        tensor([[0., 0., 0.],
+                [0., 0., 0.],
+                [5., 5., 7.],
+                [0., 0., 0.]])
+
+    Safe in CUDA graphs.
+    """
+    store_latents(kv_cache, latent, k_rope, slot_mapping, kv_scale)
+
+
+@store_mla_kv_cache.traits
+def _(latent: Tensor, k_rope: Tensor, kv_cache: Tensor, kv_scale: Tensor | None) -> dict[str, object]:
+    return {
+        "kv_lora_rank": latent.shape[-1],
+        "rope_dim": k_rope.shape[-1],
+        "page_size": kv_cache.shape[1],
+        "scaled": kv_scale is not None,
+    }
+
+
+@store_mla_kv_cache.check
+def _(check: Checker, latent: Tensor, k_rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> None:
+    check.tensor("latent", latent, "tokens kv_lora_rank", FLOATS | FP8)
+    check.tensor("k_rope", k_rope, "tokens rope_dim", latent.dtype)
+    check_latent_write(check, latent, kv_cache, slot_mapping, kv_scale)
+
+
+@store_mla_kv_cache.check_values(host=("slot_mapping", "kv_scale"))
+def _(check: Checker, slot_mapping: Tensor | None, kv_cache: Tensor, kv_scale: Tensor | None) -> None:
+    check_slots(check, slot_mapping, kv_cache)
+    check_scale_values(check, kv_scale=kv_scale)
+
+
+@store_mla_kv_cache.fake
+def _() -> None:
+    return None
+
+
+@recipe
+def _inputs(
+    tokens: int,
+    pages: int,
+    page_size: int,
+    kv_lora_rank: int,
+    rope_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    scaled: bool = False,
+    padding: int = 0,
+    slot_dtype: torch.dtype = torch.int64,
+    fused: bool = True,
+) -> Callable[[Draw], dict[str, Any]]:
+    """Tokens at distinct random slots of a cache that is not empty; the last ``padding`` ones are not written.
+
+    ``fused``: both parts are slices of one tensor, as the model's projection yields them.
+    """
+
+    def make(draw: Draw) -> dict[str, Any]:
+        slots = draw.permutation(pages * page_size, slot_dtype)[:tokens].clone()
+        slots[tokens - padding :] = -1
+        parts = draw.normal(tokens, kv_lora_rank + rope_dim, dtype=dtype).split((kv_lora_rank, rope_dim), dim=1)
+        latent, k_rope = parts if fused else (part.clone(memory_format=torch.contiguous_format) for part in parts)
+        arguments = {
+            "latent": latent,
+            "k_rope": k_rope,
+            "kv_cache": draw.normal(pages, page_size, kv_lora_rank + rope_dim, dtype=cache_dtype or dtype),
+            "slot_mapping": slots,
+        }
+        if scaled:
+            arguments["kv_scale"] = draw.uniform(low=0.001, high=0.01)  # so small that some values saturate
+        return arguments
+
+    return make
+
+
+@store_mla_kv_cache.cases
+def _() -> list[Case]:
+    fp8 = torch.float8_e4m3fn
+    deepseek_v3: tuple[int, int, int] = (64, 512, 64)
+    return [
+        Case("one token, float32", _inputs(1, 2, 4, 8, 4, torch.float32)),
+        Case("deepseek-v3 decode 16, padded by 5", _inputs(16, 3, *deepseek_v3, padding=5)),
+        Case("page size 1, int32 slots, odd widths 57 and 6", _inputs(9, 12, 1, 57, 6, torch.float16, slot_dtype=torch.int32)),
+        Case("float64", _inputs(5, 2, 4, 16, 4, torch.float64)),
+        Case("no rotary part", _inputs(5, 2, 4, 16, 0)),
+        Case("fp8 cache, no scale", _inputs(12, 4, 16, 64, 16, cache_dtype=fp8, padding=2)),
+        Case("deepseek-v3 decode 9, fp8 cache with a scale", _inputs(9, 2, *deepseek_v3, cache_dtype=fp8, scaled=True)),
+        Case("e5m2 cache, float16", _inputs(12, 4, 16, 40, 8, torch.float16, torch.float8_e5m2, scaled=True)),
+        Case("e4m3fnuz cache, float32, not fused", _inputs(5, 2, 4, 20, 4, torch.float32, torch.float8_e4m3fnuz, fused=False)),
+        Case("fp8 copied", _inputs(6, 3, 4, 32, 16, fp8)),
+        Case("every token is padding", _inputs(4, 2, 4, 16, 4, padding=4)),
+        Case("no tokens", _inputs(0, 2, 4, 16, 4, fused=False)),
+        Case("the whole cache", _inputs(64, 4, 16, 32, 8, torch.float32)),
+        Case("deepseek-v3 decode 128", _inputs(128, 2048, *deepseek_v3), large=True),
+        Case("deepseek-v3 prefill 16384", _inputs(16384, 2048, *deepseek_v3), large=True),
+        Case("deepseek-v3 prefill 16384, fp8 cache", _inputs(16384, 2048, *deepseek_v3, cache_dtype=fp8, scaled=True), large=True),
+        Case("deepseek-v3 prefill 65536", _inputs(65536, 2048, *deepseek_v3), large=True),
+    ]
+
+
+@store_mla_kv_cache.vary
+def _(variation: Variation, latent: Tensor, k_rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
+    if variation.want is Want.CAPTURED:
+        return captured_slots(variation, slot_mapping, kv_cache=kv_cache)
+    if variation.want is Want.UNUSED:
+        return {"latent": poisoned(latent, slot_mapping < 0), "k_rope": poisoned(k_rope, slot_mapping < 0)}
+    return {}
+
+
+@store_mla_kv_cache.work
+def _(slot_mapping: Tensor) -> dict[str, list[int]]:
+    return padding_of(slot_mapping)
+
+
+@store_mla_kv_cache.cost
+def _(latent: Tensor, k_rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None) -> Cost:
+    elements = latent.numel() + k_rope.numel()
+    stored = elements * kv_cache.element_size()
+    scaled = elements if kv_scale is not None else 0
+    return Cost(flops=1.0 * scaled, bytes=nbytes(latent, k_rope, slot_mapping, kv_scale) + stored)

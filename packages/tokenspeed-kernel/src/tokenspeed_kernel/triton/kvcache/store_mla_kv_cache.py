@@ -1,0 +1,95 @@
+"""Writing latents and their rotary parts into the paged cache: a program takes a few tokens."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import FLOATS, FP8, TRITON, cdiv, dense, next_power_of_2
+from tokenspeed_kernel.triton.kvcache._write import as_storable, encoding_for
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature, format_signatures
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
+
+
+class Shape(NamedTuple):
+    """Columns of a latent and of its rotary part, tokens of a page."""
+
+    rank: int
+    rope: int
+    page_size: int
+
+
+class Tile(NamedTuple):
+    """What one program writes: this many tokens, and the columns of both parts as powers of two."""
+
+    tokens: int
+    rank: int
+    rope: int
+    warps: int
+
+
+# As for keys and values: enough loads in flight, and programs that end soon.
+_ELEMENTS, _WARPS = 1024, 2
+# Rows that cannot be moved 16 bytes at a time take more registers an element.
+_UNALIGNED_WARPS = 4
+
+
+@functools.cache
+def tile_for(rank: int, rope: int) -> Tile:
+    """The tile for parts of these sizes."""
+    block, rope_block = next_power_of_2(rank), next_power_of_2(rope)
+    # Of a very long latent no more than 32 elements a thread.
+    warps = max(_UNALIGNED_WARPS if rank % 8 or rope % 8 else _WARPS, block // 1024)
+    return Tile(max(1, _ELEMENTS // max(block, rope_block)), block, rope_block, warps)
+
+
+_FORMATS = format_signatures(("latent", "kv_cache"), "dense", (*FLOATS, *FP8)) | {
+    format_signature(latent=dense_tensor_format(values), kv_cache=dense_tensor_format(cache)) for values in FLOATS for cache in FP8
+}
+
+
+@register_kernel(
+    "kvcache",
+    "store_mla_kv_cache",
+    solution="triton",
+    capability=TRITON,
+    signatures=_FORMATS,
+    traits={"scaled": any, "kv_lora_rank": at_most(16384), "rope_dim": at_most(16384)},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
+def store_mla_kv_cache(
+    latent: Tensor, k_rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_scale: Tensor | None = None
+) -> None:
+    """See `tokenspeed_kernel.store_mla_kv_cache`."""
+    tokens, rank = latent.shape
+    if not tokens or not kv_cache.numel():
+        return
+    encoding = encoding_for(latent, kv_cache, kv_scale)
+    latent, k_rope = (x if x.stride(1) == 1 else x.contiguous() for x in (latent, k_rope))
+    if kv_cache.element_size() == 1:
+        latent, k_rope, kv_cache = as_storable(latent), as_storable(k_rope), as_storable(kv_cache)
+    tile = tile_for(rank, k_rope.shape[1])
+    device_code.store_mla_kv_cache_kernel[(cdiv(tokens, tile.tokens),)](
+        latent,
+        k_rope,
+        kv_cache,
+        slot_mapping,
+        dense(kv_scale),
+        tokens,
+        latent.stride(0),
+        k_rope.stride(0),
+        *kv_cache.stride(),
+        slot_mapping.stride(0),
+        SHAPE=Shape(rank, k_rope.shape[1], kv_cache.shape[1]),
+        ENCODING=encoding,
+        TILE=tile,
+        num_warps=tile.warps,
+    )
