@@ -101,7 +101,7 @@ def fp8(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 WRONG: list[tuple[list[Any], Any, Any, str]] = [
     # shapes and dtypes of q, k, v
     (ALL, {"q": torch.zeros(5, 4, 8, dtype=torch.int32)}, TypeError, "q must be a tensor of .*bfloat16.*got int32"),
-    (PREFILLS, {"q": torch.zeros(5, 4, 8).to(E4M3)}, TypeError, "q must be a tensor of .*got float8_e4m3fn"),
+    ([mha_prefill], {"q": torch.zeros(5, 4, 8).to(E4M3)}, TypeError, "q must be a tensor of .*got float8_e4m3fn"),
     (ALL, {"q": torch.zeros(5, 32)}, ValueError, r"q must be of shape \[tokens, heads, .*got \[5, 32\]"),
     (ALL, {"q": None}, TypeError, "q must be a tensor, got NoneType"),
     (ALL, {"q": [[0.0]]}, TypeError, "q must be a tensor, got list"),
@@ -121,9 +121,9 @@ WRONG: list[tuple[list[Any], Any, Any, str]] = [
     ([mha_prefill], {"k": torch.zeros(5, 0, 8), "v": torch.zeros(5, 0, 6)}, ValueError, "a multiple of kv_heads = 0 of k"),
     ([mha_prefill], {"q": torch.zeros(5, 4, 0), "k": torch.zeros(5, 2, 0)}, ValueError, "head_dim of q must be positive, got 0"),
     # options
-    (MHA, {"window_left": -2}, ValueError, r"window_left must be -1 \(unlimited\) or a number of tokens, got -2"),
-    (MHA, {"window_left": 1.5}, TypeError, "window_left must be int, got float"),
-    (MHA, {"window_left": None}, TypeError, "window_left must be int, got NoneType"),
+    (ALL, {"window_left": -2}, ValueError, r"window_left must be -1 \(unlimited\) or a number of tokens, got -2"),
+    (ALL, {"window_left": 1.5}, TypeError, "window_left must be int, got float"),
+    (ALL, {"window_left": None}, TypeError, "window_left must be int, got NoneType"),
     (ALL, {"logit_cap": -1.0}, ValueError, r"logit_cap must be 0 \(off\) or positive and finite, got -1.0"),
     (ALL, {"logit_cap": float("nan")}, ValueError, "logit_cap must be .*got nan"),
     (ALL, {"logit_cap": float("inf")}, ValueError, "logit_cap must be .*got inf"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
 from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
 from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
 from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
@@ -181,3 +182,81 @@ def test_no_sequences() -> None:
     extended = mla_extend_with_kvcache(nothing, ints(0), ints(0), cache, table, lengths, 0, 64, RANK, SCALE)
     assert isinstance(extended, Tensor)
     assert extended.shape == (0, HEADS, RANK)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 30), st.integers(1, 30), st.integers(0, 99), st.data())
+def test_chunks_merged_by_their_log_sum_exps_are_the_whole(tokens: int, chunk: int, seed: int, data: st.DataObject) -> None:
+    """A prompt in chunks, each of which attends to itself and to the parts of what came before it."""
+    q, k, v = Layer(tokens, seed).plain()
+    whole, whole_lse = tensors(mla_prefill(q, k, v, ints(0, tokens), return_lse=True, softmax_scale=SCALE))
+    options: dict[str, Any] = {"return_lse": True, "softmax_scale": SCALE}
+    for begin in range(0, tokens, chunk):
+        rows = slice(begin, min(begin + chunk, tokens))
+        count = rows.stop - begin
+        out, lse = tensors(mla_prefill(q[rows], k[rows], v[rows], ints(0, count), **options))
+        split = data.draw(st.integers(0, begin))
+        for part in (slice(0, split), slice(split, begin)):
+            length = part.stop - part.start
+            arguments = (q[rows], k[part], v[part], ints(0, count))
+            earlier = mla_prefill(*arguments, cu_seqlens_kv=ints(0, length), is_causal=False, **options)
+            out, lse = attn_merge_state(out, lse, *tensors(earlier))
+        torch.testing.assert_close(out, whole[rows])
+        torch.testing.assert_close(lse, whole_lse[rows])
+        # With all keys at once, the queries are the last of them.
+        keys = slice(0, rows.stop)
+        at_once = mla_prefill(q[rows], k[keys], v[keys], ints(0, count), cu_seqlens_kv=ints(0, rows.stop), **options)
+        torch.testing.assert_close(tensors(at_once)[0], whole[rows])
+
+
+@pytest.mark.parametrize("window_left", [0, 1, 4, 50])
+def test_a_window_is_the_same_before_and_after_absorption(window_left: int) -> None:
+    layer = Layer(23)
+    whole = mla_prefill(*layer.plain(), ints(0, 20, 23), softmax_scale=SCALE, window_left=window_left)
+    wanted = mha_prefill(*layer.plain(), ints(0, 20, 23), softmax_scale=SCALE, window_left=window_left)
+    assert torch.equal(torch.as_tensor(whole), torch.as_tensor(wanted))
+    q, latents = layer.absorbed()
+    cache, page_table = into_pages(latents[:20], 4)
+    call = (cache, page_table, ints(20), 3, 20, RANK, SCALE)
+    out = mla_extend_with_kvcache(q[17:20], ints(0, 3), None, *call, window_left=window_left)
+    torch.testing.assert_close(layer.project(torch.as_tensor(out)), torch.as_tensor(whole)[17:20])
+    hidden = max(20 - 3 - window_left, 0) // 4  # pages that no new token sees may have been freed
+    cache[page_table[0, :hidden].long()] = math.nan
+    page_table[0, :hidden] = -1
+    arguments = (q[17:20], cache, page_table, ints(20), 20, RANK, SCALE)
+    freed = mla_decode_with_kvcache(*arguments, max_seqlen_q=3, window_left=window_left)
+    torch.testing.assert_close(torch.as_tensor(freed), torch.as_tensor(out))
+    if hidden:
+        with pytest.raises(ValueError, match=r"page_table\[0, 0\] must be a page of kv_cache"):
+            mla_decode_with_kvcache(*arguments, max_seqlen_q=3)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_fp8_prefill_is_dequantised_by_its_scales(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(9, 3, width).to(torch.float8_e4m3fn) for width in (12, 12, 8))
+    scales = [torch.rand(shape) + 0.5 for _ in range(3)]
+    wide = (x.float() * scale.reshape(-1, 1) for x, scale in zip((q, k, v), scales, strict=True))
+    wanted = torch.as_tensor(mla_prefill(*wide, ints(0, 4, 9)))
+    got = torch.as_tensor(mla_prefill(q, k, v, ints(0, 4, 9), q_scale=scales[0], k_scale=scales[1], v_scale=scales[2]))
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, wanted.bfloat16())
+
+
+WRONG_PREFILLS: list[tuple[dict[str, Any], str]] = [
+    ({"k": torch.ones(5, 2, 6)}, "k must be of shape .* where tokens is 4 in q"),
+    ({"cu_seqlens_kv": ints(0, 2, 4, 4)}, "cu_seqlens_kv must be of shape .* is 3 in cu_seqlens"),
+    ({"cu_seqlens_kv": ints(0, 2, 5)}, r"cu_seqlens_kv\[-1\] must be 4, the number of tokens in k, got 5"),
+    ({"window_left": -2}, "window_left must be -1"),
+    ({"q_scale": torch.tensor(1.0)}, "q_scale must be None, because q is not fp8"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_PREFILLS)
+def test_a_wrong_prefill_is_refused(changes: dict[str, Any], message: str) -> None:
+    arguments = {"q": torch.ones(4, 2, 6), "k": torch.ones(4, 2, 6), "v": torch.ones(4, 2, 3), "cu_seqlens": ints(0, 1, 4)}
+    with pytest.raises(ValueError, match=f"^mla_prefill: .*{message}"):
+        mla_prefill(**{**arguments, **changes})
+    narrow = {name: torch.ones(4, 2, 6).to(torch.float8_e4m3fn) for name in ("q", "k", "v")}
+    with pytest.raises(ValueError, match=r"k_scale must be of shape \[\], \[1\] or \[2\] \(heads\), got \[3\]"):
+        mla_prefill(**{**arguments, **narrow}, k_scale=torch.ones(3))

@@ -70,6 +70,18 @@ def test_extending_with_every_tile(causal: bool) -> None:
     _agrees(tk.mla_extend_with_kvcache, _draw([200, 64, 0, 31], [40, 1, 0, 31], **options))
 
 
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("page_size", [4, 16, 64, 256])
+def test_windows_with_every_tile(page_size: int) -> None:
+    """Pages before the window are freed: -1 in the table, and NaN where they were."""
+    options = {**SMALL, "page_size": page_size, "return_lse": True, "freed": True}
+    for window_left in (0, 30, 200):
+        lengths = [1, 300, 0, 64, 700]
+        _agrees(tk.mla_decode_with_kvcache, _draw(lengths, **options, max_seqlen_q=3, window_left=window_left))
+        extend = {**options, "is_causal": True, "window_left": window_left}
+        _agrees(tk.mla_extend_with_kvcache, _draw(lengths, [1, 40, 0, 64, 5], **extend))
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16, 32, 256])
 def test_page_sizes(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latent, "tile_for", lambda *args: TILES["rows of queries"])
@@ -135,6 +147,18 @@ def test_prefill_of_broadcast_rotary_keys() -> None:
     _agrees(tk.mla_prefill, arguments)
     arguments["v"] = torch.cat((arguments["v"], arguments["v"]), dim=-1)[..., :24]
     _agrees(tk.mla_prefill, arguments)
+
+
+@pytest.mark.parametrize("window_left", [-1, 0, 20, 100])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(192, 128), (40, 24), (96, 64)])
+def test_prefill_with_keys_of_their_own(head_dim: int, v_head_dim: int, is_causal: bool, window_left: int) -> None:
+    lengths, kv_lengths = [70, 0, 1, 33, 5], [200, 9, 40, 0, 3]
+    options: dict[str, Any] = {"is_causal": is_causal, "window_left": window_left, "return_lse": True}
+    for dtype in (torch.float16, E4M3, E5M2):
+        scales = ("q_scale", "k_scale", "v_scale") if dtype != torch.float16 else ()
+        recipe = ragged(lengths, 2, 2, head_dim, v_head_dim, dtype, kv_lengths=kv_lengths, scales=scales, **options)
+        _agrees(tk.mla_prefill, recipe(Draw(DEVICE)), 5e-3 if dtype == torch.float16 else 4e-2)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="CUDA graphs are captured on a GPU")

@@ -67,9 +67,9 @@ def check_caches(
     check.tensor("v_cache", v_cache, "pages page_size kv_heads v_head_dim", k_cache.dtype)
     check.divides("kv_heads", "heads")
     _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
-    _check_scale(check, "q_scale", q_scale, "q", q, check["kv_heads"])
-    _check_scale(check, "k_scale", k_scale, "k_cache", k_cache, check["kv_heads"])
-    _check_scale(check, "v_scale", v_scale, "v_cache", v_cache, check["kv_heads"])
+    check_scale(check, "q_scale", q_scale, "q", q, check["kv_heads"])
+    check_scale(check, "k_scale", k_scale, "k_cache", k_cache, check["kv_heads"])
+    check_scale(check, "v_scale", v_scale, "v_cache", v_cache, check["kv_heads"])
 
 
 def check_latent_cache(
@@ -90,8 +90,8 @@ def check_latent_cache(
     width = check["latent_dim"]
     check.require(0 < kv_lora_rank <= width, "kv_lora_rank", f"positive and at most {width}, the width of a latent", kv_lora_rank)
     _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
-    _check_scale(check, "q_scale", q_scale, "q", q, 1)
-    _check_scale(check, "kv_scale", kv_scale, "kv_cache", kv_cache, 1)
+    check_scale(check, "q_scale", q_scale, "q", q, 1)
+    check_scale(check, "kv_scale", kv_scale, "kv_cache", kv_cache, 1)
 
 
 def check_extension(
@@ -113,15 +113,17 @@ def check_new_tokens(check: Checker, q: Tensor, cache_seqlens: Tensor, max_seqle
         check.fail("q", expected, f"{tokens} tokens")
 
 
-def _check_scale(check: Checker, name: str, scale: Tensor | None, scaled: str, tensor: Tensor, kv_heads: int) -> None:
-    """The scale of an fp8 tensor: float32, one for all or one a kv head."""
+def check_scale(
+    check: Checker, name: str, scale: Tensor | None, scaled: str, tensor: Tensor, heads: int, size: str = "kv_heads"
+) -> None:
+    """The scale of an fp8 tensor: float32, one for all or one a head; ``size`` is the name of their number."""
     if scale is None:
         return
     if tensor.dtype not in FP8:
         check.fail(name, f"None, because {scaled} is not fp8 but {describe(tensor.dtype)}", scale)
     check.dtype(name, scale, torch.float32)
-    if scale.shape not in {(), (1,), (kv_heads,)}:
-        allowed = "[] or [1]" if kv_heads == 1 else f"[], [1] or [{kv_heads}] (kv_heads)"
+    if scale.shape not in {(), (1,), (heads,)}:
+        allowed = "[] or [1]" if heads == 1 else f"[], [1] or [{heads}] ({size})"
         check.fail(name, f"of shape {allowed}", list(scale.shape))
 
 

@@ -48,11 +48,22 @@ def attention_cost(
     )
 
 
-def ragged_cost(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window_left: int, return_lse: bool) -> Cost:
-    """The cost of whole sequences' causal attention to themselves."""
+def ragged_cost(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window_left: int,
+    return_lse: bool,
+    cu_seqlens_kv: Tensor | None = None,
+    causal: bool = True,
+) -> Cost:
+    """The cost of whole sequences' attention to themselves, or to keys of which they are the last."""
     q_lens = lengths(cu_seqlens)
+    kv_lens = q_lens if cu_seqlens_kv is None else lengths(cu_seqlens_kv)
     kv_token_bytes = (k.shape[1:].numel() + v.shape[1:].numel()) * k.element_size()
-    return attention_cost(q, v.shape[2], q_lens, q_lens, True, window_left, return_lse, kv_token_bytes, cu_seqlens)
+    offsets = (cu_seqlens, cu_seqlens_kv)
+    return attention_cost(q, v.shape[2], q_lens, kv_lens, causal, window_left, return_lse, kv_token_bytes, *offsets)
 
 
 def paged_cost(

@@ -25,20 +25,34 @@ def ragged(
     dtype: torch.dtype = torch.bfloat16,
     sinks: bool = False,
     hint: bool = False,
+    kv_lengths: Sequence[int] | None = None,
+    scales: Sequence[str] = (),
+    scale_per_head: bool = False,
     **options: Any,
 ) -> Make:
-    """Packed whole sequences. ``hint``: the lengths are repeated on the host."""
+    """Packed whole sequences.
+
+    Args:
+        hint: the lengths are repeated on the host.
+        kv_lengths: of keys and values, where they have their own.
+        scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one a head.
+    """
 
     def make(draw: Draw) -> dict[str, Any]:
         tokens = sum(lengths)
+        keys = tokens if kv_lengths is None else sum(kv_lengths)
         cu_seqlens = draw.cumulative(lengths)
         arguments = {
             "q": draw.normal(tokens, heads, head_dim, dtype=dtype),
-            "k": draw.normal(tokens, kv_heads, head_dim, dtype=dtype),
-            "v": draw.normal(tokens, kv_heads, v_head_dim or head_dim, dtype=dtype),
+            "k": draw.normal(keys, kv_heads, head_dim, dtype=dtype),
+            "v": draw.normal(keys, kv_heads, v_head_dim or head_dim, dtype=dtype),
             "cu_seqlens": cu_seqlens,
             **options,
         }
+        if kv_lengths is not None:
+            arguments["cu_seqlens_kv"] = draw.cumulative(kv_lengths)
+        for scale in scales:
+            arguments[scale] = draw.uniform(*((kv_heads,) if scale_per_head else ()), low=0.5, high=1.5)
         if sinks:
             arguments["sinks"] = draw.normal(heads, dtype=dtype)
         if hint:

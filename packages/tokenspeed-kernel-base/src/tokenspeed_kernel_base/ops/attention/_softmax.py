@@ -127,13 +127,30 @@ def _visible(q_len: int, kv_len: int, softmax: Softmax, ahead: int, device: torc
     return visible & (distance <= softmax.window_left) if softmax.window_left >= 0 else visible
 
 
-def attend_ragged(q: Tensor, k: Tensor, v: Tensor, offsets: Sequence[int], softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences, each to itself. ``offsets`` is ``cu_seqlens`` on the host."""
+def attend_ragged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Sequence[int],
+    softmax: Softmax,
+    kv_offsets: Sequence[int] | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed sequences, each to itself; or to packed keys, of which its queries' own are the last.
+
+    Args:
+        offsets: ``cu_seqlens`` on the host.
+        kv_offsets: the same of keys and values, where they are others.
+    """
     out, lse = _nothing(q, v.shape[2])
     wide = _wide(q)
-    for begin, end in itertools.pairwise(offsets):
-        rows = slice(begin, end)
-        out[rows], lse[rows] = attend(q[rows].to(wide), k[rows].to(wide), v[rows].to(wide), softmax, 0)
+    for (begin, end), (first, last) in zip(itertools.pairwise(offsets), itertools.pairwise(kv_offsets or offsets), strict=True):
+        rows, keys = slice(begin, end), slice(first, last)
+        k_wide, v_wide = _widen(k[keys], wide, k_scale), _widen(v[keys], wide, v_scale)
+        first_query = (last - first) - (end - begin)
+        out[rows], lse[rows] = attend(_widen(q[rows], wide, q_scale), k_wide, v_wide, softmax, first_query)
     return out, lse
 
 

@@ -16,10 +16,14 @@ def softmax_traits(q: Tensor, kv_heads: int, v_head_dim: int, logit_cap: float, 
     }
 
 
-def window_traits(window_left: int, sinks: Tensor | None) -> dict[str, object]:
-    """The traits of operators with windows and sinks; ``window_left`` is stated only where there is a window."""
-    window = {"sliding_window": True, "window_left": window_left} if window_left >= 0 else {"sliding_window": False}
-    return {**window, "sinks": sinks is not None}
+def window_traits(window_left: int) -> dict[str, object]:
+    """The traits of operators with windows; ``window_left`` is stated only where there is one."""
+    return {"sliding_window": True, "window_left": window_left} if window_left >= 0 else {"sliding_window": False}
+
+
+def window_and_sink_traits(window_left: int, sinks: Tensor | None) -> dict[str, object]:
+    """The traits of operators with windows and sinks."""
+    return {**window_traits(window_left), "sinks": sinks is not None}
 
 
 def cache_traits(cache: Tensor, *scales: Tensor | None) -> dict[str, object]:

@@ -22,13 +22,18 @@ def lengths_read(cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> dict[str
 
 
 def vary_ragged(variation: Variation, **arguments: Any) -> dict[str, Any]:
-    """The ``vary`` hook of attention of whole sequences, whose ``work`` hook reads ``lengths``."""
+    """The ``vary`` hook of attention of whole sequences, whose ``work`` hook reads ``lengths``, and ``kv_lengths`` where keys have
+    their own."""
     if variation.want is not Want.CAPTURED:
         return {}
     lengths = variation.parts("lengths", len(arguments["cu_seqlens"]) - 1, len(arguments["q"]))
     cu_seqlens = variation.draw.cumulative(lengths)
     hint = None if arguments["cu_seqlens_cpu"] is None else cu_seqlens.tolist()
-    return {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": hint}
+    made = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": hint}
+    if arguments.get("cu_seqlens_kv") is not None:
+        kv_lengths = variation.parts("kv_lengths", len(arguments["cu_seqlens_kv"]) - 1, len(arguments["k"]))
+        made["cu_seqlens_kv"] = variation.draw.cumulative(kv_lengths)
+    return made
 
 
 def vary_paged(variation: Variation, **arguments: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_paged, paged_outputs, softmax_scale_of
-from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits, window_traits
+from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits, window_and_sink_traits
 from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_paged
 
 
@@ -120,7 +120,7 @@ def _(
 ) -> dict[str, object]:
     return {
         **softmax_traits(q, k_cache.shape[2], v_cache.shape[3], logit_cap, return_lse),
-        **window_traits(window_left, sinks),
+        **window_and_sink_traits(window_left, sinks),
         **cache_traits(k_cache, q_scale, k_scale, v_scale),
         **({"multi_query": True, "new_tokens": max_seqlen_q} if max_seqlen_q > 1 else {"multi_query": False}),
     }

@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import ragged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_ragged, empty_outputs, softmax_scale_of
-from tokenspeed_kernel_base.ops.attention._traits import softmax_traits, window_traits
+from tokenspeed_kernel_base.ops.attention._traits import softmax_traits, window_and_sink_traits
 from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
 
 
@@ -97,7 +97,7 @@ def mha_prefill(
 def _(
     q: Tensor, k: Tensor, v: Tensor, window_left: int, logit_cap: float, sinks: Tensor | None, return_lse: bool
 ) -> dict[str, object]:
-    return {**softmax_traits(q, k.shape[1], v.shape[2], logit_cap, return_lse), **window_traits(window_left, sinks)}
+    return {**softmax_traits(q, k.shape[1], v.shape[2], logit_cap, return_lse), **window_and_sink_traits(window_left, sinks)}
 
 
 @mha_prefill.check

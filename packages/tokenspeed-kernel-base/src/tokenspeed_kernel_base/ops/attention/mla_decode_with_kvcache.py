@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_latent, latent_outputs
-from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits
+from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits, window_traits
 from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_paged
 
 
@@ -35,6 +35,7 @@ def mla_decode_with_kvcache(
     kv_lora_rank: int,
     softmax_scale: float,
     max_seqlen_q: int = 1,
+    window_left: int = -1,
     logit_cap: float = 0.0,
     return_lse: bool = False,
     q_scale: Tensor | None = None,
@@ -46,14 +47,15 @@ def mla_decode_with_kvcache(
     The same as `mla_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens a sequence; see there for what
     "absorbed" means. The cache holds positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page
     ``page_table[b, j // page_size]``, slot ``j % page_size``. Its queries are at the last positions, and each sees itself and
-    earlier ones. Accumulates in float32 (float64 where q is) and rounds the output once.
+    earlier ones, in a window the nearest of them. Accumulates in float32 (float64 where q is) and rounds the output once.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, kv_lora_rank + rope_dim]``, sequence by
             sequence, absorbed part first.
         kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
-        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, none is -1, as there is no window
-            that could hide one; others may be anything, and are never read. Sequences may share pages.
+        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides
+            all of it from every new token of the sequence: such a page may have been freed, and is never read. Others may be
+            anything. Sequences may share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included. It may be less than
             max_seqlen_q, as 0 is for a sequence that only pads a batch; queries before position 0 then see nothing.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
@@ -61,6 +63,7 @@ def mla_decode_with_kvcache(
         softmax_scale: multiplies the products of q and cache. ``1 / sqrt`` of the width before absorption, times what rope scaling
             adds: it cannot be told from the shapes.
         max_seqlen_q: new tokens of each sequence, exactly; above 1 for speculative decoding.
+        window_left: how many tokens to the left stay visible besides the token itself; -1 for all.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
@@ -93,7 +96,7 @@ def mla_decode_with_kvcache(
     Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
     """
     offsets, lens = range(0, q.shape[0] + 1, max_seqlen_q), cache_seqlens.tolist()
-    softmax = Softmax(softmax_scale, logit_cap=logit_cap)
+    softmax = Softmax(softmax_scale, True, window_left, logit_cap)
     result, lse = attend_latent(q, kv_cache, kv_lora_rank, page_table, offsets, lens, softmax, q_scale, kv_scale)
     return (result, lse) if return_lse else result
 
@@ -104,6 +107,7 @@ def _(
     kv_cache: Tensor,
     kv_lora_rank: int,
     max_seqlen_q: int,
+    window_left: int,
     logit_cap: float,
     return_lse: bool,
     q_scale: Tensor | None,
@@ -111,6 +115,7 @@ def _(
 ) -> dict[str, object]:
     return {
         **softmax_traits(q, 1, kv_lora_rank, logit_cap, return_lse),
+        **window_traits(window_left),
         **cache_traits(kv_cache, q_scale, kv_scale),
         "multi_query": max_seqlen_q > 1,
     }
@@ -127,18 +132,27 @@ def _(
     kv_lora_rank: int,
     softmax_scale: float,
     max_seqlen_q: int,
+    window_left: int,
     logit_cap: float,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
 ) -> None:
     _checks.check_latent_cache(check, q, kv_cache, page_table, cache_seqlens, max_seqlen_k, kv_lora_rank, q_scale, kv_scale)
     _checks.check_new_tokens(check, q, cache_seqlens, max_seqlen_q)
-    _checks.check_options(check, softmax_scale, logit_cap)
+    _checks.check_options(check, softmax_scale, logit_cap, window_left)
 
 
 @mla_decode_with_kvcache.check_values(host=("page_table", "cache_seqlens"))
-def _(check: Checker, kv_cache: Tensor, page_table: Tensor | None, cache_seqlens: Tensor | None, max_seqlen_k: int) -> None:
-    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, kv_cache, "kv_cache")
+def _(
+    check: Checker,
+    kv_cache: Tensor,
+    page_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    max_seqlen_k: int,
+    max_seqlen_q: int,
+    window_left: int,
+) -> None:
+    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, kv_cache, "kv_cache", window_left, max_seqlen_q)
 
 
 mla_decode_with_kvcache.fake(latent_outputs)
@@ -162,6 +176,16 @@ def _() -> list[Case]:
         Case("fp8 q and cache, a scale each", paged([33, 18], **tiny, dtype=e4m3, scales=("q_scale", "kv_scale"))),
         Case("deepseek-v3, 16 of its heads, 1 to 300 tokens", paged([1, 63, 64, 65, 300], **sharded)),
         Case("one long sequence among short ones, lse", paged([900, 3, 0, 64], **tiny, return_lse=True)),
+        Case("window of 20, lse", paged([33, 64, 9, 0, 130], **tiny, window_left=20, return_lse=True)),
+        Case(
+            "window of the token alone, three new tokens, float32",
+            paged([20, 3], **tiny, dtype=torch.float32, max_seqlen_q=3, window_left=0),
+        ),
+        Case("freed pages before a window", paged([100, 9, 300, 65], **tiny, max_seqlen_q=2, window_left=20, freed=True)),
+        Case(
+            "deepseek-v3, 16 of its heads, freed pages before a window of 100, fp8 cache",
+            paged([900, 64, 129], **sharded, window_left=99, freed=True, cache_dtype=e4m3),
+        ),
         Case("no sequences", paged([], **tiny, return_lse=True)),
         Case("deepseek-v3 64 x 8192", paged([8192] * 64, **deepseek_v3), large=True),
         Case("deepseek-v3 128 x 4096", paged([4096] * 128, **deepseek_v3), large=True),
@@ -185,6 +209,15 @@ mla_decode_with_kvcache.vary(vary_paged)
 
 
 @mla_decode_with_kvcache.cost
-def _(q: Tensor, kv_cache: Tensor, cache_seqlens: Tensor, kv_lora_rank: int, max_seqlen_q: int, return_lse: bool) -> Cost:
+def _(
+    q: Tensor,
+    kv_cache: Tensor,
+    cache_seqlens: Tensor,
+    kv_lora_rank: int,
+    max_seqlen_q: int,
+    window_left: int,
+    return_lse: bool,
+) -> Cost:
     q_lens = [max_seqlen_q] * len(cache_seqlens)
-    return _cost.paged_cost(q, kv_lora_rank, _cost.token_bytes(kv_cache), q_lens, cache_seqlens, True, -1, return_lse)
+    stored = _cost.token_bytes(kv_cache)
+    return _cost.paged_cost(q, kv_lora_rank, stored, q_lens, cache_seqlens, True, window_left, return_lse)

@@ -13,7 +13,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import paged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_latent, latent_outputs
-from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits
+from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits, window_traits
 from tokenspeed_kernel_base.ops.attention._variations import lengths_read, vary_paged
 
 
@@ -38,6 +38,7 @@ def mla_extend_with_kvcache(
     kv_lora_rank: int,
     softmax_scale: float,
     is_causal: bool = True,
+    window_left: int = -1,
     logit_cap: float = 0.0,
     return_lse: bool = False,
     q_scale: Tensor | None = None,
@@ -50,7 +51,8 @@ def mla_extend_with_kvcache(
     the cached latent c, so the key expansion of a head is applied to its query before, its value expansion to the output after,
     and attention itself works on latents, the same for all heads. A score is ``q . [c, rotary part] * softmax_scale``, the value
     is c. Positions, visibility and the softmax are those of `mha_extend_with_kvcache`: of the q_len queries of a sequence, query
-    i is at position ``p = cache_seqlens[b] - q_len + i`` and sees key j where ``j <= p``, if is_causal, else every key.
+    i is at position ``p = cache_seqlens[b] - q_len + i`` and sees key j where ``j <= p``, if is_causal, and
+    ``j >= p - window_left``, if there is a window.
     Accumulates in float32 (float64 where q is) and rounds the output once.
 
     Args:
@@ -61,8 +63,9 @@ def mla_extend_with_kvcache(
             sums them itself.
         kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
         page_table: int32 ``[batch, max_pages]``: position j of sequence b lies in page ``page_table[b, j // page_size]``, slot
-            ``j % page_size``. Entries that cache_seqlens reaches name a page, none is -1, as there is no window that could hide
-            one; others may be anything, and are never read. Sequences may share pages.
+            ``j % page_size``. Entries that cache_seqlens reaches name a page, or are -1 where the window hides all of it from every
+            new token of the sequence: such a page may have been freed, and is never read. Others may be anything. Sequences may
+            share pages.
         cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
         max_seqlen_q: an upper bound of a sequence's queries.
         max_seqlen_k: an upper bound of cache_seqlens, at most ``max_pages * page_size``. That product will do.
@@ -71,6 +74,7 @@ def mla_extend_with_kvcache(
             adds: it cannot be told from the shapes.
         is_causal: hide keys later than the query; no sequence may then have more queries than the cache has tokens of it. False
             shows all keys, as of a prefix that the queries are no part of.
+        window_left: how many tokens to the left stay visible besides the token itself; -1 for all.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
@@ -103,7 +107,7 @@ def mla_extend_with_kvcache(
     Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
     """
     offsets, lens = cu_seqlens_q.tolist(), cache_seqlens.tolist()
-    softmax = Softmax(softmax_scale, is_causal, logit_cap=logit_cap)
+    softmax = Softmax(softmax_scale, is_causal, window_left, logit_cap)
     result, lse = attend_latent(q, kv_cache, kv_lora_rank, page_table, offsets, lens, softmax, q_scale, kv_scale)
     return (result, lse) if return_lse else result
 
@@ -114,6 +118,7 @@ def _(
     kv_cache: Tensor,
     kv_lora_rank: int,
     is_causal: bool,
+    window_left: int,
     logit_cap: float,
     return_lse: bool,
     q_scale: Tensor | None,
@@ -121,6 +126,7 @@ def _(
 ) -> dict[str, object]:
     return {
         **softmax_traits(q, 1, kv_lora_rank, logit_cap, return_lse),
+        **window_traits(window_left),
         **cache_traits(kv_cache, q_scale, kv_scale),
         "is_causal": is_causal,
     }
@@ -139,13 +145,14 @@ def _(
     max_seqlen_k: int,
     kv_lora_rank: int,
     softmax_scale: float,
+    window_left: int,
     logit_cap: float,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
 ) -> None:
     _checks.check_latent_cache(check, q, kv_cache, page_table, cache_seqlens, max_seqlen_k, kv_lora_rank, q_scale, kv_scale)
     _checks.check_extension(check, cu_seqlens_q, cu_seqlens_kv, cache_seqlens, max_seqlen_q)
-    _checks.check_options(check, softmax_scale, logit_cap)
+    _checks.check_options(check, softmax_scale, logit_cap, window_left)
 
 
 @mla_extend_with_kvcache.check_values(host=("cu_seqlens_q", "cu_seqlens_kv", "page_table", "cache_seqlens"))
@@ -160,8 +167,10 @@ def _(
     max_seqlen_q: int,
     max_seqlen_k: int,
     is_causal: bool,
+    window_left: int,
 ) -> None:
-    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, kv_cache, "kv_cache")
+    new_tokens = 0 if cu_seqlens_q is None else cu_seqlens_q.diff()
+    _checks.check_values_paging(check, page_table, cache_seqlens, max_seqlen_k, kv_cache, "kv_cache", window_left, new_tokens)
     _checks.check_values_extension(check, q, cu_seqlens_q, cu_seqlens_kv, cache_seqlens, max_seqlen_q, is_causal)
 
 
@@ -196,6 +205,13 @@ def _() -> list[Case]:
         Case("fp8 q and cache, a scale each", paged([33, 18], [10, 18], **causal, dtype=e4m3, scales=("q_scale", "kv_scale"))),
         Case("deepseek-v3, 16 of its heads, 1 to 100 new", paged([200, 64, 65], [100, 64, 1], **sharded)),
         Case("few new tokens of a long sequence, lse", paged([900, 3, 0, 64], [2, 3, 0, 7], **causal, return_lse=True)),
+        Case("window of 20, lse", paged([100, 9, 40, 0], [30, 9, 1, 0], **causal, window_left=20, return_lse=True)),
+        Case("window without causality", paged([60, 9], [30, 9], **tiny, is_causal=False, window_left=10)),
+        Case("freed pages before a window", paged([100, 9, 300, 70], [33, 9, 1, 0], **causal, window_left=20, freed=True)),
+        Case(
+            "deepseek-v3, 16 of its heads, freed pages before a window",
+            paged([400, 64, 65], [20, 64, 1], **sharded, window_left=150, freed=True),
+        ),
         Case("no new tokens", paged([20, 0], [0, 0], **causal)),
         Case("no sequences", paged([], [], **causal, return_lse=True)),
         Case("deepseek-v3 4 x 512 of 4096", paged([4096] * 4, [512] * 4, **deepseek_v3), large=True),
@@ -217,7 +233,8 @@ def _(
     cache_seqlens: Tensor,
     kv_lora_rank: int,
     is_causal: bool,
+    window_left: int,
     return_lse: bool,
 ) -> Cost:
-    q_lens = _cost.lengths(cu_seqlens_q)
-    return _cost.paged_cost(q, kv_lora_rank, _cost.token_bytes(kv_cache), q_lens, cache_seqlens, is_causal, -1, return_lse)
+    q_lens, stored = _cost.lengths(cu_seqlens_q), _cost.token_bytes(kv_cache)
+    return _cost.paged_cost(q, kv_lora_rank, stored, q_lens, cache_seqlens, is_causal, window_left, return_lse)

@@ -1,4 +1,4 @@
-"""Causal self-attention of whole sequences, for multi-head latent attention before absorption."""
+"""Attention of whole sequences, or of their parts to earlier ones, for multi-head latent attention before absorption."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case, Cost
-from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import ragged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_ragged, empty_outputs, softmax_scale_of
-from tokenspeed_kernel_base.ops.attention._traits import softmax_traits
+from tokenspeed_kernel_base.ops.attention._traits import softmax_traits, window_traits
 from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
 
 
@@ -23,8 +23,9 @@ from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
     "mla_prefill",
     formats=("q", "k", "v"),
     hints=("cu_seqlens_cpu",),
-    varying=("batch", "tokens"),
+    varying=("batch", "tokens", "kv_tokens"),
     bounds=("max_seqlen",),
+    scales=("q_scale", "k_scale", "v_scale"),
 )
 def mla_prefill(
     q: Tensor,
@@ -36,9 +37,15 @@ def mla_prefill(
     logit_cap: float = 0.0,
     return_lse: bool = False,
     softmax_scale: float | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    is_causal: bool = True,
+    window_left: int = -1,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention of whole sequences to themselves, with keys and values expanded from their latents.
+    """Attention of whole sequences to themselves, or of new tokens to others, with keys and values expanded from their latents.
 
     Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434) in its plain form, which is the cheaper one where a sequence
     has many queries: every head has keys and values of its own, and a key is the expanded latent and the shared rotary part
@@ -46,25 +53,37 @@ def mla_prefill(
     differ here (192 and 128 in DeepSeek-V3) and kernels are made for that. Accumulates in float32 (float64 where q is) and rounds
     the output once.
 
+    With ``cu_seqlens_kv`` a sequence may have other keys than its queries. Of q_len queries and kv_len keys, query i is at position
+    ``p = kv_len - q_len + i``, and sees key j where ``j <= p``, if is_causal, and ``j >= p - window_left``, if there is a window.
+    So a long prompt is served in chunks: the chunk's attention to itself, causal, and to the expanded latents of each part of what
+    came before it, with ``is_causal=False``; `attn_merge_state` merges them by their log-sum-exps.
+
     Args:
-        q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``, nope and rotary part side by side.
-        k: like q. Its rotary part may be a broadcast view.
-        v: like q, ``[tokens, heads, v_head_dim]``.
+        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, nope and rotary part side by side.
+        k: q's dtype ``[kv_tokens, heads, head_dim]``; without cu_seqlens_kv of as many tokens. Its rotary part may be a broadcast
+            view.
+        v: q's dtype ``[kv_tokens, heads, v_head_dim]``.
         cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens.
         cu_seqlens_cpu: the same values on the host, a hint; never required.
         max_seqlen: an upper bound of the longest sequence, in tokens. None: none is known but ``tokens``.
         logit_cap: where positive, scores become ``logit_cap * tanh(score / logit_cap)``; 0 is off.
         return_lse: also return the log-sum-exp.
         softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
+        cu_seqlens_kv: int32 ``[batch + 1]``, where each sequence's keys begin in k and v; None: they are the queries' own tokens.
+        is_causal: hide keys later than the query. False shows all, as of a prefix that the queries are no part of.
+        window_left: how many tokens to the left stay visible besides the token itself; -1 for all.
+        q_scale: float32 ``[]``, ``[1]`` or ``[heads]``, multiplies q, for fp8 q only.
+        k_scale: likewise for fp8 k.
+        v_scale: likewise for fp8 v.
         out: receives the output. It must not overlap q, k or v.
 
     Returns:
-        The output ``[tokens, heads, v_head_dim]`` in q's dtype. With return_lse also the natural log-sum-exp, float32
-        ``[tokens, heads]``.
+        The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural log-sum-exp,
+        float32 ``[tokens, heads]``. A query that sees no key gives output 0 and log-sum-exp -inf.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of cu_seqlens
-            are looked at only where it lies in host memory.
+        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of offsets
+            are looked at only where they lie in host memory.
 
     Example:
         >>> import torch
@@ -74,17 +93,37 @@ def mla_prefill(
         >>> mla_prefill(q, k, v, torch.tensor([0, 3], dtype=torch.int32)).flatten()
         tensor([1., 2., 3.])
 
-    Safe in CUDA graphs where a kernel serves it; the reference reads cu_seqlens on the host unless the hint is given.
+    Safe in CUDA graphs where a kernel serves it; the reference reads offsets on the host unless the hint is given.
     """
     offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), logit_cap=logit_cap)
-    result, lse = attend_ragged(q, k, v, offsets.tolist() if isinstance(offsets, Tensor) else offsets, softmax)
+    softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), is_causal, window_left, logit_cap)
+    q_offsets = offsets.tolist() if isinstance(offsets, Tensor) else offsets
+    kv_offsets = None if cu_seqlens_kv is None else cu_seqlens_kv.tolist()
+    result, lse = attend_ragged(q, k, v, q_offsets, softmax, kv_offsets, q_scale, k_scale, v_scale)
     return (result, lse) if return_lse else result
 
 
 @mla_prefill.traits
-def _(q: Tensor, k: Tensor, v: Tensor, logit_cap: float, return_lse: bool) -> dict[str, object]:
-    return softmax_traits(q, k.shape[1], v.shape[2], logit_cap, return_lse)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    logit_cap: float,
+    return_lse: bool,
+    cu_seqlens_kv: Tensor | None,
+    is_causal: bool,
+    window_left: int,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> dict[str, object]:
+    return {
+        **softmax_traits(q, k.shape[1], v.shape[2], logit_cap, return_lse),
+        **window_traits(window_left),
+        "own_kv_lengths": cu_seqlens_kv is not None,
+        "is_causal": is_causal,
+        "scaled": any(scale is not None for scale in (q_scale, k_scale, v_scale)),
+    }
 
 
 @mla_prefill.check
@@ -97,21 +136,37 @@ def _(
     max_seqlen: int | None,
     logit_cap: float,
     softmax_scale: float | None,
+    cu_seqlens_kv: Tensor | None,
+    window_left: int,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
-    check.tensor("q", q, "tokens heads head_dim", FLOATS)
+    check.tensor("q", q, "tokens heads head_dim", FLOATS | FP8)
     check.require(check["heads"] > 0, "heads of q", "positive", 0)
-    check.tensor("k", k, "tokens heads head_dim", q.dtype)
-    check.tensor("v", v, "tokens heads v_head_dim", q.dtype)
+    keys = "tokens" if cu_seqlens_kv is None else "kv_tokens"
+    check.tensor("k", k, f"{keys} heads head_dim", q.dtype)
+    check.tensor("v", v, f"{keys} heads v_head_dim", q.dtype)
     _checks.check_offsets(check, "cu_seqlens", cu_seqlens)
+    _checks.check_offsets(check, "cu_seqlens_kv", cu_seqlens_kv)
     check.bound("max_seqlen", max_seqlen)
-    _checks.check_options(check, softmax_scale, logit_cap)
+    _checks.check_options(check, softmax_scale, logit_cap, window_left)
+    for name, scale, tensor in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, v)):
+        _checks.check_scale(check, f"{name}_scale", scale, name, tensor, check["heads"], "heads")
 
 
-@mla_prefill.check_values(host=("cu_seqlens",))
+@mla_prefill.check_values(host=("cu_seqlens", "cu_seqlens_kv"))
 def _(
-    check: Checker, q: Tensor, cu_seqlens: Tensor | None, cu_seqlens_cpu: Sequence[int] | Tensor | None, max_seqlen: int | None
+    check: Checker,
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Sequence[int] | Tensor | None,
+    max_seqlen: int | None,
+    cu_seqlens_kv: Tensor | None,
 ) -> None:
     _checks.check_values_ragged(check, q, cu_seqlens, cu_seqlens_cpu, max_seqlen)
+    _checks.check_values_offsets(check, "cu_seqlens_kv", cu_seqlens_kv, k.shape[0], "k")
 
 
 @mla_prefill.fake
@@ -122,6 +177,7 @@ def _(q: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
 @mla_prefill.cases
 def _() -> list[Case]:
     deepseek_v3: dict[str, Any] = {"head_dim": 192, "v_head_dim": 128, "softmax_scale": 0.1352}
+    e4m3 = torch.float8_e4m3fn
     return [
         Case("one token, float32", ragged([1], 2, 2, 24, 16, dtype=torch.float32)),
         Case("lengths 0 to 33, float32, lse", ragged([5, 0, 33, 1], 3, 3, 40, 24, dtype=torch.float32, return_lse=True)),
@@ -130,19 +186,62 @@ def _() -> list[Case]:
         Case("lengths known on the host", ragged([17, 64], 4, 4, 96, 64, hint=True)),
         Case("deepseek-v3, 8 of its heads, 1 to 300 tokens", ragged([1, 129, 300], 8, 8, **deepseek_v3)),
         Case("no sequences", ragged([], 8, 8, **deepseek_v3, return_lse=True)),
+        Case(
+            "chunks to what came before them, float32, lse",
+            ragged([5, 0, 33, 1], 3, 3, 40, 24, torch.float32, kv_lengths=[70, 20, 0, 129], is_causal=False, return_lse=True),
+        ),
+        Case(
+            "more keys than queries and fewer, causal",
+            ragged([5, 33, 2, 7], 3, 3, 40, 24, torch.float32, kv_lengths=[70, 33, 1, 0], return_lse=True),
+        ),
+        Case("window of 20", ragged([50, 9, 130], 4, 4, 96, 64, window_left=20)),
+        Case(
+            "window, cap and keys of their own, float16",
+            ragged([50, 9], 4, 4, 96, 64, torch.float16, kv_lengths=[90, 40], window_left=30, logit_cap=5.0, return_lse=True),
+        ),
+        Case("window without causality", ragged([50, 9], 2, 2, 48, 32, kv_lengths=[60, 40], window_left=10, is_causal=False)),
+        Case("fp8 without scales", ragged([40, 70], 4, 4, 96, 64, e4m3)),
+        Case(
+            "fp8, a scale each, keys of their own",
+            ragged([40, 20], 4, 4, 96, 64, e4m3, kv_lengths=[70, 9], is_causal=False, scales=("q_scale", "k_scale", "v_scale")),
+        ),
+        Case(
+            "fp8 e5m2, a scale a head",
+            ragged([70], 4, 4, 48, 32, torch.float8_e5m2, scales=("q_scale", "k_scale", "v_scale"), scale_per_head=True),
+        ),
+        Case(
+            "deepseek-v3, 8 of its heads, chunks of 100 to 300 before them",
+            ragged([100, 100], 8, 8, **deepseek_v3, kv_lengths=[300, 64], is_causal=False, return_lse=True),
+        ),
         Case("deepseek-v3 4 x 4096", ragged([4096] * 4, 128, 128, **deepseek_v3), large=True),
         Case("deepseek-v3, 16 of its heads, 2 x 8192", ragged([8192] * 2, 16, 16, **deepseek_v3, return_lse=True), large=True),
+        Case(
+            "deepseek-v3, 16 of its heads, a chunk of 2048 to 16384 before it",
+            ragged([2048], 16, 16, **deepseek_v3, kv_lengths=[16384], is_causal=False, return_lse=True),
+            large=True,
+        ),
+        Case("deepseek-v3, 16 of its heads, 2 x 8192, fp8", ragged([8192] * 2, 16, 16, dtype=e4m3, **deepseek_v3), large=True),
     ]
 
 
 @mla_prefill.work
-def _(cu_seqlens: Tensor) -> dict[str, list[int]]:
-    return {"lengths": cu_seqlens.diff().tolist()}
+def _(cu_seqlens: Tensor, cu_seqlens_kv: Tensor | None) -> dict[str, list[int]]:
+    lengths = {"lengths": cu_seqlens.diff().tolist()}
+    return lengths if cu_seqlens_kv is None else {**lengths, "kv_lengths": cu_seqlens_kv.diff().tolist()}
 
 
 mla_prefill.vary(vary_ragged)
 
 
 @mla_prefill.cost
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, return_lse: bool) -> Cost:
-    return _cost.ragged_cost(q, k, v, cu_seqlens, -1, return_lse)
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    return_lse: bool,
+    cu_seqlens_kv: Tensor | None,
+    is_causal: bool,
+    window_left: int,
+) -> Cost:
+    return _cost.ragged_cost(q, k, v, cu_seqlens, window_left, return_lse, cu_seqlens_kv, is_causal)

@@ -34,5 +34,12 @@ MHA = {
 }
 """Traits of multi-head attention."""
 
-MLA = {"head_dim": at_most(576), "v_head_dim": at_most(512), "logit_cap": any, "return_lse": any, "scaled": any}
+MLA = {
+    "head_dim": at_most(576),
+    "v_head_dim": at_most(512),
+    "logit_cap": any,
+    "return_lse": any,
+    "scaled": any,
+    "sliding_window": any,
+}
 """Traits of latent attention to a cache."""

@@ -45,6 +45,7 @@ class Call(NamedTuple):
         cu_seqlens: of the queries.
         longest: an upper bound of the keys of a sequence.
         shortest: sequences of fewer queries are passed over.
+        cu_seqlens_kv: of the keys, where there is no page_table and they are not the queries' own tokens.
     """
 
     q: Tensor
@@ -65,6 +66,7 @@ class Call(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     shortest: int = 1
+    cu_seqlens_kv: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -89,9 +91,10 @@ class Call(NamedTuple):
     def operands(self) -> list[Any]:
         """The first arguments of a kernel."""
         pages = (0,) if self.page_table is None else ()
+        kv_seqlens = self.cu_seqlens_kv if self.page_table is None else self.cache_seqlens
         (q, _), (k, _), (v, _) = fp8_operand(self.q), fp8_operand(self.k), fp8_operand(self.v)
         return [
-            *(q, k, v, self.out, self.lse, dense(self.cu_seqlens), dense(self.cache_seqlens), self.page_table, dense(self.sinks)),
+            *(q, k, v, self.out, self.lse, dense(self.cu_seqlens), dense(kv_seqlens), self.page_table, dense(self.sinks)),
             *(dense(self.q_scale), dense(self.k_scale), dense(self.v_scale)),
             *(*q.stride(), *pages, *k.stride(), *pages, *v.stride(), *self.out.stride()),
             *((0, 0) if self.page_table is None else self.page_table.stride()),

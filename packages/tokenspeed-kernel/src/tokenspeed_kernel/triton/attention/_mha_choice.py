@@ -76,7 +76,7 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
 
 def _in_a_band(call: Call, rows: int, widest: int) -> bool:
     """Whether all keys of a tile go into one block that is not much larger than the window."""
-    if not call.causal or call.window_left < 0 or rows <= _BAND.block_m or widest > 128:
+    if call.cu_seqlens_kv is not None or not call.causal or call.window_left < 0 or rows <= _BAND.block_m or widest > 128:
         return False
     main, tail = _mha_band.band_widths(_BAND.block_m, call.group, call.window_left)
     return _BAND_KEYS[0] <= main <= _BAND_KEYS[1] and tail <= _FEW_LATER

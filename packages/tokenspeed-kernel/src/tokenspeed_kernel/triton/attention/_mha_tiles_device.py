@@ -35,7 +35,7 @@ class Source(NamedTuple):
     Fields:
         keys, values: `Cache`, ``first`` being the head's first of the sequence, or of all pages.
         table, pages: `Pages`, and the sequence's first page number.
-        start, head: the sequence's first token, and the head; for descriptors.
+        start, head: the sequence's first key, and the head; for descriptors.
     """
 
     keys: Any
@@ -171,7 +171,7 @@ def tiles_kernel(
     out,
     lse,  # float32 [tokens, KV_HEADS * GROUP] or None
     cu_seqlens,  # of the queries
-    cache_seqlens,  # where PAGED
+    kv_seqlens,  # lengths where there are pages; else the cu_seqlens of keys, or None where those are the queries' own
     page_table,
     sinks,
     q_scale,
@@ -243,8 +243,12 @@ def tiles_kernel(
     if TILE.shortest > 1:  # noqa: SIM102 (this is known at compile time)
         if q_len < TILE.shortest:
             return
+    kv_start = start
     if PAGE_SIZE:
-        kv_len = tl.minimum(tl.load(cache_seqlens + sequence), capacity)
+        kv_len = tl.minimum(tl.load(kv_seqlens + sequence), capacity)
+    elif kv_seqlens is not None:
+        kv_start = tl.load(kv_seqlens + sequence)
+        kv_len = tl.load(kv_seqlens + sequence + 1) - kv_start
     else:
         kv_len = q_len
     ahead = kv_len - q_len  # the position of the first query
@@ -299,11 +303,11 @@ def tiles_kernel(
     if PAGE_SIZE:
         pages = pages_of(table, sequence)
     else:
-        k_head += start.to(tl.int64) * k_stride_t
-        v_head += start.to(tl.int64) * v_stride_t
+        k_head += kv_start.to(tl.int64) * k_stride_t
+        v_head += kv_start.to(tl.int64) * v_stride_t
     keys = Cache(k_head, k_stride_p, k_stride_t, k_stride_h, k_stride_d)
     values = Cache(v_head, v_stride_p, v_stride_t, v_stride_h, v_stride_d)
-    source = Source(keys, values, table, pages, start, head)
+    source = Source(keys, values, table, pages, kv_start, head)
     reach = Reach(low_block, low, kv_len, full_begin, full_end, window_left)
     what = (queries, source, k_rows, k_rows_high, v_rows, reach, scaling)
     if TILE.edges == "apart":  # any order will do

@@ -35,13 +35,14 @@ device_code = DeviceModule(__name__ + "_device")
 
 class Shape(NamedTuple):
     """Sizes that a model fixes, and options that change what is computed: query heads, columns of a latent and of its rotary part,
-    tokens of a page, whether later keys are hidden, whether scores have a logit cap."""
+    tokens of a page, whether later keys are hidden, whether those before a window are, whether scores have a logit cap."""
 
     heads: int
     rank: int
     rope: int
     page_size: int
     causal: bool
+    windowed: bool
     has_cap: bool
 
 
@@ -126,6 +127,7 @@ def attend_latent(
     kv_lora_rank: int,
     softmax_scale: float,
     is_causal: bool,
+    window_left: int,
     logit_cap: float,
     return_lse: bool,
     q_scale: Tensor | None,
@@ -156,7 +158,8 @@ def attend_latent(
     capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
     sm_count = for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted programs run one by one
     early = may_overlap(device)
-    schedule = schedule_units(cache_seqlens, capacity, tiles, sm_count, tile.block_n, early)
+    reach = q_bound + window_left if window_left >= 0 else -1
+    schedule = schedule_units(cache_seqlens, capacity, reach, tiles, sm_count, tile.block_n, early)
     early = early and schedule is not None
     units, partial, partial_lse = None, None, None
     if schedule is not None:
@@ -185,10 +188,11 @@ def attend_latent(
         batch,
         capacity,
         q_bound,
+        window_left,
         tiles,
         multiplier,
         cap_log2,
-        SHAPE=Shape(heads, kv_lora_rank, rope, page_size, is_causal, logit_cap > 0),
+        SHAPE=Shape(heads, kv_lora_rank, rope, page_size, is_causal, window_left >= 0, logit_cap > 0),
         FORMATS=Formats(common_device.DTYPES[dtype], q_fp8, fp8),
         TILE=Program(
             block_m=tile.block_m,

@@ -43,7 +43,7 @@ def _softmax_step_in_parts(state, scores, factor, BLOCK_M: tl.constexpr, BLOCK_N
     return weights, decay, Softmax(row_max, row_sum)
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "q_bound", "tiles"])
+@triton.jit(do_not_specialize=["batch", "capacity", "q_bound", "window_left", "tiles"])
 def attend_latent_kernel(
     q,  # [tokens, HEADS, RANK + ROPE]
     kv_cache,  # [pages, PAGE_SIZE, RANK + ROPE]
@@ -71,6 +71,7 @@ def attend_latent_kernel(
     batch,
     capacity,
     q_bound,
+    window_left,
     tiles,
     multiplier,
     cap_log2,
@@ -84,6 +85,7 @@ def attend_latent_kernel(
     ROPE: tl.constexpr = SHAPE.rope
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     CAUSAL: tl.constexpr = SHAPE.causal
+    WINDOWED: tl.constexpr = SHAPE.windowed
     DTYPE: tl.constexpr = FORMATS.dtype
     Q_FP8: tl.constexpr = FORMATS.q_fp8
     FP8: tl.constexpr = FORMATS.kv_fp8
@@ -127,9 +129,13 @@ def attend_latent_kernel(
     if CAUSAL:
         seen = tl.maximum(length - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, q_len - 1) + 1, 0)
     begin = tile * 0
+    low = begin
+    if WINDOWED:  # the first key that some query sees
+        low = tl.maximum(length - q_len + tile * BLOCK_M // HEADS - window_left, 0)
     end = (length + BLOCK_N - 1) // BLOCK_N
     if units is not None:
         begin, end, part = tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
+    begin = tl.maximum(begin, low // BLOCK_N)
     end = tl.minimum(end, (seen + BLOCK_N - 1) // BLOCK_N)
 
     c = tl.arange(0, BLOCK_C)
@@ -162,9 +168,11 @@ def attend_latent_kernel(
     if PAGE_SIZE % BLOCK_N == 0 and begin < end:
         page = tl.load(pages + begin // (PAGE_SIZE // BLOCK_N) * table.page_stride)
     for block in tl.range(begin, end, num_stages=TILE.stages):
-        # A key that no query sees may be NaN, and is not read: the last key that some query sees is read in its place.
+        # A key that no query sees may be NaN, and is not read: the nearest key that some query sees is read in its place.
         key = block * BLOCK_N + n
         held = tl.minimum(n, seen - 1 - block * BLOCK_N)
+        if WINDOWED:
+            held = tl.maximum(held, low - block * BLOCK_N)
         if PAGE_SIZE % BLOCK_N == 0:
             block_at = kv_cache + page.to(tl.int64) * kv_stride_p + block % (PAGE_SIZE // BLOCK_N) * (BLOCK_N * kv_stride_t)
             latent_at = block_at + (held[:, None] * kv_stride_t + c[None, :] * kv_stride_d)
@@ -210,6 +218,8 @@ def attend_latent_kernel(
                 visible = key[None, :] <= position[:, None]
             else:
                 visible = (key < length)[None, :]
+            if WINDOWED:
+                visible &= key[None, :] >= position[:, None] - window_left
             scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
             scores = tl.where(visible, scores, -float("inf"))
             if PARTS == 1:

@@ -41,15 +41,19 @@ class Schedule(NamedTuple):
 
 
 def schedule_units(
-    cache_seqlens: Tensor, capacity: int, tiles: int, multiprocessors: int, block_n: int, early: bool
+    cache_seqlens: Tensor, capacity: int, reach: int, tiles: int, multiprocessors: int, block_n: int, early: bool
 ) -> Schedule | None:
-    """Units for sequences of at most ``capacity`` tokens with ``tiles`` tiles of rows each; None where all remain whole."""
+    """Units for sequences of at most ``capacity`` tokens with ``tiles`` tiles of rows each; None where all remain whole.
+
+    ``reach``: of how many last tokens of a sequence some query sees one, where there is a window; -1 where there is none.
+    """
     batch = cache_seqlens.shape[0]
-    if capacity <= _LEAST * block_n or tiles >= multiprocessors or batch * tiles >= 16 * multiprocessors:
+    longest = capacity if reach < 0 else min(capacity, reach + block_n)
+    if longest <= _LEAST * block_n or tiles >= multiprocessors or batch * tiles >= 16 * multiprocessors:
         return None
     wave = max(1, multiprocessors // tiles)
     finest_units = wave * _WAVES
-    most = min(cdiv(capacity, _LEAST * block_n), finest_units)
+    most = min(cdiv(longest, _LEAST * block_n), finest_units)
     count = min(batch + finest_units, batch * most)
     units = torch.empty((count, 4), dtype=torch.int32, device=cache_seqlens.device)
     parts = torch.empty((batch, 2), dtype=torch.int32, device=cache_seqlens.device)
@@ -60,6 +64,7 @@ def schedule_units(
         parts,
         batch,
         capacity,
+        reach,
         wave,
         finest_units,
         count,

@@ -14,13 +14,26 @@ _MERGING = tl.constexpr(2)
 _PARTIAL = tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "wave", "finest_units", "count"])
+@triton.jit
+def _first_block(lengths, reach, BLOCK_N: tl.constexpr):
+    """The block of the first key that some query sees; reach: see `schedule_units`."""
+    return tl.where(reach < 0, 0, tl.maximum(lengths - reach, 0) // BLOCK_N)
+
+
+@triton.jit
+def _blocks_of(lengths, reach, BLOCK_N: tl.constexpr):
+    """Blocks of keys that some query sees."""
+    return (lengths + BLOCK_N - 1) // BLOCK_N - _first_block(lengths, reach, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["batch", "capacity", "reach", "wave", "finest_units", "count"])
 def schedule_kernel(
     cache_seqlens,
     units,
     parts,
     batch,
     capacity,
+    reach,
     wave,
     finest_units,
     count,
@@ -38,7 +51,7 @@ def schedule_kernel(
     most = 0
     for start in range(0, batch, AT_ONCE):
         lengths, _ = lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE)
-        blocks = (lengths + BLOCK_N - 1) // BLOCK_N
+        blocks = _blocks_of(lengths, reach, BLOCK_N)
         total += tl.sum(blocks)
         most = tl.maximum(most, tl.max(blocks))
     finest = tl.maximum((total + finest_units - 1) // finest_units, LEAST)
@@ -51,7 +64,7 @@ def schedule_kernel(
     partial = tl.zeros([SHARES], tl.int32)
     for start in range(0, batch, AT_ONCE):
         lengths, real = lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE)
-        blocks = ((lengths + BLOCK_N - 1) // BLOCK_N)[:, None]
+        blocks = _blocks_of(lengths, reach, BLOCK_N)[:, None]
         each = units_of(blocks, shares[None, :])
         all_units += tl.sum(tl.where(real[:, None], each, 0), 0)
         longest = tl.maximum(longest, tl.max((blocks + each - 1) // each, 0))
@@ -65,20 +78,21 @@ def schedule_kernel(
     used = 0
     for start in range(0, batch, AT_ONCE):
         lengths, real = lengths_from(cache_seqlens, start, batch, capacity, AT_ONCE)
-        each = tl.where(real, units_of((lengths + BLOCK_N - 1) // BLOCK_N, share), 0)
+        each = tl.where(real, units_of(_blocks_of(lengths, reach, BLOCK_N), share), 0)
         earlier = start + tl.arange(0, AT_ONCE) < sequence
         first += tl.sum(tl.where(earlier, each, 0))
         part += tl.sum(tl.where(earlier & (each > 1), each, 0))
         used += tl.sum(each)
     length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), capacity)
-    blocks = (length + BLOCK_N - 1) // BLOCK_N
+    blocks = _blocks_of(length, reach, BLOCK_N)
+    first_block = _first_block(length, reach, BLOCK_N)
     mine = units_of(blocks, share)
     tl.store(parts + sequence * 2, part)
     tl.store(parts + sequence * 2 + 1, mine)
     lane = tl.arange(0, AT_ONCE)
     for start in range(0, mine, AT_ONCE):  # units of a sequence differ by one block at most
         at = start + lane
-        begin = at * (blocks // mine) + tl.minimum(at, blocks % mine)
+        begin = first_block + at * (blocks // mine) + tl.minimum(at, blocks % mine)
         end = begin + blocks // mine + (at < blocks % mine).to(tl.int32)
         to = units + (first + at) * 4
         tl.store(to, tl.zeros([AT_ONCE], tl.int32) + sequence, mask=at < mine)

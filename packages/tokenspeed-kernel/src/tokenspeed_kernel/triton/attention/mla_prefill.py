@@ -1,4 +1,4 @@
-"""Causal attention of whole sequences whose keys are wider than their values: the tiles of `_mha_tiles`, as many key heads."""
+"""Attention of whole sequences whose keys are wider than their values: the tiles of `_mha_tiles`, as many key heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenspeed_kernel.triton.attention._mha_call import Call
 from tokenspeed_kernel.triton.attention._mha_choice import attend, choose
 from tokenspeed_kernel.triton.attention._mha_tiles import Tiles
 from tokenspeed_kernel.triton.common import FLOATS, TRITON, for_architecture
-from tokenspeed_kernel_base.ops.attention._softmax import softmax_scale_of
+from tokenspeed_kernel_base.ops.attention._softmax import output_dtype, softmax_scale_of
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
@@ -28,8 +28,17 @@ _TILES: dict[str, Tiles | None] = {"sm_90": Tiles(128, 64, 8, 3, "apart"), "cpu"
     "mla_prefill",
     solution="triton",
     capability=TRITON,
-    signatures=format_signatures(("q", "k", "v"), "dense", FLOATS),
-    traits={"head_dim": at_most(256), "v_head_dim": at_most(256), "logit_cap": any, "return_lse": any},
+    signatures=format_signatures(("q", "k", "v"), "dense", (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)),
+    traits={
+        "head_dim": at_most(256),
+        "v_head_dim": at_most(256),
+        "logit_cap": any,
+        "return_lse": any,
+        "own_kv_lengths": any,
+        "is_causal": any,
+        "sliding_window": any,
+        "scaled": any,
+    },
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
@@ -43,19 +52,41 @@ def mla_prefill(
     logit_cap: float = 0.0,
     return_lse: bool = False,
     softmax_scale: float | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    is_causal: bool = True,
+    window_left: int = -1,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.mla_prefill`. Never waits for the device: the hint on the host is not looked at."""
     tokens, heads, head_dim = q.shape
     if out is None:
-        out = q.new_empty(tokens, heads, v.shape[2])
+        out = q.new_empty(tokens, heads, v.shape[2], dtype=output_dtype(q))
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
-    longest = tokens if max_seqlen is None else min(max_seqlen, tokens)
-    scale = softmax_scale_of(softmax_scale, head_dim)
-    call = Call(q, k, v, out, lse, cu_seqlens, scale, True, -1, logit_cap, None, longest)
+    longest_q = tokens if max_seqlen is None else min(max_seqlen, tokens)
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale_of(softmax_scale, head_dim),
+        causal=is_causal,
+        window_left=window_left,
+        logit_cap=logit_cap,
+        sinks=None,
+        longest=longest_q if cu_seqlens_kv is None else k.shape[0],
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        cu_seqlens_kv=cu_seqlens_kv,
+    )
     tiles = for_architecture(_TILES, q.device)
     if tiles and q.dtype != torch.float32 and (head_dim, v.shape[2]) == (192, 128):
         _mha_tiles.attend(tiles, call)
     else:
-        attend(choose(call, longest), call)
+        attend(choose(call, longest_q), call)
     return out if lse is None else (out, lse)
