@@ -59,9 +59,30 @@ def uniform(seed: Tensor, offset: Tensor) -> Tensor:
     Returns:
         float32 ``[...]``, a multiple of 2^-24.
     """
+    return (_words(seed, offset, 0)[..., 0] >> 8).float() * 2.0**-24
+
+
+def uniform_of(seed: Tensor, offset: Tensor, draw: int | Tensor) -> Tensor:
+    """One number in [0, 1) for every seed, offset and draw, where one position needs several.
+
+    As `uniform`, but the counter's third word is ``draw + 1``, so that none of these is drawn from the words of `uniform`; and the
+    number is made of 53 bits: ``(first >> 5) * 2^-27 + (second >> 6) * 2^-53`` of the first two random words.
+
+    Args:
+        seed: int64 ``[...]``.
+        offset: int64 ``[...]``.
+        draw: which number, 0 to 2^32 - 2; broadcasts against the others.
+
+    Returns:
+        float64 ``[...]``, a multiple of 2^-53.
+    """
+    first, second, _, _ = _words(seed, offset, draw + 1).unbind(-1)
+    return (first >> 5).double() * 2.0**-27 + (second >> 6).double() * 2.0**-53
+
+
+def _words(seed: Tensor, offset: Tensor, third: int | Tensor) -> Tensor:
     # The shift of a negative number fills with ones; the mask drops them.
     low, high = offset & WORD, (offset >> 32) & WORD
     zero = torch.zeros_like(low)
-    counter = torch.stack((low, high, zero, zero), dim=-1)
-    key = torch.stack((seed & WORD, (seed >> 32) & WORD), dim=-1)
-    return (philox4x32(counter, key)[..., 0] >> 8).float() * 2.0**-24
+    counter = torch.stack((low, high, zero + third, zero), dim=-1)
+    return philox4x32(counter, torch.stack((seed & WORD, (seed >> 32) & WORD), dim=-1))

@@ -1,0 +1,1 @@
+"""Speculative decoding: trees of draft tokens, and which of them the target model accepts."""

@@ -1,0 +1,46 @@
+"""Trees of draft tokens, as all operators of speculative decoding have them.
+
+A sequence brings ``nodes`` tokens to the target model. Node 0 is the root: the last token that is known. Every other node is a
+draft token; ``parents[i]`` is the node that it continues, and is less than i. A node whose parent is not among 0 to i - 1 is not
+there: -1 says so, and so a batch may have trees of different sizes. Without ``parents`` nodes are a chain, each continuing the one
+before.
+
+What the target model says of a node is about the token after it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.checks import INTS, Checker
+
+
+def chain(batch: int, nodes: int, device: torch.device) -> Tensor:
+    """The parents of a chain: int32 ``[batch, nodes]``."""
+    return torch.arange(-1, nodes - 1, dtype=torch.int32, device=device).expand(batch, nodes)
+
+
+def draw_parents(draw: Draw, batch: int, nodes: int) -> Tensor:
+    """Parents of random trees, int32 ``[batch, nodes]``; in every third one the last third of the nodes is not there."""
+    at = torch.arange(nodes, device=draw.device)
+    parents = (draw.uniform(batch, nodes) * at).floor().int().clamp(min=0)
+    parents = torch.minimum(parents, (at - 1).clamp(min=0).int())
+    parents[:, 0] = -1
+    parents[::3, nodes - nodes // 3 :] = -1
+    return parents
+
+
+def check_drafts(check: Checker, draft_tokens: Tensor, parents: Tensor | None) -> None:
+    """Checks draft tokens and the parents of their nodes."""
+    check.tensor("draft_tokens", draft_tokens, "batch nodes", INTS)
+    check.require(check["nodes"] > 0, "draft_tokens", "of shape [batch, nodes] with nodes > 0", str(list(draft_tokens.shape)))
+    check.tensor("parents", parents, "batch nodes", torch.int32)
+
+
+def made_paths(draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs of a verification, without values: tokens, path, counts."""
+    batch, nodes = draft_tokens.shape
+    integers = draft_tokens.new_empty(batch, nodes, dtype=torch.int32)
+    return draft_tokens.new_empty(batch, nodes), integers, integers.new_empty(batch)

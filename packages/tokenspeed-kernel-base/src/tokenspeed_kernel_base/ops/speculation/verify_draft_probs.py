@@ -1,0 +1,291 @@
+"""Speculative sampling: drafts that were drawn from a distribution, verified so that the target's distribution is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.sampling.philox import uniform_of
+from tokenspeed_kernel_base.ops.speculation.trees import chain, check_drafts, draw_parents, made_paths
+from tokenspeed_kernel_base.variation import Variation, Want
+
+PROBABILITY_BITS = 40
+"""What is left of a probability is rounded to a multiple of 2^-40 before it is added up, so that sums are the same in any order."""
+
+MAX_VOCAB = 1 << 22
+
+
+@operator(
+    "speculation",
+    "verify_draft_probs",
+    formats=("target_probs", "draft_tokens"),
+    outs=("out", "path_out", "counts_out"),
+    exact=True,
+    varying=("batch",),
+)
+def verify_draft_probs(
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    draft_tokens: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    parents: Tensor | None = None,
+    out: Tensor | None = None,
+    path_out: Tensor | None = None,
+    counts_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accepts draft tokens, or replaces them, such that what is emitted is distributed exactly as the target model's own samples.
+
+    Speculative sampling (Leviathan, Kalman & Matias, 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318), and for trees its
+    form of several rounds (Miao et al., 2024, SpecInfer, arXiv:2305.09781). At a node with target probabilities p and draft
+    probabilities q, whose children were drawn from q independently of each other, with r = p to begin with:
+
+    1. A child of token x is accepted with probability ``min(1, r(x) / q(x))``. Then x is emitted, and the walk goes on at the child.
+    2. If it is rejected, r becomes ``max(r - q, 0)``, divided by its sum, and the next child is looked at.
+    3. After the last one, a token drawn from r is emitted, and the walk ends. At a node without children that is a sample of p.
+
+    Drafts that were chosen (the most probable tokens, say) and not drawn are verified by `verify_draft_tokens`, on samples of the
+    target. A sequence without temperature has target probabilities of 1 and 0.
+
+    Every kernel draws the same tokens from the same numbers. In float64, ``r = max(a * p - b * q, 0)`` with a = 1 and b = 0 to
+    begin with; each product and the difference are rounded. Sums of r are sums of multiples of 2^-40, to which each r is rounded,
+    of two to the even one. Child i is accepted where ``u * q(x) < r(x)``, with u the random number i of
+    `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i); at a rejection 1 is added to b. Before another child
+    is looked at then, a and b are divided by the sum of r over the vocabulary. The last token is the first at which the sum of r
+    exceeds ``floor(u * S)``, with u the random number 0 and S the sum over the vocabulary, both in units of 2^-40. Where a sum
+    over the vocabulary is 0, which after a rejection only rounding can bring about, a and b become 1 and 0 instead; where S is 0
+    then, the token is 0.
+
+    Nodes are those of a tree: node 0 is the root, the last token that is known; ``parents[i]`` is the node that node i continues,
+    and is less than i. A node whose parent is not among 0 to i - 1, -1 for one, is not there; nor is one with a draft token outside
+    the vocabulary. Children of a node are looked at in rising order.
+
+    Args:
+        target_probs: float32 ``[batch, nodes, vocab]``, vocab in 1 to 2^22: the target's distribution after each node, temperature,
+            top-k and top-p applied. Rows are not negative and sum to 1. Those of nodes that are not reached are not read. May be
+            strided, with vocab of stride 1.
+        draft_probs: float32 ``[batch, inner, vocab]``, inner at most nodes: the distribution that the children of each node were
+            drawn from. Rows of nodes without children are not read, and nodes from inner on have none: of a chain, ``nodes - 1``
+            rows will do. As strided as target_probs.
+        draft_tokens: int32 or int64 ``[batch, nodes]``, the token of each node; that of node 0 is not looked at. May be strided.
+        seed: int64 ``[batch]``: one for each request, say. Any value will do.
+        offset: int64 ``[batch]``: which of the seed's random numbers to use: the position of the root, say. Any value will do. The
+            numbers are others than those that `sample_top_k_top_p` draws from the same seed and offset.
+        parents: int32 ``[batch, nodes]``; None is a chain, each node continuing the one before.
+        out: receives the tokens.
+        path_out: receives the path.
+        counts_out: receives the counts.
+
+    Returns:
+        tokens: draft_tokens' dtype ``[batch, nodes]``: those that are emitted, then -1.
+        path: int32 ``[batch, nodes]``: the nodes after which they are emitted, 0 first, then -1. What `compact_kv_cache` takes.
+        counts: int32 ``[batch]``: how many there are, at least 1.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
+
+    Example:
+        The draft model was sure of token 1, and the target never emits that.
+
+        >>> import torch
+        >>> from tokenspeed_kernel import verify_draft_probs
+        >>> target_probs = torch.tensor([[[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]])
+        >>> draft_probs = torch.tensor([[[0.0, 1.0, 0.0]]])
+        >>> draft_tokens, seed = torch.tensor([[7, 1]]), torch.tensor([42])
+        >>> tokens, path, counts = verify_draft_probs(target_probs, draft_probs, draft_tokens, seed, torch.tensor([0]))
+        >>> tokens, counts
+        (tensor([[ 2, -1]]), tensor([1], dtype=torch.int32))
+
+    Safe in CUDA graphs: seed and offset are tensors, so a replay draws anew once they have been updated.
+    """
+    (batch, nodes, vocab), inner = target_probs.shape, draft_probs.shape[1]
+    device = target_probs.device
+    tree = chain(batch, nodes, device) if parents is None else parents
+    at = torch.arange(nodes, device=device)
+    there = (tree >= 0) & (tree < at) & (tree < inner) & (draft_tokens >= 0) & (draft_tokens < vocab)
+    rows = torch.arange(batch, device=device)
+    tokens, path = torch.full_like(draft_tokens, -1).contiguous(), torch.full_like(tree, -1).contiguous()
+    path[:, :1] = 0
+    node, length = torch.zeros_like(rows), torch.ones_like(rows)  # where the walk is, and how many nodes it has reached
+    a, b = torch.ones(batch, dtype=torch.float64, device=device), torch.zeros(batch, dtype=torch.float64, device=device)
+    rejected = torch.zeros_like(rows, dtype=torch.bool)  # a child of this node, after which r was not divided by its sum
+
+    def left() -> Tensor:
+        """r of every sequence."""
+        q = draft_probs[rows, node.clamp(max=max(inner - 1, 0))] if inner else torch.zeros_like(target_probs[:, 0])
+        taken = b.unsqueeze(1) * torch.where(b.unsqueeze(1) > 0, q.double(), 0.0)
+        return (a.unsqueeze(1) * target_probs[rows, node].double() - taken).clamp(min=0)
+
+    for child in range(1, nodes):
+        tried = there[:, child] & (tree[:, child] == node)
+        again = tried & rejected
+        total = _units(left()).sum(1).double() * 2.0**-PROBABILITY_BITS
+        divisor, lost = torch.where(again & (total > 0), total, 1.0), again & (total == 0)
+        a, b = torch.where(lost, 1.0, a / divisor), torch.where(lost, 0.0, b / divisor)
+        token = torch.where(tried, draft_tokens[:, child], 0).long()
+        q = draft_probs[rows, node.clamp(max=max(inner - 1, 0)), token].double() if inner else torch.zeros_like(a)
+        accepted = tried & (uniform_of(seed, offset, child) * q < left()[rows, token])
+        rejected = (tried | rejected) & ~accepted
+        a, b = torch.where(accepted, 1.0, a), torch.where(accepted, 0.0, torch.where(tried, b + 1, b))
+        tokens[rows, length - 1] = torch.where(accepted, draft_tokens[:, child], tokens[rows, length - 1])
+        node = torch.where(accepted, child, node)
+        last = length.clamp(max=nodes - 1)
+        path[rows, last] = torch.where(accepted, child, path[rows, last])
+        length = length + accepted.long()
+    lost = _units(left()).sum(1) == 0
+    a, b = torch.where(lost, 1.0, a), torch.where(lost, 0.0, b)
+    totals = _units(left()).cumsum(1)
+    target = (uniform_of(seed, offset, 0) * totals[:, -1].double()).long()
+    drawn = (totals <= target.unsqueeze(1)).sum(1)
+    tokens[rows, length - 1] = torch.where(totals[:, -1] > 0, drawn, 0).to(tokens.dtype)
+    return tokens, path, length.int()
+
+
+def _units(r: Tensor) -> Tensor:
+    """int64 multiples of 2^-40."""
+    return (r * 2.0**PROBABILITY_BITS).round().long()
+
+
+@verify_draft_probs.traits
+def _(target_probs: Tensor, parents: Tensor | None) -> dict[str, object]:
+    return {"nodes": target_probs.shape[1], "vocab": target_probs.shape[2], "tree": parents is not None}
+
+
+@verify_draft_probs.check
+def _(
+    check: Checker,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    draft_tokens: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    parents: Tensor | None,
+) -> None:
+    check_drafts(check, draft_tokens, parents)
+    check.tensor("target_probs", target_probs, "batch nodes vocab", torch.float32)
+    shape = str(list(target_probs.shape))
+    check.require(0 < check["vocab"] <= MAX_VOCAB, "target_probs", f"of a vocab in 1 to {MAX_VOCAB}", shape)
+    check.tensor("draft_probs", draft_probs, "batch inner vocab", torch.float32)
+    shape = str(list(draft_probs.shape))
+    check.require(check["inner"] <= check["nodes"], "draft_probs", f"of at most {check['nodes']} rows, one a node", shape)
+    check.tensor("seed", seed, "batch", torch.int64)
+    check.tensor("offset", offset, "batch", torch.int64)
+
+
+@verify_draft_probs.fake
+def _(draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return made_paths(draft_tokens)
+
+
+def _distributions(draw: Draw, *shape: int, warmth: float) -> Tensor:
+    return torch.softmax(draw.normal(*shape, scale=1.0 / warmth), dim=-1)
+
+
+@recipe
+def _inputs(
+    batch: int,
+    nodes: int,
+    vocab: int,
+    tree: bool = True,
+    warmth: float = 0.5,
+    inner: int | None = None,
+    dtype: torch.dtype = torch.int64,
+    restricted: bool = False,
+) -> Callable[[Draw], dict[str, Any]]:
+    """A draft model that is somewhat like the target. ``restricted``: nine of ten tokens have a target probability of 0."""
+
+    def make(draw: Draw) -> dict[str, Any]:
+        target = _distributions(draw, batch, nodes, vocab, warmth=warmth)
+        other = _distributions(draw, batch, nodes, vocab, warmth=warmth)
+        drafts = 0.7 * target + 0.3 * other
+        if restricted:
+            target = torch.where(target >= target.topk(max(1, vocab // 10), dim=-1).values[..., -1:], target, 0.0)
+            target = target / target.sum(-1, keepdim=True)
+        parents = draw_parents(draw, batch, nodes) if tree else None
+        origin = (chain(batch, nodes, draw.device) if parents is None else parents).clamp(min=0).long()
+        sums = drafts.cumsum(-1).gather(1, origin.unsqueeze(-1).expand(-1, -1, vocab))
+        tokens = (sums < draw.uniform(batch, nodes, 1) * sums[..., -1:]).sum(-1).clamp(max=vocab - 1)
+        arguments = {
+            "target_probs": target,
+            "draft_probs": drafts[:, : nodes if inner is None else inner],
+            "draft_tokens": tokens.to(dtype),
+            "seed": draw.integers(-(2**62), 2**62, batch),
+            "offset": draw.integers(0, 131072, batch),
+        }
+        return arguments if parents is None else {**arguments, "parents": parents}
+
+    return make
+
+
+def _equal(draw: Draw) -> dict[str, Any]:
+    """The draft model is the target: everything is accepted."""
+    arguments = _inputs(8, 5, 100, tree=False)(draw)
+    return {**arguments, "draft_probs": arguments["target_probs"].clone()}
+
+
+def _sure(draw: Draw) -> dict[str, Any]:
+    """Probabilities of 1 and 0, as without temperature; drafts of the same kind, half of them wrong."""
+    arguments = _inputs(32, 6, 4)(draw)
+    eye = torch.eye(4, device=draw.device)
+    arguments["target_probs"] = eye[draw.integers(0, 2, 32, 6)]
+    drafted = draw.integers(0, 2, 32, 6)
+    arguments["draft_probs"] = eye[drafted]
+    arguments["draft_tokens"] = drafted.gather(1, arguments["parents"].clamp(min=0).long())
+    return arguments
+
+
+def _nothing_left(draw: Draw) -> dict[str, Any]:
+    """Draft tokens that the target cannot emit, of a draft model that is the target but for them."""
+    arguments = _inputs(16, 5, 3000)(draw)
+    arguments["target_probs"][..., 7] = 0
+    arguments["draft_probs"] = arguments["target_probs"].clone()
+    arguments["draft_probs"][..., 7] = 1e-12
+    arguments["draft_tokens"][::2] = 7
+    return arguments
+
+
+@verify_draft_probs.cases
+def _() -> list[Case]:
+    return [
+        Case("one node: a sample of the target", _inputs(7, 1, 50, tree=False)),
+        Case("deepseek-v3, one draft", _inputs(33, 2, 300, tree=False, inner=1)),
+        Case("a chain of 5, vocab 1001, int32", _inputs(16, 6, 1001, tree=False, inner=5, dtype=torch.int32)),
+        Case("a tree of 9 nodes", _inputs(24, 9, 40, warmth=2.0)),
+        Case("a tree of 30 nodes, target restricted to few tokens", _inputs(6, 30, 70, warmth=1.0, restricted=True)),
+        Case("the draft model is the target", _equal),
+        Case("probabilities of 1 and 0", _sure),
+        Case("a rejection leaves nothing", _nothing_left),
+        Case("several spans of vocabulary", _inputs(3, 4, 9001, tree=False)),
+        Case("a tree, several spans of vocabulary", _inputs(4, 12, 6007, warmth=1.0)),
+        Case("no sequences", _inputs(0, 3, 10)),
+        Case("deepseek-v3, one draft, 64 sequences", _inputs(64, 2, 129280, tree=False, inner=1), large=True),
+        Case("gpt-oss-120b, a chain of 4, 16 sequences", _inputs(16, 5, 201088, tree=False, inner=4), large=True),
+        Case("llama-3, a chain of 5, 64 sequences", _inputs(64, 6, 128256, tree=False, inner=5), large=True),
+        Case("llama-3, a tree of 16 nodes, 16 sequences", _inputs(16, 16, 128256, warmth=1.0), large=True),
+    ]
+
+
+@verify_draft_probs.vary
+def _(variation: Variation, target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, parents: Tensor | None) -> Any:
+    if variation.want is Want.UNUSED:
+        return {}
+    batch, nodes, vocab = target_probs.shape
+    tree, inner = parents is not None, draft_probs.shape[1]
+    return _inputs(batch, nodes, vocab, tree, inner=inner, dtype=draft_tokens.dtype)(variation.draw)
+
+
+@verify_draft_probs.cost
+def _(
+    target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, seed: Tensor, offset: Tensor, parents: Tensor | None
+) -> Cost:
+    # A sequence cannot do without one row of the target and, where a draft is rejected, of the draft model.
+    batch, _, vocab = target_probs.shape
+    written = nbytes(draft_tokens) + 4 * (draft_tokens.numel() + batch)
+    rows = batch * vocab * (8 if draft_probs.shape[1] else 4)
+    return Cost(flops=3.0 * batch * vocab, bytes=rows + nbytes(draft_tokens, seed, offset, parents) + written)

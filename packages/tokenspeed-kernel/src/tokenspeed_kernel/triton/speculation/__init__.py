@@ -1,0 +1,1 @@
+"""Portable kernels of speculative decoding, in Triton."""
