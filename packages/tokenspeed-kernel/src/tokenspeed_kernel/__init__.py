@@ -87,6 +87,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.gemm.bmm import bmm
     from tokenspeed_kernel_base.ops.gemm.mm import mm
     from tokenspeed_kernel_base.ops.gemm.mm_add import mm_add
+    from tokenspeed_kernel_base.ops.kvcache.compact_kv_cache import compact_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.store_mla_kv_cache import store_mla_kv_cache
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply

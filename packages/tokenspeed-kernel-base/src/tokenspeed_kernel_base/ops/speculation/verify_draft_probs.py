@@ -54,13 +54,13 @@ def verify_draft_probs(
     target. A sequence without temperature has target probabilities of 1 and 0.
 
     Every kernel draws the same tokens from the same numbers. In float64, ``r = max(a * p - b * q, 0)`` with a = 1 and b = 0 to
-    begin with; each product and the difference are rounded. Sums of r are sums of multiples of 2^-40, to which each r is rounded,
-    of two to the even one. Child i is accepted where ``u * q(x) < r(x)``, with u the random number i of
-    `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i); at a rejection 1 is added to b. Before another child
-    is looked at then, a and b are divided by the sum of r over the vocabulary. The last token is the first at which the sum of r
-    exceeds ``floor(u * S)``, with u the random number 0 and S the sum over the vocabulary, both in units of 2^-40. Where a sum
-    over the vocabulary is 0, which after a rejection only rounding can bring about, a and b become 1 and 0 instead; where S is 0
-    then, the token is 0.
+    begin with; each product and the difference are rounded. Sums of r are sums of multiples of 2^-40, to which each r is
+    rounded, of two to the even one. Child i is accepted where ``u * q(x) < r(x)``, with u the random number i of
+    `tokenspeed_kernel_base.ops.sampling.philox.uniform_of` (seed, offset, i); at a rejection 1 is added to b. Before another
+    child is looked at then, a and b are divided by the sum of r over the vocabulary. The last token is the first at which the
+    sum of r exceeds ``floor(u * S)``, with u the random number 0 and S the sum over the vocabulary, both in units of 2^-40.
+    Where a sum over the vocabulary is 0, which after a rejection only rounding can bring about, a and b become 1 and 0 instead;
+    where S is 0 then, the token is 0.
 
     Nodes are those of a tree: node 0 is the root, the last token that is known; ``parents[i]`` is the node that node i continues,
     and is less than i. A node whose parent is not among 0 to i - 1, -1 for one, is not there; nor is one with a draft token outside
