@@ -24,6 +24,7 @@ def mha_with_kvcache(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `tokenspeed_kernel_amd.mha_with_kvcache`; no log-sum-exp, no scales, no cap."""

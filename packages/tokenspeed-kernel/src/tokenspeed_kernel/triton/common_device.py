@@ -51,3 +51,12 @@ def prefetch(rows) -> None:
     still be written by the kernel before."""
     asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(asm, "=r,l", [rows], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def bits_of(masks):
+    """int32: how many bits of int64 masks are set."""
+    twos = masks - ((masks >> 1) & 0x5555555555555555)
+    fours = (twos & 0x3333333333333333) + ((twos >> 2) & 0x3333333333333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((eights * 0x0101010101010101) >> 56).to(tl.int32)

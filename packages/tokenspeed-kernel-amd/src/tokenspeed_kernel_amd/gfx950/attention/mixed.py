@@ -51,6 +51,7 @@ def mha_with_kvcache(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel_amd.mha_with_kvcache`, which has checked the arguments. q_scale is None."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import FLOATS, FP8, INTS, Checker, describe
-from tokenspeed_kernel_base.ops.attention._softmax import hidden_pages
+from tokenspeed_kernel_base.ops.attention._softmax import MAX_TREE, hidden_pages
 
 
 def check_options(
@@ -21,6 +21,13 @@ def check_options(
     check.require(0 <= logit_cap < math.inf, "logit_cap", "0 (off) or positive and finite", logit_cap)
     check.require(window_left >= -1, "window_left", "-1 (unlimited) or a number of tokens", window_left)
     check.tensor("sinks", sinks, "heads", FLOATS)
+
+
+def check_tree(check: Checker, tree_mask: Tensor | None, window_left: int) -> None:
+    """The masks of draft trees. Call it when ``tokens`` is bound."""
+    check.tensor("tree_mask", tree_mask, "tokens", torch.int64)
+    fits = tree_mask is None or window_left < 0 or window_left >= MAX_TREE - 1
+    check.require(fits, "window_left", f"-1 or at least {MAX_TREE - 1}, as a node sees all that it continues", window_left)
 
 
 def check_offsets(check: Checker, name: str, offsets: Tensor | None, batch: int | None = None) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Cost, nbytes
-from tokenspeed_kernel_base.ops.attention._softmax import first_visible, output_dtype
+from tokenspeed_kernel_base.ops.attention._softmax import MAX_TREE, first_visible, output_dtype
 
 
 def visible_pairs(q_len: int, kv_len: int, causal: bool, window_left: int) -> int:
@@ -79,6 +79,17 @@ def paged_cost(
     """The cost of new tokens' attention to what a paged cache holds of their sequences."""
     kv_lens = cache_seqlens.tolist()
     return attention_cost(q, v_head_dim, q_lens, kv_lens, causal, window_left, return_lse, kv_token_bytes, cache_seqlens)
+
+
+def without_hidden(cost: Cost, tree_mask: Tensor | None, q_lens: Sequence[int], q: Tensor, v_head_dim: int) -> Cost:
+    """The cost without the pairs of new tokens that masks of draft trees hide; the masks are read, too."""
+    if tree_mask is None or not len(tree_mask):
+        return cost
+    bits = (tree_mask.unsqueeze(1) >> torch.arange(64, device=tree_mask.device)) & 1
+    causal = torch.cat([torch.arange(1, q_len + 1) * (q_len <= MAX_TREE) for q_len in q_lens]).to(tree_mask.device)
+    hidden = torch.where(tree_mask != 0, (causal - bits.sum(1)).clamp(min=0), 0).sum()
+    flops = 2.0 * float(hidden) * q.shape[1] * (q.shape[2] + v_head_dim)
+    return Cost(flops=cost.flops - flops, bytes=cost.bytes + nbytes(tree_mask))
 
 
 def token_bytes(cache: Tensor) -> int:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Draw, recipe
 from tokenspeed_kernel_base.checks import FP8
-from tokenspeed_kernel_base.ops.attention._softmax import hidden_pages
+from tokenspeed_kernel_base.ops.attention._softmax import MAX_TREE, hidden_pages
+from tokenspeed_kernel_base.ops.speculation.trees import draw_parents, tree_masks
 
 Make = Callable[[Draw], dict[str, Any]]
 
@@ -92,6 +93,15 @@ def draw_cache(draw: Draw, held: Tensor, *token: int, dtype: torch.dtype, stale:
     return values.to(dtype)
 
 
+def draw_trees(draw: Draw, q_lens: Sequence[int]) -> Tensor:
+    """int64 ``[sum(q_lens)]``: masks of random draft trees, and 0 of every other sequence and of those of more than 64 tokens."""
+    masks = [torch.zeros(0, dtype=torch.int64, device=draw.device)]
+    for at, q_len in enumerate(q_lens):
+        tree = at % 2 == 0 and 0 < q_len <= MAX_TREE
+        masks.append(tree_masks(draw_parents(draw, 2, q_len))[1] if tree else masks[0].new_zeros(q_len))
+    return torch.cat(masks)
+
+
 @recipe
 def paged(
     kv_lens: Sequence[int],
@@ -111,6 +121,7 @@ def paged(
     freed: bool = False,
     running_sums: bool = True,
     width: int | None = None,
+    trees: bool = False,
     **options: Any,
 ) -> Make:
     """New tokens and a paged cache that holds them.
@@ -122,6 +133,7 @@ def paged(
         stale: slots that hold no token hold NaN.
         freed: page table entries are -1 where the window hides a whole page, and NaN lies in those pages and in front of the cache.
         running_sums: where there are q_lens, give ``cu_seqlens_kv`` too.
+        trees: new tokens of a sequence are a draft tree, of every other one, and where there are no more than 64.
         width: entries of the page table for each sequence; one more than any has pages if not given.
     """
 
@@ -153,6 +165,9 @@ def paged(
             if running_sums:
                 arguments["cu_seqlens_kv"] = draw.cumulative(kv_lens)
             arguments["max_seqlen_q"] = max(q_lens, default=0)
+        if trees:
+            each = q_lens if q_lens is not None else [options.get("max_seqlen_q", 1)] * len(kv_lens)
+            arguments["tree_mask"] = draw_trees(draw, each)
         if sinks:
             arguments["sinks"] = draw.normal(heads, dtype=dtype if dtype not in FP8 else torch.bfloat16)
         for scale in scales:

@@ -6,6 +6,8 @@ A sequence's tokens have positions 0, 1, 2, ... Its queries are the last ones: q
 * ``j <= p``, if attention is causal, and
 * ``j >= p - window_left``, if ``window_left`` is not negative.
 
+Queries that are nodes of a draft tree have masks of the new tokens that they see, and positions by their depth, see `tree_visible`.
+
 Scores are ``q . k * scale``; with a cap c they become ``c * tanh(score / c)``; the visible ones then go through a softmax, which
 a head's sink joins as one more score whose value vector is zero. Everything is float32, or float64 where q is, until the output
 is rounded once. Queries are processed in blocks, each with the keys that it can see, so that scores take little memory.
@@ -21,6 +23,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.checks import FP8
+
+MAX_TREE = 64
+"""Nodes of a draft tree, at most: bits of a mask."""
 
 # Queries of a block: limits the memory of scores, and lets a block skip keys that none of its queries sees.
 _QUERIES_AT_ONCE = 128
@@ -78,29 +83,65 @@ def _widen(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     return x.to(dtype) if scale is None else x.to(dtype) * scale.reshape(-1, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, first_query: int, first_key: int = 0) -> tuple[Tensor, Tensor]:
+def tree_visible(tree_mask: Tensor, kv_len: int, window_left: int, first_query: int, first_key: int) -> Tensor:
+    """Which keys each query of a sequence sees, ``[q_len, kv_len]``, of queries that may be nodes of a draft tree.
+
+    Args:
+        tree_mask: int64 ``[q_len]``. Bit i of a node's mask says that it sees new token i; it sees all tokens before the new ones,
+            too. Its position is that of the first new token, plus the number of these bits, less one. A mask of 0 is that of a
+            query that is no node, and sees what causal attention shows.
+    """
+    device, q_len = tree_mask.device, len(tree_mask)
+    own = torch.arange(q_len, device=device).unsqueeze(1)
+    bits = (tree_mask.unsqueeze(1) >> torch.arange(64, device=device)) & 1
+    is_node = (tree_mask != 0).unsqueeze(1)
+    position = first_query + torch.where(is_node, bits.sum(1, keepdim=True) - 1, own)
+    key = first_key + torch.arange(kv_len, device=device)
+    new = key - first_query
+    shown = bits.gather(1, new.clamp(0, 63).expand(q_len, -1)).bool() & (new < 64)
+    visible = torch.where(is_node & (new >= 0), shown, key <= position)
+    return visible & (key >= position - window_left) if window_left >= 0 else visible
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax: Softmax,
+    first_query: int,
+    first_key: int = 0,
+    tree_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention of one sequence.
 
     Args:
         q: ``[q_len, heads, head_dim]``, its first token at position ``first_query``, which may be negative.
         k, v: ``[kv_len, kv_heads, head_dim]`` and ``[kv_len, kv_heads, v_head_dim]``, the first token at position ``first_key``.
             All three are in the dtype of the arithmetic already.
+        tree_mask: int64 ``[q_len]``, see `tree_visible`; None where no query is a node.
 
     Returns:
         The output ``[q_len, heads, v_head_dim]`` and the log-sum-exp ``[q_len, heads]``, unrounded.
     """
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[0], q.shape[1])
+    if tree_mask is not None:
+        visible = tree_visible(tree_mask, k.shape[0], softmax.window_left, first_query, first_key)
+        return _attend_block(q, k, v, softmax, visible)
     for begin in range(0, q.shape[0], _QUERIES_AT_ONCE):
         rows = slice(begin, min(begin + _QUERIES_AT_ONCE, q.shape[0]))
         oldest, newest = first_query + rows.start, first_query + rows.stop - 1
         low = max(first_visible(oldest, softmax.window_left) - first_key, 0)
         high = max(newest + 1 - first_key, low) if softmax.causal else k.shape[0]
-        out[rows], lse[rows] = _attend_block(q[rows], k[low:high], v[low:high], softmax, oldest, first_key + low)
+        # A single query is given visible keys only.
+        count, ahead = rows.stop - rows.start, oldest - (first_key + low)
+        visible = _visible(count, high - low, softmax, ahead, q.device) if count > 1 else None
+        out[rows], lse[rows] = _attend_block(q[rows], k[low:high], v[low:high], softmax, visible)
     return out, lse
 
 
-def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, first_query: int, first_key: int) -> tuple[Tensor, Tensor]:
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``visible``: ``[q_len, kv_len]``; None for all."""
     (q_len, heads, head_dim), (kv_len, kv_heads, _) = q.shape, k.shape
     # One product for the queries of all heads that share a key head: [kv_heads, group * q_len, head_dim].
     together = heads // kv_heads * q_len
@@ -108,8 +149,8 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax, first_query
     scores = torch.matmul(grouped, k.permute(1, 2, 0)).view(heads, q_len, kv_len) * softmax.scale
     if softmax.logit_cap > 0:
         scores = torch.tanh(scores / softmax.logit_cap) * softmax.logit_cap
-    if q_len > 1:  # a single query is given visible keys only
-        scores = scores.masked_fill(~_visible(q_len, kv_len, softmax, first_query - first_key, q.device), -torch.inf)
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
     sink = q.new_full((heads, 1), -torch.inf) if softmax.sinks is None else softmax.sinks.to(q.dtype).view(heads, 1)
     row_max = torch.maximum(sink, scores.amax(-1)) if kv_len else sink.expand(heads, q_len)
     shift = torch.where(row_max == -torch.inf, 0.0, row_max)  # a row without visible keys gets weights of 0, not NaN
@@ -165,6 +206,7 @@ def attend_paged(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last tokens of sequences to all that a paged cache holds of them.
 
@@ -173,6 +215,7 @@ def attend_paged(
         k_cache, v_cache: ``[pages, page_size, kv_heads, head_dim]``.
         page_table: ``[batch, max_pages]``.
         kv_lens: tokens in the cache, by sequence; the queries' own are the last.
+        tree_mask: int64 ``[tokens]``, see `tree_visible`; not looked at of sequences with more than 64 new tokens.
     """
     if q_scale is not None and q_scale.numel() > 1:
         q_scale = q_scale.repeat_interleave(q.shape[1] // q_scale.numel())
@@ -184,7 +227,8 @@ def attend_paged(
         first_key = first_visible(first_query, softmax.window_left)
         k = _widen(_gather(k_cache, pages, first_key, kv_len), wide, k_scale)
         v = _widen(_gather(v_cache, pages, first_key, kv_len), wide, v_scale)
-        out[rows], lse[rows] = attend(_widen(q[rows], wide, q_scale), k, v, softmax, first_query, first_key)
+        masks = tree_mask[rows] if tree_mask is not None and end - begin <= MAX_TREE else None
+        out[rows], lse[rows] = attend(_widen(q[rows], wide, q_scale), k, v, softmax, first_query, first_key, masks)
     return out, lse
 
 
@@ -198,11 +242,12 @@ def attend_latent(
     softmax: Softmax,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
+    tree_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_paged` where all heads share one key, the cached latent and what follows it, whose value is the latent alone."""
     k_cache = kv_cache.unsqueeze(2)
     v_cache = k_cache[..., :kv_lora_rank]
-    return attend_paged(q, k_cache, v_cache, page_table, offsets, kv_lens, softmax, q_scale, kv_scale, kv_scale)
+    return attend_paged(q, k_cache, v_cache, page_table, offsets, kv_lens, softmax, q_scale, kv_scale, kv_scale, tree_mask)
 
 
 def _gather(cache: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import poisoned
-from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
+from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging, draw_trees
 from tokenspeed_kernel_base.ops.attention._softmax import hidden_pages
 from tokenspeed_kernel_base.variation import Variation, Want
 
@@ -60,6 +60,8 @@ def _captured(variation: Variation, caches: dict[str, Tensor], arguments: dict[s
             kv_lens = [max(kv_len, min(q_len, room)) for kv_len, q_len in zip(kv_lens, q_lens, strict=True)]
     if arguments.get("cu_seqlens_kv") is not None:
         made["cu_seqlens_kv"] = draw.cumulative(kv_lens)
+    if arguments.get("tree_mask") is not None:
+        made["tree_mask"] = draw_trees(draw, q_lens if offsets is not None else [arguments["max_seqlen_q"]] * batch)
     page_size = next(iter(caches.values())).shape[1]
     made["page_table"], made["cache_seqlens"], held = draw_paging(draw, kv_lens, page_size, width)
     for name, cache in caches.items():

@@ -43,6 +43,7 @@ def mha_with_kvcache(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The causal attention of a batch in which sequences decode, extend and prefill, all at once.
@@ -73,6 +74,12 @@ def mha_with_kvcache(
         q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; one a kv head scales all its query heads.
         k_scale: likewise for an fp8 k_cache.
         v_scale: likewise for an fp8 v_cache.
+        tree_mask: int64 ``[tokens]``, for new tokens that are nodes of draft trees, of at most 64 new tokens a sequence. Bit i of
+            a node's mask says that it sees new token i of its sequence: itself and the nodes that it continues, no later ones, as
+            `build_draft_tree` gives it. It also sees all tokens before the new ones, in a window those that are near by its depth:
+            a node's position is that of the first new token, plus the number of its bits, less one. A mask of 0 says that the
+            token is no node, and sees itself and earlier ones. Masks of sequences with more than 64 new tokens are not looked at.
+            None: there are no nodes. With masks a window_left is at least 63.
         out: receives the output. It must not overlap q or the caches.
 
     Returns:
@@ -103,7 +110,7 @@ def mha_with_kvcache(
     """
     softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), True, window_left, logit_cap, sinks)
     offsets, lens = cu_seqlens_q.tolist(), cache_seqlens.tolist()
-    result, lse = attend_paged(q, k_cache, v_cache, page_table, offsets, lens, softmax, q_scale, k_scale, v_scale)
+    result, lse = attend_paged(q, k_cache, v_cache, page_table, offsets, lens, softmax, q_scale, k_scale, v_scale, tree_mask)
     return (result, lse) if return_lse else result
 
 
@@ -119,11 +126,13 @@ def _(
     q_scale: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    tree_mask: Tensor | None,
 ) -> dict[str, object]:
     return {
         **softmax_traits(q, k_cache.shape[2], v_cache.shape[3], logit_cap, return_lse),
         **window_and_sink_traits(window_left, sinks),
         **cache_traits(k_cache, q_scale, k_scale, v_scale),
+        "tree_mask": tree_mask is not None,
     }
 
 
@@ -145,10 +154,12 @@ def _(
     q_scale: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    tree_mask: Tensor | None,
 ) -> None:
     _checks.check_caches(check, q, k_cache, v_cache, page_table, cache_seqlens, max_seqlen_k, q_scale, k_scale, v_scale)
     _checks.check_extension(check, cu_seqlens_q, None, cache_seqlens, max_seqlen_q)
     _checks.check_options(check, softmax_scale, logit_cap, window_left, sinks)
+    _checks.check_tree(check, tree_mask, window_left)
 
 
 @mha_with_kvcache.check_values(host=("cu_seqlens_q", "page_table", "cache_seqlens"))
@@ -223,6 +234,17 @@ def _() -> list[Case]:
         ),
         Case("gpt-oss-120b sliding layer, 1 to 140 new", _mixed([200, 129, 140, 300], [1, 60, 140, 1], **gpt_oss, window_left=127)),
         Case("gpt-oss-120b full layer, pages of 64", _mixed([600, 64, 65, 130], [1, 64, 1, 70], **gpt_oss, page_size=64)),
+        Case("trees among others", _mixed([60, 9, 70, 33, 90], [9, 9, 1, 2, 16], **gqa, trees=True, return_lse=True)),
+        Case("trees and a prefill, float32", _mixed([90, 100, 64, 70], [12, 100, 64, 3], **gqa, dtype=torch.float32, trees=True)),
+        Case(
+            "trees in a window, sinks, freed pages",
+            _mixed([300, 129, 200, 30], [30, 1, 64, 9], **gqa, sinks=True, window_left=100, freed=True, trees=True),
+        ),
+        Case(
+            "trees, fp8 cache, a scale each, cap",
+            _mixed([40, 90], [7, 31], **gqa, cache_dtype=e4m3, scales=both, logit_cap=5.0, trees=True),
+        ),
+        Case("gpt-oss-120b sliding layer, trees of 16", _mixed([200, 150], [16, 16], **gpt_oss, window_left=127, trees=True)),
         Case("no new tokens", _mixed([20, 0], [0, 0], **gqa)),
         Case("no sequences", _mixed([], [], **gqa, return_lse=True)),
         Case("gpt-oss-120b full layer, 30 decode at 8192, 2 chunks", _mixed(busy, chunk, **gpt_oss, page_size=64), large=True),
@@ -232,6 +254,10 @@ def _() -> list[Case]:
             large=True,
         ),
         Case("llama-70b, 30 decode at 8192, 2 chunks", _mixed(busy, chunk, **llama_70b), large=True),
+        Case(
+            "llama-70b, trees of 16, 16 x 8192", _mixed([8192] * 16, [16] * 16, **llama_70b, page_size=64, trees=True), large=True
+        ),
+        Case("llama-70b, trees of 64, 4 x 32768", _mixed([32768] * 4, [64] * 4, **llama_70b, page_size=64, trees=True), large=True),
         Case("llama-70b, fp8 cache", _mixed(busy, chunk, **llama_70b, cache_dtype=e4m3, scales=both), large=True),
     ]
 
@@ -251,7 +277,9 @@ def _(
     cache_seqlens: Tensor,
     window_left: int,
     return_lse: bool,
+    tree_mask: Tensor | None,
 ) -> Cost:
     q_lens = _cost.lengths(cu_seqlens_q)
     stored = _cost.token_bytes(k_cache) + _cost.token_bytes(v_cache)
-    return _cost.paged_cost(q, v_cache.shape[3], stored, q_lens, cache_seqlens, True, window_left, return_lse)
+    cost = _cost.paged_cost(q, v_cache.shape[3], stored, q_lens, cache_seqlens, True, window_left, return_lse)
+    return _cost.without_hidden(cost, tree_mask, q_lens, q, v_cache.shape[3])

@@ -40,6 +40,7 @@ def mla_decode_with_kvcache(
     return_lse: bool = False,
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The latent attention of the last ``max_seqlen_q`` tokens of every sequence to a paged cache that holds them already.
@@ -68,6 +69,12 @@ def mla_decode_with_kvcache(
         return_lse: also return the log-sum-exp.
         q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
         kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only.
+        tree_mask: int64 ``[tokens]``, for new tokens that are nodes of draft trees, of at most 64 new tokens a sequence. Bit i of
+            a node's mask says that it sees new token i of its sequence: itself and the nodes that it continues, no later ones, as
+            `build_draft_tree` gives it. It also sees all tokens before the new ones, in a window those that are near by its depth:
+            a node's position is that of the first new token, plus the number of its bits, less one. A mask of 0 says that the
+            token is no node, and sees itself and earlier ones. Masks of sequences with more than 64 new tokens are not looked at.
+            None: there are no nodes. With masks a window_left is at least 63.
         out: receives the output. It must not overlap q or the cache.
 
     Returns:
@@ -97,7 +104,7 @@ def mla_decode_with_kvcache(
     """
     offsets, lens = range(0, q.shape[0] + 1, max_seqlen_q), cache_seqlens.tolist()
     softmax = Softmax(softmax_scale, True, window_left, logit_cap)
-    result, lse = attend_latent(q, kv_cache, kv_lora_rank, page_table, offsets, lens, softmax, q_scale, kv_scale)
+    result, lse = attend_latent(q, kv_cache, kv_lora_rank, page_table, offsets, lens, softmax, q_scale, kv_scale, tree_mask)
     return (result, lse) if return_lse else result
 
 
@@ -112,11 +119,13 @@ def _(
     return_lse: bool,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
+    tree_mask: Tensor | None,
 ) -> dict[str, object]:
     return {
         **softmax_traits(q, 1, kv_lora_rank, logit_cap, return_lse),
         **window_traits(window_left),
         **cache_traits(kv_cache, q_scale, kv_scale),
+        "tree_mask": tree_mask is not None,
         "multi_query": max_seqlen_q > 1,
     }
 
@@ -136,10 +145,12 @@ def _(
     logit_cap: float,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
+    tree_mask: Tensor | None,
 ) -> None:
     _checks.check_latent_cache(check, q, kv_cache, page_table, cache_seqlens, max_seqlen_k, kv_lora_rank, q_scale, kv_scale)
     _checks.check_new_tokens(check, q, cache_seqlens, max_seqlen_q)
     _checks.check_options(check, softmax_scale, logit_cap, window_left)
+    _checks.check_tree(check, tree_mask, window_left)
 
 
 @mla_decode_with_kvcache.check_values(host=("page_table", "cache_seqlens"))
@@ -186,7 +197,18 @@ def _() -> list[Case]:
             "deepseek-v3, 16 of its heads, freed pages before a window of 100, fp8 cache",
             paged([900, 64, 129], **sharded, window_left=99, freed=True, cache_dtype=e4m3),
         ),
+        Case("trees of nine", paged([33, 64, 9, 130], **tiny, max_seqlen_q=9, trees=True, return_lse=True)),
+        Case(
+            "trees of 33 in a window, float32",
+            paged([90, 33], **tiny, dtype=torch.float32, max_seqlen_q=33, window_left=63, trees=True),
+        ),
+        Case("deepseek-v3, 16 of its heads, trees of 8", paged([300, 64, 65], **sharded, max_seqlen_q=8, trees=True)),
         Case("no sequences", paged([], **tiny, return_lse=True)),
+        Case(
+            "deepseek-v3, 16 of its heads, 32 x 8192, trees of 8",
+            paged([8192] * 32, **sharded, max_seqlen_q=8, trees=True),
+            large=True,
+        ),
         Case("deepseek-v3 64 x 8192", paged([8192] * 64, **deepseek_v3), large=True),
         Case("deepseek-v3 128 x 4096", paged([4096] * 128, **deepseek_v3), large=True),
         Case("deepseek-v3, 16 of its heads, 64 x 8192", paged([8192] * 64, **sharded), large=True),
@@ -217,7 +239,9 @@ def _(
     max_seqlen_q: int,
     window_left: int,
     return_lse: bool,
+    tree_mask: Tensor | None,
 ) -> Cost:
     q_lens = [max_seqlen_q] * len(cache_seqlens)
     stored = _cost.token_bytes(kv_cache)
-    return _cost.paged_cost(q, kv_lora_rank, stored, q_lens, cache_seqlens, True, window_left, return_lse)
+    cost = _cost.paged_cost(q, kv_lora_rank, stored, q_lens, cache_seqlens, True, window_left, return_lse)
+    return _cost.without_hidden(cost, tree_mask, q_lens, q, kv_lora_rank)

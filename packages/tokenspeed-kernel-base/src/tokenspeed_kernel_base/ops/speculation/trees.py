@@ -22,6 +22,22 @@ def chain(batch: int, nodes: int, device: torch.device) -> Tensor:
     return torch.arange(-1, nodes - 1, dtype=torch.int32, device=device).expand(batch, nodes)
 
 
+def tree_masks(parents: Tensor) -> Tensor:
+    """The nodes that each node of a tree sees, itself and those that it continues: int64 ``[batch, nodes]``, bit j for node j.
+
+    A node that is not there sees itself alone. At most 64 nodes.
+    """
+    batch, nodes = parents.shape
+    masks = torch.empty(batch, nodes, dtype=torch.int64, device=parents.device)
+    for node in range(nodes):
+        parent = parents[:, node].long()
+        there = (parent >= 0) & (parent < node)
+        earlier = masks.gather(1, torch.where(there, parent, 0).unsqueeze(1)).squeeze(1) if node else masks[:, 0]
+        own = 1 << node if node < 63 else -(1 << 63)
+        masks[:, node] = torch.where(there, earlier, 0) | own
+    return masks
+
+
 def draw_parents(draw: Draw, batch: int, nodes: int) -> Tensor:
     """Parents of random trees, int32 ``[batch, nodes]``; in every third one the last third of the nodes is not there."""
     at = torch.arange(nodes, device=draw.device)

@@ -42,11 +42,11 @@ def verify_draft_probs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accepts draft tokens, or replaces them, such that what is emitted is distributed exactly as the target model's own samples.
 
-    Speculative sampling (Leviathan, Kalman & Matias, 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318), and for trees its
-    form of several rounds (Miao et al., 2024, SpecInfer, arXiv:2305.09781). At a node with target probabilities p and draft
+    Speculative sampling (Leviathan, Kalman & Matias, 2023, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318), and for trees
+    its form of several rounds (Miao et al., 2024, SpecInfer, arXiv:2305.09781). At a node with target probabilities p and draft
     probabilities q, whose children were drawn from q independently of each other, with r = p to begin with:
 
-    1. A child of token x is accepted with probability ``min(1, r(x) / q(x))``. Then x is emitted, and the walk goes on at the child.
+    1. A child of token x is accepted with probability ``min(1, r(x) / q(x))``. Then x is emitted, and the walk goes on there.
     2. If it is rejected, r becomes ``max(r - q, 0)``, divided by its sum, and the next child is looked at.
     3. After the last one, a token drawn from r is emitted, and the walk ends. At a node without children that is a sample of p.
 

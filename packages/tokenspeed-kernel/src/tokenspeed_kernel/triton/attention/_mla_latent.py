@@ -134,6 +134,7 @@ def attend_latent(
     kv_scale: Tensor | None,
     out: Tensor | None,
     tile: Tile | None = None,
+    tree_mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens to a cache of latents: ``max_seqlen_q`` of every sequence, or as ``cu_seqlens_q`` says."""
     cache_seqlens, cu_seqlens_q = cache_seqlens.contiguous(), dense(cu_seqlens_q)
@@ -174,6 +175,7 @@ def attend_latent(
         page_table,
         cache_seqlens,
         cu_seqlens_q,
+        dense(tree_mask),
         q_scale,
         kv_scale,
         out,

@@ -17,6 +17,7 @@ from tokenspeed_kernel.triton.attention._online_softmax_device import (
     scale_scores,
     softmax_step,
 )
+from tokenspeed_kernel.triton.attention._trees_device import continued, placed
 from tokenspeed_kernel.triton.views_device import Pages, Rows, pages_of, row_of
 
 
@@ -50,6 +51,7 @@ def attend_latent_kernel(
     page_table,  # [batch, max_pages]
     cache_seqlens,
     cu_seqlens_q,  # None where every sequence has Q_LEN queries
+    tree_mask,  # int64 [tokens], or None
     q_scale,
     kv_scale,
     out,
@@ -125,13 +127,19 @@ def attend_latent_kernel(
     token = first_token + row // HEADS
     head = row % HEADS
     position = length - q_len + row // HEADS
+    last = position  # up to which a query sees all keys
+    if tree_mask is not None:
+        nodes = tl.load(tree_mask + token, mask=real, other=0)
+        position, last = placed(nodes, position, length - q_len)
     seen = length
     if CAUSAL:
         seen = tl.maximum(length - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, q_len - 1) + 1, 0)
     begin = tile * 0
     low = begin
     if WINDOWED:  # the first key that some query sees
-        low = tl.maximum(length - q_len + tile * BLOCK_M // HEADS - window_left, 0)
+        # Nodes are as near to the tokens before them as their depth says, which may be 0.
+        oldest = tile * BLOCK_M // HEADS if tree_mask is None else 0
+        low = tl.maximum(length - q_len + oldest - window_left, 0)
     end = (length + BLOCK_N - 1) // BLOCK_N
     if units is not None:
         begin, end, part = tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
@@ -215,11 +223,13 @@ def attend_latent_kernel(
             if TRANSPOSED:
                 products = tl.trans(products)
             if CAUSAL:
-                visible = key[None, :] <= position[:, None]
+                visible = key[None, :] <= last[:, None]
             else:
                 visible = (key < length)[None, :]
             if WINDOWED:
                 visible &= key[None, :] >= position[:, None] - window_left
+            if tree_mask is not None:
+                visible |= continued(nodes, key, length - q_len, length)
             scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
             scores = tl.where(visible, scores, -float("inf"))
             if PARTS == 1:

@@ -254,12 +254,14 @@ def attend_newest(
     out: Tensor,
     lse: Tensor | None,
     measured: Measured = _UNMEASURED,
+    tree_mask: Tensor | None = None,
 ) -> None:
     """Attention of a few new tokens a sequence, into ``out`` and ``lse``.
 
     Args:
         cu_seqlens_q: None where every sequence has max_seqlen_q new tokens. Otherwise those with more are passed over: nothing is
             written for them.
+        tree_mask: as of `mha_with_kvcache`.
     """
     if out.numel() == 0 and (lse is None or lse.numel() == 0):
         return
@@ -321,6 +323,7 @@ def attend_newest(
         cache_seqlens,
         cu_seqlens_q,
         sinks,
+        dense(tree_mask),
         q_scale,
         k_scale,
         v_scale,

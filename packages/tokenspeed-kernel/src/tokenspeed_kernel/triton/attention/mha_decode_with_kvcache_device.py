@@ -27,6 +27,7 @@ from tokenspeed_kernel.triton.attention._split_kv_device import (
     served_length,
     units_of,
 )
+from tokenspeed_kernel.triton.attention._trees_device import continued, placed
 from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of, row_of
 
 
@@ -85,6 +86,7 @@ def decode_kernel(
     cache_seqlens,
     cu_seqlens_q,  # None where every sequence has q_len new tokens; else sequences with none, or more, are passed over
     sinks,
+    tree_mask,  # int64 [tokens], or None
     q_scale,
     k_scale,
     v_scale,
@@ -177,6 +179,9 @@ def decode_kernel(
         q_len = (tl.load(cu_seqlens_q + sequence + 1) - first_token).to(tl.int32)
         if q_len > Q_LEN:
             return
+        if TILES > 1:  # noqa: SIM102 (this is known at compile time; heads are not packed then)
+            if tile * BLOCK_M >= q_len * GROUP:
+                return
     length = served_length(lengths, sequence, WALK)
     first = first_block(length, window_left, WALK)
     blocks = blocks_of(length, window_left, WALK)
@@ -198,6 +203,10 @@ def decode_kernel(
     token = first_token + row // GROUP
     q_head = (head + own) * GROUP + row % GROUP
     position = length - q_len + row // GROUP
+    last = position  # up to which a query sees all keys
+    if tree_mask is not None:
+        nodes = tl.load(tree_mask + token, mask=real, other=0)
+        position, last = placed(nodes, position, length - q_len)
     d = tl.arange(0, TILE.block_d)
     w = tl.arange(0, BLOCK_W)
     if PACKED > 1:
@@ -275,9 +284,11 @@ def decode_kernel(
                 visible &= key >= low
             visible = visible[None, :]
         else:
-            visible = key[None, :] <= position[:, None]
+            visible = key[None, :] <= last[:, None]
             if WINDOWED:
                 visible &= key[None, :] >= position[:, None] - window_left
+            if tree_mask is not None:
+                visible |= continued(nodes, key, length - q_len, length)
         scores, factor = scale_scores(products, scaling, SHAPE.has_cap)
         weights, decay, state = softmax_step(state, tl.where(visible, scores, -float("inf")), factor)
         acc, acc_odd = _pv_mma(weights, v, acc, acc_odd, decay, DTYPE, FP8, PAIRS)

@@ -13,7 +13,7 @@ from tokenspeed_kernel.triton.attention._formats import CACHED, MHA
 from tokenspeed_kernel.triton.attention.mha_decode_with_kvcache import attend_newest
 from tokenspeed_kernel.triton.attention.mha_extend_with_kvcache import attend_stretches
 from tokenspeed_kernel.triton.common import TRITON
-from tokenspeed_kernel_base.ops.attention._softmax import output_dtype
+from tokenspeed_kernel_base.ops.attention._softmax import MAX_TREE, output_dtype
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.spec import Priority
 
@@ -27,7 +27,7 @@ _FEW_KEYS = 256  # in a window
     solution="triton",
     capability=TRITON,
     signatures=CACHED,
-    traits={**MHA, "scaled": any},
+    traits={**MHA, "scaled": any, "tree_mask": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
@@ -48,6 +48,7 @@ def mha_with_kvcache(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.mha_with_kvcache`. Lengths are read on the device only."""
@@ -57,7 +58,9 @@ def mha_with_kvcache(
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
     longest_q = min(max_seqlen_q, tokens)
     decoded = max(1, _DECODED_ROWS * k_cache.shape[2] // heads)
-    if window_left >= 0 and window_left + decoded <= _FEW_KEYS:
+    if tree_mask is not None:  # decoding knows trees
+        decoded = MAX_TREE
+    elif window_left >= 0 and window_left + decoded <= _FEW_KEYS:
         decoded = 0
     if longest_q > decoded:
         attend_stretches(
@@ -100,5 +103,6 @@ def mha_with_kvcache(
             v_scale,
             out,
             lse,
+            tree_mask=tree_mask,
         )
     return out if lse is None else (out, lse)

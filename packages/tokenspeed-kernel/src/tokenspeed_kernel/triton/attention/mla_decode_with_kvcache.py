@@ -17,7 +17,7 @@ from tokenspeed_kernel_base.spec import Priority
     solution="triton",
     capability=TRITON,
     signatures=LATENT,
-    traits={**MLA, "multi_query": any},
+    traits={**MLA, "multi_query": any, "tree_mask": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
@@ -35,6 +35,7 @@ def mla_decode_with_kvcache(
     return_lse: bool = False,
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See the operator."""
@@ -55,4 +56,5 @@ def mla_decode_with_kvcache(
         q_scale,
         kv_scale,
         out,
+        tree_mask=tree_mask,
     )

@@ -1,0 +1,25 @@
+"""Device code of attention of draft trees: their nodes see what they continue, see `_softmax.tree_visible`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.common_device import bits_of
+
+
+@triton.jit
+def placed(masks, position, first):
+    """``(position, last)`` of queries, of which those with a mask are nodes: their position by depth, and the last key up to which
+    they see all, but for a window. ``first``: the position of the first new token."""
+    is_node = masks != 0
+    return tl.where(is_node, first + bits_of(masks) - 1, position), tl.where(is_node, first - 1, position)
+
+
+@triton.jit
+def continued(masks, key, first, length):
+    """Which keys are new tokens that a query sees as a node."""
+    new = key - first
+    there = (new >= 0) & (new < 64) & (key < length)
+    bit = tl.where(there, new, 0).to(tl.int64)
+    return there[None, :] & (((masks[:, None] >> bit[None, :]) & 1) != 0)
