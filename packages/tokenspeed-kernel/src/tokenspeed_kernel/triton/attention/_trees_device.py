@@ -21,5 +21,8 @@ def continued(masks, key, first, length):
     """Which keys are new tokens that a query sees as a node."""
     new = key - first
     there = (new >= 0) & (new < 64) & (key < length)
-    bit = tl.where(there, new, 0).to(tl.int64)
-    return there[None, :] & (((masks[:, None] >> bit[None, :]) & 1) != 0)
+    bit = tl.where(there, new, 0)
+    # Words of 32 bits take half the registers.
+    low, high = masks.to(tl.int32), (masks >> 32).to(tl.int32)
+    word = tl.where((bit < 32)[None, :], low[:, None], high[:, None])
+    return there[None, :] & (((word >> (bit & 31)[None, :]) & 1) != 0)

@@ -44,4 +44,6 @@ def divided(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
 @triton.jit
 def encoded(values, scale, head, SCALES: tl.constexpr, ENCODING: tl.constexpr):
     """Values over their head's scale, as the cache holds them."""
-    return as_stored(divided(values, scale, head, SCALES, ENCODING), ENCODING.format, ENCODING.native)
+    FORMAT: tl.constexpr = ENCODING.format
+    NATIVE: tl.constexpr = ENCODING.native
+    return as_stored(divided(values, scale, head, SCALES, ENCODING), FORMAT, NATIVE)

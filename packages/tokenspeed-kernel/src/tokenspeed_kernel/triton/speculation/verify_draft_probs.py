@@ -22,6 +22,8 @@ device_code = DeviceModule(__name__ + "_device")
 
 # Tokens at a time. The interpreter takes about as long for few as for many.
 _BLOCKS = {"cpu": 4096, "any": 1024}
+# A program of the walk is alone on its multiprocessor.
+_WALK_BLOCK, _WALK_WARPS = 4096, 16
 
 
 @register_kernel(
@@ -81,8 +83,8 @@ def verify_draft_probs(
         factors,
         nodes,
         NODES=next_power_of_2(nodes),
-        BLOCK=block,
-        num_warps=4,
+        BLOCK=_WALK_BLOCK,
+        num_warps=_WALK_WARPS,
         **exact,
     )
     last = (path, *path.stride(), counts, counts.stride(0), factors, sums, spans.count, spans.length)
