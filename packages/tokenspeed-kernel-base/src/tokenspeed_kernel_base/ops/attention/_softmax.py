@@ -126,8 +126,8 @@ def attend(
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[0], q.shape[1])
     if tree_mask is not None:
-        visible = tree_visible(tree_mask, k.shape[0], softmax.window_left, first_query, first_key)
-        return _attend_block(q, k, v, softmax, visible)
+        shown = tree_visible(tree_mask, k.shape[0], softmax.window_left, first_query, first_key)
+        return _attend_block(q, k, v, softmax, shown)
     for begin in range(0, q.shape[0], _QUERIES_AT_ONCE):
         rows = slice(begin, min(begin + _QUERIES_AT_ONCE, q.shape[0]))
         oldest, newest = first_query + rows.start, first_query + rows.stop - 1

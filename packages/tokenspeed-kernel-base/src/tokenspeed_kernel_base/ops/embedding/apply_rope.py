@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -245,8 +246,8 @@ def _inputs(
         v_width = v_head_dim or head_dim
         sizes = ((heads, head_dim), (kv_heads, head_dim), (kv_heads, v_width))
         qkv = draw.normal(tokens, sum(count * width for count, width in sizes), dtype=dtype)
-        parts = qkv.split([count * width for count, width in sizes], dim=1)
-        slices = [part.unflatten(1, size) for part, size in zip(parts, sizes, strict=True)]
+        ends = list(itertools.accumulate(count * width for count, width in sizes))
+        slices = [qkv[:, end - n * width : end].view(tokens, n, width) for (n, width), end in zip(sizes, ends, strict=True)]
         q, k, v = slices if fused else (x.clone(memory_format=torch.contiguous_format) for x in slices)
         arguments = {
             "q": q,

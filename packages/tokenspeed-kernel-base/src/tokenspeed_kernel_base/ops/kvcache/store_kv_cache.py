@@ -145,7 +145,8 @@ def _inputs(
         slots[tokens - padding :] = -1
         v_width = v_head_dim or head_dim
         kv = draw.normal(tokens, kv_heads * (head_dim + v_width), dtype=dtype)
-        slices = [part.unflatten(1, (kv_heads, -1)) for part in kv.split((kv_heads * head_dim, kv_heads * v_width), dim=1)]
+        parts = kv[:, : kv_heads * head_dim], kv[:, kv_heads * head_dim :]
+        slices = [part.view(tokens, kv_heads, width) for part, width in zip(parts, (head_dim, v_width), strict=True)]
         k, v = slices if fused else (x.clone(memory_format=torch.contiguous_format) for x in slices)
         arguments = {
             "k": k,

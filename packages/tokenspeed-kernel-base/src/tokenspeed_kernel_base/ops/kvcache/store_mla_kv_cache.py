@@ -124,7 +124,8 @@ def _inputs(
     def make(draw: Draw) -> dict[str, Any]:
         slots = draw.permutation(pages * page_size, slot_dtype)[:tokens].clone()
         slots[tokens - padding :] = -1
-        parts = draw.normal(tokens, kv_lora_rank + rope_dim, dtype=dtype).split((kv_lora_rank, rope_dim), dim=1)
+        both = draw.normal(tokens, kv_lora_rank + rope_dim, dtype=dtype)
+        parts = both[:, :kv_lora_rank], both[:, kv_lora_rank:]
         latent, k_rope = parts if fused else (part.clone(memory_format=torch.contiguous_format) for part in parts)
         arguments = {
             "latent": latent,

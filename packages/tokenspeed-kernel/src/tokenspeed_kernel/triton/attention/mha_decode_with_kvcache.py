@@ -97,7 +97,7 @@ def _config(key_bytes: int, rows: int, dtype: torch.dtype, lean: bool, device: t
         # 64 x 1K: one warp 37, two 38, four 40; but what is not lean would spill. 64 x 8K, 4 new tokens: 273, 292, 300.
         num_warps = 1 if lean and key_bytes <= 256 else 2
     if dtype == torch.float32:  # no tensor cores: products take registers
-        block_n, num_warps = 32, 4
+        block_n, num_warps = 32, 8 if rows > 32 else 4
     if platform_of(device).is_amd:  # not measured: what compiles without spills
         num_warps, num_stages = 4, 2
     while block_n > 16 and block_n * key_bytes > 32_768:  # of dimension 128, 128 x 2K: 64 keys 257, 32 keys 271

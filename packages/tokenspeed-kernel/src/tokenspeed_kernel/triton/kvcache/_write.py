@@ -36,8 +36,8 @@ def encoding_for(values: Tensor, cache: Tensor, k_scale: Tensor | None = None, v
     if form == COPIED:
         return Encoding()
     able = abilities(values.device)
-    scales = [0 if scale is None else scale.numel() for scale in (k_scale, v_scale)]
-    return Encoding(form, able.native, *scales, able.interpreted, division_steps(values.dtype))
+    k_scales, v_scales = (0 if scale is None else scale.numel() for scale in (k_scale, v_scale))
+    return Encoding(form, able.native, k_scales, v_scales, able.interpreted, division_steps(values.dtype))
 
 
 def cache_format(values: torch.dtype, cache: torch.dtype) -> str:
