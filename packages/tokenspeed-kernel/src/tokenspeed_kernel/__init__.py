@@ -88,8 +88,11 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.gemm.mm import mm
     from tokenspeed_kernel_base.ops.gemm.mm_add import mm_add
     from tokenspeed_kernel_base.ops.kvcache.compact_kv_cache import compact_kv_cache
+    from tokenspeed_kernel_base.ops.kvcache.copy_kv_pages import copy_kv_pages
+    from tokenspeed_kernel_base.ops.kvcache.expand_page_table import expand_page_table
     from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.store_mla_kv_cache import store_mla_kv_cache
+    from tokenspeed_kernel_base.ops.kvcache.zero_kv_pages import zero_kv_pages
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
     from tokenspeed_kernel_base.ops.moe.moe_apply_add import moe_apply_add
     from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk

@@ -1,0 +1,39 @@
+"""What operators on whole pages of a cache share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.checks import FLOATS, FP8, INTS, Checker
+
+PAGE_DTYPES = FLOATS | FP8 | {torch.uint8}
+"""Dtypes of caches whose pages are moved: bits are copied, whatever they mean."""
+
+
+def as_bits(cache: Tensor) -> Tensor:
+    """8-bit floats as bytes, which every backend can index; others as they are."""
+    return cache.view(torch.uint8) if cache.dtype in FP8 else cache
+
+
+def check_cache(check: Checker, name: str, cache: Tensor, count: str) -> None:
+    """Checks a cache ``[pages, page_size, width]`` or ``[pages, page_size, kv_heads, head_dim]``; ``count`` names its pages."""
+    check.tensor(name, cache, f"{count} page_size {'width' if cache.dim() == 3 else 'kv_heads head_dim'}", PAGE_DTYPES)
+
+
+def check_page_numbers(check: Checker, name: str, numbers: Tensor) -> None:
+    """Checks a list of pages: int32 or int64 ``[count]``."""
+    check.tensor(name, numbers, "count", INTS)
+
+
+def check_numbers(check: Checker, name: str, numbers: Tensor | None, cache: Tensor, distinct: bool) -> None:
+    """Checks pages that lie in host memory: each is one of the cache's, or negative; none twice if ``distinct``."""
+    if numbers is None or not numbers.numel():
+        return
+    largest = int(numbers.max())
+    if largest >= len(cache):
+        check.fail(name, f"below {len(cache)}, the number of pages (negative: left out)", largest)
+    ordered = numbers.sort().values
+    twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
+    if distinct and twice.any():
+        check.fail(name, "of distinct pages (negative: left out)", f"page {int(ordered[1:][twice][0])} twice")
