@@ -130,22 +130,18 @@ def _(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> dict[str, object]:
+    scales = [scale for scale in (k_scale, v_scale) if scale is not None]
     traits: dict[str, object] = {
         "head_dim": q.shape[-1],
         "rotary_dim": cos_sin_cache.shape[-1],
         "interleaved": interleaved,
         "cache_write": k_cache is not None,
-    }
-    if k_cache is None or v_cache is None:
-        return traits
-    scales = [scale for scale in (k_scale, v_scale) if scale is not None]
-    return {
-        **traits,
-        "v_head_dim": v_cache.shape[-1],
-        "page_size": k_cache.shape[1],
         "scaled": bool(scales),
         "per_head_scale": any(scale.numel() != 1 for scale in scales),
     }
+    if k_cache is None or v_cache is None:
+        return traits
+    return {**traits, "v_head_dim": v_cache.shape[-1], "page_size": k_cache.shape[1]}
 
 
 @apply_rope.check
