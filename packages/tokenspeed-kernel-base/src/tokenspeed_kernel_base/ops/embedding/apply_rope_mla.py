@@ -195,9 +195,10 @@ def _inputs(
     scaled: bool = False,
     max_positions: int = 4096,
     padding: bool = True,
+    fused: bool = True,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
-    """Tokens at random positions, strided as projections leave them; every fifth is padding."""
+    """Tokens at random positions; every fifth is padding. ``fused``: strided, as fused projections leave them."""
 
     def make(draw: Draw) -> dict[str, Any]:
         pages = tokens // page_size + 2
@@ -213,6 +214,10 @@ def _inputs(
             "k_rope": latents[:, kv_lora_rank:],
             "positions": draw.integers(0, max_positions, tokens),
             "cos_sin_cache": angles_table(draw, max_positions, rope_dim, base=10000.0, factor=1.2),
+        }
+        if not fused:
+            arguments = {name: x.clone(memory_format=torch.contiguous_format) for name, x in arguments.items()}
+        arguments |= {
             "kv_cache": draw.normal(pages, page_size, kv_lora_rank + rope_dim, dtype=cache_dtype or dtype),
             "slot_mapping": slots,
             **options,
@@ -244,7 +249,8 @@ def _() -> list[Case]:
         Case("deepseek-v3, 16 of its heads, decode 7, fp8 q and cache", _inputs(7, 16, 512, 64, **quantised)),
         Case("bfloat16 q, fp8 cache", _inputs(6, 3, 32, 16, 4, cache_dtype=fp8, scaled=True)),
         Case("e5m2 q, float16 cache", _inputs(6, 3, 32, 16, 4, torch.float16, out_dtype=torch.float8_e5m2, scaled=True)),
-        Case("no tokens", _inputs(0, 3, 16, 8)),
+        Case("no tokens", _inputs(0, 3, 16, 8, fused=False)),
+        Case("not fused", _inputs(4, 3, 16, 8, fused=False)),
         Case("deepseek-v3 decode 64", _inputs(64, *deepseek_v3, **large), large=True),
         Case("deepseek-v3, 16 of its heads, decode 128", _inputs(128, 16, 512, 64, **large), large=True),
         Case("deepseek-v3 decode 256", _inputs(256, *deepseek_v3, **large), large=True),

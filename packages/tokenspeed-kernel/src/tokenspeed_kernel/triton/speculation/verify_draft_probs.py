@@ -35,7 +35,7 @@ _WALK_BLOCK, _WALK_WARPS = 4096, 16
         format_signature(target_probs=dense_tensor_format(torch.float32), draft_tokens=dense_tensor_format(dtype))
         for dtype in (torch.int32, torch.int64)
     },
-    traits={"tree": any, "nodes": at_most(4096)},
+    traits={"tree": any, "nodes": at_most(128)},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
