@@ -53,7 +53,8 @@ class Tile(NamedTuple):
     warps: int
 
 
-# With 32 elements of q a thread, as `apply_rope` has them.
+# H200, bfloat16, 128 heads, rank 512, cold caches. 2048 tokens: 153 us, 3.98 TB/s; with half the elements 164, with twice the warps
+# 153, with twice both 154. To fp8 125 us; with half the elements 164. 256 tokens: 25.5 us either way.
 _Q_ELEMENTS, _KV_ELEMENTS, _WARPS = 2048, 1024, 2
 
 
