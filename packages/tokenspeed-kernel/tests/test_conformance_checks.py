@@ -188,7 +188,15 @@ def test_values_that_must_not_matter(op: Operator[Any, Any]) -> None:
 
 
 VARIED = [op for op in operators() if op.has_hook("vary")]
-WITH_UNUSED = {"apply_rope", "moe_apply", "moe_combine", "store_kv_cache"} | {op.mode for op in VARIED if "with_kvcache" in op.mode}
+WITH_UNUSED = {op.mode for op in VARIED if "with_kvcache" in op.mode} | {
+    "apply_rope",
+    "apply_rope_mla",
+    "compact_kv_cache",
+    "moe_apply",
+    "moe_combine",
+    "store_kv_cache",
+    "store_mla_kv_cache",
+}
 
 
 @pytest.mark.parametrize("op", VARIED, ids=str)
