@@ -109,5 +109,5 @@ def _(variation: Variation, cache: Tensor, pages: Tensor) -> dict[str, Tensor]:
 
 @zero_kv_pages.cost
 def _(cache: Tensor, pages: Tensor) -> Cost:
-    written = int(pages[pages >= 0].unique().numel()) * cache.shape[1:].numel() * cache.element_size()
+    written = len({page for page in pages.tolist() if page >= 0}) * cache.shape[1:].numel() * cache.element_size()
     return Cost(flops=0.0, bytes=float(written + nbytes(pages)))
