@@ -18,7 +18,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_BLOCK_BYTES, PA
 
 PIECE = 16  # bytes that a lane copies with an instruction
 AT_ONCE = 4  # columns that a warp copies with one instruction, eight lanes each
-ADDRESSES = 4  # that are computed before the copies from them
 
 
 def copy_piece(to: Any, behind: int, source: Any, count: Any) -> None:
@@ -105,14 +104,10 @@ class Loader(Shapes):
                 in_stage = [opt_barrier(place + at.stage * c.column_bytes) for place in places]
                 for panel in cutlass.range_constexpr(c.panels):
                     count = Int32(PIECE) if left > 0 else Int32(0)
-                    for first in cutlass.range_constexpr(0, turns, ADDRESSES):
-                        # Some addresses in registers of their own: a copy takes its time until another may be in its register.
-                        some = range(first, min(first + ADDRESSES, turns))
-                        sources = [source + Int64(offsets[turn]) * PIECE for turn in some]
-                        for turn in cutlass.range_constexpr(first, min(first + ADDRESSES, turns)):
-                            if offsets[turn] >= 0:
-                                behind = (panel * c.columns + turn * step) * COLUMN_BYTES
-                                copy_piece(in_stage[turn % 2], behind, sources[turn - first], count)
+                    for turn in cutlass.range_constexpr(turns):
+                        if offsets[turn] >= 0:
+                            behind = (panel * c.columns + turn * step) * COLUMN_BYTES
+                            copy_piece(in_stage[turn % 2], behind, source + Int64(offsets[turn]) * PIECE, count)
                     source += COLUMN_BYTES
                     left -= c.panel_k
                 cute.arch.cp_async_mbarrier_arrive_noinc(pipe.full.of(at))
