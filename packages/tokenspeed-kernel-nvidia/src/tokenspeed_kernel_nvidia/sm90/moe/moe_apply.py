@@ -3,8 +3,8 @@ an expert has few pairs of tokens and slots, and memory decides the speed, and `
 
 A plan holds for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable one. On an
 H200 it was quicker up to 256 tokens of GPT-OSS-120B and at 8192, and 2% slower at 1024 (`benchmarks/h200_moe.json`, which is from
-before tiles were chosen as they are now: `grouped_config` has newer times). With fp8
-activations few tokens are not streamed, so the portable kernel is preferred: ask for this one by ``solution="cutedsl"``, or tune.
+before tiles were chosen as they are now: `grouped_config` has newer times). With fp8 activations few tokens are not streamed, so
+the portable kernel is preferred: ask for this one by ``solution="cutedsl"``, or tune.
 """
 
 from __future__ import annotations
