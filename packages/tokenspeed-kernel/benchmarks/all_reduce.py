@@ -43,30 +43,52 @@ Call = Callable[[], tuple[Tensor, Tensor | None]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser(__doc__, ROWS).parse_args(arguments)
+    return run("all_reduce.py", __doc__, ROWS, measure, arguments)
+
+
+def run(
+    program: str,
+    description: str | None,
+    rows: Sequence[int],
+    measure: Callable[..., list[dict[str, Any]]],
+    arguments: Sequence[str] | None,
+) -> int:
+    """A benchmark between GPUs: starts the ranks, prints a table, and writes the report where it is asked for.
+
+    Args:
+        program: its file.
+        description: of it.
+        rows: numbers of rows by default.
+        measure: what each rank does, with rows, hidden size, dtype, calls and device; returns the rows of the report.
+        arguments: the command line.
+
+    Returns:
+        The exit status: 1 if something is missing, failed or was wrong.
+    """
+    options = parser(description, rows).parse_args(arguments)
     missing = gap(options.ranks, torch.device(options.device))
     if missing is not None:
         print(missing, file=sys.stderr)
         return 1
     settings = options.rows, options.hidden, options.dtype, options.calls, options.device
     try:
-        rows = run_world(measure, options.ranks, settings, device=options.device, time_limit_s=options.time_limit)[0]
+        found = run_world(measure, options.ranks, settings, device=options.device, time_limit_s=options.time_limit)[0]
     except WorldError as error:
         print(error, file=sys.stderr)
         return 1
     report = {
-        "metadata": dataclasses.asdict(collect_metadata(command("all_reduce.py", options), options.device)),
+        "metadata": dataclasses.asdict(collect_metadata(command(program, options), options.device)),
         "ranks": options.ranks,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if options.device == "cuda" else "",
         "hidden": options.hidden,
         "dtype": options.dtype,
         "calls": options.calls,
-        "rows": rows,
+        "rows": found,
     }
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))
-    return 0 if all(row["us"] is not None or row["skipped"] for row in rows) else 1
+    return 0 if all(row["us"] is not None or row["skipped"] for row in found) else 1
 
 
 def parser(description: str | None, rows: Sequence[int]) -> argparse.ArgumentParser:

@@ -10,9 +10,7 @@ which every rank sends as many rows to each rank. Results of operators are compa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,8 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.workbench.benchmark import collect_metadata
-from tokenspeed_kernel.workbench.worlds import WorldError, gap, run_world
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import UNIT
 
@@ -33,30 +29,7 @@ EXPERTS, TOP_K = 128, 4  # of GPT-OSS-120B
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = between.parser(__doc__, ROWS).parse_args(arguments)
-    missing = gap(options.ranks, torch.device(options.device))
-    if missing is not None:
-        print(missing, file=sys.stderr)
-        return 1
-    settings = options.rows, options.hidden, options.dtype, options.calls, options.device
-    try:
-        rows = run_world(measure, options.ranks, settings, device=options.device, time_limit_s=options.time_limit)[0]
-    except WorldError as error:
-        print(error, file=sys.stderr)
-        return 1
-    report = {
-        "metadata": dataclasses.asdict(collect_metadata(between.command("rows_between_gpus.py", options), options.device)),
-        "ranks": options.ranks,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if options.device == "cuda" else "",
-        "hidden": options.hidden,
-        "dtype": options.dtype,
-        "calls": options.calls,
-        "rows": rows,
-    }
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(between.table(report))
-    return 0 if all(row["us"] is not None for row in rows) else 1
+    return between.run("rows_between_gpus.py", __doc__, ROWS, measure, arguments)
 
 
 def measure(sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str) -> list[dict[str, Any]]:
