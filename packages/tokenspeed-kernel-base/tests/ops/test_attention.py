@@ -239,7 +239,19 @@ def test_decode_by_hand(problem: dict[str, Any], new: int) -> None:
 # -- every case against a dense formula ------------------------------------------------------------------------------------------
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def hide_by_tree(hidden: Tensor, masks: list[int], window_left: int) -> None:
+    """Replaces the rows of what is hidden, ``[queries, keys]``, that belong to nodes of draft trees."""
+    first = hidden.shape[1] - len(masks)
+    for row, mask in zip(hidden, masks, strict=True):
+        seen = [bool(mask >> i & 1) for i in range(len(masks))]
+        if any(seen):
+            row[first:] = ~torch.tensor(seen)
+            row[:first] = (torch.arange(first) < first + sum(seen) - 1 - window_left) & (window_left >= 0)
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any], tree_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One sequence in float64: keys repeated for their group, all scores at once, the sink as one more column."""
     (q_len, heads, dim), kv_len = q.shape, len(k)
     q, k, v = (x.double() for x in (q, k, v))
@@ -252,6 +264,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool, options: dict[str, Any]
     hidden = (key > position) & causal
     if options.get("window_left", -1) >= 0:
         hidden |= key < position - options["window_left"]
+    if tree_mask is not None and q_len <= 64:
+        hide_by_tree(hidden, tree_mask.tolist(), options.get("window_left", -1))
     scores[:, hidden] = -math.inf
     sinks = options.get("sinks")
     column = torch.full((heads,), -math.inf, dtype=torch.float64) if sinks is None else sinks.double()
@@ -272,9 +286,11 @@ def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
     a = function.operator.complete(arguments)
     q_all = a["q"]
     if "k" in a:
-        lengths = a["cu_seqlens"].diff().tolist()
-        keys, values = a["k"].split(lengths), a["v"].split(lengths)
-        queries, causal = q_all.split(lengths), True
+        new = a["cu_seqlens"].diff().tolist()
+        lengths = new if a.get("cu_seqlens_kv") is None else a["cu_seqlens_kv"].diff().tolist()
+        q_all, k, v = (scaled(a[name], a.get(f"{name}_scale")) for name in ("q", "k", "v"))
+        keys, values = k.split(lengths), v.split(lengths)
+        causal = a.get("is_causal", True)
     else:
         latent = "kv_cache" in a
         k_cache = a["kv_cache"].unsqueeze(2) if latent else a["k_cache"]
@@ -290,10 +306,12 @@ def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
             keys.append(scaled(k_cache[pages, inside], k_scale).masked_fill(freed, 0.0))
             values.append(scaled(v_cache[pages, inside], v_scale).masked_fill(freed, 0.0))
         new = a["cu_seqlens_q"].diff().tolist() if "cu_seqlens_q" in a else [a["max_seqlen_q"]] * len(keys)
-        queries, causal = q_all.split(new), a.get("is_causal", True)
+        causal = a.get("is_causal", True)
+    queries = q_all.split(new)
+    masks = [None] * len(new) if a.get("tree_mask") is None else a["tree_mask"].split(new)
     heads, width = q_all.shape[1], (values[0] if len(values) else a.get("v", q_all)).shape[-1]
     parts = [(torch.zeros(0, heads, width), torch.zeros(0, heads))]
-    parts += [dense(q, k, v, causal, a) for q, k, v in zip(queries, keys, values, strict=False)]
+    parts += [dense(q, k, v, causal, a, mask) for q, k, v, mask in zip(queries, keys, values, masks, strict=False)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
@@ -641,14 +659,22 @@ def test_traits_and_formats() -> None:
     assert traits == {**cached, "scaled": False, "is_causal": True}
     traits, _ = request(mha_extend_with_kvcache, "not causal, lse")
     assert traits == {**cached, "scaled": False, "is_causal": False, "return_lse": True}
-    latent = {"logit_cap": False, "return_lse": False, "head_dim": 24, "v_head_dim": 16, "gqa_ratio": 3, "page_size": 16}
+    unset = dict.fromkeys(("logit_cap", "return_lse", "sliding_window"), False)
+    latent = {**unset, "head_dim": 24, "v_head_dim": 16, "gqa_ratio": 3, "page_size": 16}
     traits, signature = request(mla_extend_with_kvcache, "fp8 q and cache, a scale each")
     assert traits == {**latent, "scaled": True, "is_causal": True}
     assert str(signature) == "kv_cache: float8_e4m3fn, q: float8_e4m3fn"
     traits, _ = request(mla_decode_with_kvcache, "three new tokens")
-    assert traits == {**latent, "scaled": False, "multi_query": True, "return_lse": True}
+    assert traits == {**latent, "scaled": False, "multi_query": True, "return_lse": True, "tree_mask": False}
     traits, _ = request(mla_prefill, "lengths known on the host")
-    assert traits == {"logit_cap": False, "return_lse": False, "head_dim": 96, "v_head_dim": 64, "gqa_ratio": 1}
+    assert traits == {
+        **unset,
+        **dict.fromkeys(("own_kv_lengths", "scaled"), False),
+        "is_causal": True,
+        "head_dim": 96,
+        "v_head_dim": 64,
+        "gqa_ratio": 1,
+    }
     traits, signature = request(attn_merge_state, "odd sizes, float16")
     assert traits == {"v_head_dim": 33}
     assert str(signature) == "out_a: float16, out_b: float16"

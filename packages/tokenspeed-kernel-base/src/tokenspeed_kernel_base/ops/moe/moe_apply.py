@@ -379,11 +379,17 @@ def _(variation: Variation, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, p
     if variation.want is Want.OTHER:  # what went to the last expert goes to the first
         return {"topk_ids": torch.where(topk_ids >= 0, topk_ids.max() - topk_ids, topk_ids)} if topk_ids.numel() else {}
     rows = list(variation.work.get("rows", ()))
+    sizes, options = drawn_as(plan)
+    return _inputs(len(x), *sizes, rows=rows if len(rows) == plan.num_experts else None, **options)(variation.draw)
+
+
+def drawn_as(plan: MoEPlan) -> tuple[list[int], dict[str, Any]]:
+    """What `_inputs` takes behind the number of tokens, so that its plan is this one: sizes, and options by name."""
     options = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     sizes = [options.pop(name) for name in ("num_experts", "top_k", "hidden_size", "intermediate_size")]
     for name in ("kernel", "weight_layout"):  # each kernel is given its own
         del options[name]
-    return _inputs(len(x), *sizes, rows=rows if len(rows) == plan.num_experts else None, **options)(variation.draw)
+    return sizes, options
 
 
 @moe_apply.cost

@@ -11,12 +11,13 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, Recipe, nbytes, recipe
 from tokenspeed_kernel_base.checks import FLOATS, Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs, moe_apply
+from tokenspeed_kernel_base.ops.moe.moe_apply import _inputs, drawn_as, moe_apply
 from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan, intermediates_of, signature_of, traits_of
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.planning import CANONICAL, Preparation
 from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format
+from tokenspeed_kernel_base.variation import Variation, Want
 
 _PLAN_TRAITS = ("num_experts", "top_k")  # both parts have them
 
@@ -180,6 +181,14 @@ def _() -> list[Case]:
         ),
         Case("mxfp4, groups", _inputs_and_logits(5, 8, 2, 64, 32, routing=groups, **mxfp4)),
     ]
+
+
+@moe_topk_apply.vary
+def _(variation: Variation, x: Tensor, logits: Tensor, plan: MoEPlan) -> dict[str, Any]:
+    if variation.want is not Want.CAPTURED:
+        return {}
+    sizes, options = drawn_as(plan)
+    return _inputs_and_logits(len(x), *sizes, logits_dtype=logits.dtype, **options)(variation.draw)
 
 
 @moe_topk_apply.cost

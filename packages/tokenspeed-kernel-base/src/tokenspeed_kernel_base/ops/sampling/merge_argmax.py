@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.variation import Variation, Want
 
 
 @operator("sampling", "merge_argmax", formats=("values",), exact=True, varying=("rows",))
@@ -95,6 +96,11 @@ def _() -> list[Case]:
         Case("decode 64 of 8 parts", _inputs(8, 64)),
         Case("decode 1024 of 72 parts", _inputs(72, 1024), large=True),
     ]
+
+
+@merge_argmax.vary
+def _(variation: Variation, values: Tensor, out_dtype: torch.dtype) -> dict[str, Any]:
+    return _inputs(*values.shape, out_dtype)(variation.draw) if variation.want is Want.CAPTURED else {}
 
 
 @merge_argmax.cost

@@ -12,6 +12,7 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.sampling.token_logprobs import OUTS
+from tokenspeed_kernel_base.variation import Variation, Want
 
 
 @operator("sampling", "merge_token_logprobs", formats=("token_logits",), outs=OUTS, varying=("rows",))
@@ -143,6 +144,11 @@ def _() -> list[Case]:
         Case("gpt-oss-120b decode 64, 8 parts, 20 top tokens", _inputs(8, 64, 20, 1000)),
         Case("decode 256, 16 parts, 64 top tokens", _inputs(16, 256, 64, 1000), large=True),
     ]
+
+
+@merge_token_logprobs.vary
+def _(variation: Variation, top_logits: Tensor) -> dict[str, Any]:
+    return _inputs(*top_logits.shape)(variation.draw) if variation.want is Want.CAPTURED else {}
 
 
 @merge_token_logprobs.cost
