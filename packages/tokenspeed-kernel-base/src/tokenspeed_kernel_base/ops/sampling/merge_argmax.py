@@ -100,7 +100,10 @@ def _() -> list[Case]:
 
 @merge_argmax.vary
 def _(variation: Variation, values: Tensor, out_dtype: torch.dtype) -> dict[str, Any]:
-    return _inputs(*values.shape, out_dtype)(variation.draw) if variation.want is Want.CAPTURED else {}
+    if variation.want is not Want.CAPTURED:
+        return {}
+    parts, rows = values.shape
+    return _inputs(parts, rows, out_dtype)(variation.draw)
 
 
 @merge_argmax.cost
