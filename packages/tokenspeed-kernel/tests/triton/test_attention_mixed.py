@@ -82,7 +82,7 @@ def test_windows(window_left: int) -> None:
 def test_what_is_launched(monkeypatch: pytest.MonkeyPatch, window_left: int, q_lens: list[int], launched: list[str]) -> None:
     found: list[str] = []
     monkeypatch.setattr(kernel, "attend_stretches", lambda *args, **options: found.append("tiles"))
-    monkeypatch.setattr(kernel, "attend_newest", lambda *args: found.append("newest"))
+    monkeypatch.setattr(kernel, "attend_newest", lambda *args, **options: found.append("newest"))
     kernel.mha_with_kvcache(**_draw(KV_LENS, q_lens, 8, 1, 16, window_left=window_left))
     assert found == launched
 
