@@ -142,7 +142,7 @@ def _() -> list[Case]:
         Case("odd sizes, float16, int32 pages", _int32(_inputs(9, 30, (5, 3, 7), torch.float16))),
         Case("odd sizes, fp8, from another cache", _inputs(9, 12, (5, 3, 7), fp8, source_pages=4)),
         Case("float64", _inputs(3, 9, (4, 2, 6), torch.float64)),
-        Case("nothing to copy", _inputs(0, 4, (4, 2, 8))),
+        Case("no pages", _inputs(0, 4, (4, 2, 8))),
         Case("llama-3, 256 pages part", _inputs(256, 4096, (64, 8, 128)), large=True),
         Case("gpt-oss-120b, 2048 pages gathered", _inputs(2048, 2048, (64, 8, 64), source_pages=8192), large=True),
         Case("deepseek-v3 latents, 1024 pages spread, fp8", _inputs(1024, 8192, (64, 576), fp8, source_pages=1024), large=True),

@@ -187,7 +187,8 @@ def decide_kernel(
     tl.store(state + row * STATE + field, initial)
 
 
-@triton.jit
+# A vocabulary of one token would be a constant: of the code for it LLVM leaves out the wait for an atomic operation's result.
+@triton.jit(do_not_specialize=["vocab"])
 def candidates_kernel(
     logits,
     row_stride,
