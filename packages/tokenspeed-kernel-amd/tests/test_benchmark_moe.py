@@ -38,7 +38,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_whole_layers(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All 128 experts at full size, in two launches, the choice of experts included, within 1.35 times the floor at four tokens."""
+    """A full-size layer of 128 experts takes two launches, in which experts are chosen, too, and 1.35 times its floor at most."""
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{program.MARKS[0]}\nold\n{program.MARKS[1]}\nafter\n")
     monkeypatch.setattr(program, "README", readme)

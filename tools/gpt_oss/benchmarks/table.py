@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"
 
-# What was asked of one H200 with GPT-OSS-120B: milliseconds of a decode step by batch and context, and tokens a second of a prefill
+# Bars of GPT-OSS-120B on one H200: milliseconds of a decode step by batch and context, and tokens a second of a prefill
 # by prompts and tokens.
 STEP_BARS = {(1, 1024): 1.75, (4, 1024): 3.1, (16, 1024): 7.4, (64, 1024): 12.3, (256, 1024): 22.0, (1, 32768): 2.2}
 PREFILL_BARS = {(1, 1024): 1024 / 0.020, (8, 1024): 58e3, (4, 8192): 58e3}

@@ -13,8 +13,7 @@ import torch
 
 # Shares of what is sorted: of differences, which are at most so large.
 _SHARES = (0.5, 0.99, 1.0)
-# Root mean square of a row, in its standard deviations. Rounding alone stays below it; a row is beyond it where two experts are so
-# nearly equally likely that rounding decides which of them is chosen.
+# Root mean square of a row's differences, in its standard deviations, beyond which a row is counted as far.
 _FAR = 0.05
 
 
@@ -22,7 +21,7 @@ def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """Differences of logits, in standard deviations of a row: of steps before which all tokens agree.
 
     ``lead`` is how far the most likely token is ahead of the second, in the same unit; ``of_rows`` has the root mean square of each
-    row, largest first, and ``far`` of them are larger than rounding alone makes them.
+    row, largest first, and ``far`` of them are above the limit.
     """
     differences, leads, of_rows, agreed, rows, steps = [], [], [], 0, 0, 0
     for x, y in zip(a["logits"], b["logits"], strict=False):

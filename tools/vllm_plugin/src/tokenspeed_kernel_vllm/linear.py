@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from tokenspeed_kernel_vllm.experts.method import CORE
+from tokenspeed_kernel_vllm.settings import CORE
 
 
 class Linear(UnquantizedLinearMethod):

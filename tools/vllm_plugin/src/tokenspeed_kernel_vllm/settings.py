@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PREFIX = "TOKENSPEED_VLLM_"
+CORE = "tokenspeed_kernel"  # the package that has all operators
 _FLAGS = {"1": True, "0": False}
 
 

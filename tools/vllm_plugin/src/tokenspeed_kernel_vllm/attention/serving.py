@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CORE = "tokenspeed_kernel"
+from tokenspeed_kernel_vllm.settings import CORE
+
 # Wheels of kernels announce themselves to the core by this group. Without the core, it says which of them are installed.
 WHEELS = "tokenspeed_kernel.plugins"
 

@@ -1,6 +1,6 @@
 """The quantisation ``gpt_oss_mxfp4``: experts are served by the core's kernels where they can be, else by vLLM's.
 
-So are products with weights that are not quantised, where they are switched on.
+The core's `mm` also serves products with weights that are not quantised, if `TOKENSPEED_VLLM_LINEAR` says so.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
-from tokenspeed_kernel_vllm.experts.method import BLOCK, CORE, GptOssExperts
+from tokenspeed_kernel_vllm.experts.method import BLOCK, GptOssExperts
 from tokenspeed_kernel_vllm.linear import Linear
-from tokenspeed_kernel_vllm.settings import read_settings
+from tokenspeed_kernel_vllm.settings import CORE, read_settings
 
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 

@@ -11,10 +11,9 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, FusedMoEParallelConfig, FusedMoEQuantConfig
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
-from tokenspeed_kernel_vllm.settings import read_settings
+from tokenspeed_kernel_vllm.settings import CORE, read_settings
 from tokenspeed_kernel_vllm.sizes import sizes_up_to
 
-CORE = "tokenspeed_kernel"
 # Values that share a scale, and values in a byte.
 BLOCK, PACKED = 32, 2
 # Plans of which a layer was warmed in this process.

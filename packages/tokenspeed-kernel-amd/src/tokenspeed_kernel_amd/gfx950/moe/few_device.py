@@ -248,8 +248,8 @@ def first_kernel(operands, pairs, strips, k, blocks, swiglu, shape: gl.constexpr
 def routed_first_kernel(
     operands, logits, logits_stride, scaling, tokens, strips, k, blocks, swiglu, shape: gl.constexpr, routing: gl.constexpr
 ):
-    """As `first_kernel`, of tokens whose experts each program chooses from the logits. One of them writes the choice for the second
-    product, where ``operands`` have ids and weights.
+    """Does what `first_kernel` does, but each program chooses the tokens' experts from the logits by itself. One program also
+    writes the chosen ids and weights to ``operands``, for the second product.
 
     Args:
         logits, logits_stride, scaling, tokens, routing: see `choose`.
@@ -272,8 +272,8 @@ def routed_first_kernel(
 
 @gluon.jit
 def multiply_first(operands, own, lane_pair, pair, expert, block, strips, k, swiglu, shape: gl.constexpr):
-    """The first product of the pairs of an expert, if this ``pair`` is the one whose programs multiply them. ``own``: whether the
-    pair of each lane has the expert; lanes have pairs in ascending order, each at most once."""
+    """Multiplies up to ``shape.rows`` pairs of an expert, if ``pair`` is the first of them; programs of the others do nothing.
+    ``own`` says of each lane whether its pair has the expert; lanes have pairs in ascending order, each at most once."""
     own = own.to(gl.int32)
     earlier = gl.sum(gl.where(lane_pair < pair, own, 0), axis=0)
     if earlier % shape.rows == 0:

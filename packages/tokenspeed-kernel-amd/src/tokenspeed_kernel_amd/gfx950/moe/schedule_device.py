@@ -50,8 +50,8 @@ def schedule_expert(ids, pairs, order, tiles, entries, expert, num_experts, ROWS
 
 @gluon.jit
 def list_tiles(tiles, entries, start, count, expert, num_experts, lane, ROWS: gl.constexpr):
-    """Lists the tiles of an expert that has ``count`` pairs, with ``start`` pairs of experts before it. The last expert lists the
-    entries behind it, too. ``lane``: int32 [lanes], 0, 1, and so on."""
+    """Lists the tiles of an expert that has ``count`` pairs; the experts before it have ``start`` pairs. For the last expert, the
+    unused entries at the end of the list are written, too. ``lane``: int32 [lanes], 0, 1, and so on."""
     lanes: gl.constexpr = lane.shape[0]
     entry = start // ROWS + expert
     after = (start + count) // ROWS + expert + 1

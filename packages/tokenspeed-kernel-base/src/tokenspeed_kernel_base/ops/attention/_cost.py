@@ -58,7 +58,7 @@ def ragged_cost(
     cu_seqlens_kv: Tensor | None = None,
     causal: bool = True,
 ) -> Cost:
-    """The cost of whole sequences' attention to themselves, or to keys of which they are the last."""
+    """The cost of a prefill: queries attend to their own sequence, or to more keys, of which the last are their own."""
     q_lens = lengths(cu_seqlens)
     kv_lens = q_lens if cu_seqlens_kv is None else lengths(cu_seqlens_kv)
     kv_token_bytes = (k.shape[1:].numel() + v.shape[1:].numel()) * k.element_size()

@@ -83,7 +83,7 @@ def apply_rope_mla(
         TypeError, ValueError: an argument is not as stated above; nothing has been launched then.
 
     Example:
-        One head, a latent of one element and one pair to rotate, which position 1 turns by a quarter.
+        There is one head, the latent has one element, and the table turns the one rotary pair of position 1 by 90 degrees.
 
         >>> import torch
         >>> from tokenspeed_kernel import apply_rope_mla

@@ -94,7 +94,7 @@ def check_latent_write(check: Checker, latent: Tensor, kv_cache: Tensor, slot_ma
 
 
 def check_scale(check: Checker, name: str, scale: Tensor | None, source: str, x: Tensor, target: str, cache: Tensor) -> None:
-    """Checks the scale that values are divided by on their way into a cache: one for all, or one a head where there are heads."""
+    """Checks the scale by which values are divided before they are stored: one number, or one for each head if there are heads."""
     if scale is None:
         return
     check.require(cache.dtype != x.dtype, name, f"None, because {target} has {source}'s dtype", scale)

@@ -1,4 +1,4 @@
-"""Attention of whole sequences whose keys are wider than their values: the tiles of `_mha_tiles`, as many key heads."""
+"""Prefill of latent attention, by the tiles of `_mha_tiles`. Keys are wider than values, and each query head has its own."""
 
 from __future__ import annotations
 

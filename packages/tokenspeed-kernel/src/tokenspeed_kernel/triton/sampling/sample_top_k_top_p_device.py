@@ -187,7 +187,8 @@ def decide_kernel(
     tl.store(state + row * STATE + field, initial)
 
 
-# A vocabulary of one token would be a constant: of the code for it LLVM leaves out the wait for an atomic operation's result.
+# A vocabulary of one token would become a constant, for which Triton 3.9 makes code that the gfx950 emulator refuses: it writes
+# registers before the result of an atomic operation has come into them.
 @triton.jit(do_not_specialize=["vocab"])
 def candidates_kernel(
     logits,
