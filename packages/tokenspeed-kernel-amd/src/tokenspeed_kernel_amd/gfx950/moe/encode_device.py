@@ -88,7 +88,8 @@ def encode_e4m3(values, step, EXACT: gl.constexpr):
     if EXACT:
         divisor, _ = gl.broadcast(step[:, None, None], values)
         factor, _ = gl.broadcast(reciprocal, values)
-        quotient = gl.fma(gl.fma(-quotient, divisor, values), factor, quotient)
+        # With these signs -0 stays -0.
+        quotient = gl.fma(-gl.fma(quotient, divisor, -values), factor, quotient)
     return quotient.to(gl.float8e4nv).to(gl.uint8, bitcast=True)
 
 
