@@ -79,6 +79,19 @@ def test_families_of_operators_share_the_time(result: dict[str, Any]) -> None:
         assert all(each["microseconds"] > 0 and each["share_of_roofline"] is None for each in row["families"])
 
 
+def test_a_result_names_no_folder_of_the_machine(result: dict[str, Any]) -> None:
+    folders = {str(Path(spec.origin.rpartition(":")[0]).parent) for spec in KernelRegistry.get().list_kernels()}
+    assert folders, "kernels say where they are declared"
+    text = json.dumps(result)
+    assert not [folder for folder in folders if folder in text]
+    origins = [candidate["origin"] for row in _kernels_of(result) for candidate in row["explanation"]["candidates"]]
+    assert any(origin.startswith("tokenspeed_kernel_base/ops/") for origin in origins)
+
+
+def _kernels_of(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for measured in result["variants"].values() for row in measured["kernels"]]
+
+
 def test_a_result_is_a_report_of_kernels(result: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     file.write_text(json.dumps(result))

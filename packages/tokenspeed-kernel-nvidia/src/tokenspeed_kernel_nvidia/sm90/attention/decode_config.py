@@ -13,8 +13,9 @@ SHARED_BYTES = 228 * 1024  # of a multiprocessor
 OTHER_BYTES = 3072  # of a CTA, besides tiles and results: 1024 that the system takes, and 1024 to begin at a multiple of that
 ROWS = (8, 16, 32, 64)  # query rows of a key head that programs are made for
 PIECES = 16  # partial results of a sequence that are merged at once: what registers allow
-# What there is to do. Sequences are divided where little or much is visible of them all together, and not where they are short.
-Work = Literal["little", "much", "short", "many short"]
+# What there is to do. Sequences are divided where little or much is visible of them all together, or where they are few and long,
+# and not where they are short.
+Work = Literal["little", "much", "long", "short", "many short"]
 SHORT = ("short", "many short")
 
 
@@ -31,6 +32,7 @@ class Config:
         block: keys of a tile.
         resident: CTAs that share a multiprocessor.
         heads: key heads of a CTA: one, whose tiles its warps take in turn, or as many as there are warps.
+        ahead: keys of a sequence that a CTA brings to the L2 cache while the kernel before is still running.
     """
 
     dtype: str
@@ -41,6 +43,7 @@ class Config:
     block: int
     resident: int
     heads: int = 1
+    ahead: int = 256
 
     @property
     def row_warps(self) -> int:
@@ -98,7 +101,7 @@ def _tile(head_dim: int, rows: int, work: Work) -> tuple[int, int, int]:
     if rows > 16:
         return 32, 2, 1  # what registers allow
     # 64 x 1K: 42.9, with 32 keys 46.4, with three CTAs 46.7; 16 x 8K: 74.6, 74.3, 74.3. 1 x 1K: with 16 keys 6.53, with 64 6.74.
-    return 16 if work == "little" else 64, 2, 1
+    return 16 if work == "little" else 64, 1 if work == "long" else 2, 1
 
 
 def every_config() -> list[Config]:
