@@ -2,9 +2,9 @@
 
     python tools/gpt_oss/benchmarks/loading.py --layers 2 --output loading.json
 
-A checkpoint of random weights, in the layout of the released ones, is written to a folder. Then its files are read from beginning to
-end, and a model is loaded from them, in turn, each time after their pages have been dropped from the system's cache (``--warm``
-leaves them there). Where the system does not drop pages, as it need not, both find them there, and the result says how quick that was.
+A checkpoint of random weights, in the layout of the released ones, is written to a folder. Then its files are read from beginning
+to end, and a model is loaded from them, in turn, each time after their pages have been dropped from the system's cache (``--warm``
+leaves them there). A system need not drop pages that it is asked to; gigabytes a second show where it did not.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="the preset's if left out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--folder", type=Path, help="where the checkpoint is written and removed again; a temporary folder if left out")
+    parser.add_argument("--folder", type=Path, help="where the checkpoint is written, and removed again")
     parser.add_argument("--repeats", type=int, default=3, help="how often each is measured, after once that does not count")
     parser.add_argument("--warm", action="store_true", help="leave what has been read in the system's cache")
     parser.add_argument("--commit", default="", help="of this code, where it is a copy whose checkout says another")

@@ -109,7 +109,7 @@ def _token_ids(name: str, values: Collection[int], vocab_size: int) -> tuple[int
     """The values as a tuple. Raises TypeError or ValueError for the first that is not a token id of the vocabulary."""
     ids = tuple(values)
     # Prompts may be long, and the device waits meanwhile: this looks at them without a loop in Python.
-    if ids and set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocab_size:
+    if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids
     for index, token in enumerate(ids):
         place = f"{name}[{index}]" if isinstance(values, Sequence) else f"each of {name}"
