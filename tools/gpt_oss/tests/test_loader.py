@@ -273,3 +273,28 @@ def test_damaged_checkpoints(saved: Path, damage: Callable[[Path], None], messag
     damage(saved)
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(saved)
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 5000])
+def test_a_tensor_is_read_as_it_is_mapped(tmp_path: Path, shard_bytes: int | None) -> None:
+    config = make_config(quantization="mxfp4", hidden_size=64, intermediate_size=32, head_dim=16)
+    save_checkpoint(tmp_path, config, tensors_of(config, torch.bfloat16), shard_bytes)
+    checkpoint = Checkpoint(tmp_path)
+    for name in checkpoint.shapes():
+        got, wanted = checkpoint.read(name), checkpoint.get(name)
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(got, wanted)
+
+
+def test_a_file_that_became_shorter_cannot_be_read(tmp_path: Path) -> None:
+    config = make_config()
+    save_checkpoint(tmp_path, config, tensors_of(config))
+    checkpoint = Checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    first = next(iter(checkpoint.shapes()))
+    checkpoint.read(first)
+    with file.open("r+b") as opened:
+        opened.truncate(2000)
+    with pytest.raises(CheckpointError, match="ends in the middle of"):
+        for name in checkpoint.shapes():
+            checkpoint.read(name)

@@ -31,7 +31,7 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched
 
 WHOLE = 256  # keys of a sequence that are not worth dividing
 LITTLE = 2048  # keys of all sequences together that are little work
-FEW = 1  # sequences that are divided among one CTA of each multiprocessor, as there is little to gain from more pieces to merge
+FEW = 1  # sequences that are divided among one CTA of each multiprocessor: with two, more pieces to merge take longer
 MANY = 800  # key heads of all sequences of which little is visible: three for every two multiprocessors, four of them to a CTA
 
 
@@ -45,13 +45,12 @@ def decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
 @functools.cache
 def _program_of(
     dtype: torch.dtype, head_dim: int, page_size: int, heads: int, kv_heads: int, q_len: int, work: Work, device: int
-) -> tuple[Callable[..., Any], int, int, int]:
-    """The program, groups, as many as make a CTA a multiprocessor, and floats of partial results."""
+) -> tuple[Callable[..., Any], int, int]:
+    """The program, groups, and floats of partial results."""
     rows = next(rows for rows in ROWS if rows >= heads // kv_heads * q_len)
     config = config_of(DTYPES[dtype], head_dim, page_size, rows, work)
-    single = max(1, multiprocessors(device) * config.heads // kv_heads)
     groups = max(1, config.resident * multiprocessors(device) * config.heads // kv_heads)
-    return decode_program(config), groups, single, 2 * groups * kv_heads * rows * (head_dim + 2)
+    return decode_program(config), groups, 2 * groups * kv_heads * rows * (head_dim + 2)
 
 
 def mha_decode_with_kvcache(
@@ -90,14 +89,14 @@ def mha_decode_with_kvcache(
             work = "little" if batch * shown < LITTLE else "long" if batch <= FEW else "much"
         elif window_left >= 0 and batch * kv_heads >= MANY and kv_heads % CONSUMERS == 0:
             work = "many short"
-        launch, groups, single, floats = _program_of(q.dtype, head_dim, page_size, heads, kv_heads, max_seqlen_q, work, device)
+        launch, groups, floats = _program_of(q.dtype, head_dim, page_size, heads, kv_heads, max_seqlen_q, work, device)
         workspace = None  # kept until the launch
         partial_at = counters_at = 0
         if shown > WHOLE:
             workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), 4 * floats, groups * kv_heads)
             partial_at, counters_at = workspace.memory_at, workspace.counters_at
             if groups > PIECES * batch:  # a CTA a multiprocessor, rather than more to merge
-                groups = max(PIECES * batch, single)
+                groups = max(PIECES * batch, groups // 2)
         elif groups > batch:
             groups = batch
         sinks, *its = sinks_at(sinks)
