@@ -78,16 +78,18 @@ def variants(result: dict[str, Any]) -> list[str]:
     steps = [(row["batch"], row["context"]) for row in result["variants"][first]["decode"]]
     heading = "".join(f" {batch} x {context}, ms |" for batch, context in steps)
     lines = [
-        f"| variant |{heading} mean KL, nats | largest | same most likely token |",
-        "|---|" + "--:|" * (len(steps) + 3),
+        f"| variant |{heading} compared with | mean KL, nats | largest | with the same experts | same most likely token |",
+        "|---|" + "--:|" * len(steps) + "---|" + "--:|" * 4,
     ]
     for name, measured in result["variants"].items():
         times = "".join(f" {row['milliseconds_a_step']:.3f} |" for row in measured["decode"])
         found = measured["divergence"]
-        apart = f" {found['mean_kl']:.2g} | {found['largest_kl']:.2g} | {found['same_most_likely']:.1%} |"
-        if name == first:
-            apart = " | | |"
-        lines.append(f"| {name} |{times}{apart}")
+        whose = "itself, in shorter pieces" if name == first else first
+        forced = found.get("mean_kl_with_the_same_experts")
+        lines.append(
+            f"| {name} |{times} {whose} | {found['mean_kl']:.2g} | {found['largest_kl']:.2g} | "
+            f"{'' if forced is None else f'{forced:.2g}'} | {found['same_most_likely']:.1%} |"
+        )
     return lines
 
 

@@ -208,7 +208,7 @@ class Checkpoint:
         return self._files[self._file_of[name]].get_tensor(name)
 
     def read(self, name: str) -> Tensor:
-        """One tensor, read into memory of its own. That is quicker than `get`, whose memory is the mapped file, read page by page."""
+        """One tensor, read into memory of its own. That is quicker than `get`, whose memory is a mapped file, read page by page."""
         file = self._file_of[name]
         if file not in self._entries:
             self._entries[file] = _entries_of(self.directory / file)
