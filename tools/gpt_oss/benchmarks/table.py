@@ -58,6 +58,36 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+# Families of operators, and what their kernels do in this model.
+FAMILIES = {"moe": "experts, routing", "gemm": "products", "attention": "attention", "norm": "norms", "embedding": "rotation"}
+
+
+def operators(results: list[dict[str, Any]]) -> list[str]:
+    """One line a pass of the first variant: what each family's calls take by themselves, and what the device needs for them."""
+    lines = [
+        "| pass | bare | " + " | ".join(f"{what}: µs, floor" for what in FAMILIES.values()) + " | all |",
+        "|---|" + "--:|" * (len(FAMILIES) + 2),
+    ]
+    for result in results:
+        measured = next(iter(result["variants"].values()))
+        passes = [(f"decode {row['batch']} x {row['context']}", row) for row in measured["decode"]]
+        passes += [(f"prefill {row['batch']} x {row['tokens']}, two layers", row) for row in measured["prefill"]]
+        for name, row in passes:
+            found = {of_one["family"]: of_one for of_one in row.get("families", ())}
+            if not found:
+                continue
+            cells = [_time_and_floor(found[family]) if family in found else "" for family in FAMILIES]
+            bare = f"{1e3 * row['milliseconds_bare']:.0f}" if "milliseconds_bare" in row else ""
+            together = sum(of_one["microseconds"] for of_one in found.values())
+            lines.append(f"| {name} | {bare} | {' | '.join(cells)} | {together:.0f} |")
+    return lines
+
+
+def _time_and_floor(family: dict[str, Any]) -> str:
+    took, part = family["microseconds"], family["share_of_roofline"]
+    return f"{took:.0f}" if part is None else f"{took:.0f}, {part * took:.0f}"
+
+
 def prefill(results: list[dict[str, Any]]) -> list[str]:
     """One line a prefill and variant."""
     lines = ["| variant | prompts | tokens of each | ms | tokens/s | bar |", "|---|--:|--:|--:|--:|--:|"]
@@ -85,11 +115,12 @@ def variants(result: dict[str, Any]) -> list[str]:
         times = "".join(f" {row['milliseconds_a_step']:.3f} |" for row in measured["decode"])
         found = measured["divergence"]
         whose = "itself, in shorter pieces" if name == first else first
-        forced = found.get("mean_kl_with_the_same_experts")
-        lines.append(
-            f"| {name} |{times} {whose} | {found['mean_kl']:.2g} | {found['largest_kl']:.2g} | "
-            f"{'' if forced is None else f'{forced:.2g}'} | {found['same_most_likely']:.1%} |"
-        )
+        forced = found.get("mean_kl_with_the_same_experts")  # older results have none, and no such row of the first variant
+        apart = f"{whose} | {found['mean_kl']:.2g} | {found['largest_kl']:.2g} | {'' if forced is None else f'{forced:.2g}'}"
+        if forced is not None or name != first:
+            lines.append(f"| {name} |{times} {apart} | {found['same_most_likely']:.1%} |")
+        else:
+            lines.append(f"| {name} |{times} | | | | |")
     return lines
 
 
@@ -119,6 +150,8 @@ def section() -> str:
     measured = list(_results("h200", "h200_greedy", "h200_long"))
     if measured:
         lines += made_on(measured[0]) + decode(measured) + [""] + prefill(measured[:1])
+        lines += ["", "Operators by themselves, with cold caches, and what the device needs for them by its measured roofline:", ""]
+        lines += operators(measured[:1])
     for result in _results("h200_variants"):
         lines += ["", "With fewer bits, one after the other in one process:", "", f"`{result['metadata']['command']}`", ""]
         lines += [*variants(result), "", *prefill([result])]

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gpt_oss.batch import Phase
+from gpt_oss.batch import Phase, Piece, make_batch
 from gpt_oss.breakdown import break_down, by_family
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
@@ -66,6 +66,8 @@ VARIANTS = {
 _WARM_STEPS = 4
 _REPLAYS = 30  # of the bare pass; each is a position further, too
 _PREFILL_TOKENS = 65536  # that are prefilled in one pass before decode steps: what a pass needs besides the weights grows with them
+# Of which a prefill's operators are timed, as all layers' tensors would not fit: a layer with a window, and one without.
+_PREFILL_LAYERS = 2
 # Variants are compared on so many sequences of so many tokens, in their second halves, which see the first ones in the cache.
 _PROBES, _PROBE_TOKENS = 4, 256
 
@@ -346,10 +348,14 @@ class _Measuring:
         engine.generate(requests)
         seconds = [_seconds(functools.partial(engine.generate, requests)) for _ in range(self.workload.repeats)]
         median = statistics.median(seconds)
+        layers = min(_PREFILL_LAYERS, self.config.num_hidden_layers)
+        prefill = functools.partial(self._some_layers, engine, batch, tokens, layers)
+        families = self._families(prefill, f"prefill {batch} x {tokens}, {layers} layers")
         self._progress.advance(self._task)
         return {
             "batch": batch,
             "tokens": tokens,
+            "families": families,
             "seconds": median,
             "tokens_per_second": batch * tokens / median,
             "all_seconds": seconds,
@@ -406,6 +412,19 @@ class _Measuring:
         """The model's part of a decode pass, launched from Python."""
         assert engine.decoder is not None
         engine.decoder.forward(batch)
+
+    def _some_layers(self, engine: Engine, batch: int, tokens: int, layers: int) -> None:
+        """A prefill pass through the first layers alone, and to the logits."""
+        cache, whole = engine.cache, self.model.layers
+        held = [cache.allocator.allocate(cache.allocator.pages_for(tokens)) for _ in range(batch)]
+        try:
+            self.model.layers = whole[:layers]
+            pieces = [Piece(p, 0, pages) for p, pages in zip(self._prompts(batch, tokens), held, strict=True)]
+            self.model.forward(make_batch(pieces, cache, self.device, logits_of=range(batch)), cache)
+        finally:
+            self.model.layers = whole
+            for pages in held:
+                cache.allocator.free(pages)
 
     def _families(self, forward: Callable[[], object], name: str) -> list[dict[str, Any]]:
         """Times the kernels of a pass, keeps them for the report, and returns a row for each family of operators."""
@@ -491,12 +510,14 @@ def show(result: dict[str, Any], console: Console) -> None:
         title_justify="left",
     )
     for variant, measured in result["variants"].items():
-        for row in measured["decode"]:
+        passes = [(f"decode {row['batch']} x {row['context']}", row) for row in measured["decode"]]
+        passes += [(f"prefill {row['batch']} x {row['tokens']}, two layers", row) for row in measured["prefill"]]
+        for name, row in passes:
             for of_one in row["families"]:
                 roofline = of_one["share_of_roofline"]
                 families.add_row(
                     variant,
-                    f"decode {row['batch']} x {row['context']}",
+                    name,
                     of_one["family"],
                     str(of_one["calls"]),
                     f"{of_one['microseconds']:.0f}",
