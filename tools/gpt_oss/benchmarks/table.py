@@ -3,7 +3,8 @@
     python tools/gpt_oss/benchmarks/table.py            # prints them
     python tools/gpt_oss/benchmarks/table.py --write    # puts them into the README
 
-``h200.json``, ``h200_greedy.json``, ``h200_long.json`` and ``h200_variants.json`` are results of ``python -m gpt_oss benchmark``;
+``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_variants.json`` and ``h200_fp8_activations.json`` are results of
+``python -m gpt_oss benchmark``;
 ``beside_vllm.json`` is one of `beside_vllm.py`. A result that is not there is left out.
 """
 
@@ -152,7 +153,7 @@ def section() -> str:
         lines += made_on(measured[0]) + decode(measured) + [""] + prefill(measured[:1])
         lines += ["", "Operators by themselves, with cold caches, and what the device needs for them by its measured roofline:", ""]
         lines += operators(measured[:1])
-    for result in _results("h200_variants"):
+    for result in _results("h200_variants", "h200_fp8_activations"):
         lines += ["", "With fewer bits, one after the other in one process:", "", f"`{result['metadata']['command']}`", ""]
         lines += [*variants(result), "", *prefill([result])]
     for result in _results("beside_vllm"):

@@ -32,7 +32,6 @@ class Config:
         block: keys of a tile.
         resident: CTAs that share a multiprocessor.
         heads: key heads of a CTA: one, whose tiles its warps take in turn, or as many as there are warps.
-        ahead: keys of a sequence that a CTA brings to the L2 cache while the kernel before is still running.
     """
 
     dtype: str
@@ -43,7 +42,6 @@ class Config:
     block: int
     resident: int
     heads: int = 1
-    ahead: int = 256
 
     @property
     def row_warps(self) -> int:

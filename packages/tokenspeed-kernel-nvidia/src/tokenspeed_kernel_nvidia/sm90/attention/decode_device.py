@@ -130,7 +130,7 @@ class Decode(Loader, Consumers):
             cpasync.prefetch_descriptor(v.atom)
         else:
             self.prefetch_lines(call)
-        if const_expr(self.config.ahead > 0):
+        if const_expr(not self.config.split):
             cute.arch.sync_threads()
             if warp == PREFETCH_WARP:
                 self.prefetch_l2(call, begun, k, v)

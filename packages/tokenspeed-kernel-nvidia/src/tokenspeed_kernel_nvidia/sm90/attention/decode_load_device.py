@@ -25,14 +25,14 @@ from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, swizzl
 
 AT_ONCE = 8  # lengths that a lane reads together
 AHEAD = 2  # sequences of a CTA whose keys are brought to the L2 cache
-MOST_LENGTHS = 32  # sequences whose lengths a warp reads at once
+MOST_AHEAD = 256  # keys of each
 
 
 class Loader(Tiles):
     """The part of the kernel that divides the work and loads."""
 
     @cute.jit
-    def divide(self, call: Call, at_once: cutlass.Constexpr[int], early: cutlass.Constexpr[bool] = False):
+    def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
         """Finds the share of this CTA's group, by one warp.
 
         All sequences' tiles, one after another, are cut into as many equal ranges as there are groups. A group has a CTA for
@@ -40,7 +40,6 @@ class Loader(Tiles):
 
         Args:
             at_once: how many lengths a lane reads together.
-            early: while others may still write the lengths, so that all of this is a guess.
 
         Returns:
             The sequence that the range begins in, that sequence's length, the tile there, how many tiles, and how many a range has.
@@ -51,7 +50,7 @@ class Loader(Tiles):
         total = Int32(0)
         # Backwards, as the search below begins with the first.
         for back in cutlass.range(rounds, unroll=1):
-            total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, early, lengths, counts), "add")
+            total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
         share = (total + call.groups - 1) // call.groups
         if const_expr(self.block == 16):  # a tile for each warp
             share = (share + self.parts - 1) // self.parts * self.parts
@@ -83,24 +82,16 @@ class Loader(Tiles):
             before += cute.arch.shuffle_sync(ends, 31)
             step += 1
             if found < 0 and step < rounds:
-                self.tiles_of(call, step, at_once, early, lengths, counts)
+                self.tiles_of(call, step, at_once, lengths, counts)
         return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(share, total - start), 0), share
 
     @cute.jit
-    def tiles_of(
-        self,
-        call: Call,
-        step: Int32,
-        at_once: cutlass.Constexpr[int],
-        early: cutlass.Constexpr[bool],
-        lengths: cute.Tensor,
-        counts: cute.Tensor,
-    ):
+    def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
         """A lane's next sequences: their lengths and tiles. Returns how many tiles there are together."""
         some = Int32(0)
         for each in cutlass.range_constexpr(at_once):
             sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
-            lengths[each] = self.length_of(call, sequence, early)
+            lengths[each] = self.length_of(call, sequence)
             _, _, count = self.visible(call, lengths[each])
             counts[each] = cutlass.select_(sequence < call.batch, count, Int32(0))
             some += counts[each]
@@ -114,7 +105,7 @@ class Loader(Tiles):
         step = Int32(1)
         if const_expr(self.config.split):
             sequence, length, offset, left, share = [Int32(0)] * 5
-            if call.batch <= MOST_LENGTHS:  # less code, and that is what takes time here
+            if call.batch <= 32:  # less code, and that is what takes time here
                 sequence, length, offset, left, share = self.divide(call, 1)
             else:
                 sequence, length, offset, left, share = self.divide(call, AT_ONCE)
@@ -184,43 +175,27 @@ class Loader(Tiles):
         That kernel may be writing all that is read here, so what is found is good for guesses only. Whatever numbers of pages are
         found, the copy engine leaves out what is not in the cache.
         """
-        if const_expr(self.config.split):
-            if call.batch <= MOST_LENGTHS:
-                sequence, length, offset, left, _ = self.divide(call, 1, True)
-                self.prefetch_sequence(call, begun, k, v, sequence, length, offset, left)
-        else:
-            sequence = call.group
-            while sequence < call.batch and sequence < AHEAD * call.groups:
-                length = self.length_of(call, sequence, True)
-                _, _, count = self.visible(call, length)
-                self.prefetch_sequence(call, begun, k, v, sequence, length, Int32(0), count)
-                sequence += call.groups
-
-    @cute.jit
-    def prefetch_sequence(
-        self, call: Call, begun: Barriers, k: Tma, v: Tma, sequence: Int32, length: Int32, offset: Int32, count: Int32
-    ):
-        """Brings some tiles of a sequence, from the ``offset``-th that is visible on, to the L2 cache."""
         shift = call.page_shift
         _, k_from = self.partition(call, k, 0)
         _, v_from = self.partition(call, v, 0)
-        begin, first, whole = self.visible(call, length)
-        start = (first + offset) * self.block
-        first_page = start >> shift
-        pages = self.pages_from(call, sequence, first_page, length, True)
-        boxes = cutlass.min(cutlass.min(count, whole - offset), self.config.ahead // self.block) * self.boxes
-        # No more than the pages whose numbers have been read.
-        boxes = cutlass.min(boxes, (((first_page + 32) << shift) - start) // self.box)
-        box = Int32(0)
-        while box < boxes and not any_lane(begun.poll(first_to_read())):
-            position = start + box * self.box
-            page = cute.arch.shuffle_sync(pages, (position >> shift) - first_page)
-            slot = (position - (position >> shift << shift)) // self.box
-            if position + self.box > begin and position < length:
-                for panel in cutlass.range_constexpr(self.panels):
-                    cute.prefetch(k.atom, k_from[None, slot, panel, page])
-                    cute.prefetch(v.atom, v_from[None, slot, panel, page])
-            box += 1
+        sequence = call.group
+        while sequence < call.batch and sequence < AHEAD * call.groups:
+            length = self.length_of(call, sequence, True)
+            begin, first, count = self.visible(call, length)
+            first_page = (first * self.block) >> shift
+            pages = self.pages_from(call, sequence, first_page, length, True)
+            boxes = cutlass.min(count, MOST_AHEAD // self.block) * self.boxes
+            box = Int32(0)
+            while box < boxes and not any_lane(begun.poll(first_to_read())):
+                position = first * self.block + box * self.box
+                page = cute.arch.shuffle_sync(pages, (position >> shift) - first_page)
+                slot = (position - (position >> shift << shift)) // self.box
+                if position + self.box > begin and position < length:
+                    for panel in cutlass.range_constexpr(self.panels):
+                        cute.prefetch(k.atom, k_from[None, slot, panel, page])
+                        cute.prefetch(v.atom, v_from[None, slot, panel, page])
+                box += 1
+            sequence += call.groups
 
     @cute.jit
     def pages_from(self, call: Call, sequence: Int32, first_page: Int32, length: Int32, early: cutlass.Constexpr[bool] = False):
