@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from gpt_oss.batch import Phase, Piece, make_batch
-from gpt_oss.benchmark import divergence_of
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
+from gpt_oss.divergence import divergence_of
 from gpt_oss.engine import Engine
 from gpt_oss.kernels import listen, portable_only, preferring
 from gpt_oss.loader import RandomTensors
