@@ -10,7 +10,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,8 +54,7 @@ def every_case(large: bool) -> dict[str, list[CaseResult]]:
     for op in comm_operators():
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
             cases = [case for case in op.all_cases() if case.world_size == dist.get_world_size() and (large or not case.large)]
-            # Those that serve calls by name alone are called by name here.
-            found[spec.name] = [verify_case(replace(spec, only_by_name=""), case) for case in cases]
+            found[spec.name] = [verify_case(spec, case) for case in cases]
     return found
 
 

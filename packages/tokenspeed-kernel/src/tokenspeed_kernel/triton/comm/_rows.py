@@ -14,9 +14,6 @@ from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, UNIT, VECTOR,
 
 device_code = DeviceModule(__name__ + "_device")
 
-MENDED = "how it sends headers was mended after its race test, which has not run on two GPUs since"
-"""Why the kernels that send headers serve only calls that name them."""
-
 
 def gather(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
     """Launches `all_gather`. Tensors are contiguous, and x is not empty."""
