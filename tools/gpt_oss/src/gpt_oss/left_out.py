@@ -2,7 +2,8 @@
 
 Kernels overlap: one begins before the one before has ended, and reads weights meanwhile. So the times of kernels that run by
 themselves (`gpt_oss.breakdown`) do not add up to the time of a pass. What a pass is shorter by without a kernel is what there is to
-gain from it. In its place stand the results of an earlier pass, so that all others do what they did.
+gain from it. In its place stand the results of an earlier pass, so that all others do what they did. What a kernel would change in
+place stays as it is: that changes numbers, and so perhaps which experts tokens choose, but not how many.
 """
 
 from __future__ import annotations
