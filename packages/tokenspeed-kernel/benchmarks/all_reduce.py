@@ -272,9 +272,7 @@ def _ours_of(operator: str, inputs: Inputs, kernel: str | None = None) -> tuple[
         return (tk.all_reduce(i.x, i.group, i.out, override=kernel),)
     if operator == NORM:
         return tk.all_reduce_rmsnorm(i.x, i.weight, i.group, EPS, i.residual, i.out, i.residual_out, override=kernel)
-    return tk.all_reduce_rmsnorm_quantize_fp8(
-        i.x, i.weight, i.group, EPS, i.residual, residual_out=i.residual_out, override=kernel
-    )
+    return tk.all_reduce_rmsnorm_quantize_fp8(i.x, i.weight, i.group, EPS, i.residual, residual_out=i.residual_out, override=kernel)
 
 
 def _outcome(operator: str, make: Callable[[], Call | str], inputs: Inputs, calls: int) -> dict[str, Any]:

@@ -124,6 +124,10 @@ def calls_that_differ() -> list[str]:
     assert ProcessGroup.with_peer_memory() is group
     plain = tk.all_reduce.explain(ones(64), ProcessGroup.of())
     assert "protocol=none: made by ProcessGroup.of, without peer memory is not one_shot" in str(plain)
+    assert "link=none" in str(plain)
+    link = group.traits["link"]
+    assert link == "host memory" if group.device is None else link in ("pcie", "nvlink, no multicast", "nvlink, multicast not used")
+    assert f"link={link}, protocol=one_shot" in str(tk.all_reduce.explain(ones(64), group))
     if rank == 0:
         with pytest.raises(RuntimeError, match="waited 1 s for all ranks") as late:
             tk.all_reduce(ones(128), group)

@@ -26,7 +26,6 @@ from gpt_oss.loader import TensorSource, check_source, from_files, layer_prefix,
 from gpt_oss.read_ahead import ReadAhead, bytes_of
 from gpt_oss.rope import cos_sin_cache
 
-
 Caches = tuple[Tensor, Tensor] | tuple[None, None]
 """Keys and values of a layer."""
 
@@ -132,9 +131,7 @@ class GptOss:
             hidden = self.ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
         return hidden, residual
 
-    def _attend(
-        self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
-    ) -> tuple[Tensor, Tensor]:
+    def _attend(self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches) -> tuple[Tensor, Tensor]:
         """What attention adds to the residual stream, and that stream with what came before."""
         found = self.ops.rmsnorm_qkv_rope(
             hidden,
