@@ -65,6 +65,7 @@ class PeerMemory:
         one_shot_bytes: the size of the largest message for one shot, whose rows are rounded up to `UNIT`.
         two_shot_bytes: the size of the largest message for two shots.
         share_bytes: the part of that which one rank owns.
+        memory: this process's tensors of that memory: its own, and of processes on CPUs all ranks', by rank.
         one_shot: the addresses that this rank sends a message of one shot to. The first belongs to the next rank, and so on.
         one_shot_source: the address at which messages of one shot arrive. Those of rank r arrive ``r * one_shot_bytes`` behind it.
         two_shot, two_shot_source: the same for the first of two shots. Those of rank r arrive ``r * share_bytes`` behind it.
@@ -86,11 +87,12 @@ class PeerMemory:
         self.one_shot_uses = torch.zeros(self.one_shot_bytes // UNIT, dtype=torch.int32, device=device)
         self.two_shot_uses = torch.zeros(self.two_shot_bytes // UNIT, dtype=torch.int32, device=device)
         self.sums_uses = torch.zeros_like(self.two_shot_uses)
-        self._memory: tuple[Any, ...] = ()
+        self.memory: tuple[Tensor, ...] = ()
+        self._kept: Any = None
 
-    def found(self, addresses: Sequence[int], *memory: Any) -> None:
-        """Sets where each rank's memory begins in this process, and what keeps it alive."""
-        self._memory = memory
+    def found(self, addresses: Sequence[int], memory: Sequence[Tensor] = (), kept: Any = None) -> None:
+        """Sets where each rank's memory begins in this process, its tensors, and what else keeps it alive."""
+        self.memory, self._kept = tuple(memory), kept
         others = [addresses[(self.rank + 1 + index) % self.world_size] for index in range(self.world_size - 1)]
         own = addresses[self.rank]
         self.one_shot = tuple(other + self.rank * self.one_shot_bytes for other in others)
@@ -228,7 +230,7 @@ def _allocate_on_gpus(memory: PeerMemory, group: dist.ProcessGroup, control: dis
         return gap
     try:
         handle = symmetric.rendezvous(words, group)
-        memory.found([int(address) for address in handle.buffer_ptrs], words, handle)
+        memory.found([int(address) for address in handle.buffer_ptrs], [words], handle)
     except RuntimeError as error:
         gap = f"symmetric memory cannot be mapped: {_first_line(error)}"
     return _first_gap(control, gap)
@@ -258,7 +260,7 @@ def _allocate_in_file(memory: PeerMemory, control: dist.ProcessGroup) -> str | N
     if memory.rank == 0:
         shutil.rmtree(folders[0], ignore_errors=True)
     if gap is None:
-        memory.found([each.data_ptr() for each in maps], *maps)
+        memory.found([each.data_ptr() for each in maps], maps)
     return gap
 
 
