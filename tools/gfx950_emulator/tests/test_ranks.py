@@ -17,8 +17,8 @@ from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.registry import KernelRegistry
 
-
-# Workgroups that are executed together wait for one another: one that waits for another rank would keep back what that one waits for.
+# Workgroups that are executed together wait for one another: one that waits for another rank would keep back the one that this rank
+# waits for.
 ONE_WORKGROUP = 256
 
 
@@ -53,7 +53,8 @@ def cases_of_two(fast: bool) -> dict[str, list[CaseResult]]:
 
 
 def two_shots() -> list[bool]:
-    """Calls one after another in memory that is used again, with two shots, of which two ranks have no use: whether sums are right."""
+    """Whether sums are right of calls one after another in memory that is used again, with two shots, of which two ranks have no
+    use otherwise."""
     group, right = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 16, two_shot_bytes=1 << 16), []
     generator = torch.Generator().manual_seed(0)
     with emulated_gfx950(batch_lanes=ONE_WORKGROUP) as emulator:

@@ -81,8 +81,8 @@ def config_for(rows: int, device: torch.device) -> Config:
 
 
 def threads_of(config: Config, device: torch.device) -> int:
-    """Threads of a program. A tile of vectors that are sent or waited for has at least as many, so that none has two threads: what one
-    of them sees or sends later than the other would be taken for something else."""
+    """Threads of a program. A tile of vectors that are sent or waited for has at least as many, so that none has two threads: what
+    one of them sees or sends later than the other would be taken for something else."""
     return config.warps * for_architecture({"amd": 64, "any": 32}, device)
 
 
