@@ -177,7 +177,7 @@ def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
     if not cuda:
         return None
     if torch.version.hip is not None:
-        return "kernels between peers were not run on AMD GPUs yet"
+        return "kernels between peers have run on emulated AMD GPUs only"
     if len({uuid for _, _, uuid in all_of}) < len(all_of):
         return "several ranks share a GPU, where a kernel of one may wait for a kernel of another that cannot start"
     visible = _visible()
