@@ -64,7 +64,8 @@ def run(
         program: its file.
         description: of it.
         rows: numbers of rows by default.
-        measure: what each rank does, with rows, hidden size, dtype, calls and device; returns the rows of the report.
+        measure: what each rank does, with rows, hidden size, dtype, calls, device, and the file that the first rank keeps rows in
+            as they are made, or None; returns the rows of the report.
         arguments: the command line.
 
     Returns:
@@ -75,7 +76,8 @@ def run(
     if missing is not None:
         print(missing, file=sys.stderr)
         return 1
-    settings = options.rows, options.hidden, options.dtype, options.calls, options.device
+    kept = options.json and options.json.with_suffix(".partial")
+    settings = options.rows, options.hidden, options.dtype, options.calls, options.device, kept
     try:
         found = run_world(measure, options.ranks, settings, device=options.device, time_limit_s=options.time_limit)[0]
     except WorldError as error:
@@ -92,6 +94,7 @@ def run(
     }
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+        kept.unlink()
     print(table(report))
     return 0 if all(row["us"] is not None or row["skipped"] for row in found) else 1
 
@@ -139,7 +142,9 @@ def table(report: dict[str, Any]) -> str:
 # -- what each rank does ----------------------------------------------------------------------------------------------------------
 
 
-def measure(sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str) -> list[dict[str, Any]]:
+def measure(
+    sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str, kept: Path | None = None
+) -> list[dict[str, Any]]:
     """A row for each operator, contestant and size, the same on every rank."""
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     row_bytes = -(-hidden * getattr(torch, dtype).itemsize // UNIT) * UNIT
@@ -153,6 +158,7 @@ def measure(sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: s
         for operator in (SUM, NORM, FP8):
             for name, make in contestants(operator, inputs):
                 found.append({"operator": operator, "contestant": name, "rows": rows, **_outcome(operator, make, inputs, calls)})
+        keep(found, kept)
     return found
 
 
@@ -189,6 +195,12 @@ class Inputs:
             yield made[1], self.summed, self.slack
         else:
             yield made[0], self.total, self.slack
+
+
+def keep(found: list[dict[str, Any]], file: Path | None) -> None:
+    """Writes what there is, so that a run that is ended early leaves it."""
+    if file is not None and dist.get_rank() == 0:
+        file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def contestants(operator: str, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Call | str]]]:
