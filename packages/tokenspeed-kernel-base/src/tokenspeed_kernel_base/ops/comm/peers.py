@@ -211,7 +211,8 @@ def _link(control: dist.ProcessGroup, device: torch.device) -> str:
         lanes = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[device.index]
         multicast = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
         joined = [lanes[visible[uuid]] > 0 for uuid in uuids if visible[uuid] != device.index]
-    except (ImportError, RuntimeError, KeyError):  # not this PyTorch's, no NVML, or a GPU that this process does not see
+    # PyTorch's own, which may change; no NVML; or a GPU that this process does not see.
+    except (ImportError, AttributeError, TypeError, RuntimeError, LookupError):
         return "unknown"
     return ("nvlink, multicast not used" if multicast else "nvlink, no multicast") if all(joined) else "pcie"
 
