@@ -168,9 +168,9 @@ _SMALL_MEMORY_FP8 = {
 }
 _BLOCKS_FP8 = {"sm_90": _LARGE_MEMORY_FP8, "sm_100": _LARGE_MEMORY_FP8, "any": _SMALL_MEMORY_FP8}
 
-# fp8 weights that are decoded to the tokens' 16 bits, which costs instructions: each warpgroup of a tile decodes all of its features,
-# and a second block on the multiprocessor hides more than a deep pipeline. Microseconds on an H200: of Qwen3-235B (128 experts,
-# top-8), and of DeepSeek-V3 (32 of 256 experts here, so 8 times fewer rows than the mean as seen from the host).
+# fp8 weights that are decoded to the tokens' 16 bits, which costs instructions: each warpgroup of a tile decodes all of its
+# features, and a second block on the multiprocessor hides more than a deep pipeline. Microseconds on an H200: of Qwen3-235B (128
+# experts, top-8), and of DeepSeek-V3 (32 of 256 experts here: 8 times fewer rows than the mean as seen from the host).
 _LARGE_MEMORY_FP8_DECODED = {
     # Qwen3 64 tokens 816, DeepSeek 16 tokens 211; 4 stages 915 and 245, 5 996 and 255, k 64 and 3 stages 980 and 271.
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
