@@ -15,7 +15,10 @@ from torch import Tensor
 
 from tokenspeed_kernel_base import resources
 from tokenspeed_kernel_base.parameters import Kind, parse_parameters
+from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.resources import Resource
+from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 
 Declare = Callable[..., Any]
 
@@ -134,6 +137,45 @@ def test_a_key_that_cannot_be_hashed(add: Any) -> None:
     table.key = ["a"]
     with pytest.raises(TypeError, match=r"the key of table must be hashable, got list \['a'\]"):
         add(torch.ones(3), table)
+
+
+class Stated(Table):
+    """Numbers of which some are rounded, as it says."""
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        return {"rounded": self.name == "rounded"}
+
+    @property
+    def card(self) -> str:
+        return f"the numbers are {self.name}" if self.name else ""
+
+
+def test_what_a_resource_states_is_asked_of_kernels(add: Any, asked: list[str]) -> None:
+    """A kernel that is silent about a flag is not given resources that set it, by its name neither."""
+    op = add.operator
+    signature = format_signature(x=dense_tensor_format(torch.float32))
+    common: dict[str, Any] = {"solution": "test", "signatures": {signature}, "priority": 17}
+
+    @register_kernel(op.family, op.mode, name=f"silent_{op.mode}", **common)
+    def _(x: Tensor, table: Table, out: Tensor | None) -> Tensor:
+        return torch.full_like(x, 10.0)
+
+    @register_kernel(op.family, op.mode, name=f"able_{op.mode}", traits={"rounded": any}, **{**common, "priority": 16})
+    def _(x: Tensor, table: Table, out: Tensor | None) -> Tensor:
+        return torch.full_like(x, 20.0)
+
+    x, values = torch.ones(2), torch.zeros(2)
+    assert add(x, Stated("exact", values)).tolist() == [10.0] * 2
+    assert add(x, Stated("rounded", values)).tolist() == [20.0] * 2
+    with pytest.raises(NoKernelFoundError, match="says nothing of rounded, so it does not have it"):
+        add(x, Stated("rounded", values), override=f"silent_{op.mode}")
+    explained = add.explain(x, Stated("rounded", values))
+    assert explained.request.traits == {"rounded": True, "name": "rounded"}
+    assert "  table    the numbers are rounded\n" in str(explained)
+    assert explained.to_dict()["cards"] == {"table": "the numbers are rounded"}
+    for quiet in (Stated("", values), Table("a", values)):
+        assert add.explain(x, quiet).cards == {}
 
 
 def test_optional_resources(add_if_there: Any) -> None:

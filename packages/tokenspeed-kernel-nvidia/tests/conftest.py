@@ -33,6 +33,20 @@ def sm90() -> torch.device:
 
 
 @pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelRegistry]:
+    """The registry with our kernels, as if there were a CuteDSL."""
+    monkeypatch.setattr(_machine, "dsl_gap", lambda: None)
+    registry = KernelRegistry.get()
+    names = {spec.name for spec in registry.list_kernels()}
+    with registry.transaction() as added:
+        if "cutedsl_mha_prefill_64" not in names:
+            tokenspeed_kernel_nvidia.register()
+    yield registry
+    for spec in added:
+        registry.unregister(spec.name)
+
+
+@pytest.fixture
 def source() -> Callable[[str], str]:
     """What reads FlashInfer's files."""
     found = source_reader()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import tokenspeed_kernel
-import tokenspeed_kernel_nvidia
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
@@ -29,20 +27,6 @@ OPERATORS = [
     ("gemm", "mm"),
     ("moe", "moe_apply"),
 ]
-
-
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[KernelRegistry]:
-    """The registry with our kernels, as if there were a CuteDSL."""
-    monkeypatch.setattr(_machine, "dsl_gap", lambda: None)
-    registry = KernelRegistry.get()
-    names = {spec.name for spec in registry.list_kernels()}
-    with registry.transaction() as added:
-        if "cutedsl_mha_prefill_64" not in names:
-            tokenspeed_kernel_nvidia.register()
-    yield registry
-    for spec in added:
-        registry.unregister(spec.name)
 
 
 def chosen(mode: str, case: str, platform: str = "sm_90", **changed: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -122,3 +124,26 @@ def test_a_scale_that_is_nan_makes_its_row_nan_alone() -> None:
     w2, _ = read_back(layout.prepare_weights(weights, plan).w2_weight, 64)
     assert w2[1, 5].isnan().all()
     assert not torch.cat((w2[1, :5], w2[1, 6:])).isnan().any()
+
+
+def test_memory_beside_what_is_kept(sm90: torch.device) -> None:
+    """A layer is arranged some experts at a time: it never needs as much again as it keeps."""
+    experts, size = 64, 2880
+
+    def projection(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        shapes = ((experts, rows, size // 2), (experts, rows, size // 32))
+        codes, scale = (torch.full(shape, 120, dtype=torch.uint8, device=sm90) for shape in shapes)
+        return codes, scale, torch.zeros(experts, rows, device=sm90)
+
+    weights = MoEWeights(*projection(2 * size), *projection(size))
+    facts: dict[str, Any] = {"weight_format": "mxfp4", "bias": True, "device": sm90}
+    plan = moe_apply.plan(experts, 4, size, size, override="reference_moe_apply", **facts)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(sm90)
+    before = torch.cuda.memory_allocated(sm90)
+    prepared = layout.prepare_weights(weights, plan)
+    most, kept = torch.cuda.max_memory_allocated(sm90) - before, torch.cuda.memory_allocated(sm90) - before
+    given = sum(part.nbytes for part in vars(weights).values() if isinstance(part, Tensor))
+    assert kept == pytest.approx(prepared.w13_weight.nbytes + prepared.w2_weight.nbytes, rel=1e-3)
+    assert kept <= 1.01 * given
+    assert most - kept <= 0.35 * kept

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
+from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
+from tokenspeed_kernel_base.ops.moe.process import moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
+from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
+from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_nvidia.sm90.moe import grouped, mxfp4_layout
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import OCTAVES, RoundedWeights, exact_experts
 
-from .experts import RandomLayer
+from .experts import GPT_OSS, RandomLayer
 
 CPU = torch.device("cpu")
 
@@ -32,11 +42,55 @@ def test_rounded_weights() -> None:
     assert isinstance(layer.prepared, RoundedWeights)
     assert layer.prepared.exact is not None
     assert layer.prepared.exact.tolist() == [0, 1, 1, 0, 1]
-    assert "of 3 exactly; 2 with scales" in layer.prepared.card
+    assert layer.prepared.card == (
+        "5 experts: float8 products have the weights of 3 exactly; 2 with scales more than 15 octaves apart in a row have "
+        "16-bit products: 0, 3"
+    )
     assert layer.prepared.layout == mxfp4_layout.LAYOUT
     plain = mxfp4_layout.prepare_weights(layer.given, layer.plan)
     assert torch.equal(layer.prepared.w13_weight, plain.w13_weight)
     assert torch.equal(layer.prepared.w2_weight, plain.w2_weight)
+
+
+def test_a_card_of_many_names_some() -> None:
+    layer = RandomLayer(CPU, 40, 2, 64, 32, activation_dtype="fp8")
+    layer.spread_scales(range(1, 40, 2))
+    assert isinstance(layer.prepared, RoundedWeights)
+    assert layer.prepared.card.endswith("16-bit products: 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31 and 4 more")
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("inexact", [[], [2]], ids=["all exact", "some not"])
+def test_calls_say_whether_experts_are_exact(inexact: list[int]) -> None:
+    """The card is in the explanation, and the trait in the request: a kernel with products of bytes alone is refused."""
+    folding = "folding_moe_apply"
+    layer = RandomLayer(CPU, 5, 2, 96, 64, activation_dtype="fp8", **GPT_OSS)
+    layer.spread_scales(inexact)
+    ours = KernelRegistry.get().get_by_name("cutedsl_moe_apply_mxfp4_fp8")
+    traits = {name: constraint for name, constraint in ours.traits.items() if name != "inexact_experts"}
+    options: dict[str, Any] = {
+        "capability": ours.capability,
+        "signatures": ours.format_signatures,
+        "priority": Priority.SPECIALIZED,
+    }
+    register_kernel(ours.family, ours.mode, name=folding, solution="test", traits=traits, **options)(lambda *_: None)
+    try:
+        with use_platform(named_platform("sm_90")):
+            x, topk_weights, topk_ids = layer.tokens(3)
+            plan = dataclasses.replace(layer.plan, kernel=ours.name, weight_layout=mxfp4_layout.LAYOUT)
+            weights = moe_process_weights(layer.given, plan)
+            assert isinstance(weights, RoundedWeights)
+            assert weights.inexact_ids == tuple(inexact)
+            explained = moe_apply.explain(x, weights, topk_weights, topk_ids, plan)
+            with pytest.raises(NoKernelFoundError) if inexact else contextlib.nullcontext():
+                moe_apply.bind(x, weights, topk_weights, topk_ids, plan, override=folding)
+    finally:
+        KernelRegistry.get().unregister(folding)
+    assert explained.chosen is not None
+    assert explained.chosen.name == (ours.name if inexact else folding)
+    assert explained.request.traits["inexact_experts"] is bool(inexact)
+    assert f"  weights  {weights.card}\n" in str(explained)
+    assert ("says nothing of inexact_experts, so it does not have it" in str(explained)) == bool(inexact)
 
 
 def test_other_activations_have_plain_weights() -> None:

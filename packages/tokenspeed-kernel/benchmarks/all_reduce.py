@@ -1,4 +1,5 @@
-"""Times all-reduces between the GPUs of a machine, alone and with the residual add and normalisation, beside NCCL and PyTorch.
+"""Times all-reduces between the GPUs of a machine, alone and with what follows them in a layer (the residual add, normalisation,
+quantisation), beside NCCL, PyTorch, and the kernels of TensorRT-LLM and vLLM, if FlashInfer is installed, which has them.
 
 python packages/tokenspeed-kernel/benchmarks/all_reduce.py --ranks 2 --json
 packages/tokenspeed-kernel/benchmarks/h200_all_reduce.json
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import all_reduce_peers as peers
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,7 +41,10 @@ EPS = 1e-5
 # How often a graph is replayed, and how often if its calls move at least _LARGE bytes.
 _REPLAYS, _LARGE_REPLAYS, _LARGE = 50, 10, 1 << 24
 
-Call = Callable[[], tuple[Tensor, Tensor | None]]
+SUM, NORM, FP8 = "all_reduce", "all_reduce_rmsnorm", "all_reduce_rmsnorm_quantize_fp8"
+
+# What an operator returns; a single tensor as a tuple, too.
+Call = Callable[[], tuple[Tensor, ...]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +64,8 @@ def run(
         program: its file.
         description: of it.
         rows: numbers of rows by default.
-        measure: what each rank does, with rows, hidden size, dtype, calls and device; returns the rows of the report.
+        measure: what each rank does, with rows, hidden size, dtype, calls, device, and the file that the first rank keeps rows in
+            as they are made, or None; returns the rows of the report.
         arguments: the command line.
 
     Returns:
@@ -70,7 +76,8 @@ def run(
     if missing is not None:
         print(missing, file=sys.stderr)
         return 1
-    settings = options.rows, options.hidden, options.dtype, options.calls, options.device
+    kept = options.json and options.json.with_suffix(".partial")
+    settings = options.rows, options.hidden, options.dtype, options.calls, options.device, kept
     try:
         found = run_world(measure, options.ranks, settings, device=options.device, time_limit_s=options.time_limit)[0]
     except WorldError as error:
@@ -87,6 +94,7 @@ def run(
     }
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+        kept.unlink()
     print(table(report))
     return 0 if all(row["us"] is not None or row["skipped"] for row in found) else 1
 
@@ -134,7 +142,9 @@ def table(report: dict[str, Any]) -> str:
 # -- what each rank does ----------------------------------------------------------------------------------------------------------
 
 
-def measure(sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str) -> list[dict[str, Any]]:
+def measure(
+    sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str, kept: Path | None = None
+) -> list[dict[str, Any]]:
     """A row for each operator, contestant and size, the same on every rank."""
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     row_bytes = -(-hidden * getattr(torch, dtype).itemsize // UNIT) * UNIT
@@ -144,9 +154,11 @@ def measure(sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: s
     found = []
     for rows in sizes:
         inputs = Inputs(rows, hidden, getattr(torch, dtype), place, group)
-        for operator in ("all_reduce", "all_reduce_rmsnorm"):
+        inputs.most_rows = max(sizes)
+        for operator in (SUM, NORM, FP8):
             for name, make in contestants(operator, inputs):
                 found.append({"operator": operator, "contestant": name, "rows": rows, **_outcome(operator, make, inputs, calls)})
+        keep(found, kept)
     return found
 
 
@@ -162,17 +174,47 @@ class Inputs:
         self.total = functools.reduce(lambda total, x: total + x.float(), every[1:], every[0].float()).to(dtype)
         self.normed, self.summed = rmsnorm(self.total, self.weight, EPS, self.residual, solution="reference")
         self.out, self.residual_out = torch.empty_like(self.x), torch.empty_like(self.x)
+        self.most_rows = rows  # of all calls of this process
         # A sum of so many roundings, of numbers as large as these.
         self.slack = 2 * group.world_size * torch.finfo(dtype).eps * float(self.total.abs().max())
 
-    def norm(self, total: Tensor) -> tuple[Tensor, Tensor | None]:
+    def norm(self, total: Tensor) -> tuple[Tensor, ...]:
         return rmsnorm(total, self.weight, EPS, self.residual, self.out, self.residual_out)
+
+    def encode(self, normed: Tensor, summed: Tensor) -> tuple[Tensor, ...]:
+        return *tk.quantize_fp8(normed), summed
+
+    def compared(self, operator: str, made: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """What was made, what was wanted, and how far they may be apart."""
+        if operator == FP8:
+            codes, scale, summed = made
+            yield codes.float() * scale, self.normed, float(self.normed.abs().max()) * 2**-4 + 4 * self.slack
+            yield summed, self.summed, self.slack
+        elif operator == NORM:
+            yield made[0], self.normed, 4 * self.slack
+            yield made[1], self.summed, self.slack
+        else:
+            yield made[0], self.total, self.slack
+
+
+def keep(found: list[dict[str, Any]], file: Path | None) -> None:
+    """Writes what there is, so that a run that is ended early leaves it."""
+    if file is not None and dist.get_rank() == 0:
+        file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def contestants(operator: str, inputs: Inputs) -> Iterator[tuple[str, Callable[[], Call | str]]]:
     """Names, and what makes the call or says why there is none."""
-    for name, make in ((dist.get_backend(), _library), ("torch one_shot", _torch_one_shot), ("torch two_shot", _torch_two_shot)):
-        yield name if operator == "all_reduce" else f"{name}, rmsnorm", functools.partial(_followed, make, operator, inputs)
+    behind = {SUM: "", NORM: ", rmsnorm", FP8: ", rmsnorm, quantize_fp8"}[operator]
+    libraries = ((dist.get_backend(), _library), ("torch one_shot", _torch_one_shot), ("torch two_shot", _torch_two_shot))
+    for name, make in libraries[: 1 if operator == FP8 else None]:
+        yield name + behind, functools.partial(_followed, make, operator, inputs)
+    if operator == SUM:
+        yield "vllm", functools.partial(_vllm, inputs)
+    if operator in (SUM, NORM):
+        yield "trtllm", functools.partial(_trtllm, operator, inputs)
+    if operator == FP8:
+        yield "all_reduce_rmsnorm, quantize_fp8", lambda: lambda: inputs.encode(*_ours_of(NORM, inputs))
     yield "chosen", functools.partial(_ours, operator, inputs, None)
     for kind in ("one_shot", "two_shot"):
         yield kind, functools.partial(_ours, operator, inputs, f"triton_{kind}_{operator}")
@@ -182,7 +224,9 @@ def _followed(make: Callable[[Inputs], Callable[[], Tensor] | str], operator: st
     total = make(inputs)
     if isinstance(total, str):
         return total
-    return (lambda: (total(), None)) if operator == "all_reduce" else (lambda: inputs.norm(total()))
+    if operator == SUM:
+        return lambda: (total(),)
+    return (lambda: inputs.norm(total())) if operator == NORM else (lambda: inputs.encode(*inputs.norm(total())))
 
 
 def _library(inputs: Inputs) -> Callable[[], Tensor]:
@@ -216,31 +260,43 @@ def _torch_two_shot(inputs: Inputs) -> Callable[[], Tensor] | str:
     return x if isinstance(x, str) else lambda: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", dist.group.WORLD.group_name)
 
 
+def _vllm(inputs: Inputs) -> Call | str:
+    return peers.Vllm.gap(inputs.x) or peers.Vllm(inputs.x)
+
+
+def _trtllm(operator: str, inputs: Inputs) -> Call | str:
+    norm = None if operator == SUM else (inputs.residual, inputs.weight, EPS)
+    return peers.gap(inputs.x.device) or peers.trtllm(inputs.x, inputs.most_rows, norm)
+
+
 def _ours(operator: str, inputs: Inputs, kernel: str | None) -> Call | str:
     i = inputs
-    arguments = (i.x, i.group) if operator == "all_reduce" else (i.x, i.weight, i.group, EPS, i.residual)
+    arguments = (i.x, i.group) if operator == SUM else (i.x, i.weight, i.group, EPS, i.residual)
     asked = getattr(tk, operator).explain(*arguments, override=kernel)
     if asked.chosen is None or (kernel is not None and i.group.peers is None):
         return asked.problem or i.group.peer_gap
-    if operator == "all_reduce":
-        return lambda: (tk.all_reduce(i.x, i.group, i.out, override=kernel), None)
-    return lambda: tk.all_reduce_rmsnorm(i.x, i.weight, i.group, EPS, i.residual, i.out, i.residual_out, override=kernel)
+    return functools.partial(_ours_of, operator, inputs, kernel)
+
+
+def _ours_of(operator: str, inputs: Inputs, kernel: str | None = None) -> tuple[Tensor, ...]:
+    i = inputs
+    if operator == SUM:
+        return (tk.all_reduce(i.x, i.group, i.out, override=kernel),)
+    if operator == NORM:
+        return tk.all_reduce_rmsnorm(i.x, i.weight, i.group, EPS, i.residual, i.out, i.residual_out, override=kernel)
+    return tk.all_reduce_rmsnorm_quantize_fp8(i.x, i.weight, i.group, EPS, i.residual, residual_out=i.residual_out, override=kernel)
 
 
 def _outcome(operator: str, make: Callable[[], Call | str], inputs: Inputs, calls: int) -> dict[str, Any]:
     call = make()
     if isinstance(call, str):
         return {"us": None, "best_us": None, "exact": None, "skipped": True, "reason": call}
-    first, second = call()
-    wanted = inputs.total if operator == "all_reduce" else inputs.normed
-    pairs = [(first, wanted, 1.0 if operator == "all_reduce" else 4.0)]
-    if second is not None:
-        pairs.append((second, inputs.summed, 1.0))
-    far = max(float((got.float() - right.float()).abs().max()) - slack * inputs.slack for got, right, slack in pairs)
+    pairs = list(inputs.compared(operator, call()))
+    far = max(float((got.float() - right.float()).abs().max()) - slack for got, right, slack in pairs)
     exact = torch.equal(*(pairs[-1][:2]))
     outcome = {"exact": all(everywhere(exact)), "skipped": False}
     if max(everywhere(far)) > 0:
-        return {**outcome, "us": None, "best_us": None, "reason": f"wrong by {far:.3g} more than {inputs.slack:.3g}"}
+        return {**outcome, "us": None, "best_us": None, "reason": f"wrong by {far:.3g} more than it may be"}
     return {**outcome, **summary(times(call, calls, inputs.x)), "reason": ""}
 
 
@@ -270,6 +326,8 @@ def times(call: Callable[[], Any], calls: int, x: Tensor) -> list[float]:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
+    if isinstance(call, peers.Vllm):
+        call.captured()
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()

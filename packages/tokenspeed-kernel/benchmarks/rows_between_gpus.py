@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import all_reduce as between
@@ -32,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return between.run("rows_between_gpus.py", __doc__, ROWS, measure, arguments)
 
 
-def measure(sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str) -> list[dict[str, Any]]:
+def measure(
+    sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: str, kept: Path | None = None
+) -> list[dict[str, Any]]:
     """A row for each operator, contestant and size, the same on every rank."""
     place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     # A row's header is shorter than a unit.
@@ -43,6 +46,7 @@ def measure(sizes: Sequence[int], hidden: int, dtype: str, calls: int, device: s
         inputs = Inputs(rows, hidden, getattr(torch, dtype), place, group)
         for operator, name, call, reference in contestants(inputs):
             found.append({"operator": operator, "contestant": name, "rows": rows, **_outcome(call, reference, calls, inputs.x)})
+        between.keep(found, kept)
     return found
 
 

@@ -25,13 +25,14 @@ pytest.importorskip("rich")
 import typer
 from typer.testing import CliRunner
 
-from tokenspeed_kernel import plugins
+from tokenspeed_kernel import moe_plan, plugins
 from tokenspeed_kernel.plugins import PluginFailure, PluginInfo
 from tokenspeed_kernel.version import __version__
 from tokenspeed_kernel.workbench.cli import app
 from tokenspeed_kernel.workbench.cli.output import print_table
 from tokenspeed_kernel_base import config
 from tokenspeed_kernel_base.operator import operators
+from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_base.registry import PriorityClashWarning, register_kernel
 from tokenspeed_kernel_command import COMMANDS
 
@@ -192,6 +193,17 @@ def test_explain_gives_every_kernel_its_verdict() -> None:
 def test_explain_starts_from_a_case() -> None:
     assert call_json("explain", "rmsnorm")["case"] == "gpt-oss-120b decode 64", "the small case most like the first large one"
     assert call_json("explain", "rmsnorm", "--case", "with residual")["traits"]["residual"] is True
+
+
+@pytest.mark.parametrize("platform", ["sm_90", "gfx950", "cpu"])
+def test_explain_of_weights_that_are_prepared_is_what_a_plan_says(platform: str) -> None:
+    """Each kernel is asked for the layout that it wants, though the case has the checkpoint's."""
+    found = call_json("explain", "moe_apply", "--platform", platform, "--case", "mxfp4, gpt-oss options")
+    facts: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702, "limit": 7.0, "beta": 1.0}
+    plan = moe_plan(8, 4, 96, 64, weight_format="mxfp4", **facts, platform=named_platform(platform))
+    assert found["chosen"] == plan.kernel
+    for candidate in found["candidates"]:
+        assert "weight_layout=canonical is not" not in candidate["reason"], candidate
 
 
 def test_explain_of_every_large_case_draws_little() -> None:

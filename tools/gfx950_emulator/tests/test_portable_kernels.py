@@ -32,7 +32,7 @@ def _runs() -> list[Any]:
         for op in operators():
             cases = {case: op.complete(case.build(CPU)) for case in op.all_cases() if not case.large}
             for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
-                if spec.solution != "triton" or spec.family == "comm":  # those need several processes
+                if spec.solution != "triton" or spec.family == "comm":  # those of several processes: test_ranks
                     continue
                 taken = [case for case, arguments in cases.items() if refusal(op, spec, arguments) is None]
                 assert taken, f"no case reaches {spec.name}"

@@ -28,6 +28,14 @@ from typing import Any
 
 FEW, MANY = 8, 136  # tokens generated
 LOAD_FORMAT = "gpt_oss_random"
+# Of vLLM's processes, where nobody has said otherwise: one GPU has nobody to talk to, and nothing is fetched.
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -71,7 +79,8 @@ def prompts_of(count: int, tokens: int, vocab: int, seed: int) -> list[list[int]
 
 
 def register_loader() -> None:
-    """Gives vLLM a load format that reads `RandomTensors` where others read files. Processes that vLLM forks have it too."""
+    """Gives vLLM a load format that reads `RandomTensors` where others read files. Each of vLLM's processes calls this; see
+    `entry_point`."""
     import torch
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -112,12 +121,8 @@ def longest_of(options: argparse.Namespace) -> int:
 
 def run_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measures vLLM with one kind of experts."""
-    os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "fork")  # so that its processes have the loader
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import vllm
 
-    register_loader()
     config = configuration(options)
     (folder / "config.json").write_text(json.dumps(config))
     started = time.perf_counter()
@@ -193,12 +198,24 @@ def run_ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
+def entry_point(folder: Path) -> Path:
+    """A folder for PYTHONPATH in which vLLM finds `register_loader` as a plugin, as if this program were installed."""
+    made = folder / "plugin" / f"{LOAD_FORMAT}-0.dist-info"
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {LOAD_FORMAT}\nVersion: 0\n")
+    (made / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{LOAD_FORMAT} = {Path(__file__).stem}:register_loader\n")
+    return made.parent
+
+
 def run_child(options: argparse.Namespace, experts: str, folder: Path, given: Sequence[str]) -> dict[str, Any]:
     """Measures vLLM in a process of its own. If that fails, the result says how."""
     result = folder / f"{experts}.json"
-    paths = [*([] if options.vllm_path is None else [str(options.vllm_path)]), *sys.path[1:]]
+    own = [] if options.vllm_path is None else [str(options.vllm_path)]
+    paths = [*own, str(entry_point(folder)), str(Path(__file__).resolve().parent), *sys.path[1:]]
     command = [options.vllm_python, __file__, *given, "--only-vllm", experts, "--output", str(result)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}, check=False)
+    # No other plugin: it is vLLM as it comes that is measured.
+    environment = {**_ENVIRONMENT, **os.environ, "VLLM_PLUGINS": LOAD_FORMAT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, env=environment, check=False)
     if done.returncode or not result.exists():
         return {"error": f"its process ended with {done.returncode}"}
     found: dict[str, Any] = json.loads(result.read_text())

@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 
 from gpt_oss.batch import Phase, Piece, make_batch
-from gpt_oss.benchmark import divergence_of
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
+from gpt_oss.divergence import divergence_of
 from gpt_oss.engine import Engine
 from gpt_oss.kernels import listen, portable_only, preferring
+from gpt_oss.left_out import leave_out
 from gpt_oss.loader import RandomTensors
 from gpt_oss.model import GptOss
 from gpt_oss.parallel import MODELS
@@ -75,7 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefills", type=_shapes, default=(), help="prompts and their tokens, like 1x1024,8x1024")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each prefill, of which the median counts")
     parser.add_argument("--check", type=int, default=0, help="layers that are run whole, too, and compared")
-    parser.add_argument("--profile", action="store_true", help="list the kernels of a pass, of the first rank")
+    parser.add_argument("--left-out", action="store_true", help="by how much a pass is shorter without each of its kernels")
     return parser.parse_args(arguments)
 
 
@@ -243,7 +244,7 @@ def _decode(model: SharedGptOss, batch: int, options: argparse.Namespace) -> dic
         "milliseconds_median": 1e3 * max(_everywhere(statistics.median(seconds))),
         "milliseconds_bare": max(_everywhere(_bare(engine, batch))),
         "tokens_per_second": batch / step,
-        "kernels": _profile(engine, batch) if options.profile and cuda else [],
+        "left_out": _left_out(engine, batch) if options.left_out and cuda else {},
     }
 
 
@@ -268,20 +269,19 @@ def _bare(engine: Engine, batch: int) -> float:
     return milliseconds
 
 
-def _profile(engine: Engine, batch: int) -> list[dict[str, Any]]:
-    """The kernels of two passes, longest first: their count and microseconds in a pass."""
-    assert engine.decoder is not None
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(2):
-            engine.decoder.replay(batch, sampled=True)
-        _wait(engine.model.device)
-    rows = [
-        {"kernel": found.key[:120], "calls": found.count / 2, "microseconds": found.device_time_total / 2}
-        for found in profiler.key_averages()
-        if found.device_time_total
-    ]
-    return sorted(rows, key=lambda row: -row["microseconds"])
+def _left_out(engine: Engine, batch: int) -> dict[str, Any]:
+    """The model's pass, without the choice of tokens, and what it takes less without each of its kernels; of the slowest rank."""
+    decoder = engine.decoder
+    assert decoder is not None
+    with torch.no_grad():
+        whole, found = leave_out(lambda: decoder.forward(batch), engine.model.device)
+    of_rank = {(each.operator, each.kernel): each for each in found}
+    rows = []
+    for operator, kernel in sorted(of_rank):
+        shorter = min(_everywhere(of_rank[operator, kernel].microseconds))
+        row = {"operator": operator, "kernel": kernel, "calls": of_rank[operator, kernel].calls, "microseconds": shorter}
+        rows.append(row)
+    return {"microseconds": max(_everywhere(whole)), "kernels": sorted(rows, key=lambda row: -float(row["microseconds"]))}
 
 
 if __name__ == "__main__":

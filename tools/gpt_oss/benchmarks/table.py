@@ -3,7 +3,8 @@
     python tools/gpt_oss/benchmarks/table.py            # prints them
     python tools/gpt_oss/benchmarks/table.py --write    # puts them into the README
 
-``h200.json``, ``h200_greedy.json``, ``h200_long.json`` and ``h200_variants.json`` are results of ``python -m gpt_oss benchmark``;
+``h200.json``, ``h200_greedy.json``, ``h200_long.json``, ``h200_variants.json`` and ``h200_fp8_activations.json`` are results of
+``python -m gpt_oss benchmark``;
 ``beside_vllm.json`` is one of `beside_vllm.py`. A result that is not there is left out.
 """
 
@@ -58,6 +59,36 @@ def decode(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+# Families of operators, and what their kernels do in this model.
+FAMILIES = {"moe": "experts, routing", "gemm": "products", "attention": "attention", "norm": "norms", "embedding": "rotation"}
+
+
+def operators(results: list[dict[str, Any]]) -> list[str]:
+    """One line a pass of the first variant: what each family's calls take by themselves, and what the device needs for them."""
+    lines = [
+        "| pass | bare | " + " | ".join(f"{what}: µs, floor" for what in FAMILIES.values()) + " | all |",
+        "|---|" + "--:|" * (len(FAMILIES) + 2),
+    ]
+    for result in results:
+        measured = next(iter(result["variants"].values()))
+        passes = [(f"decode {row['batch']} x {row['context']}", row) for row in measured["decode"]]
+        passes += [(f"prefill {row['batch']} x {row['tokens']}, two layers", row) for row in measured["prefill"]]
+        for name, row in passes:
+            found = {of_one["family"]: of_one for of_one in row.get("families", ())}
+            if not found:
+                continue
+            cells = [_time_and_floor(found[family]) if family in found else "" for family in FAMILIES]
+            bare = f"{1e3 * row['milliseconds_bare']:.0f}" if "milliseconds_bare" in row else ""
+            together = sum(of_one["microseconds"] for of_one in found.values())
+            lines.append(f"| {name} | {bare} | {' | '.join(cells)} | {together:.0f} |")
+    return lines
+
+
+def _time_and_floor(family: dict[str, Any]) -> str:
+    took, part = family["microseconds"], family["share_of_roofline"]
+    return f"{took:.0f}" if part is None else f"{took:.0f}, {part * took:.0f}"
+
+
 def prefill(results: list[dict[str, Any]]) -> list[str]:
     """One line a prefill and variant."""
     lines = ["| variant | prompts | tokens of each | ms | tokens/s | bar |", "|---|--:|--:|--:|--:|--:|"]
@@ -78,16 +109,19 @@ def variants(result: dict[str, Any]) -> list[str]:
     steps = [(row["batch"], row["context"]) for row in result["variants"][first]["decode"]]
     heading = "".join(f" {batch} x {context}, ms |" for batch, context in steps)
     lines = [
-        f"| variant |{heading} mean KL, nats | largest | same most likely token |",
-        "|---|" + "--:|" * (len(steps) + 3),
+        f"| variant |{heading} compared with | mean KL, nats | largest | with the same experts | same most likely token |",
+        "|---|" + "--:|" * len(steps) + "---|" + "--:|" * 4,
     ]
     for name, measured in result["variants"].items():
         times = "".join(f" {row['milliseconds_a_step']:.3f} |" for row in measured["decode"])
         found = measured["divergence"]
-        apart = f" {found['mean_kl']:.2g} | {found['largest_kl']:.2g} | {found['same_most_likely']:.1%} |"
-        if name == first:
-            apart = " | | |"
-        lines.append(f"| {name} |{times}{apart}")
+        whose = "itself, in shorter pieces" if name == first else first
+        forced = found.get("mean_kl_with_the_same_experts")  # older results have none, and no such row of the first variant
+        apart = f"{whose} | {found['mean_kl']:.2g} | {found['largest_kl']:.2g} | {'' if forced is None else f'{forced:.2g}'}"
+        if forced is not None or name != first:
+            lines.append(f"| {name} |{times} {apart} | {found['same_most_likely']:.1%} |")
+        else:
+            lines.append(f"| {name} |{times} | | | | |")
     return lines
 
 
@@ -117,7 +151,9 @@ def section() -> str:
     measured = list(_results("h200", "h200_greedy", "h200_long"))
     if measured:
         lines += made_on(measured[0]) + decode(measured) + [""] + prefill(measured[:1])
-    for result in _results("h200_variants"):
+        lines += ["", "Operators by themselves, with cold caches, and what the device needs for them by its measured roofline:", ""]
+        lines += operators(measured[:1])
+    for result in _results("h200_variants", "h200_fp8_activations"):
         lines += ["", "With fewer bits, one after the other in one process:", "", f"`{result['metadata']['command']}`", ""]
         lines += [*variants(result), "", *prefill([result])]
     for result in _results("beside_vllm"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -46,6 +47,14 @@ def test_both_get_the_same_prompts(program: ModuleType) -> None:
 def test_the_longest_sequence(program: ModuleType) -> None:
     assert program.longest_of(program.arguments(["--context", "100", "--prefills", "2x50"])) == 100 + program.MANY
     assert program.longest_of(program.arguments(["--context", "100", "--prefills", "2x5000"])) == 5001
+
+
+def test_vllm_finds_the_loader_as_a_plugin(program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = program.entry_point(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == program.LOAD_FORMAT]
+    assert found.load().__name__ == "register_loader"
 
 
 def test_a_run_whose_vllm_fails(

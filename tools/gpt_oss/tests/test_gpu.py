@@ -35,6 +35,18 @@ def test_every_operator_has_a_kernel_and_agrees(preset: str, layers: int | None,
     assert result.agreement.agrees, result.agreement
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_greedy_tokens_are_those_of_the_reference(dtype: torch.dtype) -> None:
+    """In float32 every one; in bfloat16, where roundings decide close choices, the logits are within the demo's tolerance."""
+    options = demo.Options(preset="tiny", dtype=dtype, device="cuda", max_tokens=48, sampling=Sampling())
+    result = demo.run(options, Console(quiet=True))
+    assert result.agreement is not None
+    assert result.agreement.tokens == 48 * len(options.prompts)
+    assert result.agreement.agrees, result.agreement
+    if dtype == torch.float32:
+        assert result.agreement.same_tokens == result.agreement.tokens
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_graph_gives_what_its_launches_give(dtype: torch.dtype) -> None:
     """Requests come and go, so that rows move, batches are filled up, and tokens are fed from one kind of pass to another."""

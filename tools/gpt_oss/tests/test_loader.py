@@ -13,7 +13,16 @@ from torch import Tensor
 
 from gpt_oss.batch import Piece, make_batch
 from gpt_oss.config import Config, alternating
-from gpt_oss.loader import INDEX_FILE, SINGLE_FILE, Checkpoint, CheckpointError, RandomTensors, check_source, save_checkpoint
+from gpt_oss.loader import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Checkpoint,
+    CheckpointError,
+    RandomTensors,
+    _entries_of,
+    check_source,
+    save_checkpoint,
+)
 from gpt_oss.model import GptOss
 
 PACKED = {"hidden_size": 64, "intermediate_size": 32, "quantization": "mxfp4"}
@@ -273,3 +282,27 @@ def test_damaged_checkpoints(saved: Path, damage: Callable[[Path], None], messag
     damage(saved)
     with pytest.raises(CheckpointError, match=message):
         Checkpoint(saved)
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 5000])
+def test_a_tensor_is_read_as_it_is_mapped(tmp_path: Path, shard_bytes: int | None) -> None:
+    config = make_config(quantization="mxfp4", hidden_size=64, intermediate_size=32, head_dim=16)
+    save_checkpoint(tmp_path, config, tensors_of(config, torch.bfloat16), shard_bytes)
+    checkpoint = Checkpoint(tmp_path)
+    for name in checkpoint.shapes():
+        got, wanted = checkpoint.read(name), checkpoint.get(name)
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+        assert torch.equal(got, wanted)
+
+
+def test_a_file_that_became_shorter_cannot_be_read(tmp_path: Path) -> None:
+    config = make_config()
+    save_checkpoint(tmp_path, config, tensors_of(config))
+    checkpoint = Checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    last = max(checkpoint.shapes(), key=lambda name: _entries_of(file)[name][-1])
+    checkpoint.read(last)
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=f"ends in the middle of {last}"):
+        checkpoint.read(last)

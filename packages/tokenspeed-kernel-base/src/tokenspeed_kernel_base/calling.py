@@ -6,6 +6,7 @@ for each wheel that works alone, which chooses among that wheel's own. Signature
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.composition import Composed
 from tokenspeed_kernel_base.declaration import STEPS, Operator, is_traced, readable
 from tokenspeed_kernel_base.explanation import Explanation, Override, Request, SelectedKernel
-from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotations, tensor_arguments
+from tokenspeed_kernel_base.parameters import Kind, kind_of, resolved_annotations, resources_given, tensor_arguments
 from tokenspeed_kernel_base.platform import PlatformInfo, current_platform, platform_of
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import consider, override_of_call, select, sizes_matter
@@ -289,7 +290,9 @@ class Caller:
         arguments = self.op.bound_arguments(args, kwargs)
         check = self.op.check_call(arguments)
         wanted = self._wanted_kernel(override, solution)
-        return consider(self.op.request(arguments, solution, self.op.sizes(arguments, check), self.package), wanted)
+        found = consider(self.op.request(arguments, solution, self.op.sizes(arguments, check), self.package), wanted)
+        cards = {name: each.card for name, each in resources_given(self.op.parameters, arguments) if each.card}
+        return dataclasses.replace(found, cards=cards) if cards else found
 
 
 def _decide_part(function: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], bool]:

@@ -26,6 +26,7 @@ from tokenspeed_kernel_base.parameters import (
     kind_of,
     parse_parameters,
     resource_arguments,
+    resources_given,
     tensor_arguments,
 )
 from tokenspeed_kernel_base.platform import PlatformInfo, platform_of
@@ -339,15 +340,16 @@ class Operator(Generic[P, R]):
             package: only this package's kernels.
         """
         tensors = tensor_arguments(self.parameters, arguments)
+        stated = {n: value for _, each in resources_given(self.parameters, arguments) for n, value in each.traits.items()}
         return Request(
             self.family,
             self.mode,
             self._signature(arguments),
             platform_of(tensors[0][1].device),
-            self.run_hook("traits", arguments) or {},
+            {**stated, **(self.run_hook("traits", arguments) or {})},
             selection_policy().objective,
             solution,
-            self.fixed_traits,
+            self.fixed_traits.union(stated),
             self.sizes(arguments) if sizes is None else sizes,
             frozenset((*self.varying, *self.bounds)),
             tuple(self.run_hook("intermediates", arguments) or ()),
@@ -408,6 +410,26 @@ class Operator(Generic[P, R]):
         if trait is None:
             return consider(request_in(planning.CANONICAL), override)
         specs = KernelRegistry.get().get_for_operator(self.family, self.mode, package)
+        return planning.consider_layouts(request_in, specs, trait, override)
+
+    def consider_prepared(self, request: Request, arguments: dict[str, Any], override: Override | None) -> Explanation:
+        """Which kernel would serve a call that is planned first: each is asked for the layout that it wants.
+
+        Args:
+            request: what the call asks as it is.
+            arguments: of the call, by name.
+            override: the kernel that is wanted by name, if any.
+        """
+        planned, trait = self.planned, self.layout
+        if planned is None or trait is None:
+            return consider(request, override)
+
+        def request_in(layout: str) -> Request:
+            plan = dataclasses.replace(arguments[planned], **{trait: layout})
+            traits = self.run_hook("traits", {**arguments, planned: plan}) or {}
+            return dataclasses.replace(request, traits={**request.traits, **traits})
+
+        specs = KernelRegistry.get().get_for_operator(self.family, self.mode, request.package)
         return planning.consider_layouts(request_in, specs, trait, override)
 
     def prepare(self, given: Any, plan: Any, called: str, package: str | None = None) -> Any:

@@ -105,6 +105,7 @@ class Explanation:
         override: the kernel wanted by name, if any.
         problem: why there is no kernel, beyond what the verdicts say.
         notes: measured results that exist and are not used, with the reasons.
+        cards: what resources of the call say of themselves, by parameter.
     """
 
     request: Request
@@ -113,6 +114,7 @@ class Explanation:
     override: Override | None = None
     problem: str = ""
     notes: tuple[str, ...] = ()
+    cards: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         request = self.request
@@ -129,6 +131,7 @@ class Explanation:
         if self.problem:
             lines.append(f"  problem  {self.problem}")
         lines += [f"  tuned    {note}" for note in self.notes]
+        lines += [f"  {name:<8} {card}" for name, card in self.cards.items()]
         width = max((len(v.spec.name) for v in self.verdicts), default=0)
         for verdict in self.verdicts:
             mark = "->" if verdict.spec is self.chosen else "  " if verdict.accepted else " x"
@@ -150,6 +153,7 @@ class Explanation:
             "override": self.override.kernel if self.override else None,
             "problem": self.problem,
             "notes": list(self.notes),
+            "cards": dict(self.cards),
             "chosen": self.chosen.name if self.chosen else None,
             "candidates": [
                 {

@@ -238,6 +238,11 @@ def tensor_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, An
     return found
 
 
+def resources_given(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> list[tuple[str, Resource]]:
+    """Every resource among the arguments, with its name, those in an object's place included."""
+    return [(p.name, arguments[p.name]) for p in parameters if isinstance(arguments[p.name], Resource)]
+
+
 def resource_arguments(parameters: Iterable[Parameter], arguments: Mapping[str, Any]) -> list[tuple[str, Resource]]:
     """Every resource among the arguments, with its name. What stands in for an object is none."""
     named = ((p.name, arguments[p.name]) for p in parameters if p.kind is Kind.RESOURCE)

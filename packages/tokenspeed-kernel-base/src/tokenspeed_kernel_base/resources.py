@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -50,6 +50,18 @@ class Resource:
         object.__setattr__(self, "handle", next(_handles))
         _living[self.handle] = self
         return self
+
+    @property
+    def traits(self) -> Mapping[str, Any]:
+        """Facts that calls which are given the resource state to kernels, beside those of the operator's ``traits`` hook. They must
+        follow from class and key. They say what the resource is, so an override does not get past them, and a kernel that says
+        nothing of one that is True is not given the resource."""
+        return {}
+
+    @property
+    def card(self) -> str:
+        """One sentence about the resource that ``explain`` shows; empty where there is nothing to say."""
+        return ""
 
     def __copy__(self: R) -> R:
         """The resource itself, like `__deepcopy__`: copies of a call's arguments share it."""

@@ -138,6 +138,24 @@ def test_blocks_of_all_kinds(monkeypatch: pytest.MonkeyPatch, interleaved: bool)
         _apply_agrees(layer)
 
 
+@pytest.mark.parametrize("k", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fp8_blocks_in_steps(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, k: int) -> None:
+    """A block of 128 is covered in one step or several, and the last one is cut short; with extra rows, and tails."""
+    from tokenspeed_kernel.triton.moe import moe_apply as module
+
+    tile = module.Tile(64, k, 4, 2)
+    monkeypatch.setattr(module, "_blocks_for", lambda *_: module.Blocks(32, 16, 16, tile, tile))
+    layer = _layer(70, 4, 2, 208, 144, dtype)
+    layer["topk_ids"][:20, 0] = 1
+    weights, generator = layer["weights"], torch.Generator().manual_seed(3)
+    scales = [(torch.rand(4, *shape, generator=generator) + 0.5).to(DEVICE) for shape in ((3, 2), (2, 2))]
+    w13, w2 = (weight.to(torch.float8_e4m3fn) for weight in (weights.w13_weight, weights.w2_weight))
+    layer["weights"] = MoEWeights(w13, scales[0], None, w2, scales[1], None)
+    layer["plan"] = replace(layer["plan"], weight_format="fp8_block")
+    _apply_agrees(layer)
+
+
 def test_all_tokens_to_one_expert() -> None:
     layer = _layer(300, 16, 1, 32, 32)
     layer["topk_ids"].fill_(11)

@@ -6,11 +6,13 @@ python packages/tokenspeed-kernel/tests/worlds/test_comm.py --ranks 2 --replays 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ from rank_steps import KINDS, Step, wrong
 import tokenspeed_kernel as tk
 from tokenspeed_kernel.triton.comm.all_reduce import one_shot_all_reduce
 from tokenspeed_kernel.workbench.numerics import CaseResult, verify_case
-from tokenspeed_kernel.workbench.worlds import run_world
+from tokenspeed_kernel.workbench.worlds import WorldError, run_world
 from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, ONE_SHOT_MOST, TWO_SHOT, UNIT, PeerMemory, one_shot_most
@@ -55,8 +57,7 @@ def every_case(large: bool) -> dict[str, list[CaseResult]]:
     for op in comm_operators():
         for spec in KernelRegistry.get().get_for_operator(op.family, op.mode):
             cases = [case for case in op.all_cases() if case.world_size == dist.get_world_size() and (large or not case.large)]
-            # Those that serve calls by name alone are called by name here.
-            found[spec.name] = [verify_case(replace(spec, only_by_name=""), case) for case in cases]
+            found[spec.name] = [verify_case(spec, case) for case in cases]
     return found
 
 
@@ -102,29 +103,34 @@ def calls_that_differ() -> list[str]:
     rank = dist.get_rank()
     group = ProcessGroup.with_peer_memory(one_shot_bytes=1 << 14, two_shot_bytes=1 << 14)
     group.time_limit_s = 1.0
-    weight, said = torch.ones(64), []
+    ones = functools.partial(torch.ones, device=group.device or "cpu")
+    weight, said = ones(64), []
     calls: list[Callable[[], Any]] = [
-        lambda: tk.all_reduce(torch.ones(64 + 4 * rank), group, solution="triton"),
-        lambda: tk.all_reduce_rmsnorm(torch.ones(2 + rank, 64), weight, group),
-        lambda: tk.all_reduce(torch.ones(64), group, override=f"triton_{KINDS[rank]}_all_reduce"),
-        lambda: tk.all_gather(torch.ones(2 + rank), group),
-        lambda: tk.reduce_scatter(torch.ones(2 + 2 * rank), group),
-        lambda: tk.moe_combine(torch.ones(2, 3 + rank), torch.zeros(2, 1, dtype=torch.int32), group),
+        lambda: tk.all_reduce(ones(64 + 4 * rank), group, solution="triton"),
+        lambda: tk.all_reduce_rmsnorm(ones(2 + rank, 64), weight, group),
+        lambda: tk.all_reduce(ones(64), group, override=f"triton_{KINDS[rank]}_all_reduce"),
+        lambda: tk.all_gather(ones(2 + rank), group),
+        lambda: tk.reduce_scatter(ones(2 + 2 * rank), group),
+        lambda: tk.moe_combine(ones(2, 3 + rank), ones(2, 1, dtype=torch.int32), group),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="every rank must make the same call") as caught:
             call()
         said.append(str(caught.value))
     with pytest.raises(ValueError, match=r"x must be a message that the peer memory of .* holds: 32768 bytes are more") as caught:
-        tk.all_reduce(torch.ones(8192), group, override="triton_one_shot_all_reduce")
+        tk.all_reduce(ones(8192), group, override="triton_one_shot_all_reduce")
     with pytest.raises(ValueError, match=r"one_shot_bytes must be at most 16384, with which .* was made first, got 32768"):
         ProcessGroup.with_peer_memory(one_shot_bytes=1 << 15)
     assert ProcessGroup.with_peer_memory() is group
-    plain = tk.all_reduce.explain(torch.ones(64), ProcessGroup.of())
+    plain = tk.all_reduce.explain(ones(64), ProcessGroup.of())
     assert "protocol=none: made by ProcessGroup.of, without peer memory is not one_shot" in str(plain)
+    assert "link=none" in str(plain)
+    link = group.traits["link"]
+    assert link == "host memory" if group.device is None else link in ("pcie", "nvlink, no multicast", "nvlink, multicast not used")
+    assert f"link={link}, protocol=one_shot" in str(tk.all_reduce.explain(ones(64), group))
     if rank == 0:
         with pytest.raises(RuntimeError, match="waited 1 s for all ranks") as late:
-            tk.all_reduce(torch.ones(128), group)
+            tk.all_reduce(ones(128), group)
         said.append(str(late.value))
     else:
         time.sleep(2)
@@ -199,6 +205,19 @@ def one_stays_away() -> str:
     return "nothing"
 
 
+def one_is_killed() -> None:
+    """The other one's kernel waits for it."""
+    group = ProcessGroup.with_peer_memory()
+    group.peer_time_limit_s = 0.5
+    x = torch.ones(64, 64, device="cuda")
+    tk.all_reduce(x, group)
+    torch.cuda.synchronize()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tk.all_reduce(x, group)
+    torch.cuda.synchronize()
+
+
 def compiled() -> float:
     """How far a compiled function is from the same called directly."""
     group = ProcessGroup.with_peer_memory()
@@ -227,9 +246,11 @@ def test_sums_of_peers(world_size: int) -> None:
     assert run_world(sums_of_peers, world_size) == [[]] * world_size
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_calls_that_differ() -> None:
-    (*differing, late), others = run_world(calls_that_differ, 2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.nvidia, two_gpus])])
+def test_calls_that_differ(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (*differing, late), others = run_world(calls_that_differ, 2, device=device)
     assert differing == others
     assert "all_reduce(x: float32 [64], by=one_shot) on rank 0, all_reduce(x: float32 [68], by=one_shot) on rank 1" in differing[0]
     assert "by=one_shot) on rank 0, all_reduce(x: float32 [64], by=two_shot) on rank 1" in differing[2]
@@ -349,6 +370,15 @@ def test_a_rank_that_stays_away_ends_the_wait_on_two_gpus() -> None:
     said, _ = run_world(one_stays_away, 2, device="cuda")
     assert "Error after 1." in said
     assert "launch failure" in said
+
+
+@pytest.mark.nvidia
+@two_gpus
+def test_a_rank_that_is_killed_ends_the_wait_on_two_gpus() -> None:
+    with pytest.raises(WorldError) as caught:
+        run_world(one_is_killed, 2, device="cuda")
+    assert "rank 1 of 2: ended without a result" in str(caught.value)
+    assert "launch failure" in str(caught.value)
 
 
 @pytest.mark.nvidia

@@ -26,6 +26,7 @@ from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.registry import KernelRegistry, register_kernel
 
 FOLDER = os.path.dirname(__file__)
+GLOO = {"world_size": 2, "backend": "gloo"}
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +126,7 @@ def test_what_works() -> None:
         "sums": dict.fromkeys(("torch.float32", "torch.bfloat16", "torch.int64"), total),
         "turned": torch.tensor(total).t().tolist(),
         "compiled": (torch.tensor(total) + 1).tolist(),
-        "traits": {"world_size": 2, "backend": "gloo", "protocol": "none: made by ProcessGroup.of, without peer memory"},
+        "traits": {**GLOO, "link": "none", "protocol": "none: made by ProcessGroup.of, without peer memory"},
         "agreed": 1.0,
         "environment": "2",
     }
@@ -169,7 +170,7 @@ def test_a_case_for_two_is_verified_by_two() -> None:
     spec = KernelRegistry.get().get_by_name("reference_all_reduce")
     case = next(case for case in get_operator("all_reduce").all_cases() if case.world_size == 2 and not case.large)
     result = verify_case(spec, case, "cpu")
-    wanted = {"world_size": 2, "backend": "gloo", "protocol": "none: 4290 bytes are no multiple of 16"}
+    wanted = {**GLOO, "link": "host memory", "protocol": "none: 4290 bytes are no multiple of 16"}
     assert (result.status, result.traits) == (Status.PASSED, wanted), result.reason
     assert result.comparisons
 

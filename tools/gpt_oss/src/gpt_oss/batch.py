@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt_oss.cache import PagedKVCache
-from gpt_oss.transfer import to_device
+from gpt_oss.transfer import sent, to_device
 
 
 class Phase(enum.Enum):
@@ -118,11 +120,14 @@ def make_batch(
     decodes = phase is Phase.DECODE
     ends = cumulative([len(piece.tokens) for piece in pieces])
     page_size = cache.page_size if cache is not None else 1
-    slots = [s for p in pieces for s in cache.slots(p.pages, p.start, p.stop)] if cache is not None else None
+    # Long prompts have many positions, and the device waits meanwhile: no loop in Python goes over them.
+    tokens = torch.frombuffer(array("q", itertools.chain.from_iterable(piece.tokens for piece in pieces)), dtype=torch.int64)
+    positions = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+    slots = None if cache is None else torch.cat([cache.slots(p.pages, p.start, p.stop) for p in pieces])
     return Batch(
         phase=phase,
-        tokens=ints([token for piece in pieces for token in piece.tokens]),
-        positions=ints([position for piece in pieces for position in range(piece.start, piece.stop)]),
+        tokens=sent(tokens, device),
+        positions=sent(positions, device),
         cu_seqlens_q=None if decodes else ints(ends, torch.int32),
         cu_seqlens_kv=None if decodes else ints(cumulative([piece.stop for piece in pieces]), torch.int32),
         cache_seqlens=ints([piece.stop for piece in pieces], torch.int32),
@@ -130,7 +135,7 @@ def make_batch(
         # Whole pages: an operator remembers the checks of a call by its arguments, and a bound that grew with every token would
         # make every decode step a new call.
         max_seqlen_k=max(-(-piece.stop // page_size) * page_size for piece in pieces),
-        slot_mapping=None if slots is None else ints(slots),
+        slot_mapping=None if slots is None else sent(slots, device),
         page_table=None if cache is None else cache.page_table([piece.pages for piece in pieces]),
         logit_rows=None if logits_of is None else ints([ends[piece + 1] - 1 for piece in logits_of]),
     )

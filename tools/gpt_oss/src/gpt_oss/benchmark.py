@@ -29,6 +29,7 @@ from gpt_oss.batch import Phase, Piece, make_batch
 from gpt_oss.breakdown import break_down, by_family
 from gpt_oss.cache import PagedKVCache
 from gpt_oss.config import PRESETS, Config, preset
+from gpt_oss.divergence import Probed, divergence_of, probe
 from gpt_oss.engine import Engine
 from gpt_oss.fields import COUNT, INT, Field, check_fields, describe, dtype_name, is_int, number, one_of, optional
 from gpt_oss.kernels import Heard, listen, portable_only, preferring
@@ -65,6 +66,8 @@ VARIANTS = {
 _WARM_STEPS = 4
 _REPLAYS = 30  # of the bare pass; each is a position further, too
 _PREFILL_TOKENS = 65536  # that are prefilled in one pass before decode steps: what a pass needs besides the weights grows with them
+# Of which a prefill's operators are timed, as all layers' tensors would not fit: a layer with a window, and one without.
+_PREFILL_LAYERS = 2
 # Variants are compared on so many sequences of so many tokens, in their second halves, which see the first ones in the cache.
 _PROBES, _PROBE_TOKENS = 4, 256
 
@@ -213,34 +216,24 @@ def run(
         },
         "variants": {},
     }
-    wanted: torch.Tensor | None = None
+    first: Probed | None = None
     with Progress(*columns, console=console, disable=console is None) as progress:
         for name in variants:
             task = progress.add_task(name, total=total)
             variant = VARIANTS[name]
             with preferring(workload.prefer), variant.kernels():
                 measuring = _Measuring(workload, config, dtype, device, name, variant, roofline, progress, task)
-                logits = measuring.probe()
-                wanted = logits if wanted is None else wanted
-                divergence = divergence_of(logits, wanted)
+                probed, divergence = measuring.probed(first)
+                first = first or probed
                 before = result["rows"]
                 for measured in measuring.measured():
                     result["variants"][name] = {**measured, "divergence": divergence}
                     result["rows"] = before + [dataclasses.asdict(row) for row in measuring.rows]
                     if keep is not None:
                         keep(result)
-                del measuring, logits
+                del measuring, probed
             _free(on_gpu)
     return result
-
-
-def divergence_of(logits: torch.Tensor, wanted: torch.Tensor) -> dict[str, float]:
-    """How far the distributions of next tokens are from others: the Kullback-Leibler divergence, in nats, of the wanted ones from
-    those of the logits, ``[positions, vocab_size]`` both; and at how many positions of all the most likely token is the same."""
-    p, q = (x.double().log_softmax(-1) for x in (wanted, logits))
-    divergence = (p.exp() * (p - q)).sum(-1)
-    same = (logits.argmax(-1) == wanted.argmax(-1)).double().mean()
-    return {"mean_kl": divergence.mean().item(), "largest_kl": divergence.max().item(), "same_most_likely": same.item()}
 
 
 def _free(on_gpu: bool) -> None:
@@ -296,19 +289,19 @@ class _Measuring:
             found["kernels"] = [self.heard[key].to_dict() for key in sorted(self.heard)]
             yield found
 
-    def probe(self) -> torch.Tensor:
-        """Float32 logits ``[positions, vocab_size]`` in host memory, of positions whose past lies in the cache. The same tokens for
-        every variant."""
-        half = min(_PROBE_TOKENS, self.model.max_positions) // 2
-        cache = self._cache(_PROBES, 2 * half)
-        pages = [cache.allocator.allocate(cache.allocator.pages_for(2 * half)) for _ in range(_PROBES)]
-        prompts = self._prompts(_PROBES, 2 * half)
-        logits = torch.empty(0)
-        for start in (0, half):
-            pieces = [Piece(p[start : start + half], start, held) for p, held in zip(prompts, pages, strict=True)]
-            logits = self.model.forward(make_batch(pieces, cache, self.device), cache)
+    def probed(self, first: Probed | None) -> tuple[Probed, dict[str, float]]:
+        """What the variant gives for tokens that are the same for all, and how far that is from what the first variant gave: as it
+        is, and with that one's experts. The first is compared with itself in pieces of half the length, which differ by rounding.
+        """
+        half = min(_PROBE_TOKENS, self.model.max_positions) // 4 * 2
+        run = functools.partial(probe, self.model, self._cache(_PROBES, 2 * half), self._prompts(_PROBES, 2 * half))
+        found = run(half)
+        wanted, experts = first or found
+        length = half // 2 if first is None else half
+        divergence = divergence_of(found[0] if first else run(length)[0], wanted)
+        forced = divergence_of(run(length, experts)[0], wanted)
         self._progress.advance(self._task)
-        return logits.float().cpu()
+        return found, {**divergence, "mean_kl_with_the_same_experts": forced["mean_kl"]}
 
     def _decode(self, batch: int, context: int) -> dict[str, Any]:
         """Steps of an engine in which a whole batch decodes."""
@@ -355,10 +348,14 @@ class _Measuring:
         engine.generate(requests)
         seconds = [_seconds(functools.partial(engine.generate, requests)) for _ in range(self.workload.repeats)]
         median = statistics.median(seconds)
+        layers = min(_PREFILL_LAYERS, self.config.num_hidden_layers)
+        prefill = functools.partial(self._some_layers, engine, batch, tokens, layers)
+        families = self._families(prefill, f"prefill {batch} x {tokens}, {layers} layers")
         self._progress.advance(self._task)
         return {
             "batch": batch,
             "tokens": tokens,
+            "families": families,
             "seconds": median,
             "tokens_per_second": batch * tokens / median,
             "all_seconds": seconds,
@@ -415,6 +412,19 @@ class _Measuring:
         """The model's part of a decode pass, launched from Python."""
         assert engine.decoder is not None
         engine.decoder.forward(batch)
+
+    def _some_layers(self, engine: Engine, batch: int, tokens: int, layers: int) -> None:
+        """A prefill pass through the first layers alone, and to the logits."""
+        cache, whole = engine.cache, self.model.layers
+        held = [cache.allocator.allocate(cache.allocator.pages_for(tokens)) for _ in range(batch)]
+        try:
+            self.model.layers = whole[:layers]
+            pieces = [Piece(p, 0, pages) for p, pages in zip(self._prompts(batch, tokens), held, strict=True)]
+            self.model.forward(make_batch(pieces, cache, self.device, logits_of=range(batch)), cache)
+        finally:
+            self.model.layers = whole
+            for pages in held:
+                cache.allocator.free(pages)
 
     def _families(self, forward: Callable[[], object], name: str) -> list[dict[str, Any]]:
         """Times the kernels of a pass, keeps them for the report, and returns a row for each family of operators."""
@@ -500,12 +510,14 @@ def show(result: dict[str, Any], console: Console) -> None:
         title_justify="left",
     )
     for variant, measured in result["variants"].items():
-        for row in measured["decode"]:
+        passes = [(f"decode {row['batch']} x {row['context']}", row) for row in measured["decode"]]
+        passes += [(f"prefill {row['batch']} x {row['tokens']}, two layers", row) for row in measured["prefill"]]
+        for name, row in passes:
             for of_one in row["families"]:
                 roofline = of_one["share_of_roofline"]
                 families.add_row(
                     variant,
-                    f"decode {row['batch']} x {row['context']}",
+                    name,
                     of_one["family"],
                     str(of_one["calls"]),
                     f"{of_one['microseconds']:.0f}",
@@ -515,12 +527,14 @@ def show(result: dict[str, Any], console: Console) -> None:
     for table in (decode, prefill, families):
         if table.row_count:
             console.print(table)
-    first, *others = result["variants"]
-    for variant in others:
-        found = result["variants"][variant]["divergence"]
+    first = next(iter(result["variants"]))
+    for variant, measured in result["variants"].items():
+        found = measured["divergence"]
+        whose = "its own in shorter pieces" if variant == first else f"{first}'s"
         console.print(
-            f"{variant}: next tokens' distributions diverge from {first}'s by {found['mean_kl']:.2g} nats on average, at most "
-            f"{found['largest_kl']:.2g}; {found['same_most_likely']:.0%} of the most likely tokens are the same"
+            f"{variant}: next tokens' distributions diverge from {whose} by {found['mean_kl']:.2g} nats on average, at most "
+            f"{found['largest_kl']:.2g}, and by {found['mean_kl_with_the_same_experts']:.2g} with the same experts; "
+            f"{found['same_most_likely']:.0%} of the most likely tokens are the same"
         )
     workload = result["workload"]
     layers = "all" if workload["layers"] is None else workload["layers"]

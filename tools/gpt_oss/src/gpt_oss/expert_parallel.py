@@ -8,13 +8,15 @@ together for the next layer's attention.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gpt_oss.batch import Batch
 from gpt_oss.cache import PagedKVCache
-from gpt_oss.model import Layer
-from gpt_oss.shares import Caches, SharedGptOss, filled, slices_of
+from gpt_oss.model import Caches, Layer
+from gpt_oss.shares import SharedGptOss, filled, slices_of
 
 
 class ExpertParallelGptOss(SharedGptOss):
@@ -28,50 +30,46 @@ class ExpertParallelGptOss(SharedGptOss):
     whole_experts = True
     dispatched_tokens = 64
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # For each expert of the model its number among this rank's; -1, which is skipped, for those of others.
+        count, rank = self.config.num_local_experts, self.group.rank
+        numbers = torch.arange(-rank * count, (self.group.world_size - rank) * count)
+        self._own = torch.where((numbers >= 0) & (numbers < count), numbers, -1).int().to(self.device)
+
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
         run = self._share_tokens if len(hidden) >= self.dispatched_tokens else self._share_sums
+        residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             caches: Caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
-            hidden = run(layer, hidden, batch, caches)
-        return hidden, None
+            hidden, residual = run(layer, hidden, residual, batch, caches)
+        return hidden, residual
 
-    def _share_sums(self, layer: Layer, hidden: Tensor, batch: Batch, caches: Caches) -> Tensor:
+    def _share_sums(
+        self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
+    ) -> tuple[Tensor, Tensor | None]:
         """Runs a layer on tokens that every rank has."""
-        ops, group, eps = self.ops, self.group, self.config.rms_norm_eps
-        product = self._attend(layer, ops.rmsnorm(hidden, layer.attention_norm, eps), batch, caches)
-        attended = ops.all_reduce(product, group, product)
-        normed, weights, ids, residual = self._route(layer, attended, hidden)
-        first, count = group.rank * self.config.num_local_experts, self.config.num_local_experts
-        own = ids - first
-        own = torch.where(own < count, own, -1)  # negative ones are skipped
+        ops, group = self.ops, self.group
+        product, residual = self._attend(layer, hidden, residual, batch, caches)
+        normed, weights, ids, residual = self._route(layer, ops.all_reduce(product, group, product), residual)
+        own = self._own.index_select(0, ids.flatten()).view_as(ids)
         product = ops.moe_apply(normed, layer.experts, weights, own, layer.plan)
-        summed: Tensor = ops.all_reduce(product, group, product).add_(residual)
-        return summed
+        return ops.all_reduce(product, group, product), residual
 
-    def _share_tokens(self, layer: Layer, hidden: Tensor, batch: Batch, caches: Caches) -> Tensor:
+    def _share_tokens(
+        self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches
+    ) -> tuple[Tensor, Tensor | None]:
         """Runs a layer on tokens that every rank has, and each rank's share of them through router and experts."""
         ops, group, tokens = self.ops, self.group, len(hidden)
-        product = self._attend(layer, ops.rmsnorm(hidden, layer.attention_norm, self.config.rms_norm_eps), batch, caches)
+        product, residual = self._attend(layer, hidden, residual, batch, caches)
         count = -(-tokens // group.world_size)
         start, stop = slices_of(tokens, count, group.rank)
         attended = ops.reduce_scatter(filled(product, 0, count * group.world_size), group)
-        normed, weights, ids, residual = self._route(layer, attended, filled(hidden[start:stop], 0, count))
+        normed, weights, ids, total = self._route(layer, attended, filled(residual[start:stop], 0, count))
         ids[stop - start :] = -1  # rows that fill a share up have no experts
         experts = group.world_size * self.config.num_local_experts
         rows, row_weights, row_ids = ops.moe_dispatch(normed, weights, ids, experts, group)
         made = ops.moe_apply(rows, layer.experts, row_weights, row_ids, layer.plan)
-        combined = ops.moe_combine(made, row_ids, group).add_(residual)
-        gathered: Tensor = ops.all_gather(combined, group)
-        return gathered[:tokens]
-
-    def _route(self, layer: Layer, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        chosen: tuple[Tensor, Tensor, Tensor, Tensor] = self.ops.rmsnorm_moe_topk(
-            attended,
-            layer.mlp_norm,
-            layer.router.weight,
-            self.config.num_experts_per_tok,
-            eps=self.config.rms_norm_eps,
-            residual=residual,
-            router_bias=layer.router.bias,
-        )
-        return chosen
+        # Added up here, so that one tensor is sent to all.
+        combined = ops.moe_combine(made, row_ids, group).add_(total)
+        return ops.all_gather(combined, group)[:tokens], None

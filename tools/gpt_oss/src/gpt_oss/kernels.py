@@ -53,9 +53,24 @@ class Heard:
             "operator": self.operator,
             "kernel": self.kernel,
             "calls": self.calls,
-            "why": self.why,
-            "explanation": self.explanation.to_dict(),
+            "why": self._within_packages(self.why),
+            "explanation": self._within_packages(self.explanation.to_dict()),
         }
+
+    def _within_packages(self, value: Any) -> Any:
+        """The same, with the files of kernels' declarations named from their packages on: where those are installed is nobody's
+        business who reads a result."""
+        if isinstance(value, dict):
+            return {key: self._within_packages(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._within_packages(each) for each in value]
+        if not isinstance(value, str):
+            return value
+        specs = [verdict.spec for verdict in self.explanation.verdicts]
+        folders = {spec.origin.rpartition(f"/{spec.package}/")[0] for spec in specs} - {""}
+        for folder in folders:
+            value = value.replace(f"{folder}/", "")
+        return value
 
 
 class Listener:

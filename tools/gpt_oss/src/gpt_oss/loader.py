@@ -5,6 +5,7 @@ Both kinds of source are read one tensor at a time, so that a model is never in 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import zlib
@@ -172,6 +173,7 @@ class Checkpoint:
         else:
             raise CheckpointError(f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
         self._files = {name: self._open(name) for name in sorted({*self._file_of.values()} or {SINGLE_FILE})}
+        self._entries: dict[str, dict[str, tuple[str, tuple[int, ...], int, int]]] = {}
         if not self._file_of:
             self._file_of = dict.fromkeys(self._files[SINGLE_FILE].keys(), SINGLE_FILE)
         held = {file: set(handle.keys()) for file, handle in self._files.items()}
@@ -205,11 +207,45 @@ class Checkpoint:
     def get(self, name: str) -> Tensor:
         return self._files[self._file_of[name]].get_tensor(name)
 
+    def read(self, name: str) -> Tensor:
+        """One tensor, read into memory of its own. That is quicker than `get`, whose memory is a mapped file, read page by page."""
+        file = self._file_of[name]
+        if file not in self._entries:
+            self._entries[file] = _entries_of(self.directory / file)
+        dtype, shape, begin, end = self._entries[file][name]
+        held = torch.empty(end - begin, dtype=torch.uint8)
+        if end > begin:
+            room = memoryview((ctypes.c_char * (end - begin)).from_address(held.data_ptr())).cast("B")
+            with (self.directory / file).open("rb", buffering=0) as opened:
+                opened.seek(begin)
+                while room:
+                    count = opened.readinto(room)
+                    if not count:
+                        raise CheckpointError(f"{self.directory / file} ends in the middle of {name}")
+                    room = room[count:]
+        return held.view(getattr(torch, dtype)).view(shape)
+
     def get_part(self, name: str, axis: int, start: int, stop: int) -> Tensor:
         """The slices ``start`` to ``stop - 1`` of one tensor along an axis. Nothing else of it is read."""
         whole = self._files[self._file_of[name]].get_slice(name)
         part: Tensor = whole[(*[slice(None)] * axis, slice(start, stop))]
         return part
+
+
+def _entries_of(path: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """The dtype and shape of each tensor of a safetensors file, and where its bytes begin and end.
+
+    A file begins with the length of its header in 8 bytes, and the header, which is JSON; offsets count from behind that.
+    """
+    with path.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        begin, end = (8 + length + offset for offset in entry["data_offsets"])
+        found[name] = (_SAFETENSORS_DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"]), begin, end)
+    return found
 
 
 class RandomTensors:

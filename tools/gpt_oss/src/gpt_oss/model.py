@@ -26,6 +26,9 @@ from gpt_oss.loader import TensorSource, check_source, from_files, layer_prefix,
 from gpt_oss.read_ahead import ReadAhead, bytes_of
 from gpt_oss.rope import cos_sin_cache
 
+Caches = tuple[Tensor, Tensor] | tuple[None, None]
+"""Keys and values of a layer."""
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -120,38 +123,46 @@ class GptOss:
 
     def _run_layers(self, hidden: Tensor, batch: Batch, cache: PagedKVCache | None) -> tuple[Tensor, Tensor | None]:
         """What the last layer adds to the residual stream, and that stream; None for a stream that has it already."""
-        ops, config, eps = self.ops, self.config, self.config.rms_norm_eps
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
-            found = ops.rmsnorm_qkv_rope(
-                hidden,
-                layer.attention_norm,
-                layer.qkv.weight,
-                batch.positions,
-                self.cos_sin,
-                config.num_key_value_heads,
-                config.head_dim,
-                eps=eps,
-                residual=residual,
-                bias=layer.qkv.bias,
-                k_cache=caches[0],
-                v_cache=caches[1],
-                slot_mapping=batch.slot_mapping,
-            )
-            qkv, residual = (found, hidden) if residual is None else found
-            attended = layer.output(ops, self._attention(layer, qkv, batch, *caches))
-            normed, weights, ids, residual = ops.rmsnorm_moe_topk(
-                attended,
-                layer.mlp_norm,
-                layer.router.weight,
-                config.num_experts_per_tok,
-                eps=eps,
-                residual=residual,
-                router_bias=layer.router.bias,
-            )
-            hidden = ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
+            caches: Caches = (None, None) if cache is None else (cache.k[index], cache.v[index])
+            attended, residual = self._attend(layer, hidden, residual, batch, caches)
+            normed, weights, ids, residual = self._route(layer, attended, residual)
+            hidden = self.ops.moe_apply(normed, layer.experts, weights, ids, layer.plan)
         return hidden, residual
+
+    def _attend(self, layer: Layer, hidden: Tensor, residual: Tensor | None, batch: Batch, caches: Caches) -> tuple[Tensor, Tensor]:
+        """What attention adds to the residual stream, and that stream with what came before."""
+        found = self.ops.rmsnorm_qkv_rope(
+            hidden,
+            layer.attention_norm,
+            layer.qkv.weight,
+            batch.positions,
+            self.cos_sin,
+            self.config.num_key_value_heads,
+            self.config.head_dim,
+            eps=self.config.rms_norm_eps,
+            residual=residual,
+            bias=layer.qkv.bias,
+            k_cache=caches[0],
+            v_cache=caches[1],
+            slot_mapping=batch.slot_mapping,
+        )
+        qkv, residual = (found, hidden) if residual is None else found
+        return layer.output(self.ops, self._attention(layer, qkv, batch, *caches)), residual
+
+    def _route(self, layer: Layer, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the experts see, their weights and ids for each token, and the residual stream."""
+        chosen: tuple[Tensor, Tensor, Tensor, Tensor] = self.ops.rmsnorm_moe_topk(
+            attended,
+            layer.mlp_norm,
+            layer.router.weight,
+            self.config.num_experts_per_tok,
+            eps=self.config.rms_norm_eps,
+            residual=residual,
+            router_bias=layer.router.bias,
+        )
+        return chosen
 
     def _norm_last(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         normed = self.ops.rmsnorm(hidden, self.norm, self.config.rms_norm_eps, residual=residual)

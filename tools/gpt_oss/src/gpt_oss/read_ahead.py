@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -34,6 +34,8 @@ class ReadAhead:
     def __init__(self, source: TensorSource, names: Sequence[str], most_bytes: int = 4 << 30) -> None:
         self._source, self._most = source, most_bytes
         self._sizes = bytes_of(source)
+        # Of a mapped file a tensor is read only when it is copied.
+        self._read: Callable[[str], Tensor] = getattr(source, "read", lambda name: source.get(name).clone())
         self._changed = threading.Condition()
         # The condition guards the fields below. A name is in ``_pending`` until the thread or a caller begins to read it.
         self._pending = dict.fromkeys(names)
@@ -90,7 +92,7 @@ class ReadAhead:
                 self._reading = name
             found: Tensor | BaseException
             try:
-                found = self._source.get(name).clone()  # a tensor of a mapped file is read only when it is copied
+                found = self._read(name)
             except BaseException as error:  # belongs to whoever asks for the tensor
                 found = error
             with self._changed:

@@ -108,6 +108,9 @@ def checked_request(request: Request, vocab_size: int, context: int) -> Request:
 def _token_ids(name: str, values: Collection[int], vocab_size: int) -> tuple[int, ...]:
     """The values as a tuple. Raises TypeError or ValueError for the first that is not a token id of the vocabulary."""
     ids = tuple(values)
+    # Prompts may be long, and the device waits meanwhile: this looks at them without a loop in Python.
+    if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return ids
     for index, token in enumerate(ids):
         place = f"{name}[{index}]" if isinstance(values, Sequence) else f"each of {name}"
         if not is_int(token):

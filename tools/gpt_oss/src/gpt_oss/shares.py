@@ -14,15 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_oss.batch import Batch
 from gpt_oss.config import Config
 from gpt_oss.fields import FLOAT_DTYPE, instance
 from gpt_oss.loader import Checkpoint, TensorSource, check_source, from_files
-from gpt_oss.model import GptOss, Layer, Linear
+from gpt_oss.model import GptOss, Linear
 from tokenspeed_kernel import ProcessGroup
-
-Caches = tuple[Tensor, Tensor] | tuple[None, None]
-"""Keys and values of a layer."""
 
 # The scale of blocks that fill a share up: 2 to the power of 0. Their codes are zeros.
 _UNIT_SCALE = 127
@@ -225,12 +221,3 @@ class SharedGptOss(GptOss):
 
     def _check_tensors(self, config: Config, source: TensorSource) -> None:
         """Those of the whole model have been checked."""
-
-    def _attend(self, layer: Layer, normed: Tensor, batch: Batch, caches: Caches) -> Tensor:
-        """This rank's part of attention's output, of which the sum over ranks is wanted."""
-        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        qkv = layer.qkv(self.ops, normed)
-        q, k, v = qkv.unflatten(1, (-1, self.config.head_dim)).split((heads, kv_heads, kv_heads), dim=1)
-        cached = (None, None, None, None) if caches[0] is None else (v, *caches, batch.slot_mapping)
-        self.ops.apply_rope(q, k, batch.positions, self.cos_sin, False, *cached, q_out=q, k_out=k)
-        return layer.output(self.ops, self._attention(layer, qkv, batch, *caches))

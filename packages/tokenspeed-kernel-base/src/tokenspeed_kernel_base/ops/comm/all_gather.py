@@ -57,7 +57,7 @@ def all_gather(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
 @all_gather.traits
 def _(x: Tensor, group: ProcessGroup) -> dict[str, object]:
     protocol = group.direct(nbytes(x)) if x.numel() else "none: there are no rows"
-    return {"world_size": group.world_size, "backend": group.backend, "protocol": protocol}
+    return {**group.traits, "protocol": protocol}
 
 
 @all_gather.check

@@ -57,7 +57,7 @@ def all_reduce(x: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Ten
 
 @all_reduce.traits
 def _(x: Tensor, group: ProcessGroup) -> dict[str, object]:
-    return {"world_size": group.world_size, "backend": group.backend, "protocol": group.protocol(nbytes(x))}
+    return {**group.traits, "protocol": group.protocol(nbytes(x))}
 
 
 @all_reduce.check

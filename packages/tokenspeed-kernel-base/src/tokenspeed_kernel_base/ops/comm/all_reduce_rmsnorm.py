@@ -82,8 +82,7 @@ def all_reduce_rmsnorm(
 def _(x: Tensor, group: ProcessGroup, residual: Tensor | None) -> dict[str, object]:
     hidden = x.shape[-1]
     return {
-        "world_size": group.world_size,
-        "backend": group.backend,
+        **group.traits,
         "protocol": group.protocol(nbytes(x), hidden * x.element_size()) if x.numel() else "none: there are no rows",
         "hidden": hidden,
         "residual": residual is not None,

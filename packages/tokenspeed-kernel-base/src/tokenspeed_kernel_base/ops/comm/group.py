@@ -62,8 +62,8 @@ class ProcessGroup(Resource):
         self.peer_time_limit_s = 600.0
         self.peers = peers if isinstance(peers, PeerMemory) else None
         self.peer_gap = peers if isinstance(peers, str) else ""
-        sizes = (self.peers.one_shot_bytes, self.peers.two_shot_bytes) if self.peers is not None else ()
-        self.key = self.world_size, self.backend, self.peer_gap, *sizes
+        known = (self.peers.one_shot_bytes, self.peers.two_shot_bytes, self.peers.link) if self.peers is not None else ()
+        self.key = self.world_size, self.backend, self.peer_gap, *known
         self.device = torch.device("cuda") if self.backend == "nccl" else None
         # The group over which ranks compare what they call.
         self._control = weakref.ref(control) if control is not None else self._group if self.backend == "gloo" else None
@@ -147,6 +147,13 @@ class ProcessGroup(Resource):
 
     def __repr__(self) -> str:
         return f"ProcessGroup(rank {self.rank} of {self.world_size}, {self.backend})"
+
+    @property
+    def traits(self) -> dict[str, object]:
+        """What a request of any operator says of its group: how many ranks there are, the library between them, and what lies
+        between their devices, ``"none"`` without peer memory."""
+        link = self.peers.link if self.peers is not None else "none"
+        return {"world_size": self.world_size, "backend": self.backend, "link": link}
 
     def protocol(self, nbytes: int, row_bytes: int = CHUNK) -> str:
         """How kernels send a message over peer memory: ``"one_shot"`` or ``"two_shot"``, or why they do not. The same on every

@@ -67,8 +67,7 @@ def _(x: Tensor, ids: Tensor, group: ProcessGroup) -> dict[str, object]:
     rows, hidden = x.shape
     row = VECTOR + hidden * x.element_size()
     return {
-        "world_size": group.world_size,
-        "backend": group.backend,
+        **group.traits,
         "protocol": group.direct(rows // group.world_size * row, row) if rows else "none: there are no rows",
         "hidden": hidden,
         "top_k": ids.shape[1],

@@ -103,8 +103,7 @@ def _(x: Tensor, topk_ids: Tensor, group: ProcessGroup) -> dict[str, object]:
     (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
     row = row_bytes(hidden, top_k, x.element_size())
     return {
-        "world_size": group.world_size,
-        "backend": group.backend,
+        **group.traits,
         "protocol": group.direct(tokens * row, row) if tokens else "none: there are no rows",
         "hidden": hidden,
         "top_k": top_k,

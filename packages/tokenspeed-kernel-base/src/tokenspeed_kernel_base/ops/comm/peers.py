@@ -60,9 +60,12 @@ class PeerMemory:
     Attributes:
         rank, world_size: this process's rank in the group, and the number of ranks.
         device: the device that the memory belongs to.
+        link: what lies between the ranks' devices, the same on every rank: ``"nvlink, no multicast"``, ``"nvlink, multicast not
+            used"``, ``"pcie"``, ``"mixed"``, ``"unknown"`` where PyTorch cannot tell, ``"host memory"`` between processes on CPUs.
         one_shot_bytes: the size of the largest message for one shot, whose rows are rounded up to `UNIT`.
         two_shot_bytes: the size of the largest message for two shots.
         share_bytes: the part of that which one rank owns.
+        memory: this process's tensors of that memory: its own, and of processes on CPUs all ranks', by rank.
         one_shot: the addresses that this rank sends a message of one shot to. The first belongs to the next rank, and so on.
         one_shot_source: the address at which messages of one shot arrive. Those of rank r arrive ``r * one_shot_bytes`` behind it.
         two_shot, two_shot_source: the same for the first of two shots. Those of rank r arrive ``r * share_bytes`` behind it.
@@ -73,7 +76,7 @@ class PeerMemory:
 
     def __init__(self, rank: int, world_size: int, device: torch.device, one_shot_bytes: int, two_shot_bytes: int) -> None:
         """Use `connect`, which all ranks call."""
-        self.rank, self.world_size, self.device = rank, world_size, device
+        self.rank, self.world_size, self.device, self.link = rank, world_size, device, "unknown"
         self.one_shot_bytes = -(-one_shot_bytes // UNIT) * UNIT
         self.share_bytes = -(-two_shot_bytes // (UNIT * world_size)) * UNIT
         self.two_shot_bytes = self.share_bytes * world_size
@@ -84,11 +87,12 @@ class PeerMemory:
         self.one_shot_uses = torch.zeros(self.one_shot_bytes // UNIT, dtype=torch.int32, device=device)
         self.two_shot_uses = torch.zeros(self.two_shot_bytes // UNIT, dtype=torch.int32, device=device)
         self.sums_uses = torch.zeros_like(self.two_shot_uses)
-        self._memory: tuple[Any, ...] = ()
+        self.memory: tuple[Tensor, ...] = ()
+        self._kept: Any = None
 
-    def found(self, addresses: Sequence[int], *memory: Any) -> None:
-        """Sets where each rank's memory begins in this process, and what keeps it alive."""
-        self._memory = memory
+    def found(self, addresses: Sequence[int], memory: Sequence[Tensor] = (), kept: Any = None) -> None:
+        """Sets where each rank's memory begins in this process, its tensors, and what else keeps it alive."""
+        self.memory, self._kept = tuple(memory), kept
         others = [addresses[(self.rank + 1 + index) % self.world_size] for index in range(self.world_size - 1)]
         own = addresses[self.rank]
         self.one_shot = tuple(other + self.rank * self.one_shot_bytes for other in others)
@@ -143,6 +147,9 @@ def connect(
         gap = _allocate_on_gpus(memory, group, control) if device.type == "cuda" else _allocate_in_file(memory, control)
     if gap is not None:
         return gap
+    links: list[str] = [""] * memory.world_size
+    dist.all_gather_object(links, _link(control, device), control)
+    memory.link = links[0] if len(set(links)) == 1 else "mixed"
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.barrier(control)  # nobody sends before all memory holds the sentinel
@@ -159,7 +166,7 @@ def _first_gap(control: dist.ProcessGroup, gap: str | None) -> str | None:
 def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
     """Why this rank cannot reach the others' memory, as far as that can be told before trying."""
     cuda = device.type == "cuda"
-    mine = socket.gethostname(), device.type, str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
+    mine = socket.gethostname(), device.type, _uuid(device) if cuda else ""
     all_of: list[tuple[str, str, str]] = [mine] * dist.get_world_size(control)
     dist.all_gather_object(all_of, mine, control)
     hosts = sorted({host for host, _, _ in all_of})
@@ -170,15 +177,44 @@ def _reach_gap(control: dist.ProcessGroup, device: torch.device) -> str | None:
     if not cuda:
         return None
     if torch.version.hip is not None:
-        return "kernels between peers were not run on AMD GPUs yet"
+        return "kernels between peers have run on emulated AMD GPUs only"
     if len({uuid for _, _, uuid in all_of}) < len(all_of):
         return "several ranks share a GPU, where a kernel of one may wait for a kernel of another that cannot start"
-    visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
+    visible = _visible()
     for rank, (_, _, uuid) in enumerate(all_of):
         other = visible.get(uuid)  # one that is not visible to this process is tried when memory is mapped
         if other is not None and other != device.index and not torch.cuda.can_device_access_peer(device, other):
             return f"its GPU cannot access the memory of rank {rank}'s"
     return None
+
+
+def _uuid(device: torch.device | int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _visible() -> dict[str, int]:
+    """This process's numbers of GPUs."""
+    return {_uuid(index): index for index in range(torch.cuda.device_count())}
+
+
+def _link(control: dist.ProcessGroup, device: torch.device) -> str:
+    """What lies between this rank's device and the others', see `PeerMemory`."""
+    if device.type != "cuda":
+        return "host memory"
+    uuids: list[str] = [""] * dist.get_world_size(control)
+    dist.all_gather_object(uuids, _uuid(device), control)
+    visible = _visible()
+    try:
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _detect_dma_connectivity, _SymmetricMemory  # type: ignore[attr-defined]
+
+        lanes = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[device.index]
+        multicast = _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
+        joined = [lanes[visible[uuid]] > 0 for uuid in uuids if visible[uuid] != device.index]
+    # PyTorch's own, which may change; no NVML; or a GPU that this process does not see.
+    except (ImportError, AttributeError, TypeError, RuntimeError, LookupError):
+        return "unknown"
+    return ("nvlink, multicast not used" if multicast else "nvlink, no multicast") if all(joined) else "pcie"
 
 
 def _allocate_on_gpus(memory: PeerMemory, group: dist.ProcessGroup, control: dist.ProcessGroup) -> str | None:
@@ -195,7 +231,7 @@ def _allocate_on_gpus(memory: PeerMemory, group: dist.ProcessGroup, control: dis
         return gap
     try:
         handle = symmetric.rendezvous(words, group)
-        memory.found([int(address) for address in handle.buffer_ptrs], words, handle)
+        memory.found([int(address) for address in handle.buffer_ptrs], [words], handle)
     except RuntimeError as error:
         gap = f"symmetric memory cannot be mapped: {_first_line(error)}"
     return _first_gap(control, gap)
@@ -225,7 +261,7 @@ def _allocate_in_file(memory: PeerMemory, control: dist.ProcessGroup) -> str | N
     if memory.rank == 0:
         shutil.rmtree(folders[0], ignore_errors=True)
     if gap is None:
-        memory.found([each.data_ptr() for each in maps], *maps)
+        memory.found([each.data_ptr() for each in maps], maps)
     return gap
 
 

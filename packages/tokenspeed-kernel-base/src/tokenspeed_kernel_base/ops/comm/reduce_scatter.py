@@ -62,7 +62,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, out: Tensor | None = None) ->
 @reduce_scatter.traits
 def _(x: Tensor, group: ProcessGroup) -> dict[str, object]:
     protocol = group.direct(nbytes(x) // group.world_size) if x.numel() else "none: there are no rows"
-    return {"world_size": group.world_size, "backend": group.backend, "protocol": protocol}
+    return {**group.traits, "protocol": protocol}
 
 
 @reduce_scatter.check

@@ -359,6 +359,10 @@ def _() -> list[Case]:
             _inputs(128, 32, 8, 7168, 2048, of=256, weight_format="fp8_block", activation_dtype="fp8"),
             large=True,
         ),
+        *(
+            Case(f"fp8 blocks, {n} tokens", _inputs(n, 8, 2, 1024, 1024, weight_format="fp8_block"), large=True)
+            for n in (16, 64, 256, 2048)
+        ),
         Case(
             "fp8 blocks, fp8 activations, 1024 tokens",
             _inputs(1024, 8, 2, 1024, 1024, weight_format="fp8_block", activation_dtype="fp8"),

@@ -31,6 +31,7 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E, launched
 
 WHOLE = 256  # keys of a sequence that are not worth dividing
 LITTLE = 2048  # keys of all sequences together that are little work
+FEW = 1  # sequences that are divided among one CTA of each multiprocessor: with two, more pieces to merge take longer
 MANY = 800  # key heads of all sequences of which little is visible: three for every two multiprocessors, four of them to a CTA
 
 
@@ -85,7 +86,7 @@ def mha_decode_with_kvcache(
         shown = max_seqlen_k if window_left < 0 else min(max_seqlen_k, window_left + max_seqlen_q)
         work: Work = "short"
         if shown > WHOLE:
-            work = "little" if batch * shown < LITTLE else "much"
+            work = "little" if batch * shown < LITTLE else "long" if batch <= FEW else "much"
         elif window_left >= 0 and batch * kv_heads >= MANY and kv_heads % CONSUMERS == 0:
             work = "many short"
         launch, groups, floats = _program_of(q.dtype, head_dim, page_size, heads, kv_heads, max_seqlen_q, work, device)

@@ -13,8 +13,9 @@ SHARED_BYTES = 228 * 1024  # of a multiprocessor
 OTHER_BYTES = 3072  # of a CTA, besides tiles and results: 1024 that the system takes, and 1024 to begin at a multiple of that
 ROWS = (8, 16, 32, 64)  # query rows of a key head that programs are made for
 PIECES = 16  # partial results of a sequence that are merged at once: what registers allow
-# What there is to do. Sequences are divided where little or much is visible of them all together, and not where they are short.
-Work = Literal["little", "much", "short", "many short"]
+# What there is to do. Sequences are divided where little or much is visible of them all together, or where they are few and long,
+# and not where they are short.
+Work = Literal["little", "much", "long", "short", "many short"]
 SHORT = ("short", "many short")
 
 
@@ -95,8 +96,10 @@ def _tile(head_dim: int, rows: int, work: Work) -> tuple[int, int, int]:
         return 32, 2, 1  # what registers allow
     if work in SHORT:
         return 16, 4 if rows == 8 else 2, 1  # 64 windows of 128: 9.4, with 32 keys 9.9
-    if rows > 16:
-        return 32, 2, 1  # what registers allow
+    if rows > 16 or work == "long":
+        # The first is what registers allow. 1 x 2K: 6.50, with 64 keys 6.81; 1 x 8K: 9.45, 10.33; 1 x 33K: 21.0, 22.1; 1 x 131K:
+        # 66.2, 70.8. A ring of all memory for one CTA, instead of half of it, is no better: 6.43, 9.42, 21.1, 67.1.
+        return 32, 2, 1
     # 64 x 1K: 42.9, with 32 keys 46.4, with three CTAs 46.7; 16 x 8K: 74.6, 74.3, 74.3. 1 x 1K: with 16 keys 6.53, with 64 6.74.
     return 16 if work == "little" else 64, 2, 1
 

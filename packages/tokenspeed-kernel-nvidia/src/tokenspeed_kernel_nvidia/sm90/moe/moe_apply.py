@@ -75,6 +75,7 @@ def _registered(name: str, priority: int, **traits: Any) -> Callable[[Callable[.
             "w13_interleaved": any,
             "swiglu_limit": any,
             "swiglu_alpha_beta": any,
+            "inexact_experts": any,  # they have 16-bit products
             **traits,
         },
         priority=priority,

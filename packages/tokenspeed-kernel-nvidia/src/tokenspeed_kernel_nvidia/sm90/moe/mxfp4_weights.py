@@ -2,11 +2,13 @@
 
 With fp8 activations weights can be float8_e5m2: a code times its scale, relative to the largest of its row. The type's exponents
 hold that exactly while a row's scales are at most `OCTAVES` powers of two apart. Experts with other rows are computed with 16-bit
-operands, which hold everything. This module decides, when weights are loaded, which experts these are.
+operands, which hold everything. This module decides, when weights are loaded, which experts these are. The weights' ``card`` says
+so, and calls state it as the trait ``inexact_experts``, so that a kernel that has products of bytes alone is not given them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,18 +23,31 @@ from tokenspeed_kernel_nvidia.sm90.moe import mxfp4_layout
 OCTAVES = 15
 
 
+_NAMED = 16  # experts that a card names
+
+
 @dataclass
 class RoundedWeights(MoEWeights, Resource):
     """Weights for fp8 activations, in the layout of `mxfp4_layout`.
 
     Attributes:
         exact: int32 ``[experts]``, 1 for experts whose weights products of bytes have exactly.
-        inexact: the number of the other experts.
+        inexact_ids: the other experts, ascending.
     """
 
     exact: Tensor | None = None
-    inexact: int = 0
+    inexact_ids: tuple[int, ...] = ()
     key: Any = field(default=None, repr=False)
+
+    @property
+    def inexact(self) -> int:
+        """The number of experts whose weights products of bytes do not have exactly."""
+        return len(self.inexact_ids)
+
+    @property
+    def traits(self) -> Mapping[str, Any]:
+        """``inexact_experts``: whether there are experts whose weights products of bytes do not have exactly."""
+        return {"inexact_experts": bool(self.inexact_ids)}
 
     @property
     def card(self) -> str:
@@ -40,8 +55,11 @@ class RoundedWeights(MoEWeights, Resource):
         count = 0 if self.exact is None else len(self.exact)
         if not self.inexact:
             return f"{count} experts: float8 products have all weights exactly"
+        named = ", ".join(map(str, self.inexact_ids[:_NAMED]))
+        more = self.inexact - _NAMED
+        which = f"{named} and {more} more" if more > 0 else named
         exact = f"{count} experts: float8 products have the weights of {count - self.inexact} exactly"
-        return f"{exact}; {self.inexact} with scales more than {OCTAVES} octaves apart in a row have 16-bit products"
+        return f"{exact}; {self.inexact} with scales more than {OCTAVES} octaves apart in a row have 16-bit products: {which}"
 
     def __str__(self) -> str:
         return self.card
@@ -68,8 +86,8 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
     if plan.activation_dtype != "fp8":
         return prepared
     exact = exact_experts(weights.w13_weight_scale, weights.w2_weight_scale)
-    inexact = len(exact) - int(exact.sum())
+    inexact = tuple(expert for expert, is_exact in enumerate(exact.tolist()) if not is_exact)
     return RoundedWeights(
         prepared.w13_weight, None, None, prepared.w2_weight, None, None, prepared.layout, exact, inexact,
-        (prepared.layout, inexact, len(exact)),
+        (prepared.layout, len(inexact), len(exact)),
     )  # fmt: skip

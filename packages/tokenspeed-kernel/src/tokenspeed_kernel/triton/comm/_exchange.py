@@ -80,6 +80,12 @@ def config_for(rows: int, device: torch.device) -> Config:
     return config._replace(early=may_overlap(device))
 
 
+def threads_of(config: Config, device: torch.device) -> int:
+    """Threads of a program. A tile of vectors that are sent or waited for has at least as many, so that none has two threads: what
+    one of them sees or sends later than the other would be taken for something else."""
+    return config.warps * for_architecture({"amd": 64, "any": 32}, device)
+
+
 def most_programs(config: Config, device: torch.device) -> int:
     """How many programs a launch has at most; they take rows in turns."""
     return config.programs * for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted one by one
@@ -125,7 +131,7 @@ def exchange(
     config = config or config_for(rows, x.device)
     if scale_out is not None and vectors > _QUANTISED_BY_FEW:
         config = config._replace(warps=max(config.warps, 2 * _MANY.warps))
-    block = max(next_power_of_2(vectors), 32 * config.warps * max(config.pack, 1))
+    block = max(next_power_of_2(vectors), threads_of(config, x.device) * max(config.pack, 1))
     encoding = _NOT_ENCODED
     if scale_out is not None:
         able = abilities(x.device)

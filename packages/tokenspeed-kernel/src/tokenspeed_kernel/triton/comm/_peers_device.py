@@ -125,10 +125,13 @@ def poll(address, active, limit, PACK: tl.constexpr):
     asks for all of them until all are there.
     """
     if _INTERPRETED or not is_cuda() or PACK == 0:
-        at = words_at(address)
-        words = tl.load(at, mask=active[:, None], other=0, volatile=True)
-        while tl.max(tl.max((words == SENTINEL).to(tl.int32), axis=1), axis=0) != 0:
-            words = tl.load(at, mask=active[:, None], other=0, volatile=True)
+        # Without a mask, so that no branch of the loop differs between threads: LLVM would let some leave it before others, and its
+        # barriers would wait for those. The least address is one of the tile's memory.
+        at = words_at(tl.where(active, address, tl.min(address, axis=0)))
+        words = tl.load(at, volatile=True)
+        while tl.max(tl.max(((words == SENTINEL) & active[:, None]).to(tl.int32), axis=1), axis=0) != 0:
+            words = tl.load(at, volatile=True)
+        words = tl.where(active[:, None], words, 0)
     else:
         ASM: tl.constexpr = _POLL_1 if PACK == 1 else (_POLL_2 if PACK == 2 else _POLL_4)
         REGISTERS: tl.constexpr = _POLL_1_REGISTERS if PACK == 1 else (_POLL_2_REGISTERS if PACK == 2 else _POLL_4_REGISTERS)

@@ -6,16 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenspeed_kernel.triton.comm._exchange import Config, checked_peers, config_for, most_programs
+from tokenspeed_kernel.triton.comm._exchange import Config, checked_peers, config_for, most_programs, threads_of
 from tokenspeed_kernel.triton.common import cdiv, common_device, launch_options, next_power_of_2
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.peers import CHUNK, ONE_SHOT, UNIT, VECTOR, PeerMemory
 
 device_code = DeviceModule(__name__ + "_device")
-
-MENDED = "how it sends headers was mended after its race test, which has not run on two GPUs since"
-"""Why the kernels that send headers serve only calls that name them."""
 
 
 def gather(x: Tensor, group: ProcessGroup, out: Tensor) -> None:
@@ -58,9 +55,9 @@ def dispatch(
     peers = checked_peers("moe_dispatch", ONE_SHOT, group, tokens * row_bytes, row_bytes)
     group.check_agreement("moe_dispatch", x=x, topk_ids=topk_ids, num_experts=num_experts, by=ONE_SHOT)
     vectors, config = hidden * x.element_size() // VECTOR, config_for(tokens, x.device)
-    header = row_bytes // VECTOR - vectors
-    if header > 32 * config.warps:
-        raise ValueError(f"moe_dispatch: topk_ids must choose at most {64 * config.warps} experts for this kernel, got {top_k}")
+    header, threads = row_bytes // VECTOR - vectors, threads_of(config, x.device)
+    if header > threads:
+        raise ValueError(f"moe_dispatch: topk_ids must choose at most {2 * threads} experts for this kernel, got {top_k}")
     device_code.moe_dispatch_kernel[(min(tokens, most_programs(config, x.device)),)](
         x,
         topk_weights,
@@ -76,7 +73,7 @@ def dispatch(
         TOP_K=top_k,
         HEADER=header,
         BLOCK_HEADER=max(2, next_power_of_2(header)),
-        THREADS=32 * config.warps,
+        THREADS=threads,
         **_options(x, group, config, vectors, header + vectors),
     )
 
@@ -98,7 +95,7 @@ def combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor) -> None:
         _limit(group),
         TOP_K=top_k,
         BLOCK_K=next_power_of_2(top_k),
-        THREADS=32 * config.warps,
+        THREADS=threads_of(config, x.device),
         **_options(x, group, config, vectors, 1 + vectors),
     )
 
@@ -117,7 +114,7 @@ def _options(x: Tensor, group: ProcessGroup, config: Config, vectors: int, whole
         "WORLD": group.world_size,
         "DTYPE": common_device.DTYPES[x.dtype],
         "ROW": vectors,
-        "BLOCK": max(next_power_of_2(vectors), 32 * config.warps * max(config.pack, 1)),
+        "BLOCK": max(next_power_of_2(vectors), threads_of(config, x.device) * max(config.pack, 1)),
         "BLOCK_UNITS": next_power_of_2(cdiv(whole * VECTOR, UNIT)),
         "EARLY": config.early,
         "PACK": config.pack,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tokenspeed_kernel.triton.comm._rows import MENDED, combine
+from tokenspeed_kernel.triton.comm._rows import combine
 from tokenspeed_kernel.triton.comm.moe_dispatch import LONGEST_ROW
 from tokenspeed_kernel.triton.common import FLOATS, TRITON
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
@@ -24,7 +24,6 @@ from tokenspeed_kernel_base.traits import at_most
     traits={"protocol": ONE_SHOT, "hidden": at_most(LONGEST_ROW)},
     priority=Priority.PORTABLE,
     tags={"determinism"},
-    only_by_name=MENDED,
 )
 def moe_combine(x: Tensor, ids: Tensor, group: ProcessGroup, out: Tensor | None = None) -> Tensor:
     """See `tokenspeed_kernel.moe_combine`."""

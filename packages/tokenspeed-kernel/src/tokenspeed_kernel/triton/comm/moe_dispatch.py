@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.comm._rows import MENDED, dispatch
+from tokenspeed_kernel.triton.comm._rows import dispatch
 from tokenspeed_kernel.triton.common import TRITON
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
 from tokenspeed_kernel_base.ops.comm.moe_dispatch import row_bytes
@@ -29,7 +29,6 @@ LONGEST_ROW = 8192
     traits={"protocol": ONE_SHOT, "hidden": at_most(LONGEST_ROW)},
     priority=Priority.PORTABLE,
     tags={"determinism"},
-    only_by_name=MENDED,
 )
 def moe_dispatch(
     x: Tensor,

@@ -105,7 +105,7 @@ _WRITING_FORMATS = {
         "v_head_dim": at_most(16384),
     },
     priority=Priority.PORTABLE,
-    tags={"determinism"},
+    tags={"determinism", "batch_invariant"},
 )
 def apply_rope(
     q: Tensor,

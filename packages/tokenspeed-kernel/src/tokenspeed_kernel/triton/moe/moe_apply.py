@@ -24,6 +24,7 @@ from tokenspeed_kernel.triton.common import (
 from tokenspeed_kernel.triton.moe._combine import combine
 from tokenspeed_kernel.triton.moe._routing import BlockSchedule, block_schedule
 from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel_base.checks import HALVES
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -156,14 +157,33 @@ _BLOCKS = {"sm_90": _LARGE_MEMORY, "sm_100": _LARGE_MEMORY, "cpu": _INTERPRETED,
 _LARGE_MEMORY_FP8 = {
     11: Blocks(16, 0, 0, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
     45: Blocks(32, 0, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
-    90: Blocks(64, 0, 16, Tile(64, 128, 4, 5), Tile(128, 128, 4, 5)),
-    math.inf: Blocks(128, 0, 32, Tile(64, 128, 8, 4), Tile(128, 128, 8, 4)),
+    # Qwen3-235B, 1024 tokens (mean 64): 810 us; features 64 and 128 by 4 warps and 5 stages 987.
+    90: Blocks(64, 0, 16, Tile(128, 128, 8, 4), Tile(128, 128, 8, 4)),
+    # Qwen3-235B, 8192 tokens: 4006 us; features 64 and 4 stages 4312, blocks of 64 4606. DeepSeek-V3 as above: 1409, 1573, 1661.
+    math.inf: Blocks(128, 0, 32, Tile(128, 128, 8, 3), Tile(128, 128, 8, 4)),
 }
 _SMALL_MEMORY_FP8 = {
     22: Blocks(16, 0, 0, Tile(64, 128, 4, 2), Tile(64, 128, 4, 2)),
     math.inf: Blocks(64, 0, 16, Tile(64, 128, 4, 2), Tile(64, 128, 4, 2)),
 }
 _BLOCKS_FP8 = {"sm_90": _LARGE_MEMORY_FP8, "sm_100": _LARGE_MEMORY_FP8, "any": _SMALL_MEMORY_FP8}
+
+# fp8 weights that are decoded to the tokens' 16 bits, which costs instructions: each warpgroup of a tile decodes all of its
+# features, and a second block on the multiprocessor hides more than a deep pipeline. Microseconds on an H200: of Qwen3-235B (128
+# experts, top-8), and of DeepSeek-V3 (32 of 256 experts here: 8 times fewer rows than the mean as seen from the host).
+_LARGE_MEMORY_FP8_DECODED = {
+    # Qwen3 64 tokens 816, DeepSeek 16 tokens 211; 4 stages 915 and 245, 5 996 and 255, k 64 and 3 stages 980 and 271.
+    11: Blocks(16, 0, 0, Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+    # Qwen3 256 tokens 1037; k 128 and 4 stages 1054, blocks of 16 1164.
+    22: Blocks(32, 0, 16, Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    45: Blocks(64, 0, 32, Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
+    # Qwen3 1024 tokens 1529; k 128, without extra 1834, 4 stages and features 64 1890.
+    90: Blocks(64, 16, 0, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
+    # Qwen3 8192 tokens 9620, DeepSeek 3232; features 64 and 128 by 8 warps 11853 and 4071, k 64 10193 and 3472, blocks of 64 11496
+    # and 3788. DeepSeek 1024 tokens 1300, and with blocks of 64 856.
+    math.inf: Blocks(128, 0, 32, Tile(64, 32, 4, 4), Tile(128, 64, 8, 4)),
+}
+_BLOCKS_FP8_DECODED = {**_BLOCKS, "sm_90": _LARGE_MEMORY_FP8_DECODED}
 
 
 @register_kernel(
@@ -256,9 +276,11 @@ class _Formats(NamedTuple):
 def _blocks_for(plan: MoEPlan, tokens: int, formats: _Formats, device: torch.device) -> Blocks:
     """What suits the mean rows of an expert, were all of a token's experts here."""
     share = tokens * plan.top_k / plan.num_experts
-    table = for_architecture(_BLOCKS_FP8 if formats.compute == torch.float8_e4m3fn else _BLOCKS, device)
+    decoded = formats.weight == "fp8" and formats.compute in HALVES
+    tables = _BLOCKS_FP8 if formats.compute == torch.float8_e4m3fn else _BLOCKS_FP8_DECODED if decoded else _BLOCKS
+    table = for_architecture(tables, device)
     blocks = next(blocks for most, blocks in table.items() if share <= most)
-    if abilities(device).interpreted:
+    if abilities(device).interpreted or table is _LARGE_MEMORY_FP8_DECODED:
         return blocks
     return blocks._replace(first=_fitted(blocks.first, formats, 64), second=_fitted(blocks.second, formats, 128))
 

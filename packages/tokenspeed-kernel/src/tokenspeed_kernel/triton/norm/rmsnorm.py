@@ -65,7 +65,7 @@ def tile_for(hidden: int) -> Tile:
     signatures=format_signatures("x", "dense", FLOATS),
     traits={"residual": any},
     priority=Priority.PORTABLE,
-    tags={"determinism"},
+    tags={"determinism", "batch_invariant"},
 )
 def rmsnorm(
     x: Tensor,

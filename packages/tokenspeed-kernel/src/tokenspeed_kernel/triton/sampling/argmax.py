@@ -21,7 +21,7 @@ from tokenspeed_kernel_base.traits import at_most
     signatures=format_signatures("logits", "dense", FLOATS),
     traits={"vocab": at_most(2**31 - 2**15)},
     priority=Priority.PORTABLE,
-    tags={"determinism"},
+    tags={"determinism", "batch_invariant"},
 )
 def argmax(logits: Tensor, out_dtype: torch.dtype = torch.int64, out: Tensor | None = None) -> Tensor:
     """`tokenspeed_kernel.argmax`."""

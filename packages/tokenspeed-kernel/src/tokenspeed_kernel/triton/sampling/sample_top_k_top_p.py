@@ -92,7 +92,7 @@ _UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
     capability=TRITON,
     signatures=format_signatures("logits", "dense", FLOATS),
     priority=Priority.PORTABLE,
-    tags={"determinism"},
+    tags={"determinism", "batch_invariant"},
 )
 def sample_top_k_top_p(
     logits: Tensor,

@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.operator import Operator, operators
 from tokenspeed_kernel_base.parameters import check_types
 from tokenspeed_kernel_base.platform import named_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
-from tokenspeed_kernel_base.selection import Explanation, Override, Request, SelectionObjective, consider, override_in_force
+from tokenspeed_kernel_base.selection import Explanation, Override, Request, SelectionObjective, override_in_force
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_base.traits import format_traits
 
@@ -136,11 +136,14 @@ def explain(
     case: CaseName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which kernel would serve a call, and why not the others. Exit code 1 if none would."""
+    """Say which kernel would serve a call, and why not the others. Exit code 1 if none would.
+
+    Of an operator whose weights are prepared: which kernel they would be prepared for.
+    """
     found = find_operator(op)
     starts = _cases(found, case)
     chosen = _varied(found, starts, changes or ())
-    request = _request(found, chosen)
+    request, arguments = _asked(found, chosen)
     registry = KernelRegistry.get()
     solutions = sorted({spec.solution for spec in registry.get_for_operator(found.family, found.mode)})
     if solution is not None and solution not in solutions:
@@ -156,7 +159,7 @@ def explain(
     except ValueError as error:
         fail(error)
     request = dataclasses.replace(request, platform=where, objective=objective or request.objective, solution=solution)
-    explanation = consider(request, wanted)
+    explanation = found.consider_prepared(request, arguments, wanted)
     if as_json:
         changed = "" if chosen in starts else str(chosen.make)
         print_json({"case": chosen.name, "changed_to": changed, **explanation.to_dict()})
@@ -175,14 +178,22 @@ def _cases(op: Operator[Any, Any], name: str | None) -> list[Case]:
 
 
 def _request(op: Operator[Any, Any], case: Case) -> Request:
-    """What the case asks of a kernel. Its tensors lie on the CPU; those of a large case are not filled, if that can be had."""
+    """What the case asks of a kernel."""
+    return _asked(op, case)[0]
+
+
+def _asked(op: Operator[Any, Any], case: Case) -> tuple[Request, dict[str, Any]]:
+    """What the case asks of a kernel, and its arguments. Its tensors lie on the CPU; those of a large case are not filled, if that
+    can be had."""
     if case.large:
         from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
         # Some inputs follow from the values of others; those have to be drawn.
         with contextlib.suppress(DataDependentOutputException), FakeTensorMode():
-            return op.request(_checked(op, case))
-    return op.request(_checked(op, case))
+            arguments = _checked(op, case)
+            return op.request(arguments), arguments
+    arguments = _checked(op, case)
+    return op.request(arguments), arguments
 
 
 def _checked(op: Operator[Any, Any], case: Case) -> dict[str, Any]:

@@ -1,0 +1,143 @@
+"""Every kind of layer of experts: those that this package serves, which are run where there is a device; those that it does not,
+which go to the portable kernel; and those that no kernel has."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tokenspeed_kernel
+import tokenspeed_kernel_nvidia
+from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
+from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_nvidia.sm90.moe.stream_config import MAX_EXPERTS, MAX_PAIRS, MAX_TOP_K, max_k
+
+from .experts import GPT_OSS, RandomLayer, compare
+
+OURS = "cutedsl_moe_apply_mxfp4"
+PLAIN: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden_size": 64, "intermediate_size": 96}
+_SWIGLU = [{}, {"limit": 7.0}, {"alpha": 1.702, "beta": 1.0}, {"alpha": 1.702, "limit": 7.0, "beta": 1.0}]
+
+
+def _served() -> Iterator[dict[str, Any]]:
+    """Changes of `PLAIN` that are served."""
+    yield from ({"top_k": top_k} for top_k in range(1, MAX_TOP_K + 1))
+    yield from ({"num_experts": experts} for experts in (16, 33, 60, 64, 128, 160, 256, MAX_EXPERTS))
+    yield {"num_experts": 1, "top_k": 1}
+    sizes = (32, 96, 160, 704, 2880, 4064)
+    yield from ({"hidden_size": hidden, "intermediate_size": between} for hidden, between in itertools.product(sizes, sizes))
+    yield from ({"hidden_size": hidden, "intermediate_size": 64} for hidden in (4096, 7168))
+    for swiglu, bias, interleaved, dtype in itertools.product(
+        _SWIGLU, (False, True), (False, True), (torch.bfloat16, torch.float16)
+    ):
+        yield {**swiglu, "bias": bias, "w13_interleaved": interleaved, "dtype": dtype}
+
+
+SERVED = list(_served())
+# What this package does not have, and the portable kernel does.
+PORTABLE: list[dict[str, Any]] = [
+    {"top_k": MAX_TOP_K + 1, "num_experts": 16},
+    {"num_experts": MAX_EXPERTS + 1},
+    {"hidden_size": max_k() + 32},
+    {"intermediate_size": max_k() + 32},
+    {"dtype": torch.float32},
+    {"activation_dtype": "mxfp4"},
+    {"weight_format": "dense"},
+    {"weight_format": "dense", "hidden_size": 48, "intermediate_size": 2896},
+    {"weight_format": "fp8_block", "hidden_size": 2880, "intermediate_size": 1536},
+    {"weight_format": "fp8_block", "activation_dtype": "fp8"},
+    {"weight_format": "dense", "activation_dtype": "fp8"},
+]
+# What no kernel does, because blocks of 32 numbers have one scale.
+REFUSED = [
+    {"hidden_size": 2896},
+    {"intermediate_size": 48},
+    {"weight_format": "dense", "activation_dtype": "mxfp4", "hidden_size": 80},
+]
+
+
+def _plan(solution: str | None, **changes: Any) -> MoEPlan:
+    facts = {"weight_format": "mxfp4", **PLAIN, **changes}
+    return tokenspeed_kernel.moe_plan(**facts, platform=named_platform("sm_90"), solution=solution)
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_is_served() -> None:
+    for changes in SERVED:
+        for solution in (None, "cutedsl"):
+            assert _plan(solution, **changes).kernel == OURS, changes
+        assert _plan("cutedsl", activation_dtype="fp8", **changes).kernel == OURS + "_fp8", changes
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("changes", PORTABLE, ids=str)
+def test_what_goes_to_the_portable_kernel(changes: dict[str, Any]) -> None:
+    with pytest.raises(NoKernelFoundError) as refused:
+        _plan("cutedsl", **changes)
+    assert refused.value.explanation is not None
+    reasons = {v.spec.name: v.reason for v in refused.value.explanation.verdicts if v.spec.solution == "cutedsl"}
+    assert set(reasons) == {OURS, OURS + "_fp8"}
+    assert all(reasons.values())
+    pytest.importorskip("triton")
+    assert _plan(None, **changes).kernel.startswith("triton_moe_apply")
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("changes", REFUSED, ids=str)
+def test_what_is_no_layer_in_mxfp4(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"size must be a multiple of 32, because (weight_format|activation_dtype) is mxfp4"):
+        _plan(None, **changes)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("tokens", [0, 1, 3, 500])
+def test_ids_below_zero_and_any_number_of_tokens(tokens: int) -> None:
+    layer = RandomLayer(torch.device("cpu"), 8, 2, 64, 96, **GPT_OSS)
+    with use_platform(named_platform("sm_90")):
+        plan = _plan("cutedsl", **GPT_OSS)
+        weights = tokenspeed_kernel.moe_process_weights(layer.given, plan)
+        x, topk_weights, ids = layer.tokens(tokens)
+        ids[ids % 3 == 0] = -1
+        explained = tokenspeed_kernel.moe_apply.explain(x, weights, topk_weights, ids, plan)
+    assert explained.chosen is not None
+    assert explained.chosen.name == OURS
+
+
+# -- on the device -------------------------------------------------------------------------------------------------------------
+
+
+class PublicLayer(RandomLayer):
+    """A layer, as somebody has it who uses this package alone."""
+
+    def prepare(self) -> None:
+        options = ("dtype", "weight_format", "activation_dtype", "w13_interleaved", "bias", "alpha", "limit", "beta")
+        facts = {name: getattr(self.plan, name) for name in (*PLAIN, *options)}
+        self.plan = tokenspeed_kernel_nvidia.moe_apply.plan(**facts, device=self.device)
+        self.prepared = tokenspeed_kernel_nvidia.moe_apply.prepare(self.given, self.plan)
+
+    def apply(self, *arguments: Any) -> torch.Tensor:  # type: ignore[override]
+        result: torch.Tensor = tokenspeed_kernel_nvidia.moe_apply(*arguments)
+        return result
+
+
+def _public(device: torch.device, **changes: Any) -> PublicLayer:
+    options = {**PLAIN, **changes}
+    sizes = [options.pop(name) for name in PLAIN]
+    return PublicLayer(device, *sizes, **options)
+
+
+@pytest.mark.parametrize("changes", SERVED, ids=str)
+def test_it_is_right(sm90: torch.device, changes: dict[str, Any]) -> None:
+    """Few tokens and many, with slots that are skipped and experts that get none."""
+    layer = _public(sm90, **changes)
+    for tokens in (1, 5, MAX_PAIRS // layer.plan.top_k + 3):  # the last are more than are streamed
+        x, weights, ids = layer.tokens(tokens)
+        layer.check(x, weights, ids)
+        ids[ids % 3 == 1] = -1
+        weights[ids < 0] = torch.nan
+        compare(layer.run(x, weights, ids), layer.wanted(x, weights, ids))

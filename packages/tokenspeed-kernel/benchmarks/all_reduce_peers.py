@@ -1,0 +1,127 @@
+"""Other people's all-reduces for `all_reduce.py`: those of TensorRT-LLM and vLLM, as FlashInfer has them.
+
+FlashInfer compiles each when it is first called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# vLLM has memory for messages up to this many bytes, and uses another library beyond.
+_VLLM_MOST = 8 << 20
+_VLLM_CTAS = 36  # the most that it may have, which it chooses itself
+
+
+def gap(device: torch.device) -> str:
+    """Why they cannot run here; empty if they can."""
+    if device.type != "cuda":
+        return "its kernels are for GPUs"
+    return "" if importlib.util.find_spec("flashinfer") is not None else "FlashInfer is not installed"
+
+
+@functools.cache
+def _workspace(rows: int, hidden: int, wide: bool) -> tuple[Any, Any]:
+    """What TensorRT-LLM's kernels need: addresses, and what keeps the memory."""
+    from flashinfer.comm.trtllm_ar import trtllm_create_ipc_workspace_for_all_reduce_fusion as create
+
+    handles, addresses, *_ = create(
+        dist.get_rank(), dist.get_world_size(), rows, hidden, use_fp32_lamport=wide, group=dist.group.WORLD, create_metadata=True
+    )
+    return addresses, handles
+
+
+def trtllm(x: Tensor, most_rows: int, norm: tuple[Tensor, Tensor, float] | None) -> Callable[[], tuple[Tensor, ...]]:
+    """TensorRT-LLM's fused all-reduce, one shot or two as it chooses, launched early as ours are.
+
+    Args:
+        x: ``[rows, hidden]``.
+        most_rows: of all calls of this process.
+        norm: the residual, the norm's weight and its epsilon, for the residual add and the normalisation, too.
+    """
+    from flashinfer.comm.trtllm_ar import AllReduceFusionPattern, trtllm_allreduce_fusion
+
+    rows, hidden = x.shape
+    addresses, kept = _workspace(most_rows, hidden, x.dtype == torch.float32)
+    first, second = torch.empty_like(x), torch.empty_like(x)
+    residual, weight, eps = norm if norm is not None else (None, None, None)
+    pattern = AllReduceFusionPattern.kAllReduce if norm is None else AllReduceFusionPattern.kARResidualRMSNorm
+
+    def call() -> tuple[Tensor, ...]:
+        trtllm_allreduce_fusion(
+            allreduce_in=x,
+            world_size=dist.get_world_size(),
+            world_rank=dist.get_rank(),
+            token_num=rows,
+            hidden_dim=hidden,
+            workspace_ptrs=addresses,
+            launch_with_pdl=True,
+            trigger_completion_at_end=False,
+            fp32_acc=True,
+            pattern_code=pattern,
+            use_oneshot=None,
+            allreduce_out=first if norm is None else None,
+            residual_in=residual,
+            residual_out=None if norm is None else second,
+            norm_out=None if norm is None else first,
+            quant_out=None,
+            scale_out=None,
+            rms_gamma=weight,
+            rms_eps=eps,
+            scale_factor=None,
+            layout_code=None,
+        )
+        return (first,) if norm is None else (first, second)
+
+    call.__dict__["kept"] = kept
+    return call
+
+
+@functools.cache
+def _vllm_state() -> tuple[int, int, Tensor]:
+    """vLLM's handle, and the address of memory that the other ranks read."""
+    from flashinfer.comm import vllm_ar
+    from flashinfer.comm.cuda_ipc import create_shared_buffer
+
+    rank = dist.get_rank()
+    signals, buffers = create_shared_buffer(vllm_ar.meta_size() + _VLLM_MOST), create_shared_buffer(_VLLM_MOST)
+    table = torch.empty(_VLLM_MOST, dtype=torch.uint8, device="cuda")
+    handle = vllm_ar.init_custom_ar(signals, table, rank, True)
+    vllm_ar.register_buffer(handle, buffers)
+    return handle, buffers[rank], table
+
+
+class Vllm:
+    """vLLM's custom all-reduce. In a graph other ranks read x where it lies, once `captured` has told them where."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.out = x, torch.empty_like(x)
+        self.handle, self.buffer, _ = _vllm_state()
+
+    @staticmethod
+    def gap(x: Tensor) -> str:
+        """Why it does not take x; empty if it does."""
+        nbytes = x.numel() * x.element_size()
+        return gap(x.device) or ("" if nbytes <= _VLLM_MOST else f"vLLM sends at most {_VLLM_MOST} bytes")
+
+    def __call__(self) -> tuple[Tensor]:
+        from flashinfer.comm import vllm_ar
+
+        registered = torch.cuda.is_current_stream_capturing()
+        where = (0, 0) if registered else (self.buffer, _VLLM_MOST)
+        vllm_ar.all_reduce(self.handle, self.x, self.out, *where, _VLLM_CTAS)
+        return (self.out,)
+
+    def captured(self) -> None:
+        """To be called by every rank after a graph was captured, before it is replayed."""
+        from flashinfer.comm import vllm_ar
+
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, vllm_ar.get_graph_buffer_ipc_meta(self.handle))
+        vllm_ar.register_graph_buffers(self.handle, [list(each[0]) for each in every], [list(each[1]) for each in every])

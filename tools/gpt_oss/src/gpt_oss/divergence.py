@@ -1,0 +1,94 @@
+"""How far a model's distributions of next tokens are from another's: of the same weights, run in another way.
+
+Random weights make routing chaotic: experts have nothing to do with one another, the last ones chosen have hardly a lead over the
+first ones that are not, and a token with one other expert is far from where it was. So a rounding error grows from layer to layer
+until every token has other experts, whatever its size was. Two comparisons tell this apart from what a way of running does: with a
+model's own results in pieces of another length, which differ by rounding alone, and with the experts chosen as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpt_oss.batch import Piece, make_batch
+from gpt_oss.cache import PagedKVCache
+from gpt_oss.model import GptOss
+
+# Float32 logits [prompts * half, vocab_size] in host memory, and for each layer the experts chosen, int [prompts, half, top_k].
+Probed = tuple[Tensor, list[Tensor]]
+
+
+def divergence_of(logits: Tensor, wanted: Tensor) -> dict[str, float]:
+    """How far the distributions of next tokens are from others: the Kullback-Leibler divergence, in nats, of the wanted ones from
+    those of the logits, ``[positions, vocab_size]`` both; and at how many positions of all the most likely token is the same."""
+    p, q = (x.double().log_softmax(-1) for x in (wanted, logits))
+    divergence = (p.exp() * (p - q)).sum(-1)
+    same = (logits.argmax(-1) == wanted.argmax(-1)).double().mean()
+    return {"mean_kl": divergence.mean().item(), "largest_kl": divergence.max().item(), "same_most_likely": same.item()}
+
+
+class _Routing:
+    """Operators, but that routing's choices are written down, or given.
+
+    Args:
+        ops: where the operators are looked up.
+        given: for each layer the experts of each token, int ``[tokens, top_k]``; None lets routing choose.
+
+    Attributes:
+        chosen: for each layer the experts that were taken.
+    """
+
+    def __init__(self, ops: Any, given: Sequence[Tensor] | None) -> None:
+        self._ops, self._given = ops, given
+        self.chosen: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def rmsnorm_moe_topk(self, x: Tensor, norm: Tensor, router: Tensor, top_k: int, **options: Any) -> tuple[Tensor, ...]:
+        normed, weights, ids, residual = self._ops.rmsnorm_moe_topk(x, norm, router, top_k, **options)
+        if self._given is not None:
+            ids = self._given[len(self.chosen)].to(ids)
+            logits = normed.float() @ router.float() + options["router_bias"].float()
+            weights = logits.gather(1, ids.long()).softmax(-1).to(weights)
+        self.chosen.append(ids)
+        return normed, weights, ids, residual
+
+
+def probe(
+    model: GptOss, cache: PagedKVCache, prompts: Sequence[Sequence[int]], length: int, given: Sequence[Tensor] | None = None
+) -> Probed:
+    """Runs prompts in pieces through a cache, and looks at their second halves, which see the first ones in the cache.
+
+    Args:
+        model: what runs.
+        cache: has pages for the prompts, which are free again afterwards.
+        prompts: of the same even number of tokens.
+        length: of a piece; it divides half of that number.
+        given: for each layer the experts of the second halves' tokens, as they are returned; None lets routing choose.
+
+    Returns:
+        See `Probed`; of the second halves.
+    """
+    count, half = len(prompts), len(prompts[0]) // 2
+    held = [cache.allocator.allocate(cache.allocator.pages_for(2 * half)) for _ in prompts]
+    logits, chosen, own = [], [], model.ops
+    try:
+        for start in range(0, 2 * half, length):
+            at, looks = start - half, start >= half
+            taken = None if given is None or not looks else [ids[:, at : at + length].flatten(0, 1) for ids in given]
+            model.ops = routing = _Routing(own, taken)
+            pieces = [Piece(p[start : start + length], start, pages) for p, pages in zip(prompts, held, strict=True)]
+            found = model.forward(make_batch(pieces, cache, model.device), cache)
+            if looks:
+                logits.append(found.float().cpu().unflatten(0, (count, length)))
+                chosen.append([ids.unflatten(0, (count, length)) for ids in routing.chosen])
+    finally:
+        model.ops = own
+        for pages in held:
+            cache.allocator.free(pages)
+    return torch.cat(logits, 1).flatten(0, 1), [torch.cat(layer, 1) for layer in zip(*chosen, strict=True)]
