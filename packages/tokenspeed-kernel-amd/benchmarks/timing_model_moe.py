@@ -8,8 +8,8 @@ routing and weights. The peer takes static scales of activations, and so does ou
 ours is measured so as well. The peer takes router logits, and so does ours, by `moe_topk_apply`; the portable kernel takes routed
 tokens: so the time of `moe_topk`, by the core's portable kernel, is added to its own.
 
-A second table has what the first has not: ours with activations that are not rounded, or rounded to mxfp4; and the portable kernel
-with the formats of weights that it alone serves.
+A second table has what the first has not: ours with activations that are not rounded, or rounded to mxfp4; and other formats of
+weights, by the portable kernel, and by ours where it serves them.
 
 Up to 16 tokens the whole layer is executed. For more, two slices are, with all experts and tokens: one has 256 intermediate
 features, from which come the first product and what is before it and after the second; the other has 256 hidden features, from
@@ -55,6 +55,7 @@ ACTIVATIONS = {
     "mxfp4": "mxfp4",
     "dense": "none",
     "fp8_block": "fp8",
+    "fp8_block_ours": "fp8",
 }
 # Relative, of the output. A code that an error of bfloat16 turns into its neighbour weighs the more, the fewer codes there are.
 ERRORS = {**dict.fromkeys(ACTIVATIONS, 0.02), "mxfp4": 0.08, "unrounded": 0.005, "dense": 0.01}
@@ -203,6 +204,12 @@ def fp8_block(layer: Layer) -> Callable[[], Tensor]:
     return _operator(layer, ACTIVATIONS["fp8_block"], "triton_moe_apply", "canonical")
 
 
+def fp8_block_ours(layer: Layer) -> Callable[[], Tensor]:
+    """Ours, with the same weights."""
+    kernels = ("gluon_moe_apply_fp8_block", "gfx950_fp8_block", "gluon_moe_topk_apply_fp8_block")
+    return _operator(layer, ACTIVATIONS["fp8_block_ours"], *kernels)
+
+
 def peer(layer: Layer) -> Callable[[], Tensor]:
     """The peer's public functions."""
     package = "tokenspeed_kernel_amd.ops.gfx950.moe.mxfp4"
@@ -317,7 +324,7 @@ def layer_of(name: str, tokens: int) -> Layer:
     """The whole layer that a side is given."""
     if name == "dense":
         return Layer(tokens, 2048, 768, 128, 8, "dense")
-    if name == "fp8_block":
+    if name.startswith("fp8_block"):
         return Layer(tokens, 7168, 2048, 32, 1, "fp8_block")
     return Layer(tokens, SIZE, SIZE, EXPERTS)
 
@@ -404,6 +411,7 @@ OTHERS = {
     "unrounded": Other(("GPT-OSS-120B, mxfp4", "ours", "bfloat16"), (1, 16)),
     "mxfp4": Other(("GPT-OSS-120B, mxfp4", "ours", "mxfp4"), (1, 16)),
     "dense": Other(("Qwen3-30B-A3B, bfloat16", "portable", "bfloat16"), (1, 16)),
+    "fp8_block_ours": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "ours", "fp8, a scale a token"), (1, 16)),
     "fp8_block": Other(("DeepSeek-V3, fp8 blocks, an eighth of its experts", "portable", "fp8, a scale a token"), (1, 16)),
 }
 

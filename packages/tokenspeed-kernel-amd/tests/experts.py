@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_amd.gfx950.moe import mxfp4_layout
+from tokenspeed_kernel_amd.gfx950.moe.moe_apply import WEIGHTS
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
@@ -21,9 +21,18 @@ GPT_OSS: dict[str, Any] = {"w13_interleaved": True, "bias": True, "alpha": 1.702
 class RandomLayer:
     """A layer as it is given and as the kernels want it."""
 
-    def __init__(self, device: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, **options: Any) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        intermediate: int,
+        weight_format: str = "mxfp4",
+        **options: Any,
+    ) -> None:
         self.plan: MoEPlan = moe_apply.plan(
-            experts, top_k, hidden, intermediate, weight_format="mxfp4", platform=cpu_platform(),
+            experts, top_k, hidden, intermediate, weight_format=weight_format, platform=cpu_platform(),
             override="reference_moe_apply", **options,
         )  # fmt: skip
         self.random = torch.Generator().manual_seed(hidden + intermediate + experts)
@@ -32,13 +41,17 @@ class RandomLayer:
         largest = {"w13_input_scale": 5.0, "w2_input_scale": 30.0} if self.plan.activation_dtype == "fp8_static" else {}
         scales = {name: torch.tensor([value / 448], device=device) for name, value in largest.items()}
         self.given = MoEWeights(*projections, **scales)
-        self.prepared = mxfp4_layout.prepare_weights(self.given, self.plan)
+        self.prepared = WEIGHTS[weight_format].prepare(self.given, self.plan)
 
     def _projection(self, rows: int, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         experts, exponent = self.plan.num_experts, 127 + round(torch.tensor(k**-0.5 / 3).log2().item())
+        bias = self._normal(experts, rows) * 0.2 if self.plan.bias else None
+        if self.plan.weight_format == "fp8_block":
+            scale = torch.rand(experts, -(-rows // 128), -(-k // 128), generator=self.random).to(self.device)
+            return self._normal(experts, rows, k).to(torch.float8_e4m3fn), (0.5 + scale) * k**-0.5, bias
         codes = self._bytes(0, 256, experts, rows, k // 2)
         scale = self._bytes(exponent - 2, exponent + 3, experts, rows, k // 32)
-        return codes, scale, self._normal(experts, rows) * 0.2 if self.plan.bias else None
+        return codes, scale, bias
 
     def _bytes(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.random, dtype=torch.uint8).to(self.device)

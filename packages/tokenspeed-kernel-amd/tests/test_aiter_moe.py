@@ -116,3 +116,10 @@ def test_what_is_not_served(specs: dict[str, KernelSpec]) -> None:
 
 def test_it_comes_before_the_portable_kernel(specs: dict[str, KernelSpec]) -> None:
     assert Priority.PORTABLE < specs[NAME].priority < Priority.SPECIALIZED
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], case: Case) -> None:
+    """It has not been run yet."""
+    test_aiter.need_the_real_one(gfx950)
+    assert verify_case(specs[NAME], case, gfx950).status is Status.PASSED

@@ -197,8 +197,9 @@ def test_a_layer_in_full_size(gfx950: torch.device, tokens: int) -> None:
     x, weights, ids = layer.tokens(tokens)
     got = moe_apply(x, layer.prepared, weights, ids, layer.plan)
     wanted = layer.wanted(x, weights, ids)
-    # The portable kernel, whose emulation takes minutes, has 1.2e-2 on an H200: some codes are others where sums are.
-    assert relative_error(got, wanted) <= 1.5e-2
+    # The emulation of the portable kernel takes minutes. What it does, rounding to bfloat16 between the products and then to codes,
+    # has an error of 1.60e-2 for one token and 1.42e-2 for four if it is done exactly.
+    assert relative_error(got, wanted) <= 1.2 * (1.60e-2 if tokens == 1 else 1.42e-2)
     assert torch.equal(moe_apply(x, layer.prepared, weights, ids, layer.plan), got)
 
 

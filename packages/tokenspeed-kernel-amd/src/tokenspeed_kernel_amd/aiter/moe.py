@@ -1,9 +1,8 @@
 """moe_apply by AITER: what is declared. The adapter, which also arranges weights, is in ``moe_device``.
 
-Dense weights in bfloat16 and float16, without biases and limits, by ``fused_moe``. Its narrow formats are left out, because they
-leave the operator's contract: with mxfp4 weights the number of tokens decides whether activations are rounded, and to what
-(bfloat16 below a bound, fp8 or mxfp4 from there on), and alpha, limit and beta are GPT-OSS's; with fp8 blocks activations have a
-scale for every 128 features, where the operator has one a token.
+Dense weights in bfloat16 and float16, without biases and limits, by ``fused_moe``. Its forms with mxfp4 weights are in
+``moe_mxfp4``. That with fp8 blocks is left out: its activations have a scale for every 128 features, where the operator has one a
+token.
 """
 
 from __future__ import annotations

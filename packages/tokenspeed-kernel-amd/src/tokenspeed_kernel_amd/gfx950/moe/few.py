@@ -27,7 +27,8 @@ device = DeviceModule(__name__ + "_device")
 MAX_TOP_K = 8
 _MAX_PAIRS = 64  # a lane each
 _PAIRS_AT_ONCE = 4  # of an expert: few have more
-_MAX_K = 4096  # of what is encoded, in registers
+# Elements of a row, of what is encoded in registers, by format of weights.
+_MAX_K = {"mxfp4": 4096, "fp8_block": 8192}
 _LDS_BYTES = 80 * 1024  # of a workgroup, so that two fit on a compute unit
 
 
@@ -85,7 +86,7 @@ def few_enough(tokens: int, plan: MoEPlan, weights: MoEWeights) -> bool:
     return (
         plan.top_k <= MAX_TOP_K
         and tokens * plan.top_k <= _MAX_PAIRS
-        and _block(k) <= _MAX_K
+        and _block(k) <= _MAX_K[plan.weight_format]
         and max(_PAIRS_AT_ONCE, power_of_two(plan.top_k)) * encoding.planes * encoding.row_bytes(_block(k)) * 17 // 16 <= _LDS_BYTES
         and weights.w2_weight.numel() < 2**31
     )
@@ -149,7 +150,7 @@ def _products(
         encoding=encoding,
     )
     scales = static_scales(weights, encoding)
-    activated = x.new_empty(tokens * plan.top_k, features, dtype=between(x, encoding))
+    activated = x.new_empty(tokens * plan.top_k, features, dtype=between(x, encoding, plan))
     strips = strips_of(2 * features)
     blocks = -(-strips // warps)
     w13 = projection(weights, "w13_weight")

@@ -142,7 +142,7 @@ def encode(x, row, k, static, encoding: gl.constexpr, ROWS: gl.constexpr, BLOCK:
         if values.dtype == gl.float8e4nv:
             store_codes(first, chunk, values.to(gl.uint8, bitcast=True))
         elif encoding.scales != "block":
-            store_codes(first, chunk, encode_e4m3(values.to(gl.float32), step))
+            store_codes(first, chunk, encode_e4m3(values.to(gl.float32), step, encoding.scales == "token"))
         else:
             values = values.to(gl.float32)
             planes, exponents = encode_by_block(values, encoding)

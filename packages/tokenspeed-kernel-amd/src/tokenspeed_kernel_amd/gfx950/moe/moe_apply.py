@@ -1,30 +1,32 @@
-"""`moe_apply` with mxfp4 weights on CDNA4. Weights are in one layout, see `mxfp4_layout`, and two ways read it: `few` for the
-smallest batches, in two launches, and `grouped`, where pairs are sorted by expert. The number of tokens decides.
+"""`moe_apply` with weights in mxfp4 and in fp8 blocks on CDNA4. Weights are in one layout, see `mxfp4_layout` and
+`fp8_block_layout`, and two ways read it: `few` for the smallest batches, in two launches, and `grouped`, where pairs are sorted by
+expert. The number of tokens decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenspeed_kernel_amd.capability import GLUON_CDNA4
+from tokenspeed_kernel_amd.gfx950.moe import fp8_block_layout, mxfp4_layout
 from tokenspeed_kernel_amd.gfx950.moe.few import few_enough, moe_apply_few
 from tokenspeed_kernel_amd.gfx950.moe.grouped import moe_apply_many
-from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import LAYOUT, prepare_weights
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
-from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format, format_signature
 from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import multiple_of
 
 # To what activations may be rounded, and the trait of it.
 ROUNDED = {"fp8": "fp8_activations", "static_fp8": "static_fp8_activations", "mxfp4": "mxfp4_activations"}
-TRAITS: dict[str, Any] = {
-    "weight_layout": LAYOUT,
+_TRAITS: dict[str, Any] = {
     "processed_weights": True,
     "activation": "swiglu",
     "bias": any,
@@ -34,18 +36,49 @@ TRAITS: dict[str, Any] = {
 }
 
 
-def _registered(name: str, dtypes: set[torch.dtype], **traits: Any) -> Callable[[Any], Any]:
+class Weights(NamedTuple):
+    """A format of weights that these kernels multiply.
+
+    Attributes:
+        format: of both projections.
+        traits: of kernels for it.
+        prepare: arranges them.
+    """
+
+    format: TensorFormat
+    traits: dict[str, Any]
+    prepare: Callable[[MoEWeights, MoEPlan], MoEWeights]
+
+
+WEIGHTS = {
+    "mxfp4": Weights(mxfp4_format(), {**_TRAITS, "weight_layout": mxfp4_layout.LAYOUT}, mxfp4_layout.prepare_weights),
+    "fp8_block": Weights(
+        fp8_format(torch.float8_e4m3fn, "block", (BLOCK_FP8, BLOCK_FP8)),
+        # Strips have 32 rows, and a row begins at a multiple of 16 bytes.
+        {
+            **_TRAITS,
+            "weight_layout": fp8_block_layout.LAYOUT,
+            "hidden_size": multiple_of(32),
+            "intermediate_size": multiple_of(32),
+        },
+        fp8_block_layout.prepare_weights,
+    ),
+}
+
+
+def _registered(name: str, weights: str, dtypes: set[torch.dtype], **traits: Any) -> Callable[[Any], Any]:
+    projection = WEIGHTS[weights].format
     return register_kernel(
         "moe",
         "moe_apply",
-        name=name,
+        name=f"gluon_moe_apply_{weights}{name}",
         solution="gluon",
         capability=GLUON_CDNA4,
-        signatures={format_signature(x=dense_tensor_format(dtype), w13=mxfp4_format(), w2=mxfp4_format()) for dtype in dtypes},
-        traits={**TRAITS, **traits},
+        signatures={format_signature(x=dense_tensor_format(dtype), w13=projection, w2=projection) for dtype in dtypes},
+        traits={**WEIGHTS[weights].traits, **traits},
         priority=Priority.SPECIALIZED,
         tags={"determinism"},
-        weight_preprocessor=prepare_weights,
+        weight_preprocessor=WEIGHTS[weights].prepare,
     )
 
 
@@ -57,12 +90,13 @@ def moe_apply(
     plan: MoEPlan,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_amd.moe_apply`, which has checked the arguments. Weights are as `prepare_weights` makes them."""
+    """See `tokenspeed_kernel_amd.moe_apply`, which has checked the arguments. Weights are as `WEIGHTS` prepares them."""
     launch = moe_apply_few if few_enough(len(x), plan, weights) else moe_apply_many
     return launch(x, weights, topk_weights, topk_ids, plan, out)
 
 
-_registered("gluon_moe_apply_mxfp4", {torch.bfloat16, torch.float16}, **dict.fromkeys(ROUNDED.values(), any))(moe_apply)
-# float32 has no codes that hold it, so it must be rounded.
-for _kind, _trait in ROUNDED.items():
-    _registered(f"gluon_moe_apply_mxfp4_float32_{_kind}", {torch.float32}, **{_trait: {True}})(moe_apply)
+for _weights in WEIGHTS:
+    _registered("", _weights, {torch.bfloat16, torch.float16}, **dict.fromkeys(ROUNDED.values(), any))(moe_apply)
+    # float32 has no codes that hold it, so it must be rounded.
+    for _kind, _trait in ROUNDED.items():
+        _registered(f"_float32_{_kind}", _weights, {torch.float32}, **{_trait: {True}})(moe_apply)

@@ -1,5 +1,5 @@
-"""`moe_topk_apply` with mxfp4 weights on CDNA4: the products of `moe_apply`. Of the smallest batches the first product chooses the
-experts, too; of others the launch that sorts pairs by expert, or one before that.
+"""`moe_topk_apply` with weights in mxfp4 and in fp8 blocks on CDNA4: the products of `moe_apply`. Of the smallest batches the first
+product chooses the experts, too; of others the launch that sorts pairs by expert, or one before that.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from tokenspeed_kernel_amd.capability import GLUON_CDNA4
 from tokenspeed_kernel_amd.gfx950.moe.choose import MAX_EXPERTS, Router, choose, power_of_two, room_for_choice, routing_for
 from tokenspeed_kernel_amd.gfx950.moe.few import few_enough, few_enough_to_choose, moe_topk_apply_few
 from tokenspeed_kernel_amd.gfx950.moe.grouped import few_enough_to_route, moe_apply_many
-from tokenspeed_kernel_amd.gfx950.moe.moe_apply import ROUNDED, TRAITS, moe_apply
-from tokenspeed_kernel_amd.gfx950.moe.mxfp4_layout import prepare_weights
+from tokenspeed_kernel_amd.gfx950.moe.moe_apply import ROUNDED, WEIGHTS, moe_apply
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
-from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
 from tokenspeed_kernel_base.spec import Priority
@@ -29,24 +27,23 @@ _ROUTING: dict[str, Any] = {"num_experts": at_most(MAX_EXPERTS), "renormalize": 
 _LOGITS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _registered(name: str, dtypes: set[torch.dtype], **traits: Any) -> Callable[[Any], Any]:
+def _registered(name: str, weights: str, dtypes: set[torch.dtype], **traits: Any) -> Callable[[Any], Any]:
+    projection = WEIGHTS[weights].format
     return register_kernel(
         "moe",
         "moe_topk_apply",
-        name=name,
+        name=f"gluon_moe_topk_apply_{weights}{name}",
         solution="gluon",
         capability=GLUON_CDNA4,
         signatures={
-            format_signature(
-                x=dense_tensor_format(dtype), logits=dense_tensor_format(logits), w13=mxfp4_format(), w2=mxfp4_format()
-            )
+            format_signature(x=dense_tensor_format(dtype), logits=dense_tensor_format(logits), w13=projection, w2=projection)
             for dtype in dtypes
             for logits in _LOGITS
         },
-        traits={**TRAITS, **_ROUTING, **traits},
+        traits={**WEIGHTS[weights].traits, **_ROUTING, **traits},
         priority=Priority.SPECIALIZED,
         tags={"determinism"},
-        weight_preprocessor=prepare_weights,
+        weight_preprocessor=WEIGHTS[weights].prepare,
     )
 
 
@@ -63,7 +60,7 @@ def moe_topk_apply(
     scaling_factor: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `tokenspeed_kernel_amd.moe_topk_apply`, which has checked the arguments. Weights are as `prepare_weights` makes them."""
+    """See `tokenspeed_kernel_amd.moe_topk_apply`, which has checked the arguments. Weights are as `WEIGHTS` prepares them."""
     tokens = len(x)
     few = few_enough(tokens, plan, weights)
     if few and few_enough_to_choose(tokens, plan):
@@ -75,6 +72,7 @@ def moe_topk_apply(
     return moe_apply(x, weights, *choose(logits, plan.top_k, renormalize, scaling_factor), plan, out)
 
 
-_registered("gluon_moe_topk_apply_mxfp4", {torch.bfloat16, torch.float16}, **dict.fromkeys(ROUNDED.values(), any))(moe_topk_apply)
-for _kind, _trait in ROUNDED.items():
-    _registered(f"gluon_moe_topk_apply_mxfp4_float32_{_kind}", {torch.float32}, **{_trait: {True}})(moe_topk_apply)
+for _weights in WEIGHTS:
+    _registered("", _weights, {torch.bfloat16, torch.float16}, **dict.fromkeys(ROUNDED.values(), any))(moe_topk_apply)
+    for _kind, _trait in ROUNDED.items():
+        _registered(f"_float32_{_kind}", _weights, {torch.float32}, **{_trait: {True}})(moe_topk_apply)

@@ -48,15 +48,18 @@ def quads_of(k: int) -> int:
 
 def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
     """Canonical mxfp4 weights in the layout above, an expert at a time. The result has the bytes of the weights, and padding."""
-    device = weights.w13_weight.device
-    features = torch.arange(2 * plan.intermediate_size, device=device)
-    gate_up = features.view(-1, 2).t() if plan.w13_interleaved else features.view(2, -1)  # [2, features]
-    w13_rows = gate_up.reshape(2, -1, HALF).transpose(0, 1).flatten()
-    w2_rows = torch.arange(plan.hidden_size, device=device)
+    w13_rows, w2_rows = order_of_rows(plan, weights.w13_weight.device)
     w13 = _arranged(weights.w13_weight, weights.w13_weight_scale, weights.w13_weight_bias, w13_rows)
     w2 = _arranged(weights.w2_weight, weights.w2_weight_scale, weights.w2_weight_bias, w2_rows)
     scales = {"w13_input_scale": weights.w13_input_scale, "w2_input_scale": weights.w2_input_scale}
     return MoEWeights(*w13, *w2, LAYOUT, **scales)
+
+
+def order_of_rows(plan: MoEPlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The canonical row of each row of the strips, of w13 and of w2."""
+    features = torch.arange(2 * plan.intermediate_size, device=device)
+    gate_up = features.view(-1, 2).t() if plan.w13_interleaved else features.view(2, -1)  # [2, features]
+    return gate_up.reshape(2, -1, HALF).transpose(0, 1).flatten(), torch.arange(plan.hidden_size, device=device)
 
 
 def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -67,11 +70,11 @@ def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Te
     weight = codes.new_empty(experts, strips, steps, 2, _LANES_K * HALF, _BYTES)
     exponents = scale.new_empty(experts, strips, quads, 2, _LANES_K * HALF, QUAD)
     for expert in range(experts):
-        padded = _padded(codes[expert].index_select(0, rows), steps * STEP // 2)
+        padded = padded_columns(codes[expert].index_select(0, rows), steps * STEP // 2)
         # [strip, half, r, step, g, b] -> [strip, step, half, g, r, b]
         lanes = padded.view(strips, 2, HALF, steps, _LANES_K, _BYTES).permute(0, 3, 1, 4, 2, 5)
         weight[expert].view(strips, steps, 2, _LANES_K, HALF, _BYTES).copy_(lanes)
-        padded = _padded(scale[expert].index_select(0, rows), quads * QUAD * STEP // BLOCK_MX)
+        padded = padded_columns(scale[expert].index_select(0, rows), quads * QUAD * STEP // BLOCK_MX)
         # [strip, half, r, quad, step, g] -> [strip, quad, half, g, r, step]
         lanes = padded.view(strips, 2, HALF, quads, QUAD, _LANES_K).permute(0, 3, 1, 5, 2, 4)
         exponents[expert].view(strips, quads, 2, _LANES_K, HALF, QUAD).copy_(lanes)
@@ -79,5 +82,6 @@ def _arranged(codes: Tensor, scale: Tensor | None, bias: Tensor | None, rows: Te
     return weight, exponents, arranged
 
 
-def _padded(rows: Tensor, columns: int) -> Tensor:
+def padded_columns(rows: Tensor, columns: int) -> Tensor:
+    """Rows with zeros up to so many columns."""
     return torch.nn.functional.pad(rows, (0, columns - rows.shape[1]))

@@ -1,6 +1,7 @@
 # mypy: ignore-errors
-"""What the products of this folder share: layouts, loads of weights, the inner product. ``mxfp4_layout`` says how weights lie in
-memory.
+"""What the products of this folder share: layouts, loads of weights, the inner product. ``mxfp4_layout`` and ``fp8_block_layout``
+say how weights lie in memory. Those in fp8 blocks are float8e4nv, mxfp4 codes are uint8. A step of the former has twice as many
+pieces of 16 bytes a lane.
 
 A wave multiplies a strip of weights, two tiles of 16 rows, by a tile of tokens: rows of the result are features, columns tokens.
 """
@@ -27,8 +28,20 @@ def product_layout(warps):
 
 
 @gluon.constexpr_function
+def pieces_of_step(dtype):
+    """Pieces of 16 bytes a lane that a step of weights has."""
+    return 2 if dtype == gl.float8e4nv else 1
+
+
+@gluon.constexpr_function
+def words_of_quad(dtype):
+    """Words that the scales of four steps of a half strip have: one for each lane, or one for each step."""
+    return 4 if dtype == gl.float8e4nv else 64
+
+
+@gluon.constexpr_function
 def weight_layout(warps, steps=4):
-    """uint8 [warps, step, g, r, b] as it lies in memory: 16 bytes a lane."""
+    """[warps, piece, g, r, b] as it lies in memory: 16 bytes a lane."""
     lanes = [[0, 0, 0, 1 << bit, 0] for bit in range(4)] + [[0, 0, 1 << bit, 0, 0] for bit in range(2)]
     registers = [[0, 0, 0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0, 0, 0] for bit in range(log2(steps))]
     divided = [[1 << bit, 0, 0, 0, 0] for bit in range(log2(warps))]
@@ -40,6 +53,20 @@ def weight_scale_layout(warps):
     """int32 [warps, g, r] as it lies in memory: a word a lane, whose bytes are the scales of four steps."""
     lanes = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(2)]
     return gl.DistributedLinearLayout([], lanes, [[1 << bit, 0, 0] for bit in range(log2(warps))], [], [warps, 4, 16])
+
+
+@gluon.constexpr_function
+def block_scale_layout(warps):
+    """float32 [warps, 1, step]: all lanes of a wave have the scales of four steps."""
+    divided = [[1 << bit, 0, 0] for bit in range(log2(warps))]
+    return gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2]], [[0, 0, 0]] * 6, divided, [], [warps, 1, 4])
+
+
+@gluon.constexpr_function
+def rows_layout(warps):
+    """[warps, 16]: the rows of a product."""
+    lanes = [[0, 0]] * 4 + [[0, 4], [0, 8]]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2]], lanes, [[1 << bit, 0] for bit in range(log2(warps))], [], [warps, 16])
 
 
 @gluon.constexpr_function
@@ -65,11 +92,11 @@ class Strips:
 
     Attributes:
         weight, scale: pointers to the first of them, scale to words of four steps.
-        offsets: int32 [warps, step, g, r, b], of the first steps of the strips' first halves, as many as are loaded at once.
-        block: int32 [1, step, g, 1, 1], which 32 elements of k a lane has, counted from the first step.
-        scale_offsets: int32 [warps, g, r], in words.
-        blocks: of 32 elements that k has, or int32 [warps, 1, 1, 1, 1]. What memory has beyond them is not read.
-        scale_blocks: the same for scales, or int32 [warps, 1, 1].
+        offsets: int32 [warps, piece, g, r, b], of the first pieces of the strips' first halves, as many as are loaded at once.
+        block: int32 [1, piece, g, 1, 1], which 16 bytes of a row a lane has, counted from the first step.
+        scale_offsets: int32 [warps, g, r] or [warps, 1, step], in words.
+        blocks: of 16 bytes that a row has, or int32 [warps, 1, 1, 1, 1]. What memory has beyond them is not read.
+        scale_blocks: of 32 elements that k has, or int32 [warps, 1, 1].
     """
 
     weight: gl.tensor
@@ -83,7 +110,8 @@ class Strips:
 
 @gluon.aggregate
 class Quad:
-    """Four steps of strips: two tiles of weights, uint8 [16 * warps, 256], and the words of their scales, int32 [warps, g, r].
+    """Four steps of strips: two tiles of weights, uint8 [16 * warps, 256], and the words of their scales, int32 [warps, g, r]; in
+    fp8 blocks [16 * warps, 512], and float32 [warps, 1, step].
 
     Scales stay words until they are used: a loop that carries bytes takes words apart, and waits for them, as soon as it asks for
     them."""
@@ -98,31 +126,42 @@ class Quad:
 def strips_at(weight, scale, expert, first, strips, k, warps: gl.constexpr, AT_ONCE: gl.constexpr = 4):
     """The strips of an expert from ``first`` on, of ``strips`` that it has; the last one again in place of those beyond it. So many
     steps are loaded at once."""
-    layout: gl.constexpr = weight_layout(warps, AT_ONCE)
-    scale_layout: gl.constexpr = weight_scale_layout(warps)
-    steps = (k + 127) // 128
+    PIECES: gl.constexpr = pieces_of_step(weight.dtype.element_ty)
+    WORDS: gl.constexpr = words_of_quad(weight.dtype.element_ty)
+    layout: gl.constexpr = weight_layout(warps, PIECES * AT_ONCE)
+    pieces = (k * PIECES + 127) // 128
     quads = (k + 511) // 512
     place = expert.to(gl.int64) * strips + first
     warp = gl.minimum(gl.arange(0, warps, axis_layout(layout, 5, 0)), strips - 1 - first)
-    step = gl.arange(0, AT_ONCE, axis_layout(layout, 5, 1))
+    step = gl.arange(0, PIECES * AT_ONCE, axis_layout(layout, 5, 1))
     g = gl.arange(0, 4, axis_layout(layout, 5, 2))
     r = gl.arange(0, 16, axis_layout(layout, 5, 3))
     b = gl.arange(0, 16, axis_layout(layout, 5, 4))
-    offsets = warp[:, None, None, None, None] * (steps * 2048) + step[None, :, None, None, None] * 2048
+    offsets = warp[:, None, None, None, None] * (pieces * 2048) + step[None, :, None, None, None] * 2048
     offsets += g[None, None, :, None, None] * 256 + r[None, None, None, :, None] * 16 + b[None, None, None, None, :]
-    scale_warp = gl.minimum(gl.arange(0, warps, axis_layout(scale_layout, 3, 0)), strips - 1 - first)
-    scale_g = gl.arange(0, 4, axis_layout(scale_layout, 3, 1))
-    scale_r = gl.arange(0, 16, axis_layout(scale_layout, 3, 2))
-    scale_offsets = scale_warp[:, None, None] * (quads * 128) + scale_g[None, :, None] * 16 + scale_r[None, None, :]
+    warp, word = scale_places(weight.dtype.element_ty, warps)
     return Strips(
-        weight + place * steps * 2048,
-        scale + place * quads * 128,
+        weight + place * pieces * 2048,
+        scale + place * quads * (2 * WORDS),
         offsets,
         step[None, :, None, None, None] * 4 + g[None, None, :, None, None],
-        scale_offsets,
-        gl.to_tensor(k // 32),
+        gl.minimum(warp, strips - 1 - first) * (quads * 2 * WORDS) + word,
+        gl.to_tensor(PIECES * (k // 32)),
         gl.to_tensor(k // 32),
     )
+
+
+@gluon.jit
+def scale_places(dtype: gl.constexpr, warps: gl.constexpr):
+    """Of the words of four steps' scales: the warp, int32 [warps, 1, 1], and the word, int32 [1, g, r] or [1, 1, step]."""
+    layout: gl.constexpr = block_scale_layout(warps) if dtype == gl.float8e4nv else weight_scale_layout(warps)
+    warp = gl.arange(0, warps, axis_layout(layout, 3, 0))[:, None, None]
+    if dtype == gl.float8e4nv:
+        word = gl.arange(0, 4, axis_layout(layout, 3, 2))[None, None, :]
+    else:
+        g = gl.arange(0, 4, axis_layout(layout, 3, 1))[None, :, None]
+        word = g * 16 + gl.arange(0, 16, axis_layout(layout, 3, 2))[None, None, :]
+    return warp, word
 
 
 @gluon.aggregate
@@ -144,38 +183,35 @@ def expert_of(ids, warp, num_experts, top_k: gl.constexpr, SPLIT: gl.constexpr):
 def halves_at(weight, scale, ids, half, strips, k, num_experts, top_k: gl.constexpr, SPLIT: gl.constexpr, warps: gl.constexpr):
     """For each warp the half of a strip, ``half`` counted in 16 rows, of the expert that the warp's slot has. SPLIT neighbouring
     warps have a slot, and each of them a part of k. All weights together have less than 2^31 bytes."""
-    layout: gl.constexpr = weight_layout(warps)
-    scale_layout: gl.constexpr = weight_scale_layout(warps)
-    steps = (k + 127) // 128
+    PIECES: gl.constexpr = pieces_of_step(weight.dtype.element_ty)
+    WORDS: gl.constexpr = words_of_quad(weight.dtype.element_ty)
+    layout: gl.constexpr = weight_layout(warps, 4 * PIECES)
+    pieces = (k * PIECES + 127) // 128
     quads = (k + 511) // 512
     part_quads = (quads + SPLIT - 1) // SPLIT
     warp = gl.arange(0, warps, axis_layout(layout, 5, 0))[:, None, None, None, None]
     part = warp % SPLIT
     expert = expert_of(ids, warp, num_experts, top_k, SPLIT)
-    step = gl.arange(0, 4, axis_layout(layout, 5, 1))
+    step = gl.arange(0, 4 * PIECES, axis_layout(layout, 5, 1))
     g = gl.arange(0, 4, axis_layout(layout, 5, 2))
     r = gl.arange(0, 16, axis_layout(layout, 5, 3))
     b = gl.arange(0, 16, axis_layout(layout, 5, 4))
-    offsets = (expert * strips * steps + part * part_quads * 4) * 2048 + step[None, :, None, None, None] * 2048
+    offsets = (expert * strips * pieces + part * part_quads * (4 * PIECES)) * 2048 + step[None, :, None, None, None] * 2048
     offsets += g[None, None, :, None, None] * 256 + r[None, None, None, :, None] * 16 + b[None, None, None, None, :]
-    scale_warp = gl.arange(0, warps, axis_layout(scale_layout, 3, 0))[:, None, None]
+    scale_warp, word = scale_places(weight.dtype.element_ty, warps)
     scale_part = scale_warp % SPLIT
     scale_expert = expert_of(ids, scale_warp, num_experts, top_k, SPLIT)
-    scale_g = gl.arange(0, 4, axis_layout(scale_layout, 3, 1))
-    scale_r = gl.arange(0, 16, axis_layout(scale_layout, 3, 2))
-    scale_offsets = (scale_expert * strips * quads + scale_part * part_quads) * 128
-    scale_offsets += scale_g[None, :, None] * 16 + scale_r[None, None, :]
-    blocks = gl.to_tensor(k // 32)
-    scale_blocks = blocks
+    blocks = gl.to_tensor(PIECES * (k // 32))
+    scale_blocks = gl.to_tensor(k // 32)
     if SPLIT > 1:
-        blocks = gl.minimum(k // 32 - part * part_quads * 16, part_quads * 16)
+        blocks = PIECES * gl.minimum(k // 32 - part * part_quads * 16, part_quads * 16)
         scale_blocks = gl.minimum(k // 32 - scale_part * part_quads * 16, part_quads * 16)
     return Strips(
-        weight + (half // 2 * steps * 2048 + half % 2 * 1024),
-        scale + (half // 2 * quads * 128 + half % 2 * 64),
+        weight + (half // 2 * pieces * 2048 + half % 2 * 1024),
+        scale + (half // 2 * quads * (2 * WORDS) + half % 2 * WORDS),
         offsets,
         step[None, :, None, None, None] * 4 + g[None, None, :, None, None],
-        scale_offsets,
+        (scale_expert * strips * quads + scale_part * part_quads) * (2 * WORDS) + word,
         blocks,
         scale_blocks,
     )
@@ -183,19 +219,21 @@ def halves_at(weight, scale, ids, half, strips, k, num_experts, top_k: gl.conste
 
 @gluon.jit
 def load_weight(strips, step, HALF: gl.constexpr, warps: gl.constexpr):
-    """The weights of one half from ``step`` on, uint8 [16 * warps, bytes]; zeros beyond k."""
-    steps: gl.constexpr = strips.offsets.shape[1]
+    """The weights of one half from ``step`` on, [16 * warps, bytes]; zeros beyond k."""
+    PIECES: gl.constexpr = pieces_of_step(strips.weight.dtype.element_ty)
+    count: gl.constexpr = strips.offsets.shape[1]
     tile: gl.constexpr = gl.DotOperandLayout(0, product_layout(warps), 16)
-    exists = strips.block < strips.blocks - step * 4
-    codes = cdna4.buffer_load(strips.weight + step * 2048 + HALF * 1024, strips.offsets, mask=exists)
-    return gl.convert_layout(codes.permute(0, 3, 1, 2, 4).reshape(16 * warps, 64 * steps), tile, assert_trivial=True)
+    exists = strips.block < strips.blocks - step * (4 * PIECES)
+    codes = cdna4.buffer_load(strips.weight + step * (2048 * PIECES) + HALF * 1024, strips.offsets, mask=exists)
+    return gl.convert_layout(codes.permute(0, 3, 1, 2, 4).reshape(16 * warps, 64 * count), tile, assert_trivial=True)
 
 
 @gluon.jit
 def load_scale(strips, quad, HALF: gl.constexpr):
     """The words of the scales of one half's four steps."""
+    WORDS: gl.constexpr = words_of_quad(strips.weight.dtype.element_ty)
     exists = gl.full(strips.scale_offsets.shape, quad * 16, gl.int32, strips.scale_offsets.type.layout) < strips.scale_blocks
-    return cdna4.buffer_load(strips.scale + quad * 128 + HALF * 64, strips.scale_offsets, mask=exists)
+    return cdna4.buffer_load(strips.scale + quad * (2 * WORDS) + HALF * WORDS, strips.scale_offsets, mask=exists)
 
 
 @gluon.jit
@@ -226,6 +264,41 @@ def load_quad(strips, quad, warps: gl.constexpr):
 
 
 @gluon.jit
+def steps_of(tensor, AXIS: gl.constexpr, layout: gl.constexpr):
+    """The four steps of a tensor of two axes, of which AXIS is k."""
+    if AXIS == 1:
+        parts = tensor.reshape(tensor.shape[0], 2, 2, tensor.shape[1] // 4).permute(0, 3, 1, 2)
+    else:
+        parts = tensor.reshape(2, 2, tensor.shape[0] // 4, tensor.shape[1]).permute(2, 3, 0, 1)
+    even, odd = gl.split(parts)
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return (
+        gl.convert_layout(first, layout, assert_trivial=True),
+        gl.convert_layout(second, layout, assert_trivial=True),
+        gl.convert_layout(third, layout, assert_trivial=True),
+        gl.convert_layout(fourth, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def factors_of(words, warps: gl.constexpr, product: gl.constexpr):
+    """The scales of four steps in fp8 blocks, float32 [16 * warps, 1] each."""
+    by_warp: gl.constexpr = rows_layout(warps)
+    factors = ()
+    even, odd = gl.split(words.reshape(warps, 2, 2))
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    for factor in gl.static_range(4):
+        one = (first, second, third, fourth)[factor]
+        one = gl.convert_layout(one, gl.SliceLayout(1, by_warp), assert_trivial=True)[:, None]
+        rows, _ = gl.broadcast(one, gl.zeros([warps, 16], gl.float32, by_warp))
+        rows = gl.convert_layout(rows.reshape(16 * warps), gl.SliceLayout(1, product), assert_trivial=True)
+        factors += (rows[:, None],)
+    return factors
+
+
+@gluon.jit
 def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
     """Adds the products of four steps of weights with every plane of tokens.
 
@@ -234,12 +307,40 @@ def add_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
         codes: of each plane, [512, columns] (packed along k: [256, columns]).
         scales: of each plane the block scales, uint8 [columns, 16]; not used where a token has one scale.
     """
-    weight_scale = scales_of(words, 0, 4, acc.shape[0] // 16)
+    if weight.dtype == gl.float8e4nv:
+        acc = add_block_products(acc, weight, words, codes, scales, encoding)
+    else:
+        weight_scale = scales_of(words, 0, 4, acc.shape[0] // 16)
+        for plane in gl.static_range(encoding.planes):
+            if encoding.scales != "block":
+                acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], None, encoding.format, acc)
+            else:
+                acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], scales[plane], encoding.format, acc)
+    return acc
+
+
+@gluon.jit
+def add_block_products(acc, weight, words, codes, scales, encoding: gl.constexpr):
+    """`add_products` of weights in fp8 blocks: a block is one step along k, whose sum is multiplied by the block's scale."""
+    product: gl.constexpr = acc.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(1, product, 16)
+    token_scale: gl.constexpr = cdna4.get_mfma_scale_layout(operand, [acc.shape[1], 4])
+    weights = steps_of(weight, 1, gl.DotOperandLayout(0, product, 16))
+    factors = factors_of(words, acc.shape[0] // 16, product)
+    sums = (gl.zeros_like(acc), gl.zeros_like(acc), gl.zeros_like(acc), gl.zeros_like(acc))
     for plane in gl.static_range(encoding.planes):
+        tokens = steps_of(codes[plane], 0, operand)
+        added = ()
         if encoding.scales != "block":
-            acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], None, encoding.format, acc)
+            for step in gl.static_range(4):
+                added += (cdna4.mfma_scaled(weights[step], None, "e4m3", tokens[step], None, encoding.format, sums[step]),)
         else:
-            acc = cdna4.mfma_scaled(weight, weight_scale, "e2m1", codes[plane], scales[plane], encoding.format, acc)
+            by_step = steps_of(scales[plane], 1, token_scale)
+            for step in gl.static_range(4):
+                added += (cdna4.mfma_scaled(weights[step], None, "e4m3", tokens[step], by_step[step], encoding.format, sums[step]),)
+        sums = added
+    for step in gl.static_range(4):
+        acc += sums[step] * factors[step]
     return acc
 
 

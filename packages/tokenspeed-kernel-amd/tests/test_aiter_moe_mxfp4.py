@@ -1,0 +1,272 @@
+"""The adapter to AITER's experts with mxfp4 weights. It has not been run on hardware; ``test_aiter`` says what the stand-in is for.
+
+The stand-in rounds as the real one does. How the real one arranges weights is its own business: the stand-in arranges them in a way
+that only it undoes, a different one where gates and ups are interleaved.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import tokenspeed_kernel
+from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.moe.moe_apply import _GPT_OSS, _inputs, moe_apply
+from tokenspeed_kernel_base.ops.quantization.encodings import (
+    decode_e2m1,
+    decode_mxfp4,
+    decode_mxfp8,
+    e8m0_to_float,
+    encode_e2m1,
+    encode_mxfp8,
+)
+from tokenspeed_kernel_base.spec import KernelSpec
+
+from . import test_aiter
+from .experts import relative_error
+
+aiter, specs = test_aiter.aiter, test_aiter.specs  # fixtures
+
+NAMES = ("aiter_moe_apply_mxfp4_gpt_oss", "aiter_moe_apply_mxfp4_silu")
+ACTIVATION, QUANT = SimpleNamespace(Silu=object(), Swiglu=object()), SimpleNamespace(No=object(), per_1x32=object())
+CODES = torch.float4_e2m1fn_x2
+# Read from aiter/fused_moe.py and aiter/ops/shuffle.py of v0.1.20, see `test_aiter`. Annotations are left out.
+SIGNATURES = {
+    "fused_moe": "(hidden_states, w1, w2, topk_weight, topk_ids, expert_mask=None, activation=None, quant_type=None, "
+    "doweight_stage1=False, w1_scale=None, w2_scale=None, a1_scale=None, a2_scale=None, block_size_M=None, num_local_tokens=None, "
+    "moe_sorting_dispatch_policy=0, dtype=None, hidden_pad=0, intermediate_pad=0, bias1=None, bias2=None, splitk=0, "
+    "swiglu_limit=None, beta=None, linear_beta=None, gate_mode='separated')",
+    "shuffle_weight": "(x, layout=(16, 16), use_int4=False, is_guinterleave=False, gate_up=False, pad_k_to=0)",
+    "shuffle_scale": "(src, experts_cnt=None, is_guinterleave=False, gate_up=False)",
+    "shuffle_weight_a16w4": "(src, NLane, gate_up)",
+    "shuffle_scale_a16w4": "(src, experts_cnt, gate_up)",
+}
+BOUND = 256  # tokens from which on GPT-OSS's activations are rounded
+
+
+def turned(tensor: Tensor, by: int) -> Tensor:
+    return tensor.flip(-1).roll(by, -2)
+
+
+def unturned(tensor: Tensor, by: int) -> Tensor:
+    return tensor.roll(-by, -2).flip(-1)
+
+
+def shuffle_weight(given: dict[str, Any]) -> Tensor:
+    assert given["layout"] == (16, 16)
+    assert given["x"].shape[-1] % 32 == 0 == given["x"].shape[-2] % 16
+    return turned(given["x"], 3)
+
+
+def shuffle_scale(given: dict[str, Any]) -> Tensor:
+    assert given["src"].dim() == 2
+    assert given["src"].shape[0] % 256 == 0 == given["src"].shape[1] % 8  # others are padded by AITER
+    return turned(given["src"], 3)
+
+
+def shuffle_weight_a16w4(given: dict[str, Any]) -> Tensor:
+    assert given["NLane"] == 16
+    assert given["src"].is_contiguous()
+    return turned(given["src"], 1 + given["gate_up"])
+
+
+def shuffle_scale_a16w4(given: dict[str, Any]) -> Tensor:
+    assert given["src"].dim() == 2
+    assert given["src"].shape[0] % given["experts_cnt"] == 0
+    return turned(given["src"].unflatten(0, (given["experts_cnt"], -1)), 1 + given["gate_up"]).flatten(0, 1)
+
+
+def rounded_to_mxfp4(x: Tensor) -> Tensor:
+    """With the scale of magnitudes that are rounded to a power of two, up from 1.75 times one on."""
+    blocks = x.float().unflatten(-1, (-1, 32))
+    bits = (blocks.abs().amax(-1).view(torch.int32) + 0x200000) & 0x7F800000
+    scale = e8m0_to_float(((bits >> 23) - 2).clamp(min=0).to(torch.uint8))[..., None]
+    return (decode_e2m1(encode_e2m1((blocks / scale).flatten(-2))).unflatten(-1, (-1, 32)) * scale).flatten(-2)
+
+
+def fused_moe(given: dict[str, Any]) -> Tensor:
+    """What the real one does for bfloat16 and mxfp4 weights, as its source shows."""
+    x, ids, mask = given["hidden_states"], given["topk_ids"], given["expert_mask"]
+    assert given["quant_type"] is QUANT.per_1x32
+    assert x.dtype == torch.bfloat16
+    assert x.is_contiguous()
+    assert given["w1"].dtype == given["w2"].dtype == CODES
+    assert given["w1"].is_shuffled
+    assert given["w2"].is_shuffled
+    assert ids.dtype == torch.int32
+    assert given["topk_weight"].dtype == torch.float32
+    experts = len(given["w1"])
+    gpt_oss = given["activation"] is ACTIVATION.Swiglu
+    if gpt_oss:
+        assert given["gate_mode"] == "interleave"
+        assert mask.tolist() == [1] * experts + [0]
+        unrounded = len(x) < BOUND
+    else:
+        assert given["activation"] is ACTIVATION.Silu
+        assert given["gate_mode"] == "separated"
+        assert mask is None  # with one the real one raises for some shapes
+        assert given["bias1"] is None
+        assert given["bias2"] is None
+        unrounded = len(x) == 1  # as if k were split
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < experts + gpt_oss
+
+    def weight(name: str, turns: int) -> Tensor:
+        codes = unturned(given[name].view(torch.uint8), turns)
+        scale, shape = given[f"{name}_scale"], (experts, -1)
+        scale = unturned(scale.unflatten(0, shape), turns) if gpt_oss else unturned(scale, turns).unflatten(0, shape)
+        return decode_mxfp4(codes, scale)
+
+    def rounded(values: Tensor) -> Tensor:
+        if unrounded:
+            return values.bfloat16().float()
+        return decode_mxfp8(*encode_mxfp8(values.bfloat16())) if gpt_oss else rounded_to_mxfp4(values.bfloat16())
+
+    w1, w2 = (weight(name, turns if gpt_oss else 3) for name, turns in (("w1", 2), ("w2", 1)))
+    assert w1.shape[-1] % 256 == 0 == w2.shape[-1] % 256
+    result = torch.zeros(x.shape)
+    for token, slot in (ids < experts).nonzero().tolist():
+        expert = int(ids[token, slot])
+        both = w1[expert] @ rounded(x[token])
+        if given["bias1"] is not None:
+            assert given["bias1"].dtype == given["bias2"].dtype == torch.float32
+            both = both + given["bias1"][expert]
+        gate, up = both.chunk(2)
+        if gpt_oss:
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            between = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        else:
+            between = torch.nn.functional.silu(gate) * up
+        values = w2[expert] @ rounded(between)
+        if given["bias2"] is not None:
+            values = values + given["bias2"][expert]
+        result[token] += given["topk_weight"][token, slot] * values
+    return result.to(x.dtype)
+
+
+@pytest.fixture
+def experts(aiter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in with experts."""
+    package = sys.modules["aiter"]
+    monkeypatch.setattr(package, "ActivationType", ACTIVATION, raising=False)
+    monkeypatch.setattr(package, "QuantType", QUANT, raising=False)
+    monkeypatch.setattr(package, "dtypes", SimpleNamespace(fp4x2=CODES), raising=False)
+    modules = {"aiter.fused_moe": ModuleType("aiter.fused_moe"), "aiter.ops.shuffle": ModuleType("aiter.ops.shuffle")}
+    for body in (fused_moe, shuffle_weight, shuffle_scale, shuffle_weight_a16w4, shuffle_scale_a16w4):
+        namespace: dict[str, Any] = {}
+        exec(f"def function{SIGNATURES[body.__name__]}: ...", namespace)
+        signature = inspect.signature(namespace["function"])
+
+        def call(*args: Any, _body: Any = body, _signature: inspect.Signature = signature, **kwargs: Any) -> Any:
+            bound = _signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return _body(bound.arguments)
+
+        setattr(modules["aiter.fused_moe" if body is fused_moe else "aiter.ops.shuffle"], body.__name__, call)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+GATED = {**_GPT_OSS, "weight_format": "mxfp4"}
+ROUNDED: dict[str, Any] = {"weight_format": "mxfp4", "activation_dtype": "mxfp4"}
+
+
+FEW = [
+    Case("sizes between tiles", _inputs(7, 8, 4, 96, 64, **GATED)),
+    Case("concatenated, no bias", _inputs(5, 4, 2, 320, 256, **{**GATED, "w13_interleaved": False, "bias": False})),
+    Case("experts of other ranks", _inputs(12, 3, 2, 128, 96, of=9, **GATED)),
+    Case("no tokens", _inputs(0, 4, 2, 128, 128, **GATED)),
+]
+
+
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_few_tokens_of_gpt_oss(specs: dict[str, KernelSpec], case: Case) -> None:
+    """Activations are not rounded: what a plan without rounding says."""
+    verification = verify_case(replace(specs[NAMES[0]], only_by_name=""), case, "cpu")
+    assert verification.status is Status.PASSED, verification
+
+
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize(
+    ("name", "inputs", "error"),
+    [
+        (NAMES[0], _inputs(BOUND, 2, 1, 64, 96, activation_dtype="fp8", **GATED), 0.1),
+        (NAMES[1], _inputs(9, 6, 3, 96, 64, **ROUNDED), 0.2),
+        (NAMES[1], _inputs(9, 2, 3, 96, 64, of=6, w13_interleaved=True, **ROUNDED), 0.2),
+        (NAMES[1], _inputs(1, 6, 3, 96, 64, **ROUNDED), 0.3),
+    ],
+)
+def test_rounding_is_its_own(specs: dict[str, KernelSpec], name: str, inputs: Any, error: float) -> None:
+    """Near what the plan says, but not that."""
+    operator = get_operator("moe.moe_apply")
+    arguments = operator.complete(inputs(Draw(torch.device("cpu"), 0)))
+    wanted = moe_apply.operator.body(**{**arguments, "x": arguments["x"].float()})
+    prepared = operator.prepared(arguments, specs[name])
+    found = tokenspeed_kernel.moe_apply(**prepared, override=name)
+    assert 1e-3 < relative_error(found, wanted) < error
+    out = torch.full_like(found, torch.nan)
+    assert tokenspeed_kernel.moe_apply(**{**prepared, "out": out}, override=name) is out
+    assert torch.equal(out, found)
+
+
+@pytest.mark.usefixtures("experts")
+def test_weights_are_whole_tiles() -> None:
+    """Gates before ups; codes and biases are padded with zeros, scales with ones."""
+    from tokenspeed_kernel_amd.aiter.moe_mxfp4_device import prepare_gpt_oss
+
+    arguments = _inputs(1, 2, 1, 96, 64, **GATED)(Draw(torch.device("cpu"), 0))
+    given, made = arguments["weights"], prepare_gpt_oss(arguments["weights"], arguments["plan"])
+    codes, bias = unturned(made.w13_weight, 2), made.w13_weight_bias
+    assert codes.shape == (2, 512, 128)
+    assert torch.equal(codes[:, :64, :48], given.w13_weight[:, 0::2])
+    assert torch.equal(codes[:, 256:320, :48], given.w13_weight[:, 1::2])
+    assert codes[:, 64:256].count_nonzero() == codes[..., 48:].count_nonzero() == 0
+    assert bias is not None
+    assert torch.equal(bias[:, :64], given.w13_weight_bias[:, 0::2].float())
+    assert bias[:, 64:256].count_nonzero() == 0
+    assert made.w2_weight_scale is not None
+    scale = unturned(made.w2_weight_scale.unflatten(0, (2, -1)), 1)
+    assert torch.equal(scale, pad(given.w2_weight_scale, (0, 6, 0, 160), value=127))
+
+
+@pytest.mark.usefixtures("experts")
+def test_who_gets_it(specs: dict[str, KernelSpec]) -> None:
+    """Only a call that names it, with GPT-OSS's numbers."""
+    plan_of: dict[str, Any] = {
+        "num_experts": 4,
+        "top_k": 2,
+        "hidden_size": 96,
+        "intermediate_size": 64,
+        "device": "cpu",
+        "weight_format": "mxfp4",
+    }
+    gpt_oss = {"alpha": 1.702, "limit": 7.0, "beta": 1.0, "bias": True}
+    with pytest.raises(tokenspeed_kernel.NoKernelFoundError, match="serves only calls that name it: activations of fewer than 256"):
+        tokenspeed_kernel.moe_plan(**plan_of, **gpt_oss, solution="aiter")
+    plan = tokenspeed_kernel.moe_plan(**plan_of, **gpt_oss, override=NAMES[0])
+    assert plan.weight_layout == "aiter_mxfp4_gpt_oss"
+    assert tokenspeed_kernel.moe_plan(**plan_of, activation_dtype="mxfp4", override=NAMES[1]).weight_layout == "aiter_mxfp4_silu"
+    weights = _inputs(1, 4, 2, 96, 64, **{**GATED, "w13_interleaved": False})(Draw(torch.device("cpu"), 0))["weights"]
+    with pytest.raises(ValueError, match=r"plan.limit must be 7.0 for aiter_moe_apply_mxfp4_gpt_oss, got 6.0"):
+        tokenspeed_kernel.moe_process_weights(weights, replace(plan, limit=6.0))
+    silu = tokenspeed_kernel.moe_plan(**plan_of, activation_dtype="mxfp4", bias=True, override=NAMES[1])
+    with pytest.raises(ValueError, match=r"plan.bias must be False for aiter_moe_apply_mxfp4_silu, got True"):
+        tokenspeed_kernel.moe_process_weights(weights, silu)
+
+
+@pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
+def test_on_the_device(gfx950: torch.device, specs: dict[str, KernelSpec], case: Case) -> None:
+    """It has not been run yet."""
+    test_aiter.need_the_real_one(gfx950)
+    assert verify_case(replace(specs[NAMES[0]], only_by_name=""), case, gfx950).status is Status.PASSED

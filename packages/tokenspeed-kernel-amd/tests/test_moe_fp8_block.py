@@ -1,0 +1,227 @@
+"""moe_apply and moe_topk_apply with weights in fp8 blocks: layout, cases, errors against the portable kernel's, compiled code."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel
+from tokenspeed_kernel.workbench.numerics.conformance import Options, conform
+from tokenspeed_kernel_amd.gfx950.moe import few, grouped
+from tokenspeed_kernel_amd.gfx950.moe import fp8_block_layout as layout
+from tokenspeed_kernel_amd.gfx950.moe.moe_apply import moe_apply
+from tokenspeed_kernel_amd.gfx950.moe.moe_topk_apply import moe_topk_apply
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
+from tokenspeed_kernel_base.ops.quantization.encodings import decode_fp8
+
+from .experts import GPT_OSS, RandomLayer, relative_error
+from .paging import check_case, kernel_of, spills
+
+NARROW, BROAD = grouped.Tile(16, 4), grouped.Tile(32, 4)
+ROUNDED: list[dict[str, Any]] = [{"activation_dtype": dtype} for dtype in ("fp8", "none", "mxfp4", "fp8_static")]
+
+
+def layer_of(device: torch.device, *sizes: int, **options: Any) -> RandomLayer:
+    return RandomLayer(device, *sizes, weight_format="fp8_block", **options)
+
+
+def read_back(weight: Tensor, scale: Tensor, k: int) -> Tensor:
+    """Weights ``[experts, rows of strips, k]`` as the docstring of the layout says they are found, one by one."""
+    experts, strips, pieces = weight.shape[:3]
+    found = torch.empty(experts, strips, 32, pieces * 64, dtype=torch.float32)
+    factors = torch.empty(experts, strips, 32, scale.shape[2] * 4, dtype=torch.float32)
+    for half in range(2):
+        for r in range(16):
+            for g in range(4):
+                for b in range(16):
+                    found[:, :, 16 * half + r, 16 * g + b :: 64] = weight[:, :, :, half, 16 * g + r, b].float()
+            for step in range(4):
+                factors[:, :, 16 * half + r, step::4] = scale[:, :, :, half, step]
+    return (found[..., :k] * factors.repeat_interleave(128, -1)[..., :k]).flatten(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "interleaved"), [(96, 64, True), (160, 224, False), (736, 32, True), (512, 544, False)]
+)
+def test_every_element_is_where_the_layout_says(hidden: int, intermediate: int, interleaved: bool) -> None:
+    """Also where ups begin within a block, which the rows of a strip then end in."""
+    layer = layer_of(torch.device("cpu"), 3, 2, hidden, intermediate, w13_interleaved=interleaved, bias=True)
+    given, arranged = layer.given, layer.prepared
+    assert arranged.layout == layout.LAYOUT
+    assert given.w13_weight_scale is not None
+    assert given.w2_weight_scale is not None
+    assert given.w13_weight_bias is not None
+    assert arranged.w13_weight_scale is not None
+    assert arranged.w2_weight_scale is not None
+    assert arranged.w13_weight_bias is not None
+    feature, both = torch.arange(intermediate), torch.arange(2 * intermediate)
+    at = feature // 16 * 32 + feature % 16  # where a feature's gate is; its up is 16 rows on
+    gates = both[::2] if interleaved else both[:intermediate]
+    ups = both[1::2] if interleaved else both[intermediate:]
+    w13 = read_back(arranged.w13_weight, arranged.w13_weight_scale, hidden)
+    w2 = read_back(arranged.w2_weight, arranged.w2_weight_scale, intermediate)
+    for expert in range(3):
+        canonical = decode_fp8(given.w13_weight[expert], given.w13_weight_scale[expert], (128, 128), torch.float32)
+        assert torch.equal(w13[expert, at], canonical[gates])
+        assert torch.equal(w13[expert, at + 16], canonical[ups])
+        canonical = decode_fp8(given.w2_weight[expert], given.w2_weight_scale[expert], (128, 128), torch.float32)
+        assert torch.equal(w2[expert], canonical)
+    assert torch.equal(arranged.w13_weight_bias[:, at], given.w13_weight_bias[:, gates])
+    assert torch.equal(arranged.w13_weight_bias[:, at + 16], given.w13_weight_bias[:, ups])
+
+
+def cases(mode: str) -> list[Case]:
+    """The operator's cases with such weights that are not sized for a GPU, but for those that no kernel here declares."""
+    small = [case for case in get_operator(f"moe.{mode}").all_cases() if not case.large and "fp8 blocks" in case.name]
+    return [case for case in small if "cut short" not in case.name]
+
+
+@pytest.mark.parametrize("case", cases("moe_apply"), ids=lambda case: case.name)
+def test_cases(gfx950: torch.device, case: Case) -> None:
+    check_case(gfx950, "moe_apply_fp8_block", case)
+
+
+@pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)
+@pytest.mark.parametrize("tile", [NARROW, BROAD], ids=["16 columns", "32 columns"])
+def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: grouped.Tile, options: dict[str, Any]) -> None:
+    """Sizes that end within steps, blocks of strips and tiles; an expert has most tokens, another has none."""
+    if tile == BROAD and options.get("dtype") == torch.float16:
+        tile = grouped.tile_for(10**6, layer_of(gfx950, 2, 1, 32, 32, **options).plan)
+        assert tile == NARROW
+    layer = layer_of(gfx950, 6, 2, 224, 672, **options, **GPT_OSS)
+    x, weights, ids = layer.tokens(60)
+    ids[:49, 0] = 4
+    ids[:30, 1] = 1
+    ids[5] = -1
+    ids = ids.where(ids != 2, 3)
+    got = grouped.moe_apply_many(x, layer.prepared, weights, ids, layer.plan, tile=tile)
+    assert not got[5].any()
+    check(layer, got, x, weights, ids)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "options"),
+    [
+        (1, 4, {"activation_dtype": "fp8", **GPT_OSS}),
+        (8, 8, {"activation_dtype": "fp8"}),
+        (3, 3, {"activation_dtype": "mxfp4", **GPT_OSS}),
+        (5, 1, {"dtype": torch.float16}),
+        (4, 6, {"bias": True}),
+        (7, 4, {"activation_dtype": "fp8_static", "dtype": torch.float16}),
+        (2, 2, {"activation_dtype": "fp8", "dtype": torch.float32}),
+    ],
+)
+def test_few_tokens_are_as_exact_as_the_portable_kernel(
+    gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
+) -> None:
+    """Also where a slot is skipped, where a token names an expert twice, and where an expert has more pairs than a workgroup
+    multiplies."""
+    layer = layer_of(gfx950, 9, top_k, 224, 672, **options)
+    x, weights, ids = layer.tokens(tokens)
+    ids[:5, 0] = 5
+    ids[-1, 0] = ids[0, -1]
+    if top_k > 2:
+        ids[0, 1] = -1
+        ids[-1, 2] = ids[-1, 0]
+    assert few.few_enough(tokens, layer.plan, layer.prepared)
+    got = few.moe_apply_few(x, layer.prepared, weights, ids, layer.plan)
+    check(layer, got, x, weights, ids)
+    assert torch.equal(few.moe_apply_few(x, layer.prepared, weights, ids, layer.plan), got)
+
+
+def check(layer: RandomLayer, got: Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> None:
+    """The error is at most 1.2 times the portable kernel's, which does not know static scales; those are rounded once."""
+    wanted = layer.wanted(x, weights, ids)
+    allowed = 4e-3
+    if layer.plan.activation_dtype != "fp8_static":
+        plan = dataclasses.replace(layer.plan, kernel="triton_moe_apply", weight_layout="canonical")
+        other = tokenspeed_kernel.moe_apply(x, layer.given, weights, ids, plan, override=plan.kernel)
+        allowed = 1.2 * relative_error(other, wanted)
+    assert relative_error(got, wanted) <= allowed
+
+
+@pytest.mark.parametrize("tokens", [3, 20, 70])
+def test_from_logits(gfx950: torch.device, tokens: int) -> None:
+    layer = layer_of(gfx950, 9, 3, 96, 64, activation_dtype="fp8")
+    x, _, _ = layer.tokens(tokens)
+    logits = torch.randn(tokens, 9, generator=layer.random).bfloat16().to(gfx950)
+    weights, ids = moe_topk.operator.body(logits, 3)
+    got = moe_topk_apply(x, logits, layer.prepared, layer.plan)
+    assert relative_error(got, moe_apply(x, layer.prepared, weights, ids, layer.plan).float()) <= 1e-3
+
+
+def test_a_number_that_is_not_finite_stays_in_its_token(gfx950: torch.device) -> None:
+    for activation_dtype in ("fp8", "none"):
+        layer = layer_of(gfx950, 4, 2, 96, 64, activation_dtype=activation_dtype)
+        x, weights, ids = layer.tokens(5)
+        for launch in (few.moe_apply_few, grouped.moe_apply_many):
+            clean = launch(x, layer.prepared, weights, ids, layer.plan)
+            spoilt = x.clone()
+            spoilt[1, 3], spoilt[3, 70] = torch.nan, torch.inf
+            got = launch(spoilt, layer.prepared, weights, ids, layer.plan)
+            assert got[[1, 3]].isnan().all()
+            assert torch.equal(got[[0, 2, 4]], clean[[0, 2, 4]])
+
+
+def test_the_kit_finds_nothing(gfx950: torch.device) -> None:
+    """In a call of few tokens, and in one of so many that they are sorted."""
+    (case,) = (case for case in cases("moe_apply") if case.name == "fp8 blocks, fp8 activations")
+    findings = conform(kernel_of("moe_apply_fp8_block"), gfx950, Options(shrink_seconds=0), [case])
+    assert [f"{finding}: {finding.detail}" for finding in findings if finding.wrong] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["", "_float32_fp8", "_float32_static_fp8", "_float32_mxfp4"])
+@pytest.mark.parametrize("mode", ["moe_apply", "moe_topk_apply"])
+def test_the_kit_finds_nothing_at_all(gfx950: torch.device, mode: str, kind: str) -> None:
+    findings = conform(kernel_of(f"{mode}_fp8_block{kind}"), gfx950, Options(shrink_seconds=0))
+    assert [str(finding) for finding in findings if finding.wrong] == []
+
+
+@pytest.mark.parametrize("options", [*ROUNDED, {"dtype": torch.float16}], ids=str)
+def test_compiled_code(emulator: Any, options: dict[str, Any]) -> None:
+    """Nothing is spilled at DeepSeek-V3's sizes; no loops around buffer instructions, no bank conflicts in products of tiles."""
+    cpu = torch.device("cpu")
+    for sizes, tokens in (((4, 2, 7168, 32), 4), ((8, 8, 32, 2048), 4), ((4, 1, 7168, 32), 1)):
+        layer = layer_of(cpu, *sizes, **options)
+        if few.few_enough(tokens, layer.plan, layer.prepared):
+            few.moe_apply_few(*_arguments(layer, tokens))
+    layer = layer_of(cpu, 2, 1, 1056, 32, **options)
+    for tile in {NARROW, grouped.tile_for(10**6, layer.plan)}:
+        grouped.moe_apply_many(*_arguments(layer, 3), tile=tile)
+    launches = [launch for launch in emulator.launches if launch.kernel in ("first_kernel", "second_kernel", "grouped_kernel")]
+    assert launches
+    for launch in launches:
+        text = launch.program.assembly.text
+        assert not any(spills(text).values())
+        assert "s_cbranch_execnz" not in text
+        if launch.kernel == "grouped_kernel":
+            assert launch.counters.total("lds_conflicts") == 0
+
+
+def _arguments(layer: RandomLayer, tokens: int) -> tuple[Any, ...]:
+    x, weights, ids = layer.tokens(tokens)
+    return x, layer.prepared, weights, ids, layer.plan
+
+
+def test_launches(emulator: Any) -> None:
+    """As with mxfp4 weights, but never the wide kernel."""
+    layer = layer_of(torch.device("cpu"), 4, 2, 96, 64, activation_dtype="fp8")
+    moe_apply(*_arguments(layer, 1))
+    assert [launch.kernel for launch in emulator.launches] == ["first_kernel", "second_kernel"]
+    moe_apply(*_arguments(layer, 200))
+    names = ["route_kernel", "grouped_kernel", "encode_kernel", "grouped_kernel", "combine_kernel"]
+    assert [launch.kernel for launch in emulator.launches[2:]] == names
+
+
+def test_who_serves_what(gfx950: torch.device) -> None:
+    """Sizes that 32 does not divide are the portable kernel's."""
+    options: dict[str, Any] = {"weight_format": "fp8_block", "device": gfx950}
+    assert tokenspeed_kernel.moe_plan(4, 2, 128, 96, **options).kernel == "gluon_moe_apply_fp8_block"
+    assert tokenspeed_kernel.moe_plan(4, 2, 128, 136, **options).kernel == "triton_moe_apply"
