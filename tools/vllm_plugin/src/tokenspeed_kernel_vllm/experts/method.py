@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodB
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
-from tokenspeed_kernel_vllm.sizes import sizes_up_to
+from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
 # Values that share a scale, and values in a byte.
 BLOCK, PACKED = 32, 2
@@ -88,7 +88,8 @@ class GptOssExperts(FusedMoEMethodBase):
         device = given[0].device
         if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # on a CPU nothing is compiled
             _warmed.add(self.plan)
-            self.warm(layer, get_current_vllm_config().scheduler_config.max_num_batched_tokens, device)
+            with warming("experts"):
+                self.warm(layer, get_current_vllm_config().scheduler_config.max_num_batched_tokens, device)
 
     @torch.inference_mode()
     def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
