@@ -14,6 +14,7 @@ logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 BACKEND = "tokenspeed_kernel_vllm.attention.backend.TokenspeedBackend"
 QUANTIZATION = "gpt_oss_mxfp4"
+DENSE = "UnquantizedFusedMoEMethod"
 
 
 def register_parts(settings: Settings) -> None:
@@ -21,6 +22,8 @@ def register_parts(settings: Settings) -> None:
     parts: list[tuple[str, bool, Callable[[], None]]] = [
         ("attention", settings.attention, _register_attention),
         ("GPT-OSS layers", settings.experts or settings.linear, _register_quantization),
+        ("unquantised experts", settings.other_experts, _register_dense_experts),
+        ("fp8 experts", settings.other_experts, _register_fp8_experts),
     ]
     for name, wanted, add in parts:
         if not wanted:
@@ -52,3 +55,23 @@ def _register_quantization() -> None:
     from tokenspeed_kernel_vllm.experts.config import GptOssConfig
 
     register_quantization_config(QUANTIZATION)(GptOssConfig)
+
+
+def _register_dense_experts() -> None:
+    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+
+    from tokenspeed_kernel_vllm.experts.routed import DenseExperts
+
+    taken = op_registry_oot.get(DENSE, DenseExperts)
+    if taken is not DenseExperts:
+        logger.warning("tokenspeed_kernel_vllm: no unquantised experts, because %s serves them already", taken)
+    elif DENSE not in op_registry_oot:
+        CustomOp.register_oot(DenseExperts, name=DENSE)
+
+
+def _register_fp8_experts() -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from tokenspeed_kernel_vllm.experts.routed import BlockFp8Config
+
+    register_quantization_config("fp8")(BlockFp8Config)
