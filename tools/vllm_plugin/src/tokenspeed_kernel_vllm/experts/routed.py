@@ -1,4 +1,4 @@
-"""Experts that are not quantised, or in fp8 with a scale for each block of 128 x 128: vLLM routes, a kernel of the core computes."""
+"""Experts that are not quantised, or in fp8 with scales of blocks of 128 x 128: vLLM routes, a kernel of the core computes."""
 
 from __future__ import annotations
 
