@@ -251,22 +251,25 @@ def test_all_engines_are_run_and_judged(
 
 
 SAVING = """
-import sys
+import os, sys
 import torch
 words = sys.argv[1:]
+assert os.environ["WANTED"] in words[words.index("--tasks") + 1].split(",")
 out, name = words[words.index("--out") + 1], words[words.index("--name") + 1]
 open(f"{out}/{name}.jsonl", "w").close()
 torch.save({"tokens": [[1, 2, 3, 5 if name == "plugin" else 4]]}, f"{out}/{name}.pt")
 """
 
 
+@pytest.mark.parametrize(("flag", "task"), [("--correctness", "random"), ("--float32", "float32")])
 def test_what_engines_generate_is_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, task: str
 ) -> None:
     (tmp_path / "vllm_engine.py").write_text(SAVING)
     (tmp_path / "random_gpt_oss.py").write_text("def register(): pass")
     monkeypatch.setattr(h200_vllm, "HERE", tmp_path)
     output = tmp_path / "results.json"
-    h200_vllm.main(["--correctness", "--variants", "vllm", "plugin", "--output", str(output)])
+    monkeypatch.setenv("WANTED", task)
+    h200_vllm.main([flag, "--variants", "vllm", "plugin", "--output", str(output)])
     assert "vllm : plugin\n  tokens" in capsys.readouterr().out
     assert json.loads(output.read_text())["compared"]["vllm : plugin"]["tokens"]["same"] == 0.75
