@@ -9,8 +9,8 @@
 Each variant is an engine in a process of its own (``vllm_engine.py``), one after another, and starts twice if start-up is wanted
 with cold and with warm caches. ``--correctness`` compares what engines generate instead (``compare.py``): greedy tokens, logits,
 1,000 random requests, and the kernels of a step; ``--float32`` compares logits with the same model in float32
-(``against_float32.py``). Those engines run side by side, so their times mean nothing. ``--profile`` says which kernels of a step and
-of a prefill take how long.
+(``against_float32.py``). Those engines run side by side, so their times mean nothing. ``--profile`` says which kernels of a step,
+and of a prefill, take how long.
 """
 
 from __future__ import annotations
