@@ -91,7 +91,8 @@ def run(model: Model, sequences: Sequence[Tensor], experts: Sequence[Tensor] | N
 
 def head(model: Model, hidden: Tensor) -> Tensor:
     """Logits of rows, ``[rows, vocabulary]``."""
-    return linear(hidden, model.float32("lm_head.weight"))
+    # The head in float32 is large, and engines share the device.
+    return torch.cat([linear(hidden, part.float()) for part in model.weight("lm_head.weight").split(1 << 15)], dim=-1)
 
 
 def _norm(model: Model, name: str, x: Tensor) -> Tensor:

@@ -106,6 +106,8 @@ HOOKS = [
     Hook(f"{QUANTIZATION}.register_quantization_config", words("quantization")),
     Hook(f"{QUANTIZATION}.mxfp4.GptOssMxfp4Config.get_quant_method", words("self layer prefix")),
     Hook(f"{LINEAR}.UnquantizedLinearMethod", attributes=words("create_weights process_weights_after_loading")),
+    Hook(f"{LINEAR}.ReplicatedLinear", words("prefix"), partial=True),
+    Hook("vllm.model_executor.custom_op.PluggableLayer.register_oot", words("_decorated_layer_cls name")),
     Hook(f"{LINEAR}.UnquantizedLinearMethod.apply", words("self layer x bias")),
     Hook(f"{MOE}.FusedMoEMethodBase", words("moe"), words(METHOD)),
     Hook(f"{MOE}.FusedMoEMethodBase.create_weights", words(CREATE)),

@@ -257,4 +257,6 @@ def test_another_plugin_keeps_its_method(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(custom_op, "op_registry_oot", table := {parts.DENSE: object})
     tokenspeed_kernel_vllm.register()
     assert table == {parts.DENSE: object}
-    assert said == ["tokenspeed_kernel_vllm: no unquantised experts, because <class 'object'> serves them already"]
+    assert said == [
+        "tokenspeed_kernel_vllm: no unquantised experts, because <class 'object'> replaces UnquantizedFusedMoEMethod already"
+    ]
