@@ -52,6 +52,7 @@ VARIANTS = {
     "marlin": Variant(("--moe-backend", "marlin"), _ONLY_WEIGHTS),
     "plugin": Variant(("--attention", "CUSTOM")),
     "plugin-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_LINEAR": "1"}),
+    "plugin-norms": Variant(("--attention", "CUSTOM", "--norms")),
     "plugin-portable": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_KERNEL_OVERRIDE_MOE_MOE_APPLY": "triton_moe_apply_mxfp4"}),
 }
 # Chunked prefill, prefix caching and a cache that is too small for all requests at once.

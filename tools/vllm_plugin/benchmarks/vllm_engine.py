@@ -70,6 +70,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--layers", type=int, default=36)
     p.add_argument("--attention", help="CUSTOM for this plugin's backend; vLLM chooses without")
     p.add_argument("--moe-backend", help="triton, marlin, ...; vLLM or the plugin chooses without")
+    p.add_argument("--norms", action="store_true", help="norms by this plugin's provider of vLLM's IR")
     p.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     p.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt, for decode")
     p.add_argument("--decode", type=int, default=136, help="tokens that the longer of two runs generates")
@@ -108,6 +109,8 @@ def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
     for name in ("max_num_batched_tokens", "max_num_seqs", "moe_backend"):
         if getattr(a, name):
             made[name] = getattr(a, name)
+    if a.norms:
+        made["ir_op_priority"] = {"rms_norm": ["tokenspeed_kernel"], "fused_add_rms_norm": ["tokenspeed_kernel"]}
     if a.eager:
         made["enforce_eager"] = True
     if a.attention:

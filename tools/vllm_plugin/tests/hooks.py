@@ -129,6 +129,8 @@ HOOKS = [
     Hook(f"{QUANTIZATION}.fp8.Fp8Config.get_quant_method", words("self layer prefix")),
     Hook(f"{QUANTIZATION}.fp8.Fp8Config.from_config", words("config")),
     Hook(f"{QUANTIZATION}.fp8.Fp8MoEMethod", words("quant_config layer"), words(METHOD)),
+    Hook("vllm.ir.ops.rms_norm.register_impl", words("provider supported supports_args"), partial=True),
+    Hook("vllm.ir.ops.fused_add_rms_norm.register_impl", words("provider supported supports_args"), partial=True),
     Hook("vllm.model_executor.utils.replace_parameter", words("layer param_name"), partial=True),
     Hook("vllm.model_executor.utils.set_weight_attrs", words("weight weight_attrs")),
 ]

@@ -26,6 +26,7 @@ def register_parts(settings: Settings) -> None:
         ("attention", settings.attention, _register_attention),
         ("GPT-OSS layers", settings.experts or settings.linear, _register_quantization),
         ("routers", settings.linear and find_spec(CORE) is not None, _register_routers),
+        ("norms", find_spec(CORE) is not None, _register_norms),
         ("unquantised experts", settings.other_experts, _register_dense_experts),
         ("fp8 experts", settings.other_experts, _register_fp8_experts),
     ]
@@ -75,6 +76,11 @@ def _register_dense_experts() -> None:
     from tokenspeed_kernel_vllm.experts.routed import DenseExperts
 
     _replace("unquantised experts", DENSE, DenseExperts, CustomOp)
+
+
+def _register_norms() -> None:
+    # Importing it registers it, once a process.
+    import_module("tokenspeed_kernel_vllm.norms")
 
 
 def _replace(part: str, name: str, ours: type[Any], kind: Any) -> None:
