@@ -66,8 +66,8 @@ def main() -> None:
         gap = (values[:, top_k - 1] - values[:, top_k]) / logits.std(-1)
         rounded = logits.bfloat16().sort(-1, descending=True).values
         ties = (rounded[:, top_k - 1] == rounded[:, top_k]).float().mean()
-        shares = gap.quantile(torch.tensor([0.05, 0.1, 0.25, 0.5])).tolist()
-        print(f"layer {layer}: gaps of 5, 10, 25, 50%: {[round(share, 4) for share in shares]}; equal in bfloat16: {ties:.1%}")
+        shares = [round(share, 4) for share in gap.quantile(torch.tensor([0.05, 0.1, 0.25, 0.5])).tolist()]
+        print(f"layer {layer}: gaps of 5, 10, 25, 50%: {shares}; equal in bfloat16: {ties:.1%}")
         near = gap < shares[2]
         others = [experts.clone() for experts in chosen]
         others[layer][near, -1] = float32.best(logits, top_k + 1)[near, -1]
