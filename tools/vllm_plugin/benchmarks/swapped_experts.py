@@ -75,9 +75,7 @@ def main() -> None:
         rows = near.nonzero().flatten()[:ROWS]
         difference = moved(model, exact.hidden[rows], again.hidden[rows])
         rms, largest = difference.square().mean(-1).sqrt(), difference.amax(-1)
-        print(
-            f"  rows with another expert: rms {rms.min():.2f} to {rms.max():.2f}, largest {largest.min():.1f} to {largest.max():.1f}"
-        )
+        print(f"  their rows: rms {rms.min():.2f} to {rms.max():.2f}, largest {largest.min():.1f} to {largest.max():.1f}")
 
 
 if __name__ == "__main__":
