@@ -103,7 +103,7 @@ def vllm(session: nox.Session, release: str) -> None:
 
     vLLM's Python files are what is wanted of it; its compiled operators, for a GPU, are not run.
     """
-    _install(session, "test", "vllm", runtime=False)
+    _install(session, "test", "vllm", "build", runtime=False)
     session.install(TRITONS[-1], "-e", EMULATOR, "-e", AMD, "-e", VLLM_PLUGIN)
     session.install("--no-deps", release)
     arguments = session.posargs or ["-n", "auto", f"{VLLM_PLUGIN}/tests"]

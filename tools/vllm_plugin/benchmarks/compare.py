@@ -53,6 +53,33 @@ def compare_logits(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def compare_rows(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Differences of logits of the task ``float32``, in standard deviations of a row: rows before which all tokens agree.
+
+    Where both engines know which experts they chose for a row's token, rows with the same and with other ones are told apart.
+    """
+    same_past = torch.tensor([
+        [x[:step] == y[:step] for step in range(len(x))] for x, y in zip(a["ids"], b["ids"], strict=True)
+    ])  # fmt: skip
+    x, y = a["rows"][same_past].float(), b["rows"][same_past].float()
+    difference = (x - y).abs() / x.std(-1, keepdim=True)
+    rms, largest = difference.square().mean(-1).sqrt(), difference.amax(-1)
+    found: dict[str, Any] = {"all": _of_rows(rms, largest)}
+    if "experts" in a and "experts" in b:
+        kept = same_past.flatten()
+        same = (a["experts"][kept].sort(-1).values == b["experts"][kept].sort(-1).values).all(-1).all(-1)
+        found |= {"same_experts": _of_rows(rms[same], largest[same]), "other_experts": _of_rows(rms[~same], largest[~same])}
+    return found
+
+
+def _of_rows(rms: torch.Tensor, largest: torch.Tensor) -> dict[str, Any]:
+    def shares(values: torch.Tensor) -> dict[float, float]:
+        ordered = values.sort().values
+        return {share: round(ordered[int(share * (len(ordered) - 1))].item(), 4) for share in _SHARES if len(ordered)}
+
+    return {"rows": len(rms), "far": int((rms > _FAR).sum()), "rms": shares(rms), "largest": shares(largest)}
+
+
 def compare_tokens(a: list[list[int]], b: list[list[int]]) -> dict[str, Any]:
     """How many tokens are the same in place, and how many of those before which all are the same."""
     total = same = until_first = whole = 0
@@ -76,6 +103,8 @@ def compared(a: dict[str, Any], b: dict[str, Any]) -> dict[str, dict[str, Any]]:
     found = {}
     if "logits" in a and "logits" in b:
         found["logits"] = compare_logits(a, b)
+    if "float32" in a and "float32" in b:
+        found["float32"] = compare_rows(a["float32"], b["float32"])
     if "tokens" in a and "tokens" in b:
         found["tokens"] = compare_tokens(a["tokens"], b["tokens"])
     if "requests" in a and "requests" in b:

@@ -2,11 +2,15 @@
 
     python tools/vllm_plugin/benchmarks/h200_vllm.py --output tools/vllm_plugin/benchmarks/h200_vllm.json
     python tools/vllm_plugin/benchmarks/h200_vllm.py --correctness --layers 2 --variants vllm plugin
+    python tools/vllm_plugin/benchmarks/h200_vllm.py --float32 --layers 2 --variants vllm marlin plugin
+    python tools/vllm_plugin/benchmarks/h200_vllm.py --profile --layers 2 --variants vllm marlin plugin plugin-linear
     python tools/vllm_plugin/benchmarks/h200_vllm.py --layers 12 --variants vllm marlin plugin
 
 Each variant is an engine in a process of its own (``vllm_engine.py``), one after another, and starts twice if start-up is wanted
 with cold and with warm caches. ``--correctness`` compares what engines generate instead (``compare.py``): greedy tokens, logits,
-1,000 random requests, and the kernels of a step; those engines run side by side, so their times mean nothing.
+1,000 random requests, and the kernels of a step; ``--float32`` compares logits with the same model in float32
+(``against_float32.py``). Those engines run side by side, so their times mean nothing. ``--profile`` says which kernels of a step,
+and of a prefill, take how long.
 """
 
 from __future__ import annotations
@@ -47,12 +51,23 @@ VARIANTS = {
     "vllm": Variant(variables=_ONLY_WEIGHTS),
     "marlin": Variant(("--moe-backend", "marlin"), _ONLY_WEIGHTS),
     "plugin": Variant(("--attention", "CUSTOM")),
+    "plugin-linear": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_VLLM_LINEAR": "1"}),
+    "plugin-norms": Variant(("--attention", "CUSTOM", "--norms")),
     "plugin-portable": Variant(("--attention", "CUSTOM"), {"TOKENSPEED_KERNEL_OVERRIDE_MOE_MOE_APPLY": "triton_moe_apply_mxfp4"}),
 }
 # Chunked prefill, prefix caching and a cache that is too small for all requests at once.
 _CORRECTNESS = [
     *("--tasks", "describe,logits,tokens,random,kernels", "--inproc", "--prefix-caching", "--kv-gib", "0.3"),
     *("--max-num-batched-tokens", "2048", "--max-num-seqs", "128", "--graph-sizes", "1", "2", "4", "8", "16", "32", "64", "128"),
+]
+# All prompts in one step, and routers that can be listened to.
+_FLOAT32 = [
+    *("--tasks", "describe,float32", "--inproc", "--eager", "--kv-gib", "0.3"),
+    *("--max-num-batched-tokens", "8192", "--max-num-seqs", "32"),
+]
+_PROFILE = [
+    *("--tasks", "describe,kernels,prefill-kernels", "--inproc", "--kv-gib", "0.5"),
+    *("--max-num-batched-tokens", "16384", "--max-num-seqs", "128"),
 ]
 _SPEED = ["--tasks", "describe,decode,prefill", "--kv-gib", "5", "--max-num-seqs", "256"]
 
@@ -63,7 +78,10 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--starts", type=int, default=1, help="how often each starts: once with cold caches, then with warm ones")
-    parser.add_argument("--correctness", action="store_true", help="compare what engines generate, and measure nothing")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--correctness", action="store_true", help="compare what engines generate, and measure nothing")
+    what.add_argument("--float32", action="store_true", help="compare logits with those of the model in float32")
+    what.add_argument("--profile", action="store_true", help="list the kernels of a step and of a prefill")
     parser.add_argument("--timeout", type=float, default=600, help="seconds of an engine")
     parser.add_argument("--output", type=Path, help="a file for all results, JSON")
     parser.add_argument("--commit", default="", help="of this code, where it is a copy whose checkout says another")
@@ -84,7 +102,7 @@ def run(name: str, given: argparse.Namespace, folder: Path, path: str, start: in
     """One engine, from its start to its end. Returns its lines; the last ones of its log are printed where it fails."""
     variant = VARIANTS[name]
     out = folder / f"{name}-{start}"
-    words = ["--name", name, "--out", out, "--layers", given.layers, *(_CORRECTNESS if given.correctness else _SPEED)]
+    words = ["--name", name, "--out", out, "--layers", given.layers, *_tasks(given)]
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_CACHE_ROOT": str(folder / f"cache-{name}"), **variant.variables}
     out.mkdir(parents=True)
     log = out / "log"
@@ -102,6 +120,10 @@ def run(name: str, given: argparse.Namespace, folder: Path, path: str, start: in
         print(f"{name}: {code}; {log}:", *log.read_text(errors="replace").splitlines()[-12:], sep="\n  ")
     lines = out / f"{name}.jsonl"
     return [{**json.loads(line), "start": start} for line in lines.read_text().splitlines()] if lines.exists() else []
+
+
+def _tasks(given: argparse.Namespace) -> list[str]:
+    return _CORRECTNESS if given.correctness else _FLOAT32 if given.float32 else _PROFILE if given.profile else _SPEED
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -157,9 +179,10 @@ def main(words: Sequence[str] | None = None) -> None:
         path = os.pathsep.join([str(entry_point(folder / "site")), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         each = [(name, given, folder, path, start) for name in given.variants for start in range(given.starts)]
         # What is timed runs alone; what is compared may share the device.
-        with ThreadPoolExecutor(len(each) if given.correctness else 1) as pool:
+        beside = given.correctness or given.float32
+        with ThreadPoolExecutor(len(each) if beside else 1) as pool:
             rows = list(itertools.chain.from_iterable(pool.map(lambda one: run(*one), each)))
-        if given.correctness:
+        if beside:
             results["compared"] = compare_variants(given.variants, folder)
         else:
             print(table(rows, given.variants), *judged(rows, given.layers), sep="\n")

@@ -19,6 +19,8 @@ from typing import Any
 
 LOAD_FORMAT = "random_gpt_oss"
 HIDDEN, INTERMEDIATE, EXPERTS, VOCABULARY = 2880, 2880, 128, 201088
+# Names of all parameters that were drawn in this process. Backends replace those of experts once they are loaded.
+drawn: list[str] = []
 # How the lengths of the head's rows are distributed: uniform numbers to this power, cut at the most.
 _POWER, _LONGEST = -1 / 3, 8.0
 
@@ -120,6 +122,17 @@ def draw(name: str, parameter: Any) -> str:
     return "matrix"
 
 
+def draw_experts(name: str, experts: int, device: Any) -> Any:
+    """A tensor of experts as `draw` fills it where nothing is padded: uint8 or, of a bias, bfloat16, ``[experts, ...]``."""
+    import torch
+
+    rows, columns = EXPERT_SIZES[name.rpartition(".")[2]]
+    shape, dtype = ((rows,), torch.bfloat16) if columns is None else ((rows, columns), torch.uint8)
+    made = torch.empty(experts, *shape, dtype=dtype, device=device)
+    draw(name, made)
+    return made
+
+
 # The sizes of an expert's tensors: rows and bytes of a row, or the length of a bias.
 EXPERT_SIZES: dict[str, tuple[int, int | None]] = {
     "w13_weight": (2 * INTERMEDIATE, HIDDEN // 2),
@@ -157,5 +170,6 @@ def register() -> None:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     draw(name, parameter.data)
+                    drawn.append(name)
 
     model_loader.register_model_loader(LOAD_FORMAT)(RandomGptOss)

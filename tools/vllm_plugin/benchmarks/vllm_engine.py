@@ -10,6 +10,7 @@ are compared between engines go to ``<out>/<name>.pt``.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -25,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from random_gpt_oss import LOAD_FORMAT, write_model
+from random_gpt_oss import EXPERT_SIZES, LOAD_FORMAT, draw_experts, drawn, write_model
 
 _STARTED = time.time()
 # There is no network, and one process has nobody to talk to.
@@ -43,6 +44,18 @@ _ENVIRONMENT = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 
+# Words in the names of kernels, lower case; the first family that fits is taken.
+_FAMILIES = {
+    "attention": ("flash", "attention", "prefill_device", "decode_device", "window"),
+    "cache": ("cache",),
+    "routing": ("topk", "routing", "bitmatrix", "schedule", "sort", "histogram", "moe_align", "permute"),
+    "experts": ("matmul_ogs", "moe", "grouped", "stream_device", "marlin", "reduce_grouped", "combine"),
+    "norms": ("norm",),
+    "rotary": ("rotary", "rope"),
+    "products": ("nvjet", "gemm", "cublas", "splitk", "mm_device", "cutlass"),
+    "copies": ("memcpy", "memset"),
+}
+
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
@@ -50,11 +63,14 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--name", required=True, help="of the engine in the results")
     p.add_argument("--out", type=Path, required=True, help="folder of the results")
     p.add_argument(
-        "--tasks", default="describe,decode,prefill", help="of describe, logits, tokens, random, decode, prefill, in this order"
+        "--tasks",
+        default="describe,decode,prefill",
+        help="of describe, logits, tokens, random, float32, decode, prefill, kernels, prefill-kernels; in the order that is given",
     )
     p.add_argument("--layers", type=int, default=36)
     p.add_argument("--attention", help="CUSTOM for this plugin's backend; vLLM chooses without")
     p.add_argument("--moe-backend", help="triton, marlin, ...; vLLM or the plugin chooses without")
+    p.add_argument("--norms", action="store_true", help="norms by this plugin's provider of vLLM's IR")
     p.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     p.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt, for decode")
     p.add_argument("--decode", type=int, default=136, help="tokens that the longer of two runs generates")
@@ -68,6 +84,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--graph-sizes", type=int, nargs="+", help="batch sizes that are captured; those measured by default")
     p.add_argument("--kv-gib", type=float, default=3.0, help="size of the cache")
     p.add_argument("--inproc", action="store_true", help="the engine in this process, for logits and kernels")
+    p.add_argument("--eager", action="store_true", help="no compilation and no graphs; float32 then sees which experts are chosen")
     p.add_argument("--start-file", type=Path, help="wait for this file before the engine is made")
     p.add_argument("--wait-file", type=Path, help="wait for this file before decode and prefill, so that others are quiet")
     p.add_argument("--dry", action="store_true", help="stop when the engine's configuration is made")
@@ -92,6 +109,10 @@ def engine_arguments(a: argparse.Namespace, model: Path) -> dict[str, Any]:
     for name in ("max_num_batched_tokens", "max_num_seqs", "moe_backend"):
         if getattr(a, name):
             made[name] = getattr(a, name)
+    if a.norms:
+        made["ir_op_priority"] = {"rms_norm": ["tokenspeed_kernel"], "fused_add_rms_norm": ["tokenspeed_kernel"]}
+    if a.eager:
+        made["enforce_eager"] = True
     if a.attention:
         made["attention_config"] = {"backend": a.attention}
     return made
@@ -116,6 +137,12 @@ def describe(model: Any) -> dict[str, Any]:
     return found
 
 
+def weights_and_rotary(model: Any) -> tuple[dict[str, Any], Any]:
+    """All parameters as they are now, and the table of the rotary embedding in float32. Runs where the model is."""
+    tables = (module.cos_sin_cache for module in model.modules() if hasattr(module, "cos_sin_cache"))
+    return {name: parameter.data for name, parameter in model.named_parameters()}, next(tables).float()
+
+
 class Watched:
     """What the model computes logits of, looked at where it does: nothing waits for the device."""
 
@@ -124,6 +151,8 @@ class Watched:
         self.logits: list[Any] = []
         self.leads: list[Any] = []
         self.bad: Any = None
+        # By layer, what the router said in each step. Only modules that run as they are call hooks: see ``--eager``.
+        self.routing: dict[str, list[Any]] = {}
         compute = model.compute_logits
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
@@ -132,6 +161,16 @@ class Watched:
             return logits
 
         model.compute_logits = compute_logits
+
+    def watch_routers(self, model: Any) -> None:
+        """Keeps what routers say while logits are kept."""
+        for name, module in model.named_modules():
+            if name.endswith(".mlp.router"):
+                module.register_forward_hook(functools.partial(self.see_routing, self.routing.setdefault(name, [])))
+
+    def see_routing(self, kept: list[Any], module: Any, given: Any, logits: Any) -> None:
+        if self.keep:
+            kept.append(logits.detach().clone())
 
     def look(self, logits: Any) -> None:
         """Counts what is not finite; keeps logits where they are asked for."""
@@ -190,6 +229,8 @@ class Engine:
         )
         if self.a.inproc:
             (self.watched,) = self.llm.apply_model(Watched)
+            if self.a.eager:
+                self.llm.apply_model(self.watched.watch_routers)
 
     def prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
         return [{"prompt_token_ids": [self.random.randrange(100, 199000) for _ in range(length)]} for _ in range(count)]
@@ -223,6 +264,37 @@ class Engine:
         self.saved["logits"], self.saved["logits_ids"] = self.watched.logits, ids
         self.watched.logits = []
         self.report("logits", steps=len(self.saved["logits"]), bad=int(self.watched.bad))
+
+    def float32(self) -> None:
+        """Logits of prompts and their next tokens beside those of the model in float32; with ``--eager``, by chosen experts."""
+        import against_float32 as exact
+        import float32
+        import torch
+
+        prompts = [self.prompts(1, length)[0] for length in exact.LENGTHS]
+        self.watched.keep = True
+        _, ids = self.generate(prompts, exact.GENERATED)
+        self.watched.keep = False
+        rows = exact.rows_of(self.watched.logits, ids)
+        self.watched.logits = []
+        made = self.llm.llm_engine.vllm_config
+        fields = json.loads((Path(made.model_config.model) / "config.json").read_text())
+        ((parameters, rotary),) = self.llm.apply_model(weights_and_rotary)
+        names = {name.replace(".routed_experts.", "."): name for name in drawn}
+
+        def weight(name: str) -> Any:
+            if name.rpartition(".")[2] in EXPERT_SIZES:
+                return draw_experts(names[name], fields["num_local_experts"], rotary.device)
+            return parameters[name]
+
+        routing = [steps for _, steps in sorted(self.watched.routing.items(), key=lambda item: int(item[0].split(".")[2]))]
+        torch.set_float32_matmul_precision("highest")
+        with torch.inference_mode():
+            model = float32.Model(fields, weight, rotary)
+            given = [prompt["prompt_token_ids"] for prompt in prompts]
+            found, saved = exact.compare(model, given, ids, rows, routing if self.a.eager else [])
+        self.saved["float32"] = {"rows": rows, "ids": ids, **saved}
+        self.report("float32", layers=self.a.layers, eager=self.a.eager, **found)
 
     def tokens(self) -> None:
         """Greedy tokens: 128 prompts of 16 to 1,200 tokens, 32 each."""
@@ -320,19 +392,10 @@ class Engine:
 
     def kernels(self) -> None:
         """The device's kernels of a decode step of one request, with their times: 16 steps, of which the first 4 are left out."""
-        import torch
-        from torch.profiler import ProfilerActivity
-
         prompts = self.prompts(1, 64)
         self.generate(prompts, 20)
-        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            self.generate(prompts, 20)
-            torch.cuda.synchronize()
-        of_device = (
-            event for event in profiler.events() if event.device_time > 0 and not getattr(event, "is_user_annotation", False)
-        )
-        found = sorted(of_device, key=lambda event: event.time_range.start)
-        steps = kernels_of_steps([(event.name, event.device_time) for event in found])[4:-1]
+        found = self.profiled(prompts, 20)
+        steps = kernels_of_steps([(name, micros) for name, _, micros in found])[4:-1]
         if not steps:
             raise RuntimeError(f"no steps among {len(found)} kernels")
         total: dict[str, list[float]] = {}
@@ -347,12 +410,56 @@ class Engine:
             kernels=[[name[:120], round(len(each) / len(steps), 2), round(sum(each) / len(steps), 2)] for name, each in rows],
         )
 
+    def prefill_kernels(self) -> None:
+        """The device's kernels of a prefill, by what they belong to; and how long the device had nothing to do."""
+        count, length = (int(number) for number in self.a.prefill.split("x"))
+        prompts = self.prompts(count, length)
+        self.generate(prompts, 1)
+        seconds = statistics.median(self.generate(prompts, 1)[0] for _ in range(self.a.repeats))
+        found = self.profiled(prompts, 1)
+        total: dict[str, list[float]] = {}
+        for name, _, micros in found:
+            total.setdefault(name, []).append(micros)
+        rows = sorted(total.items(), key=lambda item: -sum(item[1]))
+        families: dict[str, float] = {}
+        for name, each in rows:
+            families[family_of(name)] = families.get(family_of(name), 0.0) + sum(each)
+        self.report(
+            "prefill kernels",
+            shape=self.a.prefill,
+            layers=self.a.layers,
+            ms=round(1e3 * seconds, 2),
+            busy_ms=round(sum(families.values()) / 1e3, 2),
+            first_to_last_ms=round((found[-1][1] + found[-1][2] - found[0][1]) / 1e3, 2) if found else None,
+            families={name: round(micros / 1e3, 3) for name, micros in sorted(families.items(), key=lambda item: -item[1])},
+            kernels=[[name[:120], len(each), round(sum(each), 1)] for name, each in rows[:40]],
+        )
+
+    def profiled(self, prompts: Any, tokens: int) -> list[tuple[str, float, float]]:
+        """Kernels and copies of the device while tokens are generated, in the order of their start: name, start and time in us."""
+        import torch
+        from torch.profiler import ProfilerActivity
+
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.generate(prompts, tokens)
+            torch.cuda.synchronize()
+        of_device = (
+            event for event in profiler.events() if event.device_time > 0 and not getattr(event, "is_user_annotation", False)
+        )
+        return sorted(((event.name, event.time_range.start, event.device_time) for event in of_device), key=lambda one: one[1])
+
     def save(self) -> None:
         """Writes what is compared between engines."""
         import torch
 
         if self.saved:
             torch.save(self.saved, self.a.out / f"{self.a.name}.pt")
+
+
+def family_of(kernel: str) -> str:
+    """What a kernel belongs to, by words in its name."""
+    lower = kernel.lower()
+    return next((family for family, words in _FAMILIES.items() if any(word in lower for word in words)), "other")
 
 
 def kernels_of_steps(found: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
@@ -386,7 +493,9 @@ def main(words: Sequence[str] | None = None) -> int:
         "random": engine.requests,
         "decode": engine.decode,
         "prefill": engine.prefill,
+        "float32": engine.float32,
         "kernels": engine.kernels,
+        "prefill-kernels": engine.prefill_kernels,
     }
     wanted = a.tasks.split(",")
     failed = 0
@@ -400,7 +509,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     waited = False
     for name in wanted:
-        if name in ("decode", "prefill") and not waited:
+        if name in ("decode", "prefill", "kernels", "prefill-kernels") and not waited:
             waited = True
             (a.out / f"{a.name}.ready").touch()
             wait(a.wait_file)

@@ -53,12 +53,13 @@ ROUTED = (
 )
 MOE_CONFIG = (
     "num_experts num_local_experts experts_per_token hidden_dim intermediate_size_per_partition in_dtype has_bias device "
-    "activation moe_parallel_config moe_backend is_lora_enabled rocm_aiter_fmoe_enabled"
+    "activation moe_parallel_config moe_backend is_lora_enabled rocm_aiter_fmoe_enabled swiglu_limit swiglu_alpha swiglu_beta"
 )
 METHOD = (
     "create_weights process_weights_after_loading get_fused_moe_quant_config is_monolithic maybe_roundup_sizes apply_monolithic"
 )
 CREATE = "self layer num_experts hidden_size intermediate_size_per_partition params_dtype extra_weight_attrs"
+APPLY = "self layer x topk_weights topk_ids shared_experts shared_experts_input"
 
 HOOKS = [
     Hook("vllm.plugins.load_general_plugins"),
@@ -105,6 +106,8 @@ HOOKS = [
     Hook(f"{QUANTIZATION}.register_quantization_config", words("quantization")),
     Hook(f"{QUANTIZATION}.mxfp4.GptOssMxfp4Config.get_quant_method", words("self layer prefix")),
     Hook(f"{LINEAR}.UnquantizedLinearMethod", attributes=words("create_weights process_weights_after_loading")),
+    Hook(f"{LINEAR}.ReplicatedLinear", words("prefix"), partial=True),
+    Hook("vllm.model_executor.custom_op.PluggableLayer.register_oot", words("_decorated_layer_cls name")),
     Hook(f"{LINEAR}.UnquantizedLinearMethod.apply", words("self layer x bias")),
     Hook(f"{MOE}.FusedMoEMethodBase", words("moe"), words(METHOD)),
     Hook(f"{MOE}.FusedMoEMethodBase.create_weights", words(CREATE)),
@@ -117,7 +120,17 @@ HOOKS = [
     Hook(f"{MOE}.RoutedExperts", attributes=words("expert_map")),
     Hook(f"{MOE}.FusedMoEConfig", attributes=words(MOE_CONFIG)),
     Hook(f"{MOE}.FusedMoEParallelConfig", attributes=words("dp_size pcp_size sp_size use_ep enable_eplb")),
-    Hook(f"{MOE}.activation.MoEActivation", attributes=words("SWIGLUOAI")),
+    Hook(f"{MOE}.activation.MoEActivation", attributes=words("SWIGLUOAI SILU")),
+    Hook(f"{MOE}.FusedMoEMethodBase.apply", words(APPLY)),
+    Hook("vllm.model_executor.custom_op.CustomOp.register_oot", words("_decorated_op_cls name")),
+    Hook("vllm.model_executor.custom_op.op_registry_oot"),
+    Hook(f"{MOE}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod", words("moe"), words(METHOD)),
+    Hook(f"{MOE}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.apply", words(APPLY)),
+    Hook(f"{QUANTIZATION}.fp8.Fp8Config.get_quant_method", words("self layer prefix")),
+    Hook(f"{QUANTIZATION}.fp8.Fp8Config.from_config", words("config")),
+    Hook(f"{QUANTIZATION}.fp8.Fp8MoEMethod", words("quant_config layer"), words(METHOD)),
+    Hook("vllm.ir.ops.rms_norm.register_impl", words("provider supported supports_args"), partial=True),
+    Hook("vllm.ir.ops.fused_add_rms_norm.register_impl", words("provider supported supports_args"), partial=True),
     Hook("vllm.model_executor.utils.replace_parameter", words("layer param_name"), partial=True),
     Hook("vllm.model_executor.utils.set_weight_attrs", words("weight weight_attrs")),
 ]

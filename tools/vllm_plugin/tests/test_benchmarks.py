@@ -171,6 +171,23 @@ def test_logits_are_compared_until_tokens_differ() -> None:
     assert compare.compare_logits(a, {"logits": [torch.zeros(2, 3)]}) == {"steps": 0}
 
 
+def test_rows_are_compared_while_tokens_agree_and_by_experts() -> None:
+    rows = torch.tensor([[[0.0, 1.0, 3.0], [1.0, 2.0, 0.0]], [[5.0, 1.0, 0.0], [1.0, 0.0, 2.0]]])
+    experts = torch.tensor([[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]])
+    a = {"rows": rows, "ids": [[2, 1], [0, 2]], "experts": experts}
+    # The second request's first tokens differ, so that its second row does not count.
+    others = torch.tensor([[[2, 1]], [[3, 5]], [[6, 5]], [[7, 8]]])
+    b = {"rows": rows.clone(), "ids": [[2, 0], [1, 2]], "experts": others}
+    b["rows"][0, 1] += 1.0
+    b["rows"][1, 1] += 9.0
+    found = compare.compare_rows(a, b)
+    assert (found["all"]["rows"], found["all"]["far"]) == (3, 1)
+    assert found["all"]["largest"][1.0] == pytest.approx(1.0)
+    assert (found["same_experts"]["rows"], found["same_experts"]["far"]) == (2, 0)
+    assert (found["other_experts"]["rows"], found["other_experts"]["far"]) == (1, 1)
+    assert compare.compared({"float32": a}, {"float32": {**b, "experts": experts}})["float32"]["other_experts"]["rows"] == 0
+
+
 def test_a_report_has_what_both_engines_did() -> None:
     a = {"tokens": [[1, 2]], "requests": {"r0": [1, 2], "r1": [], "r2": [3]}}
     b = {"tokens": [[1, 3]], "requests": {"r0": [1, 2], "r1": [], "r2": []}, "logits": []}
@@ -234,22 +251,25 @@ def test_all_engines_are_run_and_judged(
 
 
 SAVING = """
-import sys
+import os, sys
 import torch
 words = sys.argv[1:]
+assert os.environ["WANTED"] in words[words.index("--tasks") + 1].split(",")
 out, name = words[words.index("--out") + 1], words[words.index("--name") + 1]
 open(f"{out}/{name}.jsonl", "w").close()
 torch.save({"tokens": [[1, 2, 3, 5 if name == "plugin" else 4]]}, f"{out}/{name}.pt")
 """
 
 
+@pytest.mark.parametrize(("flag", "task"), [("--correctness", "random"), ("--float32", "float32")])
 def test_what_engines_generate_is_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flag: str, task: str
 ) -> None:
     (tmp_path / "vllm_engine.py").write_text(SAVING)
     (tmp_path / "random_gpt_oss.py").write_text("def register(): pass")
     monkeypatch.setattr(h200_vllm, "HERE", tmp_path)
     output = tmp_path / "results.json"
-    h200_vllm.main(["--correctness", "--variants", "vllm", "plugin", "--output", str(output)])
+    monkeypatch.setenv("WANTED", task)
+    h200_vllm.main([flag, "--variants", "vllm", "plugin", "--output", str(output)])
     assert "vllm : plugin\n  tokens" in capsys.readouterr().out
     assert json.loads(output.read_text())["compared"]["vllm : plugin"]["tokens"]["same"] == 0.75

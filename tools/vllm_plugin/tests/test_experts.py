@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from tokenspeed_kernel_base.platform import named_platform, use_platform
 from tokenspeed_kernel_vllm.experts import config as ours
+from tokenspeed_kernel_vllm.experts import planning
 from tokenspeed_kernel_vllm.experts.method import GptOssExperts
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 3, 64, 11
@@ -234,7 +235,7 @@ def test_the_reason_of_every_kernel_is_logged(one_process: Any, own: list[str]) 
 
 
 def test_without_the_core(one_process: Any, own: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "find_spec", lambda name: None)
+    monkeypatch.setattr(planning, "find_spec", lambda name: None)
     make_layer(96)
     assert "tokenspeed-kernel, which chooses among kernels, is not installed" in own[0]
 

@@ -83,8 +83,10 @@ def test_vllms_own_backend_lays_the_cache_out_as_ours(vllm_config: Any) -> None:
 def test_no_method_of_the_backend_is_left_abstract() -> None:
     from tokenspeed_kernel_vllm.attention.backend import TokenspeedBackend
     from tokenspeed_kernel_vllm.experts.method import GptOssExperts
+    from tokenspeed_kernel_vllm.experts.routed import BlockFp8Experts, DenseExperts
 
-    for ours in (TokenspeedBackend, TokenspeedBackend.get_impl_cls(), TokenspeedBackend.get_builder_cls(), GptOssExperts):
+    attention = (TokenspeedBackend, TokenspeedBackend.get_impl_cls(), TokenspeedBackend.get_builder_cls())
+    for ours in (*attention, GptOssExperts, DenseExperts, BlockFp8Experts):
         left = sorted(ours.__abstractmethods__)
         assert not left, f"vLLM {vllm.__version__} wants {', '.join(left)} of {ours.__name__}"
 

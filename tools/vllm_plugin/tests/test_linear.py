@@ -10,10 +10,13 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM: `nox -s vllm` installs it")
 pytest.importorskip("tokenspeed_kernel", reason="products are the core's")
 
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 
+import tokenspeed_kernel_vllm
 from tokenspeed_kernel_vllm.experts import config as ours
-from tokenspeed_kernel_vllm.linear import Linear
+from tokenspeed_kernel_vllm.linear import Linear, RouterLinear
 
 
 def make_layer(bias: bool = True) -> Any:
@@ -56,6 +59,27 @@ def test_a_layer_is_compiled_whole_and_once(one_process: Any, monkeypatch: pytes
         torch._dynamo.mark_dynamic(x, 0)
         assert torch.equal(compiled(x), layer(x)[0])
     assert len(graphs) == 1
+
+
+def test_a_router(one_process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes it without a quantisation; its class is replaced through vLLM's own table."""
+    monkeypatch.setattr(custom_op, "op_registry_oot", table := {})
+    monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
+    monkeypatch.setenv("TOKENSPEED_VLLM_LINEAR", "1")
+    for _ in range(2):
+        tokenspeed_kernel_vllm.register()
+    assert table == {"ReplicatedLinear": RouterLinear}
+    layer = ReplicatedLinear(48, 8, bias=True, prefix="model.layers.0.mlp.router", return_bias=False)
+    other = ReplicatedLinear(48, 8, bias=True, prefix="model.layers.0.mlp.gate", return_bias=False)
+    assert type(layer.quant_method) is Linear
+    assert type(other.quant_method) is UnquantizedLinearMethod
+    torch.nn.init.normal_(layer.weight)
+    torch.nn.init.normal_(layer.bias)
+    x = torch.randn(5, 48, dtype=torch.bfloat16)
+    expected = x.float() @ layer.weight.float().T + layer.bias.float()
+    torch.testing.assert_close(layer(x).float(), expected, rtol=0.01, atol=0.02)
+    monkeypatch.setenv("TOKENSPEED_VLLM_LINEAR", "0")
+    assert type(ReplicatedLinear(48, 8, prefix="model.layers.0.mlp.router").quant_method) is UnquantizedLinearMethod
 
 
 def test_it_is_off_by_default(one_process: Any) -> None:

@@ -27,6 +27,7 @@ def test_settings() -> None:
     given = {"TOKENSPEED_VLLM_ATTENTION": "0", "TOKENSPEED_VLLM_EXPERTS": "0", "TOKENSPEED_VLLM_PACKAGE": "my_kernels"}
     assert read_settings(given) == Settings(attention=False, experts=False, package="my_kernels")
     assert read_settings({"TOKENSPEED_VLLM_WARMUP": "0", "TOKENSPEED_VLLM_LINEAR": "1"}) == Settings(warmup=False, linear=True)
+    assert read_settings({"TOKENSPEED_VLLM_OTHER_EXPERTS": "1"}) == Settings(other_experts=True)
     with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERTS must be 1 or 0, got 'off'"):
         read_settings({"TOKENSPEED_VLLM_EXPERTS": "off"})
     with pytest.raises(ValueError, match="TOKENSPEED_VLLM_EXPERT is no setting; expected one of TOKENSPEED_VLLM_ATTENTION"):

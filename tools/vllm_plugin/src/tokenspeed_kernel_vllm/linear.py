@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 
-from tokenspeed_kernel_vllm.settings import CORE
+from tokenspeed_kernel_vllm.settings import CORE, read_settings
+
+# What GPT-OSS calls its routers. vLLM builds them without the model's quantisation, which is asked for all other products.
+ROUTER = ".mlp.router"
 
 
 class Linear(UnquantizedLinearMethod):
@@ -36,3 +39,15 @@ class Linear(UnquantizedLinearMethod):
         weight: Any = layer.weight
         product: Tensor = self.ops.mm(x.flatten(0, -2), weight.t(), bias=bias)
         return product.view(*x.shape[:-1], len(weight))
+
+
+class RouterLinear(ReplicatedLinear):
+    """vLLM's layer of products that each rank computes whole, but for who multiplies where it is a router of GPT-OSS."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """See vLLM's."""
+        super().__init__(*args, **options)
+        method: Any = self.quant_method
+        if self.prefix.endswith(ROUTER) and type(method) is UnquantizedLinearMethod and read_settings().linear:
+            method = Linear()
+        self.quant_method: Any = method

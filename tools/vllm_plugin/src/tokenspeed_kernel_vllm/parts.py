@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 from vllm.logger import init_logger
 
-from tokenspeed_kernel_vllm.settings import Settings
+from tokenspeed_kernel_vllm.settings import CORE, Settings
 
 # Below vLLM's own name, so that its logging settings hold for us too.
 logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 BACKEND = "tokenspeed_kernel_vllm.attention.backend.TokenspeedBackend"
 QUANTIZATION = "gpt_oss_mxfp4"
+# Classes of vLLM's that are replaced as a whole.
+DENSE, ROUTERS = "UnquantizedFusedMoEMethod", "ReplicatedLinear"
 
 
 def register_parts(settings: Settings) -> None:
@@ -21,6 +25,10 @@ def register_parts(settings: Settings) -> None:
     parts: list[tuple[str, bool, Callable[[], None]]] = [
         ("attention", settings.attention, _register_attention),
         ("GPT-OSS layers", settings.experts or settings.linear, _register_quantization),
+        ("routers", settings.linear and find_spec(CORE) is not None, _register_routers),
+        ("norms", find_spec(CORE) is not None, _register_norms),
+        ("unquantised experts", settings.other_experts, _register_dense_experts),
+        ("fp8 experts", settings.other_experts, _register_fp8_experts),
     ]
     for name, wanted, add in parts:
         if not wanted:
@@ -52,3 +60,42 @@ def _register_quantization() -> None:
     from tokenspeed_kernel_vllm.experts.config import GptOssConfig
 
     register_quantization_config(QUANTIZATION)(GptOssConfig)
+
+
+def _register_routers() -> None:
+    from vllm.model_executor.custom_op import PluggableLayer
+
+    from tokenspeed_kernel_vllm.linear import RouterLinear
+
+    _replace("routers", ROUTERS, RouterLinear, PluggableLayer)
+
+
+def _register_dense_experts() -> None:
+    from vllm.model_executor.custom_op import CustomOp
+
+    from tokenspeed_kernel_vllm.experts.routed import DenseExperts
+
+    _replace("unquantised experts", DENSE, DenseExperts, CustomOp)
+
+
+def _register_norms() -> None:
+    # Importing it registers it, once a process.
+    import_module("tokenspeed_kernel_vllm.norms")
+
+
+def _replace(part: str, name: str, ours: type[Any], kind: Any) -> None:
+    """Puts a class of ours in the place of vLLM's of that name, if no other is there."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    if name not in op_registry_oot:
+        kind.register_oot(ours, name=name)
+    elif op_registry_oot[name] is not ours:
+        logger.warning("tokenspeed_kernel_vllm: no %s, because %s replaces %s already", part, op_registry_oot[name], name)
+
+
+def _register_fp8_experts() -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from tokenspeed_kernel_vllm.experts.routed import BlockFp8Config
+
+    register_quantization_config("fp8")(BlockFp8Config)

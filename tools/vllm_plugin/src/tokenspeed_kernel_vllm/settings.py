@@ -18,6 +18,8 @@ class Settings:
     Attributes:
         attention: whether the attention backend is registered (``TOKENSPEED_VLLM_ATTENTION``, 1 by default).
         experts: whether MXFP4 experts are served where a kernel can (``TOKENSPEED_VLLM_EXPERTS``, 1 by default).
+        other_experts: whether experts that are not quantised, or in fp8 with block scales, are served where a kernel can
+            (``TOKENSPEED_VLLM_OTHER_EXPERTS``, 0 by default).
         linear: whether products with weights that are not quantised are the core's ``mm`` (``TOKENSPEED_VLLM_LINEAR``, 0 by
             default).
         package: the package whose attention functions are called (``TOKENSPEED_VLLM_PACKAGE``); None for the core if it is
@@ -27,6 +29,7 @@ class Settings:
 
     attention: bool = True
     experts: bool = True
+    other_experts: bool = False
     linear: bool = False
     package: str | None = None
     warmup: bool = True
@@ -39,7 +42,7 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         ValueError: a variable has a value that it cannot have, or starts like ours and is none of them.
     """
     env = os.environ if environ is None else environ
-    names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "LINEAR", "PACKAGE", "WARMUP")}
+    names = {PREFIX + name for name in ("ATTENTION", "EXPERTS", "OTHER_EXPERTS", "LINEAR", "PACKAGE", "WARMUP")}
     for name in sorted(env):
         if name.startswith(PREFIX) and name not in names:
             raise ValueError(f"{name} is no setting; expected one of {', '.join(sorted(names))}")
@@ -51,4 +54,11 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
         return _FLAGS[value]
 
     package = env.get(PREFIX + "PACKAGE") or None
-    return Settings(flag("ATTENTION"), flag("EXPERTS"), flag("LINEAR", "0"), package, flag("WARMUP"))
+    return Settings(
+        attention=flag("ATTENTION"),
+        experts=flag("EXPERTS"),
+        other_experts=flag("OTHER_EXPERTS", "0"),
+        linear=flag("LINEAR", "0"),
+        package=package,
+        warmup=flag("WARMUP"),
+    )

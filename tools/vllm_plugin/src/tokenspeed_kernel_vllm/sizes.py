@@ -6,8 +6,14 @@ have no attention in them, and reach experts with the largest batch and with tho
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 from collections.abc import Iterator
+
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.plugins.tokenspeed_kernel")
 
 
 def sizes_up_to(most: int) -> Iterator[int]:
@@ -18,3 +24,15 @@ def sizes_up_to(most: int) -> Iterator[int]:
     """
     yield from itertools.takewhile(lambda size: size < most, (1 << power for power in itertools.count()))
     yield most
+
+
+@contextlib.contextmanager
+def warming(what: str) -> Iterator[None]:
+    """Logs how long its block takes, which is most of what this package adds to vLLM's start.
+
+    Args:
+        what: what is called in all sizes.
+    """
+    begun = time.perf_counter()
+    yield
+    logger.info("tokenspeed_kernel_vllm: called %s in all sizes in %.2f s", what, time.perf_counter() - begun)

@@ -10,7 +10,7 @@ import torch
 
 from tokenspeed_kernel_vllm.attention.impl import TokenspeedImpl
 from tokenspeed_kernel_vllm.attention.metadata import TokenspeedMetadata
-from tokenspeed_kernel_vllm.sizes import sizes_up_to
+from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ def warm_layers(layers: Iterable[Any], block_size: int, largest: Largest) -> Non
         kind = (getattr(layer.impl, "shape", None), block_size, largest)
         if isinstance(layer.impl, TokenspeedImpl) and kind not in _warmed:
             _warmed.add(kind)
-            for batch in batches(layer.impl.shape.device, block_size, largest):
-                _attend(layer, batch, block_size)
+            with warming(f"attention (window_left={layer.impl.window_left})"):
+                for batch in batches(layer.impl.shape.device, block_size, largest):
+                    _attend(layer, batch, block_size)
 
 
 def batches(device: torch.device, block_size: int, largest: Largest) -> Iterator[TokenspeedMetadata]:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from tokenspeed_kernel_vllm.experts.method import BLOCK, GptOssExperts
+from tokenspeed_kernel_vllm.experts.planning import NotServedError, find_plan
 from tokenspeed_kernel_vllm.linear import Linear
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
 
@@ -44,10 +45,6 @@ class GptOssConfig(GptOssMxfp4Config):
             return super().get_quant_method(layer, prefix)
 
 
-class NotServedError(ValueError):
-    """No kernel of ours serves a layer of experts; the message says why."""
-
-
 def plan_of(layer: Any) -> Any:
     """The plan of a layer of experts: its sizes and the kernel that serves it.
 
@@ -60,44 +57,22 @@ def plan_of(layer: Any) -> Any:
     Raises:
         NotServedError: the core is not installed, the layer has a feature that is not served, or no kernel does it here.
     """
-    if find_spec(CORE) is None:
-        raise NotServedError("tokenspeed-kernel, which chooses among kernels, is not installed")
-    refused = [feature for feature, asked in _not_served(layer).items() if asked]
-    if refused:
-        raise NotServedError(f"it does not serve {', '.join(refused)}")
-    from tokenspeed_kernel import KernelRegistry, NoKernelFoundError, get_operator, moe_plan
-    from tokenspeed_kernel_base.platform import platform_of
-
-    moe = layer.moe_config
-    device = torch.device(moe.device)
 
     def given(name: str, default: float) -> float:
         value = getattr(layer, name)
         return default if value is None else float(value)
 
-    try:
-        plan = moe_plan(
-            moe.num_local_experts,
-            moe.experts_per_token,
-            moe.hidden_dim,
-            round_up(moe.intermediate_size_per_partition),
-            dtype=moe.in_dtype,
-            device=device,
-            weight_format="mxfp4",
-            w13_interleaved=True,
-            bias=moe.has_bias,
-            alpha=given("swiglu_alpha", ALPHA),
-            limit=given("swiglu_limit", LIMIT),
-            beta=given("swiglu_beta", BETA),
-        )
-    except (NoKernelFoundError, TypeError, ValueError) as error:
-        raise NotServedError(str(error)) from error
-    spec, platform = KernelRegistry.get().get_by_name(plan.kernel), platform_of(device)
-    # The layer lies inside captured graphs, for which a kernel may not wait.
-    if not platform.is_cpu and ("waits" in spec.tags or spec.solution == "reference"):
-        explanation = get_operator("moe_apply").consider_plan(plan, platform, solution=None, override=None, package=None)
-        raise NotServedError(f"only {spec.name} would serve it, which waits for the device:\n{explanation}")
-    return plan
+    moe = layer.moe_config
+    return find_plan(
+        moe,
+        _not_served(layer),
+        round_up(moe.intermediate_size_per_partition),
+        weight_format="mxfp4",
+        w13_interleaved=True,
+        alpha=given("swiglu_alpha", ALPHA),
+        limit=given("swiglu_limit", LIMIT),
+        beta=given("swiglu_beta", BETA),
+    )
 
 
 def round_up(intermediate_size: int) -> int:
@@ -107,7 +82,6 @@ def round_up(intermediate_size: int) -> int:
 
 def _not_served(layer: Any) -> dict[str, bool]:
     moe = layer.moe_config
-    parallel = moe.moe_parallel_config
     return {
         f"activation {moe.activation.value}": moe.activation is not MoEActivation.SWIGLUOAI,
         "a routing other than the softmax over the chosen logits": (
@@ -119,12 +93,4 @@ def _not_served(layer: Any) -> dict[str, bool]:
             or layer.routed_scaling_factor != 1.0
         ),
         "routing weights on the input": layer.apply_router_weight_on_input,
-        f"--moe-backend {moe.moe_backend}": moe.moe_backend != "auto",
-        "LoRA": moe.is_lora_enabled,
-        "balancing of experts (EPLB)": parallel.enable_eplb,
-        "data parallel tokens": parallel.dp_size > 1,
-        "sequence parallel tokens": parallel.sp_size > 1,
-        "prefills divided among ranks": parallel.pcp_size > 1,
-        # AITER's integration puts a mask of another length in the place of the map from experts to this rank's.
-        "expert parallel layers that AITER has prepared": parallel.use_ep and moe.rocm_aiter_fmoe_enabled,
     }

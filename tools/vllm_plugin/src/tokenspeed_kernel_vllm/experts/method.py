@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodB
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from tokenspeed_kernel_vllm.settings import CORE, read_settings
-from tokenspeed_kernel_vllm.sizes import sizes_up_to
+from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
 
 # Values that share a scale, and values in a byte.
 BLOCK, PACKED = 32, 2
@@ -77,18 +77,12 @@ class GptOssExperts(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Arranges the weights for the plan's kernel. What it does not keep is dropped, so that they are not there twice."""
-        names = ["w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias"]
-        loaded = [getattr(layer, name, None) for name in names]
-        given: list[Any] = [None if parameter is None else parameter.data for parameter in loaded]
-        self.weights = self.ops.moe_process_weights(self.ops.MoEWeights(*given), self.plan)
-        kept = {value.untyped_storage().data_ptr() for value in vars(self.weights).values() if isinstance(value, Tensor)}
-        for name, tensor in zip(names, given, strict=True):
-            if tensor is not None and tensor.untyped_storage().data_ptr() not in kept:
-                replace_parameter(layer, name, tensor.new_empty(0))
-        device = given[0].device
+        device = layer.w13_weight.device
+        self.weights = arrange(layer, self.plan, self.ops)
         if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # on a CPU nothing is compiled
             _warmed.add(self.plan)
-            self.warm(layer, get_current_vllm_config().scheduler_config.max_num_batched_tokens, device)
+            with warming("experts"):
+                self.warm(layer, get_current_vllm_config().scheduler_config.max_num_batched_tokens, device)
 
     @torch.inference_mode()
     def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
@@ -117,8 +111,41 @@ class GptOssExperts(FusedMoEMethodBase):
             ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks: vLLM adds those up.
         """
         weights, ids = self.ops.moe_topk(router_logits, self.plan.top_k, renormalize=True)
-        if layer.expert_map is not None:
-            # -1 for experts of other ranks, which skips them.
-            ids = layer.expert_map.index_select(0, ids.flatten()).view_as(ids)
-        out: Tensor = self.ops.moe_apply(x, self.weights, weights, ids, self.plan)
+        out: Tensor = self.ops.moe_apply(x, self.weights, weights, ids_of_rank(layer, ids), self.plan)
         return out
+
+
+def arrange(layer: Any, plan: Any, ops: Any, scale: str = "weight_scale") -> Any:
+    """Arranges a layer's weights for the plan's kernel. What it does not keep is dropped, so that they are not there twice.
+
+    Args:
+        layer: vLLM's `RoutedExperts`, loaded.
+        plan: the core's.
+        ops: the core.
+        scale: what its scales are called, behind ``w13_`` and ``w2_``.
+
+    Returns:
+        The core's `MoEWeights`.
+    """
+    names = [f"{part}_{name}" for part in ("w13", "w2") for name in ("weight", scale, "bias")]
+    loaded = [getattr(layer, name, None) for name in names]
+    given: list[Any] = [None if parameter is None else parameter.data for parameter in loaded]
+    weights = ops.moe_process_weights(ops.MoEWeights(*given), plan)
+    kept = {value.untyped_storage().data_ptr() for value in vars(weights).values() if isinstance(value, Tensor)}
+    for name, tensor in zip(names, given, strict=True):
+        if tensor is not None and tensor.untyped_storage().data_ptr() not in kept:
+            replace_parameter(layer, name, tensor.new_empty(0))
+    return weights
+
+
+def ids_of_rank(layer: Any, ids: Tensor) -> Tensor:
+    """Experts as this rank counts its own; -1 for those of other ranks, which skips them.
+
+    Args:
+        layer: vLLM's `RoutedExperts`.
+        ids: ``[tokens, top_k]``, of all ranks' experts.
+    """
+    if layer.expert_map is None:
+        return ids
+    local: Tensor = layer.expert_map.index_select(0, ids.flatten()).view_as(ids)
+    return local

@@ -198,7 +198,7 @@ def route(
     tl.store(ids_out + token[:, None] * ids_row + slot * ids_column, chosen, mask=wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def topk_kernel(
     logits,
     correction_bias,

@@ -1,0 +1,247 @@
+"""Experts that are not quantised, or in fp8 with scales of blocks of 128 x 128: vLLM routes, a kernel of the core computes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase, FusedMoEParallelConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from vllm.model_executor.utils import set_weight_attrs
+
+from tokenspeed_kernel_vllm.experts.method import arrange, ids_of_rank
+from tokenspeed_kernel_vllm.experts.planning import NotServedError, find_plan
+from tokenspeed_kernel_vllm.settings import CORE, read_settings
+from tokenspeed_kernel_vllm.sizes import sizes_up_to, warming
+
+logger = init_logger("vllm.plugins.tokenspeed_kernel")
+
+# Rows and columns of a block.
+BLOCK = 128
+_SCALE = "weight_scale_inv"
+_warmed: set[Any] = set()
+
+
+class _Served:
+    """A layer's weights in the kernel's arrangement, and the call."""
+
+    def __init__(self, plan: Any, scale: str) -> None:
+        self.plan = plan
+        self.scale = scale
+        self.ops: Any = import_module(CORE)
+        self.weights: Any = None
+
+    def arrange(self, layer: Any) -> None:
+        device = layer.w13_weight.device
+        self.weights = arrange(layer, self.plan, self.ops, self.scale)
+        if device.type != "cpu" and self.plan not in _warmed and read_settings().warmup:  # on a CPU nothing is compiled
+            _warmed.add(self.plan)
+            with warming("experts"):
+                self.warm(layer, get_current_vllm_config().scheduler_config.max_num_batched_tokens, device)
+
+    @torch.inference_mode()
+    def warm(self, layer: Any, tokens: int, device: torch.device) -> None:
+        """Calls the layer with each of `sizes_up_to` but the last, which vLLM tries itself, so that its kernels are compiled."""
+        plan = self.plan
+        slot = torch.arange(plan.top_k, device=device)
+        for size in sizes_up_to(tokens):
+            if size < tokens:
+                x = torch.zeros(size, plan.hidden_size, dtype=plan.dtype, device=device)
+                ids = (torch.arange(size, device=device).unsqueeze(1) * plan.top_k + slot) % plan.num_experts
+                weights = torch.full(ids.shape, 1 / plan.top_k, dtype=torch.float32, device=device)
+                self.ops.moe_apply(x, self.weights, weights, ids.int(), plan)
+
+    def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        out: Tensor = self.ops.moe_apply(x, self.weights, topk_weights.float(), ids_of_rank(layer, topk_ids), self.plan)
+        return out
+
+
+def _plan(moe: Any, weight_format: str) -> Any:
+    refused = {
+        f"activation {moe.activation.value}": moe.activation is not MoEActivation.SILU,
+        "clamped or scaled activations": any(value is not None for value in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)),
+    }
+    if weight_format == "fp8_block":
+        size = moe.intermediate_size_per_partition
+        refused[f"{size} features a rank, which are not whole blocks"] = size % BLOCK != 0
+    return find_plan(moe, refused, moe.intermediate_size_per_partition, weight_format=weight_format)
+
+
+def _say(what: str, error: NotServedError) -> None:
+    reason = " | ".join(line.strip() for line in str(error).splitlines())
+    logger.warning_once("tokenspeed_kernel_vllm: vLLM's own %s experts, because %s", what, reason)
+
+
+class DenseExperts(UnquantizedFusedMoEMethod):
+    """Experts that are not quantised. What no kernel of ours serves is left to vLLM's method, from which this is derived."""
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        """
+        Args:
+            moe: vLLM's description of the layer.
+        """
+        self.served: _Served | None = None
+        served = None
+        if read_settings().other_experts:
+            try:
+                served = _Served(_plan(moe, "dense"), "weight_scale")
+            except NotServedError as error:
+                _say("unquantised", error)
+        if served is None:
+            super().__init__(moe)
+        else:
+            # vLLM's choice among its own kernels is left out.
+            super(UnquantizedFusedMoEMethod, self).__init__(moe)
+        self.served = served
+
+    @property
+    def is_monolithic(self) -> bool:
+        """False where a kernel of ours serves the layer: vLLM routes."""
+        return self.served is None and super().is_monolithic
+
+    @property
+    def supports_eplb(self) -> bool:
+        """As vLLM's method has it; where balancing is asked for, that one serves the layer."""
+        return self.served is None and super().supports_eplb
+
+    def maybe_roundup_sizes(
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        act_dtype: torch.dtype,
+        moe_parallel_config: FusedMoEParallelConfig,
+    ) -> tuple[int, int]:
+        """The sizes of this rank's shard; those of the plan where a kernel of ours serves the layer."""
+        if self.served is None:
+            sizes: tuple[int, int] = super().maybe_roundup_sizes(
+                hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+            )
+            return sizes
+        return self.served.plan.hidden_size, self.served.plan.intermediate_size
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Arranges the weights for the plan's kernel."""
+        if self.served is None:
+            super().process_weights_after_loading(layer)
+        else:
+            self.served.arrange(layer)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
+        """None where a kernel of ours serves the layer: it describes weights to kernels of vLLM's."""
+        return super().get_fused_moe_quant_config(layer) if self.served is None else None
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """The weighted sum over the chosen experts. Does not wait for the device.
+
+        Args:
+            layer: vLLM's `RoutedExperts`; its map from experts to those of this rank is read, where it has one.
+            x: ``[tokens, hidden]``.
+            topk_weights, topk_ids: ``[tokens, top_k]``, of all ranks' experts.
+            shared_experts, shared_experts_input: not read; vLLM calls shared experts itself.
+
+        Returns:
+            ``[tokens, hidden]`` of x's dtype, without the experts and shards of other ranks: vLLM adds those up.
+        """
+        if self.served is None:
+            out: Tensor = super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+            return out
+        return self.served.apply(layer, x, topk_weights, topk_ids)
+
+
+class BlockFp8Config(Fp8Config):
+    """vLLM's configuration of fp8 checkpoints, but for experts that a kernel of ours serves."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """What serves a layer. One line of the log says why vLLM's own serves experts, where it does."""
+        own = super().get_quant_method(layer, prefix)
+        if not isinstance(own, Fp8MoEMethod) or not read_settings().other_experts:
+            return own
+        try:
+            if self.weight_block_size != [BLOCK, BLOCK]:
+                raise NotServedError(f"it serves scales of blocks of {BLOCK} x {BLOCK}, not {self.weight_block_size}")
+            return BlockFp8Experts(layer.moe_config)
+        except NotServedError as error:
+            _say("fp8", error)
+            return own
+
+
+class BlockFp8Experts(FusedMoEMethodBase):
+    """Experts in fp8 (e4m3) with float32 scales. Inputs are not quantised, as they are by vLLM's own method."""
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        """
+        Args:
+            moe: vLLM's description of the layer.
+
+        Raises:
+            NotServedError: no kernel serves it.
+        """
+        super().__init__(moe)
+        self.served = _Served(_plan(moe, "fp8_block"), _SCALE)
+
+    @property
+    def is_monolithic(self) -> bool:
+        """vLLM routes."""
+        return False
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Adds the parameters that vLLM's loader fills, under the names that it looks for."""
+        h, i = hidden_size, intermediate_size_per_partition
+        layer.weight_block_size = [BLOCK, BLOCK]
+        biases = {"w13_bias": (2 * i,), "w2_bias": (h,)} if self.moe.has_bias else {}
+        for name, shape in {"w13_weight": (2 * i, h), "w2_weight": (h, i), **biases}.items():
+            dtype = params_dtype if name in biases else torch.float8_e4m3fn
+            self._add(layer, name, torch.zeros(num_experts, *shape, dtype=dtype), extra_weight_attrs)
+        blocks_h = -(-h // BLOCK)
+        for name, shape in {"w13": (2 * i // BLOCK, blocks_h), "w2": (blocks_h, i // BLOCK)}.items():
+            scales = torch.ones(num_experts, *shape, dtype=torch.float32)
+            self._add(layer, f"{name}_{_SCALE}", scales, {**extra_weight_attrs, "quant_method": "block"})
+
+    @staticmethod
+    def _add(layer: Any, name: str, tensor: Tensor, attributes: dict[str, Any]) -> None:
+        parameter = torch.nn.Parameter(tensor, requires_grad=False)
+        layer.register_parameter(name, parameter)
+        set_weight_attrs(parameter, attributes)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Arranges the weights for the plan's kernel."""
+        self.served.arrange(layer)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
+        """None: it describes weights to kernels of vLLM's, which do not serve this layer."""
+        return None
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """See `DenseExperts.apply`."""
+        return self.served.apply(layer, x, topk_weights, topk_ids)

@@ -1,0 +1,63 @@
+"""RMS norms by the core's kernel, as a provider of vLLM's IR. vLLM asks for it where its own ``--ir-op-priority`` names it.
+
+Importing this registers it, which changes nothing by itself.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+from vllm import ir
+
+from tokenspeed_kernel_vllm.settings import CORE
+
+PROVIDER = "tokenspeed_kernel"
+_INSTALLED = find_spec(CORE) is not None
+
+
+def _served(x: Tensor, weight: Tensor | None, variance_size: int | None) -> bool:
+    """Whether the whole row is normalised, and multiplied by a weight of its dtype."""
+    return weight is not None and weight.dtype == x.dtype and variance_size is None and x.stride(-1) == 1
+
+
+def _serves_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return _served(x, weight, variance_size)
+
+
+def _serves_fused(x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return _served(x, weight, variance_size) and x_residual.dtype == x.dtype and x_residual.stride(-1) == 1
+
+
+def _rmsnorm(*args: Any, **options: Any) -> Any:
+    return import_module(CORE).rmsnorm(*args, **options)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    """The norm of each row, times the weight.
+
+    Args:
+        x: ``[..., hidden]``.
+        weight: ``[hidden]`` of x's dtype.
+        epsilon: added to the mean of squares.
+        variance_size: None.
+
+    Returns:
+        A tensor like x.
+    """
+    out: Tensor = _rmsnorm(x, weight, epsilon)
+    return out
+
+
+def fused_add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The norm of each row of the sum of x and the residual, and that sum. See `rms_norm`."""
+    out, total = _rmsnorm(x, weight, epsilon, residual=x_residual)
+    return out, total
+
+
+ir.ops.rms_norm.register_impl(PROVIDER, supported=_INSTALLED, supports_args=_serves_norm)(rms_norm)
+ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supported=_INSTALLED, supports_args=_serves_fused)(fused_add_rms_norm)
