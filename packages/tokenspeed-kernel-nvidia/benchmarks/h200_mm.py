@@ -11,7 +11,7 @@ the small kernel of PyTorch's that `measuring.py` has there, which neither waits
 well (``ordinary_us``). The calls of a graph take turns on copies of the weights, together more than twice what the L2 cache holds.
 Activations and results are the same memory in all of them: in a model the kernel before has just written the activations.
 
-``--variants`` also measures other configurations of our programs, which no call chooses: see `VARIANTS` and `RING_VARIANTS`.
+``--variants`` also measures other configurations of our programs, which no call chooses: see `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia import _machine
 from tokenspeed_kernel_nvidia.sm90.gemm import mm as ours
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import config_of, sharing_of
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import DIRECT_TOKENS, direct_of
 
 _TOUCHED = 130e6  # bytes of weights, of a cache of 50 MB
 _WIDTH = 2880  # numbers in a row of the rmsnorm
@@ -53,17 +52,13 @@ _BETWEEN_IS = (
     "(between_us) is subtracted"
 )
 
-# What is changed of the program that would serve a call: of the ring's, and of the one that loads weights to registers.
-RING_VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "ring": {},
-    "ring, no cluster": {"cluster": 1, "loads": 4, "pair": False},
-    "ring, no prefetch": {"prefetched": 0},
-}
+# What is changed of the program with a ring, for any call.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "ring": {},
     "not dependent": {"dependent": False},
-    "no prefetch": {"ahead": 0},
-    "16 rows ahead": {"ahead": 16},
-    "paced": {"ahead": 40, "pace": 40},
+    "no cluster": {"cluster": 1, "loads": 4, "pair": False},
+    "no prefetch": {"prefetched": 0},
+    "slower prefetch": {"pace": 110},
 }
 
 Inputs = Mapping[str, Any]  # all arguments of the operator
@@ -82,9 +77,20 @@ class Norm(Between):
 
 
 def _torchs(inputs: Inputs) -> Call:
-    if inputs["b_scale"] is not None:
-        raise Unsupported("PyTorch multiplies dense operands here")
-    return functools.partial(torch.addmm, inputs["bias"], inputs["a"], inputs["b"], out=inputs["out"])
+    if inputs["b_scale"] is None:
+        return functools.partial(torch.addmm, inputs["bias"], inputs["a"], inputs["b"], out=inputs["out"])
+    if inputs["a_scale"] is None:
+        raise Unsupported("PyTorch has no product with scaled weights and activations of 16 bits")
+    a_scale = inputs["a_scale"].mT.contiguous().mT  # in blocks it wants columns one after another
+    call = functools.partial(
+        torch._scaled_mm, inputs["a"], inputs["b"], a_scale, inputs["b_scale"], inputs["bias"], out_dtype=torch.bfloat16,
+        out=inputs["out"],
+    )  # fmt: skip
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        raise Unsupported(f"PyTorch does not multiply these: {str(error).splitlines()[0]}") from error
+    return call
 
 
 def _portable(inputs: Inputs) -> Call:
@@ -97,20 +103,6 @@ def _own(inputs: Inputs) -> Call:
 
 
 def variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
-    """Another configuration of the program that loads weights to registers, launched as ours is."""
-    if inputs["b_scale"] is not None:
-        raise Unsupported("scaled weights go through the ring")
-    if inputs["out"].shape[0] > DIRECT_TOKENS:
-        raise Unsupported("many rows of activations go through the ring")
-    m, n = inputs["out"].shape
-    operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
-    dtypes = dtype_name(inputs["a"].dtype), dtype_name(inputs["out"].dtype)
-    config = dataclasses.replace(direct_of(*dtypes, inputs["b"].shape[0] * 2), **changes)
-    numbers = ours.direct_numbers_of(config, m, n, _machine.multiprocessors(inputs["a"].get_device()))
-    return functools.partial(ours.direct_program(config), *ours.arguments_of(**operands, numbers=numbers))
-
-
-def ring_variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
     """Another configuration of the program with a ring, launched as ours is."""
     m, n = inputs["out"].shape
     operands = {name: inputs[name] for name in ("a", "b", "bias", "out", "a_scale", "b_scale")}
@@ -125,16 +117,15 @@ def ring_variant(changes: Mapping[str, Any], inputs: Inputs) -> Call:
 
 
 def contestants(variants: str = "") -> list[Contestant]:
-    """Everyone; of `VARIANTS` and `RING_VARIANTS` those whose name matches, if there is anything to match."""
+    """Everyone; of `VARIANTS` those whose name matches, if there is anything to match."""
     everyone = [
         Contestant("ours", _own, "tokenspeed-kernel-nvidia", ours=True),
         Contestant("torch", _torchs, "torch"),
         Contestant("triton", _portable, "triton", ours=True, portable=True),
     ]
-    for setup, named in ((variant, VARIANTS), (ring_variant, RING_VARIANTS)):
-        for name, changes in named.items():
-            if variants and re.search(variants, name):
-                everyone.append(Contestant(name, functools.partial(setup, changes), "", ours=True))
+    for name, changes in VARIANTS.items():
+        if variants and re.search(variants, name):
+            everyone.append(Contestant(name, functools.partial(variant, changes), "", ours=True))
     return everyone
 
 

@@ -24,6 +24,7 @@ _HALF = torch.bfloat16
 _MADE: Mapping[str, Callable[[int, int, int], Any]] = {
     "": functools.partial(dense, bias=_HALF),
     "fp8 weights": functools.partial(fp8, a_scale="", b_scale="channel", a_dtype=_HALF, bias=_HALF),
+    "fp8 weights, one scale": functools.partial(fp8, a_scale="", b_scale="tensor", a_dtype=_HALF, bias=_HALF),
     "fp8 weights in blocks": functools.partial(fp8, a_scale="", b_scale="block", a_dtype=_HALF, bias=_HALF),
     "fp8": functools.partial(fp8, a_scale="token", b_scale="channel", bias=_HALF),
     "fp8 in blocks": functools.partial(fp8, a_scale="block", b_scale="block", bias=_HALF),

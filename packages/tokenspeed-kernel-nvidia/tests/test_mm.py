@@ -32,7 +32,8 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     layout_of,
     sharing_of,
 )
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import DIRECT_TOKENS, DirectConfig, every_direct_config
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import CLUSTER as SPLIT
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import MOST_ROWS, SplitConfig, every_split_config, is_split, split_of
 
 DTYPES = sorted(HALVES, key=str)
 SINGLE = torch.float32
@@ -85,7 +86,9 @@ def test_rows(sm90: torch.device, dtype: torch.dtype, m: int) -> None:
     _run(sm90, m, 2880, 128, dtype, dtype)
 
 
-@pytest.mark.parametrize(("k", "n"), [(2880, 5120), (4096, 2880), (2880, 128), (7168, 2112), (2880, 20000), (28672, 300)])
+@pytest.mark.parametrize(
+    ("k", "n"), [(2880, 5120), (4096, 2880), (2880, 128), (7168, 2112), (2880, 20000), (28672, 300), (7168, 256)]
+)
 @pytest.mark.parametrize("m", [1, 16])
 def test_shapes_of_models(sm90: torch.device, m: int, k: int, n: int) -> None:
     _run(sm90, m, k, n, bias=torch.bfloat16)
@@ -94,7 +97,7 @@ def test_shapes_of_models(sm90: torch.device, m: int, k: int, n: int) -> None:
 @pytest.mark.parametrize("k", [8, 16, 24, 40, 64, 504, 512, 520, 1016, 1024, 1032, 2048, 2056, 4096, 4104, 9000])
 def test_edges_of_k(sm90: torch.device, k: int) -> None:
     """Loads, chunks and stages that are not full."""
-    for m, n in itertools.product((5, 12), (3, 1500)):
+    for m, n in itertools.product((5, 12), (3, 300, 1500)):
         _run(sm90, m, k, n, out_dtype=SINGLE)
 
 
@@ -384,6 +387,17 @@ def test_what_clusters_share() -> None:
         assert part * (CLUSTER - 1) < quads
 
 
+def test_which_rows_are_split() -> None:
+    """A cluster's CTAs have room for all of a row; longer ones, and more of them, are others' work."""
+    for m, k in itertools.product((1, 8, 9, 16), (8, 2880, 7168, 8192)):
+        assert is_split(m, MOST_ROWS, 2 * k)
+        config = split_of("bfloat16", "bfloat16", m, 2 * k)
+        assert config.tokens >= m
+        assert SPLIT * config.part_bytes >= 2 * k
+    assert not is_split(1, 128, 2 * 8200)
+    assert not is_split(1, MOST_ROWS + 1, 5760)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
     """Configurations and arguments of launches, which are recorded. What is asked of tensors is that of compiled programs."""
@@ -406,16 +420,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, tuple[Any
 
 
 def test_what_is_asked_for_is_compiled_ahead_of_time(asked: list[tuple[Any, tuple[Any, ...]]]) -> None:
-    listed = {*every_config(), *every_direct_config()}
-    for dtype, out_dtype, m, n, k in itertools.product(DTYPES, (None, SINGLE), (1, 8, 9, 16), (1, 100, 5120, 9000), (64, 2048)):
+    listed = {*every_config(), *every_split_config()}
+    for dtype, out_dtype, m, n, k in itertools.product(
+        DTYPES, (None, SINGLE), (1, 8, 9, 16), (1, 100, 5120, 9000), (64, 2048, 9000)
+    ):
         mm(torch.zeros(m, k, dtype=dtype), torch.zeros(n, k, dtype=dtype).t(), out_dtype=out_dtype)
         config, (_, _, out, *numbers) = asked.pop()
         assert config in listed
-        assert (DIRECT_TOKENS if isinstance(config, DirectConfig) else config.tokens) >= m
+        assert config.tokens >= m
+        split = isinstance(config, SplitConfig)
+        assert split == (n <= 100 and k < 9000)
         assert out.dtype == (out_dtype or dtype)
-        together = 1 if isinstance(config, DirectConfig) else config.together
-        assert len(numbers) == (4 if isinstance(config, DirectConfig) else 15)
-        ctas, size = numbers[2 if isinstance(config, DirectConfig) else 8], numbers[-1]
+        together = SPLIT if split else config.together
+        assert len(numbers) == (4 if split else 15)
+        ctas, size = numbers[2 if split else 8], numbers[-1]
         assert 1 <= ctas <= min(together * n, 132)
         assert ctas % together == 0
         assert size <= SHARED_BYTES

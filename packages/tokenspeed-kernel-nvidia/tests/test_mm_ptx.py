@@ -22,9 +22,10 @@ from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
-from tokenspeed_kernel_nvidia.sm90.gemm.mm import direct_numbers_of, direct_program, kinds_of, mm_program
+from tokenspeed_kernel_nvidia.sm90.gemm.mm import kinds_of, mm_program, split_program
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import CLUSTER, GROUP, QUAD_BYTES, Config, config_of, layout_of
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import DirectConfig, direct_of
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import CLUSTER as SPLIT
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import SplitConfig, split_numbers_of, split_of
 
 from . import ptx
 from .ptx_values import Memory
@@ -50,11 +51,11 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("ptx")
 
     @functools.cache
-    def text_of(config: Config | DirectConfig) -> str:
+    def text_of(config: Config | SplitConfig) -> str:
         Path(folder).mkdir(exist_ok=True)
         options = f"--keep-ptx --dump-dir {folder}"
-        if isinstance(config, DirectConfig):
-            return str(direct_program.compile(config, options).__ptx__)
+        if isinstance(config, SplitConfig):
+            return str(split_program.compile(config, options).__ptx__)
         return str(mm_program.compile(config, options).__ptx__)
 
     return text_of
@@ -105,31 +106,24 @@ def _check(memory: Memory, out: int, given: dict[str, Any], dtype: torch.dtype, 
     assert off <= TOLERANCE[dtype], off
 
 
-def run_direct(texts: Any, name: str, m: int, k: int, n: int, ctas: int, **changes: Any) -> None:
-    """Runs the program whose CTAs load weights to registers; ``changes``: of the configuration that would be chosen."""
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 288, 8), (16, 4360, 13), (9, 72, 3)])
+def test_split_rows(texts: Any, m: int, k: int, n: int) -> None:
+    """CTAs of a cluster have parts of rows: some have nothing of them, some rows do not exist, and warps have several pieces."""
+    name = "dense bfloat16" if n > 8 else "dense float16"
     made, dtype = CALLS[name]
     given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, 0))
     a, b, bias = (given[each] for each in ("a", "b", "bias"))
-    config = dataclasses.replace(direct_of(dtype_name(a.dtype), dtype_name(dtype), 2 * k), **changes)
+    config = split_of(dtype_name(a.dtype), dtype_name(dtype), m, 2 * k)
     memory = Memory(1 << 24, ptx.GLOBAL_BASE)
     out = memory.put(np.full(m * n * dtype.itemsize, 0x44, np.uint8))
-    assert direct_numbers_of(config, m, n, ctas)[0] == ctas
+    part = -(-2 * k // (QUAD_BYTES * SPLIT)) * QUAD_BYTES
+    ctas, _ = split_numbers_of(m, n)
     arguments = [
-        memory.put(bytes_of(b.mT)), 2 * k, 2 * k, n // ctas, n % ctas, memory.put(bytes_of(a)), 2 * k, m, out, n, 1,
+        memory.put(bytes_of(b.mT)), 2 * k, 2 * k, part, memory.put(bytes_of(a)), 2 * k, m, n, out, n, 1,
         memory.put(bytes_of(bias)), KINDS[bias.dtype],
     ]  # fmt: skip
-    ptx.launch(texts(config), arguments, config.threads + config.others, (ctas,), memory, random.Random(0), 1)
+    ptx.launch(texts(config), arguments, config.threads, (ctas,), memory, random.Random(0), SPLIT)
     _check(memory, out, given, dtype, m, n)
-
-
-@pytest.mark.parametrize(("m", "k", "n", "ctas"), [(1, 288, 21, 2), (8, 1064, 20, 2), (7, 4360, 13, 1), (3, 8, 3, 3)])
-def test_weights_in_registers(texts: Any, m: int, k: int, n: int, ctas: int) -> None:
-    """CTAs with different numbers of rows, tiles that are not full, rows that end inside of 64 bytes, and several chunks."""
-    run_direct(texts, "dense bfloat16" if m > 1 else "dense float16", m, k, n, ctas)
-
-
-def test_weights_are_prefetched_by_a_warp(texts: Any) -> None:
-    run_direct(texts, "dense bfloat16", 5, 288, 21, 2, pace=70)
 
 
 @pytest.mark.parametrize("name", CALLS)

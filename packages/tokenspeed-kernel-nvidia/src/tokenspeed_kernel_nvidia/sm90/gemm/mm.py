@@ -4,16 +4,21 @@ Memory decides the speed: each weight is read once, for at most 16 rows of activ
 many rows of the weights, to a row. Sums are added in a fixed order, so that the bits are the same in every run. There are two
 programs:
 
-- Where weights are dense, a CTA has few rows of them, and there are at most 8 rows of activations, its warps load weights to
-  registers (`mm_direct_device`). Behind an rmsnorm of one row, one row took 7.6 microseconds on an H200 with 4096 x 2880 weights,
-  and 7.8 through the ring; with 2880 x 128 it took 2.1 and 3.1.
-- Otherwise weights come through a ring in shared memory (`mm_device`). Where there are few rows of weights, as a router's, the CTAs
-  of a cluster share some, each with a part, and have the same part of the activations to read. Where there are many activations,
-  pairs of CTAs copy them for both: 16 rows of 2880 x 5120 took 10.2 microseconds, and 10.6 without pairs.
+- Where there are few rows of dense weights, as a router's, latency decides. The CTAs of a cluster share 8 rows, each with a part of
+  them, and have little of the activations to read (`mm_split_device`). Behind an rmsnorm of one row, 1, 8 and 16 rows of 2880 x 128
+  took 2.1, 2.3 and 2.4 microseconds on an H200, and through the ring 3.2, 3.5 and 3.6.
+- Otherwise weights come through a ring in shared memory (`mm_device`). Where there are many activations, pairs of CTAs copy them
+  for both: 16 rows of 2880 x 5120 took 10.2 microseconds, and 10.6 without pairs. Where rows of weights are few and too long for
+  the first program, the CTAs of a cluster share them.
 
 Weights may be what the kernel before writes: nothing in a call says that they are not. So they are read when it has ended. Until
-then some are brought to the L2 cache, which is where everybody sees what is written. Behind that rmsnorm a row of 2880 x 5120 took
-9.0 instead of 9.5 microseconds.
+then some are brought to the L2 cache, which is where everybody sees what is written. To go on with that while weights are read made
+products slower: behind that rmsnorm a row of 2880 x 5120 took 10.3 to 11.2 microseconds instead of 9.3.
+
+A CTA leaves room on its multiprocessor for one of the kernel before and one of the next. That is worth more than loads that need no
+ring: a program that filled the registers of all multiprocessors with weights took 7.5 microseconds behind that rmsnorm where this
+one takes 7.7 to 8.2 (a row of 4096 x 2880), but could not begin beside attention, nor the router beside it. Decode steps of
+GPT-OSS-120B of 1, 2 and 4 tokens took 2.12 to 2.16, 2.64 and 3.49 ms with it, and take 2.10, 2.51 and 3.37.
 """
 
 from __future__ import annotations
@@ -51,20 +56,18 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import (
     ring_bytes_of,
     sharing_of,
 )
-from tokenspeed_kernel_nvidia.sm90.gemm.mm_direct_config import (
-    DIRECT_TOKENS,
-    OWN_ROWS,
-    DirectConfig,
-    direct_of,
-    every_direct_config,
-    shared_bytes_of,
-)
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import SplitConfig, every_split_config, is_split, split_numbers_of, split_of
 
 E4M3 = torch.float8_e4m3fn
 # Columns of results up to which a product with dense weights is preferred to PyTorch's. Behind a kernel that lets nothing begin
-# early, 1 to 16 rows of 4096 x 2880 took 8.8 to 10.9 microseconds on an H200, and PyTorch's 12.2 to 12.7; but 8 and 16 rows of
-# 2880 x 5120 took 10.8 and 11.7, and PyTorch's 10.7 and 10.9.
+# early, 1 to 16 rows of 4096 x 2880 took 9.5 to 10.8 microseconds on an H200, and PyTorch's 12.3 to 12.6; but 1 and 16 rows of
+# 2880 x 5120 took 10.9 and 12.0, and PyTorch's 10.6.
 QUICK_N = 4096
+# Rows of activations up to which a product with scaled weights is preferred to the portable kernel. Behind a kernel that lets
+# nothing begin early, 4 and 8 rows of 2880 x 5120 took 9.7 and 10.7 microseconds with fp8 weights, and the portable kernel's 10.1
+# and 10.1; 11.4 and 12.8 with mxfp4 weights, and 12.7 and 12.7; 8.9 and 9.9 with fp8 by fp8 in blocks, and 10.0 and 9.9. 16 rows
+# took 13.2 with fp8 weights, and 10.2; 15.7 with mxfp4 weights, and 12.8; 10.3 with fp8 by fp8, and 9.4.
+FEW_ROWS = 4
 
 Launch = Callable[..., Any]
 NO_SCALES = (0,) * 6  # two of `_table`
@@ -77,11 +80,11 @@ def mm_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     return mm_device.host(config), mm_device.fake_arguments(config)
 
 
-@program(arch="sm_90a", configs=every_direct_config)
-def direct_program(config: DirectConfig) -> tuple[Any, tuple[Any, ...]]:
-    from tokenspeed_kernel_nvidia.sm90.gemm import mm_direct_device
+@program(arch="sm_90a", configs=every_split_config)
+def split_program(config: SplitConfig) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.gemm import mm_split_device
 
-    return mm_direct_device.host(config), mm_direct_device.fake_arguments(config)
+    return mm_split_device.host(config), mm_split_device.fake_arguments(config)
 
 
 @functools.cache
@@ -90,18 +93,12 @@ def _launch_of(
 ) -> tuple[Launch, tuple[int, ...]]:
     """The program, and the numbers of a launch that depend on sizes alone."""
     count = multiprocessors(device)
-    if scales == "none" and m <= DIRECT_TOKENS and n <= count * OWN_ROWS:
-        direct = direct_of(dtype_name(a), dtype_name(out), row_bytes)
-        return direct_program(direct), direct_numbers_of(direct, m, n, count)
+    if scales == "none" and is_split(m, n, row_bytes):
+        split = split_of(dtype_name(a), dtype_name(out), m, row_bytes)
+        return split_program(split), split_numbers_of(m, n)
     config = config_of(dtype_name(a), weights, scales, dtype_name(out), m, sharing_of(weights, m, n, row_bytes, count))
     numbers = numbers_of(config, m, n, row_bytes, count, ring_bytes_of(n, count))
     return mm_program(config), (*NO_SCALES, *numbers) if scales == "none" else numbers
-
-
-def direct_numbers_of(config: DirectConfig, m: int, n: int, count: int) -> tuple[int, ...]:
-    """How many CTAs, and how much shared memory each has. ``count``: of multiprocessors."""
-    ctas = min(n, count)
-    return ctas, shared_bytes_of(config, m, -(-n // ctas))
 
 
 def numbers_of(config: Config, m: int, n: int, row_bytes: int, count: int, ring_bytes: int = RING_BYTES) -> tuple[int, ...]:
@@ -234,11 +231,18 @@ def _declare(
     signatures: set[FormatSignature],
     step: int,
     n: Constraint | None = None,
-    priority: int = Priority.PORTABLE - 2,  # until it has been measured to be quicker than others
+    m: Constraint | None = None,
+    quick: bool = False,
 ) -> None:
-    """``step``: what k is a multiple of."""
+    """Registers the kernel for some calls.
+
+    Args:
+        step: what k is a multiple of.
+        n, m: which columns and rows of results, if not all.
+        quick: whether it has been measured to be quicker than others.
+    """
     traits: dict[str, Any] = {
-        "m": at_most(max(TOKENS)),
+        "m": at_most(max(TOKENS)) if m is None else m,
         "k": at_least(step) & multiple_of(step),
         "out_dtype": {*results_of(dtype_name(a))},
         "bias": any,
@@ -248,18 +252,27 @@ def _declare(
         traits["n"] = n
     register_kernel(
         "gemm", "mm", name=f"cutedsl_mm_{name}", solution="cutedsl", capability=CUTEDSL_HOPPER, signatures=signatures,
-        traits=traits, priority=priority, tags={"determinism"},
+        traits=traits, priority=Priority.PERFORMANT if quick else Priority.PORTABLE - 2, tags={"determinism"},
     )(mm)  # fmt: skip
+
+
+def _declare_by_rows(name: str, a: torch.dtype, signatures: set[FormatSignature], step: int) -> None:
+    """Registers the kernel for few rows of activations, for which it is preferred, and for more of them."""
+    _declare(name, a, signatures, step, m=at_most(FEW_ROWS), quick=True)
+    _declare(f"more_{name}", a, signatures, step, m=at_least(FEW_ROWS + 1) & at_most(max(TOKENS)))
 
 
 for _dtype, _name in DTYPES.items():
     _a = dense_tensor_format(_dtype)
     _served = {format_signature(a=_a, b=_a)}
-    _declare(_name, _dtype, _served, ELEMENTS["dense"], at_most(QUICK_N), Priority.PERFORMANT)
+    _declare(_name, _dtype, _served, ELEMENTS["dense"], at_most(QUICK_N), quick=True)
     _declare(f"wide_{_name}", _dtype, _served, ELEMENTS["dense"], at_least(QUICK_N + 1))
-    _only = {format_signature(a=_a, b=b) for b in (*_FP8_ROWS, _FP8_BLOCKS)}
-    _declare(f"fp8_weights_{_name}", _dtype, _only, ELEMENTS["float8_e4m3fn"])
-_declare(
+    _rows = {format_signature(a=_a, b=b) for b in _FP8_ROWS}
+    _declare_by_rows(f"fp8_weights_{_name}", _dtype, _rows, ELEMENTS["float8_e4m3fn"])
+    # 1 and 2 rows of 2880 x 5120 took 9.9 and 10.0 microseconds, and the portable kernel's 9.7 and 9.8.
+    _blocks = {format_signature(a=_a, b=_FP8_BLOCKS)}
+    _declare(f"fp8_block_weights_{_name}", _dtype, _blocks, ELEMENTS["float8_e4m3fn"])
+_declare_by_rows(
     "fp8",
     E4M3,
     {
@@ -270,4 +283,4 @@ _declare(
 )
 # Of a row of 32 a scale may leave float16's range, so that these are for bfloat16 alone.
 _mxfp4 = {format_signature(a=dense_tensor_format(torch.bfloat16), b=mxfp4_format((32, 1)))}
-_declare("mxfp4_weights_bfloat16", torch.bfloat16, _mxfp4, ELEMENTS["mxfp4"])
+_declare_by_rows("mxfp4_weights_bfloat16", torch.bfloat16, _mxfp4, ELEMENTS["mxfp4"])

@@ -226,7 +226,7 @@ def results_of(dtype: str) -> tuple[str, ...]:
 def _sharings(weights: Weights, tokens: int) -> tuple[Sharing, ...]:
     if weights != "dense":
         return ("",)
-    return ("",) if tokens <= ROWS else ("", "weights", "activations")
+    return ("", "weights") if tokens <= ROWS else ("", "weights", "activations")
 
 
 def every_config() -> list[Config]:

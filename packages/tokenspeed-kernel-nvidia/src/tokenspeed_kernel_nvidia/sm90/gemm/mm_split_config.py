@@ -1,0 +1,78 @@
+"""Configurations of the programs of `mm_split_device`, and which one serves a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import QUAD_BYTES, ROWS, TOKENS
+
+CLUSTER = 8  # CTAs that share 8 rows of weights
+WARPS = 16
+QUADS = (1, 2)  # how many 64 bytes of a row a warp has
+HEAD_BYTES = 16  # at the beginning of shared memory: a barrier
+MOST_ROWS = 256  # rows of weights; more of them are served quicker by programs that give a CTA more work
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """Describes a program.
+
+    Attributes:
+        dtype: of the activations and the weights.
+        out: dtype of the result.
+        tokens: the most rows of activations that it serves.
+        quads: the number of 64 bytes of a row that a warp has.
+    """
+
+    dtype: str
+    out: str
+    tokens: int
+    quads: int
+
+    @property
+    def threads(self) -> int:
+        """Returns the number of threads of a CTA."""
+        return 32 * WARPS
+
+    @property
+    def part_bytes(self) -> int:
+        """Returns how much of a row a CTA has room for."""
+        return WARPS * self.quads * QUAD_BYTES
+
+    @property
+    def halves(self) -> int:
+        """Returns the number of groups of 8 rows of activations."""
+        return self.tokens // ROWS
+
+
+def is_split(m: int, n: int, row_bytes: int) -> bool:
+    """Returns whether CTAs of clusters share so many rows of weights, for so many of activations.
+
+    Args:
+        row_bytes: of a row of weights.
+    """
+    return m <= max(TOKENS) and n <= MOST_ROWS and row_bytes <= CLUSTER * WARPS * max(QUADS) * QUAD_BYTES
+
+
+def split_of(dtype: str, out: str, m: int, row_bytes: int) -> SplitConfig:
+    """Returns the program for some rows of activations, and rows of weights of so many bytes."""
+    tokens = next(room for room in TOKENS if room >= m)
+    quads = -(-row_bytes // (QUAD_BYTES * CLUSTER * WARPS))
+    return SplitConfig(dtype, out, tokens, next(room for room in QUADS if room >= quads))
+
+
+def split_numbers_of(m: int, n: int) -> tuple[int, int]:
+    """Returns the number of CTAs, and the size of each one's shared memory: a barrier, warps' sums, and what other CTAs send."""
+    return CLUSTER * -(-n // ROWS), HEAD_BYTES + 4 * m * (WARPS * ROWS + CLUSTER)
+
+
+def every_split_config() -> list[SplitConfig]:
+    """Returns the configurations that calls are served by."""
+    return [
+        SplitConfig(dtype, out, tokens, quads)
+        for dtype in DTYPES.values()
+        for out in (dtype, "float32")
+        for tokens in TOKENS
+        for quads in QUADS
+    ]
