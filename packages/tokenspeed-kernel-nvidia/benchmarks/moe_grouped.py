@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_nvidia.sm90.moe import grouped, mxfp4_layout
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PLAIN, VALUES
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PARTS, PLAIN, VALUES
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 4, 2880, 2880
 _CHECKED = 48  # tokens that are compared with float32
@@ -90,8 +90,8 @@ def kernels_of(call: Call) -> str:
 
 
 def variant_of(name: str) -> dict[str, Any]:
-    kind = {"v": VALUES, "c": CODES}.get(name[-1], PLAIN)
-    return {"columns": int(name.rstrip("vc")), "inputs": (kind,)}
+    kind = {"v": VALUES, "c": CODES, "s": PARTS}.get(name[-1], PLAIN)
+    return {"columns": int(name.rstrip("vcs")), "inputs": (kind,)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

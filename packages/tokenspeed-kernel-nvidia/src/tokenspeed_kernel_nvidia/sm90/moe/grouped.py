@@ -31,9 +31,11 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
     FEW_COLUMNS,
     FEWEST_COLUMNS,
+    PARTS,
     PLAIN,
     RECORD,
     SORTING_CTAS,
+    SPLIT,
     VALUES,
     Combine,
     Product,
@@ -50,7 +52,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import STRIP
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import RoundedWeights
 
-_ROUNDED_BYTES = {CODES: 1, VALUES: 2}  # that a number takes
+_ROUNDED_BYTES = {CODES: 1, VALUES: 2, PARTS: 2}  # that a number takes
 _ALIGNED = 256  # parts of the memory begin at multiples of so many bytes
 
 
@@ -182,7 +184,9 @@ def moe_apply_many(
         for part, (kind, rounding, products) in enumerate(zip(inputs, programs.rounding, programs.products, strict=True)):
             taken = rows
             if rounding is not None:
-                taken = memory.rows(len(lengths) + part, torch.uint8 if kind == CODES else x.dtype, *rows.shape)
+                count, k = rows.shape
+                taken_dtype = x.dtype if kind == VALUES else torch.uint8
+                taken = memory.rows(len(lengths) + part, taken_dtype, count * (SPLIT if kind == PARTS else 1), k)
                 rounding(rows, taken, scales)
             products[second](taken, result, weight, scales, exact_at, *schedule, features // STRIP, programs.processors, *swiglu)
     topk_weights = topk_weights.contiguous()
