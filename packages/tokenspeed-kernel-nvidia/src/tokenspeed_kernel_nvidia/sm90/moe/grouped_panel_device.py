@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, opt_barrier
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import PARTS, REST
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes, Weights
-from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import E5M2_FACTOR, decode, decode_e5m2, multipliers, scales_of
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import E5M2_FACTOR, decode, decode_e5m2, halves_of, multiplier_pairs, scales_of
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
     BLOCK,
     BLOCK_BYTES,
@@ -32,6 +32,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
 )
 
 HALVES = 2  # of a block, with a scale each
+LEFTS = 4  # groups of products of values whose left operands are kept
 NO_SCALES = 0x40404040  # bytes of scales that are 0
 WORDS = 4  # words of codes that a lane has of a block
 
@@ -40,11 +41,11 @@ class PanelProducts(Shapes):
     """The part of the kernel that multiplies several panels by warpgroups."""
 
     def left_of_panels(self) -> list:
-        """Returns registers for the left operands of two groups of products, which loops of all widths share."""
+        """Returns registers for the left operands of some groups of products, which loops of all widths share."""
         mma = self.mma_of(8).get_slice(0)
         rows = self.config.tile.warpgroups * PANEL_STRIPS * STRIP
-        k = BLOCK // HALVES if self.config.inputs == PARTS else BLOCK
-        left = [mma.make_fragment_A(mma.partition_shape_A((rows, k))) for _ in range(2)]
+        shape = mma.partition_shape_A((rows, BLOCK // HALVES))
+        left = [mma.make_fragment_A(shape) for _ in range(2 if self.is_fp8 else LEFTS)]
         for registers in left:
             cute.recast_tensor(registers, Uint32).fill(0)
         return left
@@ -117,10 +118,10 @@ class PanelProducts(Shapes):
         for sums in acc:
             sums.fill(0.0)
         units = (call.blocks + (c.unit - 1)) // c.unit
-        parts = c.unit * panels  # blocks of a unit, panel by panel
+        parts = HALVES * c.unit * panels  # halves of a unit's blocks, panel by panel
         words = self.load_part(call, at, slot, lane, 0, units == 1)
-        self.decode_part(call, words, left[0])
-        words = self.load_part(call, at, slot, lane, 1, units == 1)
+        pairs = list(multiplier_pairs(self.dtype, words[WORDS]))
+        self.decode_half(call, words, pairs, left[0], 0)
         before = columns
         ready = Boolean(False)
         for unit in cutlass.range(units, unroll=1):
@@ -131,8 +132,10 @@ class PanelProducts(Shapes):
             next_columns = advance(columns, c.column_stages)
             weights_ready = Boolean(False)
             for part in cutlass.range_constexpr(parts):
-                self.multiply_part(mma, acc[part % panels], left[part % 2], right, part // panels, columns)
-                if const_expr(part == parts - 2):
+                block, half = part // HALVES, part % HALVES
+                place = HALVES * (block // panels) + half  # of the stage of columns
+                self.multiply_half(mma, acc[block % panels], left[part % LEFTS], right, place, columns)
+                if const_expr(part == parts - 3):
                     weights_ready = self.weight_pipe(storage).full.poll(following)
                     ready = self.column_pipe(storage).full.poll(next_columns)
                 if const_expr(part == parts - 1):
@@ -140,23 +143,24 @@ class PanelProducts(Shapes):
                     cute.arch.sync_warp()
                     self.weight_pipe(storage).release(at)
                     at = following
-                warpgroup.wait_group(1)
-                if const_expr(part == 0):
+                # The next part is decoded into registers of the part that is so many behind it.
+                warpgroup.wait_group(LEFTS - 1)
+                if const_expr(part == LEFTS - 2):
                     if unit > 0:
                         self.column_pipe(storage).release(before)
-                if const_expr(part < parts - 1):
-                    self.decode_part(call, words, left[(part + 1) % 2])
-                if const_expr(part < parts - 2):
-                    words = self.load_part(call, at, slot, lane, part + 2, last)
-                if const_expr(part == parts - 2):
-                    if not last:
+                following_part = part + 1
+                if const_expr(half == 0):
+                    self.decode_half(call, words, pairs, left[following_part % LEFTS], 1)
+                    if const_expr(following_part < parts - 1):
+                        words = self.load_part(call, at, slot, lane, block + 1, last)
+                    elif not last:
                         if not weights_ready:
                             self.weight_pipe(storage).wait(following)
                         words = self.load_part(call, following, slot, lane, 0, unit + 2 == units)
-                if const_expr(part == parts - 1):
-                    if not last:
-                        self.decode_part(call, words, left[0])
-                        words = self.load_part(call, following, slot, lane, 1, unit + 2 == units)
+                else:
+                    # Behind the last part of an item, what was read last is decoded once more, and not used.
+                    pairs = list(multiplier_pairs(self.dtype, words[WORDS]))
+                    self.decode_half(call, words, pairs, left[following_part % LEFTS], 0)
             before, columns = columns, next_columns
         warpgroup.wait_group(0)
         self.column_pipe(storage).release(before)
@@ -190,7 +194,7 @@ class PanelProducts(Shapes):
         units = (call.blocks + (c.unit - 1)) // c.unit
         blocks = c.unit * panels  # of a unit, panel by panel
         words = self.load_part(call, at, slot, lane, 0, Boolean(False))
-        self.decode_half(call, words, left[0], 0)
+        self.decode_half(call, words, [], left[0], 0)
         before = columns
         ready = Boolean(False)
         scales = Uint32(NO_SCALES)  # of the products before, of which there are none yet
@@ -211,7 +215,7 @@ class PanelProducts(Shapes):
                 if const_expr(block == 0):
                     if unit > 0:
                         self.column_pipe(storage).release(before)
-                self.decode_half(call, words, left[1], 1)
+                self.decode_half(call, words, [], left[1], 1)
                 self.add_products(acc[1], sums[(panel - 1) % panels], scales, 1)
                 scales = words[WORDS]
                 self.multiply_half(mma, acc[1], left[1], right, HALVES * (block // panels) + 1, columns)
@@ -227,7 +231,7 @@ class PanelProducts(Shapes):
                 else:
                     words = self.load_part(call, at, slot, lane, block + 1, Boolean(False))
                 warpgroup.wait_group(1)
-                self.decode_half(call, words, left[0], 0)
+                self.decode_half(call, words, [], left[0], 0)
                 self.add_products(acc[0], sums[panel], scales, 0)
             before, columns = columns, next_columns
         warpgroup.wait_group(0)
@@ -242,26 +246,40 @@ class PanelProducts(Shapes):
     def multiply_half(
         self,
         mma: cute.TiledMma,
-        products: cute.Tensor,
+        sums: cute.Tensor,
         left: cute.Tensor,
         right: cute.Tensor,
         half: cutlass.Constexpr[int],
         columns: Cursor,
     ):
-        """Starts the products of half a block of a panel, which are a group. ``half``: which one of the columns' stage."""
+        """Starts the products of half a block of a panel, which are a group.
+
+        Args:
+            sums: receives products of codes; those of values are added to it.
+            half: which one of the columns' stage.
+        """
         warpgroup.fence()  # what was written to registers comes before the products that read them
         atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, False)
-        cute.gemm(atom, products, left[None, None, 0], right[None, None, half, columns.stage], products)
+        atom.set(warpgroup.Field.ACCUMULATE, not self.is_fp8)
+        steps = cute.size(left, mode=[2])
+        for step in cutlass.range_constexpr(steps):
+            cute.gemm(atom, sums, left[None, None, step], right[None, None, steps * half + step, columns.stage], sums)
         warpgroup.commit_group()
 
     @cute.jit
-    def decode_half(self, call: Call, words: list, left: cute.Tensor, half: cutlass.Constexpr[int]):
-        """Decodes the words of half a block, without its scales. The condition always holds, see `decode_part`."""
+    def decode_half(self, call: Call, words: list, pairs: list, left: cute.Tensor, half: cutlass.Constexpr[int]):
+        """Decodes the words of half a block: values with their scales, or codes. ``pairs``: `multiplier_pairs`, for values.
+
+        The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them.
+        """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
             for word in cutlass.range_constexpr(WORDS // HALVES):
-                decoded = decode_e5m2(words[WORDS // HALVES * half + word])
+                codes = words[WORDS // HALVES * half + word]
+                if const_expr(self.is_fp8):
+                    decoded = decode_e5m2(codes)
+                else:
+                    decoded = decode(self.dtype, codes, *halves_of(pairs)[half])
                 for each in cutlass.range_constexpr(len(decoded)):
                     registers[len(decoded) * word + each] = decoded[each]
 
@@ -274,24 +292,6 @@ class PanelProducts(Shapes):
                 number = products[4 * tile + 2 * r] + products[4 * tile + 2 * r + 1] * (1.0 / REST)
                 to = tile // 2 * 4 + 2 * r + tile % 2
                 sums[to] += number * factors[HALVES * half + r]
-
-    @cute.jit
-    def multiply_part(
-        self,
-        mma: cute.TiledMma,
-        sums: cute.Tensor,
-        left: cute.Tensor,
-        right: cute.Tensor,
-        block: cutlass.Constexpr[int],
-        columns: Cursor,
-    ):
-        """Starts the products of a block of a panel with a block of columns, which are a group."""
-        warpgroup.fence()  # what was written to registers comes before the products that read them
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-        for step in cutlass.range_constexpr(WORDS):
-            cute.gemm(atom, sums, left[None, None, step], right[None, None, WORDS * block + step, columns.stage], sums)
-        warpgroup.commit_group()
 
     @cute.jit
     def load_part(self, call: Call, weights: Cursor, slot: Int32, lane: Int32, part: cutlass.Constexpr[int], last: Boolean):
@@ -308,16 +308,3 @@ class PanelProducts(Shapes):
             if last and call.blocks % c.unit != 0:
                 words[-1] = Uint32(0)  # its scales: whatever the codes are, they count as zeros
         return words
-
-    @cute.jit
-    def decode_part(self, call: Call, words: list, left: cute.Tensor):
-        """Decodes the words of a block.
-
-        The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them.
-        """
-        if call.strips != 0:
-            registers = cute.recast_tensor(left, Uint32)
-            for word in cutlass.range_constexpr(WORDS):
-                decoded = decode(self.dtype, words[word], *multipliers(self.dtype, words[WORDS])[word // 2])
-                for each in cutlass.range_constexpr(len(decoded)):
-                    registers[len(decoded) * word + each] = decoded[each]
