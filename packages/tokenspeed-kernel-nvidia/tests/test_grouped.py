@@ -290,4 +290,5 @@ def test_registers_of_a_launch_are_enough(product: Product) -> None:
 def test_tiles_by_the_number_of_pairs(inputs: tuple[str, ...], columns: tuple[int, ...]) -> None:
     chosen = tuple(columns_for(pairs * 128, 128, inputs) for pairs in (32, 56, 128, 256))
     assert chosen == columns
+    assert columns_for(1024, 128, (PARTS,)) == SPLIT_COLUMNS
     assert all(width in SERVED[kind] for width in chosen for kind in inputs)

@@ -290,7 +290,7 @@ def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
     given = rows.to(dtype)
     memory, size = Memory(1 << 20, ptx.GLOBAL_BASE), 1 if inputs == CODES else 2
     result, scales = memory.put(np.full(3 * k * size, 0xFF, np.uint8)), memory.put(np.full(12, 0xFF, np.uint8))
-    config = Rounding("bfloat16" if dtype == torch.bfloat16 else "float16", inputs)
+    config = Rounding("bfloat16" if dtype == torch.bfloat16 else "float16", inputs, early=k == 96)
     arguments = [memory.put(bytes_of(given)), k, result, k, scales, k]
     ptx.launch(texts(grouped.rounding_program, config), arguments, 128, (3,), memory, random.Random(k))
     wanted, wanted_scales = rounded(given, inputs)

@@ -2,10 +2,15 @@
 
 Pairs of tokens and slots are sorted by expert on the device and cut into tiles of several widths, the widest first, so that a
 captured graph stays right when the routing changes. In both products weights are the left operand, decoded in registers, and pairs
-are columns. A tile is 192 rows of weights, which divide both projections of GPT-OSS, times up to 64 or 160 columns, or 128 rows
-times up to 288, by wgmma; and where an expert has few pairs, 576 rows times up to 48 columns, by mma. One warp of a CTA streams
-weights by bulk copies, three gather the columns of tokens, and two or three warpgroups compute. Bias and activation happen in
-registers, where gate and up of a feature have met; the sum over slots is a kernel of its own, in the order of slots.
+are columns. A tile is 128 or 192 rows of weights times many columns, or 576 rows, which divide both projections of GPT-OSS, times
+few: then a warpgroup has three panels of weights in turn. One warp of a CTA streams weights by bulk copies, three gather the
+columns of tokens, and two or three warpgroups compute. Bias and activation happen in registers, where gate and up of a feature have
+met; the sum over slots is a kernel of its own, in the order of slots.
+
+Where an expert has so few pairs that instructions for weights take most of the time, bfloat16 numbers are split into two
+float8_e4m3fn, which have all their bits, by a kernel before each product. Then weights are multiplied as bytes, for which they are
+decoded with a third of the instructions, and scales are multiplied with sums over 32 of k. Nothing is rounded that is not rounded
+otherwise.
 
 With fp8 activations a kernel before each product rounds its rows. Where there are many pairs, the codes are multiplied with weights
 as float8_e5m2, for all experts whose weights that type has exactly; for others, and where there are few pairs, the values of the
@@ -46,6 +51,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     every_product,
     every_rounding,
     every_schedule,
+    inputs_for,
     most_tiles,
     sorting_ctas,
 )
@@ -89,14 +95,14 @@ class _Programs(NamedTuple):
 
     Attributes:
         schedules: sort pairs and cut them into tiles, by the CTAs that do.
-        rounding: for each kind of inputs, the program that makes them, or None where rows are taken as they are.
+        rounding: for each kind of inputs, the programs that make those of both products, or None where rows are taken as they are.
         products: for each kind of inputs, both products.
         combine: adds up the slots of each token.
         processors: how many CTAs a product has.
     """
 
     schedules: dict[int, Launch]
-    rounding: tuple[Launch | None, ...]
+    rounding: tuple[tuple[Launch, Launch] | None, ...]
     products: tuple[tuple[Launch, Launch], ...]
     combine: Launch
     processors: int
@@ -105,7 +111,11 @@ class _Programs(NamedTuple):
 @functools.cache
 def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], device: int) -> _Programs:
     name = DTYPES[dtype]
-    rounding = tuple(None if kind == PLAIN else rounding_program(Rounding(name, kind)) for kind in inputs)
+    # The first rounding follows the schedule, which does not make its rows, and begins while that runs.
+    rounding = tuple(
+        None if kind == PLAIN else (rounding_program(Rounding(name, kind, early=not part)), rounding_program(Rounding(name, kind)))
+        for part, kind in enumerate(inputs)
+    )
     products = tuple(
         (product_program(Product(name, True, columns, kind)), product_program(Product(name, False, columns, kind)))
         for kind in inputs
@@ -152,7 +162,8 @@ def moe_apply_many(
 
     Args:
         columns: the widest tile, one of those in `grouped_config`; chosen by the number of pairs if None.
-        inputs: what the products take, of `grouped_config`'s; where there are several, each for some experts.
+        inputs: what the products take, of `grouped_config`'s; where there are several, each for some experts. If None, 16-bit
+            numbers as they are given where ``columns`` is given, too, and otherwise by the number of pairs.
         exact: int32 ``[experts]``, 1 for experts that products of `CODES` compute, 0 for those of `VALUES`; None where there is one
             kind only.
     """
@@ -161,7 +172,10 @@ def moe_apply_many(
     written = to_write(out, x, x.shape)
     if not pairs:
         return deliver(written, out)
-    inputs = inputs or ((PLAIN,) if plan.activation_dtype == "none" else (VALUES,))
+    if inputs is None:
+        inputs = (VALUES,)
+        if plan.activation_dtype == "none":
+            inputs = (PLAIN,) if columns else inputs_for(DTYPES[x.dtype], pairs, experts)
     columns = columns or columns_for(pairs, experts, inputs)
     programs = _programs_of(x.dtype, columns, inputs, x.get_device())
     tiles = most_tiles(pairs, experts, columns)
@@ -174,10 +188,10 @@ def moe_apply_many(
     limit = math.inf if plan.limit is None else plan.limit
     swiglu = plan.alpha, limit, plan.beta
     schedule = sources, tiles_at, tile_count
+    given = aligned(x)  # before the schedule, see `_programs_of`
     programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts)
     exact_at = 0 if exact is None else exact.data_ptr()
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
-    given = aligned(x)
     for second, (rows, result, weight, features) in enumerate(
         ((given, activated, w13, 2 * between), (activated, results, w2, hidden))
     ):
@@ -187,7 +201,7 @@ def moe_apply_many(
                 count, k = rows.shape
                 taken_dtype = x.dtype if kind == VALUES else torch.uint8
                 taken = memory.rows(len(lengths) + part, taken_dtype, count * (SPLIT if kind == PARTS else 1), k)
-                rounding(rows, taken, scales)
+                rounding[second](rows, taken, scales)
             products[second](taken, result, weight, scales, exact_at, *schedule, features // STRIP, programs.processors, *swiglu)
     topk_weights = topk_weights.contiguous()
     programs.combine(results, written, positions, topk_weights.data_ptr(), plan.top_k)

@@ -38,8 +38,8 @@ class Tile:
         blocks: how many blocks a stage of weights has. Narrow tiles wait for memory, which long copies serve better.
         column_blocks: how many panels of columns are on their way at a time.
         registers: how many registers a computing thread has.
-        strips: how many strips of 16 rows a computing warp has. A warp with more than one multiplies by itself, see
-            `grouped_warp_device`.
+        strips: how many strips of 16 rows a computing warp has, each of another panel. With several, see `grouped_panel_device`.
+        by_warps: the most columns with which warps that have several strips multiply by themselves, see `grouped_warp_device`.
     """
 
     warpgroups: int
@@ -57,7 +57,7 @@ class Tile:
 # a unit after each product was slower than decoding all of it after the last one.
 _TILES = {
     # Numbers split into two codes.
-    24: Tile(3, (8, 16, 24), 2, 2, 8, 160, 3),
+    24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
     # By warps. 1024 tokens: 762, 512: 585, 256: 504. With 64 columns and two strips a warp 800, 637 and 544.
     48: Tile(3, (8, 16, 32, 48), 2, 2, 4, 160, 3, 16),
     # 1024 tokens: 767, 512: 695, 256: 657.
@@ -80,6 +80,7 @@ SERVED = {
     VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
 _SORTED_ALONE = 2048  # pairs up to which one CTA sorts
+_SPLIT_PAIRS = 20  # pairs of an expert, on average, up to which numbers are split
 _FEWEST_PAIRS = 32  # pairs of an expert, on average, up to which tiles are narrowest
 _FEW_PAIRS = 56  # and up to which they are narrow
 _MANY_PAIRS = 140  # and up to which most experts' pairs are one tile of `MANY_COLUMNS`
@@ -255,10 +256,13 @@ class Rounding:
     Attributes:
         dtype: the name of the rows' dtype.
         result: `CODES`, or `VALUES`, which are of that dtype, or `PARTS`, for which the dtype must be bfloat16.
+        early: whether the kernel before has nothing to do with the rows, and had waited for all before it when it let this one
+            begin: then rows are rounded while it runs, and it is waited for at the end.
     """
 
     dtype: str
     result: str
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -272,10 +276,17 @@ class Combine:
     dtype: str
 
 
+def inputs_for(dtype: str, pairs: int, experts: int) -> tuple[str, ...]:
+    """Returns what products take for so many pairs, where activations are not rounded."""
+    return (PARTS,) if dtype == "bfloat16" and pairs <= _SPLIT_PAIRS * experts else (PLAIN,)
+
+
 def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) -> int:
     """Returns the most columns of a tile, for so many pairs."""
     if CODES in inputs:
         return ROUNDED_COLUMNS
+    if PARTS in inputs:
+        return SPLIT_COLUMNS
     if pairs <= _FEW_PAIRS * experts:
         return FEWEST_COLUMNS if pairs <= _FEWEST_PAIRS * experts else FEW_COLUMNS
     widest = all(MOST_COLUMNS in SERVED[kind] for kind in inputs)
@@ -306,7 +317,8 @@ def every_product() -> list[Product]:
 
 def every_rounding() -> list[Rounding]:
     """Returns the configurations of all programs that round that are served."""
-    return [Rounding(dtype, result) for dtype in DTYPES.values() for result in (CODES, VALUES)] + [Rounding("bfloat16", PARTS)]
+    kinds = [*itertools.product(DTYPES.values(), (CODES, VALUES)), ("bfloat16", PARTS)]
+    return [Rounding(dtype, result, early) for dtype, result in kinds for early in (False, True)]
 
 
 def every_combine() -> list[Combine]:

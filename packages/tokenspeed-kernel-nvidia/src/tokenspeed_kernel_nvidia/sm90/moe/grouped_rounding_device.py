@@ -85,7 +85,8 @@ class RoundRows:
         row, _, _ = cute.arch.block_idx()
         groups = rows.k // ROUNDED_TOGETHER
         given = rows.given + Int64(row) * (2 * rows.given_stride)
-        cute.arch.griddepcontrol_wait()
+        if const_expr(not self.config.early):
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         kept = cute.make_rmem_tensor((KEPT, ROUNDED_TOGETHER // 2), Uint32)
         kept.fill(0)
@@ -124,6 +125,8 @@ class RoundRows:
             words = cute.make_rmem_tensor((ROUNDED_TOGETHER // 2,), Uint32)
             self.read(given, group, words)
             self.write(rows, row, group, words, scale)
+        if const_expr(self.config.early):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def read(self, given: Int64, group: Int32, words: cute.Tensor):
