@@ -59,7 +59,7 @@ _TILES = {
     # Numbers split into two codes.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
     # By warps. 1024 tokens: 762, 512: 585, 256: 504. With 64 columns and two strips a warp 800, 637 and 544.
-    48: Tile(3, (8, 16, 32, 48), 2, 2, 4, 160, 3, 16),
+    48: Tile(3, (8, 16, 32, 48), 2, 2, 8, 160, 3, 16),
     # 1024 tokens: 767, 512: 695, 256: 657.
     64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152),
     # 8192 tokens with products of bytes: 2317. Their values in 16 bits took 3109 with 160 columns.

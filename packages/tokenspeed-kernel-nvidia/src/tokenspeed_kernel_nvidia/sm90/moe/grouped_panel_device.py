@@ -26,8 +26,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import (
     E5M2_FACTOR,
     decode,
     decode_e5m2,
-    halves_of,
-    multiplier_pairs,
+    multipliers,
     scales_of,
 )
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
@@ -42,8 +41,6 @@ from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
 )
 
 HALVES = 2  # of a block, with a scale each
-LEFTS = 4  # groups of products of values whose left operands are kept
-NO_SCALES = 0x40404040  # bytes of scales that are 0
 WORDS = 4  # words of codes that a lane has of a block
 
 
@@ -54,8 +51,8 @@ class PanelProducts(Shapes):
         """Returns registers for the left operands of some groups of products, which loops of all widths share."""
         mma = self.mma_of(8).get_slice(0)
         rows = self.config.tile.warpgroups * PANEL_STRIPS * STRIP
-        shape = mma.partition_shape_A((rows, BLOCK // HALVES))
-        left = [mma.make_fragment_A(shape) for _ in range(2 if self.is_fp8 else LEFTS)]
+        shape = mma.partition_shape_A((rows, BLOCK // HALVES if self.is_fp8 else BLOCK))
+        left = [mma.make_fragment_A(shape) for _ in range(2)]
         for registers in left:
             cute.recast_tensor(registers, Uint32).fill(0)
         return left
@@ -126,10 +123,10 @@ class PanelProducts(Shapes):
         for sums in acc:
             sums.fill(0.0)
         units = (call.blocks + (c.unit - 1)) // c.unit
-        parts = HALVES * c.unit * panels  # halves of a unit's blocks, panel by panel
+        parts = c.unit * panels  # blocks of a unit, panel by panel
         words = self.load_part(call, at, slot, lane, 0, units == 1)
-        pairs = list(multiplier_pairs(self.dtype, words[WORDS]))
-        self.decode_half(call, words, pairs, left[0], 0)
+        self.decode_values(call, words, left[0])
+        words = self.load_part(call, at, slot, lane, 1, units == 1)
         before = columns
         ready = Boolean(False)
         for unit in cutlass.range(units, unroll=1):
@@ -140,10 +137,8 @@ class PanelProducts(Shapes):
             next_columns = advance(columns, c.column_stages)
             weights_ready = Boolean(False)
             for part in cutlass.range_constexpr(parts):
-                block, half = part // HALVES, part % HALVES
-                place = HALVES * (block // panels) + half  # of the stage of columns
-                self.multiply_half(mma, acc[block % panels], left[part % LEFTS], right, place, columns)
-                if const_expr(part == parts - 3):
+                self.multiply(mma, acc[part % panels], left[part % 2], right, part // panels, columns)
+                if const_expr(part == parts - 2):
                     weights_ready = self.weight_pipe(storage).full.poll(following)
                     ready = self.column_pipe(storage).full.poll(next_columns)
                 if const_expr(part == parts - 1):
@@ -151,24 +146,23 @@ class PanelProducts(Shapes):
                     cute.arch.sync_warp()
                     self.weight_pipe(storage).release(at)
                     at = following
-                # The next part is decoded into registers of the part that is so many behind it.
-                warpgroup.wait_group(LEFTS - 1)
-                if const_expr(part == LEFTS - 2):
+                warpgroup.wait_group(1)
+                if const_expr(part == 0):
                     if unit > 0:
                         self.column_pipe(storage).release(before)
-                following_part = part + 1
-                if const_expr(half == 0):
-                    self.decode_half(call, words, pairs, left[following_part % LEFTS], 1)
-                    if const_expr(following_part < parts - 1):
-                        words = self.load_part(call, at, slot, lane, block + 1, last)
-                    elif not last:
+                if const_expr(part < parts - 1):
+                    self.decode_values(call, words, left[(part + 1) % 2])
+                if const_expr(part < parts - 2):
+                    words = self.load_part(call, at, slot, lane, part + 2, last)
+                if const_expr(part == parts - 2):
+                    if not last:
                         if not weights_ready:
                             self.weight_pipe(storage).wait(following)
                         words = self.load_part(call, following, slot, lane, 0, unit + 2 == units)
-                else:
-                    # Behind the last part of an item, what was read last is decoded once more, and not used.
-                    pairs = list(multiplier_pairs(self.dtype, words[WORDS]))
-                    self.decode_half(call, words, pairs, left[following_part % LEFTS], 0)
+                if const_expr(part == parts - 1):
+                    if not last:
+                        self.decode_values(call, words, left[0])
+                        words = self.load_part(call, following, slot, lane, 1, unit + 2 == units)
             before, columns = columns, next_columns
         warpgroup.wait_group(0)
         self.column_pipe(storage).release(before)
@@ -202,10 +196,8 @@ class PanelProducts(Shapes):
         units = (call.blocks + (c.unit - 1)) // c.unit
         blocks = c.unit * panels  # of a unit, panel by panel
         words = self.load_part(call, at, slot, lane, 0, Boolean(False))
-        self.decode_half(call, words, [], left[0], 0)
-        before = columns
+        self.decode_half(call, words, left[0], 0)
         ready = Boolean(False)
-        scales = Uint32(NO_SCALES)  # of the products before, of which there are none yet
         for unit in cutlass.range(units, unroll=1):
             last = unit + 1 == units
             if not ready:
@@ -213,81 +205,87 @@ class PanelProducts(Shapes):
             following = advance(at, c.weight_stages)
             next_columns = advance(columns, c.column_stages)
             weights_ready = Boolean(False)
+            scales = words[WORDS]
             for block in cutlass.range_constexpr(blocks):
-                panel = block % panels
-                self.multiply_half(mma, acc[0], left[0], right, HALVES * (block // panels), columns)
+                panel, place = block % panels, HALVES * (block // panels)
+                self.multiply(mma, acc[0], left[0], right, place, columns)
                 if const_expr(block == blocks - 1):
                     weights_ready = self.weight_pipe(storage).full.poll(following)
                     ready = self.column_pipe(storage).full.poll(next_columns)
-                warpgroup.wait_group(1)
-                if const_expr(block == 0):
-                    if unit > 0:
-                        self.column_pipe(storage).release(before)
-                self.decode_half(call, words, [], left[1], 1)
-                self.add_products(acc[1], sums[(panel - 1) % panels], scales, 1)
+                if const_expr(block > 0):
+                    warpgroup.wait_group(1)
+                    self.add_products(acc[1], sums[(panel - 1) % panels], scales, 1)
+                self.decode_half(call, words, left[1], 1)
                 scales = words[WORDS]
-                self.multiply_half(mma, acc[1], left[1], right, HALVES * (block // panels) + 1, columns)
-                if const_expr(block == blocks - 1):
-                    # All words of the stage have become left operands of products that have begun.
-                    cute.arch.sync_warp()
-                    self.weight_pipe(storage).release(at)
-                    at = following
-                    if not last:
-                        if not weights_ready:
-                            self.weight_pipe(storage).wait(following)
-                        words = self.load_part(call, following, slot, lane, 0, Boolean(False))
-                else:
+                self.multiply(mma, acc[1], left[1], right, place + 1, columns)
+                if const_expr(block < blocks - 1):
                     words = self.load_part(call, at, slot, lane, block + 1, Boolean(False))
-                warpgroup.wait_group(1)
-                self.decode_half(call, words, [], left[0], 0)
-                self.add_products(acc[0], sums[panel], scales, 0)
-            before, columns = columns, next_columns
-        warpgroup.wait_group(0)
-        self.column_pipe(storage).release(before)
-        self.add_products(acc[1], sums[panels - 1], scales, 1)
+                    warpgroup.wait_group(1)
+                    self.add_products(acc[0], sums[panel], scales, 0)
+                    self.decode_half(call, words, left[0], 0)
+                else:
+                    # No sums are on their way where the loop begins anew, or ptxas would wait for each product at once.
+                    warpgroup.wait_group(0)
+                    self.column_pipe(storage).release(columns)
+                    self.weight_pipe(storage).release(at)
+                    for half in cutlass.range_constexpr(HALVES):
+                        self.add_products(acc[half], sums[panel], scales, half)
+            at, columns = following, next_columns
+            if not last:
+                if not weights_ready:
+                    self.weight_pipe(storage).wait(at)
+                words = self.load_part(call, at, slot, lane, 0, Boolean(False))
+                self.decode_half(call, words, left[0], 0)
         for registers in sums:
             for each in cutlass.range_constexpr(width // 2):
                 registers[each] *= E5M2_FACTOR
         return sums, at, columns
 
     @cute.jit
-    def multiply_half(
+    def multiply(
         self,
         mma: cute.TiledMma,
         sums: cute.Tensor,
         left: cute.Tensor,
         right: cute.Tensor,
-        half: cutlass.Constexpr[int],
+        part: cutlass.Constexpr[int],
         columns: Cursor,
     ):
-        """Starts the products of half a block of a panel, which are a group.
+        """Starts the products of a block of values or half a block of codes of a panel, which are a group.
 
         Args:
             sums: receives products of codes; those of values are added to it.
-            half: which one of the columns' stage.
+            part: which block or half a block of the columns' stage.
         """
         warpgroup.fence()  # what was written to registers comes before the products that read them
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not self.is_fp8)
         steps = cute.size(left, mode=[2])
         for step in cutlass.range_constexpr(steps):
-            cute.gemm(atom, sums, left[None, None, step], right[None, None, steps * half + step, columns.stage], sums)
+            cute.gemm(atom, sums, left[None, None, step], right[None, None, steps * part + step, columns.stage], sums)
         warpgroup.commit_group()
 
     @cute.jit
-    def decode_half(self, call: Call, words: list, pairs: list, left: cute.Tensor, half: cutlass.Constexpr[int]):
-        """Decodes the words of half a block: values with their scales, or codes. ``pairs``: `multiplier_pairs`, for values.
+    def decode_values(self, call: Call, words: list, left: cute.Tensor):
+        """Decodes the words of a block, with their scales.
 
         The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them.
+        Without it, ptxas takes other registers for each product, and lets each wait for the one before.
         """
         if call.strips != 0:
             registers = cute.recast_tensor(left, Uint32)
+            for word in cutlass.range_constexpr(WORDS):
+                decoded = decode(self.dtype, words[word], *multipliers(self.dtype, words[WORDS])[word // HALVES])
+                for each in cutlass.range_constexpr(len(decoded)):
+                    registers[len(decoded) * word + each] = decoded[each]
+
+    @cute.jit
+    def decode_half(self, call: Call, words: list, left: cute.Tensor, half: cutlass.Constexpr[int]):
+        """Decodes the words of half a block, without scales. The condition always holds, see `decode_values`."""
+        if call.strips != 0:
+            registers = cute.recast_tensor(left, Uint32)
             for word in cutlass.range_constexpr(WORDS // HALVES):
-                codes = words[WORDS // HALVES * half + word]
-                if const_expr(self.is_fp8):
-                    decoded = decode_e5m2(codes)
-                else:
-                    decoded = decode(self.dtype, codes, *halves_of(pairs)[half])
+                decoded = decode_e5m2(words[WORDS // HALVES * half + word])
                 for each in cutlass.range_constexpr(len(decoded)):
                     registers[len(decoded) * word + each] = decoded[each]
 

@@ -134,27 +134,18 @@ def multipliers(dtype: type[Numeric], scales: Uint32) -> tuple[tuple[Uint32, Uin
     Returns:
         the multipliers of the lane's first and second row for each half of the block's k, each twice in a register.
     """
-    return halves_of(multiplier_pairs(dtype, scales))
-
-
-def multiplier_pairs(dtype: type[Numeric], scales: Uint32) -> tuple[Uint32, Uint32]:
-    """Returns what `halves_of` makes `multipliers` of: those of each of the lane's rows for both halves of the block's k."""
-    return _pairs(BFLOAT16_PAIRS if dtype is cutlass.BFloat16 else FLOAT16_PAIRS, scales)
-
-
-def halves_of(pairs: tuple[Uint32, Uint32]) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
-    """Returns the multipliers of each half, each twice in a register."""
-    first_of, second_of = (cute.arch.inline_ptx(BOTH, write_only_types=[Uint32] * 2, read_only_args=[x]) for x in pairs)
-    return tuple(zip(first_of, second_of, strict=True))
+    return _multipliers(BFLOAT16_PAIRS if dtype is cutlass.BFloat16 else FLOAT16_PAIRS, scales)
 
 
 def near_multipliers(scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
     """Returns `multipliers` of float16 where no scale but 0 is more than 2^29 times smaller than the largest of its row."""
-    return halves_of(_pairs(NEAR_FLOAT16_PAIRS, scales))
+    return _multipliers(NEAR_FLOAT16_PAIRS, scales)
 
 
-def _pairs(code: str, scales: Uint32) -> tuple[Uint32, Uint32]:
-    return tuple(cute.arch.inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[scales]))
+def _multipliers(code: str, scales: Uint32) -> tuple[tuple[Uint32, Uint32], tuple[Uint32, Uint32]]:
+    first, second = cute.arch.inline_ptx(code, write_only_types=[Uint32] * 2, read_only_args=[scales])
+    first_of, second_of = (cute.arch.inline_ptx(BOTH, write_only_types=[Uint32] * 2, read_only_args=[x]) for x in (first, second))
+    return tuple(zip(first_of, second_of, strict=True))
 
 
 def decode(dtype: type[Numeric], word: Uint32, first: Uint32, second: Uint32) -> tuple[Uint32, Uint32, Uint32, Uint32]:
