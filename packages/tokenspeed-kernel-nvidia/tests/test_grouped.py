@@ -180,10 +180,11 @@ def test_graph_replay_with_other_experts(sm90: torch.device) -> None:
         ids.copy_(torch.where(others > 3, others, -1))
 
 
-def test_kernels_that_overlap(sm90: torch.device) -> None:
+@pytest.mark.parametrize("tokens", [300, 60])
+def test_kernels_that_overlap(sm90: torch.device, tokens: int) -> None:
     """In a graph, kernels begin while the ones before end: each output is the next call's tokens."""
     layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
-    x, weights, ids = layer.tokens(300)
+    x, weights, ids = layer.tokens(tokens)
     wanted = x
     for _ in range(8):
         wanted = layer.run(wanted, weights, ids)
@@ -285,7 +286,7 @@ def test_registers_of_a_launch_are_enough(product: Product) -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "columns"),
-    [((PLAIN,), (48, 64, 160, 288)), ((VALUES,), (48, 64, 160, 160)), ((CODES, VALUES), (144, 144, 144, 144))],
+    [((PLAIN,), (48, 96, 160, 288)), ((VALUES,), (48, 96, 160, 160)), ((CODES, VALUES), (144, 144, 144, 144))],
 )
 def test_tiles_by_the_number_of_pairs(inputs: tuple[str, ...], columns: tuple[int, ...]) -> None:
     chosen = tuple(columns_for(pairs * 128, 128, inputs) for pairs in (32, 56, 128, 256))

@@ -227,6 +227,7 @@ def test_layers(
     [
         ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 3, 2, 160, 96, 9),
         ((VALUES,), torch.float16, FEWEST_COLUMNS, 3, 2, 96, 64, 9),
+        pytest.param((VALUES,), torch.bfloat16, FEWEST_COLUMNS, 2, 2, 160, 96, 60, marks=pytest.mark.slow),
         ((CODES, VALUES), torch.bfloat16, ROUNDED_COLUMNS, 4, 2, 96, 64, 9),
         ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 2, 2, 32, 1312, 9),
         pytest.param((CODES,), torch.float16, ROUNDED_COLUMNS, 3, 2, 256, 320, 170, marks=pytest.mark.slow),

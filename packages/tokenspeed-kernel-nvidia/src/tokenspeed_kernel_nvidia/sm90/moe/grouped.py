@@ -34,8 +34,6 @@ from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
-    FEW_COLUMNS,
-    FEWEST_COLUMNS,
     PARTS,
     PLAIN,
     RECORD,
@@ -46,6 +44,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     Product,
     Rounding,
     Schedule,
+    codes_for,
     columns_for,
     every_combine,
     every_product,
@@ -223,8 +222,8 @@ def moe_apply_rounded(
 
     Args:
         codes: whether codes are multiplied, for experts whose weights float8_e5m2 has exactly, and not their values in 16 bits.
-            If None they are where tiles are wide. Sums of products of codes are added up in float32 every 256 of k. That took 2317
-            us where values took 3109, with the same error (GPT-OSS-120B, 8192 tokens, H200).
+            If None they are where there are many pairs. Sums of products of codes are added up in float32 every 256 of k. That took
+            2317 us where values took 3109, with the same error (GPT-OSS-120B, 8192 tokens, H200).
         columns: see there.
     """
     if not isinstance(weights, RoundedWeights):
@@ -232,7 +231,7 @@ def moe_apply_rounded(
         raise TypeError(f"moe_apply: weights must be {wanted}, got {type(weights).__name__}")
     inputs: tuple[str, ...] = (VALUES,)
     if codes is None:
-        codes = columns_for(topk_ids.numel(), plan.num_experts, inputs) not in (FEWEST_COLUMNS, FEW_COLUMNS)
+        codes = codes_for(topk_ids.numel(), plan.num_experts)
     if codes and weights.inexact < plan.num_experts:
         inputs = (CODES, VALUES) if weights.inexact else (CODES,)
     exact = weights.exact if len(inputs) > 1 else None

@@ -60,8 +60,8 @@ _TILES = {
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
     # By warps. 1024 tokens: 762, 512: 585, 256: 504. With 64 columns and two strips a warp 800, 637 and 544.
     48: Tile(3, (8, 16, 32, 48), 2, 2, 8, 160, 3, 16),
-    # 1024 tokens: 767, 512: 695, 256: 657.
-    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152),
+    # 2048 tokens: 928, and 1035 with 160 columns. 1024 tokens: 759.
+    96: Tile(3, (32, 48, 64, 80, 96), 2, 2, 4, 160, 2),
     # 8192 tokens with products of bytes: 2317. Their values in 16 bits took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
     # 8192 tokens: 2996. Words that were read ahead made it slower.
@@ -71,7 +71,7 @@ _TILES = {
     288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216),
 }
 SPLIT_COLUMNS = 24
-FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 48, 64, 144, 160, 288
+FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 48, 96, 144, 160, 288
 # The tiles that are served, by the inputs. Products of bytes need twice the registers for sums.
 SERVED = {
     PLAIN: (FEWEST_COLUMNS, FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
@@ -82,7 +82,8 @@ SERVED = {
 _SORTED_ALONE = 2048  # pairs up to which one CTA sorts
 _SPLIT_PAIRS = 20  # pairs of an expert, on average, up to which numbers are split
 _FEWEST_PAIRS = 32  # pairs of an expert, on average, up to which tiles are narrowest
-_FEW_PAIRS = 56  # and up to which they are narrow
+_FEW_PAIRS = 84  # and up to which they are narrow
+_VALUE_PAIRS = 56  # and up to which values of codes are multiplied in 16 bits, in place of the codes
 _MANY_PAIRS = 140  # and up to which most experts' pairs are one tile of `MANY_COLUMNS`
 
 
@@ -279,6 +280,11 @@ class Combine:
 def inputs_for(dtype: str, pairs: int, experts: int) -> tuple[str, ...]:
     """Returns what products take for so many pairs, where activations are not rounded."""
     return (PARTS,) if dtype == "bfloat16" and pairs <= _SPLIT_PAIRS * experts else (PLAIN,)
+
+
+def codes_for(pairs: int, experts: int) -> bool:
+    """Returns whether codes of numbers that are rounded are multiplied, for so many pairs."""
+    return pairs > _VALUE_PAIRS * experts
 
 
 def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) -> int:
