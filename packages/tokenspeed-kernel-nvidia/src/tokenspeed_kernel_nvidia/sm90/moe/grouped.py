@@ -7,10 +7,9 @@ few: then a warpgroup has three panels of weights in turn. One warp of a CTA str
 columns of tokens, and two or three warpgroups compute. Bias and activation happen in registers, where gate and up of a feature have
 met; the sum over slots is a kernel of its own, in the order of slots.
 
-Where an expert has so few pairs that instructions for weights take most of the time, bfloat16 numbers are split into two
-float8_e4m3fn, which have all their bits, by a kernel before each product. Then weights are multiplied as bytes, for which they are
-decoded with a third of the instructions, and scales are multiplied with sums over 32 of k. Nothing is rounded that is not rounded
-otherwise.
+If it is asked for (`PARTS`), bfloat16 numbers are split into two float8_e4m3fn, which have all their bits, by a kernel before each
+product. Then weights are multiplied as bytes, for which they are decoded with a third of the instructions, and scales are
+multiplied with sums over 32 of k. That is for few pairs, where instructions for weights take most of the time.
 
 With fp8 activations a kernel before each product rounds its rows. Where there are many pairs, the codes are multiplied with weights
 as float8_e5m2, for all experts whose weights that type has exactly; for others, and where there are few pairs, the values of the
@@ -110,18 +109,21 @@ class _Programs(NamedTuple):
 @functools.cache
 def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], device: int) -> _Programs:
     name = DTYPES[dtype]
-    # The first rounding follows the schedule, which does not make its rows, and begins while that runs.
-    rounding = tuple(
-        None if kind == PLAIN else (rounding_program(Rounding(name, kind, early=not part)), rounding_program(Rounding(name, kind)))
-        for part, kind in enumerate(inputs)
-    )
+    # The first splitting follows the schedule, which does not make its rows, and begins while that runs.
+    rounding: list[tuple[Launch, Launch] | None] = []
+    for part, kind in enumerate(inputs):
+        if kind == PLAIN:
+            rounding.append(None)
+            continue
+        first = Rounding(name, kind, early=kind == PARTS and part == 0)
+        rounding.append((rounding_program(first), rounding_program(Rounding(name, kind))))
     products = tuple(
         (product_program(Product(name, True, columns, kind)), product_program(Product(name, False, columns, kind)))
         for kind in inputs
     )
     return _Programs(
         {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
-        rounding,
+        tuple(rounding),
         products,
         combine_program(Combine(name)),
         multiprocessors(device),

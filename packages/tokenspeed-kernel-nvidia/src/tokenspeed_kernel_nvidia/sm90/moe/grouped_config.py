@@ -56,11 +56,12 @@ class Tile:
 # call, for GPT-OSS-120B's layer on an H200; with 8192 tokens it ran at its power limit, between 1.7 and 1.9 GHz. Decoding a part of
 # a unit after each product was slower than decoding all of it after the last one.
 _TILES = {
-    # Numbers split into two codes.
+    # Numbers split into two codes. Only by name, see `_SPLIT_PAIRS`.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
-    # By warps. 1024 tokens: 762, 512: 585, 256: 504. With 64 columns and two strips a warp 800, 637 and 544.
+    # 1024 tokens: 655, 512: 570, 256: 503. All tiles by warps 756, 585 and 502, all by panels 650, 565 and 535. Up to 64 columns 660,
+    # 569 and 499. Halves of blocks, with the left operands of four products in registers: 659 and 588.
     48: Tile(3, (8, 16, 32, 48), 2, 2, 8, 160, 3, 16),
-    # 2048 tokens: 928, and 1035 with 160 columns. 1024 tokens: 759.
+    # 2048 tokens: 928 where 160 columns took 1035; 1024 tokens: 759. That was with halves of blocks.
     96: Tile(3, (32, 48, 64, 80, 96), 2, 2, 4, 160, 2),
     # 8192 tokens with products of bytes: 2317. Their values in 16 bits took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
@@ -80,7 +81,9 @@ SERVED = {
     VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
 _SORTED_ALONE = 2048  # pairs up to which one CTA sorts
-_SPLIT_PAIRS = 20  # pairs of an expert, on average, up to which numbers are split
+# Pairs of an expert, on average, up to which numbers are split. Never, until that has been measured: by count, instructions become a
+# fifth fewer with 8 pairs and as many with 24.
+_SPLIT_PAIRS = 0
 _FEWEST_PAIRS = 32  # pairs of an expert, on average, up to which tiles are narrowest
 _FEW_PAIRS = 84  # and up to which they are narrow
 _VALUE_PAIRS = 56  # and up to which values of codes are multiplied in 16 bits, in place of the codes
@@ -323,8 +326,8 @@ def every_product() -> list[Product]:
 
 def every_rounding() -> list[Rounding]:
     """Returns the configurations of all programs that round that are served."""
-    kinds = [*itertools.product(DTYPES.values(), (CODES, VALUES)), ("bfloat16", PARTS)]
-    return [Rounding(dtype, result, early) for dtype, result in kinds for early in (False, True)]
+    every = [Rounding(dtype, result) for dtype in DTYPES.values() for result in (CODES, VALUES)]
+    return every + [Rounding("bfloat16", PARTS, early) for early in (False, True)]
 
 
 def every_combine() -> list[Combine]:
