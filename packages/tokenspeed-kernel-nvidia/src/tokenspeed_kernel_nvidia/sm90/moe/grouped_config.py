@@ -58,8 +58,8 @@ class Tile:
 _TILES = {
     # Numbers split into two codes. Only by name, see `_SPLIT_PAIRS`.
     24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
-    # 1024 tokens: 655, 512: 570, 256: 503. All tiles by warps 756, 585 and 502, all by panels 650, 565 and 535. Up to 64 columns 660,
-    # 569 and 499. Halves of blocks, with the left operands of four products in registers: 659 and 588.
+    # 1024 tokens: 655, 512: 570, 256: 503. All of them by warps: 756, 585 and 502; all by panels: 650, 565 and 535. With up to 64
+    # columns 660, 569 and 499. With halves of blocks as products, and left operands of four in registers: 659 and 588.
     48: Tile(3, (8, 16, 32, 48), 2, 2, 8, 160, 3, 16),
     # 2048 tokens: 928 where 160 columns took 1035; 1024 tokens: 759. That was with halves of blocks.
     96: Tile(3, (32, 48, 64, 80, 96), 2, 2, 4, 160, 2),
@@ -81,8 +81,8 @@ SERVED = {
     VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
 _SORTED_ALONE = 2048  # pairs up to which one CTA sorts
-# Pairs of an expert, on average, up to which numbers are split. Never, until that has been measured: by count, instructions become a
-# fifth fewer with 8 pairs and as many with 24.
+# Pairs of an expert, on average, up to which numbers are split. It is never done unasked until it has been measured: by count,
+# instructions are a fifth fewer with 8 pairs, and as many with 24.
 _SPLIT_PAIRS = 0
 _FEWEST_PAIRS = 32  # pairs of an expert, on average, up to which tiles are narrowest
 _FEW_PAIRS = 84  # and up to which they are narrow
