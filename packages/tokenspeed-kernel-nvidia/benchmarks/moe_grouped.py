@@ -3,9 +3,9 @@
 python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py
 python packages/tokenspeed-kernel-nvidia/benchmarks/moe_grouped.py --tokens 1024 8192 --variants 48 160 288 160v 144c --no-portable
 
-A variant is the most columns of a tile; with ``v`` or ``c`` activations are fp8, and what is multiplied are their values in 16
-bits, or their codes. Results of each are first compared with float32 at some tokens. Times are medians of calls in a CUDA graph,
-without the router. Tokens are routed to experts at random.
+A variant is the most columns of a tile; with ``s`` numbers are split into two codes; with ``v`` or ``c`` activations are fp8, and
+what is multiplied are their values in 16 bits, or their codes. Results of each are first compared with float32 at some tokens.
+Times are medians of calls in a CUDA graph, without the router. Tokens are routed to experts at random.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
 from tokenspeed_kernel_base.platform import cpu_platform
 from tokenspeed_kernel_nvidia.sm90.moe import grouped, mxfp4_layout
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PLAIN, VALUES
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PARTS, PLAIN, VALUES
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 4, 2880, 2880
 _CHECKED = 48  # tokens that are compared with float32
@@ -90,14 +90,14 @@ def kernels_of(call: Call) -> str:
 
 
 def variant_of(name: str) -> dict[str, Any]:
-    kind = {"v": VALUES, "c": CODES}.get(name[-1], PLAIN)
-    return {"columns": int(name.rstrip("vc")), "inputs": (kind,)}
+    kind = {"v": VALUES, "c": CODES, "s": PARTS}.get(name[-1], PLAIN)
+    return {"columns": int(name.rstrip("vcs")), "inputs": (kind,)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 1024, 4096, 8192])
-    parser.add_argument("--variants", nargs="+", default=["48", "64", "160", "288", "160v", "144c"])
+    parser.add_argument("--variants", nargs="+", default=["24s", "48", "96", "160", "288", "160v", "144c"])
     parser.add_argument("--no-portable", action="store_true", help="without the portable kernel")
     parser.add_argument("--profile", action="store_true", help="with the times of each kernel")
     options = parser.parse_args(arguments)

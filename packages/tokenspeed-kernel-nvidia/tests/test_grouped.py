@@ -11,9 +11,11 @@ import torch
 from tokenspeed_kernel_nvidia.sm90.moe import grouped
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
+    PARTS,
     PLAIN,
     REGISTERS,
     SERVED,
+    SPLIT_COLUMNS,
     VALUES,
     Product,
     Schedule,
@@ -51,6 +53,31 @@ def test_every_width_of_a_tile(sm90: torch.device, count: int, columns: int) -> 
     x, weights, ids = layer.tokens(2 * count - 1)
     ids[:count], ids[count:] = 2, 1
     layer.check(x, weights, ids, columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "hidden", "intermediate", "tokens"),
+    [(16, 4, 256, 192, 2), (16, 4, 256, 192, 33), (128, 4, 2880, 352, 256), (5, 3, 160, 224, 700), (384, 8, 128, 128, 300)],
+)
+def test_split_numbers(sm90: torch.device, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
+    """Numbers are multiplied as two codes each."""
+    layer = Layer(sm90, experts, top_k, hidden, intermediate, **GPT_OSS)
+    layer.spread_scales([1])
+    call = layer.tokens(tokens)
+    call[0][0] *= 2.0**60
+    call[0][1] *= 2.0**-100
+    layer.check(*call, columns=SPLIT_COLUMNS, inputs=(PARTS,))
+    first = layer.run(*call, columns=SPLIT_COLUMNS, inputs=(PARTS,))
+    for _ in range(20):
+        assert torch.equal(layer.run(*call, columns=SPLIT_COLUMNS, inputs=(PARTS,)), first)
+
+
+@pytest.mark.parametrize("count", range(1, 50))
+def test_every_width_of_a_tile_of_split_numbers(sm90: torch.device, count: int) -> None:
+    layer = Layer(sm90, 4, 1, 64, 192, **GPT_OSS)
+    x, weights, ids = layer.tokens(2 * count - 1)
+    ids[:count], ids[count:] = 2, 1
+    layer.check(x, weights, ids, columns=SPLIT_COLUMNS, inputs=(PARTS,))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -153,10 +180,11 @@ def test_graph_replay_with_other_experts(sm90: torch.device) -> None:
         ids.copy_(torch.where(others > 3, others, -1))
 
 
-def test_kernels_that_overlap(sm90: torch.device) -> None:
+@pytest.mark.parametrize("tokens", [300, 60])
+def test_kernels_that_overlap(sm90: torch.device, tokens: int) -> None:
     """In a graph, kernels begin while the ones before end: each output is the next call's tokens."""
     layer = Layer(sm90, 16, 4, 192, 160, **GPT_OSS)
-    x, weights, ids = layer.tokens(300)
+    x, weights, ids = layer.tokens(tokens)
     wanted = x
     for _ in range(8):
         wanted = layer.run(wanted, weights, ids)
@@ -258,9 +286,10 @@ def test_registers_of_a_launch_are_enough(product: Product) -> None:
 
 @pytest.mark.parametrize(
     ("inputs", "columns"),
-    [((PLAIN,), (48, 64, 160, 288)), ((VALUES,), (48, 64, 160, 160)), ((CODES, VALUES), (144, 144, 144, 144))],
+    [((PLAIN,), (48, 96, 160, 288)), ((VALUES,), (48, 96, 160, 160)), ((CODES, VALUES), (144, 144, 144, 144))],
 )
 def test_tiles_by_the_number_of_pairs(inputs: tuple[str, ...], columns: tuple[int, ...]) -> None:
     chosen = tuple(columns_for(pairs * 128, 128, inputs) for pairs in (32, 56, 128, 256))
     assert chosen == columns
+    assert columns_for(1024, 128, (PARTS,)) == SPLIT_COLUMNS
     assert all(width in SERVED[kind] for width in chosen for kind in inputs)

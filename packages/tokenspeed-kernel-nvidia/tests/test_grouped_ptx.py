@@ -25,9 +25,12 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     FEWEST_COLUMNS,
     MANY_COLUMNS,
     MOST_COLUMNS,
+    PARTS,
     PLAIN,
+    REST,
     ROUNDED_COLUMNS,
     SORTING_CTAS,
+    SPLIT_COLUMNS,
     VALUES,
     Combine,
     Product,
@@ -126,10 +129,21 @@ class Launches:
 
 def rounded(rows: Tensor, inputs: str) -> tuple[Tensor, Tensor]:
     """What a program that rounds makes: codes, of each 16 in the order of `decode_e5m2`, or their values; and scales."""
+    if inputs == PARTS:
+        scales = torch.exp2(rows.float().abs().amax(-1, keepdim=True).log2().floor() - 7)
+        numbers = rows.float() / scales
+        near = numbers.to(torch.float8_e4m3fn)
+        rest = ((numbers - near.float()) * REST).to(torch.float8_e4m3fn)
+        return torch.stack([in_order(near), in_order(rest)], 1).flatten(0, 1), scales
     codes, scales = quantize_fp8.operator.body(rows, "token")
     if inputs == VALUES:
         return codes.float().to(rows.dtype), scales
-    return codes.view(torch.uint8).view(len(rows), -1, 2, 4, 2).permute(0, 1, 3, 4, 2).reshape(rows.shape), scales
+    return in_order(codes), scales
+
+
+def in_order(codes: Tensor) -> Tensor:
+    """Codes of rows as bytes, of each 16 in the order of `decode_e5m2`."""
+    return codes.view(torch.uint8).view(len(codes), -1, 2, 4, 2).permute(0, 1, 3, 4, 2).reshape(codes.shape)
 
 
 def some_experts(ids: Tensor) -> Tensor:
@@ -213,6 +227,7 @@ def test_layers(
     [
         ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 3, 2, 160, 96, 9),
         ((VALUES,), torch.float16, FEWEST_COLUMNS, 3, 2, 96, 64, 9),
+        pytest.param((VALUES,), torch.bfloat16, FEWEST_COLUMNS, 2, 2, 160, 96, 60, marks=pytest.mark.slow),
         ((CODES, VALUES), torch.bfloat16, ROUNDED_COLUMNS, 4, 2, 96, 64, 9),
         ((CODES,), torch.bfloat16, ROUNDED_COLUMNS, 2, 2, 32, 1312, 9),
         pytest.param((CODES,), torch.float16, ROUNDED_COLUMNS, 3, 2, 256, 320, 170, marks=pytest.mark.slow),
@@ -242,15 +257,41 @@ def test_rounded_layers(
     assert (got - wanted).norm() <= 0.02 * wanted.norm()
 
 
-@pytest.mark.parametrize("inputs", [CODES, VALUES])
-@pytest.mark.parametrize(("dtype", "k"), [(torch.bfloat16, 96), (torch.float16, 2880), (torch.bfloat16, 4512)])
-def test_rounding(texts: Any, dtype: torch.dtype, k: int, inputs: str) -> None:
+@pytest.mark.parametrize(
+    ("experts", "top_k", "hidden", "intermediate", "tokens"),
+    [
+        (3, 2, 160, 96, 30),
+        pytest.param(2, 1, 96, 64, 60, marks=pytest.mark.slow),
+        pytest.param(5, 2, 704, 96, 20, marks=pytest.mark.slow),
+        pytest.param(2, 2, 32, 1312, 9, marks=pytest.mark.slow),
+    ],
+)
+def test_split_layers(texts: Any, experts: int, top_k: int, hidden: int, intermediate: int, tokens: int) -> None:
+    """Numbers in two codes give what the numbers themselves give."""
+    layer = RandomLayer(CPU, experts, top_k, hidden, intermediate, **GPT_OSS)
+    layer.spread_scales([1])
+    x, weights, ids = layer.tokens(tokens)
+    ids = some_experts(ids)
+    call = Launches(texts, layer, SPLIT_COLUMNS, (x, weights, ids), seed=hidden)
+    call.schedule()
+    compare(call.combine(call.products(PARTS)), layer.wanted(x, weights, ids))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dtype", "k"),
+    [
+        *itertools.product((CODES, VALUES), (torch.bfloat16,), (96, 4512)),
+        *itertools.product((CODES, VALUES), (torch.float16,), (2880,)),
+        *itertools.product((PARTS,), (torch.bfloat16,), (96, 2880, 4512)),
+    ],
+)
+def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
     rows = torch.randn(3, k, generator=torch.Generator().manual_seed(k)) * torch.tensor([[1.0], [300.0], [1e-3]])
     rows[2, 7] = 0.0
     given = rows.to(dtype)
     memory, size = Memory(1 << 20, ptx.GLOBAL_BASE), 1 if inputs == CODES else 2
     result, scales = memory.put(np.full(3 * k * size, 0xFF, np.uint8)), memory.put(np.full(12, 0xFF, np.uint8))
-    config = Rounding("bfloat16" if dtype == torch.bfloat16 else "float16", inputs)
+    config = Rounding("bfloat16" if dtype == torch.bfloat16 else "float16", inputs, early=k == 96)
     arguments = [memory.put(bytes_of(given)), k, result, k, scales, k]
     ptx.launch(texts(grouped.rounding_program, config), arguments, 128, (3,), memory, random.Random(k))
     wanted, wanted_scales = rounded(given, inputs)

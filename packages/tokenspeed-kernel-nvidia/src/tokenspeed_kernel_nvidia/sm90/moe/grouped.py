@@ -2,10 +2,14 @@
 
 Pairs of tokens and slots are sorted by expert on the device and cut into tiles of several widths, the widest first, so that a
 captured graph stays right when the routing changes. In both products weights are the left operand, decoded in registers, and pairs
-are columns. A tile is 192 rows of weights, which divide both projections of GPT-OSS, times up to 64 or 160 columns, or 128 rows
-times up to 288, by wgmma; and where an expert has few pairs, 576 rows times up to 48 columns, by mma. One warp of a CTA streams
-weights by bulk copies, three gather the columns of tokens, and two or three warpgroups compute. Bias and activation happen in
-registers, where gate and up of a feature have met; the sum over slots is a kernel of its own, in the order of slots.
+are columns. A tile is 128 or 192 rows of weights times many columns, or 576 rows, which divide both projections of GPT-OSS, times
+few: then a warpgroup has three panels of weights in turn. One warp of a CTA streams weights by bulk copies, three gather the
+columns of tokens, and two or three warpgroups compute. Bias and activation happen in registers, where gate and up of a feature have
+met; the sum over slots is a kernel of its own, in the order of slots.
+
+If it is asked for (`PARTS`), bfloat16 numbers are split into two float8_e4m3fn, which have all their bits, by a kernel before each
+product. Then weights are multiplied as bytes, for which they are decoded with a third of the instructions, and scales are
+multiplied with sums over 32 of k. That is for few pairs, where instructions for weights take most of the time.
 
 With fp8 activations a kernel before each product rounds its rows. Where there are many pairs, the codes are multiplied with weights
 as float8_e5m2, for all experts whose weights that type has exactly; for others, and where there are few pairs, the values of the
@@ -29,28 +33,30 @@ from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
-    FEW_COLUMNS,
-    FEWEST_COLUMNS,
+    PARTS,
     PLAIN,
     RECORD,
     SORTING_CTAS,
+    SPLIT,
     VALUES,
     Combine,
     Product,
     Rounding,
     Schedule,
+    codes_for,
     columns_for,
     every_combine,
     every_product,
     every_rounding,
     every_schedule,
+    inputs_for,
     most_tiles,
     sorting_ctas,
 )
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import STRIP
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_weights import RoundedWeights
 
-_ROUNDED_BYTES = {CODES: 1, VALUES: 2}  # that a number takes
+_ROUNDED_BYTES = {CODES: 1, VALUES: 2, PARTS: 2}  # that a number takes
 _ALIGNED = 256  # parts of the memory begin at multiples of so many bytes
 
 
@@ -87,14 +93,14 @@ class _Programs(NamedTuple):
 
     Attributes:
         schedules: sort pairs and cut them into tiles, by the CTAs that do.
-        rounding: for each kind of inputs, the program that makes them, or None where rows are taken as they are.
+        rounding: for each kind of inputs, the programs that make those of both products, or None where rows are taken as they are.
         products: for each kind of inputs, both products.
         combine: adds up the slots of each token.
         processors: how many CTAs a product has.
     """
 
     schedules: dict[int, Launch]
-    rounding: tuple[Launch | None, ...]
+    rounding: tuple[tuple[Launch, Launch] | None, ...]
     products: tuple[tuple[Launch, Launch], ...]
     combine: Launch
     processors: int
@@ -103,14 +109,21 @@ class _Programs(NamedTuple):
 @functools.cache
 def _programs_of(dtype: torch.dtype, columns: int, inputs: tuple[str, ...], device: int) -> _Programs:
     name = DTYPES[dtype]
-    rounding = tuple(None if kind == PLAIN else rounding_program(Rounding(name, kind)) for kind in inputs)
+    # The first splitting follows the schedule, which does not make its rows, and begins while that runs.
+    rounding: list[tuple[Launch, Launch] | None] = []
+    for part, kind in enumerate(inputs):
+        if kind == PLAIN:
+            rounding.append(None)
+            continue
+        first = Rounding(name, kind, early=kind == PARTS and part == 0)
+        rounding.append((rounding_program(first), rounding_program(Rounding(name, kind))))
     products = tuple(
         (product_program(Product(name, True, columns, kind)), product_program(Product(name, False, columns, kind)))
         for kind in inputs
     )
     return _Programs(
         {ctas: schedule_program(Schedule(columns, ctas)) for ctas in (1, SORTING_CTAS)},
-        rounding,
+        tuple(rounding),
         products,
         combine_program(Combine(name)),
         multiprocessors(device),
@@ -150,7 +163,8 @@ def moe_apply_many(
 
     Args:
         columns: the widest tile, one of those in `grouped_config`; chosen by the number of pairs if None.
-        inputs: what the products take, of `grouped_config`'s; where there are several, each for some experts.
+        inputs: what the products take, of `grouped_config`'s; where there are several, each for some experts. If None, 16-bit
+            numbers as they are given where ``columns`` is given, too, and otherwise by the number of pairs.
         exact: int32 ``[experts]``, 1 for experts that products of `CODES` compute, 0 for those of `VALUES`; None where there is one
             kind only.
     """
@@ -159,7 +173,10 @@ def moe_apply_many(
     written = to_write(out, x, x.shape)
     if not pairs:
         return deliver(written, out)
-    inputs = inputs or ((PLAIN,) if plan.activation_dtype == "none" else (VALUES,))
+    if inputs is None:
+        inputs = (VALUES,)
+        if plan.activation_dtype == "none":
+            inputs = (PLAIN,) if columns else inputs_for(DTYPES[x.dtype], pairs, experts)
     columns = columns or columns_for(pairs, experts, inputs)
     programs = _programs_of(x.dtype, columns, inputs, x.get_device())
     tiles = most_tiles(pairs, experts, columns)
@@ -172,18 +189,20 @@ def moe_apply_many(
     limit = math.inf if plan.limit is None else plan.limit
     swiglu = plan.alpha, limit, plan.beta
     schedule = sources, tiles_at, tile_count
+    given = aligned(x)  # before the schedule, see `_programs_of`
     programs.schedules[sorting_ctas(pairs)](topk_ids, sources, positions, tiles_at, tile_count, experts)
     exact_at = 0 if exact is None else exact.data_ptr()
     w13, w2 = weights.w13_weight.data_ptr(), weights.w2_weight.data_ptr()
-    given = aligned(x)
     for second, (rows, result, weight, features) in enumerate(
         ((given, activated, w13, 2 * between), (activated, results, w2, hidden))
     ):
         for part, (kind, rounding, products) in enumerate(zip(inputs, programs.rounding, programs.products, strict=True)):
             taken = rows
             if rounding is not None:
-                taken = memory.rows(len(lengths) + part, torch.uint8 if kind == CODES else x.dtype, *rows.shape)
-                rounding(rows, taken, scales)
+                count, k = rows.shape
+                taken_dtype = x.dtype if kind == VALUES else torch.uint8
+                taken = memory.rows(len(lengths) + part, taken_dtype, count * (SPLIT if kind == PARTS else 1), k)
+                rounding[second](rows, taken, scales)
             products[second](taken, result, weight, scales, exact_at, *schedule, features // STRIP, programs.processors, *swiglu)
     topk_weights = topk_weights.contiguous()
     programs.combine(results, written, positions, topk_weights.data_ptr(), plan.top_k)
@@ -205,8 +224,8 @@ def moe_apply_rounded(
 
     Args:
         codes: whether codes are multiplied, for experts whose weights float8_e5m2 has exactly, and not their values in 16 bits.
-            If None they are where tiles are wide. Sums of products of codes are added up in float32 every 256 of k. That took 2317
-            us where values took 3109, with the same error (GPT-OSS-120B, 8192 tokens, H200).
+            If None they are where there are many pairs. Sums of products of codes are added up in float32 every 256 of k. That took
+            2317 us where values took 3109, with the same error (GPT-OSS-120B, 8192 tokens, H200).
         columns: see there.
     """
     if not isinstance(weights, RoundedWeights):
@@ -214,7 +233,7 @@ def moe_apply_rounded(
         raise TypeError(f"moe_apply: weights must be {wanted}, got {type(weights).__name__}")
     inputs: tuple[str, ...] = (VALUES,)
     if codes is None:
-        codes = columns_for(topk_ids.numel(), plan.num_experts, inputs) not in (FEWEST_COLUMNS, FEW_COLUMNS)
+        codes = codes_for(topk_ids.numel(), plan.num_experts)
     if codes and weights.inexact < plan.num_experts:
         inputs = (CODES, VALUES) if weights.inexact else (CODES,)
     exact = weights.exact if len(inputs) > 1 else None

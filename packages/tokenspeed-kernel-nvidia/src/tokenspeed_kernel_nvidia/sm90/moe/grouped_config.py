@@ -21,8 +21,10 @@ ROUNDED_TOGETHER = 16  # numbers of a row that a thread rounds
 RECORD = 4  # numbers that the schedule has of a tile
 
 # Inputs of the products: rows as they are given (`PLAIN`), or rounded to float8_e4m3fn with a scale for each row, as codes or as
-# the 16-bit values that the codes stand for.
-PLAIN, CODES, VALUES = "plain", "codes", "values"
+# the 16-bit values that the codes stand for; or split into two float8_e4m3fn that have all bits of a bfloat16 (`PARTS`).
+PLAIN, CODES, VALUES, PARTS = "plain", "codes", "values", "parts"
+SPLIT = 2  # codes that a number of `PARTS` is split into
+REST = 16.0  # what the second one is divided by
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Tile:
         blocks: how many blocks a stage of weights has. Narrow tiles wait for memory, which long copies serve better.
         column_blocks: how many panels of columns are on their way at a time.
         registers: how many registers a computing thread has.
-        strips: how many strips of 16 rows a computing warp has. A warp with more than one multiplies by itself, see
-            `grouped_warp_device`.
+        strips: how many strips of 16 rows a computing warp has, each of another panel. With several, see `grouped_panel_device`.
+        by_warps: the most columns with which warps that have several strips multiply by themselves, see `grouped_warp_device`.
     """
 
     warpgroups: int
@@ -47,16 +49,20 @@ class Tile:
     column_blocks: int
     registers: int
     strips: int = 1
+    by_warps: int = 0
 
 
 # Tiles by the most columns that they have. 192 rows divide both projections of GPT-OSS. Microseconds are those of all kernels of a
 # call, for GPT-OSS-120B's layer on an H200; with 8192 tokens it ran at its power limit, between 1.7 and 1.9 GHz. Decoding a part of
 # a unit after each product was slower than decoding all of it after the last one.
 _TILES = {
-    # By warps. 1024 tokens: 762, 512: 585, 256: 504. With 64 columns and two strips a warp 800, 637 and 544.
-    48: Tile(3, (8, 16, 24, 32, 40, 48), 2, 2, 8, 160, 3),
-    # 1024 tokens: 767, 512: 695, 256: 657.
-    64: Tile(3, (8, 16, 24, 32, 40, 48, 64), 2, 4, 8, 152),
+    # Numbers split into two codes. Only by name, see `_SPLIT_PAIRS`.
+    24: Tile(3, (8, 16, 24), 2, 2, 4, 160, 3),
+    # 1024 tokens: 655, 512: 570, 256: 503. All of them by warps: 756, 585 and 502; all by panels: 650, 565 and 535. With up to 64
+    # columns 660, 569 and 499. With halves of blocks as products, and left operands of four in registers: 659 and 588.
+    48: Tile(3, (8, 16, 32, 48), 2, 2, 8, 160, 3, 16),
+    # 2048 tokens: 928 where 160 columns took 1035; 1024 tokens: 759. That was with halves of blocks.
+    96: Tile(3, (32, 48, 64, 80, 96), 2, 2, 4, 160, 2),
     # 8192 tokens with products of bytes: 2317. Their values in 16 bits took 3109 with 160 columns.
     144: Tile(2, (32, 64, 80, 96, 112, 128, 144), 1, 2, 8, 232),
     # 8192 tokens: 2996. Words that were read ahead made it slower.
@@ -65,16 +71,22 @@ _TILES = {
     # columns share it. A warpgroup that decodes for the others into shared memory made it slower: 3193.
     288: Tile(2, (32, 64, 96, 128, 160, 192, 208, 224, 240, 256, 272, 288), 1, 2, 4, 216),
 }
-FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 48, 64, 144, 160, 288
+SPLIT_COLUMNS = 24
+FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS, MOST_COLUMNS = 48, 96, 144, 160, 288
 # The tiles that are served, by the inputs. Products of bytes need twice the registers for sums.
 SERVED = {
     PLAIN: (FEWEST_COLUMNS, FEW_COLUMNS, MANY_COLUMNS, MOST_COLUMNS),
     CODES: (ROUNDED_COLUMNS,),
+    PARTS: (SPLIT_COLUMNS,),
     VALUES: (FEWEST_COLUMNS, FEW_COLUMNS, ROUNDED_COLUMNS, MANY_COLUMNS),
 }
 _SORTED_ALONE = 2048  # pairs up to which one CTA sorts
+# Pairs of an expert, on average, up to which numbers are split. It is never done unasked until it has been measured: by count,
+# instructions are a fifth fewer with 8 pairs, and as many with 24.
+_SPLIT_PAIRS = 0
 _FEWEST_PAIRS = 32  # pairs of an expert, on average, up to which tiles are narrowest
-_FEW_PAIRS = 56  # and up to which they are narrow
+_FEW_PAIRS = 84  # and up to which they are narrow
+_VALUE_PAIRS = 56  # and up to which values of codes are multiplied in 16 bits, in place of the codes
 _MANY_PAIRS = 140  # and up to which most experts' pairs are one tile of `MANY_COLUMNS`
 
 
@@ -123,6 +135,16 @@ class Product:
         return _TILES[self.columns]
 
     @property
+    def bytewise(self) -> bool:
+        """Returns whether bytes are multiplied."""
+        return self.inputs in (CODES, PARTS)
+
+    @property
+    def slots(self) -> int:
+        """Returns the number of columns that products have for a column of the tile."""
+        return SPLIT if self.inputs == PARTS else 1
+
+    @property
     def strips(self) -> int:
         """Returns the number of a tile's strips."""
         return PANEL_STRIPS * self.panels_of_rows
@@ -143,8 +165,8 @@ class Product:
         return self.panels_of_rows * self.slot_bytes
 
     @property
-    def by_warps(self) -> bool:
-        """Returns whether each warp multiplies by itself."""
+    def several_panels(self) -> bool:
+        """Returns whether a warpgroup has several panels of a tile."""
         return self.tile.strips > 1
 
     @property
@@ -168,12 +190,12 @@ class Product:
     @property
     def unit(self) -> int:
         """Returns the number of blocks that are decoded and multiplied together; a stage of columns has as many."""
-        return 2 if self.inputs == CODES else self.tile.unit
+        return 2 if self.bytewise else self.tile.unit
 
     @property
     def panels(self) -> int:
         """Returns the number of panels in a stage of columns, each with 128 bytes of every column."""
-        return self.unit // 2 if self.inputs == CODES else self.unit
+        return self.unit // 2 if self.bytewise else self.unit
 
     @property
     def panel_k(self) -> int:
@@ -198,7 +220,7 @@ class Product:
     @property
     def column_bytes(self) -> int:
         """Returns the bytes of a stage of columns."""
-        return self.panels * self.columns * COLUMN_BYTES
+        return self.panels * self.slots * self.columns * COLUMN_BYTES
 
     @property
     def store_bytes(self) -> int:
@@ -237,11 +259,14 @@ class Rounding:
 
     Attributes:
         dtype: the name of the rows' dtype.
-        result: `CODES`, or `VALUES`, which are of that dtype.
+        result: `CODES`, or `VALUES`, which are of that dtype, or `PARTS`, for which the dtype must be bfloat16.
+        early: whether the kernel before has nothing to do with the rows, and had waited for all before it when it let this one
+            begin: then rows are rounded while it runs, and it is waited for at the end.
     """
 
     dtype: str
     result: str
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,10 +280,22 @@ class Combine:
     dtype: str
 
 
+def inputs_for(dtype: str, pairs: int, experts: int) -> tuple[str, ...]:
+    """Returns what products take for so many pairs, where activations are not rounded."""
+    return (PARTS,) if dtype == "bfloat16" and pairs <= _SPLIT_PAIRS * experts else (PLAIN,)
+
+
+def codes_for(pairs: int, experts: int) -> bool:
+    """Returns whether codes of numbers that are rounded are multiplied, for so many pairs."""
+    return pairs > _VALUE_PAIRS * experts
+
+
 def columns_for(pairs: int, experts: int, inputs: tuple[str, ...] = (PLAIN,)) -> int:
     """Returns the most columns of a tile, for so many pairs."""
     if CODES in inputs:
         return ROUNDED_COLUMNS
+    if PARTS in inputs:
+        return SPLIT_COLUMNS
     if pairs <= _FEW_PAIRS * experts:
         return FEWEST_COLUMNS if pairs <= _FEWEST_PAIRS * experts else FEW_COLUMNS
     widest = all(MOST_COLUMNS in SERVED[kind] for kind in inputs)
@@ -283,12 +320,14 @@ def every_schedule() -> list[Schedule]:
 def every_product() -> list[Product]:
     """Returns the configurations of all products that are served."""
     every = itertools.product(DTYPES.values(), (True, False), SERVED)
-    return [Product(dtype, gated, columns, inputs) for dtype, gated, inputs in every for columns in SERVED[inputs]]
+    products = [Product(dtype, gated, columns, inputs) for dtype, gated, inputs in every for columns in SERVED[inputs]]
+    return [product for product in products if product.inputs != PARTS or product.dtype == "bfloat16"]
 
 
 def every_rounding() -> list[Rounding]:
     """Returns the configurations of all programs that round that are served."""
-    return [Rounding(dtype, result) for dtype in DTYPES.values() for result in (CODES, VALUES)]
+    every = [Rounding(dtype, result) for dtype in DTYPES.values() for result in (CODES, VALUES)]
+    return every + [Rounding("bfloat16", PARTS, early) for early in (False, True)]
 
 
 def every_combine() -> list[Combine]:

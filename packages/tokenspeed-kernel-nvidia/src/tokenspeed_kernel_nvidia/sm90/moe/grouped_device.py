@@ -15,7 +15,7 @@ import cutlass.utils
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, COLUMN_WARPS, Product
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import COLUMN_WARPS, Product
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_load_device import Loader
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_mma_device import Consumers
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call
@@ -31,7 +31,7 @@ def fake_arguments(config: Product) -> tuple[Any, ...]:
     size, rows = arguments.size, arguments.rows
     out = rows(config.dtype, size(), size(divisibility=32))
     shape = size(), size(divisibility=32)
-    given = arguments.byte_rows(*shape) if config.inputs == CODES else rows(config.dtype, *shape)
+    given = arguments.byte_rows(*shape) if config.bytewise else rows(config.dtype, *shape)
     addresses = (Int64(0) for _ in range(6))
     return given, out, *addresses, Int32(0), Int32(0), *(Float32(0) for _ in range(3)), arguments.stream()
 

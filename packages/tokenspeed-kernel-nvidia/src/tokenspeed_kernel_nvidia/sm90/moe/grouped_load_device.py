@@ -80,7 +80,7 @@ class Loader(Shapes):
         pipe = self.column_pipe(storage)
         lane = cute.arch.lane_idx()
         piece = lane % 8
-        turns = -(-c.columns // (AT_ONCE * COLUMN_WARPS))
+        turns = -(-c.slots * c.columns // (AT_ONCE * COLUMN_WARPS))
         own = AT_ONCE * warp + lane // 8  # this lane's first column
         step = AT_ONCE * COLUMN_WARPS  # to its next one; odd in fours, so that places alternate between two halves of eight
         begin = storage.columns.data_ptr().toint() + own * COLUMN_BYTES
@@ -106,7 +106,7 @@ class Loader(Shapes):
                     count = Int32(PIECE) if left > 0 else Int32(0)
                     for turn in cutlass.range_constexpr(turns):
                         if offsets[turn] >= 0:
-                            behind = (panel * c.columns + turn * step) * COLUMN_BYTES
+                            behind = (panel * c.slots * c.columns + turn * step) * COLUMN_BYTES
                             copy_piece(in_stage[turn % 2], behind, source + Int64(offsets[turn]) * PIECE, count)
                     source += COLUMN_BYTES
                     left -= c.panel_k
@@ -121,8 +121,13 @@ class Loader(Shapes):
         for turn in cutlass.range_constexpr(cute.size(offsets)):
             column = own + turn * (AT_ONCE * COLUMN_WARPS)
             offsets[turn] = Int32(-1)
+            part = Int32(0)
+            if const_expr(self.config.slots > 1):
+                # A thread's two columns of eight are the parts of a number, and its columns of sixteen are those of neighbours.
+                part = column % 2
+                column = column // 16 * 8 + column % 8 // 2 * 2 + column // 8 % 2
             if column < item.count:
                 row = item.first + column
                 if const_expr(self.config.gated):
                     row = load_int(call.sources + Int64(row) * 4, False)
-                offsets[turn] = row * pieces
+                offsets[turn] = (row * self.config.slots + part) * pieces

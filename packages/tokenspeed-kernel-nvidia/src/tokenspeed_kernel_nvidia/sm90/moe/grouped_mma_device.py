@@ -26,6 +26,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import (
 )
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOG2_E, exp2
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CHUNK
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_panel_device import PanelProducts
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Weights
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_warp_device import WarpProducts
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import decode, decode_scaled_e5m2, multipliers, near_multipliers
@@ -61,7 +62,7 @@ def at_least(x: Float32, bound: Float32) -> Float32:
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, bound])
 
 
-class Consumers(WarpProducts):
+class Consumers(WarpProducts, PanelProducts):
     """The part of the kernel that computes."""
 
     @cute.jit
@@ -72,7 +73,9 @@ class Consumers(WarpProducts):
         items = self.count_items(call)
         weights, columns = Weights(first_to_read(), Int32(0)), first_to_read()
         left = []
-        if const_expr(not self.config.by_warps):
+        if const_expr(self.config.several_panels):
+            left = self.left_of_panels()
+        else:
             # A unit is decoded while the one before is multiplied by the same warp, into registers of its own.
             mma = self.mma_of(8).get_slice(0)
             left = [mma.make_fragment_A(mma.partition_shape_A((self.config.rows, BLOCK * self.config.unit))) for _ in range(2)]
@@ -91,8 +94,10 @@ class Consumers(WarpProducts):
                 least = 0
                 for width in self.config.tile.widths:
                     if item.count > least and item.count <= width:
-                        if const_expr(self.config.by_warps):
+                        if const_expr(width <= self.config.tile.by_warps):
                             weights, columns = self.compute_by_warps(call, storage, item, weights, columns, width)
+                        elif const_expr(self.config.several_panels):
+                            weights, columns = self.compute_by_panels(call, storage, item, left, weights, columns, width)
                         else:
                             weights, columns = self.compute(call, storage, item, left, weights, columns, width)
                     least = width

@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
 from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, store_floats, store_words, widened
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, ROUNDED_TOGETHER, Rounding
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, PARTS, REST, ROUNDED_TOGETHER, Rounding
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -33,7 +33,11 @@ def fake_arguments(config: Rounding) -> tuple[Any, ...]:
     """Returns stand-ins for the arguments of what `host` returns."""
     size, rows = arguments.size, arguments.rows
     count, k = size(), size(divisibility=32)
-    result = arguments.byte_rows(count, k) if config.result == CODES else rows(config.dtype, count, k)
+    result = rows(config.dtype, count, k)
+    if config.result == CODES:
+        result = arguments.byte_rows(count, k)
+    elif config.result == PARTS:
+        result = arguments.byte_rows(size(), k)
     return rows(config.dtype, count, k), result, Int64(0), arguments.stream()
 
 
@@ -43,7 +47,8 @@ class Rows:
 
     Attributes:
         given, given_stride: 16-bit, and elements from one row to the next.
-        result, result_stride: receives codes, bytes, or values like those given.
+        result, result_stride: receives codes, bytes, or values like those given; of numbers that are split, the first codes of
+            a row are a row, and the second ones the next.
         scales: float32, receives one for each row.
         k: numbers of a row.
     """
@@ -80,7 +85,8 @@ class RoundRows:
         row, _, _ = cute.arch.block_idx()
         groups = rows.k // ROUNDED_TOGETHER
         given = rows.given + Int64(row) * (2 * rows.given_stride)
-        cute.arch.griddepcontrol_wait()
+        if const_expr(not self.config.early):
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         kept = cute.make_rmem_tensor((KEPT, ROUNDED_TOGETHER // 2), Uint32)
         kept.fill(0)
@@ -104,7 +110,11 @@ class RoundRows:
         for warp in cutlass.range_constexpr(WARPS):
             largest = cutlass.max(largest, shared[warp])
         amax = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[largest])
-        scale = at_least(divided(amax, Float32(LARGEST)), Float32(SMALLEST_NORMAL))
+        scale = Float32(0.0)
+        if const_expr(self.config.result == PARTS):
+            scale = power_below(amax)
+        else:
+            scale = at_least(divided(amax, Float32(LARGEST)), Float32(SMALLEST_NORMAL))
         if thread == 0:
             store_floats("global", rows.scales + Int64(row) * 4, [scale])
         for turn in cutlass.range_constexpr(KEPT):
@@ -115,6 +125,8 @@ class RoundRows:
             words = cute.make_rmem_tensor((ROUNDED_TOGETHER // 2,), Uint32)
             self.read(given, group, words)
             self.write(rows, row, group, words, scale)
+        if const_expr(self.config.early):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def read(self, given: Int64, group: Int32, words: cute.Tensor):
@@ -135,6 +147,25 @@ class RoundRows:
 
     @cute.jit
     def write(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
+        """Rounds or splits some numbers, and stores what they become."""
+        if const_expr(self.config.result == PARTS):
+            self.write_parts(rows, row, group, words, scale)
+        else:
+            self.write_rounded(rows, row, group, words, scale)
+
+    @cute.jit
+    def write_parts(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
+        """Splits some numbers. Both codes have them in the order of `write_rounded`."""
+        at = rows.result + Int64(2 * row) * rows.result_stride + group * ROUNDED_TOGETHER
+        numbers = []
+        for word in cutlass.range_constexpr(ROUNDED_TOGETHER // 2):
+            numbers += [divided(number, scale) for number in widened(self.dtype, words[word])]
+        parts = [split(*(numbers[2 * lane + place] for place in (0, 8, 1, 9))) for lane in range(4)]
+        for part in cutlass.range_constexpr(2):
+            store_words(at + part * rows.result_stride, [both[part] for both in parts])
+
+    @cute.jit
+    def write_rounded(self, rows: Rows, row: Int32, group: Int32, words: cute.Tensor, scale: Float32):
         """Rounds some numbers. Codes are stored in the order in which products of bytes take them: see `decode_e5m2`."""
         at = Int64(row) * rows.result_stride + group * ROUNDED_TOGETHER
         numbers = []
@@ -185,3 +216,26 @@ def rounded(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
         write_only_types=[Uint32],
         read_only_args=[a, b, c, d],
     )
+
+
+def power_below(x: Float32) -> Float32:
+    """Returns 2^-7 times the largest power of two that is at most ``x``: numbers become less than 256. NaN for NaN and infinity."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a, b; .reg .pred p; mov.b32 a, {$r0}; shr.u32 b, a, 23; setp.eq.u32 p, b, 255; max.u32 b, b, 8;"
+        " sub.u32 b, b, 7; shl.b32 b, b, 23; selp.b32 b, 0x7FFFFFFF, b, p; mov.b32 {$w0}, b; }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
+
+
+def split(a: Float32, b: Float32, c: Float32, d: Float32) -> Any:
+    """Returns two words of codes of four numbers, the first in the lowest byte: the nearest ones, and those of what is left."""
+    first = rounded(a, b, c, d)
+    near = cute.arch.inline_ptx(
+        "{ .reg .b16 low, high, h, l; .reg .b32 x, y; mov.b32 {low, high}, {$r0}; cvt.rn.f16x2.e4m3x2 x, low;"
+        " cvt.rn.f16x2.e4m3x2 y, high; mov.b32 {l, h}, x; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; mov.b32 {l, h}, y;"
+        " cvt.f32.f16 {$w2}, l; cvt.f32.f16 {$w3}, h; }",
+        write_only_types=[Float32] * 4,
+        read_only_args=[first],
+    )
+    return first, rounded(*((number - code) * REST for number, code in zip((a, b, c, d), near, strict=True)))

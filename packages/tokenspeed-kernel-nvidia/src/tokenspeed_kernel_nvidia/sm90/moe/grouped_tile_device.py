@@ -16,7 +16,7 @@ from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import swizzle
-from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import CODES, RECORD, Product
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import RECORD, Product
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import BLOCK, PANEL_BLOCK_BYTES, PANEL_HEAD_BYTES, PANEL_STRIPS
 
 
@@ -106,13 +106,13 @@ class Shapes:
     def __init__(self, config: Product):
         self.config = config
         self.dtype = dtype_of(config.dtype)
-        self.is_fp8 = config.inputs == CODES
+        self.is_fp8 = config.bytewise
         self.left_dtype = cutlass.Float8E5M2 if self.is_fp8 else self.dtype
         self.right_dtype = cutlass.Float8E4M3FN if self.is_fp8 else self.dtype
 
     def storage(self) -> Any:
         config, dtype = self.config, self.right_dtype
-        count_of_columns = config.column_stages * config.columns * config.panels * config.panel_k
+        count_of_columns = config.column_stages * config.slots * config.columns * config.panels * config.panel_k
         weight_bytes = config.weight_stages * config.stage_bytes
         scale_count = max(1, config.scale_bytes // 4)
 
@@ -140,7 +140,7 @@ class Shapes:
     def columns(self, storage: Any, width: int) -> cute.Tensor:
         """Returns ``(width, k, stage)`` of the ring of columns: the first columns of each stage."""
         c = self.config
-        panel = c.columns * c.panel_k
+        panel = c.slots * c.columns * c.panel_k
         shape, stride = (width, (c.panel_k, c.panels), c.column_stages), (c.panel_k, (1, panel), c.panels * panel)
         layout = cute.make_layout(shape, stride=stride)
         return storage.columns.get_tensor(layout, swizzle=swizzle())

@@ -1,7 +1,8 @@
 """The loop of `grouped_mma_device` for few columns: each warp multiplies some strips of weights by itself, with mma.
 
-wgmma takes 32 cycles and more to read its left operand from registers, whatever the columns; mma takes only as long as they do. A
-warp has two strips or more, so that columns are read from shared memory once for all of them. Sums lie as those of wgmma do.
+wgmma takes 32 cycles and more to read its left operand from registers, whatever the columns; mma takes only as long as they do, but
+more instructions. A warp has two strips or more, so that columns are read from shared memory once for all of them. Sums lie as
+those of wgmma do.
 """
 
 # mypy: ignore-errors

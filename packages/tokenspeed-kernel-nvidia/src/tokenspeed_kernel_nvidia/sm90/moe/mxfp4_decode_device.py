@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Numeric, Uint32, cute
+from cutlass import Float32, Numeric, Uint32, cute
 
 # A word becomes four registers. A multiplication puts the two parts of a code where they belong, and a mask cuts away all other
 # bits. A bfloat16 has them at bits 15 and 8...6, which makes it 2^-126 times its value. Adding -0 multiplies bfloat16 in one
@@ -104,6 +104,17 @@ and.b32 {$w0}, b, 0x7C007C00;
 shl.b32 b, {$r0}, 2;
 and.b32 {$w1}, b, 0x7C007C00;
 }"""
+# The four scales of a lane's two rows, 2^62 for the largest of a row: an exponent field of 253 would leave no room for sums.
+FLOATS = (
+    "{ .reg .b32 a;"
+    + "".join(
+        f"shr.u32 a, {{$r0}}, {8 * byte}; and.b32 a, a, 255; mad.lo.u32 a, a, 0x00800000, 0xE0000000; mov.b32 {{$w{byte}}}, a;"
+        for byte in range(4)
+    )
+    + "}"
+)
+# What sums of products of `decode_e5m2` with these scales are multiplied by.
+E5M2_FACTOR = 2.0 ** (14 - 62)
 # Instructions on two 16-bit numbers can take either half of an operand for both, so this costs nothing.
 BOTH = """{
 .reg .b16 low, high;
@@ -163,3 +174,8 @@ def decode_e5m2(word: Uint32) -> tuple[Uint32, Uint32]:
     The bytes are for elements 0, 8, 1 and 9 of k, counted from the lane's first element of the word.
     """
     return cute.arch.inline_ptx(E5M2, write_only_types=[Uint32] * 2, read_only_args=[word])
+
+
+def scales_of(scales: Uint32) -> tuple[Float32, Float32, Float32, Float32]:
+    """Returns the scales of a block: those of the lane's first and second row in the first half of k, and those in the second."""
+    return cute.arch.inline_ptx(FLOATS, write_only_types=[Float32] * 4, read_only_args=[scales])

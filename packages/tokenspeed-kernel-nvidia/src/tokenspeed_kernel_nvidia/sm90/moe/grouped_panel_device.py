@@ -1,0 +1,316 @@
+"""The loops of `grouped_mma_device` where a warpgroup has several panels: each multiplies them in turn with the same columns.
+
+What must be done for each stage of columns and weights, such as waiting for barriers, is then shared by several panels. It took a
+third of all instructions where columns are few. Halves of blocks are decoded while the ones before are multiplied.
+
+Where columns are fewest, codes of weights are multiplied without their scales, as bytes, with columns that are split in two
+(`PARTS`). A half of a block has its scale, so its products are sums of their own, which are multiplied and added in registers.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from tokenspeed_kernel_nvidia.sm90.common.memory_device import load_words
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_floats, opt_barrier
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import PARTS, REST
+from tokenspeed_kernel_nvidia.sm90.moe.grouped_tile_device import Call, Item, Shapes, Weights
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_decode_device import (
+    E5M2_FACTOR,
+    decode,
+    decode_e5m2,
+    multipliers,
+    scales_of,
+)
+from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import (
+    BLOCK,
+    BLOCK_BYTES,
+    CODE_BYTES,
+    HEAD_BYTES,
+    PANEL_BLOCK_BYTES,
+    PANEL_HEAD_BYTES,
+    PANEL_STRIPS,
+    STRIP,
+)
+
+HALVES = 2  # of a block, with a scale each
+WORDS = 4  # words of codes that a lane has of a block
+
+
+class PanelProducts(Shapes):
+    """The part of the kernel that multiplies several panels by warpgroups."""
+
+    def left_of_panels(self) -> list:
+        """Returns registers for the left operands of some groups of products, which loops of all widths share."""
+        mma = self.mma_of(8).get_slice(0)
+        rows = self.config.tile.warpgroups * PANEL_STRIPS * STRIP
+        shape = mma.partition_shape_A((rows, BLOCK // HALVES if self.is_fp8 else BLOCK))
+        left = [mma.make_fragment_A(shape) for _ in range(2)]
+        for registers in left:
+            cute.recast_tensor(registers, Uint32).fill(0)
+        return left
+
+    @cute.jit
+    def compute_by_panels(
+        self,
+        call: Call,
+        storage: Any,
+        item: Item,
+        left: list,
+        weights: Weights,
+        columns: Cursor,
+        width: cutlass.Constexpr[int],
+    ):
+        """Computes an item with at most ``width`` columns. Returns where the rings go on."""
+        c = self.config
+        panels = c.tile.strips
+        # What follows from the thread's number is computed anew here, or it would take registers in the loops of all widths.
+        thread = opt_barrier(cute.arch.thread_idx()[0]) - 128
+        wg = cute.arch.make_warp_uniform(thread // 128)
+        lane = thread % 32
+        strip = thread // 32 % PANEL_STRIPS
+        slot = storage.weights.data_ptr().toint() + wg * (panels * c.slot_bytes)
+        scales = self.load_scales(call, item, thread % 128, width)
+        at = weights.at
+        self.weight_pipe(storage).wait(at)
+        # Of the rows lane / 4 and eight below of each strip: factors, biases.
+        head = slot + at.stage * c.stage_bytes + strip * HEAD_BYTES + lane // 4 * 4
+        places = (0, STRIP // 2, STRIP, STRIP + STRIP // 2)
+        heads = [[load_floats("shared", head + each * c.slot_bytes + 4 * place, 1) for place in places] for each in range(panels)]
+        slot += PANEL_HEAD_BYTES + strip * BLOCK_BYTES
+        multiply = self.multiply_codes if const_expr(c.inputs == PARTS) else self.multiply_values
+        sums, at, columns = multiply(call, storage, left, at, columns, slot, lane, wg, width)
+        scales_at = self.share_scales(storage, scales, thread, wg, width)
+        for each in cutlass.range_constexpr(panels):
+            first = item.strip + (wg * panels + each) * PANEL_STRIPS
+            self.store_panel(call, storage, item, [sums[each]], heads[each], scales_at, thread, wg, first, width)
+        return Weights(at, Int32(0)), columns
+
+    def operands(self, storage: Any, wg: Int32, width: int) -> Any:
+        """Returns the products of a panel with so many columns, all columns as their right operand, and the shape of sums."""
+        c = self.config
+        mma = self.mma_of(width)
+        mine = mma.get_slice(wg * 128)
+        right = cute.local_tile(self.columns(storage, width), (width, c.unit * BLOCK), (None, 0, None))
+        right = mine.make_fragment_B(mine.partition_B(right[None, None, 0, None]))
+        return mma, right, mine.partition_shape_C((c.tile.warpgroups * PANEL_STRIPS * STRIP, width))
+
+    @cute.jit
+    def multiply_values(
+        self,
+        call: Call,
+        storage: Any,
+        left: list,
+        at: Cursor,
+        columns: Cursor,
+        slot: Int32,
+        lane: Int32,
+        wg: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Multiplies all blocks of an item's panels, with their scales. Returns the sums, and where the rings go on."""
+        c = self.config
+        panels = c.tile.strips
+        mma, right, shape = self.operands(storage, wg, width)
+        acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(panels)]
+        for sums in acc:
+            sums.fill(0.0)
+        units = (call.blocks + (c.unit - 1)) // c.unit
+        parts = c.unit * panels  # blocks of a unit, panel by panel
+        words = self.load_part(call, at, slot, lane, 0, units == 1)
+        self.decode_values(call, words, left[0])
+        words = self.load_part(call, at, slot, lane, 1, units == 1)
+        before = columns
+        ready = Boolean(False)
+        for unit in cutlass.range(units, unroll=1):
+            last = unit + 1 == units
+            if not ready:
+                self.column_pipe(storage).wait(columns)
+            following = advance(at, c.weight_stages)
+            next_columns = advance(columns, c.column_stages)
+            weights_ready = Boolean(False)
+            for part in cutlass.range_constexpr(parts):
+                self.multiply(mma, acc[part % panels], left[part % 2], right, part // panels, columns)
+                if const_expr(part == parts - 2):
+                    weights_ready = self.weight_pipe(storage).full.poll(following)
+                    ready = self.column_pipe(storage).full.poll(next_columns)
+                if const_expr(part == parts - 1):
+                    # All words of the stage have become left operands of products that have begun.
+                    cute.arch.sync_warp()
+                    self.weight_pipe(storage).release(at)
+                    at = following
+                warpgroup.wait_group(1)
+                if const_expr(part == 0):
+                    if unit > 0:
+                        self.column_pipe(storage).release(before)
+                if const_expr(part < parts - 1):
+                    self.decode_values(call, words, left[(part + 1) % 2])
+                if const_expr(part < parts - 2):
+                    words = self.load_part(call, at, slot, lane, part + 2, last)
+                if const_expr(part == parts - 2):
+                    if not last:
+                        if not weights_ready:
+                            self.weight_pipe(storage).wait(following)
+                        words = self.load_part(call, following, slot, lane, 0, unit + 2 == units)
+                if const_expr(part == parts - 1):
+                    if not last:
+                        self.decode_values(call, words, left[0])
+                        words = self.load_part(call, following, slot, lane, 1, unit + 2 == units)
+            before, columns = columns, next_columns
+        warpgroup.wait_group(0)
+        self.column_pipe(storage).release(before)
+        return acc, at, columns
+
+    @cute.jit
+    def multiply_codes(
+        self,
+        call: Call,
+        storage: Any,
+        left: list,
+        at: Cursor,
+        columns: Cursor,
+        slot: Int32,
+        lane: Int32,
+        wg: Int32,
+        width: cutlass.Constexpr[int],
+    ):
+        """Multiplies all blocks of an item's panels as codes, and products of half a block with their scales.
+
+        That takes fewer instructions where columns are few. A half is decoded while the one before is multiplied; the products of
+        that before are added up meanwhile. Returns the sums, and where the rings go on.
+        """
+        c = self.config
+        panels = c.tile.strips
+        mma, right, shape = self.operands(storage, wg, c.slots * width)
+        acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
+        sums = [cute.make_rmem_tensor((width // 2,), Float32) for _ in range(panels)]
+        for registers in [*acc, *sums]:
+            registers.fill(0.0)
+        units = (call.blocks + (c.unit - 1)) // c.unit
+        blocks = c.unit * panels  # of a unit, panel by panel
+        words = self.load_part(call, at, slot, lane, 0, Boolean(False))
+        self.decode_half(call, words, left[0], 0)
+        ready = Boolean(False)
+        for unit in cutlass.range(units, unroll=1):
+            last = unit + 1 == units
+            if not ready:
+                self.column_pipe(storage).wait(columns)
+            following = advance(at, c.weight_stages)
+            next_columns = advance(columns, c.column_stages)
+            weights_ready = Boolean(False)
+            scales = words[WORDS]
+            for block in cutlass.range_constexpr(blocks):
+                panel, place = block % panels, HALVES * (block // panels)
+                self.multiply(mma, acc[0], left[0], right, place, columns)
+                if const_expr(block == blocks - 1):
+                    weights_ready = self.weight_pipe(storage).full.poll(following)
+                    ready = self.column_pipe(storage).full.poll(next_columns)
+                if const_expr(block > 0):
+                    warpgroup.wait_group(1)
+                    self.add_products(acc[1], sums[(panel - 1) % panels], scales, 1)
+                self.decode_half(call, words, left[1], 1)
+                scales = words[WORDS]
+                self.multiply(mma, acc[1], left[1], right, place + 1, columns)
+                if const_expr(block < blocks - 1):
+                    words = self.load_part(call, at, slot, lane, block + 1, Boolean(False))
+                    warpgroup.wait_group(1)
+                    self.add_products(acc[0], sums[panel], scales, 0)
+                    self.decode_half(call, words, left[0], 0)
+                else:
+                    # No sums are on their way where the loop begins anew, or ptxas would wait for each product at once.
+                    warpgroup.wait_group(0)
+                    self.column_pipe(storage).release(columns)
+                    self.weight_pipe(storage).release(at)
+                    for half in cutlass.range_constexpr(HALVES):
+                        self.add_products(acc[half], sums[panel], scales, half)
+            at, columns = following, next_columns
+            if not last:
+                if not weights_ready:
+                    self.weight_pipe(storage).wait(at)
+                words = self.load_part(call, at, slot, lane, 0, Boolean(False))
+                self.decode_half(call, words, left[0], 0)
+        for registers in sums:
+            for each in cutlass.range_constexpr(width // 2):
+                registers[each] *= E5M2_FACTOR
+        return sums, at, columns
+
+    @cute.jit
+    def multiply(
+        self,
+        mma: cute.TiledMma,
+        sums: cute.Tensor,
+        left: cute.Tensor,
+        right: cute.Tensor,
+        part: cutlass.Constexpr[int],
+        columns: Cursor,
+    ):
+        """Starts the products of a block of values or half a block of codes of a panel, which are a group.
+
+        Args:
+            sums: receives products of codes; those of values are added to it.
+            part: which block or half a block of the columns' stage.
+        """
+        warpgroup.fence()  # what was written to registers comes before the products that read them
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, not self.is_fp8)
+        steps = cute.size(left, mode=[2])
+        for step in cutlass.range_constexpr(steps):
+            cute.gemm(atom, sums, left[None, None, step], right[None, None, steps * part + step, columns.stage], sums)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def decode_values(self, call: Call, words: list, left: cute.Tensor):
+        """Decodes the words of a block, with their scales.
+
+        The condition always holds. It only makes what the registers had before a possible outcome, so that all loops share them.
+        Without it, ptxas takes other registers for each product, and lets each wait for the one before.
+        """
+        if call.strips != 0:
+            registers = cute.recast_tensor(left, Uint32)
+            for word in cutlass.range_constexpr(WORDS):
+                decoded = decode(self.dtype, words[word], *multipliers(self.dtype, words[WORDS])[word // HALVES])
+                for each in cutlass.range_constexpr(len(decoded)):
+                    registers[len(decoded) * word + each] = decoded[each]
+
+    @cute.jit
+    def decode_half(self, call: Call, words: list, left: cute.Tensor, half: cutlass.Constexpr[int]):
+        """Decodes the words of half a block, without scales. The condition always holds, see `decode_values`."""
+        if call.strips != 0:
+            registers = cute.recast_tensor(left, Uint32)
+            for word in cutlass.range_constexpr(WORDS // HALVES):
+                decoded = decode_e5m2(words[WORDS // HALVES * half + word])
+                for each in cutlass.range_constexpr(len(decoded)):
+                    registers[len(decoded) * word + each] = decoded[each]
+
+    @cute.jit
+    def add_products(self, products: cute.Tensor, sums: cute.Tensor, scales: Uint32, half: cutlass.Constexpr[int]):
+        """Adds the products of half a block to the sums of its panel. A pair's two products are neighbours."""
+        factors = scales_of(scales)
+        for tile in cutlass.range_constexpr(cute.size(sums) // 2):
+            for r in cutlass.range_constexpr(2):
+                number = products[4 * tile + 2 * r] + products[4 * tile + 2 * r + 1] * (1.0 / REST)
+                to = tile // 2 * 4 + 2 * r + tile % 2
+                sums[to] += number * factors[HALVES * half + r]
+
+    @cute.jit
+    def load_part(self, call: Call, weights: Cursor, slot: Int32, lane: Int32, part: cutlass.Constexpr[int], last: Boolean):
+        """Returns the words that a lane has of a part, and then that of its scales.
+
+        ``last``: whether it is of the last unit, which may have a block less.
+        """
+        c = self.config
+        panel, block = part % c.tile.strips, part // c.tile.strips
+        begin = slot + weights.stage * c.stage_bytes + (panel * c.slot_bytes + block * PANEL_BLOCK_BYTES)
+        words = list(load_words("shared", begin + lane * 16, WORDS))
+        words.append(Uint32(load_words("shared", begin + lane // 4 * 4 + CODE_BYTES, 1)))
+        if const_expr(block == c.unit - 1):
+            if last and call.blocks % c.unit != 0:
+                words[-1] = Uint32(0)  # its scales: whatever the codes are, they count as zeros
+        return words
