@@ -2,9 +2,8 @@
 an expert has few pairs of tokens and slots, and memory decides the speed, and `grouped` where it has many.
 
 A plan holds for any number of tokens. With bfloat16 and float16 activations this kernel is preferred to the portable one: on an
-H200 it was quicker at all numbers of tokens of GPT-OSS-120B that were measured (`benchmarks/h200_moe.json`, `h200_moe_8192.json`).
-With fp8 activations few tokens are not streamed, so the portable kernel is preferred: ask for this one by
-``solution="cutedsl"``, or tune.
+H200 it was quicker at all numbers of tokens of GPT-OSS-120B that were measured (`benchmarks/h200_moe.json`). With fp8 activations
+few tokens are not streamed, so the portable kernel is preferred: ask for this one by ``solution="cutedsl"``, or tune.
 """
 
 from __future__ import annotations
