@@ -67,8 +67,8 @@ def test_tiles_are_as_exact_as_the_portable_kernel(gfx950: torch.device, tile: g
 def test_few_tokens_are_as_exact_as_the_portable_kernel(
     gfx950: torch.device, tokens: int, top_k: int, options: dict[str, Any]
 ) -> None:
-    """Also where a slot is skipped, where a token names an expert twice, which other tokens have as well, and where an expert has
-    more pairs than a workgroup multiplies."""
+    """A slot is skipped, a token names an expert twice that other tokens name as well, and an expert has more pairs than a
+    workgroup multiplies."""
     layer = RandomLayer(gfx950, 9, top_k, 224, 672, **options)
     x, weights, ids = layer.tokens(tokens)
     ids[4:13, 0] = 5

@@ -1,4 +1,4 @@
-"""The choice of experts: what the compiler knows of it, and the launch where it is not part of a product."""
+"""Chooses the experts of tokens: the constants that kernels are compiled for, and a launch of its own for many tokens."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def power_of_two(count: int) -> int:
 
 
 def room_for_choice(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Memory for the weights, float32, and the ids, int32, of every token's slots."""
+    """Returns uninitialised weights, float32, and ids, int32, both ``[tokens, top_k]``."""
     shape = (len(logits), top_k)
     return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
 def choose(logits: Tensor, top_k: int, renormalize: bool, scaling_factor: float) -> tuple[Tensor, Tensor]:
-    """The weights and the ids that `moe_topk` gives with softmax, without a correction bias and groups."""
+    """Returns the weights and the ids that `moe_topk` gives with softmax, without a correction bias and groups."""
     tokens, num_experts = logits.shape
     logits = rows(logits)
     weights, ids = room_for_choice(logits, top_k)

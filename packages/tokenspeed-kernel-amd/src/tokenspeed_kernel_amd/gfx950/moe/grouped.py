@@ -32,8 +32,9 @@ schedule_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.schedule_device
 encode_device = DeviceModule("tokenspeed_kernel_amd.gfx950.moe.encode_device")
 
 _XCDS = 8  # consecutive workgroups go to these in turn
-# Of which every expert's program chooses: of 64 tokens with 128 experts this takes 2.5 us where a launch for the choice and one for
-# the rest take 1.1 and 1.2, and 2.3 each to be launched; of 128 tokens 4.6.
+# Up to so many logits each expert's program chooses the experts of all tokens by itself. With 64 tokens and 128 experts that takes
+# 2.5 us in one launch. Two launches, for the choice and for the rest, would take 1.1 and 1.2, and another start costs 2.3. With 128
+# tokens one launch takes 4.6.
 _MOST_LOGITS = 8192
 _CHOOSING_WARPS = 4
 _ENCODED = 4  # rows of the first product's result that a workgroup encodes, one a warp

@@ -56,7 +56,7 @@ def prepare_weights(weights: MoEWeights, plan: MoEPlan) -> MoEWeights:
 
 
 def order_of_rows(plan: MoEPlan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The canonical row of each row of the strips, of w13 and of w2."""
+    """Returns, for w13 and for w2, which canonical row each row of the strips is."""
     features = torch.arange(2 * plan.intermediate_size, device=device)
     gate_up = features.view(-1, 2).t() if plan.w13_interleaved else features.view(2, -1)  # [2, features]
     return gate_up.reshape(2, -1, HALF).transpose(0, 1).flatten(), torch.arange(plan.hidden_size, device=device)

@@ -79,7 +79,7 @@ def mha_with_kvcache(
             `build_draft_tree` gives it. It also sees all tokens before the new ones, in a window those that are near by its depth:
             a node's position is that of the first new token, plus the number of its bits, less one. A mask of 0 says that the
             token is no node, and sees itself and earlier ones. Masks of sequences with more than 64 new tokens are not looked at.
-            None: there are no nodes. With masks a window_left is at least 63.
+            None means that no token is a node. With masks, window_left must be -1 or at least 63.
         out: receives the output. It must not overlap q or the caches.
 
     Returns:

@@ -19,7 +19,7 @@ device_code = DeviceModule(__name__ + "_device")
 
 
 class Shape(NamedTuple):
-    """Heads of a token, columns of a key and of a value, tokens of a page."""
+    """The sizes of a call: heads a token, columns of a key and of a value, and tokens a page."""
 
     heads: int
     head_dim: int
