@@ -38,7 +38,8 @@ class Linear(UnquantizedLinearMethod):
         """
         weight: Any = layer.weight
         product: Tensor = self.ops.mm(x.flatten(0, -2), weight.t(), bias=bias)
-        return product.view(*x.shape[:-1], len(weight))
+        # Not `len(weight)`: PyTorch 2.11 cannot trace it for vLLM's class of parameters.
+        return product.view(*x.shape[:-1], weight.shape[0])
 
 
 class RouterLinear(ReplicatedLinear):
