@@ -288,7 +288,8 @@ def dense_case(function: Any, arguments: dict[str, Any]) -> tuple[Tensor, Tensor
     if "k" in a:
         new = a["cu_seqlens"].diff().tolist()
         lengths = new if a.get("cu_seqlens_kv") is None else a["cu_seqlens_kv"].diff().tolist()
-        q_all, k, v = (scaled(a[name], a.get(f"{name}_scale")) for name in ("q", "k", "v"))
+        q_all = scaled(q_all, a["q_scale"], q_all.shape[1] // a["k"].shape[1])
+        k, v = scaled(a["k"], a["k_scale"]), scaled(a["v"], a["v_scale"])
         keys, values = k.split(lengths), v.split(lengths)
         causal = a.get("is_causal", True)
     else:
@@ -352,6 +353,7 @@ def test_large_cases_are_declared(function: Any) -> None:
         (attn_merge_state, "empty parts"),
         (mha_prefill, "window, cap, sinks and lse together"),
         (mha_prefill, "lengths known on the host"),
+        (mha_prefill, "fp8, a scale each, head_dim 128, lse"),
         (mha_prefill, "no sequences"),
         (mha_extend_with_kvcache, "window, cap, sinks and lse together"),
         (mha_extend_with_kvcache, "running sums left out"),
@@ -397,6 +399,26 @@ def test_prefill_against_sdpa(heads: int, kv_heads: int, window_left: int, dtype
     got = mha_prefill(q, k, v, offsets(*lengths), window_left=window_left)
     assert isinstance(got, Tensor)
     torch.testing.assert_close(got, torch.cat(wanted))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,)], ids=str)
+def test_fp8_prefill_is_that_of_the_dequantised_numbers(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(9, heads, 8).to(torch.float8_e4m3fn) for heads in (6, 2, 2))
+    scales = [torch.rand(shape) + 0.5 for _ in range(3)]
+    of_heads = [scale.reshape(-1, 1).expand(-1 if scale.numel() > 1 else 2, 1) for scale in scales]
+    wide = [q.float() * of_heads[0].repeat_interleave(3, 0), k.float() * of_heads[1], v.float() * of_heads[2]]
+    options: dict[str, Any] = {"window_left": 4, "sinks": torch.randn(6), "logit_cap": 20.0, "return_lse": True}
+    wanted, wanted_lse = pair(mha_prefill(*wide, offsets(4, 5), **options))
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
+    out, lse = pair(mha_prefill(q, k, v, offsets(4, 5), **options, **named))
+    assert torch.equal(out, wanted.bfloat16())
+    assert torch.equal(lse, wanted_lse)
+    # It is what the operators with a cache give, of the same numbers in pages.
+    (k_cache, table), (v_cache, _) = into_pages(k, [4, 5], 4), into_pages(v, [4, 5], 4)
+    paged_call = (k_cache, v_cache, table, ints(4, 5), 5, 8)
+    extended, _ = pair(mha_extend_with_kvcache(q, offsets(4, 5), None, *paged_call, is_causal=True, **options, **named))
+    torch.testing.assert_close(extended, out)
 
 
 def test_softmax_survives_huge_scores() -> None:
@@ -644,10 +666,20 @@ def request(function: Any, name: str) -> tuple[dict[str, object], FormatSignatur
 def test_traits_and_formats() -> None:
     plain = {"logit_cap": False, "return_lse": False, "sliding_window": False, "sinks": False}
     traits, signature = request(mha_prefill, "window, cap, sinks and lse together")
-    assert traits == {"head_dim": 64, "v_head_dim": 64, "gqa_ratio": 2, **dict.fromkeys(plain, True), "window_left": 31}
+    assert traits == {
+        "head_dim": 64,
+        "v_head_dim": 64,
+        "gqa_ratio": 2,
+        **dict.fromkeys(plain, True),
+        "window_left": 31,
+        "scaled": False,
+    }
     assert str(signature) == "k: bfloat16, q: bfloat16, v: bfloat16"
     traits, _ = request(mha_prefill, "v_head_dim 96 under head_dim 160")
-    assert traits == {**plain, "head_dim": 160, "v_head_dim": 96, "gqa_ratio": 2}
+    assert traits == {**plain, "head_dim": 160, "v_head_dim": 96, "gqa_ratio": 2, "scaled": False}
+    traits, signature = request(mha_prefill, "fp8 e5m2, values alone scaled")
+    assert traits == {**plain, "head_dim": 96, "v_head_dim": 64, "gqa_ratio": 4, "scaled": True}
+    assert str(signature) == "k: float8_e5m2, q: float8_e5m2, v: float8_e5m2"
     traits, signature = request(mha_decode_with_kvcache, "fp8 e5m2 cache, a scale a kv head")
     cached = {**plain, "head_dim": 64, "v_head_dim": 64, "gqa_ratio": 4, "page_size": 16}
     assert traits == {**cached, "scaled": True, "multi_query": False}

@@ -101,7 +101,20 @@ def fp8(*names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 WRONG: list[tuple[list[Any], Any, Any, str]] = [
     # shapes and dtypes of q, k, v
     (ALL, {"q": torch.zeros(5, 4, 8, dtype=torch.int32)}, TypeError, "q must be a tensor of .*bfloat16.*got int32"),
-    ([mha_prefill], {"q": torch.zeros(5, 4, 8).to(E4M3)}, TypeError, "q must be a tensor of .*got float8_e4m3fn"),
+    (PREFILLS, {"q": torch.zeros(5, 4, 8).to(E4M3)}, TypeError, "k must be a tensor of float8_e4m3fn, got float32"),
+    (PREFILLS, {"q_scale": torch.tensor(1.0)}, ValueError, "q_scale must be None, because q is not fp8 but float32"),
+    (
+        PREFILLS,
+        lambda base: {**fp8("q", "k", "v")(base), "k_scale": torch.ones(3)},
+        ValueError,
+        r"k_scale must be of shape \[\], \[1\] or \[.\] \(.*heads\), got \[3\]",
+    ),
+    (
+        PREFILLS,
+        lambda base: {**fp8("q", "k", "v")(base), "v_scale": torch.ones(1, dtype=torch.float64)},
+        TypeError,
+        "v_scale must be a tensor of float32, got float64",
+    ),
     (ALL, {"q": torch.zeros(5, 32)}, ValueError, r"q must be of shape \[tokens, heads, .*got \[5, 32\]"),
     (ALL, {"q": None}, TypeError, "q must be a tensor, got NoneType"),
     (ALL, {"q": [[0.0]]}, TypeError, "q must be a tensor, got list"),

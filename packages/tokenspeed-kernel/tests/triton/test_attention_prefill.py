@@ -115,6 +115,20 @@ def test_fp8_formats(cache: torch.dtype, dtype: torch.dtype, window_left: int) -
     _agrees(tk.mha_extend_with_kvcache, _draw(make))
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [(E4M3, 64), (E4M3, 128), (E5M2, 80)], ids=str)
+@pytest.mark.parametrize("window_left", [-1, 70])
+def test_fp8_prefill(dtype: torch.dtype, head_dim: int, window_left: int) -> None:
+    """A scale for each key head; and q, k and v side by side, as a product with their weights leaves them."""
+    options: dict[str, Any] = {"scales": ("q_scale", "k_scale", "v_scale"), "scale_per_head": True, "window_left": window_left}
+    _agrees(tk.mha_prefill, _draw(ragged([40, 0, 70], 4, 2, head_dim, dtype=dtype, **options)))
+    arguments = _draw(ragged([33], 4, 2, head_dim, dtype=dtype, window_left=window_left, return_lse=True))
+    together = torch.cat([arguments[name].view(torch.uint8).flatten(1) for name in ("q", "k", "v")], 1).view(dtype)
+    widths = [4 * head_dim, 2 * head_dim, 2 * head_dim]
+    for name, part in zip(("q", "k", "v"), together.split(widths, 1), strict=True):
+        arguments[name] = part.unflatten(1, (-1, head_dim))
+    _agrees(tk.mha_prefill, arguments)
+
+
 def test_more_sequences_than_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_mha_call, "_SEQUENCES_AT_ONCE", 16)
     lengths = [i * 7 % 3 for i in range(40)]

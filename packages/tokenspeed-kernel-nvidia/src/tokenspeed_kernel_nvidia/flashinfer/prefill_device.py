@@ -32,6 +32,9 @@ def mha_prefill(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel_nvidia.mha_prefill`; head_dim and v_head_dim 128 and 128, 192 and 128, or 256 and 256; no cap.

@@ -40,6 +40,9 @@ def torch_mha_prefill(
     sinks: Tensor | None,
     return_lse: bool,
     softmax_scale: float | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
     if out is None:

@@ -65,7 +65,8 @@ def _prefill(fault, q, k, v, cu_seqlens, window_left, logit_cap, sinks, return_l
 
 def _make_prefill(fault=NONE):
     def prefill(
-        q, k, v, cu_seqlens, cu_seqlens_cpu, max_seqlen, window_left, logit_cap, sinks, return_lse, softmax_scale, out
+        q, k, v, cu_seqlens, cu_seqlens_cpu, max_seqlen, window_left, logit_cap, sinks, return_lse, softmax_scale, q_scale,
+        k_scale, v_scale, out,
     ):  # fmt: skip
         return _prefill(fault, q, k, v, cu_seqlens, window_left, logit_cap, sinks, return_lse, softmax_scale, out)
 
@@ -80,7 +81,8 @@ lies_about_head_dim = _make_prefill(Fault(widest_head=256))
 
 
 def hidden_sync(
-    q, k, v, cu_seqlens, cu_seqlens_cpu, max_seqlen, window_left, logit_cap, sinks, return_lse, softmax_scale, out
+    q, k, v, cu_seqlens, cu_seqlens_cpu, max_seqlen, window_left, logit_cap, sinks, return_lse, softmax_scale, q_scale, k_scale,
+    v_scale, out,
 ):  # fmt: skip
     """Asks how long the longest sequence is, to drop a window that is longer."""
     longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0

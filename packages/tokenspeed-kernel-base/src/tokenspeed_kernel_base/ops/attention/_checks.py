@@ -120,6 +120,21 @@ def check_new_tokens(check: Checker, q: Tensor, cache_seqlens: Tensor, max_seqle
         check.fail("q", expected, f"{tokens} tokens")
 
 
+def check_scales(
+    check: Checker,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    size: str,
+) -> None:
+    """The scales of fp8 q, k and v, one for all or one of each of ``size``. Call it when that is bound."""
+    for name, scale, tensor in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, v)):
+        check_scale(check, f"{name}_scale", scale, name, tensor, check[size], size)
+
+
 def check_scale(
     check: Checker, name: str, scale: Tensor | None, scaled: str, tensor: Tensor, heads: int, size: str = "kv_heads"
 ) -> None:

@@ -36,7 +36,7 @@ def ragged(
     Args:
         hint: the lengths are repeated on the host.
         kv_lengths: of keys and values, where they have their own.
-        scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one a head.
+        scales: which of ``"q_scale"``, ``"k_scale"``... to give; ``scale_per_head``: one a kv head.
     """
 
     def make(draw: Draw) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def ragged(
         for scale in scales:
             arguments[scale] = draw.uniform(*((kv_heads,) if scale_per_head else ()), low=0.5, high=1.5)
         if sinks:
-            arguments["sinks"] = draw.normal(heads, dtype=dtype)
+            arguments["sinks"] = draw.normal(heads, dtype=dtype if dtype not in FP8 else torch.bfloat16)
         if hint:
             arguments["cu_seqlens_cpu"] = cu_seqlens.tolist()
             arguments["max_seqlen"] = max(lengths, default=0)

@@ -83,6 +83,11 @@ def _widen(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     return x.to(dtype) if scale is None else x.to(dtype) * scale.reshape(-1, 1)
 
 
+def _by_query_head(q_scale: Tensor | None, heads: int) -> Tensor | None:
+    """The scale of queries, where there is one for each key head, repeated for the query heads of each."""
+    return q_scale if q_scale is None or q_scale.numel() == 1 else q_scale.repeat_interleave(heads // q_scale.numel())
+
+
 def tree_visible(tree_mask: Tensor, kv_len: int, window_left: int, first_query: int, first_key: int) -> Tensor:
     """Which keys each query of a sequence sees, ``[q_len, kv_len]``, of queries that may be nodes of a draft tree.
 
@@ -185,6 +190,7 @@ def attend_ragged(
         offsets: ``cu_seqlens`` on the host.
         kv_offsets: the same of keys and values, where they are others.
     """
+    q_scale = _by_query_head(q_scale, q.shape[1])
     out, lse = _nothing(q, v.shape[2])
     wide = _wide(q)
     for (begin, end), (first, last) in zip(itertools.pairwise(offsets), itertools.pairwise(kv_offsets or offsets), strict=True):
@@ -217,8 +223,7 @@ def attend_paged(
         kv_lens: tokens in the cache, by sequence; the queries' own are the last.
         tree_mask: int64 ``[tokens]``, see `tree_visible`; not looked at of sequences with more than 64 new tokens.
     """
-    if q_scale is not None and q_scale.numel() > 1:
-        q_scale = q_scale.repeat_interleave(q.shape[1] // q_scale.numel())
+    q_scale = _by_query_head(q_scale, q.shape[1])
     out, lse = _nothing(q, v_cache.shape[3])
     wide = _wide(q)
     for pages, (begin, end), kv_len in zip(page_table, itertools.pairwise(offsets), kv_lens, strict=True):

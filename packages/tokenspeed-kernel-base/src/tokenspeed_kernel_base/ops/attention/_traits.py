@@ -27,5 +27,10 @@ def window_and_sink_traits(window_left: int, sinks: Tensor | None) -> dict[str, 
 
 
 def cache_traits(cache: Tensor, *scales: Tensor | None) -> dict[str, object]:
-    """The traits of attention to a paged cache; ``scaled``: some fp8 operand has a scale."""
-    return {"page_size": cache.shape[1], "scaled": any(scale is not None for scale in scales)}
+    """The traits of attention to a paged cache, whose operands may have scales."""
+    return {"page_size": cache.shape[1], **scale_traits(*scales)}
+
+
+def scale_traits(*scales: Tensor | None) -> dict[str, object]:
+    """The traits of attention to fp8 operands; ``scaled``: some operand has a scale."""
+    return {"scaled": any(scale is not None for scale in scales)}

@@ -49,7 +49,8 @@ def mha_decode_with_kvcache(
     The same as `mha_extend_with_kvcache` with ``is_causal=True`` and ``max_seqlen_q`` new tokens a sequence; the softmax is that
     of `mha_prefill`. The caches hold positions 0 to ``cache_seqlens[b] - 1`` of sequence b, position j in page
     ``page_table[b, j // page_size]``, slot ``j % page_size``. Its queries are at the last positions, and each sees itself and
-    earlier ones. Accumulates in float32 (float64 where q is) and rounds the output once.
+    earlier ones. Accumulates in float32 (float64 where q is) and rounds the output once. Where q and the caches are fp8, a kernel
+    may round the softmax's weights to fp8 too, see `mha_prefill`.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[batch * max_seqlen_q, heads, head_dim]``, sequence by sequence.

@@ -53,7 +53,7 @@ def mha_extend_with_kvcache(
     slot ``j % page_size``. Of the q_len queries of a sequence, query i is at position ``p = cache_seqlens[b] - q_len + i``. It
     sees key j where ``j <= p``, if is_causal, and ``j >= p - window_left``, if window_left is not negative. Without is_causal
     later tokens are visible too, and window_left limits the left only. The softmax is that of `mha_prefill`: accumulation in
-    float32 (float64 where q is), the output rounded once.
+    float32 (float64 where q is), the output rounded once. Where q and the caches are fp8, a kernel may round the weights too.
 
     Args:
         q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``, sequence by sequence.

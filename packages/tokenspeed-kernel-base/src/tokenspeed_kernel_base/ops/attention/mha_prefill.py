@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case, Cost
-from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import ragged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_ragged, empty_outputs, softmax_scale_of
-from tokenspeed_kernel_base.ops.attention._traits import softmax_traits, window_and_sink_traits
+from tokenspeed_kernel_base.ops.attention._traits import scale_traits, softmax_traits, window_and_sink_traits
 from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
 
 
@@ -25,6 +25,7 @@ from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
     hints=("cu_seqlens_cpu",),
     varying=("batch", "tokens"),
     bounds=("max_seqlen",),
+    scales=("q_scale", "k_scale", "v_scale"),
 )
 def mha_prefill(
     q: Tensor,
@@ -38,18 +39,23 @@ def mha_prefill(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of sequences that lie one after another, each to itself (Vaswani et al., 2017, arXiv:1706.03762).
 
     ``softmax(q @ k.T * softmax_scale) @ v`` within each sequence, where a token sees itself and earlier ones. Query head h uses
     key and value head ``h // (heads // kv_heads)``. Scores, softmax and sums are float32 (float64 where q is); the output is
-    rounded to q's dtype once.
+    rounded once. Of fp8 operands, this is the attention of what they stand for, fp8 numbers times their scales. A kernel may then
+    round the softmax's weights to fp8 too, before they meet the values, as FlashAttention-3 does (Shah et al., 2024,
+    arXiv:2407.08608): that is an error of about 2.5% of a weight, independent from key to key.
 
     Args:
-        q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``.
-        k: like q, ``[tokens, kv_heads, head_dim]``; kv_heads divides heads.
-        v: like q, ``[tokens, kv_heads, v_head_dim]``.
+        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, head_dim]``.
+        k: q's dtype ``[tokens, kv_heads, head_dim]``; kv_heads divides heads.
+        v: q's dtype ``[tokens, kv_heads, v_head_dim]``.
         cu_seqlens: int32 ``[batch + 1]``, where each sequence begins, and the number of tokens: ``[0, 3, 3, 8]`` is sequences of
             3, 0 and 5 tokens. Non-decreasing, from 0 to tokens.
         cu_seqlens_cpu: the same values on the host, if the caller has them there anyway. A hint: it saves a kernel that wants
@@ -63,12 +69,16 @@ def mha_prefill(
             softmax_scale and logit_cap. It joins the softmax's denominator only: it takes weight and adds no value.
         return_lse: also return the log-sum-exp.
         softmax_scale: multiplies the products of q and k; None is ``1 / sqrt(head_dim)``.
+        q_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, multiplies q, for fp8 q only; one a kv head scales all its query heads.
+        k_scale: likewise for fp8 k.
+        v_scale: likewise for fp8 v.
         out: receives the output. It must not overlap q, k or v.
 
     Returns:
-        The output ``[tokens, heads, v_head_dim]`` in q's dtype. With return_lse also float32 ``[tokens, heads]``, the natural
-        logarithm of the softmax's denominator: the sum of ``exp(score)`` over visible keys, **and of exp(sink)** where sinks are
-        given. So partial results merge (`attn_merge_state`) if the sinks went into exactly one of them.
+        The output ``[tokens, heads, v_head_dim]`` in q's dtype, bfloat16 if q is fp8. With return_lse also float32
+        ``[tokens, heads]``, the natural logarithm of the softmax's denominator: the sum of ``exp(score)`` over visible keys, **and
+        of exp(sink)** where sinks are given. So partial results merge (`attn_merge_state`) if the sinks went into exactly one of
+        them.
 
     Raises:
         TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of cu_seqlens
@@ -89,15 +99,29 @@ def mha_prefill(
     """
     offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
     softmax = Softmax(softmax_scale_of(softmax_scale, q.shape[-1]), True, window_left, logit_cap, sinks)
-    result, lse = attend_ragged(q, k, v, offsets.tolist() if isinstance(offsets, Tensor) else offsets, softmax)
+    starts = offsets.tolist() if isinstance(offsets, Tensor) else offsets
+    result, lse = attend_ragged(q, k, v, starts, softmax, None, q_scale, k_scale, v_scale)
     return (result, lse) if return_lse else result
 
 
 @mha_prefill.traits
 def _(
-    q: Tensor, k: Tensor, v: Tensor, window_left: int, logit_cap: float, sinks: Tensor | None, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_left: int,
+    logit_cap: float,
+    sinks: Tensor | None,
+    return_lse: bool,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> dict[str, object]:
-    return {**softmax_traits(q, k.shape[1], v.shape[2], logit_cap, return_lse), **window_and_sink_traits(window_left, sinks)}
+    return {
+        **softmax_traits(q, k.shape[1], v.shape[2], logit_cap, return_lse),
+        **window_and_sink_traits(window_left, sinks),
+        **scale_traits(q_scale, k_scale, v_scale),
+    }
 
 
 @mha_prefill.check
@@ -112,14 +136,18 @@ def _(
     logit_cap: float,
     sinks: Tensor | None,
     softmax_scale: float | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
-    check.tensor("q", q, "tokens heads head_dim", FLOATS)
+    check.tensor("q", q, "tokens heads head_dim", FLOATS | FP8)
     check.tensor("k", k, "tokens kv_heads head_dim", q.dtype)
     check.tensor("v", v, "tokens kv_heads v_head_dim", q.dtype)
     check.divides("kv_heads", "heads")
     _checks.check_offsets(check, "cu_seqlens", cu_seqlens)
     check.bound("max_seqlen", max_seqlen)
     _checks.check_options(check, softmax_scale, logit_cap, window_left, sinks)
+    _checks.check_scales(check, q, k, v, q_scale, k_scale, v_scale, "kv_heads")
 
 
 @mha_prefill.check_values(host=("cu_seqlens",))
@@ -138,6 +166,8 @@ def _(q: Tensor, v: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
 def _() -> list[Case]:
     gpt_oss: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 64, "sinks": True}
     llama_70b: dict[str, Any] = {"heads": 64, "kv_heads": 8, "head_dim": 128}
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    each = ("q_scale", "k_scale", "v_scale")
     return [
         Case("one token, float32", ragged([1], dtype=torch.float32)),
         Case("one key head, lengths 0 to 33, float32, lse", ragged([5, 0, 33, 1], 6, 1, 40, dtype=torch.float32, return_lse=True)),
@@ -155,6 +185,13 @@ def _() -> list[Case]:
         Case("gpt-oss-120b full layer, 1 to 100 tokens", ragged([1, 64, 100], **gpt_oss)),
         Case("llama-70b, 1 to 150 tokens, lse", ragged([1, 150, 64], **llama_70b, return_lse=True)),
         Case("head_dim 128 in a window of 100", ragged([150, 33], 8, 2, 128, sinks=True, window_left=99)),
+        Case("fp8 without scales", ragged([40, 30], 8, 2, dtype=e4m3)),
+        Case("fp8, a scale each, head_dim 128, lse", ragged([90, 3], 8, 2, 128, dtype=e4m3, scales=each, return_lse=True)),
+        Case(
+            "fp8, a scale a kv head, window, cap and sinks",
+            ragged([70, 9], 8, 2, 80, dtype=e4m3, scales=each, scale_per_head=True, sinks=True, window_left=31, logit_cap=5.0),
+        ),
+        Case("fp8 e5m2, values alone scaled", ragged([33, 18], 4, 1, 96, 64, e5m2, scales=("v_scale",))),
         Case("empty sequences", ragged([0, 0])),
         Case("no sequences", ragged([], return_lse=True)),
         Case("gpt-oss-120b sliding layer 4 x 4096", ragged([4096] * 4, **gpt_oss, window_left=127), large=True),
@@ -166,6 +203,8 @@ def _() -> list[Case]:
         ),
         Case("llama-8b 4 x 8192", ragged([8192] * 4, 32, 8, 128), large=True),
         Case("llama-70b 2 x 8192", ragged([8192] * 2, **llama_70b), large=True),
+        Case("llama-70b 2 x 8192, fp8", ragged([8192] * 2, **llama_70b, dtype=e4m3, scales=each), large=True),
+        Case("gpt-oss-120b full layer 4 x 8192, fp8", ragged([8192] * 4, **gpt_oss, dtype=e4m3, scales=each), large=True),
         Case("llama-70b 37 to 4000 tokens", ragged([37, 4000, 515, 1234], **llama_70b, return_lse=True), large=True),
     ]
 

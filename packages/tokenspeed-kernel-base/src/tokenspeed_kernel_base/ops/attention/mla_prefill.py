@@ -14,7 +14,7 @@ from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
 from tokenspeed_kernel_base.ops.attention._inputs import ragged
 from tokenspeed_kernel_base.ops.attention._softmax import Softmax, attend_ragged, empty_outputs, softmax_scale_of
-from tokenspeed_kernel_base.ops.attention._traits import softmax_traits, window_traits
+from tokenspeed_kernel_base.ops.attention._traits import scale_traits, softmax_traits, window_traits
 from tokenspeed_kernel_base.ops.attention._variations import vary_ragged
 
 
@@ -51,7 +51,7 @@ def mla_prefill(
     has many queries: every head has keys and values of its own, and a key is the expanded latent and the shared rotary part
     side by side. The same as `mha_prefill` of as many key heads as query heads; declared apart because head_dim and v_head_dim
     differ here (192 and 128 in DeepSeek-V3) and kernels are made for that. Accumulates in float32 (float64 where q is) and rounds
-    the output once.
+    the output once. Of fp8 operands, a kernel may round the softmax's weights to fp8 too, see `mha_prefill`.
 
     With ``cu_seqlens_kv`` a sequence may have other keys than its queries. Of q_len queries and kv_len keys, query i is at position
     ``p = kv_len - q_len + i``, and sees key j where ``j <= p``, if is_causal, and ``j >= p - window_left``, if there is a window.
@@ -122,7 +122,7 @@ def _(
         **window_traits(window_left),
         "own_kv_lengths": cu_seqlens_kv is not None,
         "is_causal": is_causal,
-        "scaled": any(scale is not None for scale in (q_scale, k_scale, v_scale)),
+        **scale_traits(q_scale, k_scale, v_scale),
     }
 
 
@@ -151,8 +151,7 @@ def _(
     _checks.check_offsets(check, "cu_seqlens_kv", cu_seqlens_kv)
     check.bound("max_seqlen", max_seqlen)
     _checks.check_options(check, softmax_scale, logit_cap, window_left)
-    for name, scale, tensor in (("q", q_scale, q), ("k", k_scale, k), ("v", v_scale, v)):
-        _checks.check_scale(check, f"{name}_scale", scale, name, tensor, check["heads"], "heads")
+    _checks.check_scales(check, q, k, v, q_scale, k_scale, v_scale, "heads")
 
 
 @mla_prefill.check_values(host=("cu_seqlens", "cu_seqlens_kv"))

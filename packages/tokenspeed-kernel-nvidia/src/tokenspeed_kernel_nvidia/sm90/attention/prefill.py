@@ -57,6 +57,9 @@ def mha_prefill(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Launches full causal attention of whole sequences. Arguments are checked, and there is no window and no logit_cap."""

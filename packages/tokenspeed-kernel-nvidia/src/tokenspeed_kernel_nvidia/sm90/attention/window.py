@@ -75,6 +75,9 @@ def mha_prefill(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of whole sequences in a window: launches on checked arguments.

@@ -14,10 +14,11 @@ from tokenspeed_kernel.triton.attention._mha_band import Band
 from tokenspeed_kernel.triton.attention._mha_call import Call
 from tokenspeed_kernel.triton.attention._mha_tiles import Tiles
 from tokenspeed_kernel.triton.common import for_architecture
+from tokenspeed_kernel_base.checks import FP8
 
 
 class Choices(NamedTuple):
-    """Tiles by the wider of a head's key and value: up to 64, 128 and 256 columns. An fp8 cache may have others for 128."""
+    """Tiles by the wider of a head's key and value: up to 64, 128 and 256 columns. fp8 keys may have others for 128."""
 
     narrow: Tiles
     wide: Tiles
@@ -69,7 +70,7 @@ def choose(call: Call, longest_q: int) -> Tiles | Band:
         return choices.widest
     if widest <= 64:
         return choices.narrow
-    if call.k.dtype != call.q.dtype and choices.wide_fp8 is not None and rows > 64:
+    if call.k.dtype in FP8 and choices.wide_fp8 is not None and rows > 64:
         return choices.wide_fp8
     return choices.wide
 

@@ -13,7 +13,7 @@ from tokenspeed_kernel.triton.attention._mha_call import Call
 from tokenspeed_kernel.triton.attention._mha_choice import attend, choose
 from tokenspeed_kernel.triton.attention._mha_tiles import Tiles
 from tokenspeed_kernel.triton.common import FLOATS, TRITON
-from tokenspeed_kernel_base.ops.attention._softmax import softmax_scale_of
+from tokenspeed_kernel_base.ops.attention._softmax import output_dtype, softmax_scale_of
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
@@ -33,8 +33,8 @@ def _tiles_of_rows(request: Any, config: Mapping[str, Any]) -> str | None:
     "mha_prefill",
     solution="triton",
     capability=TRITON,
-    signatures=format_signatures(("q", "k", "v"), "dense", FLOATS),
-    traits=MHA,
+    signatures=format_signatures(("q", "k", "v"), "dense", (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2)),
+    traits={**MHA, "scaled": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
     tunables={"block_m": [64, 128], "num_warps": [4, 8], "num_stages": [2, 3]},
@@ -52,6 +52,9 @@ def mha_prefill(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     softmax_scale: float | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
     *,
     block_m: int | None = None,
@@ -64,11 +67,26 @@ def mha_prefill(
     """
     tokens, heads, head_dim = q.shape
     if out is None:
-        out = q.new_empty(tokens, heads, v.shape[2])
+        out = q.new_empty(tokens, heads, v.shape[2], dtype=output_dtype(q))
     lse = q.new_empty(tokens, heads, dtype=torch.float32) if return_lse else None
     longest = tokens if max_seqlen is None else min(max_seqlen, tokens)
-    scale = softmax_scale_of(softmax_scale, head_dim)
-    call = Call(q, k, v, out, lse, cu_seqlens, scale, True, window_left, logit_cap, sinks, longest)
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale_of(softmax_scale, head_dim),
+        causal=True,
+        window_left=window_left,
+        logit_cap=logit_cap,
+        sinks=sinks,
+        longest=longest,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
     tiles = choose(call, longest)
     if isinstance(tiles, Tiles) and block_m is not None:
         assert num_warps is not None
