@@ -238,14 +238,14 @@ def _() -> list[Case]:
     return [
         Case("odd hidden, float32", _inputs(3, 33, 2, 1, 8, torch.float32)),
         Case("with cache, no residual, float32", _inputs(2, 48, 4, 2, 32, torch.float32, residual=False, page_size=4)),
-        Case("llama heads, narrow, no bias, with cache", _inputs(2, 200, 4, 2, 128, bias=False, page_size=4)),
+        Case("llama heads, narrow, no bias, with cache", _inputs(2, 200, 2, 2, 128, bias=False, page_size=4)),
         Case(
             "interleaved, partial, no bias, float16",
             _inputs(5, 64, 4, 2, 32, torch.float16, bias=False, interleaved=True, rotary_dim=16),
         ),
         Case("fp8 cache", _inputs(9, 96, 8, 2, 32, page_size=4, cache_dtype=fp8)),
         Case("gpt-oss-120b heads, narrow, decode 4 with cache", _inputs(4, 160, 16, 2, 64, page_size=16)),
-        *(Case(f"gpt-oss-120b heads, narrow, decode {m} with cache", _inputs(m, 160, 16, 2, 64, page_size=16)) for m in (1, 2)),
+        *(Case(f"gpt-oss-120b heads, narrow, decode {m} with cache", _inputs(m, 160, 8, 1, 64, page_size=16)) for m in (1, 2)),
         Case("no tokens", _inputs(0, 64, 4, 2, 16)),
         *(Case(f"gpt-oss-120b decode {m} with cache", _inputs(m, *gpt_oss, page_size=64), large=True) for m in (1, 4, 16, 64)),
         Case("gpt-oss-120b prefill 4096 with cache", _inputs(4096, *gpt_oss, page_size=64), large=True),

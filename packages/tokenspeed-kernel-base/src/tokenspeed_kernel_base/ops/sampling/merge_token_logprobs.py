@@ -141,7 +141,7 @@ def _() -> list[Case]:
         Case("five parts, no top tokens", _inputs(5, 9, 0)),
         Case("-inf, NaN and signed zeros", _odd_values),
         Case("no rows", _inputs(4, 0, 5, 100)),
-        Case("gpt-oss-120b decode 64, 8 parts, 20 top tokens", _inputs(8, 64, 20, 1000)),
+        Case("gpt-oss-120b decode 16, 8 parts, 20 top tokens", _inputs(8, 16, 20, 1000)),
         Case("decode 256, 16 parts, 64 top tokens", _inputs(16, 256, 64, 1000), large=True),
     ]
 

@@ -244,7 +244,7 @@ def _() -> list[Case]:
         Case("all of a small vocabulary", _inputs(64, 50)),
         Case("requests of all kinds, odd vocab 1001, bfloat16", _mixed(97, 1001, torch.bfloat16)),
         Case("requests of all kinds, float16", _mixed(32, 4096, torch.float16)),
-        Case("requests of all kinds with min-p, bfloat16", _mixed(97, 3001, torch.bfloat16, min_p=True)),
+        Case("requests of all kinds with min-p, bfloat16", _mixed(48, 3001, torch.bfloat16, min_p=True)),
         Case("requests of all kinds with min-p", _mixed(40, 5000, torch.float32, min_p=True)),
         Case("min-p 0.05, int32 tokens", _inputs(5, 4000, 1.0, min_p=0.05, out_dtype=torch.int32)),
         Case("ties across top-k and top-p", _ties),
