@@ -27,7 +27,7 @@ _AT_ONCE = 256
     signatures=FORMATS,
     traits={**TRAITS, "has_initial_state": any},
     priority=Priority.PORTABLE,
-    tags={"determinism", "batch_invariant"},
+    tags={"determinism"},
 )
 def causal_conv1d_prefill(
     x: Tensor,
