@@ -8,14 +8,13 @@ import torch
 from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.ops.state_space.slots import (
-    captured_slots,
     check_values_slots,
     draw_slots,
     padding_of,
     read_initial_states,
     read_states,
-    without_unread,
-    without_unread_initial,
+    vary_decode,
+    vary_prefill,
     write_states,
 )
 from tokenspeed_kernel_base.variation import Variation, Want
@@ -86,15 +85,28 @@ def test_drawn_slots_are_allowed(batch: int, slots: int, tokens: int | None, pad
     states = torch.zeros(slots, 3)
     check_values_slots(Checker("decode"), states, drawn["state_slots"], drawn.get("output_slots"))
     assert padding_of(drawn["state_slots"]) == {"padding": [padding]}
-    on_meta = {name: slots.to("meta") for name, slots in drawn.items()}
-    made = captured_slots(Variation(Want.CAPTURED, Draw(), padding_of(drawn["state_slots"])), states.to("meta"), **on_meta)
+    on_meta = drawn["state_slots"].to("meta"), drawn["output_slots"].to("meta") if tokens else None
+    made = vary_decode(Variation(Want.CAPTURED, Draw(), padding_of(drawn["state_slots"])), states.to("meta"), *on_meta)
     check_values_slots(Checker("decode"), made["states"], made["state_slots"], made.get("output_slots"))
     assert padding_of(made["state_slots"]) == {"padding": [padding]}
 
 
+@pytest.mark.parametrize("want", [Want.CAPTURED, Want.OTHER])
+@pytest.mark.parametrize(("batch", "slots", "tokens"), [(4, 9, 11), (3, 2, 0), (0, 1, 0), (1, 1, 5)])
+def test_prefills_are_varied_to_what_is_allowed(want: Want, batch: int, slots: int, tokens: int) -> None:
+    states, state_slots = torch.zeros(slots, 2), torch.full((batch,), -1, dtype=torch.int32)
+    offsets = torch.zeros(batch + 1, dtype=torch.int32)
+    made = vary_prefill(Variation(want, Draw()), tokens, offsets, states, state_slots, torch.ones(batch, dtype=torch.bool))
+    assert made["cu_seqlens"][-1] == (tokens if batch else 0)
+    assert (made["cu_seqlens"].diff() >= 0).all()
+    assert made["has_initial_state"].shape == made["state_slots"].shape == (batch,)
+    check_values_slots(Checker("prefill"), made.get("states", states), made["state_slots"])
+
+
 def test_unread_slots_hold_nan() -> None:
     states, slots = torch.ones(4, 2), ints(2, -1, 0)
-    assert without_unread(states, slots).isnan()[:, 0].tolist() == [False, True, False, True]
-    initial = torch.tensor([True, True, False])
-    assert without_unread_initial(states, slots, initial).isnan()[:, 0].tolist() == [True, True, False, True]
-    assert without_unread_initial(states, slots, None).isnan().all()
+    unused = Variation(Want.UNUSED, Draw())
+    assert vary_decode(unused, states, slots, None)["states"].isnan()[:, 0].tolist() == [False, True, False, True]
+    for initial, wanted in ((torch.tensor([True, True, False]), [True, True, False, True]), (None, [True] * 4)):
+        made = vary_prefill(unused, 3, ints(0, 1, 2, 3), states, slots, initial)
+        assert made["states"].isnan()[:, 0].tolist() == wanted

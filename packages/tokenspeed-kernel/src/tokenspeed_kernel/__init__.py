@@ -113,6 +113,8 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.speculation.build_draft_tree import build_draft_tree
     from tokenspeed_kernel_base.ops.speculation.verify_draft_probs import verify_draft_probs
     from tokenspeed_kernel_base.ops.speculation.verify_draft_tokens import verify_draft_tokens
+    from tokenspeed_kernel_base.ops.state_space.causal_conv1d_decode import causal_conv1d_decode
+    from tokenspeed_kernel_base.ops.state_space.causal_conv1d_prefill import causal_conv1d_prefill
 
 __all__ = [
     "ArchVersion",

@@ -60,3 +60,16 @@ def bits_of(masks):
     fours = (twos & 0x3333333333333333) + ((twos >> 2) & 0x3333333333333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F0F0F0F0F
     return ((eights * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The sequence that owns a slot of ROWS rows, where sequence b of GROUP rows a token has its slots from
+    ``cu_seqlens[b] * GROUP // ROWS + b`` on: as many as its rows need, and at least one. AT_ONCE sequences are looked at at a
+    time."""
+    count = 0
+    for start in range(0, batch, AT_ONCE):
+        at = start + tl.arange(0, AT_ONCE)
+        begins = tl.load(cu_seqlens + at, mask=at < batch, other=0)
+        count += tl.sum(((begins * GROUP // ROWS + at <= slot) & (at < batch)).to(tl.int32))
+    return count - 1

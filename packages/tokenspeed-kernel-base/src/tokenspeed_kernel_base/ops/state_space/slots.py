@@ -5,12 +5,15 @@ The families state_space and linear_attention have the same rules: docs/calling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Draw, poisoned
 from tokenspeed_kernel_base.checks import Checker
-from tokenspeed_kernel_base.variation import Variation
+from tokenspeed_kernel_base.variation import Variation, Want
 
 # -- for bodies -------------------------------------------------------------------------------------------------------------------
 
@@ -59,14 +62,17 @@ def write_states(states: Tensor, slots: Tensor, values: Tensor) -> None:
 # -- for checks -------------------------------------------------------------------------------------------------------------------
 
 
-def check_prefill_slots(check: Checker, state_slots: Tensor, has_initial_state: Tensor | None) -> None:
-    """Checks shapes and dtypes of a prefill's slots. Call it when ``batch`` is bound, by cu_seqlens say."""
+def check_prefill_slots(check: Checker, cu_seqlens: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> None:
+    """Checks shapes and dtypes of a prefill's slots. cu_seqlens itself has been checked."""
+    check.bind("batch", len(cu_seqlens) - 1, "cu_seqlens")
     check.tensor("state_slots", state_slots, "batch", torch.int32)
     check.tensor("has_initial_state", has_initial_state, "batch", torch.bool)
 
 
-def check_decode_slots(check: Checker, state_slots: Tensor, output_slots: Tensor | None) -> None:
-    """Checks shapes and dtypes of a decode's slots. Call it when ``batch`` and ``tokens`` are bound."""
+def check_decode_slots(check: Checker, name: str, x: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> None:
+    """Checks shapes and dtypes of a decode's slots, and that there are tokens. Call it when ``batch`` and ``tokens`` are
+    bound, the first sizes of the tensor that is named."""
+    check.require(check["tokens"] > 0, name, "of at least one token", str(list(x.shape)))
     check.tensor("state_slots", state_slots, "batch", torch.int32)
     check.tensor("output_slots", output_slots, "batch tokens", torch.int32)
 
@@ -100,6 +106,21 @@ def check_values_slots(check: Checker, states: Tensor, state_slots: Tensor | Non
         check.fail(name, "of slots that no other request reads", said)
 
 
+# -- for costs --------------------------------------------------------------------------------------------------------------------
+
+
+def states_moved(states: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> int:
+    """Bytes of states that a decode reads and writes."""
+    written = state_slots if output_slots is None else output_slots
+    return int((state_slots >= 0).sum() + (written >= 0).sum()) * states.shape[1:].numel() * states.element_size()
+
+
+def prefill_states_moved(states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> int:
+    """Bytes of states that a prefill reads and writes."""
+    count = int(_started(state_slots, has_initial_state).sum() + (state_slots >= 0).sum())
+    return count * states.shape[1:].numel() * states.element_size()
+
+
 # -- for cases and variations -----------------------------------------------------------------------------------------------------
 
 
@@ -109,54 +130,92 @@ def draw_slots(draw: Draw, batch: int, slots: int, tokens: int | None = None, pa
     Args:
         draw: where random numbers come from.
         batch: how many requests there are.
-        slots: how many the cache has, at least ``batch``, and ``batch * tokens`` with output_slots. Of ``batch`` more every second
-            request reads a slot that it does not write to.
+        slots: how many the cache has, at least one, or ``tokens``, for each request that is not padding. Of ``batch`` more every
+            second request reads a slot that it does not write to.
         tokens: new tokens of a request in decode with output_slots, at least 1; None without.
         padding: how many requests, the last ones, have no slots.
     """
-    order = draw.permutation(slots, torch.int32)
+    order, real = draw.permutation(slots, torch.int32), batch - padding
+    none = order.new_full((padding,), -1)
     if tokens is None:
-        state_slots = order[:batch].clone()
-        state_slots[batch - padding :] = -1
-        return {"state_slots": state_slots}
-    output_slots = order[: batch * tokens].view(batch, tokens).clone()
-    requests = torch.arange(batch, device=draw.device)
-    state_slots = output_slots[requests, requests % tokens]
-    spare = order[batch * tokens :][:batch]
-    if len(spare) == batch:
+        return {"state_slots": torch.cat((order[:real], none))}
+    output_slots = order[: real * tokens].view(real, tokens)
+    requests = torch.arange(real, device=draw.device)
+    state_slots, spare = output_slots[requests, requests % tokens], order[real * tokens :][:real]
+    if len(spare) == real:
         state_slots = torch.where(requests % 2 == 0, state_slots, spare)
-    state_slots[batch - padding :] = -1
-    output_slots[batch - padding :] = -1
-    return {"state_slots": state_slots, "output_slots": output_slots}
+    return {
+        "state_slots": torch.cat((state_slots, none)),
+        "output_slots": torch.cat((output_slots, none.unsqueeze(1).expand(-1, tokens))),
+    }
+
+
+def draw_prefill(
+    draw: Draw, lengths: Sequence[int], slots: int, initial: bool | None = True, padding: int = 0
+) -> dict[str, Tensor | None]:
+    """Sequences of a prefill, as ``cu_seqlens``, ``state_slots`` and ``has_initial_state``.
+
+    Args:
+        draw: where random numbers come from.
+        lengths: tokens of each sequence.
+        slots: how many the cache has, at least one for each sequence that is not padding.
+        initial: True: some start from a state; False: all could and none does; None: has_initial_state is None.
+        padding: how many sequences, the last ones, have no slots.
+    """
+    batch = len(lengths)
+    initials = draw.integers(0, 2, batch).bool() if initial else torch.zeros(batch, dtype=torch.bool, device=draw.device)
+    return {
+        "cu_seqlens": draw.cumulative(lengths),
+        **draw_slots(draw, batch, slots, padding=padding),
+        "has_initial_state": None if initial is None else initials,
+    }
 
 
 def padding_of(state_slots: Tensor) -> dict[str, list[int]]:
-    """How many requests have no slot, for a capture."""
+    """How many requests have no slot, for the ``work`` hook of a decode."""
     return {"padding": [int((state_slots < 0).sum())]}
 
 
-def captured_slots(
-    variation: Variation, states: Tensor, state_slots: Tensor, output_slots: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Slots for a captured call whose ``work`` hook read `padding_of`, and a cache of no more slots than these."""
-    batch, tokens = len(state_slots), None if output_slots is None else output_slots.shape[1]
-    slots = min(states.shape[0], batch * (1 if tokens is None else tokens + 1))
-    padding = min(batch, variation.values("padding", 1, 0)[0])
-    drawn = draw_slots(variation.draw, batch, slots, tokens, padding)
-    return {"states": variation.draw.normal(slots, *states.shape[1:], dtype=states.dtype), **drawn}
+def prefill_read(cu_seqlens: Tensor, state_slots: Tensor) -> dict[str, list[int]]:
+    """The ``work`` hook of a prefill: lengths, and how many requests have no slot."""
+    return {"lengths": cu_seqlens.diff().tolist(), **padding_of(state_slots)}
 
 
-def without_unread(states: Tensor, state_slots: Tensor) -> Tensor:
-    """Returns the cache with NaN in every slot that no request of a decode reads."""
-    return _poisoned(states, state_slots[state_slots >= 0])
+def vary_prefill(
+    variation: Variation, tokens: int, cu_seqlens: Tensor, states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None
+) -> dict[str, Any]:
+    """The ``vary`` hook of a prefill of as many tokens, whose ``work`` hook is `prefill_read`."""
+    draw, batch = variation.draw, len(state_slots)
+    initial = None if has_initial_state is None else True
+    if variation.want is Want.UNUSED:
+        return {"states": _poisoned(states, state_slots[_started(state_slots, has_initial_state)])}
+    if variation.want is Want.CAPTURED:
+        lengths, padding = variation.parts("lengths", batch, tokens), min(batch, variation.values("padding", 1, 0)[0])
+        slots = min(states.shape[0], batch)
+        made = draw_prefill(draw, lengths, slots, initial, max(padding, batch - slots))
+        return {**made, "states": draw.normal(slots, *states.shape[1:], dtype=states.dtype)}
+    ends = draw.integers(0, tokens + 1, max(batch - 1, 0)).sort().values.tolist()
+    lengths = [end - begin for begin, end in zip([0, *ends], [*ends, tokens], strict=True)] if batch else []
+    return {**draw_prefill(draw, lengths, states.shape[0], initial, max(0, batch - states.shape[0]))}
 
 
-def without_unread_initial(states: Tensor, state_slots: Tensor, has_initial_state: Tensor | None) -> Tensor:
-    """Returns the cache with NaN in every slot that no request of a prefill reads."""
-    return _poisoned(states, state_slots[_started(state_slots, has_initial_state)])
+def vary_decode(variation: Variation, states: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> dict[str, Any]:
+    """The ``vary`` hook of a decode, whose ``work`` hook is `padding_of`."""
+    draw, batch, tokens = variation.draw, len(state_slots), None if output_slots is None else output_slots.shape[1]
+    if variation.want is Want.UNUSED:
+        return {"states": _poisoned(states, state_slots[state_slots >= 0])}
+    slots, written = states.shape[0], 1 if tokens is None else tokens
+    padding = 0
+    if variation.want is Want.CAPTURED:
+        slots, padding = min(slots, batch * (written + 1)), variation.values("padding", 1, 0)[0]
+    made = draw_slots(draw, batch, slots, tokens, min(batch, max(padding, batch - slots // written)))
+    if variation.want is Want.CAPTURED:
+        made["states"] = draw.normal(slots, *states.shape[1:], dtype=states.dtype)
+    return made
 
 
-def _poisoned(states: Tensor, slots: Tensor) -> Tensor:
+def _poisoned(states: Tensor, read: Tensor) -> Tensor:
+    """The cache with NaN in every slot but those that are read."""
     unread = torch.ones(states.shape[0], dtype=torch.bool, device=states.device)
-    unread[slots.long()] = False
+    unread[read.long()] = False
     return poisoned(states, unread)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.attention._mha_call_device import columns_of, sequence_of
+from tokenspeed_kernel.triton.attention._mha_call_device import columns_of
 from tokenspeed_kernel.triton.attention._online_softmax_device import LOG2_E, Scaling, Softmax, log_sum_exp, scale_scores
+from tokenspeed_kernel.triton.common_device import sequence_of
 from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.attention._fp8_device import widened
-from tokenspeed_kernel.triton.attention._mha_call_device import columns_of, sequence_of
+from tokenspeed_kernel.triton.attention._mha_call_device import columns_of
 from tokenspeed_kernel.triton.attention._online_softmax_device import (
     Scaling,
     join_sink,
@@ -18,6 +18,7 @@ from tokenspeed_kernel.triton.attention._online_softmax_device import (
     scale_scores,
     softmax_step,
 )
+from tokenspeed_kernel.triton.common_device import sequence_of
 from tokenspeed_kernel.triton.views_device import Cache, Pages, Rows, Scales, head_of, pages_of, row_of
 
 

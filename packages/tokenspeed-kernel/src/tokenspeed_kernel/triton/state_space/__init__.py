@@ -1,0 +1,1 @@
+"""State-space models: causal convolutions and recurrences with states in a cache."""

@@ -1,0 +1,28 @@
+"""What the device code of causal convolutions shares."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tap(weight, channel, inside, INDEX: tl.constexpr, SHAPE: tl.constexpr):
+    """A column of the weights, float32."""
+    return tl.load(weight + channel * SHAPE.width + INDEX, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def bias_of(bias, channel, inside):
+    """The bias of channels, float32; zeros where there is none."""
+    if bias is None:
+        return tl.zeros(channel.shape, tl.float32)
+    else:  # noqa: RET505 (what is not taken must not be compiled)
+        return tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def activated(total, SHAPE: tl.constexpr):
+    if SHAPE.silu:
+        total = total / (1.0 + tl.exp(-total))
+    return total

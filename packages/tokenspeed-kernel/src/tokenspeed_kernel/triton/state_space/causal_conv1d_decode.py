@@ -1,0 +1,71 @@
+"""The causal convolution of the newest tokens: a program takes some channels of a few requests, token after token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import TRITON, cdiv, dense, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.state_space._convolution import FORMATS, TRAITS, shape_of
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
+
+device_code = DeviceModule(__name__ + "_device")
+
+# A thread has two neighbouring channels of a request, of which it holds four inputs, four weights and the bias.
+_CHANNELS, _WARPS = 256, 4
+# Requests that share the weights that a program reads, where enough programs are left for every multiprocessor to have eight.
+_REQUESTS, _PROGRAMS = 4, 8
+
+
+@register_kernel(
+    "state_space",
+    "causal_conv1d_decode",
+    solution="triton",
+    capability=TRITON,
+    signatures=FORMATS,
+    traits={**TRAITS, "output_slots": any},
+    priority=Priority.PORTABLE,
+    tags={"determinism", "batch_invariant"},
+)
+def causal_conv1d_decode(
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    state_slots: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = "silu",
+    output_slots: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `tokenspeed_kernel.causal_conv1d_decode`."""
+    batch, tokens, channels = x.shape
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
+    block = min(_CHANNELS, next_power_of_2(channels))
+    programs = cdiv(channels, block) * cdiv(batch, _REQUESTS)
+    requests = _REQUESTS if programs >= _PROGRAMS * multiprocessors(x.device) else 1
+    device_code.causal_conv1d_decode_kernel[(cdiv(batch, requests), cdiv(channels, block))](
+        x,
+        dense(weight),
+        dense(bias),
+        states,
+        state_slots,
+        output_slots,
+        out,
+        batch,
+        tokens,
+        *x.stride(),
+        *states.stride(),
+        state_slots.stride(0),
+        *((0, 0) if output_slots is None else output_slots.stride()),
+        *out.stride(),
+        SHAPE=shape_of(weight, activation),
+        REQUESTS=requests,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
+    return out

@@ -1,0 +1,73 @@
+"""The causal convolution of whole sequences: a program takes a block of tokens of one sequence, and some channels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import TRITON, cdiv, dense, next_power_of_2
+from tokenspeed_kernel.triton.state_space._convolution import FORMATS, TRAITS, shape_of
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
+
+device_code = DeviceModule(__name__ + "_device")
+
+# A row of a block is a cache line of 16-bit inputs. A block of 64 tokens reads 3 of its neighbour's again, 5%; 32 sums a thread.
+_TOKENS, _CHANNELS, _WARPS = 64, 64, 4
+# Sequences that are looked at together to find the one that a program belongs to.
+_AT_ONCE = 256
+
+
+@register_kernel(
+    "state_space",
+    "causal_conv1d_prefill",
+    solution="triton",
+    capability=TRITON,
+    signatures=FORMATS,
+    traits={**TRAITS, "has_initial_state": any},
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
+def causal_conv1d_prefill(
+    x: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor,
+    states: Tensor,
+    state_slots: Tensor,
+    bias: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    activation: str | None = "silu",
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `tokenspeed_kernel.causal_conv1d_prefill`."""
+    (tokens, channels), batch = x.shape, len(state_slots)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not batch or not channels:
+        return out
+    block = min(_CHANNELS, next_power_of_2(channels))
+    # Each sequence has as many programs as its blocks, or one more. Where it begins, they are numbered from
+    # cu_seqlens // _TOKENS + its own number on, so no length is needed here.
+    device_code.causal_conv1d_prefill_kernel[(cdiv(channels, block), tokens // _TOKENS + batch)](
+        x,
+        dense(weight),
+        dense(bias),
+        dense(cu_seqlens),
+        states,
+        state_slots,
+        has_initial_state,
+        out,
+        batch,
+        *x.stride(),
+        *states.stride(),
+        state_slots.stride(0),
+        0 if has_initial_state is None else has_initial_state.stride(0),
+        *out.stride(),
+        SHAPE=shape_of(weight, activation),
+        TOKENS=_TOKENS,
+        BLOCK=block,
+        AT_ONCE=_AT_ONCE,
+        num_warps=_WARPS,
+    )
+    return out
