@@ -109,7 +109,7 @@ def _heads(qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tenso
     """Views of q, k and v: ``[tokens, heads or kv_heads, head_dim or v_head_dim]``."""
     (kv_heads, head_dim), v_head_dim = k_cache.shape[2:], v_cache.shape[3]
     keys, values = kv_heads * head_dim, kv_heads * v_head_dim
-    q, k, v = qkv.split((qkv.shape[1] - keys - values, keys, values), dim=1)
+    q, k, v = torch.split(qkv, (qkv.shape[1] - keys - values, keys, values), dim=1)
     return q.unflatten(1, (-1, head_dim)), k.unflatten(1, (kv_heads, head_dim)), v.unflatten(1, (kv_heads, v_head_dim))
 
 
@@ -234,12 +234,12 @@ def _() -> list[Case]:
         ),
         Case("qwen3-8b decode 1", _inputs(1, *qwen3_8b, **paged), large=True),
         Case("qwen3-8b decode 64", _inputs(64, *qwen3_8b, **paged), large=True),
-        Case("qwen3-235b decode 128, fp8 cache", _inputs(128, *qwen3_235b, **paged, **quantised), large=True),
+        Case("qwen3-235b decode 128, fp8 cache", _inputs(128, *qwen3_235b, **{**paged, **quantised}), large=True),
         Case("llama-3-8b decode 64", _inputs(64, *llama_8b, norm=False, **paged), large=True),
-        Case("llama-3-70b decode 256, fp8 cache", _inputs(256, *llama_70b, norm=False, **paged, **quantised), large=True),
+        Case("llama-3-70b decode 256, fp8 cache", _inputs(256, *llama_70b, norm=False, **{**paged, **quantised}), large=True),
         Case("qwen3-32b prefill 16384", _inputs(16384, *qwen3_32b, **paged), large=True),
-        Case("qwen3-235b prefill 16384, fp8 cache", _inputs(16384, *qwen3_235b, **paged, **quantised), large=True),
-        Case("qwen3-vl-8b prefill 16384", _inputs(16384, *qwen3_8b, **paged, **qwen3_vl), large=True),
+        Case("qwen3-235b prefill 16384, fp8 cache", _inputs(16384, *qwen3_235b, **{**paged, **quantised}), large=True),
+        Case("qwen3-vl-8b prefill 16384", _inputs(16384, *qwen3_8b, **{**paged, **qwen3_vl}), large=True),
     ]
 
 
