@@ -107,10 +107,12 @@ def qk_rmsnorm_rope_store_kv_cache(
 
 def _heads(qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views of q, k and v: ``[tokens, heads or kv_heads, head_dim or v_head_dim]``."""
-    (kv_heads, head_dim), v_head_dim = k_cache.shape[2:], v_cache.shape[3]
-    keys, values = kv_heads * head_dim, kv_heads * v_head_dim
-    q, k, v = torch.split(qkv, (qkv.shape[1] - keys - values, keys, values), dim=1)
-    return q.unflatten(1, (-1, head_dim)), k.unflatten(1, (kv_heads, head_dim)), v.unflatten(1, (kv_heads, v_head_dim))
+    (kv_heads, head_dim), v_head_dim, tokens = k_cache.shape[2:], v_cache.shape[3], len(qkv)
+    first_v = qkv.shape[1] - kv_heads * v_head_dim
+    first_k = first_v - kv_heads * head_dim
+    q = qkv[:, :first_k].view(tokens, first_k // head_dim, head_dim)
+    k = qkv[:, first_k:first_v].view(tokens, kv_heads, head_dim)
+    return q, k, qkv[:, first_v:].view(tokens, kv_heads, v_head_dim)
 
 
 @qk_rmsnorm_rope_store_kv_cache.traits
