@@ -194,6 +194,7 @@ WITH_UNUSED = {op.mode for op in VARIED if "with_kvcache" in op.mode} | {
     "compact_kv_cache",
     "moe_apply",
     "moe_combine",
+    "qk_rmsnorm_rope_store_kv_cache",
     "store_kv_cache",
     "store_mla_kv_cache",
 }

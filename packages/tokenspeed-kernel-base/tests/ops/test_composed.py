@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel_base.ops.attention.qk_rmsnorm_rope_store_kv_cache import qk_rmsnorm_rope_store_kv_cache
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
 from tokenspeed_kernel_base.ops.gemm.mm_add import mm_add
 from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
@@ -116,3 +118,47 @@ def test_rmsnorm_qkv_rope(with_residual: bool, with_cache: bool, solution: str) 
             flat = cache.view(6, kv_heads, head_dim)
             torch.testing.assert_close(flat[[5, 0]], values[[0, 2]], rtol=1e-6, atol=1e-6)
             assert (flat[1:5] == 7).all()
+
+
+@SOLUTIONS
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_qk_rmsnorm_rope_store_kv_cache(with_norm: bool, solution: str) -> None:
+    heads, kv_heads, head_dim, v_head_dim = 4, 2, 8, 6
+    qkv = draw(3, heads * head_dim + kv_heads * (head_dim + v_head_dim))
+    before = qkv.clone()
+    weights = {"q_weight": draw(head_dim), "k_weight": draw(head_dim, seed=1), "eps": 1e-3} if with_norm else {}
+    positions, slots = torch.tensor([4, 0, 2]), torch.tensor([5, -1, 0])
+    angles = draw(6, head_dim // 2).float()
+    table = torch.cat((angles.cos(), angles.sin()), -1)
+    caches = [torch.full((2, 3, kv_heads, width), 7.0, dtype=torch.float64) for width in (head_dim, v_head_dim)]
+    out = torch.empty(3, heads, head_dim, dtype=torch.float64)
+    got = qk_rmsnorm_rope_store_kv_cache(qkv, positions, table, *caches, slots, **weights, out=out, solution=solution)
+    assert got is out
+    assert torch.equal(qkv, before)
+    q, k, v = qkv.split((heads * head_dim, kv_heads * head_dim, kv_heads * v_head_dim), 1)
+    q, k, v = q.view(3, heads, head_dim), k.view(3, kv_heads, head_dim), v.view(3, kv_heads, v_head_dim)
+    if with_norm:
+        q, k = normed(q, weights["q_weight"], 1e-3), normed(k, weights["k_weight"], 1e-3)
+    turn = angles[positions].double()
+    torch.testing.assert_close(got, rotated(q, turn), rtol=1e-6, atol=1e-6)  # the table is float32
+    for cache, values in zip(caches, (rotated(k, turn), v), strict=True):
+        flat = cache.flatten(0, 1)
+        torch.testing.assert_close(flat[[5, 0]], values[[0, 2]], rtol=1e-6, atol=1e-6)
+        assert (flat[1:5] == 7).all()
+
+
+def test_qk_rmsnorm_rope_store_kv_cache_is_a_proper_custom_operator(
+    check_custom_op: Callable[[Any, dict[str, Any]], None],
+) -> None:
+    arguments = {
+        "qkv": draw(3, 64).float(),
+        "positions": torch.tensor([[4, 0, 2], [1, 2, 3], [0, 0, 5]]),
+        "cos_sin_cache": draw(6, 8).float(),
+        "k_cache": torch.zeros(2, 3, 2, 8),
+        "v_cache": torch.zeros(2, 3, 2, 8),
+        "slot_mapping": torch.tensor([5, -1, 0]),
+        "q_weight": draw(8),
+        "k_weight": draw(8),
+        "mrope_section": (2, 1, 1),
+    }
+    check_custom_op(qk_rmsnorm_rope_store_kv_cache, arguments)

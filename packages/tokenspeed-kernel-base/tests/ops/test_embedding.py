@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from tokenspeed_kernel_base.ops.embedding.apply_rope import apply_rope
 from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
@@ -171,6 +174,29 @@ def cached(tokens: int, page_size: int, kv_heads: int, head_dim: int, dtype: tor
         "v_cache": torch.randn(shape, generator=generator).to(dtype),
         "slot_mapping": slots,
     }
+
+
+@pytest.mark.parametrize(
+    ("rotary", "section", "in_turn"),
+    [
+        (modeling_qwen2_5_vl.Qwen2_5_VLRotaryEmbedding, (16, 24, 24), False),
+        (modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding, (24, 20, 20), True),
+    ],
+)
+def test_three_positions_agree_with_qwen(rotary: Any, section: tuple[int, ...], in_turn: bool) -> None:
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section}
+    embedding = rotary(SimpleNamespace(rope_parameters=parameters, head_dim=128, max_position_embeddings=100))
+    positions = torch.randint(0, 100, (3, 7), generator=torch.Generator().manual_seed(0))
+    cos, sin = embedding(torch.zeros(1), positions.unsqueeze(1))
+    q, k, _ = draw(7, 4, 2, 128)
+    wanted = modeling_llama.apply_rotary_pos_emb(q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), cos, sin)
+    table = table_of(angles_of(100, 128))
+    got = apply_rope(q, k, positions, table, mrope_section=section, mrope_interleaved=in_turn)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other[0].transpose(0, 1), rtol=2e-5, atol=2e-5)  # their angles are float32
+    # The same position thrice is one position.
+    same = apply_rope(q, k, positions[:1].expand(3, -1), table, mrope_section=section, mrope_interleaved=in_turn)
+    assert all(map(torch.equal, same, apply_rope(q, k, positions[0], table)))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -18,8 +18,8 @@ from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, padding_of
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
 from tokenspeed_kernel_base.variation import Variation, Want
 
-# Keys and values are written to the cache as they are.
-_NO_SCALES = {"k_scale": None, "v_scale": None}
+# Keys and values are written to the cache as they are, and tokens have one position.
+_LEFT_OUT = {"k_scale": None, "v_scale": None, "mrope_section": None, "mrope_interleaved": False}
 
 
 @operator(
@@ -171,13 +171,13 @@ def _(
     check.require(rest == 0 and heads > 2 * kv_heads, "qkv_weight", wanted, str(list(qkv_weight.shape)))
     qkv = torch.empty(x.shape[0], check["qkv"], dtype=x.dtype, device="meta")
     q, k, v = _heads(qkv, kv_heads, head_dim)
-    given = {"q": q, "k": k, "v": v if arguments["k_cache"] is not None else None, **_NO_SCALES}
+    given = {"q": q, "k": k, "v": v if arguments["k_cache"] is not None else None, **_LEFT_OUT}
     apply_rope.operator.run_hook("check", {**arguments, **given, "positions": positions, "cos_sin_cache": cos_sin_cache}, check)
 
 
 @rmsnorm_qkv_rope.check_values(host=("positions", "slot_mapping"))
 def _(check: Checker, **arguments: Any) -> None:
-    apply_rope.operator.run_hook("check_values", {**arguments, **_NO_SCALES}, check)
+    apply_rope.operator.run_hook("check_values", {**arguments, **_LEFT_OUT}, check)
 
 
 @rmsnorm_qkv_rope.fake

@@ -46,6 +46,8 @@ def apply_rope(
     slot_mapping: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    mrope_section: tuple[int, ...] | None = None,
+    mrope_interleaved: bool = False,
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -60,14 +62,19 @@ def apply_rope(
     attention factor, as YaRN has one (Peng et al., 2023, arXiv:2309.00071), is multiplied into both beforehand, and so
     scales the logits by its square.
 
+    With ``mrope_section`` a token has three positions, in time, height and width, as the vision-language models of the Qwen family
+    have it (Wang et al., 2024, arXiv:2409.12191), and each pair turns by the angle of one of them. The first ``mrope_section[0]``
+    pairs take time, the next ``mrope_section[1]`` height and the rest width (Qwen2.5-VL), or if ``mrope_interleaved`` pairs take
+    time, height and width in turn, until height or width has as many as its section says; time takes all others (Qwen3-VL).
+
     With ``v``, ``k_cache``, ``v_cache`` and ``slot_mapping``, the rotated k, as rounded for the result, and v are also written
     to the cache, exactly as `store_kv_cache` with the same scales would.
 
     Args:
         q: float16, bfloat16, float32 or float64 ``[tokens, heads, head_dim]``. May be a strided slice of a fused qkv.
         k: q's dtype ``[tokens, kv_heads, head_dim]``. May be strided, too.
-        positions: int32 or int64 ``[tokens]``, 0 to ``max_positions - 1``, in any order; checked where it lies in host memory.
-            That goes for tokens that are not written as well.
+        positions: int32 or int64 ``[tokens]``, with mrope_section ``[3, tokens]``; 0 to ``max_positions - 1``, in any order.
+            Checked where it lies in host memory, for tokens that are not written as well.
         cos_sin_cache: float32 ``[max_positions, rotary_dim]``; rotary_dim even, at most head_dim. Row p holds the cosines of
             position p's ``rotary_dim / 2`` angles, then their sines.
         interleaved: which elements form a pair, see above.
@@ -78,6 +85,8 @@ def apply_rope(
             ``pages * page_size`` and distinct where not negative; checked where it lies in host memory.
         k_scale: float32 ``[]``, ``[1]`` or ``[kv_heads]``, finite, > 0; None is 1. Only if k is written to an 8-bit cache.
         v_scale: the same for v.
+        mrope_section: how many pairs take time, height and width, ``rotary_dim / 2`` together; None: a token has one position.
+        mrope_interleaved: whether pairs take them in turn, see above. Only with mrope_section.
         q_out: receives the rotated q; may be q.
         k_out: receives the rotated k; may be k.
 
@@ -101,12 +110,29 @@ def apply_rope(
 
     Safe in CUDA graphs.
     """
-    cos, sin = cos_sin_cache[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = angles_at(positions, cos_sin_cache, mrope_section, mrope_interleaved)
     rotated_q, rotated_k = rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
     if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None:
         store_slots(k_cache, rotated_k, slot_mapping, k_scale)
         store_slots(v_cache, v, slot_mapping, v_scale)
     return rotated_q, rotated_k
+
+
+def angles_at(
+    positions: Tensor, cos_sin_cache: Tensor, mrope_section: tuple[int, ...] | None = None, mrope_interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every token's angles, ``[tokens, 1, rotary_dim / 2]`` each."""
+    rows = cos_sin_cache[positions.long()]
+    if mrope_section is not None:
+        _, height, width = mrope_section
+        pair = torch.arange(rows.shape[-1] // 2, device=rows.device)
+        if mrope_interleaved:
+            stream = torch.where(pair < 3 * torch.where(pair % 3 == 1, height, width), pair % 3, 0)
+        else:
+            stream = (pair >= len(pair) - height - width).long() + (pair >= len(pair) - width)
+        rows = rows.gather(0, torch.cat((stream, stream)).expand(1, *rows.shape[1:])).squeeze(0)
+    cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
+    return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -129,12 +155,14 @@ def _(
     v_cache: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    mrope_section: tuple[int, ...] | None,
 ) -> dict[str, object]:
     scales = [scale for scale in (k_scale, v_scale) if scale is not None]
     traits: dict[str, object] = {
         "head_dim": q.shape[-1],
         "rotary_dim": cos_sin_cache.shape[-1],
         "interleaved": interleaved,
+        "mrope": mrope_section is not None,
         "cache_write": k_cache is not None,
         "scaled": bool(scales),
         "per_head_scale": any(scale.numel() != 1 for scale in scales),
@@ -157,18 +185,12 @@ def _(
     slot_mapping: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    mrope_section: tuple[int, ...] | None,
+    mrope_interleaved: bool,
 ) -> None:
     check.tensor("q", q, "tokens heads head_dim", FLOATS)
     check.tensor("k", k, "tokens kv_heads head_dim", q.dtype)
-    check.tensor("positions", positions, "tokens", INTS)
-    check.tensor("cos_sin_cache", cos_sin_cache, "max_positions rotary_dim", torch.float32)
-    rotary_dim, head_dim = check["rotary_dim"], check["head_dim"]
-    check.require(
-        0 < rotary_dim <= head_dim and rotary_dim % 2 == 0,
-        "cos_sin_cache",
-        f"of an even rotary_dim, at most head_dim = {head_dim} of q",
-        str(list(cos_sin_cache.shape)),
-    )
+    check_angles(check, positions, cos_sin_cache, mrope_section, mrope_interleaved)
     if v is not None and k_cache is not None and v_cache is not None and slot_mapping is not None:
         check_write(check, k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         return
@@ -196,13 +218,39 @@ def _(
     check_scale_values(check, k_scale=k_scale, v_scale=v_scale)
 
 
+def check_angles(
+    check: Checker, positions: Tensor, cos_sin_cache: Tensor, mrope_section: tuple[int, ...] | None, mrope_interleaved: bool
+) -> None:
+    """Checks shapes and dtypes of what heads are turned by. Sizes of the heads, which are q's, have been bound."""
+    check.tensor("positions", positions, "tokens" if mrope_section is None else "3 tokens", INTS)
+    check.tensor("cos_sin_cache", cos_sin_cache, "max_positions rotary_dim", torch.float32)
+    rotary_dim, head_dim = check["rotary_dim"], check["head_dim"]
+    check.require(
+        0 < rotary_dim <= head_dim and rotary_dim % 2 == 0,
+        "cos_sin_cache",
+        f"of an even rotary_dim, at most head_dim = {head_dim} of q",
+        str(list(cos_sin_cache.shape)),
+    )
+    if mrope_section is None:
+        check.require(not mrope_interleaved, "mrope_interleaved", "False, because there is no mrope_section", mrope_interleaved)
+        return
+    pairs, whole = rotary_dim // 2, len(mrope_section) == 3 and min(mrope_section) >= 0 and 2 * sum(mrope_section) == rotary_dim
+    check.require(whole, "mrope_section", f"three numbers from 0 on that add up to rotary_dim / 2 = {pairs}", str(mrope_section))
+    if mrope_interleaved:
+        most = [(pairs - offset + 2) // 3 for offset in (1, 2)]  # pairs whose turn is height's, and width's
+        fits = all(count <= limit for count, limit in zip(mrope_section[1:], most, strict=True))
+        said = f"of height and width at most {most[0]} and {most[1]}, because every third of {pairs} pairs is theirs"
+        check.require(fits, "mrope_section", said, str(mrope_section))
+
+
 def check_positions(check: Checker, positions: Tensor | None, cos_sin_cache: Tensor) -> None:
     """Checks positions that lie in host memory: the table has a row for each."""
     if positions is not None and positions.numel():
         end = cos_sin_cache.shape[0]
         for position, token in ((positions.min(), positions.argmin()), (positions.max(), positions.argmax())):
             if not 0 <= position < end:
-                check.fail("positions", f"in 0 to {end - 1}, the rows of cos_sin_cache", f"{int(position)} for token {int(token)}")
+                at = int(token) % positions.shape[-1]
+                check.fail("positions", f"in 0 to {end - 1}, the rows of cos_sin_cache", f"{int(position)} for token {at}")
 
 
 @apply_rope.fake
@@ -248,7 +296,7 @@ def _inputs(
         arguments = {
             "q": q,
             "k": k,
-            "positions": draw.integers(0, max_positions, tokens),
+            "positions": draw.integers(0, max_positions, *([3] if "mrope_section" in options else []), tokens),
             "cos_sin_cache": angles_table(draw, max_positions, rotary_dim or head_dim, factor=1.35),
             **options,
         }
@@ -296,6 +344,15 @@ def _() -> list[Case]:
         Case(
             "values wider than keys, fp8 cache, one scale a head, float16",
             _inputs(7, 4, 2, 40, torch.float16, page_size=4, cache_dtype=fp8, v_head_dim=100, scale_shape=(2,)),
+        ),
+        Case("qwen2.5-vl sections", _inputs(5, 7, 1, 128, mrope_section=(16, 24, 24))),
+        Case(
+            "qwen3-vl sections, fp8 cache, float16",
+            _inputs(6, 8, 2, 128, torch.float16, page_size=4, cache_dtype=fp8, mrope_section=(24, 20, 20), mrope_interleaved=True),
+        ),
+        Case(
+            "glm-4.5v sections, partial 64 of 128, interleaved, float32",
+            _inputs(3, 3, 1, 128, torch.float32, 64, interleaved=True, mrope_section=(8, 12, 12)),
         ),
         Case("no tokens", _inputs(0, *gpt_oss, fused=False)),
         Case("no tokens, with cache", _inputs(0, *gpt_oss, page_size=16, fused=False)),
@@ -351,7 +408,7 @@ def _(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Cost:
-    tokens, rotary_dim = positions.shape[0], cos_sin_cache.shape[-1]
+    tokens, rotary_dim = q.shape[0], cos_sin_cache.shape[-1]
     # Four products and two sums a pair. Of the table, no more than a row for each token is read.
     flops = 3.0 * tokens * (q.shape[1] + k.shape[1]) * rotary_dim
     moved = 2 * nbytes(q, k) + nbytes(positions) + min(4 * tokens * rotary_dim, nbytes(cos_sin_cache))

@@ -22,14 +22,43 @@ from tokenspeed_kernel_base.traits import at_most
 device_code = DeviceModule(__name__ + "_device")
 
 
+class Streams(NamedTuple):
+    """Which of a token's three positions a pair takes.
+
+    Attributes:
+        height, width: the first pairs of these; where pairs take turns, the first pairs that are too late for these.
+        interleaved: whether they take turns.
+    """
+
+    height: int
+    width: int
+    interleaved: bool
+
+
+def streams_of(mrope_section: tuple[int, ...] | None, interleaved: bool) -> Streams | None:
+    """None where a token has one position."""
+    if mrope_section is None:
+        return None
+    time, height, width = mrope_section
+    return Streams(3 * height, 3 * width, True) if interleaved else Streams(time, time + height, False)
+
+
 class Shape(NamedTuple):
-    """Sizes that a model fixes: heads of q and of k, columns of a head, and how many are turned, as neighbours or as halves."""
+    """Sizes that a model fixes.
+
+    Attributes:
+        q_heads, k_heads: heads of q and of k.
+        head_dim, rotary_dim: columns of a head, and how many of them are turned.
+        interleaved: whether neighbours form a pair.
+        streams: which position a pair takes, where tokens have three.
+    """
 
     q_heads: int
     k_heads: int
     head_dim: int
     rotary_dim: int
     interleaved: bool
+    streams: Streams | None
 
 
 class Write(NamedTuple):
@@ -98,6 +127,7 @@ _WRITING_FORMATS = {
     signatures=_PLAIN_FORMATS | _WRITING_FORMATS,
     traits={
         "interleaved": any,
+        "mrope": any,
         "cache_write": any,
         "scaled": any,
         "per_head_scale": any,
@@ -119,6 +149,8 @@ def apply_rope(
     slot_mapping: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    mrope_section: tuple[int, ...] | None = None,
+    mrope_interleaved: bool = False,
     q_out: Tensor | None = None,
     k_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -164,11 +196,14 @@ def apply_rope(
             new_q.stride(1),
             new_k.stride(0),
             new_k.stride(1),
+            positions.stride(-1),
             positions.stride(0),
             table.stride(0),
             slots_stride,
             *cache_strides,
-            SHAPE=Shape(max(q_heads, 1), max(k_heads, 1), head_dim, rotary_dim, interleaved),
+            SHAPE=Shape(
+                max(q_heads, 1), max(k_heads, 1), head_dim, rotary_dim, interleaved, streams_of(mrope_section, mrope_interleaved)
+            ),
             WRITE=write,
             TILE=tile,
             EARLY=early,

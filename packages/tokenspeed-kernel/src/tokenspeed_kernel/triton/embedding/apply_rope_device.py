@@ -9,16 +9,27 @@ import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.kvcache._write_device import encoded, slot_of
+from tokenspeed_kernel.triton.norm.rmsnorm_device import inverse_root
+from tokenspeed_kernel.triton.quantization._encode_device import round_to
 from tokenspeed_kernel.triton.views_device import Cache, Heads, row_of
 
 
 class Angles(NamedTuple):
-    """Positions of the tokens, and the table ``[positions, rotary_dim]`` of their cosines and sines."""
+    """Positions of the tokens, and the table ``[positions, rotary_dim]`` of their cosines and sines. ``stream_stride``: from a
+    token's position in time to those in height and width, where it has these."""
 
     positions: Any
     positions_stride: Any
     table: Any
     table_stride: Any
+    stream_stride: Any
+
+
+class Norm(NamedTuple):
+    """The weight ``[head_dim]`` that heads are normalised with, of unit stride, or None; and what is added to mean squares."""
+
+    weight: Any
+    eps: Any
 
 
 class Slots(NamedTuple):
@@ -77,8 +88,46 @@ def store_heads(base, dim_stride, a, b, tail, inside, SHAPE: tl.constexpr, TILE:
 
 
 @triton.jit
+def normalise(a, b, tail, norm, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Heads as `load_heads` gives them, normalised and rounded, as `qk_rmsnorm` does it."""
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    HAS_TAIL: tl.constexpr = SHAPE.head_dim > SHAPE.rotary_dim
+    one = tl.zeros((1, 1), tl.int32)
+    a_scale, b_scale, tail_scale = load_heads(norm.weight + one, one == 0, SHAPE, TILE)
+    wide_a, wide_b, wide_tail = a.to(tl.float32), b.to(tl.float32), tail.to(tl.float32)
+    squares = tl.sum(wide_a * wide_a + wide_b * wide_b, axis=1, keep_dims=True)
+    if HAS_TAIL:
+        squares += tl.sum(wide_tail * wide_tail, axis=1, keep_dims=True)
+    inverse = inverse_root(squares, HEAD_DIM, norm.eps)
+    a = round_to(wide_a * inverse * a_scale.to(tl.float32), a.dtype, INTERPRETED)
+    b = round_to(wide_b * inverse * b_scale.to(tl.float32), b.dtype, INTERPRETED)
+    if HAS_TAIL:
+        tail = round_to(wide_tail * inverse * tail_scale.to(tl.float32), tail.dtype, INTERPRETED)
+    return a, b, tail
+
+
+@triton.jit
+def positions_of(angles, token, inside, SHAPE: tl.constexpr, PAIRS: tl.constexpr):
+    """Positions of tokens ``[HEADS, 1]``; where a token has three, those that its pairs take, ``[HEADS, PAIRS]``."""
+    at = angles.positions + token * angles.positions_stride
+    position = tl.load(at, mask=inside, other=0)
+    if SHAPE.streams is not None:
+        pair = tl.arange(0, PAIRS)[None, :]
+        if SHAPE.streams.interleaved:
+            of_height = (pair % 3 == 1) & (pair < SHAPE.streams.height)
+            of_width = (pair % 3 == 2) & (pair < SHAPE.streams.width)
+        else:
+            of_height = (pair >= SHAPE.streams.height) & (pair < SHAPE.streams.width)
+            of_width = pair >= SHAPE.streams.width
+        height = tl.load(at + angles.stream_stride, mask=inside, other=0)
+        width = tl.load(at + 2 * angles.stream_stride, mask=inside, other=0)
+        position = tl.where(of_height, height, tl.where(of_width, width, position))
+    return position
+
+
+@triton.jit
 def turn(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.constexpr):
-    """Pairs turned by the angles of their positions, ``[HEADS, 1]`` or ``[1, 1]``, and rounded."""
+    """Pairs turned by the angles of their positions, as `positions_of` gives them for heads or for one token, and rounded."""
     pair = tl.arange(0, PAIRS)[None, :]
     at = angles.table + position.to(tl.int64) * angles.table_stride + pair
     there = inside & (pair < ROTARY_DIM // 2)
@@ -89,7 +138,8 @@ def turn(a, b, angles, position, inside, ROTARY_DIM: tl.constexpr, PAIRS: tl.con
 
 
 @triton.jit
-def _turn_queries(q, q_out, angles, program, tokens, SHAPE: tl.constexpr, TILE: tl.constexpr):
+def turn_queries(q, q_out, norm, angles, program, tokens, SHAPE: tl.constexpr, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """A tile of heads of q, normalised first where there is a weight."""
     ROTARY_DIM: tl.constexpr = SHAPE.rotary_dim
     PAIRS: tl.constexpr = TILE.pairs
     HEADS: tl.constexpr = TILE.q_heads
@@ -97,17 +147,18 @@ def _turn_queries(q, q_out, angles, program, tokens, SHAPE: tl.constexpr, TILE: 
     token, head = (row // SHAPE.q_heads).to(tl.int64), (row % SHAPE.q_heads).to(tl.int64)
     inside = token < tokens
     a, b, tail = load_heads(row_of(q, token, head), inside, SHAPE, TILE)
+    if norm.weight is not None:
+        a, b, tail = normalise(a, b, tail, norm, SHAPE, TILE, INTERPRETED)
     if SHAPE.q_heads % HEADS == 0:  # The whole tile is of one token: angles are loaded once.
-        at = (program * HEADS // SHAPE.q_heads) * angles.positions_stride + tl.zeros((1, 1), tl.int64)
-        a, b = turn(a, b, angles, tl.load(angles.positions + at), at >= 0, ROTARY_DIM, PAIRS)
+        one = program * HEADS // SHAPE.q_heads + tl.zeros((1, 1), tl.int64)
+        a, b = turn(a, b, angles, positions_of(angles, one, one >= 0, SHAPE, PAIRS), one >= 0, ROTARY_DIM, PAIRS)
     else:
-        position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
-        a, b = turn(a, b, angles, position, inside, ROTARY_DIM, PAIRS)
+        a, b = turn(a, b, angles, positions_of(angles, token, inside, SHAPE, PAIRS), inside, ROTARY_DIM, PAIRS)
     store_heads(row_of(q_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
 
 
 @triton.jit
-def _turn_keys(
+def turn_keys(
     k,
     v,
     k_out,
@@ -116,28 +167,33 @@ def _turn_keys(
     slots,
     k_scale,
     v_scale,
+    norm,
     angles,
     program,
     tokens,
     SHAPE: tl.constexpr,
     WRITE: tl.constexpr,
     TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Heads of k, and the write of k and v where there is one."""
+    """Heads of k, normalised first where there is a weight, and the write of k and v where there is one. ``k_out`` may be None."""
     HEADS: tl.constexpr = TILE.k_heads
     ENCODING: tl.constexpr = WRITE.encoding
     row = program * HEADS + tl.arange(0, HEADS)[:, None]
     token, head = (row // SHAPE.k_heads).to(tl.int64), (row % SHAPE.k_heads).to(tl.int64)
     inside = token < tokens
-    position = tl.load(angles.positions + token * angles.positions_stride, mask=inside, other=0)
+    position = positions_of(angles, token, inside, SHAPE, TILE.pairs)
     a, b, tail = load_heads(row_of(k, token, head), inside, SHAPE, TILE)
     if WRITE.wanted:  # all loads before the first store, which they could not be moved across
         slot = tl.load(slots.first + token * slots.stride, mask=inside, other=-1)
         written = slot >= 0
         column = tl.arange(0, TILE.v_block)[None, :]
         values = tl.load(row_of(v, token, head) + column, mask=inside & (column < WRITE.v_head_dim), other=0.0)
+    if norm.weight is not None:
+        a, b, tail = normalise(a, b, tail, norm, SHAPE, TILE, INTERPRETED)
     a, b = turn(a, b, angles, position, inside, SHAPE.rotary_dim, TILE.pairs)
-    store_heads(row_of(k_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
+    if k_out is not None:
+        store_heads(row_of(k_out, token, head), 1, a, b, tail, inside, SHAPE, TILE)
     if WRITE.wanted:
         k_at = slot_of(k_cache, slot, head, WRITE.page_size)
         v_at = slot_of(v_cache, slot, head, WRITE.page_size)
@@ -177,6 +233,7 @@ def apply_rope_kernel(
     k_out_token_stride,
     k_out_head_stride,
     positions_stride,
+    stream_stride,
     table_stride,
     slot_mapping_stride,
     k_page_stride,
@@ -194,10 +251,11 @@ def apply_rope_kernel(
 ):
     """The first ``k_programs`` programs take k and v, the others q."""
     start(EARLY)
-    angles = Angles(positions, positions_stride, table, table_stride)
+    angles = Angles(positions, positions_stride, table, table_stride, stream_stride)
+    plain = Norm(None, 0.0)
     program = tl.program_id(0)
     if program < k_programs:
-        _turn_keys(
+        turn_keys(
             Heads(k, k_token_stride, k_head_stride),
             Heads(v, v_token_stride, v_head_stride),
             Heads(k_out, k_out_token_stride, k_out_head_stride),
@@ -206,14 +264,16 @@ def apply_rope_kernel(
             Slots(slot_mapping, slot_mapping_stride),
             k_scale,
             v_scale,
+            plain,
             angles,
             program,
             tokens,
             SHAPE,
             WRITE,
             TILE,
+            False,
         )
     else:
         q_heads = Heads(q, q_token_stride, q_head_stride)
         q_out_heads = Heads(q_out, q_out_token_stride, q_out_head_stride)
-        _turn_queries(q_heads, q_out_heads, angles, program - k_programs, tokens, SHAPE, TILE)
+        turn_queries(q_heads, q_out_heads, plain, angles, program - k_programs, tokens, SHAPE, TILE, False)

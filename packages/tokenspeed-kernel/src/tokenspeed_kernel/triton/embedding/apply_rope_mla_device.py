@@ -119,7 +119,7 @@ def apply_rope_mla_kernel(
 ):
     """The first ``kv_programs`` programs take latents, the others queries."""
     start(EARLY)
-    angles = Angles(positions, positions_stride, table, table_stride)
+    angles = Angles(positions, positions_stride, table, table_stride, 0)
     program = tl.program_id(0)
     if program < kv_programs:
         _write_latents(

@@ -9,9 +9,15 @@ from tokenspeed_kernel.triton.common_device import start
 
 
 @triton.jit
+def inverse_root(squares, hidden, eps):
+    """1 / sqrt(mean + eps) from sums of squares."""
+    return tl.rsqrt(squares / hidden + eps)
+
+
+@triton.jit
 def inverse_rms(x, hidden, eps):
     """1 / sqrt(mean(x^2) + eps) of every row of a float32 tile ``[ROWS, BLOCK]``, 0 beyond ``hidden``: ``[ROWS, 1]``."""
-    return tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / hidden + eps)
+    return inverse_root(tl.sum(x * x, axis=1, keep_dims=True), hidden, eps)
 
 
 @triton.jit
@@ -69,7 +75,7 @@ def rmsnorm_kernel(
                 tl.store(residual_out + row * residual_out_stride + at, total, mask=inside)
             wide = total.to(tl.float32)
             squares += wide * wide
-        inverse = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / hidden + eps)
+        inverse = inverse_root(tl.sum(squares, axis=1, keep_dims=True), hidden, eps)
         # The sum is read back from where it was written: x and the residual may be overwritten by then.
         tl.debug_barrier()
         source = residual_out if HAS_RESIDUAL else x
