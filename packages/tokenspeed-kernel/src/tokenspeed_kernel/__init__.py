@@ -18,6 +18,7 @@ from tokenspeed_kernel_base.config import ConfigurationError, reload_settings, s
 from tokenspeed_kernel_base.discovery import import_modules
 from tokenspeed_kernel_base.operator import get_operator, operators
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
+from tokenspeed_kernel_base.ops.kvcache.host_pages import HostPages
 from tokenspeed_kernel_base.ops.moe.plan import MoEPlan
 from tokenspeed_kernel_base.ops.moe.process import moe_plan, moe_process_weights
 from tokenspeed_kernel_base.ops.moe.weights import MoEWeights
@@ -122,6 +123,7 @@ __all__ = [
     "CapabilityRequirement",
     "ConfigurationError",
     "Explanation",
+    "HostPages",
     "KernelRegistry",
     "MoEPlan",
     "MoEWeights",

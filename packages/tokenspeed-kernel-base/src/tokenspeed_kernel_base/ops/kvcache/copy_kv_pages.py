@@ -29,8 +29,7 @@ def copy_kv_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, sou
 
     Page ``source_pages[i]`` of source is copied to page ``target_pages[i]`` of the cache; where either is negative nothing is
     copied. Sequences that have shared a prefix part this way (copy on write). With a staging tensor as one of the two it gathers
-    pages, or spreads them: to move pages to the host, gather them, and copy the staging tensor to pinned memory with
-    ``non_blocking=True`` on a stream of its own.
+    pages, or spreads them: `tokenspeed_kernel.HostPages` moves pages to host memory and back this way.
 
     Args:
         cache: ``[pages, page_size, kv_heads, head_dim]``, or ``[pages, page_size, width]`` of latents. Any float dtype, 8-bit
