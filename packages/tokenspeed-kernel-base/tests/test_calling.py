@@ -366,7 +366,7 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "from tokenspeed_kernel_base.signature import format_signatures\n\n"
         "@register_kernel('gemm', 'mm', name='lonely_mm', solution='lonely', priority=19,\n"
         "                 signatures=format_signatures(('a', 'b'), 'dense', {torch.float32}), traits={'bias': {False}})\n"
-        "def mm(a, b, a_scale, b_scale, bias, out_dtype, out):\n"
+        "def mm(a, b, a_scale, b_scale, bias, out_dtype, alpha, out):\n"
         "    return a @ b + 100\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

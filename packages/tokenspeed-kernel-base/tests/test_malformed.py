@@ -122,6 +122,8 @@ def _valid() -> dict[str, dict[str, Any]]:
         "dequantize_mxfp4": {"q": ones(3, 32, dtype=U8), "scale": ones(3, 2, dtype=U8)},
         "quantize_nvfp4": {"x": ones(3, 64), "global_scale": ones(1, dtype=F32)},
         "dequantize_nvfp4": {"q": ones(3, 32, dtype=U8), "scale": ones(3, 4, dtype=FP8), "global_scale": ones(1, dtype=F32)},
+        "swizzle_scales": {"scale": ones(3, 5, dtype=U8)},
+        "unswizzle_scales": {"scale": ones(1, 2, 32, 4, 4, dtype=U8), "rows": 3, "columns": 5},
         "adjust_logits": {"logits": ones(2, 8), "tokens": torch.tensor([[1, 7], [0, -1]], dtype=torch.int32)},
         "store_mla_kv_cache": {
             "latent": ones(3, 8), "k_rope": ones(3, 4), "kv_cache": ones(6, 4, 12), "slot_mapping": ints(0, 5, -1),
@@ -331,6 +333,7 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("mm", {"a": ones(8)}, V, r"a must be of shape \[m, k\], got a bfloat16 tensor of shape \[8\]"),
     ("mm", {"b": ones(8, 4, dtype=F32)}, T, r"a and b must be in formats that go together .*, got a: bfloat16 and b: float32"),
     ("mm", {"bias": ones(5)}, V, r"bias must be of shape \[n\] where n is 4 in b, got \[5\]"),
+    ("mm", {"alpha": ones(1, dtype=F32)}, V, r"alpha must be None where no operand is nvfp4, got "),
     ("mm", {"out_dtype": torch.int8}, V, r"out_dtype must be one of .*, got int8"),
     ("mm", {"out_dtype": "bfloat16"}, T, r"out_dtype must be dtype or None, got str 'bfloat16'"),
     ("mm", {"a_scale": ones(1, dtype=F32)}, V, r"a_scale must be None.*, got "),
@@ -370,6 +373,10 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("quantize_nvfp4", {"x": ones(3, 24)}, V, r"x must be of shape .* a multiple of 16, got a bfloat16 tensor of shape \[3, 24\]"),
     ("quantize_nvfp4", {"global_scale": ones(2, dtype=F32)}, V, r"global_scale must be .*, got "),
     ("dequantize_nvfp4", {"scale": ones(3, 5, dtype=FP8)}, V, r"scale must be of shape \[3, 4\].*, got a float8_e4m3fn tensor of shape \[3, 5\]"),
+    ("swizzle_scales", {"scale": ones(3, 5, dtype=F32)}, T, r"scale must be a tensor of float8_e4m3fn or .*uint8, got float32"),
+    ("swizzle_scales", {"scale": ones(5, dtype=U8)}, V, r"scale must be of shape .*, got \[5\]"),
+    ("unswizzle_scales", {"columns": 4}, V, r"scale must be of shape \[1, 1, 32, 4, 4\] for 3 rows and 4 columns, got .*\[1, 2, 32, 4, 4\]"),
+    ("unswizzle_scales", {"rows": -1}, V, r"rows must be at least 0, got -1"),
     # sampling
     ("adjust_logits", {"tokens": torch.tensor([[1, 7], [5, 5]], dtype=torch.int32)}, V, r"tokens must be each token at most once in a row, got 5 twice in row 1"),
     ("adjust_logits", {"tokens": ints(1, 2)}, V, r"tokens must be of shape \[rows, listed\]"),

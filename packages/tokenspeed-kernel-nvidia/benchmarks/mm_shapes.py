@@ -12,7 +12,7 @@ from judging import Bar, Times, of_ours
 from measuring import Limits
 
 from tokenspeed_kernel_base.cases import Case
-from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, mx
+from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 
 TOKENS = (1, 2, 4, 8, 16)
 # How far a result may be from float32's; rounding it to bfloat16 alone takes 1.7e-3, and of the worst row a little more.
@@ -28,7 +28,7 @@ _MADE: Mapping[str, Callable[[int, int, int], Any]] = {
     "fp8 weights in blocks": functools.partial(fp8, a_scale="", b_scale="block", a_dtype=_HALF, bias=_HALF),
     "fp8": functools.partial(fp8, a_scale="token", b_scale="channel", bias=_HALF),
     "fp8 in blocks": functools.partial(fp8, a_scale="block", b_scale="block", bias=_HALF),
-    "mxfp4 weights": functools.partial(mx, a="dense", b="mxfp4", bias=_HALF),
+    "mxfp4 weights": functools.partial(micro, a="dense", b="mxfp4", bias=_HALF),
 }
 _BYTES = {"": 2.0, "mxfp4 weights": 17 / 32, **dict.fromkeys([name for name in _MADE if name.startswith("fp8")], 1.0)}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.checks import HALVES
-from tokenspeed_kernel_base.ops.gemm._inputs import fp8, mx
+from tokenspeed_kernel_base.ops.gemm._inputs import fp8, micro
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_nvidia import _programs
@@ -251,7 +251,7 @@ SCALED = {
     **{f"fp8 weights, {b}": (E4M3, partial(fp8, a_scale="", b_scale=b)) for b in ("tensor", "channel", "block")},
     **{f"fp8, {a} and {b}": (E4M3, partial(fp8, a_scale=a, b_scale=b)) for a, b in
        (("tensor", "tensor"), ("token", "tensor"), ("tensor", "channel"), ("token", "channel"), ("block", "block"))},
-    "mxfp4 weights": (torch.uint8, partial(mx, a="dense", b="mxfp4")),
+    "mxfp4 weights": (torch.uint8, partial(micro, a="dense", b="mxfp4")),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 
 from tokenspeed_kernel_base.cases import Case
-from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, mx
+from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
 from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
 from tokenspeed_kernel_base.signature import dtype_name
@@ -40,7 +40,7 @@ CALLS = {
     "fp8 weights, block": (partial(fp8, a_scale="", b_scale="block", a_dtype=F16), F16),
     "fp8, token and channel": (partial(fp8, a_scale="token", b_scale="channel", out_dtype=SINGLE), SINGLE),
     "fp8, blocks": (partial(fp8, a_scale="block", b_scale="block", out_dtype=SINGLE), SINGLE),
-    "mxfp4 weights": (partial(mx, a="dense", b="mxfp4", out_dtype=SINGLE), SINGLE),
+    "mxfp4 weights": (partial(micro, a="dense", b="mxfp4", out_dtype=SINGLE), SINGLE),
 }
 TOLERANCE = {BF16: 4.5e-3, F16: 6e-4, SINGLE: 1e-5}
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 GRANULARITIES = ("tensor", "token", "channel", "block")
+SCALE_LAYOUTS = ("linear", "128x4")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -26,16 +27,19 @@ class ScaleFormat:
     """Where the scales of a tensor are.
 
     Attributes:
-        storage_dtype: dtype of one scale: float32, or ``torch.float8_e8m0fnu`` / uint8 for e8m0 exponents.
+        storage_dtype: dtype of one scale: float32, float8_e4m3fn, or uint8 for e8m0 exponents (also where the tensor itself is
+            float8_e8m0fnu); int32 for four such exponents, those of four consecutive blocks along k, the first in the lowest byte.
         granularity: one scale a ``"tensor"``, ``"token"`` (row), ``"channel"`` (column) or ``"block"``.
         block_shape: elements that share a scale, for blocks: ``(1, 32)`` is 32 consecutive elements of the last axis.
         dynamic_block_shape: the kernel reads the block's shape from the tensors; ``block_shape`` is then None.
+        layout: ``"linear"``, or ``"128x4"`` for scales of blocks that lie as `swizzle_scales` puts them.
     """
 
     storage_dtype: torch.dtype
     granularity: str
     block_shape: tuple[int, ...] | None = None
     dynamic_block_shape: bool = False
+    layout: str = "linear"
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
@@ -49,10 +53,15 @@ class ScaleFormat:
                 f"block_shape belongs to granularity 'block' and only there, got granularity {self.granularity!r} "
                 f"with block_shape {self.block_shape}"
             )
+        if self.layout not in SCALE_LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(SCALE_LAYOUTS)}, got {self.layout!r}")
+        if self.layout != "linear" and self.granularity != "block":
+            raise ValueError(f"layout {self.layout!r} belongs to granularity 'block', got {self.granularity!r}")
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.block_shape)) if self.block_shape else ""
-        return f"{dtype_name(self.storage_dtype)}/{self.granularity}{shape}"
+        layout = "" if self.layout == "linear" else f" in tiles of {self.layout}"
+        return f"{dtype_name(self.storage_dtype)}/{self.granularity}{shape}{layout}"
 
 
 @dataclass(frozen=True)

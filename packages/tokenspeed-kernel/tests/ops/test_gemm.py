@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenspeed_kernel as tk
+from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.operator import operators
-from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format
+from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_format, mxfp8_format, nvfp4_format
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.signature import dense_tensor_format
+from tokenspeed_kernel_base.variation import Variation, Want
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -26,9 +28,10 @@ FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def _values(role: str, operand: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """What an operand stands for, in float64: every element of it times the scale that its indices lead to."""
+    """What an operand stands for, in float64: every element of it times the scale that its indices lead to; without alpha."""
+    tiles = scale is not None and scale.ndim == operand.ndim + 3
     if role == "b":
-        scale = scale.mT if scale is not None and scale.ndim > 1 else scale
+        scale = scale.mT if scale is not None and scale.ndim > 1 and not tiles else scale
         operand = operand.mT
     if operand.dtype == torch.uint8:
         codes = torch.stack((operand % 16, operand // 16), -1).flatten(-2).long()
@@ -36,14 +39,19 @@ def _values(role: str, operand: torch.Tensor, scale: torch.Tensor | None) -> tor
     else:
         wide = operand.double()
     if scale is not None:
+        if scale.dtype == torch.int32:  # the first of four exponents lies in the lowest byte
+            scale = scale.contiguous()[..., None].view(torch.uint8).flatten(-2)[..., : -(-wide.shape[-1] // 128)]
         factor = 2.0 ** (scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
-        if scale.ndim > 1 and scale.numel():
-            rows, columns = torch.arange(wide.shape[-2]), torch.arange(wide.shape[-1])
-            # k runs along the last axis of both by now, a's lines are tokens and b's are channels.
-            per_k = 32 if scale.dtype == torch.uint8 else 128
-            one_per_line = scale.shape[-2] == wide.shape[-2]
-            factor = factor[..., rows if one_per_line else rows // 128, :]
-            factor = factor[..., columns // per_k] if scale.shape[-1] > 1 else factor
+        rows, columns = torch.arange(wide.shape[-2])[:, None], torch.arange(wide.shape[-1])
+        # k runs along the last axis of both by now, a's lines are tokens and b's are channels.
+        if tiles:
+            at = columns // (16 if scale.dtype == E4M3 else 32)
+            factor = factor[..., rows // 128, at // 4, rows % 32, rows % 128 // 32, at % 4]
+        elif scale.ndim > 1 and scale.numel():
+            lines, per_line = wide.shape[-2], scale.shape[-1]
+            per_k = 10**6 if per_line == 1 else next(size for size in (16, 32, 64, 128) if -(-wide.shape[-1] // size) == per_line)
+            per_n = next(size for size in (1, 32, 64, 128) if -(-lines // size) == scale.shape[-2])
+            factor = factor[..., rows // per_n, columns // per_k]
         wide = wide * factor if factor.numel() else wide
     return wide.mT if role == "b" else wide
 
@@ -52,6 +60,8 @@ def _check_product(got: torch.Tensor, arguments: dict[str, Any]) -> None:
     a = _values("a", arguments["a"], arguments.get("a_scale"))
     b = _values("b", arguments["b"], arguments.get("b_scale"))
     exact, terms = a @ b, a.abs() @ b.abs()
+    if arguments.get("alpha") is not None:
+        exact, terms = exact * arguments["alpha"].double(), terms * arguments["alpha"].double()
     if arguments.get("bias") is not None:
         exact, terms = exact + arguments["bias"].double(), terms + arguments["bias"].double().abs()
     rounded = exact.abs()
@@ -142,7 +152,7 @@ def test_bmm_is_mm_of_each_pair() -> None:
         arguments = case.build()
         whole = tk.bmm(**arguments, solution="reference")
         for i in range(len(whole)):
-            each = {name: v[i] if isinstance(v, torch.Tensor) and v.ndim == 3 else v for name, v in arguments.items()}
+            each = {name: v[i] if isinstance(v, torch.Tensor) and v.ndim >= 3 else v for name, v in arguments.items()}
             torch.testing.assert_close(whole[i], tk.mm(**each, solution="reference"))
 
 
@@ -211,6 +221,10 @@ def _u8(*shape: int) -> torch.Tensor:
     return torch.full(shape, 127, dtype=torch.uint8)
 
 
+def _words(*shape: int) -> torch.Tensor:
+    return torch.full(shape, 0x7F7F7F7F, dtype=torch.int32)
+
+
 A_BLOCKS, B_BLOCKS = fp8_format(E4M3, "block", (1, 128)), fp8_format(E4M3, "block", (128, 128))
 TENSOR, TOKEN, CHANNEL = (fp8_format(E4M3, name) for name in ("tensor", "token", "channel"))
 RECOGNISED = {
@@ -259,6 +273,78 @@ def test_mx_formats_and_traits() -> None:
     assert _signature(tk.bmm, **batched).traits == {"k_multiple": 64, "n_multiple": 1, "out_dtype": "bfloat16"}
 
 
+def _narrow(role: str, size: int, stored: torch.dtype, across: int = 1) -> Any:
+    return fp8_format(E4M3, "block", (1, size) if role == "a" else (size, across), stored)
+
+
+BLOCKS = {  # the scales of a [4, 256] and b [256, 200]
+    "64 x 64": (torch.ones(4, 4), torch.ones(4, 4), (64, F32), (64, F32, 64)),
+    "32 x 32": (torch.ones(4, 8), torch.ones(8, 7), (32, F32), (32, F32, 32)),
+    "128 along k": (torch.ones(4, 2), torch.ones(2, 200), (128, F32), (128, F32)),
+    "32 along k": (torch.ones(4, 8), torch.ones(8, 200), (32, F32), (32, F32)),
+    "e8m0": (_u8(4, 2), _u8(2, 2), (128, torch.uint8), (128, torch.uint8, 128)),
+    "e8m0, 64": (_u8(4, 4), _u8(4, 4), (64, torch.uint8), (64, torch.uint8, 64)),
+    "packed": (_words(4, 1), _words(1, 200), (128, torch.int32), (128, torch.int32)),
+    "packed and plain": (_words(4, 1), _u8(2, 2), (128, torch.int32), (128, torch.uint8, 128)),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_told_by_the_scales_shapes(name: str) -> None:
+    a_scale, b_scale, a_format, b_format = BLOCKS[name]
+    request = _signature(tk.mm, a=_eights(4, 256), b=_eights(256, 200), a_scale=a_scale, b_scale=b_scale)
+    assert request.signature.format_for("a") == _narrow("a", *a_format)
+    assert request.signature.format_for("b") == _narrow("b", *b_format)
+
+
+def test_layouts_of_scales_are_part_of_the_format() -> None:
+    codes, codes_b, scale, scale_b = _NV4
+    tiles, tiles_b = tk.swizzle_scales(scale), tk.swizzle_scales(scale_b.t())
+    for one, name in ((scale, "linear"), (tiles, "128x4")):
+        for other, other_name in ((scale_b, "linear"), (tiles_b, "128x4")):
+            request = _signature(tk.mm, a=codes, b=codes_b, a_scale=one, b_scale=other, alpha=torch.ones(()))
+            assert request.signature.format_for("a") == nvfp4_format(layout=name)
+            assert request.signature.format_for("b") == nvfp4_format((16, 1), other_name)
+    request = _signature(tk.mm, a=_u8(3, 32), b=_eights(64, 5), a_scale=_u8(1, 1, 32, 4, 4), b_scale=_u8(2, 5))
+    assert request.signature.format_for("a") == mxfp4_format(layout="128x4")
+
+
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="this PyTorch does not have float8_e8m0fnu")
+def test_scales_may_have_the_dtype_e8m0() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, w = torch.randn(3, 64, generator=generator), torch.randn(5, 64, generator=generator)
+    for quantize in (tk.quantize_mxfp8, tk.quantize_mxfp4):
+        (aq, a_scale), (wq, w_scale) = quantize(a), quantize(w)
+        wanted = tk.mm(aq, wq.t(), a_scale, w_scale.t())
+        named = (scale.view(torch.float8_e8m0fnu) for scale in (a_scale, w_scale.t()))
+        assert torch.equal(tk.mm(aq, wq.t(), *named), wanted)
+
+
+def test_layouts_of_scales_do_not_change_products() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, w = torch.randn(150, 96, generator=generator), torch.randn(20, 96, generator=generator)
+    one = torch.tensor(0.01)
+    for quantize, alpha in ((lambda x: tk.quantize_nvfp4(x, one), one * one), (tk.quantize_mxfp8, None), (tk.quantize_mxfp4, None)):
+        (aq, a_scale), (wq, w_scale) = quantize(a), quantize(w)
+        wanted = tk.mm(aq, wq.t(), a_scale, w_scale.t(), alpha=alpha)
+        got = tk.mm(aq, wq.t(), tk.swizzle_scales(a_scale), tk.swizzle_scales(w_scale), alpha=alpha)
+        assert torch.equal(got, wanted)
+        assert (wanted.float() - a @ w.t()).norm() < 0.25 * (a @ w.t()).norm()
+
+
+def test_what_completes_tiles_and_numbers_does_not_matter() -> None:
+    changed = []
+    for op, case in (p.values for p in CASES):  # type: ignore[union-attr]
+        arguments = op.complete(case.build())
+        found = op.varied(arguments, Variation(Want.UNUSED, Draw()))
+        if found:
+            assert not any(torch.equal(found[name].int(), arguments[name].int()) for name in found)
+            wanted = op.function(**arguments, solution="reference")
+            assert torch.equal(op.function(**{**arguments, **found}, solution="reference"), wanted)
+            changed.append(f"{op.mode}: {case.name}")
+    assert len(changed) == 6, changed
+
+
 @pytest.mark.parametrize(("rows", "stated"), [(0, 0), (1, 1), (3, 4), (16, 16), (17, 32), (1000, 1024)])
 def test_rows_are_a_trait_in_powers_of_two(rows: int, stated: int) -> None:
     """So a kernel can be for few rows, and what was measured still holds for all sizes of a bucket."""
@@ -303,6 +389,7 @@ def test_a_compiled_function_gives_the_same_result() -> None:
 
 _A, _B, _F8, _G8, _ONE = torch.ones(2, 64), torch.ones(64, 3), _eights(2, 64), _eights(64, 3), torch.ones(1)
 _LONG_A, _LONG_B = _eights(2, 256), _eights(256, 3)
+_NV4 = (_u8(2, 32), _u8(32, 3), _eights(2, 4), _eights(4, 3))
 MALFORMED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: tk.mm(_A[0], _B), ValueError, r"a must be of shape \[m, k\], got .*\[64\]"),
     (lambda: tk.mm(_A, _B[0]), ValueError, "b must be of shape"),
@@ -326,19 +413,38 @@ MALFORMED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: tk.mm(_F8, _G8, torch.ones(1, 1), _ONE), ValueError, "a_scale must be of shape"),
     (lambda: tk.mm(_F8, _G8, _ONE, torch.ones(3)), ValueError, r"b_scale must be of shape .* \[1, 3\] \(channel\)"),
     (lambda: tk.mm(_F8, _G8, _ONE, torch.ones(3, 1)), ValueError, "b_scale must be of shape"),
-    (lambda: tk.mm(_F8, _G8, _ONE.half(), _ONE), TypeError, "a_scale must be a tensor of float32 or uint8"),
+    (
+        lambda: tk.mm(_F8, _G8, _ONE.half(), _ONE),
+        TypeError,
+        "a_scale must be a tensor of float32 or float8_e8m0fnu or int32 or uint8",
+    ),
     (lambda: tk.mm(_LONG_A, _LONG_B, torch.ones(2, 2), _ONE), TypeError, "formats that go together"),
     (lambda: tk.mm(_LONG_A, _LONG_B, torch.ones(2, 1), torch.ones(2, 1)), TypeError, "formats that go together"),
     (lambda: tk.mm(_F8, _G8, _ONE, _u8(2, 3)), TypeError, "formats that go together"),
     (lambda: tk.mm(_F8, _B, _ONE), TypeError, "formats that go together"),
     (lambda: tk.mm(_A, _G8, None, _ONE), TypeError, "formats that go together"),
-    (lambda: tk.mm(_F8[:, :48], _G8[:48], _u8(2, 1), _u8(1, 3)), ValueError, "a must be such that k is a multiple of 32"),
-    (lambda: tk.mm(_F8, _G8, _u8(2, 1), _u8(2, 3)), ValueError, r"a_scale must be of shape \[2, 2\]"),
-    (lambda: tk.mm(_F8, _G8, _u8(2, 2), _u8(3, 2)), ValueError, r"b_scale must be of shape \[2, 3\]"),
+    (lambda: tk.mm(_u8(2, 24), _u8(24, 3), _u8(2, 1), _u8(1, 3)), ValueError, "a must be such that k is a multiple of 32"),
+    (lambda: tk.mm(_F8, _G8, _u8(2, 3), _u8(2, 3)), ValueError, r"a_scale must be of shape \[2, 2\] \(blocks of 1x32\)"),
+    (lambda: tk.mm(_F8, _G8, _u8(2, 2), _u8(3, 2)), ValueError, r"b_scale must be of shape \[2, 3\] \(blocks of 32x1\)"),
+    (lambda: tk.mm(_F8, _G8, _u8(2, 1), _u8(2, 3)), TypeError, "formats that go together"),
+    (lambda: tk.mm(_LONG_A, _LONG_B, torch.ones(2, 2), torch.ones(4, 3)), TypeError, "formats that go together"),
+    (lambda: tk.mm(_LONG_A, _LONG_B, torch.ones(2, 2), _u8(2, 3)), TypeError, "formats that go together"),
+    (
+        lambda: tk.mm(_LONG_A, _LONG_B, _words(2, 2), _words(1, 3)),
+        ValueError,
+        r"a_scale must be of shape \[2, 1\] \(blocks of 1x128",
+    ),
+    (lambda: tk.mm(*_NV4[:2], _u8(2, 4), _NV4[3], alpha=_ONE), ValueError, r"a_scale must be of shape \[2, 2\] .*tiles of 128x4"),
+    (lambda: tk.mm(*_NV4), ValueError, "alpha must be given with an operand in nvfp4"),
+    (lambda: tk.mm(*_NV4, alpha=_ONE.half()), TypeError, "alpha must be a tensor of float32"),
+    (lambda: tk.mm(*_NV4, alpha=torch.ones(1, 1)), ValueError, r"alpha must be of shape \[\] or \[1\]"),
+    (lambda: tk.mm(*_NV4[:3], _u8(2, 3), alpha=_ONE), TypeError, "formats that go together"),
+    (lambda: tk.mm(*_NV4[:3], _NV4[3][:, :2], alpha=_ONE), ValueError, r"b_scale must be of shape \[4, 3\] .*\[1, 1, 32, 4, 4\]"),
+    (lambda: tk.mm(_A, _B, alpha=_ONE), ValueError, "alpha must be None where no operand is nvfp4"),
     (
         lambda: tk.mm(_u8(2, 32), _u8(32, 3), torch.ones(2, 2), _u8(2, 3)),
         TypeError,
-        "a_scale must be a tensor of uint8, got float32",
+        "a_scale must be a tensor of float8_e4m3fn or float8_e8m0fnu or uint8, got float32",
     ),
     (lambda: tk.mm(_u8(2, 32), _u8(64, 3), _u8(2, 2), _u8(4, 3)), ValueError, "its k is 64 .*mxfp4.*got 128"),
     (lambda: tk.mm(_A.to(torch.float8_e4m3fnuz), _G8, _u8(2, 2), _u8(2, 3)), TypeError, "a must be a tensor of"),

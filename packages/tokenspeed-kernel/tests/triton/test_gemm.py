@@ -13,7 +13,9 @@ import tokenspeed_kernel as tk
 from tokenspeed_kernel.triton.gemm import _split_k, decoded, direct, once
 from tokenspeed_kernel.triton.gemm._operands import operand
 from tokenspeed_kernel.workbench.numerics.verify import default_device
+from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.platform import current_platform
+from tokenspeed_kernel_base.variation import Variation, Want
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,6 +51,28 @@ def _scales(m: int, k: int, n: int, kind: str) -> tuple[Tensor, Tensor]:
     b = {"whole": (1,), "line": (n, 1), "block": tuple(blocks)}[kind]
     b_scale = positive(*b)
     return positive(*a), b_scale if kind == "whole" else b_scale.t()
+
+
+def _exponents(m: int, k: int, n: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Of blocks of 128 along k, and of 128 columns ("e8m0") or one ("packed": four in an int32, lines beside each other)."""
+    along = -(-k // 128)
+    if kind == "e8m0":
+        return _codes(m, along, seed=4, low=124, high=130), _codes(-(-n // 128), along, seed=5, low=124, high=130).t()
+    a, b = (_codes(-(-along // 4), lines, 4, seed=seed, low=124, high=130) for lines, seed in ((m, 4), (n, 5)))
+    return a.view(torch.int32)[..., 0].t(), b.view(torch.int32)[..., 0]
+
+
+@pytest.mark.parametrize("kind", ["e8m0", "packed"])
+def test_direct_products_of_fp8_with_exponents(kind: str) -> None:
+    m, k, n = 70, 640, 136
+    codes = _coarse(m, k, seed=1, dtype=E4M3), _coarse(n, k, seed=2, dtype=E4M3).t()
+    scales = _exponents(m, k, n, kind)
+    x, w = (operand(each, scale, axis) for each, scale, axis in zip(codes, scales, (-2, -1), strict=True))
+    if not current_platform().is_cpu and not direct.serves(x, w):
+        pytest.skip("the matrix units of this device do not take 8-bit floats")
+    out = torch.empty(m, n, device=codes[0].device)
+    direct.multiply(x, w, None, out, direct.Config(64, 64, 128, 4, 2))
+    _close(out, tk.mm(*codes, *scales, out_dtype=F32, override="reference_mm"), 1e-3)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -113,6 +137,28 @@ def test_float16_meets_mx_weights_beyond_its_range(weight: str) -> None:
         _close(got, tk.mm(a, b, None, scale, out_dtype=F32, override="reference_mm"), 1e-5)
 
 
+@pytest.mark.parametrize("name", ["nvfp4 in tiles of 128x4", "fp8 per block, packed e8m0"])
+def test_what_completes_tiles_and_numbers_does_not_matter(name: str) -> None:
+    op = tk.get_operator("mm")
+    case = next(case for case in op.all_cases() if case.name == name)
+    arguments = op.complete(case.build(default_device()))
+    changed = op.varied(arguments, Variation(Want.UNUSED, Draw(default_device())))
+    assert sorted(changed) == ["a_scale", "b_scale"]
+    wanted = tk.mm(**arguments, override="triton_mm")
+    assert torch.equal(tk.mm(**{**arguments, **changed}, override="triton_mm"), wanted)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_halves_hold_what_nvfp4_decodes_to(dtype: torch.dtype) -> None:
+    """All codes with the least and the largest scales: products with one are exact."""
+    codes = torch.arange(256, dtype=torch.uint8, device=default_device()).reshape(16, 16)
+    scale = torch.tensor([2.0**-9, 7 * 2.0**-9, 0.8125, 448.0], device=codes.device).to(E4M3).repeat(8).reshape(16, 2)
+    one = torch.eye(32, dtype=dtype, device=codes.device)
+    got = tk.mm(one, codes.t(), None, scale.t(), None, F32, torch.ones(1, device=codes.device), override="triton_mm")
+    wanted = tk.dequantize_nvfp4(codes, scale, torch.ones(1, device=codes.device), F32, override="reference_dequantize_nvfp4")
+    assert torch.equal(got, wanted.t())
+
+
 def test_scales_of_nan_stay_in_their_columns() -> None:
     a, b = _normal(4, 96, seed=1, dtype=BF16), _codes(40, 48, seed=2).t()
     scale = _codes(40, 3, seed=3, low=120, high=128).t()
@@ -123,15 +169,20 @@ def test_scales_of_nan_stay_in_their_columns() -> None:
 
 
 def _weights(kind: str, n: int, k: int) -> tuple[Tensor, Tensor]:
+    if kind == "nvfp4":
+        scale = _normal(n, k // 16, seed=3).abs().to(E4M3)
+        return _codes(n, k // 2, seed=2).t(), tk.swizzle_scales(scale, override="reference_swizzle_scales")
     if kind == "mxfp4":
         return _codes(n, k // 2, seed=2).t(), _codes(n, k // 32, seed=3, low=120, high=128).t()
     codes = _coarse(n, k, seed=2, dtype=E4M3).t()
+    if kind in ("e8m0", "packed"):
+        return codes, _exponents(1, k, n, kind)[1]
     if kind == "mxfp8":
         return codes, _codes(n, k // 32, seed=3, low=120, high=128).t()
     return codes, _scales(1, k, n, kind)[1]
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8", "whole", "line", "block"])
+@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8", "nvfp4", "whole", "line", "block", "packed"])
 def test_weights_decoded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several slices, the last of them short."""
     monkeypatch.setattr(once, "_SLICE_BYTES", 2 * 192 * 128)
@@ -141,12 +192,15 @@ def test_weights_decoded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
     b, b_scale = _weights(kind, n, k)
     bias = _normal(n, seed=4)
     codes, scale = _codes(m, k // 2, seed=1), _codes(m, k // 32, low=120, high=128)
-    for a, a_scale in ((_normal(m, k, seed=1, dtype=BF16), None), (codes, scale)):
-        if a_scale is not None and not kind.startswith("mx"):
+    alpha = torch.tensor(0.3, device=bias.device) if kind == "nvfp4" else None
+    if alpha is not None:
+        scale = _normal(m, k // 16, seed=3).abs().to(E4M3)
+    for a, a_scale in ((_normal(m, k, seed=1, dtype=F16 if kind == "nvfp4" else BF16), None), (codes, scale)):
+        if a_scale is not None and not (kind.startswith("mx") or kind == "nvfp4"):
             continue
         out = torch.empty(m, n, device=a.device)
-        once.multiply(operand(a, a_scale, -2), operand(b, b_scale, -1), bias, out)
-        _close(out, tk.mm(a, b, a_scale, b_scale, bias, out_dtype=F32, override="reference_mm"), 1e-3)
+        once.multiply(operand(a, a_scale, -2), operand(b, b_scale, -1), bias, out, alpha)
+        _close(out, tk.mm(a, b, a_scale, b_scale, bias, F32, alpha, override="reference_mm"), 1e-3)
 
 
 @pytest.mark.parametrize("tile", [*decoded._TILES, *decoded._BLOCKS, decoded._UNALIGNED], ids=str)

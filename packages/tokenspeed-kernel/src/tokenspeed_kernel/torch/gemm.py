@@ -22,6 +22,7 @@ def torch_mm(
     b_scale: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
+    alpha: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
     if bias is None:
@@ -30,7 +31,13 @@ def torch_mm(
 
 
 def torch_bmm(
-    a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    alpha: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
     return torch.bmm(a, b, out=out)
 

@@ -10,9 +10,18 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, nbytes
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, mx
-from tokenspeed_kernel_base.ops.gemm.operands import check_out_dtype, decode_operands, default_out_dtype, logical_k, recognise
+from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
+from tokenspeed_kernel_base.ops.gemm.operands import (
+    check_alpha,
+    check_out_dtype,
+    decode_operands,
+    default_out_dtype,
+    logical_k,
+    recognise,
+    vary_scales,
+)
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name
+from tokenspeed_kernel_base.variation import Variation
 
 
 @operator("gemm", "bmm", outs=("out",), varying=("batch", "m"), scales=("a_scale", "b_scale"))
@@ -22,21 +31,22 @@ def bmm(
     a_scale: Tensor | None = None,
     b_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``a[i] @ b[i]`` for every i of the batch, of operands that are dense or quantised.
+    """``alpha * (a[i] @ b[i])`` for every i of the batch, of operands that are dense or quantised.
 
     Formats, scales, rounding and errors are those of `mm`, with the batch in front of every shape: a ``[batch, m, k]``, b
-    ``[batch, k, n]``, fp8 scales ``[]`` or ``[1]`` (for the whole batch), a_scale ``[batch, m, 1]`` or
-    ``[batch, m, ceil(k/128)]``, b_scale ``[batch, 1, n]`` or ``[batch, ceil(k/128), ceil(n/128)]``, mx scales
-    ``[batch, m, k/32]`` and ``[batch, k/32, n]``.
+    ``[batch, k, n]``, a_scale ``[batch, m, 1]``, b_scale ``[batch, 1, n]``, and so on. Scales per tensor, ``[]`` or ``[1]``, and
+    alpha are for the whole batch.
 
     Args:
-        a: ``[batch, m, k]``, or ``[batch, m, k/2]`` in mxfp4.
-        b: ``[batch, k, n]``, or ``[batch, k/2, n]`` in mxfp4.
+        a: ``[batch, m, k]``, or ``[batch, m, k/2]`` in mxfp4 and nvfp4.
+        b: ``[batch, k, n]``, or ``[batch, k/2, n]`` in mxfp4 and nvfp4.
         a_scale: see above.
         b_scale: see above.
         out_dtype: float16, bfloat16 or float32, for float64 operands float64. a's dtype if a is dense, else bfloat16.
+        alpha: float32 ``[]`` or ``[1]``, a factor of the products: given where an operand is nvfp4, and there only.
         out: receives the result; must not share memory with an input.
 
     Returns:
@@ -56,7 +66,8 @@ def bmm(
     Safe in CUDA graphs.
     """
     wide_a, wide_b = decode_operands("bmm", a, b, a_scale, b_scale)
-    return torch.bmm(wide_a, wide_b).to(out_dtype or default_out_dtype(a))
+    products = torch.bmm(wide_a, wide_b)
+    return (products if alpha is None else products * alpha).to(out_dtype or default_out_dtype(a))
 
 
 @bmm.formats
@@ -75,15 +86,28 @@ def _(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> dict[str, object]:
 
 
 @bmm.check
-def _(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> None:
+def _(
+    check: Checker,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    alpha: Tensor | None,
+) -> None:
     check.require(a.ndim == 3, "a", "of shape [batch, m, k]", a)
-    recognise(check, a, b, a_scale, b_scale)
+    check_alpha(check, recognise(check, a, b, a_scale, b_scale), alpha)
     check_out_dtype(check, a, out_dtype)
 
 
 @bmm.fake
 def _(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     return a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype or default_out_dtype(a))
+
+
+@bmm.vary
+def _(variation: Variation, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> dict[str, Tensor]:
+    return vary_scales(variation, a, b, a_scale=a_scale, b_scale=b_scale)
 
 
 @bmm.cases
@@ -102,9 +126,11 @@ def _() -> list[Case]:
         Case("fp8 per tensor", fp8(3, 64, 48, a_scale="tensor", b_scale="tensor", batch=four)),
         Case("fp8 per token and channel", fp8(3, 64, 48, a_scale="token", b_scale="channel", batch=four)),
         Case("fp8 per block, short last blocks", fp8(3, 200, 150, a_scale="block", b_scale="block", batch=(2,))),
-        Case("mxfp8", mx(3, 96, 40, a="mxfp8", b="mxfp8", batch=four)),
-        Case("mxfp4", mx(3, 96, 40, a="mxfp4", b="mxfp4", batch=four)),
-        Case("mxfp4 weight only", mx(3, 96, 40, a="dense", b="mxfp4", batch=four)),
+        Case("mxfp8", micro(3, 96, 40, a="mxfp8", b="mxfp8", batch=four)),
+        Case("mxfp4", micro(3, 96, 40, a="mxfp4", b="mxfp4", batch=four)),
+        Case("mxfp4 weight only", micro(3, 96, 40, a="dense", b="mxfp4", batch=four)),
+        Case("fp8 per block, e8m0", fp8(3, 200, 150, a_scale="block", b_scale="block", scales="e8m0", batch=(2,))),
+        Case("nvfp4 in tiles of 128x4", micro(3, 80, 40, a="nvfp4", b="nvfp4", layout="128x4", batch=(2,))),
         Case("deepseek-v3 absorbed q, decode 128", dense(128, 128, 512, batch=(128,)), large=True),
         Case(
             "deepseek-v3 absorbed v, fp8, decode 128",

@@ -9,9 +9,18 @@ from tokenspeed_kernel_base.cases import Case, Cost, nbytes
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.explanation import bucket
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, mx
-from tokenspeed_kernel_base.ops.gemm.operands import check_out_dtype, decode_operands, default_out_dtype, logical_k, recognise
+from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
+from tokenspeed_kernel_base.ops.gemm.operands import (
+    check_alpha,
+    check_out_dtype,
+    decode_operands,
+    default_out_dtype,
+    logical_k,
+    recognise,
+    vary_scales,
+)
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name
+from tokenspeed_kernel_base.variation import Variation
 
 
 @operator("gemm", "mm", outs=("out",), varying=("m",), scales=("a_scale", "b_scale"))
@@ -22,9 +31,10 @@ def mm(
     b_scale: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``a @ b + bias``, of operands that are dense or quantised.
+    """``alpha * (a @ b) + bias``, of operands that are dense or quantised.
 
     A weight that is stored ``[n, k]`` is passed as the view ``weight.t()``; its scales likewise. Formats are told by dtypes and
     by scales' shapes:
@@ -32,28 +42,39 @@ def mm(
     - dense: a ``[m, k]`` and b ``[k, n]`` of one dtype (float16, bfloat16, float32, float64), no scales.
     - fp8: both are 8-bit floats (float8_e4m3fn, float8_e5m2, float8_e4m3fnuz), value = element * scale, scales float32. Per
       tensor: ``[]`` or ``[1]``. Per token and channel: a_scale ``[m, 1]``, b_scale ``[1, n]``; either may be per tensor instead.
-      Per block: a_scale ``[m, ceil(k/128)]`` and b_scale ``[ceil(k/128), ceil(n/128)]``, both or neither; the last block of an
-      axis may be short.
+      Per block, both or neither: a_scale ``[m, ceil(k/s)]``, b_scale ``[ceil(k/s), ceil(n/s)]`` or ``[ceil(k/s), n]``, where s is
+      128, 64 or 32, the same for both; the last block of an axis may be short.
+    - fp8 per block with e8m0 scales, for float8_e4m3fn and float8_e5m2: shapes as above, where s is 128 or 64. Where s is 128,
+      either may be packed, int32: a number holds the exponents of four consecutive blocks along k, the first in the lowest byte.
+      So a_scale is ``[m, ceil(k/512)]``, b_scale ``[ceil(k/512), ceil(n/128)]`` or ``[ceil(k/512), n]``, of any strides.
     - mxfp8: both float8_e4m3fn or float8_e5m2; mxfp4: both uint8, two e2m1 codes a byte along k, a ``[m, k/2]``, b ``[k/2, n]``,
-      the lower index in the lower nibble. k is a multiple of 32, scales are uint8 (e8m0): a_scale ``[m, k/32]``, b_scale
-      ``[k/32, n]``. One of each will do.
-    - weight-only: a dense float16 or bfloat16 without a scale, b in any scaled format.
+      the lower index in the lower nibble. k is a multiple of 32, scales are e8m0: a_scale ``[m, k/32]``, b_scale ``[k/32, n]``.
+      One of each will do.
+    - nvfp4: both uint8 as in mxfp4, k a multiple of 16, scales float8_e4m3fn: a_scale ``[m, k/16]``, b_scale ``[k/16, n]``; alpha
+      is the product of both global scales of `quantize_nvfp4`.
+    - weight-only: a dense float16 or bfloat16 without a scale, b in any scaled format. With nvfp4, alpha is b's global scale.
+
+    e8m0 scales are uint8 or float8_e8m0fnu. Scales of mxfp8, mxfp4 and nvfp4 may lie in tiles of 128x4, as `swizzle_scales` and
+    the quantising operators' ``scale_layout`` put them, each operand's for itself: with s = 32 (nvfp4: 16), a_scale is
+    ``[ceil(m/128), ceil(k/(4*s)), 32, 4, 4]`` and b_scale ``[ceil(n/128), ceil(k/(4*s)), 32, 4, 4]``, which is not transposed. What
+    completes the last tiles does not matter.
 
     A one-dimensional scale is per tensor, a two-dimensional one never is: with ``m = 1``, a_scale ``[1]`` is per tensor and
-    ``[1, 1]`` per token. Where a two-dimensional shape is both per token (channel) and per block, both mean the same, and the call
-    counts as per block only if the other scale requires that.
+    ``[1, 1]`` per token. Where a shape is that of several, all mean the same, and the call counts as the first of the list above
+    that goes with the other scale.
 
-    Operands are decoded to float32, products summed in float32 and bias added before the result is rounded once; with float64
-    operands all of that is float64. With ``k = 0`` the sums are 0. PyTorch's own settings for reduced precision
+    Operands are decoded to float32, products summed in float32, multiplied by alpha, and bias added before the result is rounded
+    once; with float64 operands all of that is float64. With ``k = 0`` the sums are 0. PyTorch's own settings for reduced precision
     (``torch.backends.cuda.matmul``) are the user's, and hold in kernels that are made of PyTorch's functions.
 
     Args:
-        a: ``[m, k]``, or ``[m, k/2]`` in mxfp4.
-        b: ``[k, n]``, or ``[k/2, n]`` in mxfp4.
+        a: ``[m, k]``, or ``[m, k/2]`` in mxfp4 and nvfp4.
+        b: ``[k, n]``, or ``[k/2, n]`` in mxfp4 and nvfp4.
         a_scale: see above.
         b_scale: see above.
         bias: ``[n]``, of the result's dtype or float32.
         out_dtype: float16, bfloat16 or float32, for float64 operands float64. a's dtype if a is dense, else bfloat16.
+        alpha: float32 ``[]`` or ``[1]``, a factor of the product: given where an operand is nvfp4, and there only.
         out: receives the result; must not share memory with an input.
 
     Returns:
@@ -76,6 +97,8 @@ def mm(
     """
     wide_a, wide_b = decode_operands("mm", a, b, a_scale, b_scale)
     product = torch.mm(wide_a, wide_b)
+    if alpha is not None:
+        product = product * alpha
     if bias is not None:
         product = product + bias
     return product.to(out_dtype or default_out_dtype(a))
@@ -109,9 +132,10 @@ def _(
     b_scale: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
+    alpha: Tensor | None,
 ) -> None:
     check.require(a.ndim == 2, "a", "of shape [m, k]", a)
-    recognise(check, a, b, a_scale, b_scale)
+    check_alpha(check, recognise(check, a, b, a_scale, b_scale), alpha)
     check_out_dtype(check, a, out_dtype)
     result = out_dtype or default_out_dtype(a)
     check.tensor("bias", bias, "n", {result} if result == torch.float64 else {result, torch.float32})
@@ -120,6 +144,11 @@ def _(
 @mm.fake
 def _(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or default_out_dtype(a))
+
+
+@mm.vary
+def _(variation: Variation, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> dict[str, Tensor]:
+    return vary_scales(variation, a, b, a_scale=a_scale, b_scale=b_scale)
 
 
 @mm.cases
@@ -143,11 +172,22 @@ def _() -> list[Case]:
         Case("fp8, no tokens", fp8(0, 256, 128, a_scale="block", b_scale="block")),
         Case("fp8 weight only, per channel", fp8(3, 160, 48, a_scale="", b_scale="channel", a_dtype=torch.bfloat16)),
         Case("fp8 weight only, per block", fp8(3, 160, 200, a_scale="", b_scale="block", a_dtype=half)),
-        Case("mxfp8", mx(5, 96, 40, a="mxfp8", b="mxfp8")),
-        Case("mxfp4, bias", mx(5, 96, 40, a="mxfp4", b="mxfp4", bias=torch.bfloat16)),
-        Case("mxfp8 with mxfp4", mx(3, 64, 33, a="mxfp8", b="mxfp4", out_dtype=single)),
-        Case("mxfp4 weight only", mx(3, 2880, 48, a="dense", b="mxfp4")),
-        Case("mxfp8 weight only", mx(3, 64, 48, a="dense", b="mxfp8")),
+        Case("mxfp8", micro(5, 96, 40, a="mxfp8", b="mxfp8")),
+        Case("mxfp4, bias", micro(5, 96, 40, a="mxfp4", b="mxfp4", bias=torch.bfloat16)),
+        Case("mxfp8 with mxfp4", micro(3, 64, 33, a="mxfp8", b="mxfp4", out_dtype=single)),
+        Case("mxfp4 weight only", micro(3, 2880, 48, a="dense", b="mxfp4")),
+        Case("mxfp8 weight only", micro(3, 64, 48, a="dense", b="mxfp8")),
+        Case("fp8 per block of 64", fp8(3, 160, 100, a_scale="block", b_scale="block", block=64)),
+        Case("fp8 per block of 32 along k", fp8(3, 72, 20, a_scale="block", b_scale="block1d", block=32)),
+        Case("fp8 per block, e8m0", fp8(5, 300, 200, a_scale="block", b_scale="block", scales="e8m0")),
+        Case("fp8 per block, packed e8m0", fp8(5, 700, 40, a_scale="block", b_scale="block1d", scales="packed")),
+        Case(
+            "fp8 weight only per block, packed e8m0", fp8(3, 160, 200, a_scale="", b_scale="block", a_dtype=half, scales="packed")
+        ),
+        Case("nvfp4, bias", micro(5, 96, 40, a="nvfp4", b="nvfp4", bias=torch.bfloat16)),
+        Case("nvfp4 in tiles of 128x4", micro(5, 80, 130, a="nvfp4", b="nvfp4", layout="128x4", out_dtype=single)),
+        Case("nvfp4 weight only in tiles of 128x4", micro(3, 144, 40, a="dense", b="nvfp4", layout="128x4")),
+        Case("mxfp8 with mxfp4 in tiles of 128x4", micro(35, 96, 20, a="mxfp8", b="mxfp4", layout="128x4")),
         Case("gpt-oss-120b qkv, decode 64", dense(64, 2880, 5120, bias=torch.bfloat16), large=True),
         Case("gpt-oss-120b o, prefill 4096", dense(4096, 4096, 2880, bias=torch.bfloat16), large=True),
         Case("gpt-oss-120b lm head, decode 64", dense(64, 2880, 201088), large=True),
@@ -167,13 +207,23 @@ def _() -> list[Case]:
         Case("fp8 per token, 256 tokens", fp8(256, 7168, 2048, a_scale="token", b_scale="channel"), large=True),
         Case("fp8 per token, k of 2048, prefill 4096", fp8(4096, 2048, 7168, a_scale="token", b_scale="channel"), large=True),
         Case("dense to float32, prefill 4096", dense(4096, 2048, 4096, out_dtype=single), large=True),
-        Case("mxfp4 weight only, 512 tokens", mx(512, 2880, 5760, a="dense", b="mxfp4"), large=True),
+        Case("mxfp4 weight only, 512 tokens", micro(512, 2880, 5760, a="dense", b="mxfp4"), large=True),
         Case(
             "fp8 weight only per block, prefill 1024", fp8(1024, 2048, 7168, a_scale="", b_scale="block", a_dtype=half), large=True
         ),
-        Case("llama-70b o, mxfp8, prefill 4096", mx(4096, 8192, 8192, a="mxfp8", b="mxfp8"), large=True),
-        Case("llama-70b o, mxfp4, prefill 4096", mx(4096, 8192, 8192, a="mxfp4", b="mxfp4"), large=True),
-        Case("gpt-oss-120b expert, mxfp4 weight only, decode 16", mx(16, 2880, 5760, a="dense", b="mxfp4"), large=True),
+        Case("llama-70b o, mxfp8, prefill 4096", micro(4096, 8192, 8192, a="mxfp8", b="mxfp8"), large=True),
+        Case("llama-70b o, mxfp4, prefill 4096", micro(4096, 8192, 8192, a="mxfp4", b="mxfp4"), large=True),
+        Case(
+            "llama-70b o, nvfp4 in tiles, prefill 4096", micro(4096, 8192, 8192, a="nvfp4", b="nvfp4", layout="128x4"), large=True
+        ),
+        Case("llama-70b o, nvfp4 in tiles, decode 64", micro(64, 8192, 8192, a="nvfp4", b="nvfp4", layout="128x4"), large=True),
+        Case("llama-70b o, nvfp4 weight only, decode 16", micro(16, 8192, 8192, a="dense", b="nvfp4"), large=True),
+        Case(
+            "deepseek-v3 down, fp8 per block, packed e8m0, prefill 4096",
+            fp8(4096, 2048, 7168, a_scale="block", b_scale="block1d", scales="packed"),
+            large=True,
+        ),
+        Case("gpt-oss-120b expert, mxfp4 weight only, decode 16", micro(16, 2880, 5760, a="dense", b="mxfp4"), large=True),
     ]
 
 
@@ -185,7 +235,8 @@ def _(
     b_scale: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
+    alpha: Tensor | None,
 ) -> Cost:
     m, k, n = a.shape[0], logical_k(a), b.shape[1]
     written = m * n * (out_dtype or default_out_dtype(a)).itemsize
-    return Cost(flops=2.0 * m * n * k, bytes=nbytes(a, b, a_scale, b_scale, bias) + written)
+    return Cost(flops=2.0 * m * n * k, bytes=nbytes(a, b, a_scale, b_scale, bias, alpha) + written)

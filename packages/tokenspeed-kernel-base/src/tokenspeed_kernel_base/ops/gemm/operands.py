@@ -6,6 +6,9 @@ together. ``a`` is ``[..., m, k]`` and ``b`` is ``[..., k, n]`` with the same le
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,18 +16,39 @@ from tokenspeed_kernel_base.checks import FLOATS, FP8, HALVES, Checker, describe
 from tokenspeed_kernel_base.ops.quantization.encodings import (
     BLOCK_FP8,
     BLOCK_MX,
+    BLOCK_NVFP4,
     SOURCE_DTYPES,
     decode_fp8,
     decode_mxfp4,
     decode_mxfp8,
+    decode_nvfp4,
+    e8m0_to_float,
+    pack_e8m0,
+    poison_padding,
+    unpack_e8m0,
+    unswizzle,
 )
-from tokenspeed_kernel_base.ops.quantization.formats import blocks, fp8_format, mxfp4_format, mxfp8_format
+from tokenspeed_kernel_base.ops.quantization.formats import (
+    E8M0,
+    blocks,
+    check_scalar,
+    fp8_format,
+    mxfp4_format,
+    mxfp8_format,
+    nvfp4_format,
+    swizzled_shape,
+)
 from tokenspeed_kernel_base.ops.quantization.mx import MXFP8_DTYPES
-from tokenspeed_kernel_base.signature import FormatSignature, TensorFormat, dense_tensor_format, format_signature
+from tokenspeed_kernel_base.signature import FormatSignature, ScaleFormat, TensorFormat, dense_tensor_format, format_signature
+from tokenspeed_kernel_base.variation import Variation, Want
+
+E4M3 = torch.float8_e4m3fn
+# Elements along k that share a scale of an 8-bit float. Blocks of 32 with e8m0 scales are mxfp8.
+FP8_BLOCKS = {torch.float32: (BLOCK_FP8, 64, 32), torch.uint8: (BLOCK_FP8, 64), torch.int32: (BLOCK_FP8,)}
 
 _PAIRS = (
-    "dense with dense of the same dtype, fp8 with fp8 (both with scales per block, or neither), mxfp8 or mxfp4 with either, "
-    "dense float16 or bfloat16 with a scaled b"
+    "dense with dense of the same dtype, fp8 with fp8 (both with scales per block, of equally many elements along k, either "
+    "float32 or e8m0; or neither), mxfp8 or mxfp4 with either, nvfp4 with nvfp4, dense float16 or bfloat16 with a scaled b"
 )
 
 
@@ -36,13 +60,18 @@ def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_sc
     ======  ======================  =======  ==================================================================================
     dense   a float dtype           none
     fp8     an 8-bit float          float32  per tensor ``[]`` or ``[1]``; else, with the leading sizes in front, for a per token
-                                             ``[m, 1]`` or per block ``[m, ceil(k/128)]``, for b per channel ``[1, n]`` or per
-                                             block ``[ceil(k/128), ceil(n/128)]``
-    mxfp8   float8_e4m3fn or _e5m2  uint8    a ``[m, k/32]``, b ``[k/32, n]``, likewise
-    mxfp4   uint8, packed along k   uint8    as mxfp8; the operands are ``[m, k/2]`` and ``[k/2, n]``
+                                             ``[m, 1]`` or per block ``[m, ceil(k/s)]``, for b per channel ``[1, n]`` or per
+                                             block ``[ceil(k/s), ceil(n/s)]`` or ``[ceil(k/s), n]``, where s is 128, 64 or 32
+    fp8     float8_e4m3fn or _e5m2  e8m0     per block as above, where s is 128 or 64
+    fp8     float8_e4m3fn or _e5m2  int32    per block as above, where s is 128, but four scales along k in a number
+    mxfp8   float8_e4m3fn or _e5m2  e8m0     a ``[m, k/32]``, b ``[k/32, n]``, likewise; or in tiles of 128x4, a
+                                             ``[ceil(m/128), ceil(k/128), 32, 4, 4]``, b ``[ceil(n/128), ceil(k/128), 32, 4, 4]``
+    mxfp4   uint8, packed along k   e8m0     as mxfp8; the operands are ``[m, k/2]`` and ``[k/2, n]``
+    nvfp4   uint8, packed along k   e4m3fn   as mxfp4, with 16 in place of 32 and 64 in place of 128 beside k
     ======  ======================  =======  ==================================================================================
 
-    Where an fp8 scale's shape fits more than one, they mean the same; the first that goes with the other operand is its name.
+    e8m0 scales are uint8 or float8_e8m0fnu. Where a scale's shape fits more than one, they mean the same; the first that goes with
+    the other operand is its name.
 
     Raises:
         TypeError, ValueError: an operand fits no format, sizes disagree, or the formats do not go together.
@@ -51,7 +80,7 @@ def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_sc
     check.tensor("a", a, " ".join([*lead, "m", "a_columns"]))
     check.tensor("b", b, " ".join([*lead, "b_rows", "n"]))
     a_formats, b_formats = _formats(check, "a", a, a_scale), _formats(check, "b", b, b_scale)
-    k, b_k = _k("a", a, a_formats[0]), _k("b", b, b_formats[0])
+    k, b_k = _k("a", a), _k("b", b)
     if k != b_k:
         check.fail("b", f"such that its k is {k} like a's ({a_formats[0].format}, {describe(a)})", f"{b_k} ({describe(b)})")
     pairs = [(x, y) for x in a_formats for y in b_formats if _go_together(x, y)]
@@ -60,9 +89,19 @@ def recognise(check: Checker, a: Tensor, b: Tensor, a_scale: Tensor | None, b_sc
     return format_signature(a=pairs[0][0], b=pairs[0][1])
 
 
+def check_alpha(check: Checker, signature: FormatSignature, alpha: Tensor | None) -> None:
+    """Raises TypeError or ValueError unless alpha is there where an operand is nvfp4, whose scale it holds, and nowhere else."""
+    wanted = any(fmt.format == "nvfp4" for _, fmt in signature.roles)
+    if alpha is None:
+        check.require(not wanted, "alpha", "given with an operand in nvfp4: the product of the operands' global scales", "None")
+        return
+    check.require(wanted, "alpha", "None where no operand is nvfp4", alpha)
+    check_scalar(check, "alpha", alpha)
+
+
 def logical_k(a: Tensor) -> int:
     """k of the product, for a valid ``a``."""
-    return a.shape[-1] * (2 if a.dtype == torch.uint8 else 1)
+    return _k("a", a)
 
 
 def default_out_dtype(a: Tensor) -> torch.dtype:
@@ -77,9 +116,31 @@ def check_out_dtype(check: Checker, a: Tensor, out_dtype: torch.dtype | None) ->
 
 
 def decode_operands(operator: str, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The values of both operands, ``[..., m, k]`` and ``[..., k, n]``, in float32 (float64 where they are float64)."""
+    """The values of both operands, ``[..., m, k]`` and ``[..., k, n]``, in float32 (float64 where they are float64); those of nvfp4
+    without the scale of the whole tensor."""
     signature = recognise(Checker(operator), a, b, a_scale, b_scale)
-    return _decode(a, a_scale, signature.format_for("a")), _decode(b, b_scale, signature.format_for("b"))
+    return _decode("a", a, a_scale, signature.format_for("a")), _decode("b", b, b_scale, signature.format_for("b"))
+
+
+def vary_scales(variation: Variation, a: Tensor, b: Tensor, **scales: Tensor | None) -> dict[str, Tensor]:
+    """What the operators' ``vary`` hooks change in ``a_scale`` and ``b_scale``: packed scales of captured calls are drawn, and what
+    completes tiles and packed numbers is poisoned."""
+    changed = {}
+    for (name, scale), role, operand in zip(scales.items(), "ab", (a, b), strict=True):
+        if scale is None:
+            continue
+        if variation.want is Want.CAPTURED and scale.dtype == torch.int32:
+            changed[name] = pack_e8m0(variation.draw.integers(120, 128, *scale.shape, 4, dtype=torch.uint8))
+        elif variation.want is Want.UNUSED and _swizzled(operand, scale):
+            block = BLOCK_NVFP4 if scale.dtype == E4M3 else BLOCK_MX
+            changed[name] = poison_padding(scale, _lines(role, operand), _k(role, operand) // block)
+        elif variation.want is Want.UNUSED and scale.dtype == torch.int32:
+            axis, unused = -1 if role == "a" else -2, -blocks(_k(role, operand), BLOCK_FP8) % 4
+            made = scale.clone()
+            if unused and scale.shape[axis]:
+                made.select(axis, -1).bitwise_or_(-1 << 8 * (4 - unused))
+            changed[name] = made
+    return changed
 
 
 def _formats(check: Checker, role: str, operand: Tensor, scale: Tensor | None) -> list[TensorFormat]:
@@ -92,69 +153,128 @@ def _formats(check: Checker, role: str, operand: Tensor, scale: Tensor | None) -
     check.dtype(role, operand, FLOATS | FP8 | {torch.uint8})
     if scale is None:
         check.fail(name, f"given with {role} of a scaled format ({describe(operand.dtype)})", "None")
-    if operand.dtype in FP8 and scale.dtype == torch.float32:
+    if operand.dtype == torch.uint8:
+        check.dtype(name, scale, E8M0 | {E4M3})
+        return [_packed_format(check, role, operand, scale)]
+    if scale.dtype == torch.float32:
         return _fp8_formats(check, role, operand, scale)
-    check.dtype(role, operand, MXFP8_DTYPES | {torch.uint8})
-    check.dtype(name, scale, {torch.uint8} if operand.dtype == torch.uint8 else {torch.uint8, torch.float32})
-    return [_mx_format(check, role, operand, scale)]
+    check.dtype(role, operand, MXFP8_DTYPES)
+    check.dtype(name, scale, E8M0 | {torch.float32, torch.int32})
+    return _fp8_formats(check, role, operand, scale)
 
 
 def _fp8_formats(check: Checker, role: str, operand: Tensor, scale: Tensor) -> list[TensorFormat]:
     *lead, rows, columns = operand.shape
-    if role == "a":
-        line, shape = "token", (*lead, rows, 1)
-        block_shape, block = (1, BLOCK_FP8), (*lead, rows, blocks(columns, BLOCK_FP8))
-    else:
-        line, shape = "channel", (*lead, 1, columns)
-        block_shape, block = (BLOCK_FP8, BLOCK_FP8), (*lead, blocks(rows, BLOCK_FP8), blocks(columns, BLOCK_FP8))
-    given = tuple(scale.shape)
-    found = []
-    if given in ((), (1,)):
-        found.append(fp8_format(operand.dtype, "tensor"))
-    if given == shape:
-        found.append(fp8_format(operand.dtype, line))
-    if given == block:
-        found.append(fp8_format(operand.dtype, "block", block_shape))
+    k, dtype, given = _k(role, operand), operand.dtype, tuple(scale.shape)
+    stored = torch.uint8 if scale.dtype in E8M0 else scale.dtype
+    known: list[tuple[TensorFormat, tuple[int, ...]]] = []
+    if stored == torch.float32:
+        line, shape = ("token", (rows, 1)) if role == "a" else ("channel", (1, columns))
+        tensor = fp8_format(dtype, "tensor")
+        known = [(tensor, ()), (tensor, (1,)), (fp8_format(dtype, line), (*lead, *shape))]
+    elif stored == torch.uint8 and k % BLOCK_MX == 0:
+        known = list(_micro_shapes(role, operand, functools.partial(mxfp8_format, dtype), BLOCK_MX))
+    for size in FP8_BLOCKS[stored]:
+        along = blocks(k, size) if stored != torch.int32 else blocks(blocks(k, size), 4)
+        if role == "a":
+            known.append((fp8_format(dtype, "block", (1, size), stored), (*lead, rows, along)))
+        else:
+            known.extend(
+                (fp8_format(dtype, "block", (size, across), stored), (*lead, along, blocks(columns, across)))
+                for across in (size, 1)
+            )
+    found = list(dict.fromkeys(fmt for fmt, shape in known if shape == given))
     if not found:
-        expected = f"of shape [] or [1] (tensor), {list(shape)} ({line}) or {list(block)} (blocks of {BLOCK_FP8})"
-        check.fail(f"{role}_scale", f"{expected} for {role} of shape {list(operand.shape)}", scale)
+        check.fail(f"{role}_scale", f"of {_shapes(known)} for {role} of shape {list(operand.shape)}", scale)
     return found
 
 
-def _mx_format(check: Checker, role: str, operand: Tensor, scale: Tensor) -> TensorFormat:
-    axis, block_shape = (-1, (1, BLOCK_MX)) if role == "a" else (-2, (BLOCK_MX, 1))
-    packed = operand.dtype == torch.uint8
-    found = mxfp4_format(block_shape) if packed else mxfp8_format(operand.dtype, block_shape)
-    k = _k(role, operand, found)
-    if k % BLOCK_MX:
-        check.fail(role, f"such that k is a multiple of {BLOCK_MX} in {found.format}", f"k = {k}, {describe(operand)}")
-    shape = list(operand.shape)
-    shape[axis] = k // BLOCK_MX
-    check.require(list(scale.shape) == shape, f"{role}_scale", f"of shape {shape} for {role}: {describe(operand)}", scale)
-    return found
+def _packed_format(check: Checker, role: str, operand: Tensor, scale: Tensor) -> TensorFormat:
+    """Of two e2m1 codes a byte."""
+    make, block = (nvfp4_format, BLOCK_NVFP4) if scale.dtype == E4M3 else (mxfp4_format, BLOCK_MX)
+    k = _k(role, operand)
+    if k % block:
+        check.fail(role, f"such that k is a multiple of {block} in {make().format}", f"k = {k}, {describe(operand)}")
+    known = list(_micro_shapes(role, operand, make, block))
+    found = [fmt for fmt, shape in known if shape == tuple(scale.shape)]
+    if not found:
+        check.fail(f"{role}_scale", f"of {_shapes(known)} for {role}: {describe(operand)}", scale)
+    return found[0]
 
 
-def _k(role: str, operand: Tensor, fmt: TensorFormat) -> int:
-    return operand.shape[-1 if role == "a" else -2] * (2 if fmt.format == "mxfp4" else 1)
+def _micro_shapes(
+    role: str, operand: Tensor, make: Callable[[tuple[int, int], str], TensorFormat], block: int
+) -> Iterator[tuple[TensorFormat, tuple[int, ...]]]:
+    """Formats and shapes of scales of one byte for ``block`` elements of a line: in rows, and in tiles."""
+    lead, lines, count = operand.shape[:-2], _lines(role, operand), _k(role, operand) // block
+    block_shape, shape = ((1, block), (lines, count)) if role == "a" else ((block, 1), (count, lines))
+    yield make(block_shape, "linear"), (*lead, *shape)
+    yield make(block_shape, "128x4"), (*lead, *swizzled_shape(lines, count))
+
+
+def _shapes(known: list[tuple[TensorFormat, tuple[int, ...]]]) -> str:
+    """``shape [] or [1] (tensor), [2, 1] (token)``: every format once, with its shapes."""
+    of: dict[str, list[str]] = {}
+    for fmt, shape in known:
+        assert fmt.scale is not None  # all are scaled
+        size = "x".join(map(str, fmt.scale.block_shape or ()))
+        name = f"blocks of {size}" if size else fmt.scale.granularity
+        of.setdefault(name if fmt.scale.layout == "linear" else f"{name}, tiles of {fmt.scale.layout}", []).append(str(list(shape)))
+    return "shape " + ", ".join(f"{' or '.join(shapes)} ({name})" for name, shapes in of.items())
+
+
+def _k(role: str, operand: Tensor) -> int:
+    return operand.shape[-1 if role == "a" else -2] * (2 if operand.dtype == torch.uint8 else 1)
+
+
+def _lines(role: str, operand: Tensor) -> int:
+    """Rows of a, columns of b."""
+    return operand.shape[-2 if role == "a" else -1]
+
+
+def _swizzled(operand: Tensor, scale: Tensor) -> bool:
+    return scale.ndim == operand.ndim + 3
 
 
 def _go_together(a: TensorFormat, b: TensorFormat) -> bool:
     if a.format == "dense":
         return a == b or (b.format != "dense" and a.storage_dtype in HALVES)
     if a.format == "fp8":
-        return b.format == "fp8" and _per_block(a) == _per_block(b)
-    return b.format in ("mxfp8", "mxfp4")
+        return b.format == "fp8" and _along_k(a.scale, -1) == _along_k(b.scale, 0)
+    return b.format == "nvfp4" if a.format == "nvfp4" else b.format in ("mxfp8", "mxfp4")
 
 
-def _per_block(fmt: TensorFormat) -> bool:
-    return fmt.scale is not None and fmt.scale.granularity == "block"
+def _along_k(scale: ScaleFormat | None, axis: int) -> tuple[int, bool] | None:
+    """How many elements along k have a scale of their own, and whether it is float32; None where all of k has one."""
+    if scale is None or scale.block_shape is None:
+        return None
+    return scale.block_shape[axis], scale.storage_dtype == torch.float32
 
 
-def _decode(operand: Tensor, scale: Tensor | None, fmt: TensorFormat) -> Tensor:
+def _decode(role: str, operand: Tensor, scale: Tensor | None, fmt: TensorFormat) -> Tensor:
     if scale is None or fmt.scale is None:
         return operand if operand.dtype == torch.float64 else operand.float()
     if fmt.format == "fp8":
-        return decode_fp8(operand, scale, fmt.scale.block_shape or ())
-    decode = decode_mxfp4 if fmt.format == "mxfp4" else decode_mxfp8
+        return decode_fp8(operand, _fp8_scale(role, operand, scale), fmt.scale.block_shape or ())
     # Blocks run along the last axis there; in b they run along k, the one before it.
-    return decode(operand.mT, scale.mT).mT if fmt.scale.block_shape == (BLOCK_MX, 1) else decode(operand, scale)
+    lines = operand if role == "a" else operand.mT
+    if fmt.scale.layout == "128x4":
+        scale = unswizzle(scale, lines.shape[-2], _k(role, operand) // max(fmt.scale.block_shape or ()))
+    elif role == "b":
+        scale = scale.mT
+    if fmt.format == "nvfp4":
+        values = decode_nvfp4(lines, scale, torch.ones((), device=scale.device))
+    else:
+        values = (decode_mxfp4 if fmt.format == "mxfp4" else decode_mxfp8)(lines, scale.view(torch.uint8))
+    return values if role == "a" else values.mT
+
+
+def _fp8_scale(role: str, operand: Tensor, scale: Tensor) -> Tensor:
+    """In float32, one for each block."""
+    if scale.dtype == torch.float32:
+        return scale
+    if scale.dtype != torch.int32:
+        return e8m0_to_float(scale.view(torch.uint8))
+    along_k = scale if role == "a" else scale.mT
+    exponents = e8m0_to_float(unpack_e8m0(along_k, blocks(_k(role, operand), BLOCK_FP8)))
+    return exponents if role == "a" else exponents.mT

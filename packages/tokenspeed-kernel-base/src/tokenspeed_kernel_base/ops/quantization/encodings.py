@@ -30,10 +30,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 BLOCK_FP8 = 128  # weights have blocks of this size along both axes
 BLOCK_MX = 32
 BLOCK_NVFP4 = 16
+TILE_ROWS, TILE_SCALES = 128, 4  # of scales in tiles of 128x4: rows of the tensor, and scales of each row
 
 SOURCE_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})  # what is quantised, and dequantised to
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3fnuz: 240.0}
@@ -156,6 +158,47 @@ def expand_scale(scale: Tensor, block_shape: Sequence[int], shape: Sequence[int]
         if block != 1:
             scale = scale.repeat_interleave(block, dim=axis).narrow(axis, 0, shape[axis])
     return scale
+
+
+def swizzle(scale: Tensor) -> Tensor:
+    """Scales of one byte ``[..., rows, columns]`` to ``[..., ceil(rows/128), ceil(columns/4), 32, 4, 4]``: see `swizzle_scales`."""
+    *lead, rows, columns = scale.shape
+    padding = (0, -columns % TILE_SCALES, 0, -rows % TILE_ROWS)
+    # Not every function takes 8-bit floats.
+    padded = functional.pad(scale.contiguous().view(torch.uint8), padding)
+    tiles = padded.view(*lead, padded.shape[-2] // TILE_ROWS, 4, 32, padded.shape[-1] // TILE_SCALES, TILE_SCALES)
+    at = len(lead)
+    order = (*range(at), at, at + 3, at + 2, at + 1, at + 4)
+    return tiles.permute(order).contiguous().view(scale.dtype)
+
+
+def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """The reverse of `swizzle`, contiguous."""
+    *lead, tiles_down, tiles_across, _, _, _ = scale.shape
+    at = len(lead)
+    order = (*range(at), at, at + 3, at + 2, at + 1, at + 4)
+    padded = scale.contiguous().view(torch.uint8).permute(order)
+    whole = padded.reshape(*lead, tiles_down * TILE_ROWS, tiles_across * TILE_SCALES)
+    return whole[..., :rows, :columns].contiguous().view(scale.dtype)
+
+
+def poison_padding(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """A copy of scales in tiles of 128x4 that is NaN, as e4m3fn and as e8m0, where it holds no scale of ``[rows, columns]``."""
+    held = swizzle(torch.ones(rows, columns, dtype=torch.uint8, device=scale.device)).expand(scale.shape)
+    made = scale.contiguous().view(torch.uint8)
+    return torch.where(held != 0, made, 255).view(scale.dtype)
+
+
+def pack_e8m0(exponents: Tensor) -> Tensor:
+    """uint8 ``[..., 4]`` to int32 ``[...]``, the first in the lowest byte: the reverse of `unpack_e8m0`."""
+    first, second, third, fourth = exponents.to(torch.int32).unbind(-1)
+    return first | second << 8 | third << 16 | fourth << 24
+
+
+def unpack_e8m0(packed: Tensor, count: int) -> Tensor:
+    """Four e8m0 exponents in an int32, the lowest byte first, ``[..., ceil(count/4)]``, to uint8 ``[..., count]``."""
+    bytes_ = [(packed >> shift) & 0xFF for shift in (0, 8, 16, 24)]
+    return torch.stack(bytes_, dim=-1).flatten(-2).narrow(-1, 0, count).to(torch.uint8)
 
 
 def split_blocks(x: Tensor, block: int) -> Tensor:

@@ -9,27 +9,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4, TILE_ROWS, TILE_SCALES
 from tokenspeed_kernel_base.signature import ScaleFormat, TensorFormat, tensor_format
 
-
-def fp8_format(dtype: torch.dtype, granularity: str, block_shape: tuple[int, ...] | None = None) -> TensorFormat:
-    """An 8-bit float with float32 scales; granularity as in `ScaleFormat`."""
-    return tensor_format("fp8", dtype, scale=ScaleFormat(torch.float32, granularity, block_shape))
+E8M0 = frozenset({torch.uint8}) | {dtype for dtype in (getattr(torch, "float8_e8m0fnu", None),) if dtype is not None}
+"""Dtypes of e8m0 scales: a byte each, under two names. PyTorch 2.6 has the one."""
 
 
-def mxfp8_format(dtype: torch.dtype = torch.float8_e4m3fn, block_shape: tuple[int, ...] = (1, BLOCK_MX)) -> TensorFormat:
-    return tensor_format("mxfp8", dtype, scale=ScaleFormat(torch.uint8, "block", block_shape))
+def fp8_format(
+    dtype: torch.dtype, granularity: str, block_shape: tuple[int, ...] | None = None, scale_dtype: torch.dtype = torch.float32
+) -> TensorFormat:
+    """An 8-bit float; granularity and dtype of its scales as in `ScaleFormat`."""
+    return tensor_format("fp8", dtype, scale=ScaleFormat(scale_dtype, granularity, block_shape))
 
 
-def mxfp4_format(block_shape: tuple[int, ...] = (1, BLOCK_MX)) -> TensorFormat:
+def mxfp8_format(
+    dtype: torch.dtype = torch.float8_e4m3fn, block_shape: tuple[int, ...] = (1, BLOCK_MX), layout: str = "linear"
+) -> TensorFormat:
+    return tensor_format("mxfp8", dtype, scale=ScaleFormat(torch.uint8, "block", block_shape, layout=layout))
+
+
+def mxfp4_format(block_shape: tuple[int, ...] = (1, BLOCK_MX), layout: str = "linear") -> TensorFormat:
     """Two e2m1 codes a byte; ``block_shape`` counts elements, not bytes."""
-    return tensor_format("mxfp4", torch.uint8, scale=ScaleFormat(torch.uint8, "block", block_shape))
+    return tensor_format("mxfp4", torch.uint8, scale=ScaleFormat(torch.uint8, "block", block_shape, layout=layout))
 
 
-def nvfp4_format() -> TensorFormat:
-    return tensor_format("nvfp4", torch.uint8, scale=ScaleFormat(torch.float8_e4m3fn, "block", (1, BLOCK_NVFP4)))
+def nvfp4_format(block_shape: tuple[int, ...] = (1, BLOCK_NVFP4), layout: str = "linear") -> TensorFormat:
+    """Like `mxfp4_format`, with e4m3 scales. The float32 scale of the whole tensor is no part of the format."""
+    return tensor_format("nvfp4", torch.uint8, scale=ScaleFormat(torch.float8_e4m3fn, "block", block_shape, layout=layout))
+
+
+def check_scalar(check: Checker, argument: str, scale: Tensor) -> None:
+    """Raises TypeError or ValueError unless it is one float32."""
+    check.dtype(argument, scale, torch.float32)
+    check.require(tuple(scale.shape) in ((), (1,)), argument, "of shape [] or [1]", scale)
+
+
+def swizzled_shape(rows: int, columns: int) -> tuple[int, ...]:
+    """The shape of scales ``[rows, columns]`` in tiles of 128x4, see `swizzle_scales`."""
+    return blocks(rows, TILE_ROWS), blocks(columns, TILE_SCALES), 32, 4, 4
 
 
 def blocks(size: int, block_size: int) -> int:

@@ -12,7 +12,7 @@ from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_NVFP4, SOURCE_DTYPES, decode_nvfp4, encode_nvfp4
-from tokenspeed_kernel_base.ops.quantization.formats import nvfp4_format
+from tokenspeed_kernel_base.ops.quantization.formats import check_scalar, nvfp4_format
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
 
 
@@ -73,16 +73,11 @@ def _(x: Tensor) -> dict[str, object]:
     return {"k": x.shape[-1]}
 
 
-def _check_global_scale(check: Checker, global_scale: Tensor) -> None:
-    check.dtype("global_scale", global_scale, torch.float32)
-    check.require(tuple(global_scale.shape) in ((), (1,)), "global_scale", "of shape [] or [1]", global_scale)
-
-
 @quantize_nvfp4.check
 def _(check: Checker, x: Tensor, global_scale: Tensor) -> None:
     check.tensor("x", x, "... k", SOURCE_DTYPES)
     check.require(check["k"] % BLOCK_NVFP4 == 0, "x", f"of shape [..., k] where k is a multiple of {BLOCK_NVFP4}", x)
-    _check_global_scale(check, global_scale)
+    check_scalar(check, "global_scale", global_scale)
 
 
 @quantize_nvfp4.fake
@@ -184,7 +179,7 @@ def _(check: Checker, q: Tensor, scale: Tensor, global_scale: Tensor, out_dtype:
     check.dtype("scale", scale, torch.float8_e4m3fn)
     shape = [*q.shape[:-1], q.shape[-1] // block]
     check.require(list(scale.shape) == shape, "scale", f"of shape {shape}, one for {BLOCK_NVFP4} elements of q", scale)
-    _check_global_scale(check, global_scale)
+    check_scalar(check, "global_scale", global_scale)
     check.one_of("out_dtype", out_dtype, sorted(SOURCE_DTYPES, key=str))
 
 

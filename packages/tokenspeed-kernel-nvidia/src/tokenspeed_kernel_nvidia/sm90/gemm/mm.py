@@ -198,6 +198,7 @@ def mm(
     b_scale: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """A product of at most 16 rows: launches on checked arguments.

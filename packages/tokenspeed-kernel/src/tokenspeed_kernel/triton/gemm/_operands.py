@@ -7,11 +7,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel.triton.common import cdiv
 from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES
 from tokenspeed_kernel_base.checks import FP8
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
 
-NO_SCALE, WHOLE, LINE, BLOCK, MX = "none", "whole", "line", "block", "mx"
-"""No scale; one for all; one a row of a, column of b; one for 128 elements along k (and 128 columns of b); e8m0 for 32 along k."""
+NO_SCALE, WHOLE, LINE, BLOCK, MICRO = "none", "whole", "line", "block", "micro"
+"""No scale; one for all; one a row of a, column of b; one for at least 32 elements along k, which products are multiplied by; a
+byte for 16 or 32 elements along k, which the elements are multiplied by."""
+
+FLOAT32, E8M0, PACKED, E4M3 = "float32", "e8m0", "packed", "e4m3"
+"""How a scale is stored; PACKED: four e8m0 in an int32."""
+
+
+_STORED = {torch.float32: FLOAT32, torch.int32: PACKED, torch.float8_e4m3fn: E4M3}
 
 
 class Operand(NamedTuple):
@@ -23,7 +32,12 @@ class Operand(NamedTuple):
         format: "dense", "e2m1" or an 8-bit float's name.
         scale, scaling: the scales and what they belong to, see above.
         strides: elements of ``tensor`` from one matrix, one line, one element (e2m1: one pair of elements) along k to the next.
-        scale_strides: likewise from one matrix, one line (BLOCK, b: 128 lines), one block along k to the next.
+        scale_strides: likewise from one matrix, one line (or ``lines_each``), one block along k (PACKED: four) to the next. Where
+            scales are in tiles of 128x4: from one matrix, one tile down and one tile across to the next; they lie without gaps.
+        scale_format: how a scale is stored, see above.
+        block: elements along k that share a scale, BLOCK and MICRO.
+        lines_each: lines that share a scale, BLOCK.
+        swizzled: whether scales are in tiles of 128x4.
     """
 
     tensor: Tensor
@@ -35,6 +49,10 @@ class Operand(NamedTuple):
     scaling: str
     strides: tuple[int, int, int]
     scale_strides: tuple[int, int, int]
+    scale_format: str = FLOAT32
+    block: int = 0
+    lines_each: int = 1
+    swizzled: bool = False
 
     @property
     def codes(self) -> Tensor:
@@ -52,22 +70,36 @@ class Operand(NamedTuple):
 def operand(x: Tensor, scale: Tensor | None, lines_axis: int) -> Operand:
     """``a`` with ``lines_axis=-2``, ``b`` with -1; two axes, or three with the batch in front."""
     k_axis = -3 - lines_axis
-    scaling, scale_strides = NO_SCALE, (0, 0, 0)
-    if scale is not None:
-        if scale.dtype == torch.uint8:
-            scaling = MX
-        elif scale.ndim < 2:
-            scaling = WHOLE
-        elif scale.shape[lines_axis] == x.shape[lines_axis] and scale.shape[k_axis] == 1:
-            scaling = LINE
-        else:
-            scaling = BLOCK
-        if scaling != WHOLE:
-            scale_strides = _strides(scale, lines_axis, k_axis)
     fmt = FP8_NAMES[x.dtype] if x.dtype in FP8 else "e2m1" if x.dtype == torch.uint8 else "dense"
     k = x.shape[k_axis] * (2 if fmt == "e2m1" else 1)
     batch = x.shape[0] if x.ndim == 3 else 1
-    return Operand(x, batch, x.shape[lines_axis], k, fmt, scale, scaling, _strides(x, lines_axis, k_axis), scale_strides)
+    bare = Operand(x, batch, x.shape[lines_axis], k, fmt, None, NO_SCALE, _strides(x, lines_axis, k_axis), (0, 0, 0))
+    return bare if scale is None else _scaled(bare, scale, lines_axis, k_axis)
+
+
+def _scaled(x: Operand, scale: Tensor, lines_axis: int, k_axis: int) -> Operand:
+    if scale.dtype == torch.float32 and scale.ndim < 2:
+        return x._replace(scale=scale, scaling=WHOLE)
+    stored = _STORED.get(scale.dtype, E8M0)
+    scale = scale.view(torch.uint8) if scale.element_size() == 1 else scale
+    if scale.ndim == x.tensor.ndim + 3:
+        scale = scale.contiguous()
+        strides = (scale.stride(0) if scale.ndim == 6 else 0, scale.stride(-5), scale.stride(-4))
+        block = BLOCK_NVFP4 if stored == E4M3 else BLOCK_MX
+        return x._replace(scale=scale, scaling=MICRO, scale_strides=strides, scale_format=stored, block=block, swizzled=True)
+    lines, along = scale.shape[lines_axis], scale.shape[k_axis]
+    strides = _strides(scale, lines_axis, k_axis)
+    x = x._replace(scale=scale, scale_strides=strides, scale_format=stored)
+    if stored == FLOAT32 and lines == x.lines and along == 1:
+        return x._replace(scaling=LINE)
+    if stored == E4M3:
+        return x._replace(scaling=MICRO, block=BLOCK_NVFP4)
+    if stored == E8M0 and lines == x.lines and along * BLOCK_MX == x.k:
+        return x._replace(scaling=MICRO, block=BLOCK_MX)
+    # Where several sizes fit, they mean the same. Packed scales are of 128.
+    fits = (size for size in (128, 64) if cdiv(x.k, size) == along and lines in (x.lines, cdiv(x.lines, size)))
+    block = 128 if stored == PACKED else next(fits, 32)
+    return x._replace(scaling=BLOCK, block=block, lines_each=1 if lines == x.lines else block)
 
 
 def _strides(x: Tensor, lines_axis: int, k_axis: int) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.quantization._encode_device import round_to
+from tokenspeed_kernel.triton.quantization._encode_device import decode_e8m0, round_to
 
 
 class Operand(NamedTuple):
@@ -53,6 +53,20 @@ def scale_of_lines(operand, line, inside, SCALING: tl.constexpr):
         scale = tl.load(operand.scale + line.to(tl.int64) * operand.scale_line_stride, mask=inside, other=0.0)
     else:
         scale = tl.load(operand.scale)
+    return scale
+
+
+@triton.jit
+def scale_of_block(operand, line, block, inside, STORED: tl.constexpr):
+    """Float32 scales of a block of products: those of lines (or of as many as share one), at a block along k."""
+    at = operand.scale + line.to(tl.int64) * operand.scale_line_stride
+    if STORED == "packed":
+        word = tl.load(at + block // 4 * operand.scale_k_stride, mask=inside, other=0)
+        scale = decode_e8m0((word >> (block % 4 * 8)) & 0xFF)
+    elif STORED == "e8m0":
+        scale = decode_e8m0(tl.load(at + block * operand.scale_k_stride, mask=inside, other=0))
+    else:
+        scale = tl.load(at + block * operand.scale_k_stride, mask=inside, other=0.0)
     return scale
 
 

@@ -3,8 +3,9 @@ take them, and dense operands of the dtypes and with the options that solution `
 
 b's lines are the matrix unit's first operand: where that may lie in registers (Hopper), decoded values are not copied to shared
 memory, and few tokens are padded to 16, not to 64. Codes of at most 8 bits and their e8m0 scales are exact in bfloat16. So are
-float16 values as sums of two bfloat16 (``SPLIT_A``), which meet mx weights, whose range float16 does not have. Float32 scales
-multiply sums.
+float16 values as sums of two bfloat16 (``SPLIT_A``), which meet mx weights, whose range float16 does not have. e2m1 codes times
+their e4m3 scales have at most 6 bits and lie between 2^-10 and 2688: exact in both. Scales of larger blocks multiply the products
+of a block, those of lines and tensors multiply sums.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import cdiv, common_device
-from tokenspeed_kernel.triton.gemm._operands import BLOCK, MX, Operand
+from tokenspeed_kernel.triton.gemm._operands import BLOCK, E8M0, MICRO, Operand
 from tokenspeed_kernel.triton.gemm._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
@@ -27,7 +28,9 @@ class Formats(NamedTuple):
     """What is multiplied, and how.
 
     Attributes:
-        a, b, a_scaling, b_scaling: see `Operand`.
+        a, b: formats of the operands.
+        a_scaling, b_scaling, a_scales, b_scales, a_block, b_block, b_lines, a_swizzled, b_swizzled: ``scaling``, ``scale_format``,
+            ``block``, ``lines_each`` and ``swizzled`` of each `Operand`.
         split_a: whether a is the sum of two bfloat16.
         compute, precision: dtype of the products' operands, Triton's, and precision of float32 products.
         native, interpreted: see `Abilities`.
@@ -37,6 +40,13 @@ class Formats(NamedTuple):
     b: str
     a_scaling: str
     b_scaling: str
+    a_scales: str
+    b_scales: str
+    a_block: int
+    b_block: int
+    b_lines: int
+    a_swizzled: bool
+    b_swizzled: bool
     split_a: bool
     compute: Any
     precision: str | None
@@ -87,17 +97,21 @@ def tile_for(x: Operand, w: Operand) -> Tile:
     return next(tile for tile in tiles if x.lines <= tile.m or tile is tiles[-1])
 
 
-def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Tile | None = None) -> None:
-    """``out[...] = a @ b + bias`` for two axes, or three with the batch in front; out has elements."""
+def multiply(
+    x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Tile | None = None, alpha: Tensor | None = None
+) -> None:
+    """``out[...] = alpha * (a @ b) + bias`` for two axes, or three with the batch in front; out has elements."""
     m, n, k = x.lines, w.lines, x.k
     device, dtype = x.tensor.device, x.tensor.dtype
     able = abilities(device)
     wide = dtype == torch.float32
     tile = tile or tile_for(x, w)
+    # A tile's products along k have one scale.
+    tile = tile._replace(k=min([tile.k, *(each.block for each in (x, w) if each.scaling == BLOCK)]))
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n) * x.batch
     splits, k_per_split = choose_splits(tiles, k, tile.k, device, _PROGRAMS if tile.m <= 64 else 1)
     target, strides = split_target(out, splits)
-    split_a = dtype == torch.float16 and w.scaling == MX
+    split_a = dtype == torch.float16 and w.scaling == MICRO and w.scale_format == E8M0
     compute = (
         torch.float32 if wide or able.interpreted else torch.float16 if dtype == torch.float16 and not split_a else torch.bfloat16
     )
@@ -106,6 +120,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Til
         w.codes,
         x.scale,
         w.scale,
+        alpha,
         bias if splits == 1 else None,
         target,
         m,
@@ -123,6 +138,13 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, tile: Til
             b=w.format,
             a_scaling=x.scaling,
             b_scaling=w.scaling,
+            a_scales=x.scale_format,
+            b_scales=w.scale_format,
+            a_block=x.block,
+            b_block=w.block,
+            b_lines=w.lines_each,
+            a_swizzled=x.swizzled,
+            b_swizzled=w.swizzled,
             split_a=split_a,
             compute=common_device.DTYPES[compute],
             precision="ieee" if wide else None,

@@ -6,8 +6,14 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import wait_for_products
-from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_of_lines, store_tile, tile_of
-from tokenspeed_kernel.triton.quantization._encode_device import decode_e2m1, decode_e8m0, decode_fp8, unpack_e2m1
+from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_of_block, scale_of_lines, store_tile, tile_of
+from tokenspeed_kernel.triton.quantization._encode_device import (
+    decode_e2m1,
+    decode_e8m0,
+    decode_fp8,
+    swizzled_in_tile,
+    unpack_e2m1,
+)
 
 
 @triton.jit
@@ -20,12 +26,16 @@ def _decoded_lines(
     LINES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr,
-    MX: tl.constexpr,
+    MICRO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STORED: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     EVEN_K: tl.constexpr,
     COMPUTE: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """``[LINES, BLOCK_K]`` of COMPUTE, from element k0 on; zeros beyond K. ``line``, ``inside``: the lines, and which exist."""
+    """``[LINES, BLOCK_K]`` of COMPUTE, from element k0 on; zeros beyond K. ``line``, ``inside``: the lines, and which exist.
+    ``MICRO``: elements are multiplied by scales of one byte, of ``BLOCK`` elements each."""
     if FORMAT == "e2m1":
         at = k0 // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
         mask = inside if EVEN_K else inside & (at < K // 2)
@@ -40,15 +50,17 @@ def _decoded_lines(
             value = loaded
         else:
             value = decode_fp8(loaded, FORMAT, NATIVE)
-    if MX:
-        block = k0 // 32 + tl.arange(0, BLOCK_K // 32)[None, :]
-        mask = inside if EVEN_K else inside & (block < K // 32)
-        scale = decode_e8m0(
-            tl.load(
-                operand.scale + line.to(tl.int64) * operand.scale_line_stride + block * operand.scale_k_stride, mask=mask, other=0
-            )
-        )
-        value = tl.reshape(value, [LINES, BLOCK_K // 32, 32]) * scale[:, :, None]
+    if MICRO:
+        block = k0 // BLOCK + tl.arange(0, BLOCK_K // BLOCK)[None, :]
+        mask = inside if EVEN_K else inside & (block < K // BLOCK)
+        if SWIZZLED:
+            across = swizzled_in_tile(line, block) + block // 4 * operand.scale_k_stride
+            byte = tl.load(operand.scale + (line // 128).to(tl.int64) * operand.scale_line_stride + across, mask=mask, other=0)
+        else:
+            along = operand.scale + line.to(tl.int64) * operand.scale_line_stride
+            byte = tl.load(along + block * operand.scale_k_stride, mask=mask, other=0)
+        scale = decode_e8m0(byte) if STORED == "e8m0" else decode_fp8(byte, "e4m3fn", NATIVE)
+        value = tl.reshape(value, [LINES, BLOCK_K // BLOCK, BLOCK]) * scale[:, :, None]
         value = tl.reshape(value, [LINES, BLOCK_K])
     return value.to(COMPUTE)
 
@@ -59,6 +71,7 @@ def decoded_mm_kernel(
     b_ptr,
     a_scale_ptr,
     b_scale_ptr,
+    alpha_ptr,
     bias_ptr,
     out_ptr,
     M,
@@ -117,20 +130,23 @@ def decoded_mm_kernel(
     first = split * k_per_split
     for k0 in range(first, tl.minimum(first + k_per_split, K), BLOCK_K):
         wait_for_products()
-        b_mx: tl.constexpr = B_SCALING == "mx"
-        a_mx: tl.constexpr = A_SCALING == "mx"
+        b_micro: tl.constexpr = B_SCALING == "micro"
+        a_micro: tl.constexpr = A_SCALING == "micro"
         b = _decoded_lines(
-            b_operand, n[:, None], (n < N)[:, None], k0, K, BLOCK_N, BLOCK_K, B_FORMAT, b_mx, EVEN_K, COMPUTE, NATIVE
-        )
+            b_operand, n[:, None], (n < N)[:, None], k0, K, BLOCK_N, BLOCK_K, B_FORMAT,
+            b_micro, FORMATS.b_block, FORMATS.b_scales, FORMATS.b_swizzled, EVEN_K, COMPUTE, NATIVE,
+        )  # fmt: skip
         a = _decoded_lines(
-            a_operand, m[:, None], (m < M)[:, None], k0, K, BLOCK_M, BLOCK_K, A_FORMAT, a_mx, EVEN_K, A_COMPUTE, NATIVE
-        )
+            a_operand, m[:, None], (m < M)[:, None], k0, K, BLOCK_M, BLOCK_K, A_FORMAT,
+            a_micro, FORMATS.a_block, FORMATS.a_scales, FORMATS.a_swizzled, EVEN_K, A_COMPUTE, NATIVE,
+        )  # fmt: skip
         if A_SCALING == "block" or B_SCALING == "block":
-            block = k0 // 128
             products = tl.dot(b, tl.trans(a), input_precision=PRECISION)
             if A_SCALING == "block":
-                products *= tl.load(a_scale_ptr + m.to(tl.int64) * stride_asm + block * stride_ask, mask=m < M, other=0.0)[None, :]
-            products *= tl.load(b_scale_ptr + n // 128 * stride_bsn + block * stride_bsk, mask=n < N, other=0.0)[:, None]
+                products *= scale_of_block(a_operand, m[None, :], k0 // FORMATS.a_block, (m < M)[None, :], FORMATS.a_scales)
+            if B_SCALING == "block":
+                line = (n // FORMATS.b_lines)[:, None]
+                products *= scale_of_block(b_operand, line, k0 // FORMATS.b_block, (n < N)[:, None], FORMATS.b_scales)
             acc += products
         elif SPLIT_A:
             high = a.to(COMPUTE)
@@ -143,4 +159,6 @@ def decoded_mm_kernel(
         acc *= scale_of_lines(a_operand, m[None, :], (m < M)[None, :], A_SCALING)
     if B_SCALING == "line" or B_SCALING == "whole":
         acc *= scale_of_lines(b_operand, n[:, None], (n < N)[:, None], B_SCALING)
+    if alpha_ptr is not None:
+        acc *= tl.load(alpha_ptr)
     store_tile(acc, out, m[None, :], n[:, None], M, N, FORMATS.interpreted)

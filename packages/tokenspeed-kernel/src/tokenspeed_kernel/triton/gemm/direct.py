@@ -17,16 +17,20 @@ from tokenspeed_kernel.triton.common import cdiv, for_architecture, multiprocess
 from tokenspeed_kernel.triton.gemm._operands import BLOCK, LINE, NO_SCALE, WHOLE, Operand
 from tokenspeed_kernel.triton.gemm._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
 from tokenspeed_kernel_base.platform import ArchVersion, platform_of
 
 device_code = DeviceModule(__name__ + "_device")
 
 
 class Scaling(NamedTuple):
-    """What the scales of a and of b belong to; see `_operands`."""
+    """What the scales of a and of b belong to, how they are stored, and how many columns share one: see `_operands.Operand`."""
 
     a: str
     b: str
+    a_stored: str
+    b_stored: str
+    b_lines: int
 
 
 class Program(NamedTuple):
@@ -116,6 +120,9 @@ _HALF_SMALL_MEMORY = Configs(
 _FP8 = {"sm_90": _FP8_LARGE_MEMORY, "sm_100": _FP8_LARGE_MEMORY, "any": _FP8_SMALL_MEMORY}
 _HALF = {"sm_90": _HALF_LARGE_MEMORY, "sm_100": _HALF_LARGE_MEMORY, "any": _HALF_SMALL_MEMORY}
 
+# Columns of a tile each of which has scales of its own: those of 128 and their sums leave a thread too few registers.
+_COLUMNS_WITH_SCALES = 64
+
 # From where on matrix units take e4m3fn and e5m2.
 _FP8_SINCE = {"nvidia": ArchVersion(8, 9), "amd": ArchVersion(9, 5)}
 _SCALINGS = {
@@ -130,7 +137,7 @@ def serves(x: Operand, w: Operand) -> bool:
     platform = platform_of(x.tensor.device)
     if x.tensor.dtype != w.tensor.dtype or (x.scaling, w.scaling) not in _SCALINGS or platform.is_cpu:
         return False
-    if not (x.aligned and w.aligned):
+    if not (x.aligned and w.aligned) or {each.block for each in (x, w) if each.scaling == BLOCK} - {BLOCK_FP8}:
         return False
     if x.format == "dense":
         return x.tensor.dtype in (torch.float16, torch.bfloat16)
@@ -143,7 +150,8 @@ def config_for(x: Operand, w: Operand, out: Tensor) -> Config:
     device = x.tensor.device
     configs = for_architecture(_FP8 if x.tensor.element_size() == 1 else _HALF, device)
     if w.scaling == BLOCK:
-        return configs.blocks if x.lines > 128 else configs.few_blocks
+        config = configs.blocks if x.lines > 128 else configs.few_blocks
+        return config._replace(n=min(config.n, _COLUMNS_WITH_SCALES)) if w.lines_each == 1 else config
     if x.lines <= 64:
         return configs.few
     best = configs.best
@@ -187,7 +195,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: C
         *strides,
         out.numel(),
         k_per_split,
-        SCALING=Scaling(x.scaling, w.scaling),
+        SCALING=Scaling(x.scaling, w.scaling, x.scale_format, w.scale_format, w.lines_each),
         TILE=Program(
             m=config.m,
             n=config.n,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_of_lines, store_tile, tile_of
+from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_of_block, scale_of_lines, store_tile, tile_of
 
 
 @triton.jit
@@ -108,9 +108,12 @@ def direct_mm_kernel(
             if B_SCALING == "block":
                 tl.static_assert(128 % BLOCK_K == 0 and 128 % BLOCK_N == 0)
                 block = k0 // 128
-                scale = tl.load(b_scale + (n0 // 128) * stride_bsn + block * stride_bsk)
+                if SCALING.b_lines == 1:
+                    scale = scale_of_block(b_operand, n, block, n < N, SCALING.b_stored)
+                else:  # one for the whole tile
+                    scale = scale_of_block(b_operand, n0 // SCALING.b_lines, block, n0 < N, SCALING.b_stored)
                 if A_SCALING == "block":
-                    scale *= tl.load(a_scale + m.to(tl.int64) * stride_asm + block * stride_ask, mask=m < M, other=0.0)
+                    scale *= scale_of_block(a_operand, m, block, m < M, SCALING.a_stored)
                 acc += tl.dot(x, tl.trans(w)) * scale
             elif TILE.partial:
                 acc += tl.dot(x, tl.trans(w))

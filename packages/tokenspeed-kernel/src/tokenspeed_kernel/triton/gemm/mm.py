@@ -42,11 +42,12 @@ def mm(
     b_scale: Tensor | None,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
+    alpha: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or default_out_dtype(a))
-    _multiply(a, b, a_scale, b_scale, bias, out)
+    _multiply(a, b, a_scale, b_scale, bias, alpha, out)
     return out
 
 
@@ -70,21 +71,35 @@ def mm(
     tags={"determinism"},
 )
 def bmm(
-    a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None, out: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+    alpha: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
     if out is None:
         out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype or default_out_dtype(a))
-    _multiply(a, b, a_scale, b_scale, None, out)
+    _multiply(a, b, a_scale, b_scale, None, alpha, out)
     return out
 
 
-def _multiply(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    alpha: Tensor | None,
+    out: Tensor,
+) -> None:
     if not out.numel():
         return
     x, w, bias = operand(a, a_scale, -2), operand(b, b_scale, -1), dense(bias)
     if direct.serves(x, w):
         direct.multiply(x, w, bias, out)
     elif once.serves(x, w):
-        once.multiply(x, w, bias, out)
+        once.multiply(x, w, bias, out, alpha)
     else:
-        decoded.multiply(x, w, bias, out)
+        decoded.multiply(x, w, bias, out, alpha=alpha)

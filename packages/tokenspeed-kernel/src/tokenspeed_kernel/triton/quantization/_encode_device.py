@@ -146,6 +146,20 @@ def decode_e8m0(byte):
     return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def swizzled_in_tile(row, column):
+    """Where in its tile of 128x4, 512 bytes, the scale of a row and a column of scales lies."""
+    return row % 32 * 16 + row // 32 % 4 * 4 + column % 4
+
+
+@triton.jit
+def row_and_column_of(at, tiles_across):
+    """The scale that lies at byte ``at`` of tiles of 128x4: the reverse of `swizzled_in_tile`, with the tile's number."""
+    tile = at // 512
+    row = tile // tiles_across * 128 + at % 16 // 4 * 32 + at % 512 // 16
+    return row, tile % tiles_across * 4 + at % 4
+
+
 # -- largest magnitudes and divisions ------------------------------------------------------------------------------------------
 
 
