@@ -113,6 +113,17 @@ def _valid() -> dict[str, dict[str, Any]]:
         "moe_combine": {"x": ones(3, 8), "ids": ints([0, 1], [2, 3], [1, -1]), "group": ProcessGroup.of()},
         "rmsnorm": {"x": ones(3, 8), "weight": ones(8)},
         "qk_rmsnorm": {"q": ones(3, 4, 8), "k": ones(3, 2, 8), "q_weight": ones(8), "k_weight": ones(8)},
+        "rmsnorm_quantize_fp8": {"x": ones(3, 64), "weight": ones(64), "residual": ones(3, 64)},
+        "rmsnorm_quantize_fp8_with_scale": {"x": ones(3, 64), "weight": ones(64), "scale": ones(1, dtype=F32)},
+        "rmsnorm_quantize_mxfp8": {"x": ones(3, 64), "weight": ones(64)},
+        "rmsnorm_quantize_nvfp4": {"x": ones(3, 64), "weight": ones(64), "global_scale": ones(1, dtype=F32)},
+        **{
+            f"{gate}_quantize_{name}": {"x": ones(3, 128), **scale}
+            for gate in ("silu_and_mul", "swiglu")
+            for name, scale in {
+                "fp8": {}, "mxfp8": {}, "fp8_with_scale": {"scale": ones(1, dtype=F32)}, "nvfp4": {"global_scale": ones(1, dtype=F32)},
+            }.items()
+        },
         "quantize_fp8": {"x": ones(3, 256)},
         "quantize_fp8_with_scale": {"x": ones(3, 256), "scale": ones(1, dtype=F32)},
         "dequantize_fp8": {"q": ones(3, 256, dtype=FP8), "scale": ones(1, dtype=F32)},
@@ -357,6 +368,20 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("qk_rmsnorm", {"k": ones(3, 2, 6)}, V, r"k must be of shape .* where head_dim is 8 in q, got \[3, 2, 6\]"),
     ("qk_rmsnorm", {"q_weight": ones(4)}, V, r"q_weight must be of shape \[head_dim\] where head_dim is 8 in q, got \[4\]"),
     # quantisation
+    ("rmsnorm_quantize_fp8", {"weight": ones(4)}, V, r"weight must be of shape \[hidden\] where hidden is 64 in x, got \[4\]"),
+    ("rmsnorm_quantize_fp8", {"x": ones(3, 64, dtype=F64)}, T, r"x must be a tensor of bfloat16 or float16 or float32, got float64"),
+    ("rmsnorm_quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got 'row'"),
+    ("rmsnorm_quantize_fp8_with_scale", {"scale": ones(2, dtype=F32)}, V, r"scale must be of shape \[\] \(tensor\) or .*, got a float32 tensor of shape \[2\]"),
+    ("rmsnorm_quantize_mxfp8", {"x": ones(3, 33), "weight": ones(33)}, V, r"x must be of shape .* a multiple of 32, got a bfloat16 tensor of shape \[3, 33\]"),
+    ("rmsnorm_quantize_nvfp4", {"global_scale": ones(2, dtype=F32)}, V, r"global_scale must be .*, got "),
+    ("silu_and_mul_quantize_fp8", {"x": ones(3, 7)}, V, r"x must be of shape \[..., 2 \* d\], even in the last axis, got \[3, 7\]"),
+    ("silu_and_mul_quantize_fp8_with_scale", {"dtype": BF16}, V, r"dtype must be one of .*float8_e4m3fn.*, got bfloat16"),
+    ("silu_and_mul_quantize_mxfp8", {"x": ones(3, 32)}, V, r"x must be of shape \[..., 2 \* d\] where d is a multiple of 32, got \[3, 32\]"),
+    ("silu_and_mul_quantize_nvfp4", {"x": ones(3, 24)}, V, r"x must be .* where d is a multiple of 16, got \[3, 24\]"),
+    ("swiglu_quantize_fp8", {"limit": 0.0}, V, r"limit must be positive or None, got 0.0"),
+    ("swiglu_quantize_fp8_with_scale", {"scale": 1.0}, T, r"scale must be a tensor, got float 1.0"),
+    ("swiglu_quantize_mxfp8", {"scale_rounding": "nearest"}, V, r"scale_rounding must be .*down.*up.*, got 'nearest'"),
+    ("swiglu_quantize_nvfp4", {"x": ones(3, 24)}, V, r"x must be .* where d is a multiple of 16, got \[3, 24\]"),
     ("quantize_fp8", {"granularity": "row"}, V, r"granularity must be one of .*, got 'row'"),
     ("quantize_fp8", {"block_size": 0}, V, r"block_size must be at least 1, got 0"),
     ("quantize_fp8", {"dtype": BF16}, V, r"dtype must be one of .*float8_e4m3fn.*, got bfloat16"),

@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,10 +28,11 @@ from tokenspeed_kernel.workbench.numerics import (
     tolerance_for,
     verify_kernel,
 )
-from tokenspeed_kernel.workbench.numerics.compare import same_bits
+from tokenspeed_kernel.workbench.numerics.compare import compare_results, same_bits
 from tokenspeed_kernel.workbench.numerics.places import describe_places
 from tokenspeed_kernel_base.cases import Case, Draw
 from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.quantization.encodings import encode_mxfp8
 from tokenspeed_kernel_base.platform import CapabilityRequirement, named_platform, use_platform
 from tokenspeed_kernel_base.registry import KernelRegistry
 from tokenspeed_kernel_base.selection import Request
@@ -368,6 +370,33 @@ def test_rounded_activations_loosen_it() -> None:
     )
     assert plain == tolerance_for(torch.float16)
     assert plain.norm < fp8.norm < fp4.norm
+
+
+def test_quantised_results_are_compared_by_what_they_stand_for() -> None:
+    """What is quantised may differ in its last bit, which may change codes and scales; those of other values are wrong."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 256, generator=generator).bfloat16()
+    nearly = torch.where(torch.rand(x.shape, generator=generator) < 0.1, (x.view(torch.int16) + 1).view(torch.bfloat16), x)
+    for mode, scales in (("mxfp8", {}), ("nvfp4", {"global_scale": torch.tensor(0.001)})):
+        op = get_operator(f"rmsnorm_quantize_{mode}")
+        arguments = op.complete({"x": x, "weight": torch.ones(256), **scales})
+        expected = op.reference(*arguments.values())
+        codes, scale = op.reference(*{**arguments, "x": nearly}.values())
+        assert not torch.equal(codes.view(torch.uint8), expected[0].view(torch.uint8))
+        tolerance = partial(tolerance_for, request=op.request(arguments), exact=op.exact)
+        compared = partial(compare_results, op, arguments, expected=expected, tolerance=tolerance)
+        assert compared((codes, scale))[0].passed
+        assert not compared((codes, scale), tolerance=EXACT)[0].passed
+        assert not compared((codes.roll(1, 1), scale))[0].passed
+        assert not compared((codes, scale.roll(1, 0)))[0].passed
+        assert "of shape [63, " in compared((codes[1:], scale[1:]))[0].fault
+    # The largest of a block saturates in one of the two, and has the next scale in the other.
+    op = get_operator("rmsnorm_quantize_mxfp8")
+    below, at = (encode_mxfp8(torch.full((1, 32), value)) for value in (510.0, 512.0))
+    assert not torch.equal(below[1], at[1])
+    arguments = op.complete({"x": torch.zeros(1, 32), "weight": torch.ones(32)})
+    for got, wanted in ((below, at), (at, below)):
+        assert compare_results(op, arguments, got, wanted, tolerance_for)[0].passed
 
 
 def test_rounding_that_is_granted_passes_and_a_wrong_scale_does_not() -> None:

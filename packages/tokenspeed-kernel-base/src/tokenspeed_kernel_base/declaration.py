@@ -43,7 +43,10 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 REFERENCE = "reference"
 
-HOOKS = ("traits", "check", "check_values", "formats", "fake", "cases", "cost", "work", "vary", "intermediates", "plan", "prepare")
+HOOKS = (
+    "traits", "check", "check_values", "formats", "fake", "cases", "cost", "work", "vary", "intermediates", "decoded", "plan",
+    "prepare",
+)  # fmt: skip
 
 # Once these are declared, the attribute of the function that declared each is the step itself.
 STEPS = ("plan", "prepare")

@@ -79,6 +79,20 @@ class TensorFormat:
         return f"{head} scaled by {self.scale}" if self.scale else head
 
 
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """What codes and scales stand for. Results of kernels are compared by it where one step of the format is no error, though it
+    may change every code of a block.
+
+    Attributes:
+        values: float32.
+        format: what they were decoded from.
+    """
+
+    values: torch.Tensor
+    format: TensorFormat
+
+
 @dataclass(frozen=True)
 class FormatSignature:
     """Role to format, in the roles' alphabetical order. Build it with `format_signature`."""

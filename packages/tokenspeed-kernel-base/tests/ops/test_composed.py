@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -145,20 +144,3 @@ def test_qk_rmsnorm_rope_store_kv_cache(with_norm: bool, solution: str) -> None:
         flat = cache.flatten(0, 1)
         torch.testing.assert_close(flat[[5, 0]], values[[0, 2]], rtol=1e-6, atol=1e-6)
         assert (flat[1:5] == 7).all()
-
-
-def test_qk_rmsnorm_rope_store_kv_cache_is_a_proper_custom_operator(
-    check_custom_op: Callable[[Any, dict[str, Any]], None],
-) -> None:
-    arguments = {
-        "qkv": draw(3, 64).float(),
-        "positions": torch.tensor([[4, 0, 2], [1, 2, 3], [0, 0, 5]]),
-        "cos_sin_cache": draw(6, 8).float(),
-        "k_cache": torch.zeros(2, 3, 2, 8),
-        "v_cache": torch.zeros(2, 3, 2, 8),
-        "slot_mapping": torch.tensor([5, -1, 0]),
-        "q_weight": draw(8),
-        "k_weight": draw(8),
-        "mrope_section": (2, 1, 1),
-    }
-    check_custom_op(qk_rmsnorm_rope_store_kv_cache, arguments)

@@ -66,7 +66,19 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
         stop_shape_capture,
     )
     from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
+    from tokenspeed_kernel_base.ops.activation.silu_and_mul_quantize import (
+        silu_and_mul_quantize_fp8,
+        silu_and_mul_quantize_fp8_with_scale,
+        silu_and_mul_quantize_mxfp8,
+        silu_and_mul_quantize_nvfp4,
+    )
     from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
+    from tokenspeed_kernel_base.ops.activation.swiglu_quantize import (
+        swiglu_quantize_fp8,
+        swiglu_quantize_fp8_with_scale,
+        swiglu_quantize_mxfp8,
+        swiglu_quantize_nvfp4,
+    )
     from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
     from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
@@ -102,6 +114,12 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
     from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
     from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+    from tokenspeed_kernel_base.ops.norm.rmsnorm_quantize import (
+        rmsnorm_quantize_fp8,
+        rmsnorm_quantize_fp8_with_scale,
+        rmsnorm_quantize_mxfp8,
+        rmsnorm_quantize_nvfp4,
+    )
     from tokenspeed_kernel_base.ops.quantization.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_with_scale
     from tokenspeed_kernel_base.ops.quantization.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
     from tokenspeed_kernel_base.ops.quantization.nvfp4 import dequantize_nvfp4, quantize_nvfp4

@@ -18,6 +18,44 @@ def gated(gate, up, alpha, beta):
     return (up + beta) * (gate / (1.0 + tl.exp(-alpha * gate)))
 
 
+@triton.jit
+def gate_tile(
+    x,
+    row,
+    first,
+    rows,
+    intermediate,
+    alpha,
+    limit,
+    beta,
+    x_stride,
+    PLAIN: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Columns from ``first`` on of the result's rows ``[ROWS, 1]``, float32 ``[ROWS, COLUMNS]``, 0 outside."""
+    column = first + tl.arange(0, COLUMNS)[None, :]
+    row_inside = row < rows
+    row = row.to(tl.int64)
+    if INTERLEAVED:
+        pairs = 2 * first + tl.arange(0, 2 * COLUMNS)[None, :]
+        loaded = tl.load(x + row * x_stride + pairs, mask=row_inside & (pairs < 2 * intermediate), other=0.0)
+        gate, up = tl.split(tl.reshape(loaded, (row.shape[0], COLUMNS, 2)))
+    else:
+        inside = row_inside & (column < intermediate)
+        gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
+        up = tl.load(x + row * x_stride + intermediate + column, mask=inside, other=0.0)
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    if PLAIN:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        if CLAMPED:
+            gate, up = clamp_gated(gate, up, limit)
+        result = gated(gate, up, alpha, beta)
+    return result
+
+
 @triton.jit(do_not_specialize=["rows", "column_tiles"])
 def gated_kernel(
     x,
@@ -39,22 +77,7 @@ def gated_kernel(
     program = tl.program_id(0)
     row = (program // column_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (program % column_tiles) * COLUMNS
+    result = gate_tile(x, row, first, rows, intermediate, alpha, limit, beta, x_stride, PLAIN, CLAMPED, INTERLEAVED, COLUMNS)
     column = first + tl.arange(0, COLUMNS)[None, :]
-    row_inside = row < rows
-    row = row.to(tl.int64)
-    inside = row_inside & (column < intermediate)
-    if INTERLEAVED:
-        pairs = 2 * first + tl.arange(0, 2 * COLUMNS)[None, :]
-        loaded = tl.load(x + row * x_stride + pairs, mask=row_inside & (pairs < 2 * intermediate), other=0.0)
-        gate, up = tl.split(tl.reshape(loaded, (ROWS, COLUMNS, 2)))
-    else:
-        gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
-        up = tl.load(x + row * x_stride + intermediate + column, mask=inside, other=0.0)
-    gate, up = gate.to(tl.float32), up.to(tl.float32)
-    if PLAIN:
-        result = gate / (1.0 + tl.exp(-gate)) * up
-    else:
-        if CLAMPED:
-            gate, up = clamp_gated(gate, up, limit)
-        result = gated(gate, up, alpha, beta)
-    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
+    at = out + row.to(tl.int64) * out_stride + column
+    tl.store(at, result.to(out.dtype.element_ty), mask=(row < rows) & (column < intermediate))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, has_rows, launch_options, may_overlap, next_power_of_2
+from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -43,13 +44,13 @@ _WARPS = 8
 # More than 64 elements a thread would spill.
 _MOST_ELEMENTS_A_WARP = 2048
 # Longer rows take two passes, in steps of this many columns.
-_LONGEST_ROW, _STEP = 32768, 8192
+LONGEST_ROW, _STEP = 32768, 8192
 
 
 @functools.cache
 def tile_for(hidden: int) -> Tile:
     """The tile for rows of this length."""
-    if hidden > _LONGEST_ROW:
+    if hidden > LONGEST_ROW:
         return Tile(1, _STEP, _WARPS)
     block = next_power_of_2(hidden)
     rows = max(1, _ELEMENTS_A_WARP // block)
@@ -105,6 +106,7 @@ def rmsnorm(
             ROWS=tile.rows,
             BLOCK=tile.block,
             ONE_PASS=tile.block >= hidden,
+            INTERPRETED=abilities(x.device).interpreted,
             EARLY=early,
             num_warps=tile.warps,
             **launch_options(early),

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.common_device import start
+from tokenspeed_kernel.triton.quantization._encode_device import round_to
 
 
 @triton.jit
@@ -21,13 +22,43 @@ def inverse_rms(x, hidden, eps):
 
 
 @triton.jit
-def _load_sum(x, residual, offsets, residual_offsets, inside, HAS_RESIDUAL: tl.constexpr):
+def _load_sum(x, residual, offsets, residual_offsets, inside, HAS_RESIDUAL: tl.constexpr, INTERPRETED: tl.constexpr):
     """x, or x plus the residual rounded to x's dtype; 0 outside."""
     loaded = tl.load(x + offsets, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         added = tl.load(residual + residual_offsets, mask=inside, other=0.0)
-        loaded = (loaded.to(tl.float32) + added.to(tl.float32)).to(loaded.dtype)
+        loaded = round_to(loaded.to(tl.float32) + added.to(tl.float32), loaded.dtype, INTERPRETED)
     return loaded
+
+
+@triton.jit
+def normalise_rows(
+    x,
+    residual,
+    weight,
+    residual_out,
+    row,
+    column,
+    rows,
+    hidden,
+    eps,
+    x_stride,
+    residual_stride,
+    weight_stride,
+    residual_out_stride,
+    HAS_RESIDUAL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Whole rows normalised, float32 ``[ROWS, BLOCK]``, 0 outside, for int64 rows ``[ROWS, 1]`` and columns ``[1, BLOCK]``. Writes
+    the sum with the residual where there is one."""
+    inside = (row < rows) & (column < hidden)
+    at, residual_at = row * x_stride + column, row * residual_stride + column
+    total = _load_sum(x, residual, at, residual_at, inside, HAS_RESIDUAL, INTERPRETED)
+    scale = tl.load(weight + column * weight_stride, mask=column < hidden, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        tl.store(residual_out + row * residual_out_stride + column, total, mask=inside)
+    wide = total.to(tl.float32)
+    return wide * inverse_rms(wide, hidden, eps) * scale
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -49,6 +80,7 @@ def rmsnorm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ONE_PASS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     start(EARLY)
@@ -57,20 +89,17 @@ def rmsnorm_kernel(
     row_inside = row < rows
     row = row.to(tl.int64)
     if ONE_PASS:
-        inside = row_inside & (column < hidden)
-        total = _load_sum(x, residual, row * x_stride + column, row * residual_stride + column, inside, HAS_RESIDUAL)
-        scale = tl.load(weight + column * weight_stride, mask=column < hidden, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            tl.store(residual_out + row * residual_out_stride + column, total, mask=inside)
-        wide = total.to(tl.float32)
-        normed = wide * inverse_rms(wide, hidden, eps) * scale
-        tl.store(out + row * out_stride + column, normed.to(out.dtype.element_ty), mask=inside)
+        normed = normalise_rows(
+            x, residual, weight, residual_out, row, column, rows, hidden, eps, x_stride, residual_stride, weight_stride,
+            residual_out_stride, HAS_RESIDUAL, INTERPRETED,
+        )  # fmt: skip
+        tl.store(out + row * out_stride + column, normed.to(out.dtype.element_ty), mask=row_inside & (column < hidden))
     else:
         squares = tl.zeros((ROWS, BLOCK), tl.float32)
         for first in range(0, hidden, BLOCK):
             at = first + column
             inside = row_inside & (at < hidden)
-            total = _load_sum(x, residual, row * x_stride + at, row * residual_stride + at, inside, HAS_RESIDUAL)
+            total = _load_sum(x, residual, row * x_stride + at, row * residual_stride + at, inside, HAS_RESIDUAL, INTERPRETED)
             if HAS_RESIDUAL:
                 tl.store(residual_out + row * residual_out_stride + at, total, mask=inside)
             wide = total.to(tl.float32)

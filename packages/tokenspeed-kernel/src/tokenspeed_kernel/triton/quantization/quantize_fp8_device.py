@@ -19,6 +19,17 @@ def scale_of(amax, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def fp8_of_groups(
+    x, FORMAT: tl.constexpr, LIMIT: tl.constexpr, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr
+):
+    """Groups, float32 ``[GROUPS, LENGTH]``, in 8 bits, and their scales ``[GROUPS]``."""
+    scale = scale_of(largest(x, 1), LIMIT)
+    factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
+    quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
+    return encode_fp8(quotient, FORMAT, NATIVE), scale
+
+
+@triton.jit
 def quantize_groups_kernel(
     x_ptr,
     q_ptr,
@@ -50,11 +61,8 @@ def quantize_groups_kernel(
         inside = inside & (group[:, None] * length + within < limit)
     wide_group = group.to(tl.int64)[:, None]
     x = tl.load(x_ptr + outer * x_outer_stride + wide_group * x_stride + within, mask=inside, other=0.0).to(tl.float32)
-    scale = scale_of(largest(x, 1), LIMIT)
+    code, scale = fp8_of_groups(x, FORMAT, LIMIT, NATIVE, INTERPRETED, STEPS)
     tl.store(scale_ptr + outer * count + group, scale, mask=group < count)
-    factor, divisor, reciprocal = prepare_divisor(scale, INTERPRETED)
-    quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
-    code = encode_fp8(quotient, FORMAT, NATIVE)
     tl.store(q_ptr + outer * limit + wide_group * length + within, code, mask=inside)
 
 

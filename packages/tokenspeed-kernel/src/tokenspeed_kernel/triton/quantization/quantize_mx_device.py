@@ -21,6 +21,29 @@ _EMAX_E4M3, _EMAX_E2M1 = tl.constexpr(8), tl.constexpr(2)
 
 
 @triton.jit
+def scale_of_blocks(amax, FP4: tl.constexpr, UP: tl.constexpr):
+    """e8m0 scales (int32) of blocks from their largest magnitudes, bits of the reciprocals, and a mask for codes: 0 where a block
+    is not finite, all of whose codes are those of +0. ``UP``: scales of e4m3 are rounded up."""
+    # A float32's exponent field is floor(log2) + 127. Subnormal numbers have 0, and end up at the smallest scale either way.
+    bits = amax.to(tl.int32, bitcast=True)
+    field = bits >> 23
+    finite = field != 255
+    if UP:  # magnitudes beyond 448, whose mantissa is 1.75, carry into the next power of two
+        field = (bits + (0x7FFFFF - 0x600000)) >> 23
+    scale = tl.where(finite, tl.maximum(field - (_EMAX_E2M1 if FP4 else _EMAX_E4M3), 0), 255)
+    # The reciprocal, 2^(127 - byte), is normal for all bytes of finite blocks.
+    return scale, (254 - scale) << 23, tl.where(finite, 255, 0)
+
+
+@triton.jit
+def mxfp8_of_blocks(x, UP: tl.constexpr, NATIVE: tl.constexpr):
+    """Blocks, float32 ``[BLOCKS, 32]``, as e4m3 (uint8), and their scales ``[BLOCKS]``."""
+    scale, reciprocal, kept = scale_of_blocks(largest(x, 1), False, UP)
+    code = encode_fp8(x * reciprocal[:, None].to(tl.float32, bitcast=True), "e4m3fn", NATIVE)
+    return (code & kept[:, None]).to(tl.uint8), scale.to(tl.uint8)
+
+
+@triton.jit
 def quantize_mx_kernel(
     x_ptr,
     q_ptr,
@@ -50,19 +73,12 @@ def quantize_mx_kernel(
     else:
         at = tl.arange(0, _BLOCK)[None, :]
         x = tl.load(x_ptr + block[:, None] * x_stride + at, mask=inside[:, None], other=0.0).to(tl.float32)
-        amax = largest(x, 1)
-    # A float32's exponent field is floor(log2) + 127. Subnormal numbers have 0, and end up at the smallest scale either way.
-    bits = amax.to(tl.int32, bitcast=True)
-    field = bits >> 23
-    finite = field != 255
-    if UP:  # magnitudes beyond 448, whose mantissa is 1.75, carry into the next power of two
-        field = (bits + (0x7FFFFF - 0x600000)) >> 23
-    scale = tl.where(finite, tl.maximum(field - (_EMAX_E2M1 if FP4 else _EMAX_E4M3), 0), 255)
-    tl.store(scale_ptr + first_made + block, scale.to(tl.uint8), mask=inside)
-    # The reciprocal, 2^(127 - byte), is normal for all bytes of finite blocks; in others all codes become those of +0.
-    kept = tl.where(finite, 255, 0)[:, None]
-    reciprocal = ((254 - scale) << 23)[:, None]
+        if FP4:
+            amax = largest(x, 1)
     if FP4:
+        scale, reciprocal, kept = scale_of_blocks(amax, FP4, UP)
+        tl.store(scale_ptr + first_made + block, scale.to(tl.uint8), mask=inside)
+        reciprocal = reciprocal[:, None]
         if PAIRS:
             code = pack_scaled_e2m1(pairs, reciprocal | (reciprocal >> 16))
         else:
@@ -70,9 +86,10 @@ def quantize_mx_kernel(
         at = tl.arange(0, _BLOCK // 2)[None, :]
         tl.store(
             q_ptr + first_made * (_BLOCK // 2) + block[:, None] * (_BLOCK // 2) + at,
-            (code & kept).to(tl.uint8),
+            (code & kept[:, None]).to(tl.uint8),
             mask=inside[:, None],
         )
     else:
-        code = encode_fp8(x * reciprocal.to(tl.float32, bitcast=True), "e4m3fn", NATIVE)
-        tl.store(q_ptr + first_made * _BLOCK + block[:, None] * _BLOCK + at, (code & kept).to(tl.uint8), mask=inside[:, None])
+        code, scale = mxfp8_of_blocks(x, UP, NATIVE)
+        tl.store(scale_ptr + first_made + block, scale, mask=inside)
+        tl.store(q_ptr + first_made * _BLOCK + block[:, None] * _BLOCK + at, code, mask=inside[:, None])

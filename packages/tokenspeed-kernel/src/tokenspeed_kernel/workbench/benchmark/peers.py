@@ -41,7 +41,7 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel.workbench.benchmark.metadata import package_version
-from tokenspeed_kernel.workbench.numerics.compare import compare, compare_tensors, same_bits
+from tokenspeed_kernel.workbench.numerics.compare import compare_results, compare_tensors, same_bits
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
 from tokenspeed_kernel.workbench.numerics.verify import CaseResult, Status
 from tokenspeed_kernel_base.cases import Case
@@ -184,7 +184,7 @@ def verify_peer(foreign: Peer, case: Case, device: torch.device, *, seed: int = 
         return result(Status.SKIPPED, str(reason))
     except Exception as error:  # a peer may fail in any way; the others must not be lost with it
         return result(Status.ERROR, f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
-    comparisons = compare(got, expected, tolerance)
+    comparisons = compare_results(op, twin, got, expected, tolerance)
     written = dict(tensor_arguments(op.parameters, arguments))
     faults = []
     for name, tensor in tensor_arguments(op.parameters, twin):

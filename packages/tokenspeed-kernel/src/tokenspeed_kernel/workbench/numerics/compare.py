@@ -15,7 +15,10 @@ from torch import Tensor
 
 from tokenspeed_kernel.workbench.numerics.places import describe_places, relation
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, Tolerance, tolerance_for
+from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.checks import describe
+from tokenspeed_kernel_base.operator import Operator
+from tokenspeed_kernel_base.signature import Decoded, TensorFormat
 
 # Elements compared at a time, in float64; a cache may have 10^9 elements.
 _CHUNK = 1 << 24
@@ -100,10 +103,36 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+ToleranceOf = Callable[[torch.dtype | TensorFormat], Tolerance]
+"""The tolerance for an output of some dtype, or of a format that it was decoded from."""
+
+
+def compare_results(
+    op: Operator[Any, Any],
+    arguments: Mapping[str, Any],
+    got: Any,
+    expected: Any,
+    tolerance: Tolerance | ToleranceOf,
+    written: Mapping[str, tuple[Any, Tensor]] = MappingProxyType({}),
+) -> list[Comparison]:
+    """`compare` for results of an operator's calls with these arguments. Where the operator says how its outputs are decoded, and
+    some difference is allowed, their decoded values are compared."""
+    if op.has_hook("decoded") and tolerance is not EXACT:
+        pairs = list(zip(lowering.as_list(got), lowering.as_list(expected), strict=False))
+        if len(pairs) == len(lowering.as_list(expected)) and all(_alike(one, other) for one, other in pairs):
+            got, expected = (_decoded(op, arguments, [pair[index] for pair in pairs]) for index in (0, 1))
+    return compare(got, expected, tolerance, written)
+
+
+def _decoded(op: Operator[Any, Any], arguments: Mapping[str, Any], outputs: list[Tensor]) -> tuple[Any, ...]:
+    made = {**arguments, **dict.fromkeys(op.outs), **dict(zip(op.outs, outputs, strict=False))}
+    return tuple(op.run_hook("decoded", made))
+
+
 def compare(
     got: Any,
     expected: Any,
-    tolerance: Tolerance | Callable[[torch.dtype], Tolerance] = tolerance_for,
+    tolerance: Tolerance | ToleranceOf = tolerance_for,
     written: Mapping[str, tuple[Any, Tensor]] = MappingProxyType({}),
 ) -> list[Comparison]:
     """Compares two results of an operator, each None, a tensor or a tuple of tensors.
@@ -124,7 +153,10 @@ def compare(
         1 of 2 elements beyond tolerance, worst at [1]: got 5, expected 2
     """
 
-    def one(name: str, value: Any, wanted: Tensor) -> Comparison:
+    def one(name: str, value: Any, wanted: Any) -> Comparison:
+        if isinstance(wanted, Decoded):
+            allowed = tolerance if isinstance(tolerance, Tolerance) else tolerance(wanted.format)
+            return compare_tensors(f"{name}, decoded", value.values, wanted.values, allowed)
         return compare_tensors(name, value, wanted, tolerance if isinstance(tolerance, Tolerance) else tolerance(wanted.dtype))
 
     others = [one(name, value, should_be) for name, (value, should_be) in written.items()]
@@ -162,7 +194,7 @@ def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance)
         expected: what it should be.
         tolerance: how far apart they may be.
     """
-    if not isinstance(got, Tensor) or got.shape != expected.shape or got.dtype != expected.dtype or got.device != expected.device:
+    if not _alike(got, expected):
         fault = f"is {describe(got)}, expected {describe(expected)}"
         return Comparison(name, fault, math.inf, math.inf, 1.0, None, tolerance)
     if expected.numel() == 0:
@@ -192,6 +224,12 @@ def compare_tensors(name: str, got: Any, expected: Tensor, tolerance: Tolerance)
         describe_places(measured.mask(expected.numel()).view(expected.shape)) if measured.beyond else "",
         relation(got, expected) if fault else "",
     )
+
+
+def _alike(got: Any, expected: Tensor) -> bool:
+    """Whether it is a tensor of the same shape, dtype and device."""
+    said = expected.shape, expected.dtype, expected.device
+    return isinstance(got, Tensor) and (got.shape, got.dtype, got.device) == said
 
 
 @dataclass

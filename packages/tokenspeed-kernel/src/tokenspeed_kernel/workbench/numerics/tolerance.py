@@ -70,12 +70,22 @@ _FP8_PRODUCTS = Tolerance(2**-4, 2**-3, 0.04, "an intermediate is rounded to fp8
 # which is up to half of the value, and now and then a whole block's scale.
 _FP4_INTERMEDIATES = Tolerance(2**-3, 2**-2, 0.1, "intermediates near a rounding boundary of fp4 fall to the other side")
 
+# Decoded values of results that kernels quantise: what is quantised differs in its last bit now and then, and then a value near
+# the middle of two steps falls to either side.
+_BY_FORMAT = {
+    # A step is up to an eighth of the value; and where the largest of a block is 512 of its scale in one result, and a little less
+    # in the other, it saturates at 448 there, a seventh less.
+    "mxfp8": Tolerance(2**-3 + 2**-5, 2**-9, 2**-6, "a value between two steps of e4m3 falls to either side"),
+    # A step is up to half of the value, or a quarter of the root mean square near 0, and some blocks have another scale.
+    "nvfp4": Tolerance(2**-1, 2**-2, 0.1, "a value between two steps of e2m1, or of its scale, falls to either side"),
+}
 
-def tolerance_for(dtype: torch.dtype, request: Request | None = None, *, exact: bool = False) -> Tolerance:
+
+def tolerance_for(of: torch.dtype | TensorFormat, request: Request | None = None, *, exact: bool = False) -> Tolerance:
     """The tolerance for one output.
 
     Args:
-        dtype: of the output.
+        of: the output's dtype; the format of one that was decoded to be compared.
         request: the call's request; its formats say how narrow operands and intermediate values are.
         exact: the operator specifies every bit.
 
@@ -88,9 +98,11 @@ def tolerance_for(dtype: torch.dtype, request: Request | None = None, *, exact: 
     """
     if exact:
         return EXACT
-    if not dtype.is_floating_point:
+    if isinstance(of, TensorFormat):
+        return _BY_FORMAT[of.format]
+    if not of.is_floating_point:
         return _INTEGERS
-    tolerance = _BY_DTYPE.get(dtype, EXACT)
+    tolerance = _BY_DTYPE.get(of, EXACT)
     if request is None:
         return tolerance
     operands = [fmt for _, fmt in request.signature.roles]

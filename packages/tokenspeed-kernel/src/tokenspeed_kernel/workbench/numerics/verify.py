@@ -19,8 +19,16 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.workbench import worlds
-from tokenspeed_kernel.workbench.numerics.compare import Comparison, compare, compare_tensors, plain_fields, same_bits
-from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, Tolerance, tolerance_for
+from tokenspeed_kernel.workbench.numerics.compare import (
+    Comparison,
+    ToleranceOf,
+    compare,
+    compare_results,
+    compare_tensors,
+    plain_fields,
+    same_bits,
+)
+from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, tolerance_for
 from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.cases import Case, Recipe
 from tokenspeed_kernel_base.operator import Operator, get_operator
@@ -285,7 +293,7 @@ class _Trial:
     build: Callable[[], dict[str, Any]]
     expected: Any
     written: dict[str, Tensor]
-    tolerance: Callable[[torch.dtype], Tolerance]
+    tolerance: ToleranceOf
     repeat: int | None
 
     def __post_init__(self) -> None:
@@ -294,7 +302,8 @@ class _Trial:
 
     def run(self) -> None:
         got = self._call(self.arguments)
-        self.comparisons = compare(got, self.expected, self.tolerance, self._beside(self.arguments, self.written))
+        written = self._beside(self.arguments, self.written)
+        self.comparisons = compare_results(self.op, self.arguments, got, self.expected, self.tolerance, written)
         outputs = _tensors(got)
         self._check_memory(outputs)
 
@@ -350,19 +359,29 @@ class _Trial:
             return
         result = self._call({**arguments, **provided})
         returned = list(result) if isinstance(result, (tuple, list)) else [result]
+        respected = []
         for index, (name, out) in enumerate(provided.items()):
             value = returned[index] if index < len(returned) else None
-            if not isinstance(value, Tensor) or not _same_memory(value, out):
+            if isinstance(value, Tensor) and _same_memory(value, out):
+                respected.append(name)
+            else:
                 said = f"ignores {name}=: what it returns is not the tensor it was given"
                 self.faults.append(Fault(f"out= {name}", said))
-                continue
-            compared = compare_tensors(f"{name}=", out, wanted[index], self.tolerance(wanted[index].dtype))
-            self.comparisons.append(compared)
-            if before is not None and "determinism" in self.spec.tags and compared.passed:
-                again = compare_tensors(f"{name}=", out, before[index], EXACT)
-                if again.fault:
-                    said = f"is tagged determinism, but gives other bits the second time: {again.fault}"
-                    self.faults.append(Fault("determinism", said))
+        # What was ignored has had its fault, and outputs that cannot be provided were compared before.
+        got = [out if name in respected else wanted[index] for index, (name, out) in enumerate(provided.items())]
+        got += wanted[len(got) :]
+        compared = compare_results(self.op, arguments, lowering.from_list(got), self.expected, self.tolerance)
+        if len(compared) == len(wanted):
+            self.comparisons += [replace(c, name=f"{n}=") for n, c in zip(provided, compared, strict=False) if n in respected]
+        else:
+            self.comparisons += [replace(c, name=f"{c.name}=") for c in compared]
+        if before is None or "determinism" not in self.spec.tags or not all(c.passed for c in compared):
+            return
+        for index, name in enumerate(provided):
+            again = compare_tensors(f"{name}=", got[index], before[index], EXACT)
+            if again.fault and name in respected:
+                said = f"is tagged determinism, but gives other bits the second time: {again.fault}"
+                self.faults.append(Fault("determinism", said))
 
 
 def _tensors(result: Any) -> list[Tensor]:

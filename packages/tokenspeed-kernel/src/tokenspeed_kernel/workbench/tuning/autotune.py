@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tokenspeed_kernel.workbench import tuned
-from tokenspeed_kernel.workbench.numerics.compare import compare, compare_tensors
+from tokenspeed_kernel.workbench.numerics.compare import compare_results, compare_tensors
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
 from tokenspeed_kernel.workbench.tuning.pick import candidates, pick, run
 from tokenspeed_kernel.workbench.tuning.search import Trial
@@ -88,7 +88,7 @@ def _measure(op: Operator[Any, Any], request: Request, arguments: dict[str, Any]
             return ""
         tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)
         (got, after), (wanted, wanted_after) = ran(trial.kernel, trial.config), expected()
-        comparisons = compare(got, wanted, tolerance)
+        comparisons = compare_results(op, arguments, got, wanted, tolerance)
         for name, tensor in after.items():
             if name.partition(".")[0] in op.mutates:
                 comparisons.append(compare_tensors(name, tensor, wanted_after[name], tolerance(tensor.dtype)))

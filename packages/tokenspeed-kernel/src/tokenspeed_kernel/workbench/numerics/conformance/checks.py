@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.numerics.compare import compare, compare_tensors
+from tokenspeed_kernel.workbench.numerics.compare import compare_results, compare_tensors
 from tokenspeed_kernel.workbench.numerics.conformance import guards, waiting
 from tokenspeed_kernel.workbench.numerics.conformance.case_space import CaseSpace, edge_values, empty_cases
 from tokenspeed_kernel.workbench.numerics.conformance.graphs import replay_faults
@@ -190,7 +190,7 @@ def _bounds_faults(space: CaseSpace, case: Case) -> list[str]:
     tolerance = functools.partial(tolerance_for, request=request, exact=op.exact)
     said = "uses what lies outside of its tensors (with NaN and huge integers around them all)"
     written = {guarded.name: (guarded.tensor, plain[guarded.name]) for guarded in placed if guarded.name in op.mutates}
-    compared = compare(got, expected, tolerance, written)
+    compared = compare_results(op, arguments, got, expected, tolerance, written)
     return faults + [f"{said}: {c.name}: {c.fault}" for c in compared if c.fault]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.workbench.numerics.compare import compare
+from tokenspeed_kernel.workbench.numerics.compare import compare_results
 from tokenspeed_kernel.workbench.numerics.tolerance import EXACT, tolerance_for
 from tokenspeed_kernel.workbench.numerics.verify import written_to
 from tokenspeed_kernel_base import lowering
@@ -127,7 +127,7 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
     faults: list[str] = []
     if deterministic:
         again, again_written = run()
-        faults += _differing(again, again_written, eager, eagerly_written, EXACT, "the second eager run")
+        faults += _differing(inputs, again, again_written, eager, eagerly_written, EXACT, "the second eager run")
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -144,7 +144,8 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
         torch.cuda.synchronize(device)
         return captured, written_to(op, inputs.prepared)
 
-    faults += _differing(*replay(), eager, eagerly_written, EXACT if deterministic else tolerance, "the replay of the graph")
+    allowed = EXACT if deterministic else tolerance
+    faults += _differing(inputs, *replay(), eager, eagerly_written, allowed, "the replay of the graph")
 
     values = _other_values(inputs, Inputs.build(spec, case, device, seed + 1), seed)
     put_back()
@@ -152,11 +153,18 @@ def _replay(spec: KernelSpec, case: Case, device: torch.device, seed: int) -> li
     op.check_call(inputs.plain)
     untouched = {name: tensor.clone() for name, tensor in written_to(op, inputs.prepared).items()}
     expected, expected_written = _reference(inputs)
-    return faults + _differing(*replay(), expected, expected_written, tolerance, "the replay of the graph on other inputs")
+    return faults + _differing(inputs, *replay(), expected, expected_written, tolerance, "the replay of the graph on other inputs")
 
 
 def _differing(
-    got: Any, written: dict[str, Tensor], expected: Any, expected_written: dict[str, Tensor], tolerance: Any, what: str
+    inputs: Inputs,
+    got: Any,
+    written: dict[str, Tensor],
+    expected: Any,
+    expected_written: dict[str, Tensor],
+    tolerance: Any,
+    what: str,
 ) -> list[str]:
-    compared = compare(got, expected, tolerance, {name: (tensor, expected_written[name]) for name, tensor in written.items()})
+    beside = {name: (tensor, expected_written[name]) for name, tensor in written.items()}
+    compared = compare_results(inputs.op, inputs.prepared, got, expected, tolerance, beside)
     return [f"{what}: {comparison.name}: {comparison.fault}" for comparison in compared if comparison.fault]

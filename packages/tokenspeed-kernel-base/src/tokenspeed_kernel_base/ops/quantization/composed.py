@@ -1,0 +1,90 @@
+"""Hooks of operators that quantise what another operator makes, composed of those of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel_base import lowering
+from tokenspeed_kernel_base.cases import Cost, Draw, nbytes
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.ops.quantization.encodings import SOURCE_DTYPES, decode_mxfp8, decode_nvfp4
+from tokenspeed_kernel_base.ops.quantization.formats import mxfp8_format, nvfp4_format
+from tokenspeed_kernel_base.signature import Decoded, TensorFormat, dense_tensor_format
+
+
+def draw_given(
+    draw: Draw, scale_shape: tuple[int, ...] | None, global_scale: float | None, to: torch.dtype | None, high: float
+) -> dict[str, Any]:
+    """Arguments of a quantizer, of those that are wanted: scales up to ``high``, a global scale, the dtype that is quantised to."""
+    arguments: dict[str, Any] = {} if to is None else {"dtype": to}
+    if scale_shape is not None:
+        arguments["scale"] = draw.uniform(*scale_shape, low=0.005, high=high)
+    if global_scale is not None:
+        arguments["global_scale"] = draw.tensor([global_scale], torch.float32)
+    return arguments
+
+
+class Quantised:
+    """The hooks of such an operator. Its first output but one or two are what ``second`` makes; the others are those that ``first``
+    makes besides what is quantised.
+
+    Args:
+        first: the operator whose first output is quantised; its input is x.
+        second: the operator that quantises its own x.
+        block: elements that share a scale, where ``first`` is a gated activation, whose result must consist of whole blocks.
+
+    Attributes:
+        coded: whether another last bit of what is quantised may change all codes of a block, so that the operator has `decoded`.
+    """
+
+    def __init__(self, first: Any, second: Any, block: int = 1) -> None:
+        self._first, self._second, self._block = first.operator, second.operator, block
+        self.coded = self._second.mode in ("quantize_mxfp8", "quantize_nvfp4")
+
+    def traits(self, **arguments: Any) -> dict[str, object]:
+        """Those of both."""
+        made = self._on_meta(arguments)
+        return {
+            **self._second.run_hook("traits", {**arguments, "x": made}),
+            **self._first.run_hook("traits", arguments),
+        }
+
+    def check(self, check: Checker, **arguments: Any) -> None:
+        """Checks what ``first`` is given, then what ``second`` is."""
+        check.dtype("x", arguments["x"], SOURCE_DTYPES)
+        self._first.run_hook("check", arguments, check)
+        x, made = arguments["x"], self._on_meta(arguments)
+        wanted = f"of shape [..., 2 * d] where d is a multiple of {self._block}"
+        check.require(made.shape[-1] % self._block == 0, "x", wanted, str(list(x.shape)))
+        self._second.run_hook("check", {**arguments, "x": made}, check)
+
+    def fake(self, **arguments: Any) -> Any:
+        """What ``second`` makes, then what else ``first`` does."""
+        made, *others = lowering.as_list(self._first.run_hook("fake", arguments))
+        return lowering.from_list([*lowering.as_list(self._second.run_hook("fake", {**arguments, "x": made})), *others])
+
+    def intermediates(self, **arguments: Any) -> tuple[TensorFormat, ...]:
+        """What is quantised is rounded to x's dtype before."""
+        return (dense_tensor_format(arguments["x"].dtype),)
+
+    def decoded(self, **arguments: Any) -> tuple[Any, ...]:
+        """What ``second``'s codes and scales stand for, then what else ``first`` makes."""
+        others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
+        codes, scale = arguments["out"], arguments["scale_out"]
+        if "global_scale" in arguments:
+            return Decoded(decode_nvfp4(codes, scale, arguments["global_scale"]), nvfp4_format()), *others
+        return Decoded(decode_mxfp8(codes, scale), mxfp8_format()), *others
+
+    def cost(self, **arguments: Any) -> Cost:
+        """The work of both, without the write of what is quantised, and without reading it again."""
+        made = self._on_meta(arguments)
+        one, other = self._first.run_hook("cost", arguments), self._second.run_hook("cost", {**arguments, "x": made})
+        return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(made))
+
+    def _on_meta(self, arguments: Mapping[str, Any]) -> torch.Tensor:
+        """What is quantised, described without being allocated."""
+        described = {**arguments, "x": arguments["x"].to("meta")}
+        return lowering.as_list(self._first.run_hook("fake", described))[0]

@@ -1,0 +1,230 @@
+"""Gated activations and quantisation of their result, in one launch: a program takes a tile of rows and of columns of the result.
+
+The result is rounded to x's dtype, and that is quantised in registers. Where a row has one scale, a program takes whole rows; rows
+too long to be held are computed twice, the second time from the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.activation.gated import tile_for
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, cdiv, next_power_of_2
+from tokenspeed_kernel.triton.quantization._quantised_rows import (
+    GROUPS,
+    ROW,
+    Form,
+    as_bytes,
+    fp8_form,
+    fp8_with_scale_form,
+    mxfp8_form,
+    nothing_to,
+    nvfp4_form,
+    stored_for,
+)
+from tokenspeed_kernel.triton.quantization._rows import finish
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
+
+device_code = DeviceModule(__name__ + "_device")
+
+_DECLARED: dict[str, Any] = {
+    "solution": "triton",
+    "capability": TRITON,
+    "signatures": format_signatures("x", "dense", FLOATS),
+    "priority": Priority.PORTABLE,
+    "tags": {"determinism"},
+}
+_FP8: dict[str, Any] = {"granularity": {"token", "block"}, "block_size": GROUPS}
+_GIVEN: dict[str, Any] = {"granularity": "tensor"}
+_SWIGLU: dict[str, Any] = {"interleaved": any, "limit": any}
+
+
+class Activation(NamedTuple):
+    """What is computed. ``plain``: `silu_and_mul`; else `swiglu` with these."""
+
+    plain: bool
+    alpha: float = 1.0
+    limit: float | None = None
+    beta: float = 0.0
+    interleaved: bool = False
+
+
+class Tile(NamedTuple):
+    """What one program makes: rows and columns of the result, both powers of two, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# Of a whole row a thread holds at most 32 elements of the result, and those of gate and up until it is made. Longer rows are read
+# twice, in steps of this many columns, which a thread has 16 of.
+_ELEMENTS_A_WARP, _WARPS, _LONGEST_ROW = 512, 16, 16384
+_STEP, _STEP_WARPS = 4096, 8
+
+
+@functools.cache
+def tile_of(intermediate: int, group: int) -> Tile:
+    """The tile for results of this many columns, as `Form.group` says cut into groups."""
+    if group != ROW:
+        tile = tile_for(intermediate)
+        columns = max(tile.columns, group)
+        return Tile(max(1, tile.rows * tile.columns // columns), columns, tile.warps)
+    if intermediate > _LONGEST_ROW:
+        return Tile(1, _STEP, _STEP_WARPS)
+    block = next_power_of_2(intermediate)
+    rows = max(1, _ELEMENTS_A_WARP // block)
+    return Tile(rows, block, min(rows * block // _ELEMENTS_A_WARP, _WARPS))
+
+
+def _launch(
+    x: Tensor,
+    activation: Activation,
+    form: Form,
+    dtype: torch.dtype,
+    given: Tensor | None,
+    out: Tensor | None,
+    scale_out: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Codes, and scales where they are made. ``dtype``: of the codes."""
+    intermediate = x.shape[-1] // 2
+    codes, scales = stored_for(x, (*x.shape[:-1], intermediate), form, dtype, out, scale_out)
+    if codes.numel():
+        source = as_rows(x)
+        rows = source.shape[0]
+        tile = tile_of(intermediate, form.group)
+        column_tiles = 1 if form.group == ROW else cdiv(intermediate, tile.columns)
+        device_code.gated_quantize_kernel[(cdiv(rows, tile.rows) * column_tiles,)](
+            source,
+            as_bytes(codes),
+            as_bytes(scales),
+            given,
+            rows,
+            intermediate,
+            column_tiles,
+            float(activation.alpha),
+            0.0 if activation.limit is None else float(activation.limit),
+            float(activation.beta),
+            source.stride(0),
+            PLAIN=activation.plain,
+            CLAMPED=activation.limit is not None,
+            INTERLEAVED=activation.interleaved,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            TWICE=form.group == ROW and tile.columns < intermediate,
+            FORM=form,
+            num_warps=tile.warps,
+        )
+    else:
+        nothing_to(scales)
+    return (finish(codes, out),) if scales is codes else (finish(codes, out), finish(scales, scale_out))
+
+
+@register_kernel("activation", "silu_and_mul_quantize_fp8", traits=_FP8, **_DECLARED)
+def silu_and_mul_quantize_fp8(
+    x: Tensor,
+    granularity: str = "token",
+    block_size: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.silu_and_mul_quantize_fp8`."""
+    return _launch(x, Activation(True), fp8_form(x, granularity, block_size, dtype), dtype, None, out, scale_out)
+
+
+@register_kernel("activation", "silu_and_mul_quantize_fp8_with_scale", traits=_GIVEN, **_DECLARED)
+def silu_and_mul_quantize_fp8_with_scale(
+    x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, out: Tensor | None = None
+) -> Tensor:
+    """See `tokenspeed_kernel.silu_and_mul_quantize_fp8_with_scale`."""
+    return _launch(x, Activation(True), fp8_with_scale_form(x, dtype), dtype, scale, out, None)[0]
+
+
+@register_kernel("activation", "silu_and_mul_quantize_mxfp8", traits={"scales_rounded_up": any}, **_DECLARED)
+def silu_and_mul_quantize_mxfp8(
+    x: Tensor, scale_rounding: str = "down", out: Tensor | None = None, scale_out: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.silu_and_mul_quantize_mxfp8`."""
+    return _launch(x, Activation(True), mxfp8_form(x, scale_rounding), torch.float8_e4m3fn, None, out, scale_out)
+
+
+@register_kernel("activation", "silu_and_mul_quantize_nvfp4", **_DECLARED)
+def silu_and_mul_quantize_nvfp4(
+    x: Tensor, global_scale: Tensor, out: Tensor | None = None, scale_out: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.silu_and_mul_quantize_nvfp4`."""
+    return _launch(x, Activation(True), nvfp4_form(x), torch.uint8, global_scale, out, scale_out)
+
+
+@register_kernel("activation", "swiglu_quantize_fp8", traits={**_FP8, **_SWIGLU}, **_DECLARED)
+def swiglu_quantize_fp8(
+    x: Tensor,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    beta: float = 1.0,
+    interleaved: bool = False,
+    granularity: str = "token",
+    block_size: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.swiglu_quantize_fp8`."""
+    activation = Activation(False, alpha, limit, beta, interleaved)
+    return _launch(x, activation, fp8_form(x, granularity, block_size, dtype), dtype, None, out, scale_out)
+
+
+@register_kernel("activation", "swiglu_quantize_fp8_with_scale", traits={**_GIVEN, **_SWIGLU}, **_DECLARED)
+def swiglu_quantize_fp8_with_scale(
+    x: Tensor,
+    scale: Tensor,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    beta: float = 1.0,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `tokenspeed_kernel.swiglu_quantize_fp8_with_scale`."""
+    activation = Activation(False, alpha, limit, beta, interleaved)
+    return _launch(x, activation, fp8_with_scale_form(x, dtype), dtype, scale, out, None)[0]
+
+
+@register_kernel("activation", "swiglu_quantize_mxfp8", traits={"scales_rounded_up": any, **_SWIGLU}, **_DECLARED)
+def swiglu_quantize_mxfp8(
+    x: Tensor,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    beta: float = 1.0,
+    interleaved: bool = False,
+    scale_rounding: str = "down",
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.swiglu_quantize_mxfp8`."""
+    activation = Activation(False, alpha, limit, beta, interleaved)
+    return _launch(x, activation, mxfp8_form(x, scale_rounding), torch.float8_e4m3fn, None, out, scale_out)
+
+
+@register_kernel("activation", "swiglu_quantize_nvfp4", traits=_SWIGLU, **_DECLARED)
+def swiglu_quantize_nvfp4(
+    x: Tensor,
+    global_scale: Tensor,
+    alpha: float = 1.702,
+    limit: float | None = None,
+    beta: float = 1.0,
+    interleaved: bool = False,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.swiglu_quantize_nvfp4`."""
+    activation = Activation(False, alpha, limit, beta, interleaved)
+    return _launch(x, activation, nvfp4_form(x), torch.uint8, global_scale, out, scale_out)

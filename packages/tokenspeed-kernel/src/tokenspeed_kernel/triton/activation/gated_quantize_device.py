@@ -1,0 +1,81 @@
+"""Device code of `gated_quantize`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.activation.gated_device import gate_tile
+from tokenspeed_kernel.triton.quantization._encode_device import larger, largest, round_to
+from tokenspeed_kernel.triton.quantization._quantised_rows_device import store_fp8_with, store_quantised
+from tokenspeed_kernel.triton.quantization.quantize_fp8_device import scale_of
+
+
+@triton.jit
+def _rounded_tile(
+    x,
+    row,
+    first,
+    rows,
+    intermediate,
+    alpha,
+    limit,
+    beta,
+    x_stride,
+    PLAIN: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """`gate_tile`, rounded to x's dtype."""
+    made = gate_tile(x, row, first, rows, intermediate, alpha, limit, beta, x_stride, PLAIN, CLAMPED, INTERLEAVED, COLUMNS)
+    return round_to(made, x.dtype.element_ty, INTERPRETED).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "column_tiles"])
+def gated_quantize_kernel(
+    x,
+    codes,
+    scales,
+    given,
+    rows,
+    intermediate,
+    column_tiles,
+    alpha,
+    limit,
+    beta,
+    x_stride,
+    PLAIN: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TWICE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """``TWICE``: a program takes one row, whose tiles it computes first for its largest magnitude, and then again."""
+    INTERPRETED: tl.constexpr = FORM.interpreted
+    first_row = (tl.program_id(0) // column_tiles) * ROWS
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    if TWICE:
+        amax = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, intermediate, COLUMNS):
+            made = _rounded_tile(
+                x, row, first, rows, intermediate, alpha, limit, beta, x_stride, PLAIN, CLAMPED, INTERLEAVED, COLUMNS, INTERPRETED
+            )
+            amax = larger(amax, tl.abs(made))
+        LIMIT: tl.constexpr = FORM.limit
+        scale = scale_of(largest(largest(amax, 1), 0), LIMIT)
+        tl.store(scales + first_row, scale)
+        for first in range(0, intermediate, COLUMNS):
+            made = _rounded_tile(
+                x, row, first, rows, intermediate, alpha, limit, beta, x_stride, PLAIN, CLAMPED, INTERLEAVED, COLUMNS, INTERPRETED
+            )
+            store_fp8_with(made, scale, first_row, first, rows, intermediate, codes, FORM)
+    else:
+        first = (tl.program_id(0) % column_tiles) * COLUMNS
+        made = _rounded_tile(
+            x, row, first, rows, intermediate, alpha, limit, beta, x_stride, PLAIN, CLAMPED, INTERLEAVED, COLUMNS, INTERPRETED
+        )
+        store_quantised(made, first_row, first, rows, intermediate, codes, scales, given, FORM)

@@ -1,0 +1,165 @@
+"""Root-mean-square normalisation of rows, with an optional residual add in front of it, and their quantisation, in one launch.
+
+A program takes `rmsnorm`'s tile of whole rows, rounds what it has normalised to x's dtype, and quantises that in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, cdiv, has_rows, launch_options, may_overlap
+from tokenspeed_kernel.triton.norm.rmsnorm import LONGEST_ROW, tile_for
+from tokenspeed_kernel.triton.quantization._quantised_rows import (
+    GROUPS,
+    Form,
+    as_bytes,
+    fp8_form,
+    fp8_with_scale_form,
+    mxfp8_form,
+    nothing_to,
+    nvfp4_form,
+    stored_for,
+)
+from tokenspeed_kernel.triton.quantization._rows import finish
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
+
+_DECLARED: dict[str, Any] = {
+    "solution": "triton",
+    "capability": TRITON,
+    "signatures": format_signatures("x", "dense", FLOATS),
+    "priority": Priority.PORTABLE,
+    "tags": {"determinism", "batch_invariant"},
+}
+_TRAITS: dict[str, Any] = {"hidden": at_most(LONGEST_ROW), "residual": any}
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    form: Form,
+    dtype: torch.dtype,
+    given: Tensor | None,
+    out: Tensor | None,
+    scale_out: Tensor | None,
+    residual_out: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Codes, scales where they are made, and the sum with the residual where there is one. ``dtype``: of the codes."""
+    hidden = x.shape[-1]
+    codes, scales = stored_for(x, x.shape, form, dtype, out, scale_out)
+    total = None
+    if residual is not None:
+        total = residual_out if residual_out is not None and has_rows(residual_out) else x.new_empty(x.shape)
+    if x.numel():
+        tile = tile_for(hidden)
+        block = max(tile.block, form.group)
+        source = as_rows(x)
+        added, sums = (source, source) if residual is None or total is None else (as_rows(residual), as_rows(total))
+        rows, early = source.shape[0], may_overlap(x.device)
+        device_code.rmsnorm_quantize_kernel[(cdiv(rows, tile.rows),)](
+            source,
+            added,
+            weight,
+            sums,
+            as_bytes(codes),
+            as_bytes(scales),
+            given,
+            rows,
+            hidden,
+            eps,
+            source.stride(0),
+            added.stride(0),
+            weight.stride(0),
+            sums.stride(0),
+            HAS_RESIDUAL=residual is not None,
+            ROWS=tile.rows,
+            BLOCK=block,
+            FORM=form,
+            EARLY=early,
+            num_warps=tile.warps,
+            **launch_options(early),
+        )
+    else:
+        nothing_to(scales)
+    made = [finish(codes, out)] if scales is codes else [finish(codes, out), finish(scales, scale_out)]
+    return (*made,) if total is None else (*made, finish(total, residual_out))
+
+
+@register_kernel(
+    "norm",
+    "rmsnorm_quantize_fp8",
+    traits={**_TRAITS, "granularity": {"token", "block"}, "block_size": GROUPS},
+    **_DECLARED,
+)
+def rmsnorm_quantize_fp8(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    granularity: str = "token",
+    block_size: int = 128,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.rmsnorm_quantize_fp8`."""
+    form = fp8_form(x, granularity, block_size, dtype)
+    return _launch(x, weight, eps, residual, form, dtype, None, out, scale_out, residual_out)
+
+
+@register_kernel("norm", "rmsnorm_quantize_fp8_with_scale", traits={**_TRAITS, "granularity": "tensor"}, **_DECLARED)
+def rmsnorm_quantize_fp8_with_scale(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.rmsnorm_quantize_fp8_with_scale`."""
+    made = _launch(x, weight, eps, residual, fp8_with_scale_form(x, dtype), dtype, scale, out, None, residual_out)
+    return made[0] if residual is None else made
+
+
+@register_kernel("norm", "rmsnorm_quantize_mxfp8", traits={**_TRAITS, "scales_rounded_up": any}, **_DECLARED)
+def rmsnorm_quantize_mxfp8(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    scale_rounding: str = "down",
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.rmsnorm_quantize_mxfp8`."""
+    form = mxfp8_form(x, scale_rounding)
+    return _launch(x, weight, eps, residual, form, torch.float8_e4m3fn, None, out, scale_out, residual_out)
+
+
+@register_kernel("norm", "rmsnorm_quantize_nvfp4", traits=_TRAITS, **_DECLARED)
+def rmsnorm_quantize_nvfp4(
+    x: Tensor,
+    weight: Tensor,
+    global_scale: Tensor,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    residual_out: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """See `tokenspeed_kernel.rmsnorm_quantize_nvfp4`."""
+    return _launch(x, weight, eps, residual, nvfp4_form(x), torch.uint8, global_scale, out, scale_out, residual_out)

@@ -1,0 +1,90 @@
+"""Kernels that quantise what they compute where the shared cases do not look: the bits of their parts, layouts, odd values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel as tk
+from tokenspeed_kernel.workbench.numerics.compare import same_bits
+from tokenspeed_kernel.workbench.numerics.verify import default_device
+
+DEVICE = default_device()
+FP8: dict[str, Any] = {"granularity": "token", "dtype": torch.float8_e5m2}
+QUANTIZERS: dict[str, list[dict[str, Any]]] = {
+    "quantize_fp8": [FP8, {"granularity": "block", "block_size": 64}],
+    "quantize_fp8_with_scale": [{"scale": torch.tensor([0.01], device=DEVICE)}],
+    "quantize_mxfp8": [{}, {"scale_rounding": "up"}],
+    "quantize_nvfp4": [{"global_scale": torch.tensor(0.002, device=DEVICE)}],
+}
+EACH = [(name, options) for name, listed in QUANTIZERS.items() for options in listed]
+each_quantizer = pytest.mark.parametrize(("name", "options"), EACH, ids=[f"{n}-{len(o)}" for n, o in EACH])
+
+
+def _draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE)
+
+
+def _same(got: Any, wanted: Any) -> None:
+    got, wanted = (list(result) if isinstance(result, tuple) else [result] for result in (got, wanted))
+    assert len(got) == len(wanted)
+    assert all(same_bits(one.contiguous(), other.contiguous()) for one, other in zip(got, wanted, strict=True))
+
+
+def _strided(results: list[Tensor]) -> list[Tensor]:
+    return [torch.empty((*t.shape[:-1], t.shape[-1] * 2), dtype=t.dtype, device=DEVICE)[..., ::2] for t in results]
+
+
+@pytest.mark.parametrize("gate", [{}, {"limit": 2.0, "interleaved": True}], ids=["silu_and_mul", "swiglu"])
+@each_quantizer
+def test_gated_activations_have_the_bits_of_their_parts(name: str, options: dict[str, Any], gate: dict[str, Any]) -> None:
+    first = "swiglu" if gate else "silu_and_mul"
+    fused, quantise = getattr(tk, f"{first}_{name}"), getattr(tk, name)
+    # Two tiles a row, the last of them short. The interpreter rounds to float16 alone as a device does.
+    wide = _draw(3, 2, 2 * 1120 + 3).half()
+    wide[0, 0, :8] = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 6e4, -6e4, 90.0, -90.0], device=DEVICE)
+    wide[1, :, :] = 0
+    for x, given in ((wide[:, 0, : 2 * 1120], True), (wide[..., : 2 * 32], False)):  # rows apart, and several axes
+        made = getattr(tk, first)(x, **gate, override=f"triton_{first}")
+        wanted = quantise(made, **options, override=f"triton_{name}")
+        places = _strided([*wanted] if isinstance(wanted, tuple) else [wanted])
+        outs = dict(zip(fused.operator.outs, places, strict=True)) if given else {}
+        got = fused(x, **gate, **options, **outs, override=f"triton_{first}_{name}")
+        assert not given or (got[0] if isinstance(got, tuple) else got) is outs["out"]
+        _same(got, wanted)
+
+
+def test_rows_that_are_computed_twice_have_the_bits_of_their_parts() -> None:
+    x = _draw(2, 2 * 16500).half()
+    wanted = tk.quantize_fp8(tk.silu_and_mul(x, override="triton_silu_and_mul"), override="triton_quantize_fp8")
+    _same(tk.silu_and_mul_quantize_fp8(x, override="triton_silu_and_mul_quantize_fp8"), wanted)
+
+
+@each_quantizer
+def test_the_sum_may_take_the_place_of_what_was_added(name: str, options: dict[str, Any]) -> None:
+    """The sum has the bits of `rmsnorm`'s, wherever it goes; codes and scales are the same each time."""
+    fused = getattr(tk, f"rmsnorm_{name}")
+    weight = _draw(96, 2)[:, 1]
+
+    def run(x: Tensor, residual: Tensor, **outs: Tensor) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = fused(
+            x, weight, eps=0.1, residual=residual, **options, **outs, override=f"triton_rmsnorm_{name}"
+        )
+        return made
+
+    x, residual = _draw(7, 96).bfloat16(), _draw(7, 96, seed=1).bfloat16()
+    _, total = tk.rmsnorm(x, weight, residual=residual, override="triton_rmsnorm")
+    wanted = run(x, residual)
+    _same(wanted[-1], total)
+    for target in ("x", "residual"):
+        given = {"x": x.clone(), "residual": residual.clone()}
+        got = run(**given, residual_out=given[target])
+        assert got[-1] is given[target]
+        _same(got, wanted)
+    across = {"x": x.t().contiguous().t(), "residual": torch.cat((residual, x), 1)[:, :96]}
+    outs = dict(zip(fused.operator.outs, _strided([*wanted]), strict=True))
+    _same(run(**across, **outs), wanted)
