@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, has_rows, next_power_of_2
+from tokenspeed_kernel.triton.quantization._encode import abilities
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
@@ -73,6 +74,7 @@ def _launch(
             INTERLEAVED=interleaved,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
+            INTERPRETED=abilities(x.device).interpreted,
             num_warps=tile.warps,
         )
     return result if out is None or out is result else out.copy_(result)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.quantization._encode_device import round_to
+
 
 @triton.jit
 def clamp_gated(gate, up, limit):
@@ -73,6 +75,7 @@ def gated_kernel(
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     program = tl.program_id(0)
     row = (program // column_tiles) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -80,4 +83,4 @@ def gated_kernel(
     result = gate_tile(x, row, first, rows, intermediate, alpha, limit, beta, x_stride, PLAIN, CLAMPED, INTERLEAVED, COLUMNS)
     column = first + tl.arange(0, COLUMNS)[None, :]
     at = out + row.to(tl.int64) * out_stride + column
-    tl.store(at, result.to(out.dtype.element_ty), mask=(row < rows) & (column < intermediate))
+    tl.store(at, round_to(result, out.dtype.element_ty, INTERPRETED), mask=(row < rows) & (column < intermediate))

@@ -93,7 +93,8 @@ def rmsnorm_kernel(
             x, residual, weight, residual_out, row, column, rows, hidden, eps, x_stride, residual_stride, weight_stride,
             residual_out_stride, HAS_RESIDUAL, INTERPRETED,
         )  # fmt: skip
-        tl.store(out + row * out_stride + column, normed.to(out.dtype.element_ty), mask=row_inside & (column < hidden))
+        rounded = round_to(normed, out.dtype.element_ty, INTERPRETED)
+        tl.store(out + row * out_stride + column, rounded, mask=row_inside & (column < hidden))
     else:
         squares = tl.zeros((ROWS, BLOCK), tl.float32)
         for first in range(0, hidden, BLOCK):
@@ -114,4 +115,5 @@ def rmsnorm_kernel(
             inside = row_inside & (at < hidden)
             wide = tl.load(source + row * source_stride + at, mask=inside, other=0.0).to(tl.float32)
             scale = tl.load(weight + at * weight_stride, mask=at < hidden, other=0.0).to(tl.float32)
-            tl.store(out + row * out_stride + at, (wide * inverse * scale).to(out.dtype.element_ty), mask=inside)
+            rounded = round_to(wide * inverse * scale, out.dtype.element_ty, INTERPRETED)
+            tl.store(out + row * out_stride + at, rounded, mask=inside)
