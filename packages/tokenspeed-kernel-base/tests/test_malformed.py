@@ -125,6 +125,11 @@ def _valid() -> dict[str, dict[str, Any]]:
         "swizzle_scales": {"scale": ones(3, 5, dtype=U8)},
         "unswizzle_scales": {"scale": ones(1, 2, 32, 4, 4, dtype=U8), "rows": 3, "columns": 5},
         "adjust_logits": {"logits": ones(2, 8), "tokens": torch.tensor([[1, 7], [0, -1]], dtype=torch.int32)},
+        "mla_sparse_with_kvcache": {
+            "q": ones(3, 4, 12), "kv_cache": ones(6, 4, 12), "indices": ints([0, 5], [23, -1], [7, 7]), "kv_lora_rank": 8,
+            "softmax_scale": 0.3, "topk_length": ints(2, 1, 2),
+        },
+        "top_k_indices": {"scores": ones(3, 8, dtype=F32), "top_k": 2, "lengths": ints(8, 0, 5)},
         "store_mla_kv_cache": {
             "latent": ones(3, 8), "k_rope": ones(3, 4), "kv_cache": ones(6, 4, 12), "slot_mapping": ints(0, 5, -1),
         },
@@ -270,6 +275,12 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("mla_decode_with_kvcache", {"kv_lora_rank": 13}, V, r"kv_lora_rank must be positive and at most 12, the width of a latent, got 13"),
     ("mla_extend_with_kvcache", {"softmax_scale": -1.0}, V, r"softmax_scale must be positive and finite, got -1.0"),
     ("mla_extend_with_kvcache", {"page_table": None}, T, r"page_table must be a tensor, got None"),
+    ("mla_sparse_with_kvcache", {"indices": ints([0, 5], [24, -1], [7, 7])}, V, r"indices\[1, 0\] must be below pages \* page_size = 24 .*, got 24"),
+    ("mla_sparse_with_kvcache", {"indices": ints([0, 5])}, V, r"indices must be of shape .* where tokens is 3 in q, got \[1, 2\]"),
+    ("mla_sparse_with_kvcache", {"topk_length": ints(2, 3, 1)}, V, r"topk_length must be at most 2, the top_k of indices, got 3"),
+    ("top_k_indices", {"top_k": 0}, V, r"top_k must be at least 1, got 0"),
+    ("top_k_indices", {"lengths": ints(8, 0, 9)}, V, r"lengths must be at most 8, the keys of scores, got 9"),
+    ("top_k_indices", {"scores": ones(3, 8, dtype=F64)}, T, r"scores must be a tensor of .*, got float64"),
     ("attn_merge_state", {"lse_a": ones(3, 4)}, T, r"lse_a must be a tensor of float32, got bfloat16"),
     ("attn_merge_state", {"out_b": ones(3, 4, 6)}, V, r"out_b must be of shape \[3, 4, 8\] like out_a, got \[3, 4, 6\]"),
     # embedding and cache

@@ -197,6 +197,7 @@ WITH_UNUSED = {op.mode for op in VARIED if "with_kvcache" in op.mode} | {
     "qk_rmsnorm_rope_store_kv_cache",
     "store_kv_cache",
     "store_mla_kv_cache",
+    "top_k_indices",
 }
 
 

@@ -75,8 +75,10 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mla_extend_with_kvcache import mla_extend_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill
+    from tokenspeed_kernel_base.ops.attention.mla_sparse_with_kvcache import mla_sparse_with_kvcache
     from tokenspeed_kernel_base.ops.attention.qk_rmsnorm_rope_store_kv_cache import qk_rmsnorm_rope_store_kv_cache
     from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
+    from tokenspeed_kernel_base.ops.attention.top_k_indices import top_k_indices
     from tokenspeed_kernel_base.ops.comm.all_gather import all_gather
     from tokenspeed_kernel_base.ops.comm.all_reduce import all_reduce
     from tokenspeed_kernel_base.ops.comm.all_reduce_rmsnorm import all_reduce_rmsnorm

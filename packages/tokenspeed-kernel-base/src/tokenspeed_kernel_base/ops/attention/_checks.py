@@ -90,13 +90,20 @@ def check_latent_cache(
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
 ) -> None:
+    """Queries, and the latents in pages that a page table names."""
+    check_latents(check, q, kv_cache, kv_lora_rank, q_scale, kv_scale)
+    _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
+
+
+def check_latents(
+    check: Checker, q: Tensor, kv_cache: Tensor, kv_lora_rank: int, q_scale: Tensor | None, kv_scale: Tensor | None
+) -> None:
     """Queries, and the latents in pages."""
     check.tensor("q", q, "tokens heads latent_dim", FLOATS | FP8)
     check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", _cache_dtypes(q))
     check.bind("head_dim", check["latent_dim"], "q")
     width = check["latent_dim"]
     check.require(0 < kv_lora_rank <= width, "kv_lora_rank", f"positive and at most {width}, the width of a latent", kv_lora_rank)
-    _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
     check_scale(check, "q_scale", q_scale, "q", q, 1)
     check_scale(check, "kv_scale", kv_scale, "kv_cache", kv_cache, 1)
 
