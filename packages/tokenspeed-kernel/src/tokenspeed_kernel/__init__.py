@@ -68,6 +68,8 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
     from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
     from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
+    from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores_with_kvcache import dsa_indexer_scores_with_kvcache
+    from tokenspeed_kernel_base.ops.attention.dsa_select_with_kvcache import dsa_select_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
@@ -94,6 +96,8 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.kvcache.compact_kv_cache import compact_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.copy_kv_pages import copy_kv_pages
     from tokenspeed_kernel_base.ops.kvcache.expand_page_table import expand_page_table
+    from tokenspeed_kernel_base.ops.kvcache.positions_to_slots import positions_to_slots
+    from tokenspeed_kernel_base.ops.kvcache.store_index_k_cache import store_index_k_cache
     from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.store_mla_kv_cache import store_mla_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.zero_kv_pages import zero_kv_pages

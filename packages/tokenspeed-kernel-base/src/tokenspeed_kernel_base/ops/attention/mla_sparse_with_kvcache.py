@@ -124,22 +124,16 @@ def _(
 
 @mla_sparse_with_kvcache.check_values(host=("indices", "topk_length"))
 def _(check: Checker, kv_cache: Tensor, indices: Tensor | None, topk_length: Tensor | None) -> None:
-    _check_lengths(check, topk_length, indices)
-    if indices is None or not indices.numel():
+    if indices is None:
+        return
+    _checks.check_values_counts(check, "topk_length", topk_length, indices.shape[1], "the top_k of indices")
+    if not indices.numel():
         return
     slots = kv_cache.shape[0] * kv_cache.shape[1]
     used = torch.where(_counted(indices, topk_length), indices, -1)
     if int(used.max()) >= slots:
         token, at = (int(index) for index in (used >= slots).nonzero()[0])
         check.fail(f"indices[{token}, {at}]", f"below pages * page_size = {slots} (negative: no key)", int(used[token, at]))
-
-
-def _check_lengths(check: Checker, topk_length: Tensor | None, indices: Tensor | None) -> None:
-    if topk_length is None or indices is None or not topk_length.numel():
-        return
-    least, most = (int(bound) for bound in topk_length.aminmax())
-    check.require(least >= 0, "topk_length", "0 or more", least)
-    check.require(most <= indices.shape[1], "topk_length", f"at most {indices.shape[1]}, the top_k of indices", most)
 
 
 def _counted(indices: Tensor, topk_length: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.attention._checks import check_values_counts
 from tokenspeed_kernel_base.variation import Variation, Want
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
@@ -71,11 +72,7 @@ def _(check: Checker, scores: Tensor, top_k: int, lengths: Tensor | None) -> Non
 
 @top_k_indices.check_values(host=("lengths",))
 def _(check: Checker, scores: Tensor, lengths: Tensor | None) -> None:
-    if lengths is None or not lengths.numel():
-        return
-    least, most = (int(bound) for bound in lengths.aminmax())
-    check.require(least >= 0, "lengths", "0 or more", least)
-    check.require(most <= scores.shape[1], "lengths", f"at most {scores.shape[1]}, the keys of scores", most)
+    check_values_counts(check, "lengths", lengths, scores.shape[1], "the keys of scores")
 
 
 @top_k_indices.fake
