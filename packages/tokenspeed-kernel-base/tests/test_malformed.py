@@ -129,6 +129,9 @@ def _valid() -> dict[str, dict[str, Any]]:
             "q": ones(3, 4, 12), "kv_cache": ones(6, 4, 12), "indices": ints([0, 5], [23, -1], [7, 7]), "kv_lora_rank": 8,
             "softmax_scale": 0.3, "topk_length": ints(2, 1, 2),
         },
+        "dsa_indexer_scores": {
+            "q": ones(4, 2, 8), "k": ones(5, 8), "weights": ones(4, 2, dtype=F32), "cu_seqlens": ints(0, 3, 4), "cu_seqlens_kv": ints(0, 3, 5),
+        },
         "dsa_indexer_scores_with_kvcache": {
             "q": ones(4, 2, 8), "k_cache": ones(6, 4, 8), "weights": ones(4, 2, dtype=F32), "page_table": ints([0, 1], [2, 3]),
             "cache_seqlens": ints(7, 5), "cu_seqlens_q": None,
@@ -290,6 +293,8 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("mla_sparse_with_kvcache", {"indices": ints([0, 5], [24, -1], [7, 7])}, V, r"indices\[1, 0\] must be below pages \* page_size = 24 .*, got 24"),
     ("mla_sparse_with_kvcache", {"indices": ints([0, 5])}, V, r"indices must be of shape .* where tokens is 3 in q, got \[1, 2\]"),
     ("mla_sparse_with_kvcache", {"topk_length": ints(2, 3, 1)}, V, r"topk_length must be at most 2, the top_k of indices, got 3"),
+    ("dsa_indexer_scores", {"cu_seqlens_kv": None}, V, r"k must be of shape .* where tokens is 4 in q, got \[5, 8\]"),
+    ("dsa_indexer_scores", {"cu_seqlens_kv": ints(0, 3, 4)}, V, r"cu_seqlens_kv\[-1\] must be 5, the number of tokens in k, got 4"),
     ("dsa_indexer_scores_with_kvcache", {"cache_seqlens": ints(9, 5)}, V, r"cache_seqlens must be at most max_pages \* page_size = 8, got 9"),
     ("dsa_indexer_scores_with_kvcache", {"q": ones(3, 2, 8), "weights": ones(3, 2, dtype=F32)}, V, r"q must be of a multiple of batch = 2 tokens, .*, got 3 tokens"),
     ("dsa_indexer_scores_with_kvcache", {"k_scale_cache": ones(6, 4, dtype=F32)}, V, r"k_scale_cache must be None, because k_cache is not fp8, got "),

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores_with_kvcache import dsa_indexer_scores_with_kvcache, index_views
+from tokenspeed_kernel_base.ops.attention._indexer import index_views
+from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores import dsa_indexer_scores
+from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores_with_kvcache import dsa_indexer_scores_with_kvcache
 from tokenspeed_kernel_base.ops.attention.dsa_select_with_kvcache import dsa_select_with_kvcache
 from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
 from tokenspeed_kernel_base.ops.attention.mla_sparse_with_kvcache import mla_sparse_with_kvcache
@@ -95,6 +97,12 @@ def test_scores_are_those_of_a_loop_over_heads_tokens_and_positions() -> None:
     torch.testing.assert_close(got, expected)
     even, _ = dsa_indexer_scores_with_kvcache(q[2:], k_cache, weights[2:], page_table, lengths)
     torch.testing.assert_close(even, expected[2:])
+    row = k_cache[page_table.long()].flatten(1, 2)
+    keys, offsets = torch.cat((row[0, :5], row[1, :2])), (ints(0, 3, 4), ints(0, 5, 7))
+    in_a_row, also_seen = dsa_indexer_scores(q, keys, weights, *offsets)
+    torch.testing.assert_close(in_a_row[:, :6], expected)
+    assert (in_a_row[:, 6:] == -torch.inf).all()
+    assert torch.equal(also_seen, seen)
 
 
 def test_more_new_tokens_than_a_sequence_has() -> None:
@@ -174,6 +182,8 @@ def test_they_are_proper_custom_operators(check_custom_op: Callable[[Any, dict[s
     tables = {"page_table": ints([0, 1], [2, 0]), "cu_seqlens_q": ints(0, 0, 2)}
     indexer = {"q": torch.randn(2, 3, 8), "k_cache": torch.randn(3, 4, 8), "weights": torch.randn(2, 3), **tables}
     check_custom_op(dsa_indexer_scores_with_kvcache, {**indexer, "cache_seqlens": ints(3, 5)})
+    in_a_row = {"q": torch.randn(2, 3, 8), "k": torch.randn(2, 8), "weights": torch.randn(2, 3), "cu_seqlens": ints(0, 0, 2)}
+    check_custom_op(dsa_indexer_scores, in_a_row)
     check_custom_op(positions_to_slots, {"positions": ints([0, 1], [-1, 3]), "page_size": 4, **tables})
     slots = torch.tensor([7, -1])
     check_custom_op(store_index_k_cache, {"k": torch.randn(2, 8), "k_cache": keys, "k_scale_cache": scales, "slot_mapping": slots})

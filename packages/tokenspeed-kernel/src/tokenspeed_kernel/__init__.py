@@ -68,6 +68,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.activation.silu_and_mul import silu_and_mul
     from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
     from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
+    from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores import dsa_indexer_scores
     from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores_with_kvcache import dsa_indexer_scores_with_kvcache
     from tokenspeed_kernel_base.ops.attention.dsa_select_with_kvcache import dsa_select_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache

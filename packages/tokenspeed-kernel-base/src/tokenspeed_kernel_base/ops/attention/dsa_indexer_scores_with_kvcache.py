@@ -10,13 +10,23 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
-from tokenspeed_kernel_base.checks import FLOATS, FP8, Checker
+from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.attention import _checks, _cost
-from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
+from tokenspeed_kernel_base.ops.attention._indexer import (
+    check_key_scale,
+    check_queries,
+    draw_queries,
+    empty_scores,
+    index_pages,
+    indexer_cost,
+    indexer_traits,
+    new_offsets,
+    nothing_seen,
+    write_scores,
+)
+from tokenspeed_kernel_base.ops.attention._inputs import draw_paging
 from tokenspeed_kernel_base.variation import Variation, Want
-
-_FORMATS = FLOATS | {torch.float8_e4m3fn}
 
 
 @operator(
@@ -85,38 +95,19 @@ def dsa_indexer_scores_with_kvcache(
 
     Safe in CUDA graphs where a kernel serves it; the reference reads the lengths on the host.
     """
-    tokens, page_size = q.shape[0], k_cache.shape[1]
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = q.new_full((tokens, page_table.shape[1] * page_size), -torch.inf, dtype=wide)
-    lengths = cache_seqlens.new_zeros(tokens)
-    new = itertools.pairwise(_offsets(tokens, cu_seqlens_q, cache_seqlens))
+    scores, lengths = nothing_seen(q, page_table.shape[1] * k_cache.shape[1])
+    new = itertools.pairwise(new_offsets(q.shape[0], cu_seqlens_q, len(cache_seqlens)))
     for pages, (begin, end), kv_len in zip(page_table, new, cache_seqlens.tolist(), strict=True):
-        used = pages[: -(-kv_len // page_size)]
-        k = k_cache.index_select(0, used).to(wide).flatten(0, 1)[:kv_len]
-        if k_scale_cache is not None:
-            scale = k_scale_cache.index_select(0, used).to(wide).flatten()[:kv_len]
-        for token in range(begin, end):
-            seen = max(kv_len - (end - begin) + token - begin + 1, 0)
-            products = torch.relu(k[:seen] @ q[token].to(wide).t()) @ weights[token]
-            scores[token, :seen] = products if k_scale_cache is None else products * scale[:seen]
-            lengths[token] = seen
+        used = pages[: -(-kv_len // k_cache.shape[1])]
+        k = k_cache.index_select(0, used).flatten(0, 1)[:kv_len]
+        scale = None if k_scale_cache is None else k_scale_cache.index_select(0, used).flatten()[:kv_len]
+        write_scores(q, weights, k, scale, begin, end, scores, lengths)
     return scores, lengths
-
-
-def _offsets(tokens: int, cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> list[int]:
-    """Where the new tokens of each sequence begin, and end."""
-    batch = len(cache_seqlens)
-    return [i * tokens // max(batch, 1) for i in range(batch + 1)] if cu_seqlens_q is None else cu_seqlens_q.tolist()
 
 
 @dsa_indexer_scores_with_kvcache.traits
 def _(q: Tensor, k_cache: Tensor, k_scale_cache: Tensor | None) -> dict[str, object]:
-    return {
-        "heads": q.shape[1],
-        "head_dim": q.shape[2],
-        "page_size": k_cache.shape[1],
-        "scaled": k_scale_cache is not None,
-    }
+    return {**indexer_traits(q, k_scale_cache), "page_size": k_cache.shape[1]}
 
 
 @dsa_indexer_scores_with_kvcache.check
@@ -130,15 +121,11 @@ def _(
     cu_seqlens_q: Tensor | None,
     k_scale_cache: Tensor | None,
 ) -> None:
-    check.tensor("q", q, "tokens heads head_dim", _FORMATS)
-    check.require(check["heads"] > 0 and check["head_dim"] > 0, "q", "of heads and a head_dim > 0", str(list(q.shape)))
+    check_queries(check, q, weights)
     check.tensor("k_cache", k_cache, "pages page_size head_dim", q.dtype)
-    check.tensor("weights", weights, "tokens heads", torch.float64 if q.dtype == torch.float64 else torch.float32)
     _checks.check_pages(check, page_table, cache_seqlens)
     _checks.check_new_tokens_of(check, "q", cu_seqlens_q)
-    if k_scale_cache is not None and q.dtype not in FP8:
-        check.fail("k_scale_cache", "None, because k_cache is not fp8", k_scale_cache)
-    check.tensor("k_scale_cache", k_scale_cache, "pages page_size", torch.float32)
+    check_key_scale(check, "k_scale_cache", k_scale_cache, "k_cache", k_cache, "pages page_size")
 
 
 @dsa_indexer_scores_with_kvcache.check_values(host=("page_table", "cache_seqlens", "cu_seqlens_q"))
@@ -160,31 +147,7 @@ def _(
 
 @dsa_indexer_scores_with_kvcache.fake
 def _(q: Tensor, k_cache: Tensor, page_table: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = q.new_empty(q.shape[0], page_table.shape[1] * k_cache.shape[1], dtype=wide)
-    return scores, q.new_empty(q.shape[0], dtype=torch.int32)
-
-
-def index_pages(draw: Draw, held: Tensor, head_dim: int, dtype: torch.dtype, stale: bool) -> tuple[Tensor, Tensor | None]:
-    """Index keys in pages, and for fp8 their scales: both views of pages of bytes in which all scales follow all keys, as DeepGEMM
-    has them. ``stale``: slots that hold no token hold NaN."""
-    if dtype not in FP8:
-        return draw_cache(draw, held, head_dim, dtype=dtype, stale=stale), None
-    pages, page_size = held.shape
-    packed = torch.zeros(pages, page_size * (head_dim + 4), dtype=torch.uint8, device=draw.device)
-    keys, scales = index_views(packed, page_size, head_dim)
-    keys.view(torch.uint8).copy_(draw_cache(draw, held, head_dim, dtype=dtype, stale=stale).view(torch.uint8))
-    scales.copy_(draw.uniform(pages, page_size, low=0.5, high=1.5).masked_fill(~held & stale, torch.nan))
-    return keys, scales
-
-
-def index_views(packed: Tensor, page_size: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """``k_cache`` and ``k_scale_cache`` in pages of bytes, uint8 ``[pages, page_size * (head_dim + 4)]``; head_dim divides by 4."""
-    pages, width = packed.shape[0], page_size * (head_dim + 4)
-    keys = packed.view(torch.float8_e4m3fn).as_strided((pages, page_size, head_dim), (width, head_dim, 1))
-    floats = packed.view(torch.float32)
-    scales = floats.as_strided((pages, page_size), (width // 4, 1), floats.storage_offset() + page_size * head_dim // 4)
-    return keys, scales
+    return empty_scores(q, page_table.shape[1] * k_cache.shape[1])
 
 
 @recipe
@@ -207,9 +170,8 @@ def index_inputs(
         tokens = sum(q_lens) if q_lens is not None else new * len(kv_lens)
         k_cache, scales = index_pages(draw, held, head_dim, dtype, stale)
         return {
-            "q": draw.normal(tokens, heads, head_dim, dtype=dtype),
+            **draw_queries(draw, tokens, heads, head_dim, dtype),
             "k_cache": k_cache,
-            "weights": draw.normal(tokens, heads, scale=heads**-0.5, dtype=dtype if dtype == torch.float64 else torch.float32),
             "page_table": page_table,
             "cache_seqlens": cache_seqlens,
             "cu_seqlens_q": None if q_lens is None else draw.cumulative(q_lens),
@@ -246,7 +208,7 @@ def _() -> list[Case]:
 
 @dsa_indexer_scores_with_kvcache.work
 def _(q: Tensor, cu_seqlens_q: Tensor | None, cache_seqlens: Tensor) -> dict[str, list[int]]:
-    ends = itertools.pairwise(_offsets(q.shape[0], cu_seqlens_q, cache_seqlens))
+    ends = itertools.pairwise(new_offsets(q.shape[0], cu_seqlens_q, len(cache_seqlens)))
     return {"kv_lens": cache_seqlens.tolist(), "q_lens": [end - begin for begin, end in ends]}
 
 
@@ -262,7 +224,7 @@ def _(
 ) -> dict[str, Tensor]:
     (pages, page_size), (batch, width) = k_cache.shape[:2], page_table.shape
     if variation.want is Want.OTHER:  # the new tokens stay
-        offsets = torch.tensor(_offsets(len(q), cu_seqlens_q, cache_seqlens), device=q.device, dtype=torch.int32)
+        offsets = torch.tensor(new_offsets(len(q), cu_seqlens_q, len(cache_seqlens)), device=q.device, dtype=torch.int32)
         shorter = torch.maximum(cache_seqlens * 2 // 3, torch.minimum(offsets.diff(), cache_seqlens))
         return {"cache_seqlens": shorter, "q": q.flip(0)}
     if variation.want is Want.UNUSED:
@@ -288,12 +250,6 @@ def _(
 def _(
     q: Tensor, k_cache: Tensor, weights: Tensor, cache_seqlens: Tensor, cu_seqlens_q: Tensor | None, k_scale_cache: Tensor | None
 ) -> Cost:
-    kv_lens = cache_seqlens.tolist()
-    pairs = read = 0
-    for (begin, end), kv_len in zip(itertools.pairwise(_offsets(len(q), cu_seqlens_q, cache_seqlens)), kv_lens, strict=True):
-        pairs += _cost.visible_pairs(end - begin, kv_len, True, -1)
-        read += kv_len if end > begin else 0
-    key_bytes = _cost.token_bytes(k_cache) + (0 if k_scale_cache is None else 4)
-    written = pairs * weights.element_size() + 4 * len(q)
-    flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + 1)
-    return Cost(flops=flops, bytes=float(nbytes(q, weights, cache_seqlens, cu_seqlens_q) + read * key_bytes + written))
+    offsets = new_offsets(len(q), cu_seqlens_q, len(cache_seqlens))
+    token_bytes = _cost.token_bytes(k_cache) + (0 if k_scale_cache is None else 4)
+    return indexer_cost(q, weights, offsets, cache_seqlens.tolist(), token_bytes, nbytes(cache_seqlens, cu_seqlens_q))

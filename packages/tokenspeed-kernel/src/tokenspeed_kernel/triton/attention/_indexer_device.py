@@ -12,12 +12,12 @@ from tokenspeed_kernel.triton.common_device import sequence_of
 @triton.jit(do_not_specialize=["batch", "q_len", "keys"])
 def indexer_scores_kernel(
     q,  # [tokens, heads, head_dim]
-    k_cache,  # [pages, page_size, head_dim]
+    k_cache,  # [pages, page_size, head_dim], or [keys, head_dim]
     weights,  # [tokens, heads]
     page_table,  # [batch, max_pages]
-    cache_seqlens,
+    seqlens_k,  # keys of each sequence; or, where there are no pages, where each begins
     cu_seqlens_q,  # None where every sequence has q_len new tokens
-    k_scale_cache,  # [pages, page_size] or None
+    k_scale_cache,  # [pages, page_size], or [keys], or None
     scores,  # [tokens, keys]
     lengths,  # [tokens]
     q_stride_t,
@@ -61,7 +61,11 @@ def indexer_scores_kernel(
         start = (slot - (begin // TOKENS + sequence)) * TOKENS
         if start >= q_len:
             return
-    length = tl.minimum(tl.maximum(tl.load(cache_seqlens + sequence), 0), keys)
+    length = tl.load(seqlens_k + sequence)
+    if PAGE_SIZE == 0:  # all keys lie in one page, and those of a sequence begin somewhere in it
+        first_key = length.to(tl.int64)
+        length = tl.load(seqlens_k + sequence + 1) - length
+    length = tl.minimum(tl.maximum(length, 0), keys)
     tokens = start + tl.arange(0, TOKENS)
     seen = tl.maximum(length - q_len + tokens + 1, 0)
     at_token = first_token + tokens
@@ -84,11 +88,15 @@ def indexer_scores_kernel(
         queries = tl.trans(widened(queries, FORMATS.dtype, FORMATS.q_fp8))
         weights_at = weights + (first_token + q_token) * weights_stride_t + row % HEADS * weights_stride_h
         of_heads = tl.load(weights_at, mask=real, other=0.0)
-        pages = page_table + sequence.to(tl.int64) * table_stride_b
+        if PAGE_SIZE > 0:
+            pages = page_table + sequence.to(tl.int64) * table_stride_b
         for block in tl.range(first, seen_blocks, num_stages=TILE.stages):
             key = block * BLOCK_N + n
             stored = key < most
-            if PAGE_SIZE % BLOCK_N == 0:
+            if PAGE_SIZE == 0:
+                page = first_key
+                offset = key
+            elif PAGE_SIZE % BLOCK_N == 0:
                 page = tl.load(pages + block // (PAGE_SIZE // BLOCK_N) * table_stride_p).to(tl.int64)
                 offset = block % (PAGE_SIZE // BLOCK_N) * BLOCK_N + n
             else:

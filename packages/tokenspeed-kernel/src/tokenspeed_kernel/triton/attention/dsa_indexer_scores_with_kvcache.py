@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.attention._indexer import write_scores
+from tokenspeed_kernel.triton.attention._indexer import INDEXER, empty_outputs, write_scores
 from tokenspeed_kernel.triton.common import FLOATS, TRITON
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
-from tokenspeed_kernel_base.traits import at_most
 
 
 @register_kernel(
@@ -19,7 +18,7 @@ from tokenspeed_kernel_base.traits import at_most
     solution="triton",
     capability=TRITON,
     signatures=format_signatures(("q", "k_cache"), "dense", (*FLOATS, torch.float8_e4m3fn)),
-    traits={"heads": at_most(128), "head_dim": at_most(256), "scaled": any},
+    traits=INDEXER,
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
@@ -35,9 +34,6 @@ def dsa_indexer_scores_with_kvcache(
     lengths_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `tokenspeed_kernel.dsa_indexer_scores_with_kvcache`."""
-    if out is None:
-        out = torch.empty(q.shape[0], page_table.shape[1] * k_cache.shape[1], dtype=torch.float32, device=q.device)
-    if lengths_out is None:
-        lengths_out = torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
-    write_scores(q, k_cache, weights, page_table, cache_seqlens, cu_seqlens_q, k_scale_cache, out, lengths_out)
-    return out, lengths_out
+    scores, lengths = empty_outputs(q, page_table.shape[1] * k_cache.shape[1], out, lengths_out)
+    write_scores(q, k_cache, weights, page_table, cache_seqlens, cu_seqlens_q, k_scale_cache, scores, lengths)
+    return scores, lengths
