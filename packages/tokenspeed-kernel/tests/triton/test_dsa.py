@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
+from tokenspeed_kernel.triton.attention import _indexer as indexer
 from tokenspeed_kernel.triton.attention import top_k_indices as selection
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 
@@ -101,3 +102,43 @@ def test_keys_of_many_tokens_are_split_by_what_each_has() -> None:
     wide = arguments["indices"].repeat(1, 9)
     lengths = torch.tensor([648, 1, 0, 100, 130], dtype=torch.int32, device=DEVICE)
     agree({**arguments, "indices": wide, "topk_length": lengths})
+
+
+def scores_agree(arguments: dict[str, Any]) -> None:
+    got = tk.dsa_indexer_scores_with_kvcache(**arguments, override="triton_dsa_indexer_scores_with_kvcache")
+    wanted = tk.dsa_indexer_scores_with_kvcache(**arguments, override="reference_dsa_indexer_scores_with_kvcache")
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-4, atol=1e-4)
+    assert torch.equal(got[1], wanted[1])
+
+
+def test_scores_of_strided_operands_and_more_new_tokens_than_a_sequence_has() -> None:
+    keys, q, weights = normal(5, 8, 24), normal(6, 3, 24), normal(6, 3)
+    arguments: dict[str, Any] = {
+        "q": torch.stack((q, q), dim=2)[:, :, 0],
+        "k_cache": torch.cat((keys, keys), dim=2)[:, :, :24],
+        "weights": weights.t().contiguous().t(),
+        "page_table": torch.tensor([[4, 0], [1, 9], [3, 2]], dtype=torch.int32).repeat_interleave(2, dim=1)[:, ::2],
+        "cache_seqlens": torch.tensor([16, 1, 9], dtype=torch.int32),
+    }
+    arguments = {name: value.to(DEVICE) for name, value in arguments.items()}
+    scores_agree(arguments)
+    out = torch.zeros(16, 6, device=DEVICE).t()
+    assert tk.dsa_indexer_scores_with_kvcache(**arguments, out=out, solution="triton")[0] is out
+    torch.testing.assert_close(out, tk.dsa_indexer_scores_with_kvcache(**arguments, solution="reference")[0])
+
+
+@pytest.mark.parametrize("batch", [1, 20])
+def test_tokens_find_their_sequences(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles of some, none of others; looked for 16 at a time."""
+    monkeypatch.setattr(indexer, "_SEQUENCES_AT_ONCE", 16)
+    q_lens = [(7 * i) % 4 * (i % 3 + 1) + 2 * (batch == 1) for i in range(batch)]
+    tokens = sum(q_lens)
+    arguments = {
+        "q": normal(tokens, 16, 16),
+        "k_cache": normal(batch, 16, 16),
+        "weights": normal(tokens, 16),
+        "page_table": torch.arange(batch, dtype=torch.int32).flip(0).view(-1, 1),
+        "cache_seqlens": torch.tensor([min(16, q_len + 3) for q_len in q_lens], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([0, *q_lens]).cumsum(0).int(),
+    }
+    scores_agree({name: value.to(DEVICE) for name, value in arguments.items()})
