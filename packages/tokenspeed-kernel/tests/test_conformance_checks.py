@@ -195,8 +195,10 @@ WITH_UNUSED = {op.mode for op in VARIED if "with_kvcache" in op.mode} | {
     "moe_apply",
     "moe_combine",
     "qk_rmsnorm_rope_store_kv_cache",
+    "store_index_k_cache",
     "store_kv_cache",
     "store_mla_kv_cache",
+    "top_k_indices",
 }
 
 

@@ -80,6 +80,9 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
         swiglu_quantize_nvfp4,
     )
     from tokenspeed_kernel_base.ops.attention.attn_merge_state import attn_merge_state
+    from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores import dsa_indexer_scores
+    from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores_with_kvcache import dsa_indexer_scores_with_kvcache
+    from tokenspeed_kernel_base.ops.attention.dsa_select_with_kvcache import dsa_select_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_decode_with_kvcache import mha_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_extend_with_kvcache import mha_extend_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mha_prefill import mha_prefill
@@ -87,8 +90,10 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.attention.mla_decode_with_kvcache import mla_decode_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mla_extend_with_kvcache import mla_extend_with_kvcache
     from tokenspeed_kernel_base.ops.attention.mla_prefill import mla_prefill
+    from tokenspeed_kernel_base.ops.attention.mla_sparse_with_kvcache import mla_sparse_with_kvcache
     from tokenspeed_kernel_base.ops.attention.qk_rmsnorm_rope_store_kv_cache import qk_rmsnorm_rope_store_kv_cache
     from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope
+    from tokenspeed_kernel_base.ops.attention.top_k_indices import top_k_indices
     from tokenspeed_kernel_base.ops.comm.all_gather import all_gather
     from tokenspeed_kernel_base.ops.comm.all_reduce import all_reduce
     from tokenspeed_kernel_base.ops.comm.all_reduce_rmsnorm import all_reduce_rmsnorm
@@ -104,6 +109,8 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.kvcache.compact_kv_cache import compact_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.copy_kv_pages import copy_kv_pages
     from tokenspeed_kernel_base.ops.kvcache.expand_page_table import expand_page_table
+    from tokenspeed_kernel_base.ops.kvcache.positions_to_slots import positions_to_slots
+    from tokenspeed_kernel_base.ops.kvcache.store_index_k_cache import store_index_k_cache
     from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.store_mla_kv_cache import store_mla_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.zero_kv_pages import zero_kv_pages

@@ -43,11 +43,16 @@ def _cache_dtypes(q: Tensor) -> Collection[torch.dtype]:
     return FP8 if q.dtype in FP8 else FP8 | {q.dtype}
 
 
-def _check_paging(check: Checker, page_table: Tensor, cache_seqlens: Tensor, max_seqlen_k: int) -> None:
+def check_pages(check: Checker, page_table: Tensor, cache_seqlens: Tensor) -> None:
     """The page table and lengths of a cache. Call it when ``page_size`` is bound."""
     check.require(check["page_size"] > 0, "page_size of the cache", "positive", 0)
     check.tensor("cache_seqlens", cache_seqlens, "batch", torch.int32)
     check.tensor("page_table", page_table, "batch max_pages", torch.int32)
+
+
+def _check_paging(check: Checker, page_table: Tensor, cache_seqlens: Tensor, max_seqlen_k: int) -> None:
+    """Those, and the bound of the lengths."""
+    check_pages(check, page_table, cache_seqlens)
     if not check["batch"]:
         check.bound("max_seqlen_k", max_seqlen_k)
         return
@@ -90,13 +95,20 @@ def check_latent_cache(
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
 ) -> None:
+    """Queries, and the latents in pages that a page table names."""
+    check_latents(check, q, kv_cache, kv_lora_rank, q_scale, kv_scale)
+    _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
+
+
+def check_latents(
+    check: Checker, q: Tensor, kv_cache: Tensor, kv_lora_rank: int, q_scale: Tensor | None, kv_scale: Tensor | None
+) -> None:
     """Queries, and the latents in pages."""
     check.tensor("q", q, "tokens heads latent_dim", FLOATS | FP8)
     check.tensor("kv_cache", kv_cache, "pages page_size latent_dim", _cache_dtypes(q))
     check.bind("head_dim", check["latent_dim"], "q")
     width = check["latent_dim"]
     check.require(0 < kv_lora_rank <= width, "kv_lora_rank", f"positive and at most {width}, the width of a latent", kv_lora_rank)
-    _check_paging(check, page_table, cache_seqlens, max_seqlen_k)
     check_scale(check, "q_scale", q_scale, "q", q, 1)
     check_scale(check, "kv_scale", kv_scale, "kv_cache", kv_cache, 1)
 
@@ -135,6 +147,17 @@ def check_scales(
         check_scale(check, f"{name}_scale", scale, name, tensor, check[size], size)
 
 
+def check_new_tokens_of(check: Checker, name: str, cu_seqlens_q: Tensor | None) -> None:
+    """Where the new tokens of each sequence begin in a tensor, or that all have as many. Call it when ``tokens`` and ``batch`` are
+    bound."""
+    tokens, batch = check["tokens"], check["batch"]
+    if cu_seqlens_q is not None:
+        check_offsets(check, "cu_seqlens_q", cu_seqlens_q, batch)
+        return
+    expected = f"of a multiple of batch = {batch} tokens, as cu_seqlens_q is None"
+    check.require(tokens % batch == 0 if batch else tokens == 0, name, expected, f"{tokens} tokens")
+
+
 def check_scale(
     check: Checker, name: str, scale: Tensor | None, scaled: str, tensor: Tensor, heads: int, size: str = "kv_heads"
 ) -> None:
@@ -166,6 +189,15 @@ def check_values_offsets(
             check.fail(name, "non-decreasing", f"{int(offsets[at])} then {int(offsets[at + 1])} at {at}")
         if longest is not None and longest_found > longest:
             check.fail(longest_name, f"at least {longest_found}, the longest sequence of {name}", longest)
+
+
+def check_values_counts(check: Checker, name: str, counts: Tensor | None, most: int, why: str) -> None:
+    """How many of its first entries count, of each row of a tensor with ``most`` columns."""
+    if counts is None or not counts.numel():
+        return
+    smallest, largest = (int(bound) for bound in counts.aminmax())
+    check.require(smallest >= 0, name, "0 or more", smallest)
+    check.require(largest <= most, name, f"at most {most}, {why}", largest)
 
 
 def check_values_ragged(

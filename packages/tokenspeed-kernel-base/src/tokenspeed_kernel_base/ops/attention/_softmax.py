@@ -255,6 +255,39 @@ def attend_latent(
     return attend_paged(q, k_cache, v_cache, page_table, offsets, kv_lens, softmax, q_scale, kv_scale, kv_scale, tree_mask)
 
 
+def attend_chosen(
+    q: Tensor,
+    kv_cache: Tensor,
+    kv_lora_rank: int,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    scale: float,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of every token to latents of its own choice.
+
+    Args:
+        q: ``[tokens, heads, width]``.
+        kv_cache: ``[pages, page_size, width]``.
+        indices: int32 ``[tokens, top_k]``, slots of the cache; negative ones are no keys.
+        topk_length: int32 ``[tokens]``, how many of the first indices count; None for all.
+    """
+    out, lse = _nothing(q, kv_lora_rank)
+    wide = _wide(q)
+    softmax = Softmax(scale)
+    counted = torch.arange(indices.shape[1], device=q.device)
+    for token, slots in enumerate(indices):
+        chosen = slots >= 0 if topk_length is None else (slots >= 0) & (counted < topk_length[token])
+        slots = torch.where(chosen, slots, 0).long()
+        found = kv_cache[slots // kv_cache.shape[1], slots % kv_cache.shape[1]].unsqueeze(1)
+        keys = _widen(found, wide, kv_scale).masked_fill(~chosen.view(-1, 1, 1), 0.0)  # it may be NaN
+        query = slice(token, token + 1)
+        values = keys[..., :kv_lora_rank]
+        out[query], lse[query] = _attend_block(_widen(q[query], wide, q_scale), keys, values, softmax, chosen.unsqueeze(0))
+    return out, lse
+
+
 def _gather(cache: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
     """Positions ``begin`` to ``end`` of the sequence that lies in ``pages``, from a cache: ``[end - begin, kv_heads, dim]``."""
     page_size = cache.shape[1]

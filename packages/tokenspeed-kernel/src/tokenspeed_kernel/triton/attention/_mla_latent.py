@@ -35,7 +35,8 @@ device_code = DeviceModule(__name__ + "_device")
 
 class Shape(NamedTuple):
     """Sizes that a model fixes, and options that change what is computed: query heads, columns of a latent and of its rotary part,
-    tokens of a page, whether later keys are hidden, whether those before a window are, whether scores have a logit cap."""
+    tokens of a page, whether later keys are hidden, whether those before a window are, whether scores have a logit cap, whether
+    the page table names single slots, or none where it is negative."""
 
     heads: int
     rank: int
@@ -44,6 +45,7 @@ class Shape(NamedTuple):
     causal: bool
     windowed: bool
     has_cap: bool
+    sparse: bool = False
 
 
 class Tile(NamedTuple):
@@ -135,8 +137,12 @@ def attend_latent(
     out: Tensor | None,
     tile: Tile | None = None,
     tree_mask: Tensor | None = None,
+    sparse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens to a cache of latents: ``max_seqlen_q`` of every sequence, or as ``cu_seqlens_q`` says."""
+    """Attention of the newest tokens to a cache of latents: ``max_seqlen_q`` of every sequence, or as ``cu_seqlens_q`` says.
+
+    ``sparse``: every token is a sequence of its own, whose keys are the slots that its row of ``page_table`` names.
+    """
     cache_seqlens, cu_seqlens_q = cache_seqlens.contiguous(), dense(cu_seqlens_q)
     tokens, heads, width = q.shape
     batch, page_size, device = cache_seqlens.shape[0], kv_cache.shape[1], q.device
@@ -156,7 +162,7 @@ def attend_latent(
     block_r = next_power_of_2(max(16, rope))
     tile = tile or tile_for(rows, block_c, block_r, output_dtype(q), kv_cache.dtype in FP8, device)
     tiles = cdiv(rows, tile.block_m)
-    capacity = min(max_seqlen_k, page_table.shape[1] * page_size)
+    capacity = min(max_seqlen_k, page_table.shape[1] * (1 if sparse else page_size))
     sm_count = for_architecture({"cpu": 2, "any": multiprocessors(device)}, device)  # interpreted programs run one by one
     early = may_overlap(device)
     reach = q_bound + window_left if window_left >= 0 else -1
@@ -194,7 +200,7 @@ def attend_latent(
         tiles,
         multiplier,
         cap_log2,
-        SHAPE=Shape(heads, kv_lora_rank, rope, page_size, is_causal, window_left >= 0, logit_cap > 0),
+        SHAPE=Shape(heads, kv_lora_rank, rope, page_size, is_causal, window_left >= 0, logit_cap > 0, sparse),
         FORMATS=Formats(common_device.DTYPES[dtype], q_fp8, fp8),
         TILE=Program(
             block_m=tile.block_m,

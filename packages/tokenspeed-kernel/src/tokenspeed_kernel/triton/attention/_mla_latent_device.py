@@ -88,6 +88,8 @@ def attend_latent_kernel(
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
     CAUSAL: tl.constexpr = SHAPE.causal
     WINDOWED: tl.constexpr = SHAPE.windowed
+    SPARSE: tl.constexpr = SHAPE.sparse
+    IN_PAGES: tl.constexpr = not SPARSE and PAGE_SIZE % TILE.block_n == 0  # a block of keys lies in one page
     DTYPE: tl.constexpr = FORMATS.dtype
     Q_FP8: tl.constexpr = FORMATS.q_fp8
     FP8: tl.constexpr = FORMATS.kv_fp8
@@ -135,6 +137,9 @@ def attend_latent_kernel(
     if CAUSAL:
         seen = tl.maximum(length - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // HEADS, q_len - 1) + 1, 0)
     begin = tile * 0
+    if SPARSE:
+        # 0, too, but the compiler does not know, and keeps the branches below: without them it spills 480 bytes a thread.
+        begin = tl.minimum(length, 0)
     low = begin
     if WINDOWED:  # the first key that some query sees
         # Nodes are as near to the tokens before them as their depth says, which may be 0.
@@ -173,7 +178,9 @@ def attend_latent_kernel(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     page = begin * 0
-    if PAGE_SIZE % BLOCK_N == 0 and begin < end:
+    if SPARSE:  # the slots of a block are loaded during the block before it
+        slots = tl.load(pages + (begin * BLOCK_N + n) * table.page_stride, mask=begin * BLOCK_N + n < length, other=-1)
+    if IN_PAGES and begin < end:
         page = tl.load(pages + begin // (PAGE_SIZE // BLOCK_N) * table.page_stride)
     for block in tl.range(begin, end, num_stages=TILE.stages):
         # A key that no query sees may be NaN, and is not read: the nearest key that some query sees is read in its place.
@@ -181,7 +188,14 @@ def attend_latent_kernel(
         held = tl.minimum(n, seen - 1 - block * BLOCK_N)
         if WINDOWED:
             held = tl.maximum(held, low - block * BLOCK_N)
-        if PAGE_SIZE % BLOCK_N == 0:
+        if SPARSE:
+            named = slots >= 0
+            slot = tl.maximum(slots, 0)
+            key_at = kv_cache + ((slot // PAGE_SIZE).to(tl.int64) * kv_stride_p + slot % PAGE_SIZE * kv_stride_t)
+            latent_at = key_at[:, None] + c[None, :] * kv_stride_d
+            rope_at = key_at[:, None] + (RANK + r)[None, :] * kv_stride_d
+            slots = tl.load(pages + (key + BLOCK_N) * table.page_stride, mask=key + BLOCK_N < length, other=-1)
+        elif IN_PAGES:
             block_at = kv_cache + page.to(tl.int64) * kv_stride_p + block % (PAGE_SIZE // BLOCK_N) * (BLOCK_N * kv_stride_t)
             latent_at = block_at + (held[:, None] * kv_stride_t + c[None, :] * kv_stride_d)
             rope_at = block_at + (held[:, None] * kv_stride_t + (RANK + r)[None, :] * kv_stride_d)
@@ -192,11 +206,15 @@ def attend_latent_kernel(
             key_at = kv_cache + (page_of * kv_stride_p + held % PAGE_SIZE * kv_stride_t)
             latent_at = key_at[:, None] + c[None, :] * kv_stride_d
             rope_at = key_at[:, None] + (RANK + r)[None, :] * kv_stride_d
-        if BLOCK_C == RANK:
+        if SPARSE:  # what is in a slot that no index names may be NaN
+            latent = tl.load(latent_at, mask=named[:, None] & (c < RANK)[None, :], other=0.0)
+        elif BLOCK_C == RANK:
             latent = tl.load(latent_at)
         else:
             latent = tl.load(latent_at, mask=(c < RANK)[None, :], other=0.0)
-        if BLOCK_R == ROPE:
+        if SPARSE and ROPE > 0:
+            rope = tl.load(rope_at, mask=named[:, None] & (r < ROPE)[None, :], other=0.0)
+        elif BLOCK_R == ROPE:
             rope = tl.load(rope_at)
         elif ROPE > 0:
             rope = tl.load(rope_at, mask=(r < ROPE)[None, :], other=0.0)
@@ -222,7 +240,9 @@ def attend_latent_kernel(
                     products = _scores(q_rope, rotary, products, TRANSPOSED)
             if TRANSPOSED:
                 products = tl.trans(products)
-            if CAUSAL:
+            if SPARSE:
+                visible = named[None, :]
+            elif CAUSAL:
                 visible = key[None, :] <= last[:, None]
             else:
                 visible = (key < length)[None, :]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_PARTS = tl.constexpr(16)
-_PART_BITS = tl.constexpr(4)
+PARTS = tl.constexpr(16)
+"""Into how many parts a range of keys is divided at once, to find the one that holds a key."""
 
 
 @triton.jit
@@ -35,6 +35,26 @@ def token_of(pair):
 
 
 @triton.jit
+def part_that_holds(low, high, reaching, wanted):
+    """The part of the keys from low to high that holds the largest one which ``wanted`` keys reach.
+
+    Args:
+        low, high: int64; ``wanted`` keys reach low.
+        reaching: int32 ``[PARTS]``, how many keys reach the beginning of each part, ``low + i * stride`` with
+            ``stride = ((high - low) // PARTS) + 1``.
+        wanted: at least 1.
+
+    Returns:
+        The part's least and greatest key, int64, and how many keys reach the least, int32.
+    """
+    part = tl.arange(0, PARTS)
+    stride = ((high - low) // PARTS) + 1
+    passed = tl.maximum(tl.sum(((reaching >= wanted) & (low + part * stride <= high)).to(tl.int32), axis=0) - 1, 0)
+    number = tl.sum(tl.where(part == passed, reaching, 0), axis=0)
+    return low + passed * stride, tl.minimum(high, low + (passed + 1) * stride - 1), number
+
+
+@triton.jit
 def threshold_of(keys, live, wanted, spare):
     """The largest key that at least ``wanted`` of the live keys reach, or a lower one that up to ``spare`` more reach; the least
     key where there are fewer. Returns it, int64, and how many reach it, int32. Keys that are not live are less than all others."""
@@ -42,13 +62,8 @@ def threshold_of(keys, live, wanted, spare):
     low = tl.min(tl.where(live, keys, largest), axis=0).to(tl.int64)
     high = largest.to(tl.int64)
     number = tl.sum(live.to(tl.int32), axis=0)
-    part = tl.arange(0, _PARTS)
     while (low < high) & (number > wanted + spare):
-        stride = ((high - low) >> _PART_BITS) + 1
-        ends = low + part * stride
-        reaching = tl.sum((keys[None, :] >= tl.minimum(ends, high).to(tl.int32)[:, None]).to(tl.int32), axis=1)
-        passed = tl.maximum(tl.sum(((reaching >= wanted) & (ends <= high)).to(tl.int32), axis=0) - 1, 0)
-        number = tl.sum(tl.where(part == passed, reaching, 0), axis=0)
-        high = tl.minimum(high, low + (passed + 1) * stride - 1)
-        low = low + passed * stride
+        ends = tl.minimum(low + tl.arange(0, PARTS) * (((high - low) // PARTS) + 1), high).to(tl.int32)
+        reaching = tl.sum((keys[None, :] >= ends[:, None]).to(tl.int32), axis=1)
+        low, high, number = part_that_holds(low, high, reaching, wanted)
     return low, number

@@ -1,0 +1,164 @@
+"""From an indexer's queries to the slots of the cache that each token attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, recipe
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.explanation import bucket
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.attention.dsa_indexer_scores_with_kvcache import dsa_indexer_scores_with_kvcache, index_inputs
+from tokenspeed_kernel_base.ops.attention.top_k_indices import top_k_indices
+from tokenspeed_kernel_base.ops.kvcache.positions_to_slots import positions_to_slots
+from tokenspeed_kernel_base.variation import Variation
+
+_SCORES = dsa_indexer_scores_with_kvcache.operator
+
+
+@operator(
+    "attention",
+    "dsa_select_with_kvcache",
+    formats=("q", "k_cache"),
+    outs=("out", "topk_length_out"),
+    varying=("tokens", "batch", "max_pages"),
+    capacity=("pages",),
+    composed=True,
+)
+def dsa_select_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    weights: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    top_k: int,
+    cu_seqlens_q: Tensor | None = None,
+    k_scale_cache: Tensor | None = None,
+    out: Tensor | None = None,
+    topk_length_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The slots of the cache that each new token attends to in DeepSeek sparse attention: those of the ``top_k`` positions that
+    score highest with the lightning indexer (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556).
+
+    Composed of `dsa_indexer_scores_with_kvcache`, `top_k_indices` and `positions_to_slots`. The results are the ``indices`` and
+    ``topk_length`` of `mla_sparse_with_kvcache`, if both caches have the same pages. A kernel that does it in one need not write
+    the scores.
+
+    Args:
+        q: float16, bfloat16, float32, float64 or float8_e4m3fn ``[tokens, heads, head_dim]``, finite, sequence by sequence.
+        k_cache: q's dtype ``[pages, page_size, head_dim]``. May be strided.
+        weights: float32 (float64 where q is) ``[tokens, heads]``, with the scale of an fp8 q in them.
+        page_table: int32 ``[batch, max_pages]``. Entries that cache_seqlens reaches name a page; others may be anything.
+        cache_seqlens: int32 ``[batch]``, tokens of each sequence in the cache, the new ones included.
+        top_k: positions to choose, at least 1. A token that sees no more gets all.
+        cu_seqlens_q: int32 ``[batch + 1]``, where the new tokens of each sequence begin in q. None means that all have as many.
+        k_scale_cache: float32 ``[pages, page_size]``, multiplies the keys, for fp8 only. May be strided.
+        out: receives the slots.
+        topk_length_out: receives the numbers of slots.
+
+    Returns:
+        Slots, int32 ``[tokens, top_k]``, in the order of their positions, and -1 behind them; and how many each token has, int32
+        ``[tokens]``.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of
+            page_table, cache_seqlens and cu_seqlens_q are looked at only where they lie in host memory.
+
+    Example:
+        A sequence of 3 tokens in pages of 2, whose last one is new.
+
+        >>> import torch
+        >>> from tokenspeed_kernel import dsa_select_with_kvcache
+        >>> k_cache = torch.tensor([9.0, 9.0, 1.0, -2.0, 3.0, 9.0]).view(3, 2, 1)
+        >>> page_table, cache_seqlens = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+        >>> dsa_select_with_kvcache(torch.ones(1, 1, 1), k_cache, torch.ones(1, 1), page_table, cache_seqlens, top_k=2)
+        (tensor([[2, 4]], dtype=torch.int32), tensor([2], dtype=torch.int32))
+
+    Safe in CUDA graphs where kernels serve the parts; the reference reads the lengths on the host.
+    """
+    scores, lengths = dsa_indexer_scores_with_kvcache(
+        q, k_cache, weights, page_table, cache_seqlens, cu_seqlens_q=cu_seqlens_q, k_scale_cache=k_scale_cache
+    )
+    positions = top_k_indices(scores, top_k, lengths=lengths)
+    slots = positions_to_slots(positions, page_table, k_cache.shape[1], cu_seqlens_q=cu_seqlens_q, out=out)
+    return slots, torch.clamp(lengths, max=top_k, out=topk_length_out)
+
+
+@dsa_select_with_kvcache.traits
+def _(q: Tensor, top_k: int, **arguments: Any) -> dict[str, object]:
+    return {**_SCORES.run_hook("traits", {**arguments, "q": q}), "tokens": bucket(q.shape[0]), "top_k": top_k}
+
+
+@dsa_select_with_kvcache.check
+def _(check: Checker, top_k: int, **arguments: Any) -> None:
+    _SCORES.run_hook("check", arguments, check)
+    check.require(top_k >= 1, "top_k", "at least 1", top_k)
+
+
+@dsa_select_with_kvcache.check_values(host=("page_table", "cache_seqlens", "cu_seqlens_q"))
+def _(check: Checker, **arguments: Any) -> None:
+    _SCORES.run_hook("check_values", arguments, check)
+
+
+@dsa_select_with_kvcache.fake
+def _(q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape[0], top_k, dtype=torch.int32), q.new_empty(q.shape[0], dtype=torch.int32)
+
+
+@recipe
+def _inputs(
+    kv_lens: Sequence[int], top_k: int, q_lens: Sequence[int] | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Callable[[Draw], dict[str, Any]]:
+    """Small whole numbers, of which every sum is exact in any order: whatever computes the scores, the choice is the same. Many are
+    equal."""
+
+    def make(draw: Draw) -> dict[str, Any]:
+        arguments = index_inputs(kv_lens, q_lens, dtype=dtype, **options)(draw)
+        for name in ("q", "k_cache"):
+            values = draw.integers(-2, 3, *arguments[name].shape, dtype=torch.int32).to(dtype)
+            narrow = dtype.itemsize == 1  # not every backend can write these but as bytes, and keys are a view of pages
+            (arguments[name].view(torch.uint8) if narrow else arguments[name]).copy_(values.view(torch.uint8) if narrow else values)
+        if arguments["k_scale_cache"] is not None:
+            arguments["k_scale_cache"].fill_(0.5)
+        arguments["weights"] = draw.integers(-4, 9, *arguments["weights"].shape, dtype=torch.int32).to(arguments["weights"].dtype)
+        return {**arguments, "top_k": top_k}
+
+    return make
+
+
+@dsa_select_with_kvcache.cases
+def _() -> list[Case]:
+    deepseek: dict[str, Any] = {"heads": 64, "head_dim": 128, "page_size": 64, "dtype": torch.float8_e4m3fn}
+    return [
+        Case("decode, more and less than top_k, float32", _inputs([9, 70, 0, 33], 16, dtype=torch.float32)),
+        Case("prefill beside decode", _inputs([40, 60], 24, [40, 1])),
+        Case("deepseek-v3.2 decode, top 64 of 300, fp8", _inputs([300, 64], 64, **deepseek)),
+        Case("no sequences", _inputs([], 4, width=2)),
+        Case("deepseek-v3.2 decode 64 x 8192, fp8", _inputs([8192] * 64, 2048, **deepseek), large=True),
+        Case("deepseek-v3.2 decode 64 x 65536, fp8", _inputs([65536] * 64, 2048, **deepseek), large=True),
+        Case("deepseek-v3.2 decode 1 x 65536, fp8", _inputs([65536], 2048, **deepseek), large=True),
+        Case("deepseek-v3.2 prefill 2048 of 16384, fp8", _inputs([16384], 2048, [2048], **deepseek), large=True),
+    ]
+
+
+@dsa_select_with_kvcache.work
+def _(**arguments: Any) -> Any:
+    return _SCORES.run_hook("work", arguments)
+
+
+@dsa_select_with_kvcache.vary
+def _(variation: Variation, **arguments: Any) -> Any:
+    return _SCORES.run_hook("vary", arguments, variation)
+
+
+@dsa_select_with_kvcache.cost
+def _(q: Tensor, weights: Tensor, top_k: int, **arguments: Any) -> Cost:
+    """That of the scores, which need not be written."""
+    scored: Cost = _SCORES.run_hook("cost", {**arguments, "q": q, "weights": weights})
+    pairs = scored.flops / (2.0 * q.shape[1] * (q.shape[2] + 1))
+    written = len(q) * (4.0 * top_k + 4)
+    return Cost(flops=scored.flops, bytes=scored.bytes - pairs * weights.element_size() + written)

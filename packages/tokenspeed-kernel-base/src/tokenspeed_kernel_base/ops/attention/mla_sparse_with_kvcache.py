@@ -1,0 +1,300 @@
+"""Attention of tokens to a few chosen latents of a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.attention import _checks, _cost
+from tokenspeed_kernel_base.ops.attention._inputs import draw_cache, draw_paging
+from tokenspeed_kernel_base.ops.attention._softmax import attend_chosen, latent_outputs, output_dtype
+from tokenspeed_kernel_base.ops.attention._traits import cache_traits, softmax_traits
+from tokenspeed_kernel_base.variation import Variation, Want
+
+
+@operator(
+    "attention",
+    "mla_sparse_with_kvcache",
+    formats=("q", "kv_cache"),
+    varying=("tokens",),
+    capacity=("pages",),
+    scales=("q_scale", "kv_scale"),
+)
+def mla_sparse_with_kvcache(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    topk_length: Tensor | None = None,
+    return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The latent attention of every token to those slots of a paged cache that were chosen for it, and to no others.
+
+    This is the second half of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025, arXiv:2512.02556): an indexer
+    chooses the slots. q is absorbed as for `mla_extend_with_kvcache`, all heads of a token attend to the same slots, and prefill
+    and decode are the same: a token knows its slots, and nothing of the sequence that it belongs to. Nothing is causal here: what
+    is chosen already is. Accumulates in float32 (float64 where q is) and rounds the output once.
+
+    Args:
+        q: float16, bfloat16, float32, float64 or fp8 ``[tokens, heads, kv_lora_rank + rope_dim]``, absorbed part first.
+        kv_cache: q's dtype or fp8 (fp8 if q is) ``[pages, page_size, kv_lora_rank + rope_dim]``, latent first.
+        indices: int32 ``[tokens, top_k]``, slots ``page * page_size + offset`` of the cache in any order. A negative one is no key.
+            A slot that stands twice is two keys.
+        kv_lora_rank: width of the latent, which is the value; what follows it is the rotary part.
+        softmax_scale: multiplies the products of q and cache. ``1 / sqrt`` of the width before absorption, times what rope scaling
+            adds: it cannot be told from the shapes.
+        topk_length: int32 ``[tokens]``, 0 to top_k: so many of a token's first indices count, and the others may be anything. None
+            means all. Tokens with few keys are quicker where it is given.
+        return_lse: also return the log-sum-exp.
+        q_scale: float32 ``[]`` or ``[1]``, multiplies q, for fp8 q only.
+        kv_scale: float32 ``[]`` or ``[1]``, multiplies the cache, latent and rotary part alike, for an fp8 cache only.
+        out: receives the output. It must not overlap q or the cache.
+
+    Returns:
+        The output ``[tokens, heads, kv_lora_rank]`` in q's dtype, bfloat16 if q is fp8. With return_lse also the natural
+        log-sum-exp, float32 ``[tokens, heads]``. A token without keys gives output 0 and log-sum-exp -inf.
+
+    Slots that no index names are never part of a result, even if they hold NaN.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or value is not as said here; nothing has been launched then. Values of
+            indices and topk_length are looked at only where they lie in host memory.
+
+    Example:
+        Two pages of two slots; latents of width 1 and a rotary part of width 1.
+
+        >>> import torch
+        >>> from tokenspeed_kernel import mla_sparse_with_kvcache
+        >>> kv_cache = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 0.0], [-1.0, 0.0]]).view(2, 2, 2)
+        >>> indices = torch.tensor([[0, 2, -1], [3, -1, -1]], dtype=torch.int32)
+        >>> mla_sparse_with_kvcache(torch.zeros(2, 1, 2), kv_cache, indices, kv_lora_rank=1, softmax_scale=1.0).flatten()
+        tensor([ 3., -1.])
+
+    Safe in CUDA graphs.
+    """
+    result, lse = attend_chosen(q, kv_cache, kv_lora_rank, indices, topk_length, softmax_scale, q_scale, kv_scale)
+    return (result, lse) if return_lse else result
+
+
+@mla_sparse_with_kvcache.traits
+def _(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    kv_lora_rank: int,
+    return_lse: bool,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+) -> dict[str, object]:
+    return {
+        **softmax_traits(q, 1, kv_lora_rank, 0.0, return_lse),
+        **cache_traits(kv_cache, q_scale, kv_scale),
+        "top_k": indices.shape[1],
+    }
+
+
+@mla_sparse_with_kvcache.check
+def _(
+    check: Checker,
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    topk_length: Tensor | None,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+) -> None:
+    _checks.check_latents(check, q, kv_cache, kv_lora_rank, q_scale, kv_scale)
+    check.require(check["page_size"] > 0, "page_size of the cache", "positive", 0)
+    check.tensor("indices", indices, "tokens top_k", torch.int32)
+    check.tensor("topk_length", topk_length, "tokens", torch.int32)
+    _checks.check_options(check, softmax_scale)
+
+
+@mla_sparse_with_kvcache.check_values(host=("indices", "topk_length"))
+def _(check: Checker, kv_cache: Tensor, indices: Tensor | None, topk_length: Tensor | None) -> None:
+    if indices is None:
+        return
+    _checks.check_values_counts(check, "topk_length", topk_length, indices.shape[1], "the top_k of indices")
+    if not indices.numel():
+        return
+    slots = kv_cache.shape[0] * kv_cache.shape[1]
+    used = torch.where(_counted(indices, topk_length), indices, -1)
+    if int(used.max()) >= slots:
+        token, at = (int(index) for index in (used >= slots).nonzero()[0])
+        check.fail(f"indices[{token}, {at}]", f"below pages * page_size = {slots} (negative: no key)", int(used[token, at]))
+
+
+def _counted(indices: Tensor, topk_length: Tensor | None) -> Tensor:
+    """Which indices name a key."""
+    counted = indices >= 0
+    if topk_length is None:
+        return counted
+    return counted & (torch.arange(indices.shape[1], device=indices.device) < topk_length.unsqueeze(1))
+
+
+mla_sparse_with_kvcache.fake(latent_outputs)
+
+
+def draw_chosen(draw: Draw, visible: Sequence[int], top_k: int) -> Tensor:
+    """int32 ``[len(visible), top_k]``: of a token that sees n positions, ``min(n, top_k)`` random ones in order, then -1."""
+    rows = []
+    at_once = max(1, (1 << 26) // max(1, *visible, 1))
+    for begin in range(0, len(visible), at_once):
+        lens = draw.tensor(list(visible[begin : begin + at_once]), torch.int64).unsqueeze(1)
+        width = max(int(lens.max()), top_k)
+        noise = draw.uniform(len(lens), width).masked_fill(torch.arange(width, device=draw.device) >= lens, -1.0)
+        found = noise.topk(top_k, dim=1).indices
+        found = found.masked_fill(found >= lens, width).sort(dim=1).values
+        rows.append(found.masked_fill(found == width, -1).to(torch.int32))
+    return torch.cat(rows) if rows else torch.zeros(0, top_k, dtype=torch.int32, device=draw.device)
+
+
+@recipe
+def _inputs(
+    kv_lens: Sequence[int],
+    q_lens: Sequence[int] | None = None,
+    top_k: int = 32,
+    heads: int = 4,
+    kv_lora_rank: int = 16,
+    rope_dim: int = 8,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+    scales: Sequence[str] = (),
+    lengths: bool = False,
+    holes: bool = False,
+    stale: bool = False,
+    **options: Any,
+) -> Callable[[Draw], dict[str, Any]]:
+    """The last tokens of sequences in a paged cache, each with random positions that it sees.
+
+    Args:
+        q_lens: how many tokens of each sequence; one if not given.
+        lengths: give ``topk_length``, and anything behind the indices that count.
+        holes: every third index is -1.
+        stale: slots that hold no token hold NaN.
+    """
+
+    def make(draw: Draw) -> dict[str, Any]:
+        page_table, _, held = draw_paging(draw, kv_lens, page_size, None)
+        counts = draw.tensor(list(q_lens or [1] * len(kv_lens)), torch.int64)
+        sequence = torch.arange(len(kv_lens), device=draw.device).repeat_interleave(counts)
+        visible = [kv_len - n + i + 1 for kv_len, n in zip(kv_lens, counts.tolist(), strict=True) for i in range(n)]
+        positions = draw_chosen(draw, visible, top_k)
+        pages = page_table[sequence.unsqueeze(1), positions.clamp(min=0) // page_size]
+        indices = torch.where(positions >= 0, pages * page_size + positions % page_size, -1)
+        tokens = len(visible)
+        if holes:
+            indices[:, ::3] = -1
+        arguments: dict[str, Any] = {
+            "q": draw.normal(tokens, heads, kv_lora_rank + rope_dim, dtype=dtype),
+            "kv_cache": draw_cache(draw, held, kv_lora_rank + rope_dim, dtype=cache_dtype or dtype, stale=stale),
+            "indices": indices,
+            "kv_lora_rank": kv_lora_rank,
+        }
+        if lengths:
+            arguments["topk_length"] = (positions >= 0).sum(1, dtype=torch.int32)
+            arguments["indices"] = torch.where(_counted(indices, arguments["topk_length"]) | holes, indices, 1 << 30)
+        for scale in scales:
+            arguments[scale] = draw.uniform(low=0.5, high=1.5)
+        return {**arguments, **options}
+
+    return make
+
+
+@mla_sparse_with_kvcache.cases
+def _() -> list[Case]:
+    tiny: dict[str, Any] = {"heads": 3, "softmax_scale": 0.25}
+    deepseek_v3: dict[str, Any] = {
+        "heads": 128,
+        "kv_lora_rank": 512,
+        "rope_dim": 64,
+        "page_size": 64,
+        "top_k": 2048,
+        "softmax_scale": 0.1352,
+    }
+    sharded: dict[str, Any] = {**deepseek_v3, "heads": 16}
+    fp8: dict[str, Any] = {"cache_dtype": torch.float8_e4m3fn, "scales": ("kv_scale",)}
+    both_fp8: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scales": ("q_scale", "kv_scale")}
+    return [
+        Case("fewer keys than top_k, float32, lse", _inputs([1, 20, 33, 90], **tiny, dtype=torch.float32, return_lse=True)),
+        Case("float64, pages of 1", _inputs([3, 50], **tiny, page_size=1, dtype=torch.float64)),
+        Case(
+            "NaN in other slots, lengths given",
+            _inputs([7, 70, 40], [2, 3, 1], **tiny, lengths=True, stale=True, return_lse=True),
+        ),
+        Case("-1 among the indices, float16", _inputs([50, 1, 9], **tiny, top_k=20, holes=True, dtype=torch.float16)),
+        Case("no rotary part", _inputs([90, 4], **tiny, rope_dim=0)),
+        Case("prefill of 20, fp8 cache, pages of 24", _inputs([30, 9], [15, 5], **tiny, **fp8, page_size=24)),
+        Case("fp8 q and cache, a scale each", _inputs([33, 80], **tiny, **both_fp8, lengths=True)),
+        Case("deepseek-v3, 16 of its heads, top 192 of 300", _inputs([300, 64], **{**sharded, "top_k": 192}, lengths=True)),
+        Case("deepseek-v3, top 96 of 200, fp8 cache", _inputs([200], **{**deepseek_v3, "top_k": 96}, **fp8)),
+        Case("no tokens", _inputs([], **tiny, return_lse=True)),
+        Case("deepseek-v3.2 decode 64 x 8192", _inputs([8192] * 64, **deepseek_v3), large=True),
+        Case("deepseek-v3.2 decode 64 x 65536", _inputs([65536] * 64, **deepseek_v3), large=True),
+        Case("deepseek-v3.2 decode 1 x 65536", _inputs([65536], **deepseek_v3), large=True),
+        Case("deepseek-v3.2, 16 of its heads, decode 64 x 8192", _inputs([8192] * 64, **sharded), large=True),
+        Case("deepseek-v3.2, 16 of its heads, decode 128 x 32768", _inputs([32768] * 128, **sharded), large=True),
+        Case("deepseek-v3.2, 16 of its heads, decode 128 x 32768, fp8", _inputs([32768] * 128, **sharded, **fp8), large=True),
+        Case("deepseek-v3.2 prefill 1024 of 4096", _inputs([4096], [1024], **deepseek_v3, lengths=True), large=True),
+        Case("deepseek-v3.2, 16 of its heads, prefill 4096 of 16384", _inputs([16384], [4096], **sharded), large=True),
+    ]
+
+
+@mla_sparse_with_kvcache.work
+def _(indices: Tensor, topk_length: Tensor | None) -> dict[str, list[int]]:
+    return {"chosen": _counted(indices, topk_length).sum(1).tolist()}
+
+
+@mla_sparse_with_kvcache.vary
+def _(variation: Variation, q: Tensor, kv_cache: Tensor, indices: Tensor, topk_length: Tensor | None) -> dict[str, Tensor]:
+    if variation.want is Want.UNUSED:
+        return _without_unused(kv_cache, indices, topk_length)
+    pages, page_size = kv_cache.shape[:2]
+    if variation.want is Want.OTHER:  # every slot in the place of the next one, and those of the next token
+        slots = max(pages * page_size, 1)
+        moved = torch.where(_counted(indices, topk_length), (indices + 1) % slots, indices)
+        return {"indices": moved.roll(1, 0) if topk_length is None else moved}
+    draw, (tokens, top_k) = variation.draw, indices.shape
+    chosen = [min(count, top_k, pages * page_size) for count in variation.values("chosen", tokens, top_k)]
+    made = {"indices": draw_chosen(draw, [pages * page_size] * tokens, top_k)}
+    lengths = draw.tensor(chosen, torch.int32)
+    made["indices"] = torch.where(torch.arange(top_k, device=draw.device) < lengths.unsqueeze(1), made["indices"], -1)
+    return made if topk_length is None else {**made, "topk_length": lengths}
+
+
+def _without_unused(kv_cache: Tensor, indices: Tensor, topk_length: Tensor | None) -> dict[str, Tensor]:
+    """NaN in slots that are no token's keys, and behind the indices that count slots that there are not; on a device, where to look
+    one up would be an illegal access, the last slot."""
+    counted = _counted(indices, topk_length)
+    pages, page_size = kv_cache.shape[:2]
+    held = torch.zeros(pages * page_size, dtype=torch.bool, device=kv_cache.device)
+    held[indices[counted].long()] = True
+    changed = {"kv_cache": poisoned(kv_cache, ~held.view(pages, page_size))}
+    if topk_length is not None:
+        beyond = torch.arange(indices.shape[1], device=indices.device) >= topk_length.unsqueeze(1)
+        elsewhere = torch.iinfo(torch.int32).max if not indices.is_cuda else pages * page_size - 1
+        changed["indices"] = torch.where(beyond, elsewhere, indices)
+    return changed
+
+
+@mla_sparse_with_kvcache.cost
+def _(q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank: int, topk_length: Tensor | None, return_lse: bool) -> Cost:
+    tokens, heads, width = q.shape
+    counted = _counted(indices, topk_length)
+    read = len(torch.unique(indices[counted])) * _cost.token_bytes(kv_cache)
+    written = tokens * heads * (kv_lora_rank * output_dtype(q).itemsize + 4 * return_lse)
+    flops = 2.0 * int(counted.sum()) * heads * (width + kv_lora_rank)
+    return Cost(flops=flops, bytes=float(nbytes(q, indices, topk_length) + read + written))

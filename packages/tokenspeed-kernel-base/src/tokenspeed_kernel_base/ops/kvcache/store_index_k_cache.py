@@ -1,0 +1,186 @@
+"""Writing the keys of a sparse attention's indexer into their paged cache, in fp8 with a scale each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, poisoned, recipe
+from tokenspeed_kernel_base.checks import Checker
+from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.kvcache.slots import captured_slots, check_slots, padding_of, store_slots
+from tokenspeed_kernel_base.ops.quantization.encodings import FP8_MAX, SMALLEST_NORMAL, SOURCE_DTYPES, divide, encode_fp8
+from tokenspeed_kernel_base.variation import Variation, Want
+
+E4M3 = torch.float8_e4m3fn
+SCALE_FORMATS = ("float32", "e8m0")
+
+
+@operator(
+    "kvcache",
+    "store_index_k_cache",
+    formats=("k", "k_cache"),
+    mutates=("k_cache", "k_scale_cache"),
+    exact=True,
+    varying=("tokens",),
+    capacity=("pages",),
+)
+def store_index_k_cache(
+    k: Tensor, k_cache: Tensor, k_scale_cache: Tensor, slot_mapping: Tensor, scale_format: str = "float32"
+) -> None:
+    """Quantises each token's index key to float8_e4m3fn with a scale of its own, and writes both to the token's slot, in place.
+
+    This is what `dsa_indexer_scores_with_kvcache` reads. Token t goes to ``k_cache[slot // page_size, slot % page_size]``, and its
+    scale to the same place of k_scale_cache, with ``slot = slot_mapping[t]``; a negative slot means that the token is not written
+    (padding of a CUDA graph, say). Everything else in both caches stays as it is. Bit for bit what `quantize_fp8` makes of each
+    token, with all operations in float32 and correctly rounded::
+
+        scale = max(amax / 448, 2^-126)   # amax: the largest magnitude of the token; in format e8m0 rounded up to a power of two
+        key   = e4m3(k / scale)           # to nearest, ties to even, saturating
+
+    Keys of a cache in bfloat16 are stored by `store_mla_kv_cache`, as latents without a rotary part.
+
+    Args:
+        k: float16, bfloat16 or float32 ``[tokens, head_dim]``, rotated as the model has it. May be strided.
+        k_cache: float8_e4m3fn ``[pages, page_size, head_dim]``. Written to. May be strided: a view of pages in which scales follow
+            the keys, say. Must not overlap k.
+        k_scale_cache: float32 ``[pages, page_size]``. Written to. May be strided.
+        slot_mapping: int32 or int64 ``[tokens]``, below ``pages * page_size``. Distinct where not negative; which one of two
+            tokens with the same slot stays is not defined. Both are checked where slot_mapping lies in host memory.
+        scale_format: ``"float32"``, or ``"e8m0"`` for scales that are powers of two, as DeepSeek-V3.2 has them. They are stored in
+            float32 either way.
+
+    Raises:
+        TypeError, ValueError: an argument is not as stated above; nothing has been written then.
+
+    Example:
+        >>> import torch
+        >>> from tokenspeed_kernel import store_index_k_cache
+        >>> k_cache, scales = torch.zeros(2, 2, 2, dtype=torch.float8_e4m3fn), torch.zeros(2, 2)
+        >>> store_index_k_cache(torch.tensor([[896.0, -2.0], [5.0, 5.0]]), k_cache, scales, torch.tensor([2, -1]))
+        >>> k_cache.float().view(4, 2), scales
+        (tensor([[  0.,   0.],
+                [  0.,   0.],
+                [448.,  -1.],
+                [  0.,   0.]]), tensor([[0., 0.],
+                [2., 0.]]))
+
+    Safe in CUDA graphs.
+    """
+    wide = k.float()
+    amax = wide.abs().amax(-1, keepdim=True)
+    scale = divide(amax, FP8_MAX[E4M3]).clamp(min=SMALLEST_NORMAL)
+    if scale_format == "e8m0":
+        scale = _rounded_up(scale)
+    store_slots(k_cache.unsqueeze(2), encode_fp8(wide / scale, E4M3).unsqueeze(1), slot_mapping)
+    store_slots(k_scale_cache.view(*k_scale_cache.shape, 1, 1), scale.unsqueeze(1), slot_mapping)
+
+
+def _rounded_up(scale: Tensor) -> Tensor:
+    """The least power of two that is at least the scale, of normal numbers; infinities and NaN stay what they are. From 2^127 on
+    that is infinity."""
+    bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    return torch.where(scale.isnan(), scale, bits.view(torch.float32))
+
+
+@store_index_k_cache.traits
+def _(k: Tensor, k_cache: Tensor, scale_format: str) -> dict[str, object]:
+    return {"head_dim": k.shape[1], "page_size": k_cache.shape[1], "scale_format": scale_format}
+
+
+@store_index_k_cache.check
+def _(check: Checker, k: Tensor, k_cache: Tensor, k_scale_cache: Tensor, slot_mapping: Tensor, scale_format: str) -> None:
+    check.tensor("k", k, "tokens head_dim", SOURCE_DTYPES)
+    check.require(check["head_dim"] > 0, "k", "of a head_dim > 0", str(list(k.shape)))
+    check.tensor("k_cache", k_cache, "pages page_size head_dim", E4M3)
+    check.require(check["page_size"] > 0, "k_cache", "of a page_size > 0", str(list(k_cache.shape)))
+    check.tensor("k_scale_cache", k_scale_cache, "pages page_size", torch.float32)
+    check.tensor("slot_mapping", slot_mapping, "tokens", {torch.int32, torch.int64})
+    check.one_of("scale_format", scale_format, SCALE_FORMATS)
+
+
+@store_index_k_cache.check_values(host=("slot_mapping",))
+def _(check: Checker, slot_mapping: Tensor | None, k_cache: Tensor) -> None:
+    check_slots(check, slot_mapping, k_cache)
+
+
+@store_index_k_cache.fake
+def _() -> None:
+    return None
+
+
+@recipe
+def _inputs(
+    tokens: int,
+    pages: int,
+    page_size: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    scale_format: str = "float32",
+    padding: int = 0,
+    slot_dtype: torch.dtype = torch.int64,
+) -> Callable[[Draw], dict[str, Any]]:
+    """Tokens of very different sizes at distinct random slots of a cache that is not empty; the last ``padding`` ones are not
+    written."""
+
+    def make(draw: Draw) -> dict[str, Any]:
+        slots = draw.permutation(pages * page_size, slot_dtype)[:tokens].clone()
+        slots[tokens - padding :] = -1
+        sizes = draw.normal(tokens, 1, scale=3.0).exp()
+        return {
+            "k": (draw.normal(tokens, head_dim) * sizes).to(dtype),
+            "k_cache": draw.normal(pages, page_size, head_dim, dtype=E4M3),
+            "k_scale_cache": draw.normal(pages, page_size),
+            "slot_mapping": slots,
+            "scale_format": scale_format,
+        }
+
+    return make
+
+
+def _extremes(draw: Draw) -> dict[str, Any]:
+    inf, nan = torch.inf, torch.nan
+    rows = [[nan, 1.0, 0.0], [inf, 1.0, -inf], [0.0, -0.0, 0.0], [3.4e38, -3e38, 1.0], [1e-45, -1e-40, 0.0], [448.0, 449.0, 7.0]]
+    return {
+        "k": draw.tensor(rows, torch.float32),
+        "k_cache": draw.normal(2, 4, 3, dtype=E4M3),
+        "k_scale_cache": draw.normal(2, 4),
+        "slot_mapping": draw.tensor([7, 0, 2, 3, 5, 6], torch.int64),
+        "scale_format": "e8m0",
+    }
+
+
+@store_index_k_cache.cases
+def _() -> list[Case]:
+    deepseek: tuple[int, int] = (64, 128)
+    return [
+        Case("one token, float32", _inputs(1, 2, 4, 8, torch.float32)),
+        Case("deepseek-v3.2 decode 16, padded by 5", _inputs(16, 3, *deepseek, padding=5)),
+        Case("deepseek-v3.2 decode 9, scales in e8m0", _inputs(9, 2, *deepseek, scale_format="e8m0")),
+        Case("page size 1, int32 slots, odd width 57, float16", _inputs(9, 12, 1, 57, torch.float16, slot_dtype=torch.int32)),
+        Case("NaN, infinities, zeros, tiny and huge keys, e8m0", _extremes),
+        Case("every token is padding", _inputs(4, 2, 4, 16, padding=4)),
+        Case("no tokens", _inputs(0, 2, 4, 16)),
+        Case("deepseek-v3.2 decode 128", _inputs(128, 2048, *deepseek), large=True),
+        Case("deepseek-v3.2 prefill 16384, scales in e8m0", _inputs(16384, 2048, *deepseek, scale_format="e8m0"), large=True),
+    ]
+
+
+@store_index_k_cache.vary
+def _(variation: Variation, k: Tensor, k_cache: Tensor, k_scale_cache: Tensor, slot_mapping: Tensor) -> dict[str, Tensor]:
+    if variation.want is Want.CAPTURED:
+        return captured_slots(variation, slot_mapping, k_cache=k_cache, k_scale_cache=k_scale_cache)
+    return {"k": poisoned(k, slot_mapping < 0)} if variation.want is Want.UNUSED else {}
+
+
+@store_index_k_cache.work
+def _(slot_mapping: Tensor) -> dict[str, list[int]]:
+    return padding_of(slot_mapping)
+
+
+@store_index_k_cache.cost
+def _(k: Tensor, slot_mapping: Tensor) -> Cost:
+    return Cost(flops=3.0 * k.numel(), bytes=float(nbytes(k, slot_mapping) + k.numel() + 4 * len(k)))

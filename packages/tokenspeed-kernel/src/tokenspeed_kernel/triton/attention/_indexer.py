@@ -1,0 +1,144 @@
+"""The scores of a sparse attention's indexer: tiles of keys against all heads of a few tokens, of which only sums are written."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.attention._fp8 import fp8_operand
+from tokenspeed_kernel.triton.attention._mha_call import Formats
+from tokenspeed_kernel.triton.common import cdiv, common_device, dense, for_architecture, multiprocessors, next_power_of_2
+from tokenspeed_kernel_base.checks import FP8
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
+
+
+class Shape(NamedTuple):
+    """Sizes that a model fixes: heads, columns of a query, tokens of a page; 0 where keys lie in a row."""
+
+    heads: int
+    head_dim: int
+    page_size: int
+
+
+class Tile(NamedTuple):
+    """What a program computes.
+
+    Attributes:
+        tokens: whose queries it holds.
+        heads, columns: of a query, as powers of two.
+        block_n: keys at once.
+        blocks: of keys, in turn.
+        at_once: sequences that are looked at together, to find the program's own.
+        stages: blocks of keys on the way, the one at work included.
+    """
+
+    tokens: int
+    heads: int
+    columns: int
+    block_n: int
+    blocks: int
+    at_once: int
+    stages: int
+
+
+# Keys are the rows of a product, so that the sum over heads stays within threads that lie side by side. 64 keys, which are a page
+# of DeepSeek's, against 128 rows of queries take 64 sums a thread of 4 warps: three such programs share a multiprocessor, and one
+# adds while others multiply.
+_BLOCK_N, _ROWS, _WARPS, _STAGES = 64, 128, 4, 3
+# The queries are loaded once for so many blocks. Programs of fewer are launched where there would not be some for every
+# multiprocessor.
+_BLOCKS, _PROGRAMS = 16, 4
+_SEQUENCES_AT_ONCE = 256
+_MULTIPLIES_E4M3 = {"sm_89": True, "sm_90": True, "sm_100": True, "sm_103": True, "sm_120": True, "gfx950": True, "any": False}
+
+
+INDEXER = {"heads": at_most(128), "head_dim": at_most(256), "scaled": any}
+"""Traits of every kernel that computes an indexer's scores."""
+
+
+def empty_outputs(q: Tensor, keys: int, out: Tensor | None, lengths_out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The scores and lengths that are provided, or new ones."""
+    if out is None:
+        out = torch.empty(q.shape[0], keys, dtype=torch.float32, device=q.device)
+    if lengths_out is None:
+        lengths_out = torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
+    return out, lengths_out
+
+
+def tile_for(heads: int, head_dim: int, tokens: int, batch: int, keys: int, device: torch.device) -> Tile:
+    """The tile for tokens in sequences of ``keys`` keys at most."""
+    rows = next_power_of_2(heads)
+    together = min(max(1, _ROWS // rows), next_power_of_2(cdiv(tokens, max(batch, 1))))
+    together = max(together, cdiv(16, rows))  # a product has 16 columns at least
+    slots = tokens // together + batch
+    wanted = multiprocessors(device) * _PROGRAMS
+    blocks = _BLOCKS
+    while blocks > 1 and slots * cdiv(keys, _BLOCK_N * blocks) < wanted:
+        blocks //= 2
+    at_once = min(_SEQUENCES_AT_ONCE, max(16, next_power_of_2(batch)))
+    return Tile(together, rows, max(16, next_power_of_2(head_dim)), _BLOCK_N, blocks, at_once, _STAGES)
+
+
+def write_scores(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    page_table: Tensor | None,
+    seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    k_scale: Tensor | None,
+    scores: Tensor,
+    lengths: Tensor,
+) -> None:
+    """Writes all scores, -inf where a token does not see a position, and how many positions each token sees.
+
+    Args:
+        k, k_scale: in pages, or in a row without a page_table.
+        seqlens_k: int32 ``[batch]``, how many keys each sequence has; in a row ``[batch + 1]``, where they begin.
+    """
+    (tokens, heads, head_dim), keys = q.shape, scores.shape[1]
+    batch = len(seqlens_k) - (page_table is None)
+    if not tokens:
+        return
+    native = q.dtype in FP8 and for_architecture(_MULTIPLIES_E4M3, q.device)
+    # Every fp8 number is a bfloat16, and interpreted products of bfloat16 are wrong.
+    wide = for_architecture({"cpu": torch.float32, "any": torch.bfloat16 if q.dtype in FP8 else q.dtype}, q.device)
+    (q, q_fp8), (k, k_fp8) = ((x, None) if native else fp8_operand(x) for x in (q, k))
+    tile = tile_for(heads, head_dim, tokens, batch, keys, q.device)
+    slots = tokens // tile.tokens + batch if cu_seqlens_q is not None else batch * cdiv(tokens // batch, tile.tokens)
+    device_code.indexer_scores_kernel[(max(1, cdiv(keys, tile.block_n * tile.blocks)), slots)](
+        q,
+        k,
+        weights,
+        page_table,
+        dense(seqlens_k),
+        dense(cu_seqlens_q),
+        k_scale,
+        scores,
+        lengths,
+        *q.stride(),
+        *_in_pages(k, 3),
+        *weights.stride(),
+        *((0, 0) if page_table is None else page_table.stride()),
+        *((0, 0) if k_scale is None else _in_pages(k_scale, 2)),
+        *scores.stride(),
+        *lengths.stride(),
+        batch,
+        tokens // batch,
+        keys,
+        SHAPE=Shape(heads, head_dim, 0 if page_table is None else k.shape[1]),
+        FORMATS=Formats(common_device.DTYPES[torch.float8_e4m3fn if native else wide], q_fp8, k_fp8),
+        TILE=tile,
+        num_warps=_WARPS,
+    )
+
+
+def _in_pages(keys: Tensor, axes: int) -> tuple[int, ...]:
+    """The strides of keys or scales in pages. In a row every key begins a page, so that a sequence begins with one."""
+    strides = keys.stride()
+    return strides if keys.dim() == axes else (strides[0], *strides)

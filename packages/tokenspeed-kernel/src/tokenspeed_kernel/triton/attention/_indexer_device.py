@@ -1,0 +1,123 @@
+"""Device code of `_indexer`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.attention._fp8_device import widened
+from tokenspeed_kernel.triton.common_device import sequence_of
+
+
+@triton.jit(do_not_specialize=["batch", "q_len", "keys"])
+def indexer_scores_kernel(
+    q,  # [tokens, heads, head_dim]
+    k_cache,  # [pages, page_size, head_dim], or [keys, head_dim]
+    weights,  # [tokens, heads]
+    page_table,  # [batch, max_pages]
+    seqlens_k,  # keys of each sequence; or, where there are no pages, where each begins
+    cu_seqlens_q,  # None where every sequence has q_len new tokens
+    k_scale_cache,  # [pages, page_size], or [keys], or None
+    scores,  # [tokens, keys]
+    lengths,  # [tokens]
+    q_stride_t,
+    q_stride_h,
+    q_stride_d,
+    k_stride_p,
+    k_stride_s,
+    k_stride_d,
+    weights_stride_t,
+    weights_stride_h,
+    table_stride_b,
+    table_stride_p,
+    scale_stride_p,
+    scale_stride_s,
+    scores_stride_t,
+    scores_stride_k,
+    lengths_stride,
+    batch,
+    q_len,
+    keys,
+    SHAPE: tl.constexpr,
+    FORMATS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A few tokens of a sequence against some blocks of its keys."""
+    TOKENS: tl.constexpr = TILE.tokens
+    HEADS: tl.constexpr = TILE.heads
+    BLOCK_N: tl.constexpr = TILE.block_n
+    PAGE_SIZE: tl.constexpr = SHAPE.page_size
+    slot = tl.program_id(1)
+    if cu_seqlens_q is None:
+        tiles = (q_len + TOKENS - 1) // TOKENS
+        sequence = slot // tiles
+        first_token = sequence.to(tl.int64) * q_len
+        start = slot % tiles * TOKENS
+    else:
+        sequence = sequence_of(slot, cu_seqlens_q, batch, 1, TOKENS, TILE.at_once)
+        begin = tl.load(cu_seqlens_q + sequence)
+        q_len = tl.load(cu_seqlens_q + sequence + 1) - begin
+        first_token = begin.to(tl.int64)
+        start = (slot - (begin // TOKENS + sequence)) * TOKENS
+        if start >= q_len:
+            return
+    length = tl.load(seqlens_k + sequence)
+    if PAGE_SIZE == 0:  # all keys lie in one page, and those of a sequence begin somewhere in it
+        first_key = length.to(tl.int64)
+        length = tl.load(seqlens_k + sequence + 1) - length
+    length = tl.minimum(tl.maximum(length, 0), keys)
+    tokens = start + tl.arange(0, TOKENS)
+    seen = tl.maximum(length - q_len + tokens + 1, 0)
+    at_token = first_token + tokens
+    if tl.program_id(0) == 0:
+        tl.store(lengths + at_token * lengths_stride, seen, mask=tokens < q_len)
+    most = tl.maximum(length - q_len + tl.minimum(start + TOKENS, q_len), 0)  # what the last of these tokens sees
+
+    n = tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) * TILE.blocks
+    last = tl.minimum(first + TILE.blocks, (keys + BLOCK_N - 1) // BLOCK_N)
+    seen_blocks = tl.minimum(last, (most + BLOCK_N - 1) // BLOCK_N)
+    to_token = scores + at_token * scores_stride_t
+    if first < seen_blocks:
+        row = tl.arange(0, TOKENS * HEADS)
+        q_token = start + row // HEADS
+        real = (q_token < q_len) & (row % HEADS < SHAPE.heads)
+        c = tl.arange(0, TILE.columns)
+        q_at = q + (first_token + q_token) * q_stride_t + row % HEADS * q_stride_h
+        queries = tl.load(q_at[:, None] + c[None, :] * q_stride_d, mask=real[:, None] & (c < SHAPE.head_dim)[None, :], other=0.0)
+        queries = tl.trans(widened(queries, FORMATS.dtype, FORMATS.q_fp8))
+        weights_at = weights + (first_token + q_token) * weights_stride_t + row % HEADS * weights_stride_h
+        of_heads = tl.load(weights_at, mask=real, other=0.0)
+        if PAGE_SIZE > 0:
+            pages = page_table + sequence.to(tl.int64) * table_stride_b
+        for block in tl.range(first, seen_blocks, num_stages=TILE.stages):
+            key = block * BLOCK_N + n
+            stored = key < most
+            if PAGE_SIZE == 0:
+                page = first_key
+                offset = key
+            elif PAGE_SIZE % BLOCK_N == 0:
+                page = tl.load(pages + block // (PAGE_SIZE // BLOCK_N) * table_stride_p).to(tl.int64)
+                offset = block % (PAGE_SIZE // BLOCK_N) * BLOCK_N + n
+            else:
+                page = tl.load(pages + key // PAGE_SIZE * table_stride_p, mask=stored, other=0).to(tl.int64)
+                offset = key % PAGE_SIZE
+            k_at = k_cache + (page * k_stride_p + offset * k_stride_s)
+            block_keys = tl.load(
+                k_at[:, None] + c[None, :] * k_stride_d, mask=stored[:, None] & (c < SHAPE.head_dim)[None, :], other=0.0
+            )
+            products = tl.dot(widened(block_keys, FORMATS.dtype, FORMATS.kv_fp8), queries, input_precision="ieee")
+            weighted = tl.maximum(products, 0.0) * of_heads[None, :]
+            sums = tl.sum(tl.reshape(weighted, [BLOCK_N, TOKENS, HEADS]), 2)
+            if k_scale_cache is not None:
+                scale_at = k_scale_cache + (page * scale_stride_p + offset * scale_stride_s)
+                sums *= tl.load(scale_at, mask=stored, other=0.0)[:, None]
+            visible = key[:, None] < seen[None, :]
+            written = (key < keys)[:, None] & (tokens < q_len)[None, :]
+            to = to_token[None, :] + key.to(tl.int64)[:, None] * scores_stride_k
+            tl.store(to, tl.where(visible, sums, -float("inf")), mask=written)
+    for block in range(tl.maximum(first, seen_blocks), last):
+        key = block * BLOCK_N + n
+        to = to_token[:, None] + key.to(tl.int64)[None, :] * scores_stride_k
+        hidden = tl.full([TOKENS, BLOCK_N], -float("inf"), tl.float32)
+        tl.store(to, hidden, mask=(tokens < q_len)[:, None] & (key < keys)[None, :])

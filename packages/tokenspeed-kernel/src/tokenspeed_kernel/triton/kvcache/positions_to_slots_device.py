@@ -1,0 +1,43 @@
+"""Device code of `positions_to_slots`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["batch", "q_len", "max_pages", "top_k"])
+def positions_to_slots_kernel(
+    positions,
+    page_table,
+    cu_seqlens_q,
+    out,
+    positions_stride_t,
+    positions_stride_k,
+    table_stride_b,
+    table_stride_p,
+    out_stride_t,
+    out_stride_k,
+    batch,
+    q_len,
+    max_pages,
+    top_k,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Some positions of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    sequence = token // q_len
+    if cu_seqlens_q is not None:  # how many sequences end before the token, or with it
+        sequence = token * 0
+        for start in range(0, batch, AT_ONCE):
+            at = start + tl.arange(0, AT_ONCE)
+            ends = tl.load(cu_seqlens_q + at + 1, mask=at < batch, other=0x7FFFFFFF)
+            sequence += tl.sum((ends <= token).to(tl.int32))
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(positions + token * positions_stride_t + k * positions_stride_k, mask=k < top_k, other=-1)
+    held = (position >= 0) & (position // PAGE_SIZE < max_pages)
+    page = tl.load(page_table + sequence * table_stride_b + position // PAGE_SIZE * table_stride_p, mask=held, other=-1)
+    slot = tl.where(page >= 0, page * PAGE_SIZE + position % PAGE_SIZE, -1)
+    tl.store(out + token * out_stride_t + k * out_stride_k, slot, mask=k < top_k)
