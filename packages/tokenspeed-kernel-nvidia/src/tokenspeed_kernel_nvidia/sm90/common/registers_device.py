@@ -129,6 +129,13 @@ def ldmatrix(address: Any, transposed: bool) -> Any:
     )
 
 
+def stmatrix(address: Any, words: Sequence[Any]) -> None:
+    """Stores four 8 x 8 matrices in shared memory, as `ldmatrix` loads them."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+    )
+
+
 # -- loads and stores by address -----------------------------------------------------------------------------------------------
 
 
