@@ -33,8 +33,9 @@ class Loader(Sharing, Tiles):
     """The part of the kernel that divides the work and loads."""
 
     @cute.jit
-    def share_of(self, share: Int32) -> Int32:
-        """How many tiles a group has, where an even share is so many."""
+    def share_of(self, call: Call, total: Int32) -> Int32:
+        """Returns how many tiles a group has."""
+        share = (total + call.groups - 1) // call.groups
         if const_expr(self.block == 16):  # a tile for each warp
             share = (share + self.parts - 1) // self.parts * self.parts
         return share

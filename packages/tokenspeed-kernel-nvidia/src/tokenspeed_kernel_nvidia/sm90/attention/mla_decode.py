@@ -6,7 +6,7 @@ values: see `mla_decode_config.Config`. Two CTAs, with 64 of 128 heads each, for
 
 The grid is fixed: a CTA for each multiprocessor. The blocks of all sequences, one after another, are cut into as many equal ranges
 as there are clusters, on the device, from cache_seqlens: a captured graph stays right and evenly loaded when lengths change. Where
-a sequence lies in several ranges, those who had it merge their results when they are done, in a fixed order, each some of the rows.
+a sequence lies in several ranges, each leaves a partial result, and a second launch merges those, in a fixed order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from tokenspeed_kernel_nvidia._machine import multiprocessors
 from tokenspeed_kernel_nvidia._programs import program
 from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
 from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE, ROWS, Config, every_config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
+    HEADS,
+    LATENT,
+    PAGE_SIZES,
+    RECORD_BYTES,
+    ROPE,
+    ROWS,
+    Config,
+    every_config,
+)
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E
 
 
@@ -37,13 +46,20 @@ def mla_decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
     return mla_decode_device.host(config), mla_decode_device.fake_arguments(config)
 
 
+@program(arch="sm_90a", configs=every_config)
+def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_merge_device
+
+    return mla_decode_merge_device.host(config), mla_decode_merge_device.fake_arguments(config)
+
+
 @functools.cache
-def _program_of(dtype: torch.dtype, heads: int, device: int) -> tuple[Callable[..., Any], int, int, int]:
-    """The program, groups, bytes of partial results, and counters."""
+def _programs_of(dtype: torch.dtype, heads: int, device: int) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
+    """The programs that compute and merge, groups, and bytes of partial results."""
     config = Config(DTYPES[dtype], heads)
     groups = max(1, multiprocessors(device) // config.cluster)
-    ctas = groups * config.cluster
-    return mla_decode_program(config), groups, 2 * ctas * ROWS * (LATENT + 2) * 4, ctas
+    nbytes = groups * (2 * config.cluster * ROWS * (LATENT + 2) * 4 + RECORD_BYTES)
+    return mla_decode_program(config), mla_merge_program(config), groups, nbytes
 
 
 def mla_decode_with_kvcache(
@@ -75,17 +91,19 @@ def mla_decode_with_kvcache(
         if not kv_cache.shape[0]:  # all sequences are empty, but a bulk copy wants something to describe
             kv_cache = kv_cache.new_zeros(1, *kv_cache.shape[1:])
         device = q.get_device()
-        launch, groups, nbytes, counters = _program_of(q.dtype, heads, device)
-        workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, counters)
-        others = (
-            workspace.memory_at, workspace.counters_at, 0 if lse is None else lse.data_ptr(), max_seqlen_q, max_seqlen_k, groups,
-            softmax_scale * LOG2_E,
-        )  # fmt: skip
+        launch, merge, groups, nbytes = _programs_of(q.dtype, heads, device)
+        workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, 0)
+        lse_at = 0 if lse is None else lse.data_ptr()
+        others = workspace.memory_at, lse_at, max_seqlen_q, max_seqlen_k, groups, softmax_scale * LOG2_E
+        rows = written
         try:
             launch(q, kv_cache, written, page_table, cache_seqlens, *others)
         except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
             rows = to_write(out, q, (tokens, heads, kv_lora_rank))
             launch(aligned(q), aligned(kv_cache), rows, page_table.contiguous(), cache_seqlens.contiguous(), *others)
+        if max_seqlen_k > ROWS:  # what is one block, nobody shares
+            merge(rows, workspace.memory_at, lse_at, max_seqlen_q, groups)
+        if rows is not written:
             written = deliver(rows, out)
     return written if lse is None else (written, lse)
 

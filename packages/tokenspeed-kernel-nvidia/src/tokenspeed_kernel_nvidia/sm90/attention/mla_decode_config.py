@@ -9,6 +9,7 @@ from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 LATENT = 512  # columns of the latent, which is also the value
 ROPE = 64  # columns of the rotary part
 ROWS = 64  # of a tile of queries, and tokens of a block of the cache: what one wgmma instruction has
+RECORD_BYTES = 16  # of what CTAs say of a unit, for those that merge partial results
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
 LEAST_SHARE = 2  # blocks of a group, where there are few: each part of a sequence costs a partial result of 256 KiB at 128 heads

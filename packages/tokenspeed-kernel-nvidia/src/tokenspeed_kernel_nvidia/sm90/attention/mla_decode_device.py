@@ -1,7 +1,7 @@
 """The device code of `mla_decode`: the launch, and which warps do what.
 
 `mla_decode_load_device` divides the work and loads, `mla_decode_score_device` computes probabilities, `mla_decode_value_device`
-multiplies them with values, and `mla_decode_merge_device` makes the output of what CTAs have found.
+multiplies them with values, and `mla_decode_store_device` stores what comes of it.
 """
 
 # mypy: ignore-errors
@@ -40,7 +40,7 @@ def fake_arguments(config: Config) -> tuple[Any, ...]:
     out = rows(config.dtype, tokens, config.heads, LATENT)
     kv_cache = rows(config.dtype, size(), size(divisibility=ROWS), LATENT + ROPE)
     page_table = ints(batch, size(), contiguous=False)
-    scalars = [*(Int64(0) for _ in range(3)), *(Int32(0) for _ in range(3)), Float32(0)]
+    scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(3)), Float32(0)]
     return q, kv_cache, out, page_table, ints(batch), *scalars, arguments.stream()
 
 
@@ -56,7 +56,6 @@ class MlaDecode(Loader, Scorer, Valuer):
         page_table: cute.Tensor,
         cache_seqlens: cute.Tensor,
         partial: Int64,
-        counters: Int64,
         lse: Int64,
         q_len: Int32,
         max_seqlen_k: Int32,
@@ -73,7 +72,7 @@ class MlaDecode(Loader, Scorer, Valuer):
             make_tma(one, gqa_packed(q), ((c.heads_of_tile, c.tokens_of_tile), PANEL)), make_tma(load, cache, (ROWS, PANEL)),
             Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
             cache_seqlens.shape[0] * units, units, q_len, max_seqlen_k, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
-            lse, partial, counters, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, self.make_qk_mmas(), self.make_pv_mma(),
+            lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, self.make_qk_mmas(), self.make_pv_mma(),
         ).launch(
             grid=(c.cluster * groups, 1, 1), block=(THREADS, 1, 1), cluster=(c.cluster, 1, 1), stream=stream, use_pdl=True,
             min_blocks_per_mp=1,
@@ -93,7 +92,6 @@ class MlaDecode(Loader, Scorer, Valuer):
         out: Table,
         lse: Int64,
         partial: Int64,
-        counters: Int64,
         groups: Int32,
         page_shift: Int32,
         scale: Float32,
@@ -105,7 +103,7 @@ class MlaDecode(Loader, Scorer, Valuer):
         cta, _, _ = cute.arch.block_idx()
         storage = cutlass.utils.SmemAllocator().allocate(self.storage())
         call = Call(
-            page_table, cache_seqlens, batch, units, q_len, max_seqlen_k, out, lse, partial, counters, groups, page_shift, scale,
+            page_table, cache_seqlens, batch, units, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
             cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage,
         )  # fmt: skip
         if warp == LOAD_WARP:

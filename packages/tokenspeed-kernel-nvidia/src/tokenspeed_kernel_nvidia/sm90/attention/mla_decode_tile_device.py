@@ -20,10 +20,9 @@ READERS = 2  # warpgroups with values
 THREADS = 128 * 4
 # Numbers of the plan, in shared memory: the unit that a CTA begins with, the block there, blocks that it has, and those of a group.
 UNIT, OFFSET, LEFT, SHARE = range(4)
-# Named barriers: that the plan is there, those of the two warpgroups with values, and that of the one with scores.
-PLANNED, MERGE, SCORED = 1, 2, 3
+# Named barriers: that the plan is there, and that of the warpgroup with scores.
+PLANNED, SCORED = 1, 2
 PLANNERS = 32 + 3 * 128
-MERGERS = 2 * 128
 
 PIECE = 128  # columns of a block's latents that lie together, with a barrier: scores begin when the first piece is there
 PIECES = LATENT // PIECE  # of a block; the two warpgroups with values have every other one
@@ -77,7 +76,7 @@ class Call:
         max_seqlen_k: lengths beyond are taken for this one.
         out: tokens and heads.
         lse: address of float32 ``[tokens, heads]``, or 0.
-        partial, counters: addresses of the workspace.
+        partial: address of partial results.
         groups: that share the work; a group is a cluster of CTAs, each with its own heads.
         page_shift: log2 of the page size.
         scale: softmax_scale * log2(e).
@@ -95,7 +94,6 @@ class Call:
     out: Table
     lse: Int64
     partial: Int64
-    counters: Int64
     groups: Int32
     page_shift: Int32
     scale: Float32
@@ -195,6 +193,19 @@ class Tiles(Sharing):
         return Int32(0), Int32(0), cutlass.max((length + (ROWS - 1)) // ROWS, 1)
 
     @cute.jit
-    def share_of(self, share: Int32) -> Int32:
-        """Returns how many blocks a group has, where an even share is so many."""
-        return cutlass.max(share, LEAST_SHARE)
+    def share_of(self, call: Call, total: Int32) -> Int32:
+        """Returns how many blocks a group has.
+
+        Where units are all alike, it is a multiple or a part of a unit's blocks, if not many more than an even share. What lies in
+        several groups costs partial results, which are twice as large as the output, and more time to merge them.
+        """
+        share = cutlass.max((total + call.groups - 1) // call.groups, LEAST_SHARE)
+        _, _, blocks = self.visible(call, self.length_of(call, Int32(0)))
+        if total == blocks * call.batch:
+            even = (share + blocks - 1) // blocks * blocks
+            if blocks > share:
+                parts = blocks // share
+                even = (blocks + parts - 1) // parts
+            if even * 16 <= share * 17:
+                share = even
+        return share

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import ROWS
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_merge_device import Merger
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_store_device import Storer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
     LEFT,
     OFFSET,
@@ -26,7 +26,7 @@ from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read, skip
 
 
-class Valuer(Merger):
+class Valuer(Storer):
     """The part of the kernel that makes the output."""
 
     def make_pv_mma(self) -> cute.TiledMma:
@@ -49,6 +49,8 @@ class Valuer(Merger):
         atom.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
         unit, offset, left, done = call.plan[UNIT], call.plan[OFFSET], call.plan[LEFT], Int32(0)
+        if call.batch > call.groups:
+            self.write_record(call, call.group, Int32(0), Int32(0))
         at, rope_at = first_to_read(), first_to_read()
         if half == 1:
             at = advance(at, c.pieces)
@@ -87,7 +89,6 @@ class Valuer(Merger):
             unit += 1
             offset = Int32(0)
             done += count
-        self.merge_all(call)
 
     @cute.jit
     def rescale(self, call: Call, acc: list, at: Cursor):

@@ -38,7 +38,7 @@ class Sharing:
         # Backwards, as the search below begins with the first.
         for back in cutlass.range(rounds, unroll=1):
             total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
-        share = self.share_of((total + call.groups - 1) // call.groups)
+        share = self.share_of(call, total)
         start = call.group * share
         before = Int32(0)
         found = Int32(-1)

@@ -150,6 +150,17 @@ def load_floats(space: str, address: Any, count: int) -> Any:
     )
 
 
+def load_floats_if(condition: Any, address: Any, count: int) -> Any:
+    """Loads 2 or 4 neighbouring numbers of global memory past the nearest cache where a condition holds; zeros else."""
+    to = [f"{{$w{at}}}" for at in range(count)]
+    zeros = " ".join(f"mov.b32 {one}, 0;" for one in to)
+    return cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r0}}, 0; {zeros} @p ld.global.cg.v{count}.f32 {{{', '.join(to)}}}, [{{$r1}}]; }}",
+        write_only_types=[Float32] * count,
+        read_only_args=[Int32(condition), address],
+    )
+
+
 def store_floats(space: str, address: Any, values: Sequence[Any]) -> None:
     """Stores 1, 2 or 4 neighbouring numbers."""
     vector = f".v{len(values)}" if len(values) > 1 else ""
