@@ -102,7 +102,7 @@ def emulated(multiprocessors: int, **options: Any) -> Iterator[None]:
     pytest.importorskip("cutlass")
     _machine.multiprocessors.cache_clear()
     mla_decode._programs_of.cache_clear()
-    with sm90_emulator.emulated_sm90(multiprocessors=multiprocessors, **options):
+    with sm90_emulator.emulated_sm90(multiprocessors=multiprocessors, uninitialised=True, **options):
         yield
     _machine.multiprocessors.cache_clear()
     mla_decode._programs_of.cache_clear()
