@@ -19,6 +19,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.decode_tile_device import (
     Call,
     Tiles,
 )
+from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, first_to_read, nth_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, swizzle
@@ -28,74 +29,16 @@ AHEAD = 2  # sequences of a CTA whose keys are brought to the L2 cache
 MOST_AHEAD = 256  # keys of each
 
 
-class Loader(Tiles):
+class Loader(Sharing, Tiles):
     """The part of the kernel that divides the work and loads."""
 
     @cute.jit
-    def divide(self, call: Call, at_once: cutlass.Constexpr[int]):
-        """Finds the share of this CTA's group, by one warp.
-
-        All sequences' tiles, one after another, are cut into as many equal ranges as there are groups. A group has a CTA for
-        each key head.
-
-        Args:
-            at_once: how many lengths a lane reads together.
-
-        Returns:
-            The sequence that the range begins in, that sequence's length, the tile there, how many tiles, and how many a range has.
-        """
-        lane = cute.arch.lane_idx()
-        lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))
-        rounds = (call.batch + 32 * at_once - 1) // (32 * at_once)
-        total = Int32(0)
-        # Backwards, as the search below begins with the first.
-        for back in cutlass.range(rounds, unroll=1):
-            total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
+    def share_of(self, call: Call, total: Int32) -> Int32:
+        """Returns how many tiles a group has."""
         share = (total + call.groups - 1) // call.groups
         if const_expr(self.block == 16):  # a tile for each warp
             share = (share + self.parts - 1) // self.parts * self.parts
-        start = call.group * share
-        before = Int32(0)
-        found = Int32(-1)
-        offset = Int32(0)
-        length = Int32(0)
-        step = Int32(0)
-        while found < 0 and step < rounds and start < total:
-            some = Int32(0)
-            for each in cutlass.range_constexpr(at_once):
-                some += counts[each]
-            ends = some
-            for power in cutlass.range_constexpr(5):
-                other = cute.arch.shuffle_sync_up(ends, 1 << power)
-                ends += cutlass.select_(lane >= (1 << power), other, Int32(0))
-            running = before + ends - some
-            mine = Int32(-1)
-            for each in cutlass.range_constexpr(at_once):
-                if running <= start < running + counts[each]:
-                    mine = (step * 32 + lane) * at_once + each
-                    offset = start - running
-                    length = lengths[each]
-                running += counts[each]
-            found = cute.arch.warp_redux_sync(mine, "max")
-            offset = cute.arch.warp_redux_sync(offset, "max")
-            length = cute.arch.warp_redux_sync(length, "max")
-            before += cute.arch.shuffle_sync(ends, 31)
-            step += 1
-            if found < 0 and step < rounds:
-                self.tiles_of(call, step, at_once, lengths, counts)
-        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(share, total - start), 0), share
-
-    @cute.jit
-    def tiles_of(self, call: Call, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
-        """A lane's next sequences: their lengths and tiles. Returns how many tiles there are together."""
-        some = Int32(0)
-        for each in cutlass.range_constexpr(at_once):
-            sequence = (step * 32 + cute.arch.lane_idx()) * at_once + each
-            lengths[each] = self.length_of(call, sequence)
-            _, _, count = self.visible(call, lengths[each])
-            counts[each] = cutlass.select_(sequence < call.batch, count, Int32(0))
-            some += counts[each]
-        return some
+        return share
 
     @cute.jit
     def load(self, call: Call, k: Tma, v: Tma):

@@ -129,6 +129,13 @@ def ldmatrix(address: Any, transposed: bool) -> Any:
     )
 
 
+def stmatrix(address: Any, words: Sequence[Any]) -> None:
+    """Stores four 8 x 8 matrices in shared memory, as `ldmatrix` loads them."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+    )
+
+
 # -- loads and stores by address -----------------------------------------------------------------------------------------------
 
 
@@ -140,6 +147,17 @@ def load_floats(space: str, address: Any, count: int) -> Any:
         f"ld.{space}{vector}.f32 {f'{{{to}}}' if vector else to}, [{{$r0}}];",
         write_only_types=[Float32] * count,
         read_only_args=[address],
+    )
+
+
+def load_floats_if(condition: Any, address: Any, count: int) -> Any:
+    """Loads 2 or 4 neighbouring numbers of global memory past the nearest cache where a condition holds; zeros else."""
+    to = [f"{{$w{at}}}" for at in range(count)]
+    zeros = " ".join(f"mov.b32 {one}, 0;" for one in to)
+    return cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r0}}, 0; {zeros} @p ld.global.cg.v{count}.f32 {{{', '.join(to)}}}, [{{$r1}}]; }}",
+        write_only_types=[Float32] * count,
+        read_only_args=[Int32(condition), address],
     )
 
 

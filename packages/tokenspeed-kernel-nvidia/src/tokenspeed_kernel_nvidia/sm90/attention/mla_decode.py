@@ -1,0 +1,129 @@
+"""Latent attention (MLA) of the newest tokens of sequences to a paged cache, on Hopper.
+
+The latents that heads share are keys, and values too: at 128 heads a token's 1152 bytes meet 278,528 multiplications, so that the
+tensor cores decide the speed, and at 16 heads memory does. One warpgroup of a CTA computes scores, two multiply probabilities with
+values: see `mla_decode_config.Config`. Two CTAs, with 64 of 128 heads each, form a cluster and share what they load.
+
+The grid is fixed: a CTA for each multiprocessor. The blocks of all sequences, one after another, are cut into as many equal ranges
+as there are clusters, on the device, from cache_seqlens: a captured graph stays right and evenly loaded when lengths change. Where
+a sequence lies in several ranges, each leaves a partial result, and a second launch merges those, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.workspace import keeper
+from tokenspeed_kernel_nvidia._machine import multiprocessors
+from tokenspeed_kernel_nvidia._programs import program
+from tokenspeed_kernel_nvidia._rows import aligned, deliver, to_write
+from tokenspeed_kernel_nvidia.capability import CUTEDSL_HOPPER
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import (
+    HEADS,
+    LATENT,
+    PAGE_SIZES,
+    RECORD_BYTES,
+    ROPE,
+    ROWS,
+    Config,
+    every_config,
+)
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES, LOG2_E
+
+
+@program(arch="sm_90a", configs=every_config)
+def mla_decode_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_device
+
+    return mla_decode_device.host(config), mla_decode_device.fake_arguments(config)
+
+
+@program(arch="sm_90a", configs=every_config)
+def mla_merge_program(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    from tokenspeed_kernel_nvidia.sm90.attention import mla_decode_merge_device
+
+    return mla_decode_merge_device.host(config), mla_decode_merge_device.fake_arguments(config)
+
+
+@functools.cache
+def _programs_of(dtype: torch.dtype, heads: int, device: int) -> tuple[Callable[..., Any], Callable[..., Any], int, int]:
+    """The programs that compute and merge, groups, and bytes of partial results."""
+    config = Config(DTYPES[dtype], heads)
+    groups = max(1, multiprocessors(device) // config.cluster)
+    nbytes = groups * (2 * config.cluster * ROWS * (LATENT + 2) * 4 + RECORD_BYTES)
+    return mla_decode_program(config), mla_merge_program(config), groups, nbytes
+
+
+def mla_decode_with_kvcache(
+    q: Tensor,
+    kv_cache: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    max_seqlen_k: int,
+    kv_lora_rank: int,
+    softmax_scale: float,
+    max_seqlen_q: int = 1,
+    window_left: int = -1,
+    logit_cap: float = 0.0,
+    return_lse: bool = False,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Latent attention of the newest tokens to a paged cache: launches on checked arguments.
+
+    There is no window, logit_cap, scale or tree. Partial results go to a workspace, see `tokenspeed_kernel_base.workspace`; the
+    public function is `tokenspeed_kernel_nvidia.mla_decode_with_kvcache`.
+    """
+    tokens, heads, _ = q.shape
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
+    written = q.new_empty(tokens, heads, kv_lora_rank) if out is None else out
+    if tokens:
+        if not kv_cache.shape[0]:  # all sequences are empty, but a bulk copy wants something to describe
+            kv_cache = kv_cache.new_zeros(1, *kv_cache.shape[1:])
+        device = q.get_device()
+        launch, merge, groups, nbytes = _programs_of(q.dtype, heads, device)
+        workspace = keeper.get(device, torch._C._cuda_getCurrentRawStream(device), nbytes, 0)
+        lse_at = 0 if lse is None else lse.data_ptr()
+        others = workspace.memory_at, lse_at, max_seqlen_q, max_seqlen_k, groups, softmax_scale * LOG2_E
+        rows = written
+        try:
+            launch(q, kv_cache, written, page_table, cache_seqlens, *others)
+        except ValueError:  # bulk copies want rows at multiples of 16 bytes, and lists of numbers have no gaps
+            rows = to_write(out, q, (tokens, heads, kv_lora_rank))
+            launch(aligned(q), aligned(kv_cache), rows, page_table.contiguous(), cache_seqlens.contiguous(), *others)
+        if max_seqlen_k > ROWS:  # what is one block, nobody shares
+            merge(rows, workspace.memory_at, lse_at, max_seqlen_q, groups)
+        if rows is not written:
+            written = deliver(rows, out)
+    return written if lse is None else (written, lse)
+
+
+register_kernel(
+    "attention",
+    "mla_decode_with_kvcache",
+    name="cutedsl_mla_decode_with_kvcache",
+    solution="cutedsl",
+    capability=CUTEDSL_HOPPER,
+    signatures=format_signatures(("q", "kv_cache"), "dense", DTYPES),
+    traits={
+        "head_dim": LATENT + ROPE,
+        "v_head_dim": LATENT,
+        "gqa_ratio": set(HEADS),
+        "page_size": set(PAGE_SIZES),
+        "return_lse": any,
+        "multi_query": any,
+    },
+    # It serves by name only: nobody has run it on a GPU yet.
+    priority=Priority.PORTABLE - 2,
+    tags={"determinism"},
+)(mla_decode_with_kvcache)

@@ -1,0 +1,95 @@
+"""What programs of `mla_decode` are compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
+
+LATENT = 512  # columns of the latent, which is also the value
+ROPE = 64  # columns of the rotary part
+ROWS = 64  # of a tile of queries, and tokens of a block of the cache: what one wgmma instruction has
+RECORD_BYTES = 16  # of what CTAs say of a unit, for those that merge partial results
+HEADS = (16, 32, 64, 128)
+PAGE_SIZES = (64, 128)
+LEAST_SHARE = 2  # blocks of a group, where there are few: each part of a sequence costs a partial result of 256 KiB at 128 heads
+
+
+@dataclass(frozen=True)
+class Config:
+    """A program.
+
+    A CTA has a tile of 64 query rows. Three of its warpgroups compute. The first has queries in registers, as many as there is room
+    for, computes scores and probabilities of a block of 64 tokens, and puts these into shared memory. The other two have half of
+    the output's columns each. The more usual division, each of two warpgroups with the scores of its own block, has all queries in
+    shared memory. A product of 64 rows of queries with 64 keys then reads as many bytes for queries as for keys, together 128 a
+    clock: all that shared memory has.
+
+    Attributes:
+        dtype: of q, the cache and the output.
+        heads: query heads.
+    """
+
+    dtype: str
+    heads: int
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share tokens, each with its own heads. Each loads half of a block for both, so it is read from L2 once."""
+        return max(1, self.heads // ROWS)
+
+    @property
+    def heads_of_tile(self) -> int:
+        return min(self.heads, ROWS)
+
+    @property
+    def tokens_of_tile(self) -> int:
+        """New tokens of a sequence that share a tile."""
+        return ROWS // self.heads_of_tile
+
+    @property
+    def at_once(self) -> bool:
+        """Whether probabilities of a block are handed over as soon as they are there, or when the next block's scores are.
+
+        Where the tensor cores have no pause they are to have the product with values to do while probabilities are computed,
+        and not before, while there are scores to do. With half the rows or fewer of a cluster the memory has no pause instead,
+        and blocks should leave soon to make room.
+        """
+        return self.cluster == 1
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of 128 columns of blocks in shared memory: of two blocks whole, and three of the next one."""
+        return 11
+
+    @property
+    def stages(self) -> int:
+        """Rotary parts in shared memory. Probabilities take the place of a block's rotary part."""
+        return 3
+
+    @property
+    def kept(self) -> int:
+        """Columns of queries in registers. The others lie in what shared memory is left."""
+        return 384
+
+    # Registers of a thread; together 512 for the four warpgroups, all that a multiprocessor has for so many threads. For products
+    # that do not wait for each other, the assembler wants 24 besides their operands.
+
+    @property
+    def load_registers(self) -> int:
+        return 24
+
+    @property
+    def score_registers(self) -> int:
+        """Queries take 96, scores 32."""
+        return 168
+
+    @property
+    def value_registers(self) -> int:
+        """The accumulator takes 128."""
+        return 160
+
+
+def every_config() -> list[Config]:
+    """All that is served."""
+    return [Config(dtype, heads) for dtype in DTYPES.values() for heads in HEADS]

@@ -1,0 +1,150 @@
+"""The device code of `mla_decode`: the launch, and which warps do what.
+
+`mla_decode_load_device` divides the work and loads, `mla_decode_score_device` computes probabilities, `mla_decode_value_device`
+multiplies them with values, and `mla_decode_store_device` stores what comes of it.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.utils
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_load_device import Loader
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_score_device import Products, Scorer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import READERS, SCORES, THREADS, VALUES, Call, Table
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_value_device import Valuer
+from tokenspeed_kernel_nvidia.sm90.common import arguments_device as arguments
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, gqa_packed, make_tma
+
+LOAD_WARP = 0
+
+
+def host(config: Config) -> Any:
+    """The function that launches a program."""
+    return MlaDecode(config)
+
+
+def fake_arguments(config: Config) -> tuple[Any, ...]:
+    """Stand-ins for what `host` takes."""
+    size, rows, ints = arguments.size, arguments.rows, arguments.ints
+    tokens, batch = size(), size()
+    q = rows(config.dtype, tokens, config.heads, LATENT + ROPE)
+    out = rows(config.dtype, tokens, config.heads, LATENT)
+    kv_cache = rows(config.dtype, size(), size(divisibility=ROWS), LATENT + ROPE)
+    page_table = ints(batch, size(), contiguous=False)
+    scalars = [*(Int64(0) for _ in range(2)), *(Int32(0) for _ in range(3)), Float32(0)]
+    return q, kv_cache, out, page_table, ints(batch), *scalars, arguments.stream()
+
+
+class MlaDecode(Loader, Scorer, Valuer):
+    """The kernel of one configuration."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        kv_cache: cute.Tensor,
+        out: cute.Tensor,
+        page_table: cute.Tensor,
+        cache_seqlens: cute.Tensor,
+        partial: Int64,
+        lse: Int64,
+        q_len: Int32,
+        max_seqlen_k: Int32,
+        groups: Int32,
+        scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        one = cpasync.CopyBulkTensorTileG2SOp()
+        load = one if c.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        cache = cute.make_tensor(kv_cache.iterator, cute.select(kv_cache.layout, mode=[1, 2, 0]))
+        units = (q_len + (c.tokens_of_tile - 1)) // c.tokens_of_tile
+        self.kernel(
+            make_tma(one, gqa_packed(q), ((c.heads_of_tile, c.tokens_of_tile), PANEL)), make_tma(load, cache, (ROWS, PANEL)),
+            Table(page_table.iterator.toint(), page_table.stride[0], page_table.stride[1]), cache_seqlens.iterator.toint(),
+            cache_seqlens.shape[0] * units, units, q_len, max_seqlen_k, Table(out.iterator.toint(), out.stride[0], out.stride[1]),
+            lse, partial, groups, cute.arch.popc(kv_cache.shape[1] - 1), scale, self.make_qk_mmas(), self.make_pv_mma(),
+        ).launch(
+            grid=(c.cluster * groups, 1, 1), block=(THREADS, 1, 1), cluster=(c.cluster, 1, 1), stream=stream, use_pdl=True,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: Tma,
+        kv: Tma,
+        page_table: Table,
+        cache_seqlens: Int64,
+        batch: Int32,
+        units: Int32,
+        q_len: Int32,
+        max_seqlen_k: Int32,
+        out: Table,
+        lse: Int64,
+        partial: Int64,
+        groups: Int32,
+        page_shift: Int32,
+        scale: Float32,
+        qk: Products,
+        pv: cute.TiledMma,
+    ):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta, _, _ = cute.arch.block_idx()
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage())
+        call = Call(
+            page_table, cache_seqlens, batch, units, q_len, max_seqlen_k, out, lse, partial, groups, page_shift, scale,
+            cta // c.cluster, cta % c.cluster, storage.plan.data_ptr(), storage,
+        )  # fmt: skip
+        if warp == LOAD_WARP:
+            if cute.arch.lane_idx() == 0:
+                self.init_barriers(call)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
+            cpasync.prefetch_descriptor(q.atom)
+            cpasync.prefetch_descriptor(kv.atom)
+        self.meet()
+        # Whatever ran before may have written what is read here; what runs next may begin once there is room.
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if warp < SCORES * 4:
+            cute.arch.setmaxregister_decrease(c.load_registers)
+            if warp == LOAD_WARP:
+                self.load(call, q, kv)
+        else:
+            if warp < VALUES * 4:
+                cute.arch.setmaxregister_increase(c.score_registers)
+                self.score(call, qk)
+            else:
+                cute.arch.setmaxregister_increase(c.value_registers)
+                self.take_values(call, pv)
+        if const_expr(c.cluster > 1):  # nobody leaves while another CTA may still write to its memory
+            self.meet()
+
+    @cute.jit
+    def init_barriers(self, call: Call):
+        c = self.config
+        for piece in cutlass.range_constexpr(c.pieces):
+            call.pieces.init(piece, 4 * c.cluster)
+        for stage in cutlass.range_constexpr(c.stages):
+            call.ropes.init(stage, 4 * READERS * c.cluster)
+            call.probs_full.init(stage, 4)
+
+    @cute.jit
+    def meet(self):
+        """All threads of the cluster meet."""
+        if const_expr(self.config.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()

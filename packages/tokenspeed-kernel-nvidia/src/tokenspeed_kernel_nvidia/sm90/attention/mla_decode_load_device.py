@@ -1,0 +1,175 @@
+"""The warp of `mla_decode_device` that divides the work, and loads queries and blocks of the cache."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
+    LEFT,
+    OFFSET,
+    PANEL_BYTES,
+    PIECE,
+    PIECE_PANELS,
+    PIECES,
+    PLANNED,
+    PLANNERS,
+    SHARE,
+    UNIT,
+    Call,
+    Tiles,
+)
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_load
+
+# Blocks between one that is loaded and one that is brought to the L2 cache. A block takes the tensor cores 2176 clocks at least.
+AHEAD = 3
+
+
+class Loader(Tiles):
+    """The part of the kernel that divides the work and loads."""
+
+    @cute.jit
+    def load(self, call: Call, q: Tma, kv: Tma):
+        """Finds this CTA's units, says so to the other warps, and loads queries and blocks as far ahead as there is room."""
+        lane = cute.arch.lane_idx()
+        unit, length, offset, left, share = [Int32(0)] * 5
+        if call.batch <= 32:  # less code, and that is what takes time here
+            unit, length, offset, left, share = self.divide(call, 1)
+        else:
+            unit, length, offset, left, share = self.divide(call, 4)  # lengths that a lane reads together; registers allow no more
+        if lane == 0:
+            call.plan[UNIT] = unit
+            call.plan[OFFSET] = offset
+            call.plan[LEFT] = left
+            call.plan[SHARE] = share
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=PLANNERS)
+
+        at, rope_at = first_to_fill(), first_to_fill()
+        turn = call.rank
+        while left > 0:
+            length = self.length_of(call, unit)
+            _, _, count = self.visible(call, length)
+            count = cutlass.min(count - offset, left)
+            at = self.load_queries(call, q, unit, at, rope_at)
+            rope_at = advance(rope_at, self.config.stages)
+            sequence, _, _ = self.place_of(call, unit)
+            pages, first_page = Int32(0), Int32(-32)
+            for block in cutlass.range(offset, offset + count, unroll=1):
+                start = block * ROWS
+                at_page = start >> call.page_shift
+                if at_page >= first_page + 32:  # one a lane, those from `first_page` of the sequence on
+                    first_page = at_page
+                    pages = self.pages_from(call, sequence, first_page, length)
+                page = cute.arch.shuffle_sync(pages, at_page - first_page)
+                slot = (start - (at_page << call.page_shift)) // ROWS
+                at = self.load_block(call, kv, at, rope_at, page, slot, turn, start < length)
+                start += AHEAD * ROWS
+                at_page = start >> call.page_shift
+                if block + AHEAD < offset + count and at_page < first_page + 32:
+                    page = cute.arch.shuffle_sync(pages, at_page - first_page)
+                    self.prefetch_block(call, kv, page, (start - (at_page << call.page_shift)) // ROWS, turn + AHEAD)
+                rope_at = advance(rope_at, self.config.stages)
+                turn ^= 1
+            unit += 1
+            offset = Int32(0)
+            left -= count
+
+    @cute.jit
+    def pages_from(self, call: Call, sequence: Int32, first_page: Int32, length: Int32):
+        """The numbers of 32 pages of a sequence, one a lane. Entries beyond its length are not read."""
+        page = Int32(0)
+        at = first_page + cute.arch.lane_idx()
+        if at << call.page_shift < length:
+            table = call.page_table
+            page = load_int(table.address + (Int64(sequence) * table.row + Int64(at) * table.column) * 4, False)
+        return page
+
+    @cute.jit
+    def acquire(self, pipe: Pipeline, at: Cursor, panels: Int32):
+        """Waits until there is room, and says how many panels come. Returns the barrier that they complete."""
+        pipe.acquire(at)
+        with cute.arch.elect_one():
+            pipe.commit(at, panels * PANEL_BYTES)
+        return pipe.full.of(at)
+
+    @cute.jit
+    def load_queries(self, call: Call, q: Tma, unit: Int32, at: Cursor, rope_at: Cursor) -> Cursor:
+        """Loads the queries of a unit as if they were a block of the cache: a tile is as large.
+
+        Rows of tokens that the unit does not have are those of the next sequence, and nobody looks at what becomes of them.
+        """
+        c = self.config
+        sequence, first, _ = self.place_of(call, unit)
+        box = ((c.heads_of_tile, c.tokens_of_tile), PANEL)
+        corner = (call.rank * ROWS, sequence * call.q_len + first)
+        full = self.acquire(call.ropes, rope_at, Int32(1))
+        target = self.ropes.packed_boxes(call.storage.ropes, *box[0])[None, None, 0, 0, rope_at.stage]
+        tma_load(q.atom, cute.domain_offset((corner, LATENT), q.tensor), box, target, full)
+        targets = self.pieces.packed_boxes(call.storage.pieces, *box[0])
+        for piece in cutlass.range_constexpr(PIECES):
+            full = self.acquire(call.pieces, at, Int32(PIECE_PANELS))
+            for panel in cutlass.range_constexpr(PIECE_PANELS):
+                source = cute.domain_offset((corner, piece * PIECE + panel * PANEL), q.tensor)
+                tma_load(q.atom, source, box, targets[None, None, panel, 0, at.stage], full)
+            at = advance(at, c.pieces)
+        return at
+
+    @cute.jit
+    def load_block(
+        self, call: Call, kv: Tma, at: Cursor, rope_at: Cursor, page: Int32, slot: Int32, turn: Int32, exists: cutlass.Boolean
+    ) -> Cursor:
+        """Loads a block of the cache. In a cluster a CTA loads every other part of it, for both; whose turn it is changes.
+
+        Args:
+            turn: even where the rotary part is this CTA's.
+            exists: whether any token of it does.
+        """
+        count = cutlass.select_(exists, Int32(1), Int32(0))
+        source = cute.group_modes(cute.local_tile(kv.tensor, (ROWS, PANEL), (None, None, None)), 0, 2)
+        full = self.acquire(call.ropes, rope_at, count)
+        if exists and self.has_turn(turn):
+            target = self.ropes.boxes(call.storage.ropes, ROWS)[None, None, 0, 0, rope_at.stage]
+            self.load_panel(kv, source[None, slot, LATENT // PANEL, page], target, full)
+        for piece in cutlass.range_constexpr(PIECES):
+            full = self.acquire(call.pieces, at, count * PIECE_PANELS)
+            if exists and self.has_turn(turn + piece + 1):
+                for panel in cutlass.range_constexpr(PIECE_PANELS):
+                    target = self.pieces.boxes(call.storage.pieces, ROWS)[None, None, 0, panel, at.stage]
+                    self.load_panel(kv, source[None, slot, piece * PIECE_PANELS + panel, page], target, full)
+            at = advance(at, self.config.pieces)
+        return at
+
+    @cute.jit
+    def prefetch_block(self, call: Call, kv: Tma, page: Int32, slot: Int32, turn: Int32):
+        """Brings what this CTA will load of a block to the L2 cache."""
+        source = cute.group_modes(cute.local_tile(kv.tensor, (ROWS, PANEL), (None, None, None)), 0, 2)
+        for part in cutlass.range_constexpr(PIECES + 1):
+            if self.has_turn(turn + part):
+                panels = [LATENT // PANEL] if part == 0 else range((part - 1) * PIECE_PANELS, part * PIECE_PANELS)
+                for panel in panels:
+                    self.prefetch_panel(call, kv, source[None, slot, panel, page])
+
+    @cute.jit
+    def prefetch_panel(self, call: Call, kv: Tma, source: cute.Tensor):
+        box = self.ropes.boxes(call.storage.ropes, ROWS)[None, None, 0, 0, 0]
+        _, source = cpasync.tma_partition(kv.atom, 0, cute.make_layout(1), cute.group_modes(box, 0, 2), source)
+        cute.prefetch(kv.atom, source)
+
+    def has_turn(self, turn: Int32) -> cutlass.Boolean:
+        return cutlass.Boolean(True) if self.config.cluster == 1 else turn % 2 == 0
+
+    @cute.jit
+    def load_panel(self, kv: Tma, source: cute.Tensor, target: cute.Tensor, full: cute.Pointer):
+        """Starts the copy of a panel, to all CTAs of the cluster."""
+        target, source = cpasync.tma_partition(kv.atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), source)
+        if const_expr(self.config.cluster == 1):
+            cute.copy(kv.atom, source, target, tma_bar_ptr=full)
+        else:
+            cute.copy(kv.atom, source, target, tma_bar_ptr=full, mcast_mask=cutlass.Int16((1 << self.config.cluster) - 1))

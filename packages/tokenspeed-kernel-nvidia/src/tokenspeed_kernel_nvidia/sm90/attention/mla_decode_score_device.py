@@ -1,0 +1,277 @@
+"""The warpgroup of `mla_decode_device` that has the queries: scores of blocks, and their probabilities."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, Uint32, const_expr, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
+    LEFT,
+    OFFSET,
+    PANEL_BYTES,
+    PIECE,
+    PIECE_PANELS,
+    PIECES,
+    PLANNED,
+    PLANNERS,
+    READERS,
+    SCORED,
+    SCORES,
+    UNIT,
+    Call,
+    Tiles,
+)
+from tokenspeed_kernel_nvidia.sm90.common import mask_device as masks
+from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
+from tokenspeed_kernel_nvidia.sm90.common import softmax_device as softmax
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read, last_filled, skip
+from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL
+from tokenspeed_kernel_nvidia.sm90.common.wgmma_device import make_qk_mma
+
+STEPS = PANEL // 16  # products of 16 columns of a panel
+LAZY = 8.0  # a row's maximum may grow by so many powers of 2 before its sums are scaled anew
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Operands of the products that make scores. All but the queries in registers are descriptors of shared memory.
+
+    Attributes:
+        kept: queries in registers, of the first columns.
+        words: the same, in words.
+        others: queries of the other columns.
+        latents, ropes: keys, by stage.
+    """
+
+    kept: cute.Tensor
+    words: cute.Tensor
+    others: cute.Tensor
+    latents: cute.Tensor
+    ropes: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Products:
+    """The products with queries in registers, and with those in shared memory."""
+
+    kept: cute.TiledMma
+    others: cute.TiledMma
+
+
+class Scorer(Tiles):
+    """The part of the kernel that computes probabilities."""
+
+    def make_qk_mmas(self) -> Products:
+        operands = warpgroup.OperandSource.RMEM, OperandMajorMode.K, OperandMajorMode.K
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (ROWS, ROWS, 16), *operands)
+        return Products(cute.make_tiled_mma(op, cute.make_layout((1, 1, 1))), make_qk_mma(self.dtype, ROWS))
+
+    @cute.jit
+    def thread_of_scores(self) -> Int32:
+        """Returns this thread's number in the warpgroup, computed here and not before: see `opt_barrier`."""
+        thread, _, _ = cute.arch.thread_idx()
+        return registers.opt_barrier(thread) - SCORES * 128
+
+    @cute.jit
+    def score(self, call: Call, mmas: Products):
+        """Computes probabilities of all blocks of the CTA."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        thread -= SCORES * 128
+        kept, others = mmas.kept.get_slice(thread), mmas.others.get_slice(thread)
+        q = kept.make_fragment_A(kept.partition_shape_A((ROWS, c.kept)))
+        ops = Operands(
+            q, cute.recast_tensor(q, Uint32), others.make_fragment_A(others.partition_A(self.others.tiles(call.storage.others))),
+            kept.make_fragment_B(kept.partition_B(self.pieces.tiles(call.storage.pieces))),
+            kept.make_fragment_B(kept.partition_B(self.ropes.tiles(call.storage.ropes))),
+        )  # fmt: skip
+        row_max, row_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
+        unit, offset, left = call.plan[UNIT], call.plan[OFFSET], call.plan[LEFT]
+        at, rope_at = first_to_read(), first_to_read()
+        while left > 0:
+            length = self.length_of(call, unit)
+            _, _, count = self.visible(call, length)
+            count = cutlass.min(count - offset, left)
+            left -= count
+            at = self.take_queries(call, ops.words, at, rope_at)
+            self.hand_over(call, rope_at)  # nothing, but so phases of stages that queries had are like all others
+            rope_at = advance(rope_at, c.stages)
+            for r in cutlass.range_constexpr(2):
+                row_max[r] = Float32(softmax.LOWEST)
+                row_sum[r] = Float32(0.0)
+            valid = length - offset * ROWS  # tokens from the block's first on that the unit's last token sees
+            offset = Int32(0)
+            first = cutlass.Boolean(True)
+            while count > 0:
+                scores, at = self.multiply(call, mmas, ops, at, rope_at)
+                if const_expr(not c.at_once):
+                    if not first:
+                        self.hand_over(call, last_filled(rope_at, c.stages))
+                first = cutlass.Boolean(False)
+                if valid < ROWS + (c.tokens_of_tile - 1):
+                    self.hide(call, scores, unit, valid)
+                    self.clear_beyond(call, at, valid)
+                count -= 1
+                self.put_probs(call, scores, row_max, row_sum, rope_at)
+                if count == 0:
+                    self.put_sums(call, row_max, row_sum, rope_at)
+                if const_expr(c.at_once):
+                    self.hand_over(call, rope_at)
+                rope_at = advance(rope_at, c.stages)
+                valid -= ROWS
+            if const_expr(not c.at_once):
+                self.hand_over(call, last_filled(rope_at, c.stages))
+            unit += 1
+
+    @cute.jit
+    def take_queries(self, call: Call, words: cute.Tensor, at: Cursor, rope_at: Cursor) -> Cursor:
+        """Takes some queries of a tile to registers, copies the others to their own place, and makes room."""
+        c = self.config
+        thread = self.thread_of_scores()
+        place = self.place_of_lane(thread)
+        others = call.storage.others.data_ptr().toint() + place
+        # All have computed the last scores of the unit before.
+        cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
+        for panel in cutlass.range_constexpr((LATENT + ROPE) // PANEL):
+            rotary = panel == LATENT // PANEL
+            tile_at = self.rope_at(call, rope_at) if rotary else self.panel_at(call, at, panel % PIECE_PANELS)
+            if const_expr(rotary):
+                call.ropes.wait(rope_at)
+            elif const_expr(panel % PIECE_PANELS == 0):
+                call.pieces.wait(at)
+            for step in cutlass.range_constexpr(STEPS):
+                four = registers.ldmatrix(tile_at + (place ^ (step * 32)), False)
+                if const_expr(panel * PANEL < c.kept):
+                    for each in cutlass.range_constexpr(4):
+                        words[(panel * STEPS + step) * 4 + each] = four[each]
+                else:
+                    registers.stmatrix((others ^ (step * 32)) + (panel - c.kept // PANEL) * PANEL_BYTES, four)
+            if const_expr(rotary):
+                cute.arch.sync_warp()
+                self.release(call.ropes.empty, rope_at, READERS)  # instead of all who release a block's
+            elif const_expr(panel % PIECE_PANELS == PIECE_PANELS - 1):
+                cute.arch.sync_warp()
+                self.release(call.pieces.empty, at)
+                at = advance(at, c.pieces)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
+        return at
+
+    @cute.jit
+    def place_of_lane(self, thread: Int32) -> Int32:
+        """Returns where a lane's 16 bytes of a panel are, as the matrices of 16 rows a warp and 16 columns want them.
+
+        Those of the next 16 columns are at that place with 32 flipped, and so on: see `tiles_device`.
+        """
+        row = (thread >> 5) * 16 + (thread & 15)
+        return row * (PANEL * 2) + (((thread >> 4) & 1) ^ (row & 7)) * 16
+
+    @cute.jit
+    def multiply(self, call: Call, mmas: Products, ops: Operands, at: Cursor, rope_at: Cursor):
+        """Returns scores of a block, which is waited for piece by piece, and the next one's first piece."""
+        c = self.config
+        scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
+        kept, others = cute.make_mma_atom(mmas.kept.op), cute.make_mma_atom(mmas.others.op)
+        others.set(warpgroup.Field.ACCUMULATE, False)
+        kept.set(warpgroup.Field.ACCUMULATE, True)
+        call.ropes.wait(rope_at)
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(STEPS):
+            q = ops.others[None, None, (LATENT - c.kept) // 16 + step, 0]
+            cute.gemm(others, scores, q, ops.ropes[None, None, step, rope_at.stage], scores)
+            others.set(warpgroup.Field.ACCUMULATE, True)
+        for piece in cutlass.range_constexpr(PIECES):
+            call.pieces.wait(at)
+            # Descriptors of all pieces at once would take too many registers.
+            stage = cute.arch.make_warp_uniform(registers.opt_barrier(at.stage))
+            for step in cutlass.range_constexpr(PIECE // 16):
+                k = ops.latents[None, None, step, stage]
+                place = piece * (PIECE // 16) + step
+                if const_expr(place * 16 < c.kept):
+                    cute.gemm(kept, scores, ops.kept[None, None, place], k, scores)
+                else:
+                    cute.gemm(others, scores, ops.others[None, None, place - c.kept // 16, 0], k, scores)
+            at = advance(at, c.pieces)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        return scores, at
+
+    @cute.jit
+    def hide(self, call: Call, scores: cute.Tensor, unit: Int32, valid: Int32):
+        """Hides tokens that a row does not see. ``valid``: how many of the block its unit's last token sees."""
+        c = self.config
+        thread = self.thread_of_scores()
+        row = (thread >> 5) * 16 + ((thread & 31) >> 2)
+        _, _, tokens = self.place_of(call, unit)
+        for r in cutlass.range_constexpr(2):
+            limit = valid
+            if const_expr(c.tokens_of_tile > 1):
+                limit = valid - (tokens - 1) + (row + 8 * r) // c.heads_of_tile
+            masks.hide_from(scores, r, limit - (thread & 3) * 2)
+
+    @cute.jit
+    def clear_beyond(self, call: Call, end: Cursor, valid: Int32):
+        """Writes zeros to the latents of slots that hold no token: they may hold NaN, and 0 * NaN is not 0.
+
+        Args:
+            end: the first piece behind the block.
+        """
+        thread = self.thread_of_scores()
+        # All have computed scores from what is overwritten.
+        cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
+        at = skip(end, self.config.pieces - PIECES, self.config.pieces)
+        for _ in cutlass.range_constexpr(PIECES):
+            row = cutlass.max(valid, 0) + (thread >> 3)
+            while row < ROWS:
+                for panel in cutlass.range_constexpr(PIECE_PANELS):
+                    to = self.panel_at(call, at, panel) + row * (PANEL * 2) + (thread & 7) * 16
+                    registers.store_floats("shared", to, [Float32(0.0)] * 4)
+                row += 16
+            at = advance(at, self.config.pieces)
+        cute.arch.fence_view_async_shared()
+
+    @cute.jit
+    def put_probs(self, call: Call, scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor):
+        """Puts a block's probabilities where its rotary part was, and by how much sums before are to be scaled beside them."""
+        grown, factor, _ = softmax.softmax_step(scores, row_max, row_sum, call.scale, LAZY)
+        grown = registers.any_lane(grown)
+        thread = self.thread_of_scores()
+        lane, warp = thread & 31, thread >> 5
+        notes = call.notes(at)
+        if lane == 0:
+            notes.grown(warp)[0] = cutlass.select_(grown, Float32(1.0), Float32(0.0))
+        if grown and lane & 3 == 0:
+            for r in cutlass.range_constexpr(2):
+                notes.factor(warp * 16 + (lane >> 2) + 8 * r)[0] = factor[r]
+        place = self.place_of_lane(thread)
+        # All have computed scores from the rotary part.
+        cute.arch.barrier(barrier_id=SCORED, number_of_threads=128)
+        for step in cutlass.range_constexpr(ROWS // 16):
+            words = [registers.pack(self.dtype, scores[8 * step + 2 * each], scores[8 * step + 2 * each + 1]) for each in range(4)]
+            registers.stmatrix(self.rope_at(call, at) + (place ^ (step * 32)), words)
+        cute.arch.fence_view_async_shared()
+
+    @cute.jit
+    def put_sums(self, call: Call, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor):
+        """Puts maxima and sums of the rows beside the probabilities of a unit's last block."""
+        thread = self.thread_of_scores()
+        for r in cutlass.range_constexpr(2):
+            total = registers.quad_sum(row_sum[r])
+            if thread & 3 == 0:
+                sums = call.notes(at).sums((thread >> 5) * 16 + ((thread & 31) >> 2) + 8 * r)
+                sums[0] = row_max[r]
+                sums[1] = total
+
+    @cute.jit
+    def hand_over(self, call: Call, at: Cursor):
+        """Lets the other warpgroups have what this warp has put in a stage."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            call.probs_full.arrive(at)

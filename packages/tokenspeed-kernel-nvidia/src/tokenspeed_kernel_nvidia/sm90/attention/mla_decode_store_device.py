@@ -1,0 +1,165 @@
+"""Where `mla_decode_device` stores what CTAs have found of a unit: output, or partial results where other CTAs have the rest of it.
+
+`mla_decode_merge_device` makes output of those.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, RECORD_BYTES, ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, READERS, SHARE, VALUES, Call, Tiles
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import opt_barrier, pack, store_floats, store_words
+from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2
+
+RECORD = RECORD_BYTES // 4  # numbers of a unit's record
+
+
+@dataclass(frozen=True)
+class Share:
+    """Who has blocks of a unit.
+
+    Attributes:
+        first_group: the group that has the first ones.
+        pieces: groups that have some.
+    """
+
+    first_group: Int32
+    pieces: Int32
+
+
+class Storer(Tiles):
+    """The part of the kernel that stores, of which merging has some."""
+
+    # -- places ----------------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def piece(self, call: Any, first_group: Int32, piece: Int32, row: Int32):
+        """Returns where a row of a partial result lies: its maximum and sum, and its values.
+
+        A group leaves two of them at most: of a unit that it begins in the middle of, and of one that it begins.
+        """
+        slot = (first_group + piece) * 2 + cutlass.select_(piece == 0, Int32(1), Int32(0))
+        at = (slot * self.config.cluster + call.rank) * ROWS + row
+        rows = call.groups * (2 * self.config.cluster * ROWS)
+        return call.partial + Int64(rows) * (LATENT * 4) + Int64(at) * 8, call.partial + Int64(at) * (LATENT * 4)
+
+    @cute.jit
+    def record(self, call: Any, index: Int32) -> cute.Pointer:
+        """Returns the address of a record: which unit it is of, the group that begins that, and how many groups have some of it.
+
+        There is one for each unit. Where these are more than groups, there is one for each group instead, of the last unit that it
+        begins, if others go on with that.
+        """
+        rows = call.groups * (2 * self.config.cluster * ROWS)
+        place = call.partial + Int64(rows) * (LATENT * 4 + 8) + Int64(index) * (RECORD * 4)
+        return cute.make_ptr(Int32, place, cute.AddressSpace.gmem)
+
+    @cute.jit
+    def row_of(self, call: Any, unit: Int32, row: Int32):
+        """Returns where a row of a unit lies in the output, and whether there is one."""
+        sequence, first, tokens = self.place_of(call, unit)
+        token = row // self.config.heads_of_tile
+        head = call.rank * ROWS + row - token * self.config.heads_of_tile
+        place = Int64(sequence * call.q_len + first + token) * call.out.row + Int64(head) * call.out.column
+        return call.out.address + place * 2, token < tokens
+
+    @cute.jit
+    def factor_of(self, row_sum: Float32) -> Float32:
+        """Returns what a row's values are multiplied by in the end."""
+        return cutlass.select_(row_sum == 0.0, Float32(0.0), cute.arch.rcp_approx(row_sum))
+
+    @cute.jit
+    def write_lse(self, call: Any, unit: Int32, row: Int32, row_max: Float32, row_sum: Float32):
+        if call.lse != 0:
+            sequence, first, _ = self.place_of(call, unit)
+            token = row // self.config.heads_of_tile
+            head = call.rank * ROWS + row - token * self.config.heads_of_tile
+            value = (row_max + cute.math.log2(row_sum)) * LN2
+            place = Int64(sequence * call.q_len + first + token) * self.config.heads + head
+            lse = cute.make_ptr(Float32, call.lse, cute.AddressSpace.gmem)
+            lse[place] = cutlass.select_(row_sum == 0.0, -Float32.inf, value)
+
+    # -- what a warpgroup with values has --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def thread_of_values(self) -> Int32:
+        """Returns this thread's number in its two warpgroups, computed here and not before: see `opt_barrier`."""
+        thread, _, _ = cute.arch.thread_idx()
+        return opt_barrier(thread) - VALUES * 128
+
+    def row_of_values(self, thread: Int32) -> Int32:
+        """The first of a thread's two rows; the other one is 8 further."""
+        return ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2)
+
+    @cute.jit
+    def share(self, call: Call, offset: Int32, whole: Int32, done: Int32) -> Share:
+        """Returns who has blocks of a unit.
+
+        Args:
+            offset: the first block of it that this group has.
+            whole: how many it has.
+            done: blocks of this group before.
+        """
+        blocks = call.plan[SHARE]
+        start = call.group * blocks + done - offset
+        first_group = start // blocks
+        return Share(first_group, (start + whole - 1) // blocks - first_group + 1)
+
+    @cute.jit
+    def write_unit(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share):
+        """Stores what a warpgroup has of a unit: output where that is all, a partial result else."""
+        if share.pieces > 1:
+            self.write_partial(call, acc, row_max, row_sum, half, share)
+        else:
+            self.write_output(call, acc, row_max, row_sum, unit, half)
+        if share.first_group == call.group:
+            if call.batch <= call.groups:
+                self.write_record(call, unit, unit, share.pieces)
+            elif share.pieces > 1:
+                self.write_record(call, call.group, unit, share.pieces)
+
+    @cute.jit
+    def write_record(self, call: Call, index: Int32, unit: Int32, pieces: Int32):
+        """Says of a unit that this group begins how many groups have some of it."""
+        if self.thread_of_values() == 0:
+            record = self.record(call, index)
+            record[0] = unit
+            record[1] = call.group
+            record[2] = pieces
+
+    @cute.jit
+    def write_partial(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, half: Int32, share: Share):
+        thread = self.thread_of_values()
+        for r in cutlass.range_constexpr(2):
+            row = self.row_of_values(thread) + 8 * r
+            sums_at, values_at = self.piece(call, share.first_group, call.group - share.first_group, row)
+            values_at += (half * PIECE + (thread & 3) * 2) * 4
+            for own in cutlass.range_constexpr(len(acc)):
+                for each in cutlass.range_constexpr(PIECE // 8):
+                    two = [acc[own][4 * each + 2 * r], acc[own][4 * each + 2 * r + 1]]
+                    store_floats("global", values_at + (own * READERS * PIECE + each * 8) * 4, two)
+            if half == 0 and thread & 3 == 0:
+                store_floats("global", sums_at, [row_max[r], row_sum[r]])
+
+    @cute.jit
+    def write_output(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32):
+        thread = self.thread_of_values()
+        for r in cutlass.range_constexpr(2):
+            row = self.row_of_values(thread) + 8 * r
+            to, exists = self.row_of(call, unit, row)
+            to += (half * PIECE + (thread & 3) * 2) * 2
+            factor = self.factor_of(row_sum[r])
+            if exists:
+                for own in cutlass.range_constexpr(len(acc)):
+                    for each in cutlass.range_constexpr(PIECE // 8):
+                        even, odd = acc[own][4 * each + 2 * r] * factor, acc[own][4 * each + 2 * r + 1] * factor
+                        store_words(to + (own * READERS * PIECE + each * 8) * 2, [pack(self.dtype, even, odd)])
+                if half == 0 and thread & 3 == 0:
+                    self.write_lse(call, unit, row, row_max[r], row_sum[r])

@@ -1,0 +1,110 @@
+"""The two warpgroups of `mla_decode_device` that have values: each multiplies probabilities with half of the latents' columns."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import ROWS
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_store_device import Storer
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
+    LEFT,
+    OFFSET,
+    PIECE,
+    PIECES,
+    PLANNED,
+    PLANNERS,
+    READERS,
+    UNIT,
+    VALUES,
+    Call,
+)
+from tokenspeed_kernel_nvidia.sm90.common import registers_device as registers
+from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, advance, first_to_read, skip
+
+
+class Valuer(Storer):
+    """The part of the kernel that makes the output."""
+
+    def make_pv_mma(self) -> cute.TiledMma:
+        operands = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.MN
+        op = warpgroup.MmaF16BF16Op(self.dtype, Float32, (ROWS, PIECE, 16), *operands)
+        return cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)))
+
+    @cute.jit
+    def take_values(self, call: Call, mma: cute.TiledMma):
+        """Computes the output of all units of the CTA: every other piece of its columns."""
+        c = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        thread -= VALUES * 128
+        half = cute.arch.make_warp_uniform(thread // 128)
+        part = mma.get_slice(thread % 128)
+        probs = part.make_fragment_A(part.partition_A(self.ropes.tiles(call.storage.ropes)))
+        values = part.make_fragment_B(part.partition_B(self.pieces.transposed(call.storage.pieces)))
+        acc = [cute.make_rmem_tensor(part.partition_shape_C((ROWS, PIECE)), Float32) for _ in range(PIECES // READERS)]
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
+        unit, offset, left, done = call.plan[UNIT], call.plan[OFFSET], call.plan[LEFT], Int32(0)
+        if call.batch > call.groups:
+            self.write_record(call, call.group, Int32(0), Int32(0))
+        at, rope_at = first_to_read(), first_to_read()
+        if half == 1:
+            at = advance(at, c.pieces)
+        while done < left:
+            _, _, whole = self.visible(call, self.length_of(call, unit))
+            count = cutlass.min(whole - offset, left - done)
+            call.probs_full.wait(rope_at)  # queries
+            at, rope_at = skip(at, PIECES, c.pieces), advance(rope_at, c.stages)
+            for own in cutlass.range_constexpr(len(acc)):
+                acc[own].fill(0.0)
+            row_max, row_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+            index = Int32(0)
+            while index < count:
+                call.probs_full.wait(rope_at)
+                self.rescale(call, acc, rope_at)
+                second = skip(at, READERS, c.pieces)
+                for own in cutlass.range_constexpr(len(acc)):
+                    place = second if own else at
+                    call.pieces.wait(place)
+                    warpgroup.fence()
+                    for step in cutlass.range_constexpr(ROWS // 16):
+                        p, v = probs[None, None, step, rope_at.stage], values[None, None, step, place.stage]
+                        cute.gemm(atom, acc[own], p, v, acc[own])
+                    warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                self.release(call.pieces.empty, at)
+                warpgroup.wait_group(0)
+                self.release(call.pieces.empty, second)
+                index += 1
+                if index == count:
+                    self.read_sums(call, row_max, row_sum, rope_at)
+                cute.arch.sync_warp()
+                self.release(call.ropes.empty, rope_at)
+                at, rope_at = skip(at, PIECES, c.pieces), advance(rope_at, c.stages)
+            self.write_unit(call, acc, row_max, row_sum, unit, half, self.share(call, offset, whole, done))
+            unit += 1
+            offset = Int32(0)
+            done += count
+
+    @cute.jit
+    def rescale(self, call: Call, acc: list, at: Cursor):
+        """Scales a warp's rows where a maximum has grown."""
+        thread = self.thread_of_values()
+        notes = call.notes(at)
+        if notes.grown((thread >> 5) & 3)[0] != 0.0:
+            for r in cutlass.range_constexpr(2):
+                factor = notes.factor(self.row_of_values(thread) + 8 * r)[0]
+                for own in cutlass.range_constexpr(len(acc)):
+                    registers.scale_row(acc[own], r, factor)
+
+    @cute.jit
+    def read_sums(self, call: Call, row_max: cute.Tensor, row_sum: cute.Tensor, at: Cursor):
+        """Reads maxima and sums of a unit's rows, which are there with its last block."""
+        row = self.row_of_values(self.thread_of_values())
+        for r in cutlass.range_constexpr(2):
+            sums = call.notes(at).sums(row + 8 * r)
+            row_max[r], row_sum[r] = sums[0], sums[1]

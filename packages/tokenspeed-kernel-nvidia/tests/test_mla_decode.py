@@ -1,0 +1,234 @@
+"""Latent attention of the newest tokens, against the operator's reference."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel
+from tokenspeed_kernel_base.cases import Case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.ops.attention._inputs import paged
+from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_nvidia import _machine, _programs
+from tokenspeed_kernel_nvidia.sm90.attention import mla_decode
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import HEADS, LATENT, PAGE_SIZES, ROPE
+
+NAME = "cutedsl_mla_decode_with_kvcache"
+CPU = torch.device("cpu")
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def arguments_of(lengths: list[int], heads: int, new: int = 1, device: torch.device = CPU, **options: Any) -> dict[str, Any]:
+    """A call with DeepSeek-V3's widths. Slots that hold no token hold NaN, and the log-sum-exp is asked for."""
+    given = {"head_dim": LATENT + ROPE, "kv_lora_rank": LATENT, "page_size": 64, "softmax_scale": 0.1352, **options}
+    case = Case("", paged(lengths, heads=heads, max_seqlen_q=new, stale=True, return_lse=True, **given))
+    return dict(get_operator("attention.mla_decode_with_kvcache").complete(case.build(device, sum(lengths))))
+
+
+def check(arguments: dict[str, Any]) -> None:
+    """Launches the kernel, twice, and compares the results to the reference's."""
+    wanted, wanted_lse = tokenspeed_kernel.mla_decode_with_kvcache(**arguments, solution="reference")
+    out = torch.full_like(wanted, torch.nan)
+    got, lse = mla_decode.mla_decode_with_kvcache(**{**arguments, "out": out})
+    assert got is out
+    torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-3, atol=1e-3)
+    again, _ = mla_decode.mla_decode_with_kvcache(**arguments)
+    assert torch.equal(again, got)
+
+
+# -- on the device -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("lengths", [[0], [1], [64], [1, 63, 64, 65, 0, 127, 128, 129, 300], [9000, 1, 0, 700], [40000]], ids=str)
+def test_lengths(sm90: torch.device, lengths: list[int], heads: int) -> None:
+    """One token, the edges of blocks, and sequences that all groups have a part of."""
+    check(arguments_of(lengths, heads, device=sm90))
+
+
+@pytest.mark.parametrize("batch", [33, 200, 500])
+@pytest.mark.parametrize("heads", HEADS)
+def test_many_sequences(sm90: torch.device, heads: int, batch: int) -> None:
+    """More than a lane's lengths, and more than there are groups."""
+    draw = random.Random(batch)
+    check(arguments_of([draw.choice([0, 1, 64, draw.randrange(1500)]) for _ in range(batch)], heads, device=sm90))
+
+
+@pytest.mark.parametrize("new", [2, 3, 4, 8])
+@pytest.mark.parametrize("heads", HEADS)
+def test_several_new_tokens(sm90: torch.device, heads: int, new: int) -> None:
+    """Also more of them than the cache has tokens."""
+    check(arguments_of([1, 20, 400, 0, 64, 3000, 2, 5], heads, new, sm90))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_program(sm90: torch.device, heads: int, page_size: int, dtype: torch.dtype) -> None:
+    check(arguments_of([700, 3, 0, 1300], heads, device=sm90, page_size=page_size, dtype=dtype))
+
+
+def test_a_graph_stays_right_when_lengths_change(sm90: torch.device) -> None:
+    arguments = arguments_of([900, 70, 5000], 128, device=sm90)
+    mla_decode.mla_decode_with_kvcache(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, _ = mla_decode.mla_decode_with_kvcache(**arguments)
+    for lengths in ([900, 70, 5000], [1, 70, 64], [0, 0, 3000]):
+        arguments["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        wanted, _ = tokenspeed_kernel.mla_decode_with_kvcache(**arguments, solution="reference")
+        torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.01)
+
+
+# -- on the emulator -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def emulated(multiprocessors: int, **options: Any) -> Iterator[None]:
+    sm90_emulator = pytest.importorskip("sm90_emulator")
+    pytest.importorskip("cutlass")
+    _machine.multiprocessors.cache_clear()
+    mla_decode._programs_of.cache_clear()
+    with sm90_emulator.emulated_sm90(multiprocessors=multiprocessors, uninitialised=True, **options):
+        yield
+    _machine.multiprocessors.cache_clear()
+    mla_decode._programs_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("heads", "new", "lengths", "multiprocessors"),
+    [
+        (128, 1, [700, 200, 0, 3], 6),  # three clusters; one has parts of two sequences, and a sequence has parts in two
+        (128, 2, [130, 1], 4),
+        (16, 1, [1500], 7),  # parts in all groups
+        (16, 3, [300, 2, 66, 65], 3),  # several tokens in a tile
+    ],
+)
+@pytest.mark.parametrize(("seed", "copies"), [(0, "early"), (3, "late"), (5, "random")])
+def test_on_the_emulator(heads: int, new: int, lengths: list[int], multiprocessors: int, seed: int, copies: str) -> None:
+    """Whatever warp goes on first, and however late copies and products are."""
+    with emulated(multiprocessors, seed=seed, copies=copies):
+        check(arguments_of(lengths, heads, new))
+
+
+# -- what is launched ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, Any, tuple[Any, ...]]]]:
+    """Programs, configurations and arguments of launches, which are recorded instead of run."""
+    found: list[tuple[Any, Any, tuple[Any, ...]]] = []
+
+    def record(program: Any, config: Any) -> Any:
+        def launch(*arguments: Any) -> None:
+            for tensor in (given for given in arguments if isinstance(given, Tensor) and given.is_floating_point()):
+                if tensor.data_ptr() % 16 or tensor.stride(-1) != 1:
+                    raise ValueError("refused")
+            found.append((program, config, arguments))
+
+        return launch
+
+    mla_decode._programs_of.cache_clear()
+    monkeypatch.setattr(_programs.Program, "__call__", record)
+    monkeypatch.setattr(mla_decode, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(mla_decode, "keeper", SimpleNamespace(get=lambda *_: SimpleNamespace(memory_at=0)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    yield found
+    mla_decode._programs_of.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(16, 132), (32, 132), (64, 132), (128, 66)])
+def test_what_is_asked_for_is_compiled_ahead_of_time(
+    launches: list[tuple[Any, Any, tuple[Any, ...]]], heads: int, groups: int, dtype: torch.dtype
+) -> None:
+    """A group, which has all heads, is a CTA, or two with half of 128 heads each."""
+    mla_decode.mla_decode_with_kvcache(**arguments_of([70, 3], heads, dtype=dtype))
+    (computes, config, handed), (merges, same, others) = launches
+    assert (computes, merges) == (mla_decode.mla_decode_program, mla_decode.mla_merge_program)
+    assert config in computes.configs()
+    assert same in merges.configs()
+    assert (config.heads, handed[9], others[4]) == (heads, groups, groups)
+
+
+def test_sequences_of_one_block_leave_nothing_to_merge(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    mla_decode.mla_decode_with_kvcache(**{**arguments_of([64, 3], 16), "max_seqlen_k": 64})
+    assert [program for program, _, _ in launches] == [mla_decode.mla_decode_program]
+
+
+def test_other_layouts_are_copied(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    arguments = arguments_of([70, 3], 16)
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+
+    out = apart(torch.zeros(2, 16, LATENT, dtype=torch.bfloat16))
+    changed = {name: apart(arguments[name]) for name in ("q", "kv_cache", "page_table", "cache_seqlens")}
+    got, lse = mla_decode.mla_decode_with_kvcache(**{**arguments, **changed, "out": out})
+    assert got is out
+    assert lse.shape == (2, 16)
+    (_, _, handed), (_, _, others) = launches
+    assert others[0] is handed[2]
+    for tensor, name in zip(handed, ("q", "kv_cache", "", "page_table", "cache_seqlens"), strict=False):
+        assert tensor.is_contiguous()
+        assert not name or torch.equal(tensor.nan_to_num(), arguments[name].nan_to_num())
+
+
+def test_an_empty_cache_and_an_empty_batch(launches: list[tuple[Any, Any, tuple[Any, ...]]]) -> None:
+    arguments = arguments_of([0, 0], 16)
+    mla_decode.mla_decode_with_kvcache(**{**arguments, "kv_cache": arguments["kv_cache"][:0]})
+    assert launches[0][2][1].shape == (1, 64, LATENT + ROPE)
+    launches.clear()
+    out, lse = mla_decode.mla_decode_with_kvcache(**{**arguments, "q": arguments["q"][:0]})
+    assert (out.shape, lse.shape) == ((0, 16, LATENT), (0, 16))
+    assert launches == []
+
+
+# -- what is declared ----------------------------------------------------------------------------------------------------------
+
+
+def _verdict(arguments: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the kernel may serve a call, and which one does."""
+    with use_platform(named_platform("sm_90")):
+        explained = tokenspeed_kernel.mla_decode_with_kvcache.explain(**arguments)
+    accepted = [verdict.accepted for verdict in explained.verdicts if verdict.spec.name == NAME]
+    return accepted == [True], str(explained.chosen.name)
+
+
+@pytest.mark.parametrize(
+    ("options", "served"),
+    [
+        ({"heads": 128}, True),
+        ({"heads": 16, "new": 5}, True),
+        ({"heads": 64, "page_size": 128, "dtype": torch.float16}, True),
+        ({"heads": 8}, False),
+        ({"heads": 128, "page_size": 32}, False),
+        ({"heads": 128, "window_left": 100}, False),
+        ({"heads": 128, "logit_cap": 5.0}, False),
+        ({"heads": 128, "cache_dtype": torch.float8_e4m3fn}, False),
+        ({"heads": 16, "head_dim": 320, "kv_lora_rank": 256}, False),
+    ],
+    ids=str,
+)
+def test_what_it_serves(registered: KernelRegistry, options: dict[str, Any], served: bool) -> None:
+    assert _verdict(arguments_of([70, 3], **options))[0] == served
+
+
+def test_it_serves_by_name_only(registered: KernelRegistry) -> None:
+    """Any other kernel but the reference is preferred: this one has not been measured yet."""
+    assert registered.get_by_name(NAME).priority < Priority.PORTABLE
+    if importlib.util.find_spec("triton") is not None:
+        assert _verdict(arguments_of([70, 3], 128))[1].startswith("triton")
