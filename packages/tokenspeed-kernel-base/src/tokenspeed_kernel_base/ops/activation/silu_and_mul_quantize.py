@@ -186,7 +186,7 @@ for _function, _hooks in (
 
 
 @recipe
-def _inputs(
+def gated_inputs(
     *shape: int,
     dtype: torch.dtype = torch.bfloat16,
     scale_shape: tuple[int, ...] | None = None,
@@ -197,7 +197,7 @@ def _inputs(
     """``to``: the dtype that is quantised to; ``scale_shape``, ``global_scale``: of scales that are given."""
 
     def make(draw: Draw) -> dict[str, Any]:
-        x = draw.normal(*shape, dtype=dtype, scale=2.0)
+        x = draw.normal(*shape, dtype=dtype, scale=4.0)  # so that a clamp at 7 matters
         return {"x": x, **options, **draw_given(draw, scale_shape, global_scale, to, high=0.05)}
 
     return make
@@ -206,52 +206,52 @@ def _inputs(
 @silu_and_mul_quantize_fp8.cases
 def _() -> list[Case]:
     return [
-        Case("per token, float32", _inputs(3, 2 * 33, dtype=torch.float32)),
-        Case("blocks of 128, short last block", _inputs(3, 2 * 300, granularity="block")),
-        Case("per tensor, e5m2", _inputs(2, 3, 2 * 40, granularity="tensor", dtype=torch.float16, to=torch.float8_e5m2)),
-        Case("no rows", _inputs(0, 2 * 64)),
-        Case("blocks of 32, float16", _inputs(5, 2 * 96, dtype=torch.float16, granularity="block", block_size=32)),
-        Case("longer rows than are held", _inputs(1, 2 * 17000)),
-        Case("qwen3-8b decode 64, per token", _inputs(64, 2 * 12288), large=True),
-        Case("qwen3-32b decode 64, per token", _inputs(64, 2 * 25600), large=True),
-        Case("llama-3-8b prefill 8192, per token", _inputs(8192, 2 * 14336), large=True),
-        Case("llama-3-70b decode 64, one of 8 ranks, per token", _inputs(64, 2 * 3584), large=True),
-        Case("deepseek-v3 expert, 512 rows, blocks of 128", _inputs(512, 2 * 2048, granularity="block"), large=True),
-        Case("deepseek-v3 prefill 4096, blocks of 128", _inputs(4096, 2 * 18432, granularity="block"), large=True),
+        Case("per token, float32", gated_inputs(3, 2 * 33, dtype=torch.float32)),
+        Case("blocks of 128, short last block", gated_inputs(3, 2 * 300, granularity="block")),
+        Case("per tensor, e5m2", gated_inputs(2, 3, 2 * 40, granularity="tensor", dtype=torch.float16, to=torch.float8_e5m2)),
+        Case("no rows", gated_inputs(0, 2 * 64)),
+        Case("blocks of 32, float16", gated_inputs(5, 2 * 96, dtype=torch.float16, granularity="block", block_size=32)),
+        Case("longer rows than are held", gated_inputs(1, 2 * 17000)),
+        Case("qwen3-8b decode 64, per token", gated_inputs(64, 2 * 12288), large=True),
+        Case("qwen3-32b decode 64, per token", gated_inputs(64, 2 * 25600), large=True),
+        Case("llama-3-8b prefill 8192, per token", gated_inputs(8192, 2 * 14336), large=True),
+        Case("llama-3-70b decode 64, one of 8 ranks, per token", gated_inputs(64, 2 * 3584), large=True),
+        Case("deepseek-v3 expert, 512 rows, blocks of 128", gated_inputs(512, 2 * 2048, granularity="block"), large=True),
+        Case("deepseek-v3 prefill 4096, blocks of 128", gated_inputs(4096, 2 * 18432, granularity="block"), large=True),
     ]
 
 
 @silu_and_mul_quantize_fp8_with_scale.cases
 def _() -> list[Case]:
     return [
-        Case("scale [], float32", _inputs(3, 2 * 33, dtype=torch.float32, scale_shape=())),
-        Case("scale per token", _inputs(2, 3, 2 * 40, scale_shape=(2, 3, 1))),
-        Case("no rows", _inputs(0, 2 * 64, scale_shape=(1,))),
-        Case("scale [1], e5m2, float16", _inputs(5, 2 * 1100, dtype=torch.float16, scale_shape=(1,), to=torch.float8_e5m2)),
-        Case("llama-3-70b decode 64, one of 8 ranks", _inputs(64, 2 * 3584, scale_shape=(1,)), large=True),
-        Case("llama-3-8b prefill 8192", _inputs(8192, 2 * 14336, scale_shape=(1,)), large=True),
+        Case("scale [], float32", gated_inputs(3, 2 * 33, dtype=torch.float32, scale_shape=())),
+        Case("scale per token", gated_inputs(2, 3, 2 * 40, scale_shape=(2, 3, 1))),
+        Case("no rows", gated_inputs(0, 2 * 64, scale_shape=(1,))),
+        Case("scale [1], e5m2, float16", gated_inputs(5, 2 * 1100, dtype=torch.float16, scale_shape=(1,), to=torch.float8_e5m2)),
+        Case("llama-3-70b decode 64, one of 8 ranks", gated_inputs(64, 2 * 3584, scale_shape=(1,)), large=True),
+        Case("llama-3-8b prefill 8192", gated_inputs(8192, 2 * 14336, scale_shape=(1,)), large=True),
     ]
 
 
 @silu_and_mul_quantize_mxfp8.cases
 def _() -> list[Case]:
     return [
-        Case("one block, float32", _inputs(1, 2 * 32, dtype=torch.float32)),
-        Case("scales rounded up", _inputs(3, 2 * 96, scale_rounding="up")),
-        Case("no rows", _inputs(0, 2 * 64)),
-        Case("three axes, float16", _inputs(2, 3, 2 * 160, dtype=torch.float16)),
-        Case("qwen3-32b decode 64", _inputs(64, 2 * 25600), large=True),
-        Case("qwen3-32b prefill 8192", _inputs(8192, 2 * 25600), large=True),
+        Case("one block, float32", gated_inputs(1, 2 * 32, dtype=torch.float32)),
+        Case("scales rounded up", gated_inputs(3, 2 * 96, scale_rounding="up")),
+        Case("no rows", gated_inputs(0, 2 * 64)),
+        Case("three axes, float16", gated_inputs(2, 3, 2 * 160, dtype=torch.float16)),
+        Case("qwen3-32b decode 64", gated_inputs(64, 2 * 25600), large=True),
+        Case("qwen3-32b prefill 8192", gated_inputs(8192, 2 * 25600), large=True),
     ]
 
 
 @silu_and_mul_quantize_nvfp4.cases
 def _() -> list[Case]:
     return [
-        Case("one block, float32", _inputs(1, 2 * 16, dtype=torch.float32, global_scale=0.002)),
-        Case("no rows", _inputs(0, 2 * 64, global_scale=0.002)),
-        Case("three axes, float16", _inputs(2, 3, 2 * 160, dtype=torch.float16, global_scale=0.002)),
-        Case("three rows", _inputs(3, 2 * 96, global_scale=0.002)),
-        Case("qwen3-235b expert, 512 rows", _inputs(512, 2 * 1536, global_scale=0.002), large=True),
-        Case("qwen3-32b prefill 8192", _inputs(8192, 2 * 25600, global_scale=0.002), large=True),
+        Case("one block, float32", gated_inputs(1, 2 * 16, dtype=torch.float32, global_scale=0.002)),
+        Case("no rows", gated_inputs(0, 2 * 64, global_scale=0.002)),
+        Case("three axes, float16", gated_inputs(2, 3, 2 * 160, dtype=torch.float16, global_scale=0.002)),
+        Case("three rows", gated_inputs(3, 2 * 96, global_scale=0.002)),
+        Case("qwen3-235b expert, 512 rows", gated_inputs(512, 2 * 1536, global_scale=0.002), large=True),
+        Case("qwen3-32b prefill 8192", gated_inputs(8192, 2 * 25600, global_scale=0.002), large=True),
     ]

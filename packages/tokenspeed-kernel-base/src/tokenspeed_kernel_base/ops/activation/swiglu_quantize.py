@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel_base.cases import Case, Draw, recipe
+from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import operator
+from tokenspeed_kernel_base.ops.activation.silu_and_mul_quantize import gated_inputs
 from tokenspeed_kernel_base.ops.activation.swiglu import swiglu
-from tokenspeed_kernel_base.ops.quantization.composed import Quantised, draw_given
+from tokenspeed_kernel_base.ops.quantization.composed import Quantised
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8, quantize_fp8_with_scale
 from tokenspeed_kernel_base.ops.quantization.mx import quantize_mxfp8
@@ -221,62 +221,44 @@ for _function, _hooks in (
 _GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "beta": 1.0, "interleaved": True}
 
 
-@recipe
-def _inputs(
-    *shape: int,
-    dtype: torch.dtype = torch.bfloat16,
-    scale_shape: tuple[int, ...] | None = None,
-    global_scale: float | None = None,
-    to: torch.dtype | None = None,
-    **options: Any,
-) -> Callable[[Draw], dict[str, Any]]:
-    """``to``: the dtype that is quantised to; ``scale_shape``, ``global_scale``: of scales that are given."""
-
-    def make(draw: Draw) -> dict[str, Any]:
-        x = draw.normal(*shape, dtype=dtype, scale=4.0)
-        return {"x": x, **options, **draw_given(draw, scale_shape, global_scale, to, high=0.05)}
-
-    return make
-
-
 @swiglu_quantize_fp8.cases
 def _() -> list[Case]:
     return [
-        Case("per token, float32", _inputs(3, 2 * 33, dtype=torch.float32, limit=7.0)),
-        Case("no rows", _inputs(0, 2 * 64)),
-        Case("gpt-oss, narrow, blocks of 128", _inputs(3, 2 * 180, granularity="block", **_GPT_OSS)),
-        Case("interleaved, longer rows than are held", _inputs(1, 2 * 17000, interleaved=True)),
-        Case("gpt-oss-120b decode 64, top-4, per token", _inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
-        Case("gpt-oss-120b prefill 4096, top-4, per token", _inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),
+        Case("per token, float32", gated_inputs(3, 2 * 33, dtype=torch.float32, limit=7.0)),
+        Case("no rows", gated_inputs(0, 2 * 64)),
+        Case("gpt-oss, narrow, blocks of 128", gated_inputs(3, 2 * 180, granularity="block", **_GPT_OSS)),
+        Case("interleaved, longer rows than are held", gated_inputs(1, 2 * 17000, interleaved=True)),
+        Case("gpt-oss-120b decode 64, top-4, per token", gated_inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
+        Case("gpt-oss-120b prefill 4096, top-4, per token", gated_inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),
     ]
 
 
 @swiglu_quantize_fp8_with_scale.cases
 def _() -> list[Case]:
     return [
-        Case("scale [], float32", _inputs(3, 2 * 33, dtype=torch.float32, limit=7.0, scale_shape=())),
-        Case("no rows", _inputs(0, 2 * 64, scale_shape=(1,))),
-        Case("gpt-oss, narrow, scale [1]", _inputs(3, 2 * 180, scale_shape=(1,), **_GPT_OSS)),
-        Case("gpt-oss-120b decode 64, top-4", _inputs(64 * 4, 2 * 2880, scale_shape=(1,), **_GPT_OSS), large=True),
+        Case("scale [], float32", gated_inputs(3, 2 * 33, dtype=torch.float32, limit=7.0, scale_shape=())),
+        Case("no rows", gated_inputs(0, 2 * 64, scale_shape=(1,))),
+        Case("gpt-oss, narrow, scale [1]", gated_inputs(3, 2 * 180, scale_shape=(1,), **_GPT_OSS)),
+        Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, scale_shape=(1,), **_GPT_OSS), large=True),
     ]
 
 
 @swiglu_quantize_mxfp8.cases
 def _() -> list[Case]:
     return [
-        Case("one block, float32", _inputs(1, 2 * 32, dtype=torch.float32, limit=7.0)),
-        Case("no rows", _inputs(0, 2 * 64)),
-        Case("gpt-oss, narrow", _inputs(3, 2 * 160, **_GPT_OSS)),
-        Case("gpt-oss-120b decode 64, top-4", _inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
-        Case("gpt-oss-120b prefill 4096, top-4", _inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),
+        Case("one block, float32", gated_inputs(1, 2 * 32, dtype=torch.float32, limit=7.0)),
+        Case("no rows", gated_inputs(0, 2 * 64)),
+        Case("gpt-oss, narrow", gated_inputs(3, 2 * 160, **_GPT_OSS)),
+        Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
+        Case("gpt-oss-120b prefill 4096, top-4", gated_inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),
     ]
 
 
 @swiglu_quantize_nvfp4.cases
 def _() -> list[Case]:
     return [
-        Case("one block, float32", _inputs(1, 2 * 16, dtype=torch.float32, limit=7.0, global_scale=0.002)),
-        Case("no rows", _inputs(0, 2 * 64, global_scale=0.002)),
-        Case("gpt-oss, narrow", _inputs(3, 2 * 160, global_scale=0.002, **_GPT_OSS)),
-        Case("gpt-oss-120b decode 64, top-4", _inputs(64 * 4, 2 * 2880, global_scale=0.002, **_GPT_OSS), large=True),
+        Case("one block, float32", gated_inputs(1, 2 * 16, dtype=torch.float32, limit=7.0, global_scale=0.002)),
+        Case("no rows", gated_inputs(0, 2 * 64, global_scale=0.002)),
+        Case("gpt-oss, narrow", gated_inputs(3, 2 * 160, global_scale=0.002, **_GPT_OSS)),
+        Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, global_scale=0.002, **_GPT_OSS), large=True),
     ]
