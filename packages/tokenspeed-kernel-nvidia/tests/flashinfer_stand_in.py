@@ -27,8 +27,8 @@ Body = Callable[[dict[str, Any]], Any]
 
 @functools.cache
 def source_reader() -> Callable[[str], str] | str:
-    """What reads a file of FlashInfer 0.7.2: as installed, or from a wheel that TOKENSPEED_FLASHINFER_WHEEL names; or why nothing
-    does. Imports none of it."""
+    """What reads a file of FlashInfer 0.7.2, or a post-release of it: as installed, or from a wheel that
+    TOKENSPEED_FLASHINFER_WHEEL names; or why nothing does. Imports none of it."""
     wheel = os.environ.get("TOKENSPEED_FLASHINFER_WHEEL")
     if wheel is not None:
         archive = zipfile.ZipFile(wheel)
@@ -47,7 +47,7 @@ def source_reader() -> Callable[[str], str] | str:
         def read(name: str) -> str:
             return Path(str(distribution.locate_file(name))).read_text()
 
-    return read if version == "0.7.2" else f"needs flashinfer-python 0.7.2, this is {version}"
+    return read if version.partition(".post")[0] == "0.7.2" else f"needs flashinfer-python 0.7.2, this is {version}"
 
 
 def declared(source: str, function: str) -> str:

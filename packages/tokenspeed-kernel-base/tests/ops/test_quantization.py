@@ -18,6 +18,7 @@ from tokenspeed_kernel_base.ops.quantization.formats import fp8_format, mxfp4_fo
 from tokenspeed_kernel_base.ops.quantization.fp8 import dequantize_fp8, quantize_fp8, quantize_fp8_with_scale
 from tokenspeed_kernel_base.ops.quantization.mx import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
 from tokenspeed_kernel_base.ops.quantization.nvfp4 import dequantize_nvfp4, quantize_nvfp4
+from tokenspeed_kernel_base.ops.quantization.swizzle import swizzle_scales, unswizzle_scales
 
 E4M3 = torch.float8_e4m3fn
 OPERATORS = [op for op in operators() if op.family == "quantization"]
@@ -381,3 +382,30 @@ def test_a_block_may_be_longer_than_a_row(granularity: str) -> None:
     assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8))
     assert torch.equal(scale, wanted_scale)
     assert torch.equal(dequantize_fp8(codes, scale, torch.float32, 2**31), dequantize_fp8(codes, scale, torch.float32, 40))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 5), (128, 4), (300, 9), (2, 3, 130, 6)], ids=str)
+def test_scales_lie_where_the_formula_says(shape: tuple[int, ...]) -> None:
+    scale = torch.randint(1, 255, shape, dtype=torch.uint8)
+    swizzled = swizzle_scales(scale)
+    *lead, rows, columns = shape
+    across = -(-columns // 4)
+    assert swizzled.shape == (*lead, -(-rows // 128), across, 32, 4, 4)
+    flat = swizzled.reshape(*lead, -1)
+    for i in range(rows):
+        for j in range(columns):
+            at = ((i // 128) * across + j // 4) * 512 + (i % 32) * 16 + (i // 32 % 4) * 4 + j % 4
+            assert torch.equal(flat[..., at], scale[..., i, j])
+    assert int((swizzled != 0).sum()) == scale.numel(), "what completes the tiles is 0"
+    assert torch.equal(unswizzle_scales(swizzled, rows, columns), scale)
+
+
+@pytest.mark.parametrize(
+    "quantize", [quantize_mxfp8, quantize_mxfp4, lambda x, **options: quantize_nvfp4(x, torch.tensor(0.01), **options)]
+)
+@pytest.mark.parametrize("shape", [(3, 64), (2, 130, 96), (0, 32), (5, 0)], ids=str)
+def test_quantised_scales_in_tiles(quantize: Callable[..., Any], shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    (q, scale), (same, tiles) = quantize(x), quantize(x, scale_layout="128x4")
+    assert torch.equal(q.view(torch.uint8), same.view(torch.uint8))
+    assert torch.equal(tiles.view(torch.uint8), swizzle_scales(scale).view(torch.uint8))

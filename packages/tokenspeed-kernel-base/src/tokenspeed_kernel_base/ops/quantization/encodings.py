@@ -172,6 +172,11 @@ def swizzle(scale: Tensor) -> Tensor:
     return tiles.permute(order).contiguous().view(scale.dtype)
 
 
+def in_layout(scale: Tensor, scale_layout: str) -> Tensor:
+    """Scales in rows as they are, or in tiles of 128x4."""
+    return swizzle(scale) if scale_layout == "128x4" else scale
+
+
 def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
     """The reverse of `swizzle`, contiguous."""
     *lead, tiles_down, tiles_across, _, _, _ = scale.shape

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4, TILE_ROWS, TILE_SCALES
-from tokenspeed_kernel_base.signature import ScaleFormat, TensorFormat, tensor_format
+from tokenspeed_kernel_base.signature import SCALE_LAYOUTS, ScaleFormat, TensorFormat, tensor_format
 
 E8M0 = frozenset({torch.uint8}) | {dtype for dtype in (getattr(torch, "float8_e8m0fnu", None),) if dtype is not None}
 """Dtypes of e8m0 scales: a byte each, under two names. PyTorch 2.6 has the one."""
@@ -46,6 +46,18 @@ def check_scalar(check: Checker, argument: str, scale: Tensor) -> None:
     """Raises TypeError or ValueError unless it is one float32."""
     check.dtype(argument, scale, torch.float32)
     check.require(tuple(scale.shape) in ((), (1,)), argument, "of shape [] or [1]", scale)
+
+
+def check_scale_layout(check: Checker, x: Tensor, scale_layout: str) -> None:
+    """Raises ValueError unless x's scales can lie so."""
+    check.one_of("scale_layout", scale_layout, SCALE_LAYOUTS)
+    check.require(scale_layout == "linear" or x.ndim >= 2, "x", f"of at least two axes with scale_layout={scale_layout!r}", x)
+
+
+def block_scales_shape(x: Tensor, block: int, scale_layout: str) -> tuple[int, ...]:
+    """The shape of the scales of blocks of x's last axis."""
+    *lead, k = x.shape
+    return (*lead[:-1], *swizzled_shape(lead[-1], k // block)) if scale_layout == "128x4" else (*lead, k // block)
 
 
 def swizzled_shape(rows: int, columns: int) -> tuple[int, ...]:

@@ -22,8 +22,9 @@ from tokenspeed_kernel_base.ops.quantization.encodings import (
     decode_mxfp8,
     encode_mxfp4,
     encode_mxfp8,
+    in_layout,
 )
-from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format, mxfp8_format
+from tokenspeed_kernel_base.ops.quantization.formats import block_scales_shape, check_scale_layout, mxfp4_format, mxfp8_format
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
 
 SCALE_ROUNDINGS = ("down", "up")
@@ -32,7 +33,11 @@ MXFP8_DTYPES = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 @operator("quantization", "quantize_mxfp8", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows",))
 def quantize_mxfp8(
-    x: Tensor, scale_rounding: str = "down", out: Tensor | None = None, scale_out: Tensor | None = None
+    x: Tensor,
+    scale_rounding: str = "down",
+    scale_layout: str = "linear",
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """mxfp8: e4m3 elements, 32 of which share a power of two, such that ``x ~= q * 2^(scale - 127)``.
 
@@ -51,11 +56,12 @@ def quantize_mxfp8(
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``, k a multiple of 32.
         scale_rounding: ``"down"``, as the OCP says, or ``"up"``.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x is ``[..., m, k]`` then.
         out: receives q.
         scale_out: receives the scales.
 
     Returns:
-        q: float8_e4m3fn ``[..., k]``; scale: uint8 (e8m0) ``[..., k/32]``.
+        q: float8_e4m3fn ``[..., k]``; scale: uint8 (e8m0) ``[..., k/32]``, in tiles ``[..., ceil(m/128), ceil(k/128), 32, 4, 4]``.
 
     Raises:
         TypeError, ValueError: see above; nothing has been launched then.
@@ -69,11 +75,14 @@ def quantize_mxfp8(
 
     Safe in CUDA graphs.
     """
-    return encode_mxfp8(x, round_up=scale_rounding == "up")
+    q, scale = encode_mxfp8(x, round_up=scale_rounding == "up")
+    return q, in_layout(scale, scale_layout)
 
 
 @operator("quantization", "quantize_mxfp4", formats=("x",), outs=("out", "scale_out"), exact=True, varying=("rows",))
-def quantize_mxfp4(x: Tensor, out: Tensor | None = None, scale_out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_mxfp4(
+    x: Tensor, scale_layout: str = "linear", out: Tensor | None = None, scale_out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """mxfp4: e2m1 elements, 32 of which share a power of two, such that ``x ~= q * 2^(scale - 127)``.
 
     Exactly, for each 32 consecutive elements of the last axis (OCP MX v1.0, section 6.3)::
@@ -87,12 +96,13 @@ def quantize_mxfp4(x: Tensor, out: Tensor | None = None, scale_out: Tensor | Non
 
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``, k a multiple of 32.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x is ``[..., m, k]`` then.
         out: receives q.
         scale_out: receives the scales.
 
     Returns:
         q: uint8 ``[..., k/2]``, two codes a byte, the element of the lower index in the lower nibble; scale: uint8 (e8m0)
-        ``[..., k/32]``.
+        ``[..., k/32]``, in tiles ``[..., ceil(m/128), ceil(k/128), 32, 4, 4]``.
 
     Raises:
         TypeError, ValueError: see above; nothing has been launched then.
@@ -106,20 +116,18 @@ def quantize_mxfp4(x: Tensor, out: Tensor | None = None, scale_out: Tensor | Non
 
     Safe in CUDA graphs.
     """
-    return encode_mxfp4(x)
+    q, scale = encode_mxfp4(x)
+    return q, in_layout(scale, scale_layout)
 
 
-def _check_source(check: Checker, x: Tensor) -> None:
+def _check_source(check: Checker, x: Tensor, scale_layout: str) -> None:
     check.tensor("x", x, "... k", SOURCE_DTYPES)
+    check_scale_layout(check, x, scale_layout)
     check.require(check["k"] % BLOCK_MX == 0, "x", f"of shape [..., k] where k is a multiple of {BLOCK_MX}", x)
 
 
-def _source_traits(x: Tensor) -> dict[str, object]:
-    return {"k": x.shape[-1]}
-
-
-def _blocks(x: Tensor) -> tuple[int, ...]:
-    return (*x.shape[:-1], x.shape[-1] // BLOCK_MX)
+def _source_traits(x: Tensor, scale_layout: str) -> dict[str, object]:
+    return {"k": x.shape[-1], "scales_in_tiles": scale_layout == "128x4"}
 
 
 def _packed(x: Tensor) -> tuple[int, ...]:
@@ -131,24 +139,26 @@ quantize_mxfp4.check(_check_source)
 
 
 @quantize_mxfp8.traits
-def _(x: Tensor, scale_rounding: str) -> dict[str, object]:
-    return {**_source_traits(x), "scales_rounded_up": scale_rounding == "up"}
+def _(x: Tensor, scale_rounding: str, scale_layout: str) -> dict[str, object]:
+    return {**_source_traits(x, scale_layout), "scales_rounded_up": scale_rounding == "up"}
 
 
 @quantize_mxfp8.check
-def _(check: Checker, x: Tensor, scale_rounding: str) -> None:
-    _check_source(check, x)
+def _(check: Checker, x: Tensor, scale_rounding: str, scale_layout: str) -> None:
+    _check_source(check, x, scale_layout)
     check.one_of("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
 
 
 @quantize_mxfp8.fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(_blocks(x), dtype=torch.uint8)
+def _(x: Tensor, scale_layout: str) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(block_scales_shape(x, BLOCK_MX, scale_layout), dtype=torch.uint8)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale
 
 
 @quantize_mxfp4.fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(_packed(x), dtype=torch.uint8), x.new_empty(_blocks(x), dtype=torch.uint8)
+def _(x: Tensor, scale_layout: str) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(block_scales_shape(x, BLOCK_MX, scale_layout), dtype=torch.uint8)
+    return x.new_empty(_packed(x), dtype=torch.uint8), scale
 
 
 @recipe
@@ -181,7 +191,9 @@ def _quantisation_cases() -> list[Case]:
         Case("no tokens", _inputs(0, 2880)),
         Case("no columns", _inputs(4, 0)),
         Case("NaN, infinity, zero, huge, subnormal and tied blocks", _extremes),
+        Case("scales in tiles, two matrices", _inputs(2, 130, 96, scale_layout="128x4")),
         Case("gpt-oss-120b decode 64", _inputs(64, 2880), large=True),
+        Case("gpt-oss-120b prefill 16384, scales in tiles", _inputs(16384, 2880, scale_layout="128x4"), large=True),
         Case("gpt-oss-120b prefill 16384", _inputs(16384, 2880), large=True),
         Case("llama-70b weight 28672 x 8192", _inputs(28672, 8192), large=True),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
 from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_NVFP4, SOURCE_DTYPES, decode_nvfp4, encode_nvfp4
-from tokenspeed_kernel_base.ops.quantization.formats import check_scalar, nvfp4_format
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_NVFP4, SOURCE_DTYPES, decode_nvfp4, encode_nvfp4, in_layout
+from tokenspeed_kernel_base.ops.quantization.formats import block_scales_shape, check_scalar, check_scale_layout, nvfp4_format
 from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format_signature
 
 
@@ -26,7 +27,11 @@ from tokenspeed_kernel_base.signature import FormatSignature, dtype_name, format
     scales=("global_scale",),
 )
 def quantize_nvfp4(
-    x: Tensor, global_scale: Tensor, out: Tensor | None = None, scale_out: Tensor | None = None
+    x: Tensor,
+    global_scale: Tensor,
+    scale_layout: str = "linear",
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """nvfp4: e2m1 elements, 16 of which share an e4m3 scale, such that ``x ~= q * scale * global_scale``.
 
@@ -44,12 +49,13 @@ def quantize_nvfp4(
     Args:
         x: float16, bfloat16 or float32 ``[..., k]``, k a multiple of 16.
         global_scale: float32 ``[]`` or ``[1]``. Should be positive and finite; that is not checked.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x is ``[..., m, k]`` then.
         out: receives q.
         scale_out: receives the block scales.
 
     Returns:
         q: uint8 ``[..., k/2]``, two codes a byte, the element of the lower index in the lower nibble; scale: float8_e4m3fn
-        ``[..., k/16]``.
+        ``[..., k/16]``, in tiles ``[..., ceil(m/128), ceil(k/64), 32, 4, 4]``.
 
     Raises:
         TypeError, ValueError: see above; nothing has been launched then.
@@ -65,35 +71,41 @@ def quantize_nvfp4(
 
     Safe in CUDA graphs.
     """
-    return encode_nvfp4(x, global_scale)
+    q, scale = encode_nvfp4(x, global_scale)
+    return q, in_layout(scale, scale_layout)
 
 
 @quantize_nvfp4.traits
-def _(x: Tensor) -> dict[str, object]:
-    return {"k": x.shape[-1]}
+def _(x: Tensor, scale_layout: str) -> dict[str, object]:
+    return {"k": x.shape[-1], "scales_in_tiles": scale_layout == "128x4"}
 
 
 @quantize_nvfp4.check
-def _(check: Checker, x: Tensor, global_scale: Tensor) -> None:
+def _(check: Checker, x: Tensor, global_scale: Tensor, scale_layout: str) -> None:
     check.tensor("x", x, "... k", SOURCE_DTYPES)
+    check_scale_layout(check, x, scale_layout)
     check.require(check["k"] % BLOCK_NVFP4 == 0, "x", f"of shape [..., k] where k is a multiple of {BLOCK_NVFP4}", x)
     check_scalar(check, "global_scale", global_scale)
 
 
 @quantize_nvfp4.fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    *lead, k = x.shape
-    return x.new_empty((*lead, k // 2), dtype=torch.uint8), x.new_empty((*lead, k // BLOCK_NVFP4), dtype=torch.float8_e4m3fn)
+def _(x: Tensor, scale_layout: str) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(block_scales_shape(x, BLOCK_NVFP4, scale_layout), dtype=torch.float8_e4m3fn)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8), scale
 
 
 @recipe
 def _inputs(
-    *shape: int, dtype: torch.dtype = torch.bfloat16, global_scale: float = 0.01, scale_shape: tuple[int, ...] = (1,)
+    *shape: int,
+    dtype: torch.dtype = torch.bfloat16,
+    global_scale: float = 0.01,
+    scale_shape: tuple[int, ...] = (1,),
+    **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
     def make(draw: Draw) -> dict[str, Any]:
         rows = draw.normal(*shape[:-1], 1).exp()
         scale = torch.full(scale_shape, global_scale, device=draw.device)
-        return {"x": (draw.normal(*shape) * rows).to(dtype), "global_scale": scale}
+        return {"x": (draw.normal(*shape) * rows).to(dtype), "global_scale": scale, **options}
 
     return make
 
@@ -119,14 +131,18 @@ def _() -> list[Case]:
         Case("no tokens", _inputs(0, 2880)),
         Case("NaN, infinity, zero, huge, tiny and tied blocks", _extremes),
         Case("global scale so small that block scales saturate", _inputs(4, 64, global_scale=1e-8)),
+        Case("scales in tiles, two matrices", _inputs(2, 130, 48, scale_layout="128x4")),
         Case("gpt-oss-120b decode 64", _inputs(64, 2880), large=True),
         Case("llama-70b prefill 8192", _inputs(8192, 8192), large=True),
+        Case("llama-70b decode 64, scales in tiles", _inputs(64, 8192, scale_layout="128x4"), large=True),
+        Case("llama-70b prefill 8192, scales in tiles", _inputs(8192, 8192, scale_layout="128x4"), large=True),
     ]
 
 
 @quantize_nvfp4.cost
-def _(x: Tensor) -> Cost:
-    return Cost(flops=2.0 * x.numel(), bytes=nbytes(x) + x.numel() // 2 + x.numel() // BLOCK_NVFP4)
+def _(x: Tensor, scale_layout: str) -> Cost:
+    scales = math.prod(block_scales_shape(x, BLOCK_NVFP4, scale_layout))
+    return Cost(flops=2.0 * x.numel(), bytes=nbytes(x) + x.numel() // 2 + scales)
 
 
 @operator("quantization", "dequantize_nvfp4", outs=("out",), exact=True, varying=("rows",), scales=("scale", "global_scale"))

@@ -102,6 +102,16 @@ def decoded_mm_kernel(
     B_FORMAT: tl.constexpr = FORMATS.b
     A_SCALING: tl.constexpr = FORMATS.a_scaling
     B_SCALING: tl.constexpr = FORMATS.b_scaling
+    A_MICRO: tl.constexpr = A_SCALING == "micro"
+    B_MICRO: tl.constexpr = B_SCALING == "micro"
+    # Triton 3.6 passes no member of a constant on as a constant.
+    A_STORED: tl.constexpr = FORMATS.a_scales
+    B_STORED: tl.constexpr = FORMATS.b_scales
+    A_BLOCK: tl.constexpr = FORMATS.a_block
+    B_BLOCK: tl.constexpr = FORMATS.b_block
+    B_LINES: tl.constexpr = FORMATS.b_lines
+    A_SWIZZLED: tl.constexpr = FORMATS.a_swizzled
+    B_SWIZZLED: tl.constexpr = FORMATS.b_swizzled
     SPLIT_A: tl.constexpr = FORMATS.split_a
     COMPUTE: tl.constexpr = FORMATS.compute
     A_COMPUTE: tl.constexpr = tl.float16 if SPLIT_A else COMPUTE
@@ -130,23 +140,21 @@ def decoded_mm_kernel(
     first = split * k_per_split
     for k0 in range(first, tl.minimum(first + k_per_split, K), BLOCK_K):
         wait_for_products()
-        b_micro: tl.constexpr = B_SCALING == "micro"
-        a_micro: tl.constexpr = A_SCALING == "micro"
         b = _decoded_lines(
             b_operand, n[:, None], (n < N)[:, None], k0, K, BLOCK_N, BLOCK_K, B_FORMAT,
-            b_micro, FORMATS.b_block, FORMATS.b_scales, FORMATS.b_swizzled, EVEN_K, COMPUTE, NATIVE,
+            B_MICRO, B_BLOCK, B_STORED, B_SWIZZLED, EVEN_K, COMPUTE, NATIVE,
         )  # fmt: skip
         a = _decoded_lines(
             a_operand, m[:, None], (m < M)[:, None], k0, K, BLOCK_M, BLOCK_K, A_FORMAT,
-            a_micro, FORMATS.a_block, FORMATS.a_scales, FORMATS.a_swizzled, EVEN_K, A_COMPUTE, NATIVE,
+            A_MICRO, A_BLOCK, A_STORED, A_SWIZZLED, EVEN_K, A_COMPUTE, NATIVE,
         )  # fmt: skip
         if A_SCALING == "block" or B_SCALING == "block":
             products = tl.dot(b, tl.trans(a), input_precision=PRECISION)
             if A_SCALING == "block":
-                products *= scale_of_block(a_operand, m[None, :], k0 // FORMATS.a_block, (m < M)[None, :], FORMATS.a_scales)
+                products *= scale_of_block(a_operand, m[None, :], k0 // A_BLOCK, (m < M)[None, :], A_STORED)
             if B_SCALING == "block":
-                line = (n // FORMATS.b_lines)[:, None]
-                products *= scale_of_block(b_operand, line, k0 // FORMATS.b_block, (n < N)[:, None], FORMATS.b_scales)
+                line = (n // B_LINES)[:, None]
+                products *= scale_of_block(b_operand, line, k0 // B_BLOCK, (n < N)[:, None], B_STORED)
             acc += products
         elif SPLIT_A:
             high = a.to(COMPUTE)

@@ -69,6 +69,10 @@ def direct_mm_kernel(
     """Tiles of one or more matrices, from one range of k (grid axis 1). a and b are tensors, or descriptors of them."""
     A_SCALING: tl.constexpr = SCALING.a
     B_SCALING: tl.constexpr = SCALING.b
+    # Triton 3.6 passes no member of a constant on as a constant.
+    A_STORED: tl.constexpr = SCALING.a_stored
+    B_STORED: tl.constexpr = SCALING.b_stored
+    B_LINES: tl.constexpr = SCALING.b_lines
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_K: tl.constexpr = TILE.k
@@ -108,12 +112,12 @@ def direct_mm_kernel(
             if B_SCALING == "block":
                 tl.static_assert(128 % BLOCK_K == 0 and 128 % BLOCK_N == 0)
                 block = k0 // 128
-                if SCALING.b_lines == 1:
-                    scale = scale_of_block(b_operand, n, block, n < N, SCALING.b_stored)
+                if B_LINES == 1:
+                    scale = scale_of_block(b_operand, n, block, n < N, B_STORED)
                 else:  # one for the whole tile
-                    scale = scale_of_block(b_operand, n0 // SCALING.b_lines, block, n0 < N, SCALING.b_stored)
+                    scale = scale_of_block(b_operand, n0 // B_LINES, block, n0 < N, B_STORED)
                 if A_SCALING == "block":
-                    scale *= scale_of_block(a_operand, m, block, m < M, SCALING.a_stored)
+                    scale *= scale_of_block(a_operand, m, block, m < M, A_STORED)
                 acc += tl.dot(x, tl.trans(w)) * scale
             elif TILE.partial:
                 acc += tl.dot(x, tl.trans(w))

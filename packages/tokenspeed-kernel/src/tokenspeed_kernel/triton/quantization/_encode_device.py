@@ -160,6 +160,41 @@ def row_and_column_of(at, tiles_across):
     return row, tile % tiles_across * 4 + at % 4
 
 
+@triton.jit
+def blocks_of_program(
+    count,
+    x_stride,
+    x_outer_stride,
+    rows,
+    columns,
+    BLOCKS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The blocks of a program, see `_rows.blocks_of`; ``LENGTH`` elements each, of which ``UNIT`` are loaded as one.
+
+    Returns the first element of x and each block's distance from there in units; the first block's number and each one's distance
+    from it; the first scale's place, from which on they lie beside each other; whether a block exists, and whether its scale does.
+    """
+    programs = tl.cdiv(count, BLOCKS)
+    outer, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * BLOCKS
+    block = tl.arange(0, BLOCKS)
+    if TILES:
+        row, column = row_and_column_of(first + block, tl.cdiv(columns, 4))
+        inside = (row < rows) & (column < columns)
+        x_at = row.to(tl.int64) * (x_outer_stride // UNIT) + column * (LENGTH // UNIT)
+        made_at = row.to(tl.int64) * columns + column
+        first_x, first_made = outer * rows * x_outer_stride, outer * rows * columns
+        first_scale, stored = outer * count + first, first + block < count
+    else:
+        inside = block < count - first
+        x_at, made_at = block * (x_stride // UNIT), block
+        first_x, first_made = outer * x_outer_stride + first.to(tl.int64) * x_stride, outer * count + first
+        first_scale, stored = first_made, inside
+    return first_x, x_at, first_made, made_at, first_scale, inside, stored
+
+
 # -- largest magnitudes and divisions ------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import as_rows, cdiv, next_power_of_2
+from tokenspeed_kernel_base.ops.quantization.formats import swizzled_shape
 
 
 class Config(NamedTuple):
@@ -65,6 +67,19 @@ def groups_of(x: Tensor, length: int) -> Groups:
 
 def grid(groups: Groups, per_program: int) -> tuple[int]:
     return (groups.outer * cdiv(groups.count, per_program),)
+
+
+def blocks_of(x: Tensor, rows: Tensor, length: int, per_program: int, tiles: bool) -> tuple[tuple[int], tuple[int, ...]]:
+    """The grid and the numbers that `blocks_of_program` takes, for blocks of ``length`` elements of x, whose rows are ``rows``.
+
+    With ``tiles`` programs follow the scales' tiles of 128x4, so that what completes these is written too.
+    """
+    if not tiles:
+        groups = groups_of(rows, length)
+        return grid(groups, per_program), (groups.count, groups.stride, groups.outer_stride, 0, 0)
+    m, columns = x.shape[-2], x.shape[-1] // length
+    size = math.prod(swizzled_shape(m, columns))
+    return (rows.shape[0] // m * cdiv(size, per_program),), (size, length, rows.stride(0), m, columns)
 
 
 def made_or(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.quantization._encode_device import (
+    blocks_of_program,
     encode_e2m1,
     encode_fp8,
     larger,
@@ -51,33 +52,37 @@ def quantize_mx_kernel(
     count,
     x_stride,
     x_outer_stride,
+    rows,
+    columns,
     BLOCKS: tl.constexpr,
     FP4: tl.constexpr,
     UP: tl.constexpr,
     PAIRS: tl.constexpr,
     NATIVE: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """``BLOCKS`` blocks of one outer row; q and the scales are contiguous. ``UP``: scales of e4m3 are rounded up."""
-    programs = tl.cdiv(count, BLOCKS)
-    outer, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * BLOCKS
-    x_ptr += outer * x_outer_stride + first.to(tl.int64) * x_stride
-    first_made = outer * count + first
-    block = tl.arange(0, BLOCKS)
-    inside = block < count - first
+    """``BLOCKS`` blocks of one outer row, or with ``TILES`` of one matrix; q and the scales are contiguous. ``UP``: scales of e4m3
+    are rounded up."""
+    UNIT: tl.constexpr = 2 if PAIRS else 1
+    first_x, x_at, first_made, made_at, first_scale, inside, stored = blocks_of_program(
+        count, x_stride, x_outer_stride, rows, columns, BLOCKS, _BLOCK, UNIT, TILES
+    )
+    x_ptr += first_x
     if PAIRS:
         at = tl.arange(0, _BLOCK // 2)[None, :]
         pair_ptr = x_ptr.to(tl.pointer_type(tl.int32))
-        pairs = tl.load(pair_ptr + block[:, None] * (x_stride // 2) + at, mask=inside[:, None], other=0)
+        pairs = tl.load(pair_ptr + x_at[:, None] + at, mask=inside[:, None], other=0)
         low, high = (pairs << 16).to(tl.float32, bitcast=True), (pairs & -65536).to(tl.float32, bitcast=True)
         amax = largest(larger(tl.abs(low), tl.abs(high)), 1)
     else:
         at = tl.arange(0, _BLOCK)[None, :]
-        x = tl.load(x_ptr + block[:, None] * x_stride + at, mask=inside[:, None], other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + x_at[:, None] + at, mask=inside[:, None], other=0.0).to(tl.float32)
         if FP4:
             amax = largest(x, 1)
+    # Where there is no block, its largest magnitude is 0, and so is the scale.
     if FP4:
         scale, reciprocal, kept = scale_of_blocks(amax, FP4, UP)
-        tl.store(scale_ptr + first_made + block, scale.to(tl.uint8), mask=inside)
+        tl.store(scale_ptr + first_scale + tl.arange(0, BLOCKS), scale.to(tl.uint8), mask=stored)
         reciprocal = reciprocal[:, None]
         if PAIRS:
             code = pack_scaled_e2m1(pairs, reciprocal | (reciprocal >> 16))
@@ -85,11 +90,11 @@ def quantize_mx_kernel(
             code = pack_e2m1(encode_e2m1(x * reciprocal.to(tl.float32, bitcast=True), x), BLOCKS, _BLOCK)
         at = tl.arange(0, _BLOCK // 2)[None, :]
         tl.store(
-            q_ptr + first_made * (_BLOCK // 2) + block[:, None] * (_BLOCK // 2) + at,
+            q_ptr + first_made * (_BLOCK // 2) + made_at[:, None] * (_BLOCK // 2) + at,
             (code & kept[:, None]).to(tl.uint8),
             mask=inside[:, None],
         )
     else:
         code, scale = mxfp8_of_blocks(x, UP, NATIVE)
-        tl.store(scale_ptr + first_made + block, scale, mask=inside)
-        tl.store(q_ptr + first_made * _BLOCK + block[:, None] * _BLOCK + at, code, mask=inside[:, None])
+        tl.store(scale_ptr + first_scale + tl.arange(0, BLOCKS), scale, mask=stored)
+        tl.store(q_ptr + first_made * _BLOCK + made_at[:, None] * _BLOCK + at, code, mask=inside[:, None])

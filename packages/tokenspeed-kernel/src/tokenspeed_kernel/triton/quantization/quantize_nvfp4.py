@@ -7,9 +7,10 @@ from torch import Tensor
 
 from tokenspeed_kernel.triton.common import FLOATS, TRITON
 from tokenspeed_kernel.triton.quantization._encode import abilities, division_steps
-from tokenspeed_kernel.triton.quantization._rows import config_for, finish, grid, groups_of, made_or, rows_of
+from tokenspeed_kernel.triton.quantization._rows import blocks_of, config_for, finish, made_or, rows_of
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_NVFP4
+from tokenspeed_kernel_base.ops.quantization.formats import block_scales_shape
 from tokenspeed_kernel_base.registry import register_kernel
 from tokenspeed_kernel_base.signature import format_signatures
 from tokenspeed_kernel_base.spec import Priority
@@ -23,30 +24,33 @@ device_code = DeviceModule(__name__ + "_device")
     solution="triton",
     capability=TRITON,
     signatures=format_signatures("x", "dense", FLOATS),
+    traits={"scales_in_tiles": any},
     priority=Priority.PORTABLE,
     tags={"determinism"},
 )
-def quantize_nvfp4(x: Tensor, global_scale: Tensor, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize_nvfp4(
+    x: Tensor, global_scale: Tensor, scale_layout: str, out: Tensor | None, scale_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
     q = made_or(out, (*x.shape[:-1], x.shape[-1] // 2), torch.uint8, x)
-    scale = made_or(scale_out, (*x.shape[:-1], x.shape[-1] // BLOCK_NVFP4), torch.float8_e4m3fn, x)
+    scale = made_or(scale_out, block_scales_shape(x, BLOCK_NVFP4, scale_layout), torch.float8_e4m3fn, x)
     if x.numel():
         rows = rows_of(x)
-        groups = groups_of(rows, BLOCK_NVFP4)
         config = config_for(x.numel())
         blocks = config.tile // BLOCK_NVFP4
         able = abilities(x.device)
-        device_code.quantize_nvfp4_kernel[grid(groups, blocks)](
+        tiles = scale_layout == "128x4"
+        grid, numbers = blocks_of(x, rows, BLOCK_NVFP4, blocks, tiles)
+        device_code.quantize_nvfp4_kernel[grid](
             rows,
             global_scale,
             q,
             scale.view(torch.uint8),
-            groups.count,
-            groups.stride,
-            groups.outer_stride,
+            *numbers,
             BLOCKS=blocks,
             NATIVE=able.native,
             INTERPRETED=able.interpreted,
             STEPS=division_steps(x.dtype),
+            TILES=tiles,
             num_warps=config.warps,
         )
     return finish(q, out), finish(scale, scale_out)

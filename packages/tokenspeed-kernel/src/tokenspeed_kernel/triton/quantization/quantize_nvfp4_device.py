@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.quantization._encode_device import (
+    blocks_of_program,
     decode_fp8,
     divide,
     divide_any,
@@ -52,21 +53,24 @@ def quantize_nvfp4_kernel(
     count,
     x_stride,
     x_outer_stride,
+    rows,
+    columns,
     BLOCKS: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
     STEPS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """``BLOCKS`` blocks of one outer row; q and the scales are contiguous."""
-    programs = tl.cdiv(count, BLOCKS)
-    outer, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * BLOCKS
-    x_ptr += outer * x_outer_stride + first.to(tl.int64) * x_stride
-    first_made = outer * count + first
-    block = tl.arange(0, BLOCKS)
-    inside = block < count - first
+    """``BLOCKS`` blocks of one outer row, or with ``TILES`` of one matrix; q and the scales are contiguous."""
+    first_x, x_at, first_made, made_at, first_scale, inside, stored = blocks_of_program(
+        count, x_stride, x_outer_stride, rows, columns, BLOCKS, _BLOCK, 1, TILES
+    )
+    x_ptr += first_x
     at = tl.arange(0, _BLOCK)[None, :]
-    x = tl.load(x_ptr + block[:, None] * x_stride + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + x_at[:, None] + at, mask=inside[:, None], other=0.0).to(tl.float32)
     code, scale = nvfp4_of_blocks(x, tl.load(global_scale_ptr), NATIVE, INTERPRETED, STEPS)
-    tl.store(scale_ptr + first_made + block, scale, mask=inside)
+    if TILES:
+        scale = tl.where(inside, scale, 0).to(tl.uint8)
+    tl.store(scale_ptr + first_scale + tl.arange(0, BLOCKS), scale, mask=stored)
     at = tl.arange(0, _BLOCK // 2)[None, :]
-    tl.store(q_ptr + first_made * (_BLOCK // 2) + block[:, None] * (_BLOCK // 2) + at, code, mask=inside[:, None])
+    tl.store(q_ptr + first_made * (_BLOCK // 2) + made_at[:, None] * (_BLOCK // 2) + at, code, mask=inside[:, None])

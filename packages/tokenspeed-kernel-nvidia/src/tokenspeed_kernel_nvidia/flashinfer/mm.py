@@ -1,0 +1,50 @@
+"""mm of block-scaled operands by FlashInfer, on Blackwell: what is declared. The adapter is in ``mm_device``.
+
+nvfp4 and mxfp8 products are CUTLASS's, mxfp4 products cuDNN's, which FlashInfer requires. Both operands' scales are in tiles of
+128x4. Weights need no preparation. Those of TensorRT-LLM's generated kernels would: these are left out, for how they want weights
+shuffled is documented for weights that FlashInfer itself has quantised.
+
+Nothing was measured, and nvcc compiles CUTLASS's products when they are first used. So these kernels are below the portable ones,
+and serve who asks for them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel_base.ops.quantization.formats import mxfp4_format, mxfp8_format, nvfp4_format
+from tokenspeed_kernel_base.platform import CapabilityRequirement
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.signature import TensorFormat, format_signature
+from tokenspeed_kernel_base.traits import at_least, multiple_of
+from tokenspeed_kernel_nvidia.capability import blackwell, blackwell_workstation, flashinfer_gap
+
+_PRIORITY = 2
+_TILES = "128x4"
+# CUTLASS's products want rows of whole 32 elements, and those of mxfp8 were found to be wrong where sizes are smaller than these.
+_WHOLE = {"k": multiple_of(32), "n": multiple_of(32)}
+_LARGE = {size: constraint & at_least(128) for size, constraint in _WHOLE.items()}
+# Larger blocks than cuDNN is documented to want.
+_LONG = {"k": multiple_of(128), "n": multiple_of(32)}
+
+
+def _declare(name: str, capability: CapabilityRequirement, a: TensorFormat, b: TensorFormat, sizes: dict[str, Any]) -> None:
+    register_kernel(
+        "gemm",
+        "mm",
+        name=f"flashinfer_mm_{name}",
+        solution="flashinfer",
+        capability=capability,
+        signatures={format_signature(a=a, b=b)},
+        traits={"out_dtype": {"bfloat16", "float16"}, "bias": False, "wide_bias": False, **sizes},
+        priority=_PRIORITY,
+    )(f"{__name__}_device:mm")
+
+
+_E4M3 = torch.float8_e4m3fn
+for _arch, _capability in (("sm100", blackwell(flashinfer_gap)), ("sm120", blackwell_workstation(flashinfer_gap))):
+    _declare(f"nvfp4_{_arch}", _capability, nvfp4_format(layout=_TILES), nvfp4_format((16, 1), _TILES), _WHOLE)
+    _declare(f"mxfp8_{_arch}", _capability, mxfp8_format(_E4M3, layout=_TILES), mxfp8_format(_E4M3, (32, 1), _TILES), _LARGE)
+_declare("mxfp4_sm100", blackwell(flashinfer_gap), mxfp4_format(layout=_TILES), mxfp4_format((32, 1), _TILES), _LONG)

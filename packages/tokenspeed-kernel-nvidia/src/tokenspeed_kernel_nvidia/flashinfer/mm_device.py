@@ -1,0 +1,58 @@
+"""mm by ``flashinfer.gemm.mm_fp4`` and ``flashinfer.gemm.mm_mxfp8``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_nvidia._rows import aligned, deliver
+from tokenspeed_kernel_nvidia.flashinfer._memory import to_write
+from tokenspeed_kernel_nvidia.flashinfer.package import load
+
+_mm_fp4 = load("flashinfer.gemm", "mm_fp4")
+_mm_mxfp8 = load("flashinfer.gemm", "mm_mxfp8")
+
+
+def mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `tokenspeed_kernel_nvidia.mm`; scales in tiles of 128x4, no bias.
+
+    Never waits for the device. Weights that do not lie in rows along k are copied. The first call gets the kernel, which takes
+    minutes where nvcc compiles it, and memory to work in: make it before a graph is captured.
+    """
+    dtype = out_dtype or torch.bfloat16
+    written = to_write(out, a.new_empty((), dtype=dtype), (a.shape[0], b.shape[1]))
+    if not written.numel():
+        return deliver(written, out)
+    a, b = aligned(a), aligned(b.mT).mT
+    if a.dtype == torch.uint8:
+        nvfp4 = a_scale.dtype == torch.float8_e4m3fn
+        _mm_fp4(
+            a,
+            b,
+            _rows(a_scale),
+            _rows(b_scale).mT,
+            alpha=None if alpha is None else alpha.reshape(1),
+            out_dtype=dtype,
+            out=written,
+            block_size=16 if nvfp4 else 32,
+            backend="cutlass" if nvfp4 else "cudnn",
+            use_nvfp4=nvfp4,
+        )
+    else:
+        _mm_mxfp8(a, b, _rows(a_scale).flatten(), _rows(b_scale).flatten(), out=written, out_dtype=dtype, backend="cutlass")
+    return deliver(written, out)
+
+
+def _rows(scale: Tensor) -> Tensor:
+    """Tiles ``[down, across, 32, 4, 4]`` under the shape of what they hold, ``[128 * down, 4 * across]``; e8m0 as bytes."""
+    scale = scale.contiguous() if scale.dtype == torch.float8_e4m3fn else scale.contiguous().view(torch.uint8)
+    return scale.view(128 * scale.shape[0], 4 * scale.shape[1])

@@ -1,0 +1,247 @@
+"""The adapter to FlashInfer's block-scaled products: its signatures, its conventions, and what it hands over.
+
+As in ``test_flashinfer``, a stand-in computes in PyTorch on a CPU what the real functions are documented to compute, and refuses
+what they refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tokenspeed_kernel
+from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel_base.cases import Case, Draw
+from tokenspeed_kernel_base.ops.gemm._inputs import micro
+from tokenspeed_kernel_base.platform import named_platform, platform_of
+from tokenspeed_kernel_base.selection import NoKernelFoundError
+from tokenspeed_kernel_base.spec import KernelSpec, Priority
+
+from .flashinfer_stand_in import declared, forget_adapters, installed, unparsed, with_signature
+
+# Read from flashinfer-python 0.7.2. Annotations are left out.
+SIGNATURES = {
+    "mm_fp4": (
+        "(a, b, a_descale, b_descale, alpha=None, out_dtype=torch.bfloat16, out=None, block_size=16, use_8x4_sf_layout=False, "
+        "backend='auto', use_nvfp4=True, enable_pdl=True)"
+    ),
+    "mm_mxfp8": ("(a, b, a_descale, b_descale, out=None, out_dtype=torch.bfloat16, use_8x4_sf_layout=False, backend='auto')"),
+}
+_BASE = "flashinfer/gemm/gemm_base.py"
+_CSRC = "flashinfer/data/csrc"
+# What the source says of layouts and sizes, where the adapter relies on it: file, and text that is in it.
+FACTS = {
+    "CUTLASS's fp4 turns weights and their scales back": (
+        _BASE,
+        "a, b.T, a_descale, b_descale.T, alpha, out, workspace_buffer, tactic",
+    ),
+    "and wants contiguous tensors": (f"{_CSRC}/fp4_gemm_cutlass.cu", "CHECK_INPUT_AND_TYPE(mat2Scale, SF_DTYPE);"),
+    "k of fp4": (f"{_CSRC}/fp4_gemm_cutlass.cu", "constexpr int alignment = 32;"),
+    "n of mxfp8": (f"{_CSRC}/mxfp8_gemm_cutlass.cu", "constexpr int alignment = 32;"),
+    "the least n and k of mxfp8": (_BASE, "MXFP8 requires n >= {min_n} and k >= {min_k} for CUTLASS MXFP8."),
+    "mxfp8's scales are flat": (_BASE, "shape (M_padded * K_padded,) where M_padded = round_up(m, 8 if 8x4"),
+    "tiles of 128x4": (_BASE, "both a and b should quantized with nvfp4_quantize using the 128x4 scale factor layout"),
+    "cuDNN alone has mxfp4": (_BASE, "Only cudnn and auto FP4 GEMM supports mxfp4 quantization."),
+    "the tiles": ("flashinfer/quantization/fp4_quantization.py", "128x4"),
+}
+KERNELS = [
+    "flashinfer_mm_mxfp4_sm100",
+    *(f"flashinfer_mm_{fmt}_{arch}" for fmt in ("mxfp8", "nvfp4") for arch in ("sm100", "sm120")),
+]
+_CALLS: list[str] = []
+_F4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+# -- against the source --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_of_the_source(source: Callable[[str], str], name: str) -> None:
+    assert declared(source(_BASE), name) == unparsed(SIGNATURES[name])
+    assert f"from .gemm_base import {name} as {name}" in source("flashinfer/gemm/__init__.py")
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_conventions_are_those_of_the_source(source: Callable[[str], str], fact: str) -> None:
+    file, text = FACTS[fact]
+    assert text in source(file)
+
+
+# -- the stand-in --------------------------------------------------------------------------------------------------------------
+
+
+def _scales(flat: Tensor, rows: int, columns: int) -> Tensor:
+    """What the kernels read: of row i and column j, at the offset that CUTLASS's layout of scales has."""
+    i, j = torch.arange(rows)[:, None], torch.arange(columns)
+    across = -(-columns // 4)
+    at = ((i // 128) * across + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4
+    assert flat.numel() == -(-rows // 128) * across * 512
+    found = flat.flatten()[at]
+    return 2.0 ** (found.float() - 127) if found.dtype == torch.uint8 else found.float()
+
+
+def _values(codes: Tensor, flat: Tensor, block: int) -> Tensor:
+    wide = codes.float()
+    if codes.dtype == torch.uint8:
+        wide = _F4[torch.stack((codes % 16, codes // 16), -1).flatten(-2).long()]
+    scale = _scales(flat, wide.shape[0], wide.shape[1] // block)
+    return wide * scale.repeat_interleave(block, 1)
+
+
+def _product(given: dict[str, Any], b_scale: Tensor, block: int) -> Tensor:
+    a, b, out = given["a"], given["b"].T, given["out"]
+    for tensor in (a, b, given["a_descale"], b_scale, out):
+        assert tensor.is_contiguous()
+    assert out.dtype == given["out_dtype"]
+    assert out.dtype in (torch.bfloat16, torch.float16)
+    assert b.shape[0] % 32 == 0
+    product = _values(a, given["a_descale"], block) @ _values(b, b_scale, block).T
+    alpha = given.get("alpha")
+    if alpha is not None:
+        assert (alpha.dtype, alpha.shape) == (torch.float32, (1,))
+        product = product * alpha
+    return out.copy_(product)
+
+
+@with_signature(SIGNATURES["mm_fp4"], "a b a_descale b_descale alpha out_dtype out block_size backend use_nvfp4", {"torch": torch})
+def _mm_fp4(given: dict[str, Any]) -> Tensor:
+    nvfp4 = given["use_nvfp4"]
+    assert (given["block_size"], given["backend"]) == ((16, "cutlass") if nvfp4 else (32, "cudnn"))
+    for name in ("a_descale", "b_descale"):
+        assert given[name].dtype == (torch.float8_e4m3fn if nvfp4 else torch.uint8)
+        assert given[name].dim() == 2
+    assert (given["alpha"] is not None) == nvfp4
+    return _product(given, given["b_descale"].T, given["block_size"])
+
+
+@with_signature(SIGNATURES["mm_mxfp8"], "a b a_descale b_descale out out_dtype backend", {"torch": torch})
+def _mm_mxfp8(given: dict[str, Any]) -> Tensor:
+    assert given["backend"] == "cutlass"
+    assert min(given["b"].shape) >= 128
+    for name in ("a_descale", "b_descale"):
+        assert (given[name].dtype, given[name].dim()) == (torch.uint8, 1)
+    return _product(given, given["b_descale"], 32)
+
+
+_FUNCTIONS = {"flashinfer.gemm.mm_fp4": _mm_fp4, "flashinfer.gemm.mm_mxfp8": _mm_mxfp8}
+
+
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in, installed, on an sm_100 whose tensors lie on the CPU."""
+    _CALLS.clear()
+    with installed(monkeypatch, _FUNCTIONS, "sm_100", _CALLS.append):
+        yield
+
+
+@pytest.fixture
+def specs(flashinfer_kernels: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
+    return {name: spec for name, spec in flashinfer_kernels.items() if spec.family == "gemm"}
+
+
+# -- what is declared ----------------------------------------------------------------------------------------------------------
+
+
+def test_these_are_declared_below_the_portable_ones(specs: dict[str, KernelSpec]) -> None:
+    assert sorted(specs) == sorted(KERNELS)
+    assert all(Priority.REFERENCE < spec.priority < Priority.PORTABLE for spec in specs.values())
+
+
+def test_other_machines_are_refused_first(specs: dict[str, KernelSpec]) -> None:
+    for name, spec in specs.items():
+        other = "sm_100" if name.endswith("_sm120") else "sm_120"
+        for platform in ("sm_90", "sm_110", "cpu", "gfx950", other):
+            assert spec.capability.gap(named_platform(platform)).startswith(("needs a device", "needs architecture"))
+
+
+def _arguments(m: int = 5, k: int = 128, n: int = 160, **changes: Any) -> dict[str, Any]:
+    formats = {"a": "nvfp4", "b": "nvfp4", "layout": "128x4"}
+    return micro(m, k, n, **{**formats, **changes})(Draw())
+
+
+@pytest.mark.usefixtures("flashinfer", "specs")
+@pytest.mark.parametrize(
+    ("changes", "served"),
+    [
+        ({}, "flashinfer_mm_nvfp4_sm100"),
+        ({"k": 96, "out_dtype": torch.float16}, "flashinfer_mm_nvfp4_sm100"),
+        ({"a": "mxfp8", "b": "mxfp8"}, "flashinfer_mm_mxfp8_sm100"),
+        ({"a": "mxfp4", "b": "mxfp4"}, "flashinfer_mm_mxfp4_sm100"),
+        ({"layout": "linear"}, None),
+        ({"n": 40}, None),
+        ({"k": 80}, None),
+        ({"bias": torch.bfloat16}, None),
+        ({"out_dtype": torch.float32}, None),
+        ({"a": "dense"}, None),
+        ({"a": "mxfp8", "b": "mxfp8", "n": 96}, None),
+        ({"a": "mxfp8", "b": "mxfp4"}, None),
+        ({"a": "mxfp4", "b": "mxfp4", "k": 160}, None),
+    ],
+)
+def test_what_serves(changes: dict[str, Any], served: str | None) -> None:
+    arguments = _arguments(**changes)
+    if served is None:
+        with pytest.raises(NoKernelFoundError):
+            tokenspeed_kernel.mm(**arguments, solution="flashinfer")
+        return
+    assert tokenspeed_kernel.mm.explain(**arguments, solution="flashinfer").chosen.name == served
+
+
+# -- the adapter over the stand-in ---------------------------------------------------------------------------------------------
+
+
+def _cases() -> list[Case]:
+    formats = {fmt: {"a": fmt, "b": fmt, "layout": "128x4"} for fmt in ("nvfp4", "mxfp8", "mxfp4")}
+    return [
+        Case("nvfp4", micro(5, 96, 160, **formats["nvfp4"])),
+        Case("nvfp4, more than a tile", micro(131, 160, 160, **formats["nvfp4"], out_dtype=torch.float16)),
+        Case("mxfp8", micro(131, 160, 160, **formats["mxfp8"])),
+        Case("mxfp4", micro(3, 256, 160, **formats["mxfp4"])),
+        Case("nvfp4, no tokens", micro(0, 96, 160, **formats["nvfp4"])),
+    ]
+
+
+@pytest.mark.usefixtures("flashinfer")
+@pytest.mark.parametrize("case", _cases(), ids=lambda case: case.name)
+def test_results(specs: dict[str, KernelSpec], case: Case) -> None:
+    found = [verify_case(spec, case, "cpu") for name, spec in specs.items() if name.endswith("sm100")]
+    assert [result.status for result in found if result.status is not Status.SKIPPED] == [Status.PASSED], [
+        (result.kernel, result.reason, result.traceback) for result in found
+    ]
+    assert bool(_CALLS) == ("no tokens" not in case.name)
+
+
+@pytest.mark.usefixtures("flashinfer", "specs")
+def test_operands_and_outputs_of_other_strides() -> None:
+    for fmt in ("nvfp4", "mxfp8"):
+        arguments = _arguments(a=fmt, b=fmt)
+        wanted = tokenspeed_kernel.mm(**arguments, solution="reference")
+        wide = torch.full((5, 320), 7.0, dtype=torch.bfloat16)
+        strange = {**arguments, "b": arguments["b"].contiguous(), "a": arguments["a"].t().contiguous().t()}
+        strange["a_scale"] = arguments["a_scale"].transpose(-1, -2).contiguous().transpose(-1, -2)
+        got = tokenspeed_kernel.mm(**strange, out=wide[:, 160:], solution="flashinfer")
+        assert got.data_ptr() == wide[:, 160:].data_ptr()
+        torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
+        assert (wide[:, :160] == 7).all()
+
+
+# -- the real one --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.nvidia
+@pytest.mark.parametrize("name", KERNELS)
+def test_on_the_device(specs: dict[str, KernelSpec], name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    device, spec = torch.device("cuda"), specs[name]
+    gap = spec.capability.gap(platform_of(device))
+    if gap is not None:
+        pytest.skip(gap)
+    forget_adapters()
+    results = [verify_case(spec, case, device) for case in _cases()]
+    wrong = [result for result in results if result.status not in (Status.PASSED, Status.SKIPPED)]
+    assert not wrong, [(result.case, result.reason, result.traceback) for result in wrong]
