@@ -109,19 +109,27 @@ def emulated(multiprocessors: int, **options: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("heads", "new", "lengths", "multiprocessors"),
+    ("heads", "lengths", "multiprocessors", "options"),
     [
-        (128, 1, [700, 200, 0, 3], 6),  # three clusters; one has parts of two sequences, and a sequence has parts in two
-        (128, 2, [130, 1], 4),
-        (16, 1, [1500], 7),  # parts in all groups
-        (16, 3, [300, 2, 66, 65], 3),  # several tokens in a tile
+        (128, [700, 200, 0, 3], 6, {}),  # three clusters; one has parts of two sequences, and a sequence has parts in two
+        (128, [130, 1], 4, {"new": 2, "softmax_scale": 1.0}),  # maxima rise so much that sums are scaled anew
+        (16, [1500], 7, {}),  # parts in all groups
+        (16, [300, 2, 66, 65], 3, {"new": 3}),  # several tokens in a tile
     ],
 )
 @pytest.mark.parametrize(("seed", "copies"), [(0, "early"), (3, "late"), (5, "random")])
-def test_on_the_emulator(heads: int, new: int, lengths: list[int], multiprocessors: int, seed: int, copies: str) -> None:
+def test_on_the_emulator(
+    heads: int, lengths: list[int], multiprocessors: int, options: dict[str, Any], seed: int, copies: str
+) -> None:
     """Whatever warp goes on first, and however late copies and products are."""
     with emulated(multiprocessors, seed=seed, copies=copies):
-        check(arguments_of(lengths, heads, new))
+        check(arguments_of(lengths, heads, **options))
+
+
+def test_many_pages_on_the_emulator() -> None:
+    """More than a warp has lanes, and more sequences than it has."""
+    with emulated(2):
+        check(arguments_of([2600, *[1, 0, 64] * 11], 16))
 
 
 # -- what is launched ----------------------------------------------------------------------------------------------------------
