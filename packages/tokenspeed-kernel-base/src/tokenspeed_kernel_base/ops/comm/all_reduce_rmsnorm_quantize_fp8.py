@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Case, Cost, Draw, nbytes, recipe
-from tokenspeed_kernel_base.checks import Checker
 from tokenspeed_kernel_base.operator import operator
 from tokenspeed_kernel_base.ops.comm._inputs import own_values
 from tokenspeed_kernel_base.ops.comm.all_reduce_rmsnorm import all_reduce_rmsnorm
 from tokenspeed_kernel_base.ops.comm.group import ProcessGroup
-from tokenspeed_kernel_base.ops.quantization.encodings import SOURCE_DTYPES
+from tokenspeed_kernel_base.ops.quantization.composed import Quantised
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
-from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
 from tokenspeed_kernel_base.variation import Variation, Want
 
 
@@ -86,46 +84,11 @@ def all_reduce_rmsnorm_quantize_fp8(
     return (q, scale) if total is None else (q, scale, total)
 
 
-@all_reduce_rmsnorm_quantize_fp8.traits
-def _(
-    x: Tensor, group: ProcessGroup, residual: Tensor | None, granularity: str, block_size: int, dtype: torch.dtype
-) -> dict[str, object]:
-    quantised = {"x": x, "granularity": granularity, "block_size": block_size, "dtype": dtype}
-    return {
-        **quantize_fp8.operator.run_hook("traits", quantised),
-        **all_reduce_rmsnorm.operator.run_hook("traits", {"x": x, "group": group, "residual": residual}),
-    }
-
-
-@all_reduce_rmsnorm_quantize_fp8.intermediates
-def _(x: Tensor) -> tuple[TensorFormat, ...]:
-    return (dense_tensor_format(x.dtype),)  # the sum over ranks, and what is quantised
-
-
-@all_reduce_rmsnorm_quantize_fp8.check
-def _(
-    check: Checker,
-    x: Tensor,
-    weight: Tensor,
-    group: ProcessGroup,
-    eps: float,
-    residual: Tensor | None,
-    granularity: str,
-    block_size: int,
-    dtype: torch.dtype,
-) -> None:
-    check.tensor("x", x, "... hidden", SOURCE_DTYPES)
-    summed = {"x": x, "weight": weight, "group": group, "eps": eps, "residual": residual}
-    all_reduce_rmsnorm.operator.run_hook("check", summed, check)
-    quantised = {"x": x, "granularity": granularity, "block_size": block_size, "dtype": dtype}
-    quantize_fp8.operator.run_hook("check", quantised, check)
-
-
-@all_reduce_rmsnorm_quantize_fp8.fake
-def _(x: Tensor, residual: Tensor | None, granularity: str, block_size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    quantised = {"x": x, "granularity": granularity, "block_size": block_size, "dtype": dtype}
-    q, scale = quantize_fp8.operator.run_hook("fake", quantised)
-    return (q, scale) if residual is None else (q, scale, torch.empty_like(x, memory_format=torch.contiguous_format))
+_hooks = Quantised(all_reduce_rmsnorm, quantize_fp8)
+all_reduce_rmsnorm_quantize_fp8.traits(_hooks.traits)
+all_reduce_rmsnorm_quantize_fp8.intermediates(_hooks.intermediates)
+all_reduce_rmsnorm_quantize_fp8.check(_hooks.check)
+all_reduce_rmsnorm_quantize_fp8.fake(_hooks.fake)
 
 
 @recipe

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.activation.gated import tile_for
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, cdiv, next_power_of_2
+from tokenspeed_kernel.triton.common import as_rows, cdiv, next_power_of_2
 from tokenspeed_kernel.triton.quantization._quantised_rows import (
+    DECLARED,
     GROUPS,
     ROW,
     Form,
@@ -26,21 +27,12 @@ from tokenspeed_kernel.triton.quantization._quantised_rows import (
     nvfp4_form,
     stored_for,
 )
-from tokenspeed_kernel.triton.quantization._rows import finish
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.signature import format_signatures
-from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-_DECLARED: dict[str, Any] = {
-    "solution": "triton",
-    "capability": TRITON,
-    "signatures": format_signatures("x", "dense", FLOATS),
-    "priority": Priority.PORTABLE,
-    "tags": {"determinism"},
-}
+_DECLARED = {**DECLARED, "tags": {"determinism"}}
 _FP8: dict[str, Any] = {"granularity": {"token", "block"}, "block_size": GROUPS}
 _GIVEN: dict[str, Any] = {"granularity": "tensor"}
 _SWIGLU: dict[str, Any] = {"interleaved": any, "limit": any}
@@ -95,16 +87,16 @@ def _launch(
 ) -> tuple[Tensor, ...]:
     """Codes, and scales where they are made. ``dtype``: of the codes."""
     intermediate = x.shape[-1] // 2
-    codes, scales = stored_for(x, (*x.shape[:-1], intermediate), form, dtype, out, scale_out)
-    if codes.numel():
+    stored = stored_for(x, (*x.shape[:-1], intermediate), form, dtype, out, scale_out)
+    if stored.codes.numel():
         source = as_rows(x)
         rows = source.shape[0]
         tile = tile_of(intermediate, form.group)
         column_tiles = 1 if form.group == ROW else cdiv(intermediate, tile.columns)
         device_code.gated_quantize_kernel[(cdiv(rows, tile.rows) * column_tiles,)](
             source,
-            as_bytes(codes),
-            as_bytes(scales),
+            as_bytes(stored.codes),
+            as_bytes(stored.scales),
             given,
             rows,
             intermediate,
@@ -123,8 +115,8 @@ def _launch(
             num_warps=tile.warps,
         )
     else:
-        nothing_to(scales)
-    return (finish(codes, out),) if scales is codes else (finish(codes, out), finish(scales, scale_out))
+        nothing_to(stored.scales)
+    return stored.finish(out, scale_out)
 
 
 @register_kernel("activation", "silu_and_mul_quantize_fp8", traits=_FP8, **_DECLARED)

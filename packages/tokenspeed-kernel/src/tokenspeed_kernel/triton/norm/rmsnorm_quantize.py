@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import FLOATS, TRITON, as_rows, cdiv, has_rows, launch_options, may_overlap
+from tokenspeed_kernel.triton.common import as_rows, cdiv, has_rows, launch_options, may_overlap
 from tokenspeed_kernel.triton.norm.rmsnorm import LONGEST_ROW, tile_for
 from tokenspeed_kernel.triton.quantization._quantised_rows import (
+    DECLARED,
     GROUPS,
     Form,
     as_bytes,
@@ -26,19 +27,11 @@ from tokenspeed_kernel.triton.quantization._quantised_rows import (
 from tokenspeed_kernel.triton.quantization._rows import finish
 from tokenspeed_kernel_base.discovery import DeviceModule
 from tokenspeed_kernel_base.registry import register_kernel
-from tokenspeed_kernel_base.signature import format_signatures
-from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
 
-_DECLARED: dict[str, Any] = {
-    "solution": "triton",
-    "capability": TRITON,
-    "signatures": format_signatures("x", "dense", FLOATS),
-    "priority": Priority.PORTABLE,
-    "tags": {"determinism", "batch_invariant"},
-}
+_DECLARED = {**DECLARED, "tags": {"determinism", "batch_invariant"}}
 _TRAITS: dict[str, Any] = {"hidden": at_most(LONGEST_ROW), "residual": any}
 
 
@@ -56,7 +49,7 @@ def _launch(
 ) -> tuple[Tensor, ...]:
     """Codes, scales where they are made, and the sum with the residual where there is one. ``dtype``: of the codes."""
     hidden = x.shape[-1]
-    codes, scales = stored_for(x, x.shape, form, dtype, out, scale_out)
+    stored = stored_for(x, x.shape, form, dtype, out, scale_out)
     total = None
     if residual is not None:
         total = residual_out if residual_out is not None and has_rows(residual_out) else x.new_empty(x.shape)
@@ -71,8 +64,8 @@ def _launch(
             added,
             weight,
             sums,
-            as_bytes(codes),
-            as_bytes(scales),
+            as_bytes(stored.codes),
+            as_bytes(stored.scales),
             given,
             rows,
             hidden,
@@ -90,9 +83,9 @@ def _launch(
             **launch_options(early),
         )
     else:
-        nothing_to(scales)
-    made = [finish(codes, out)] if scales is codes else [finish(codes, out), finish(scales, scale_out)]
-    return (*made,) if total is None else (*made, finish(total, residual_out))
+        nothing_to(stored.scales)
+    made = stored.finish(out, scale_out)
+    return made if total is None else (*made, finish(total, residual_out))
 
 
 @register_kernel(

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tokenspeed_kernel.triton.common import FLOATS, TRITON
 from tokenspeed_kernel.triton.quantization._encode import FP8_NAMES, abilities, division_steps
+from tokenspeed_kernel.triton.quantization._rows import finish
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX, BLOCK_NVFP4, FP8_MAX, SMALLEST_NORMAL
+from tokenspeed_kernel_base.signature import format_signatures
+from tokenspeed_kernel_base.spec import Priority
 
 ROW, GIVEN = 0, -1
 """Values of `Form.group`: a row has one scale; the scale is known beforehand."""
 
 GROUPS = frozenset({8, 16, 32, 64, 128, 256, 512, 1024})
 """Elements of blocks in 8 bits that tiles are cut into: powers of two, as tiles have."""
+
+DECLARED: dict[str, Any] = {
+    "solution": "triton",
+    "capability": TRITON,
+    "signatures": format_signatures("x", "dense", FLOATS),
+    "priority": Priority.PORTABLE,
+}
+"""What the declarations of these kernels have in common."""
 
 
 class Form(NamedTuple):
@@ -74,6 +86,11 @@ class Stored(NamedTuple):
 
     codes: Tensor
     scales: Tensor
+
+    def finish(self, out: Tensor | None, scale_out: Tensor | None) -> tuple[Tensor, ...]:
+        """Codes, and scales where they are made, in what the caller provided."""
+        codes = finish(self.codes, out)
+        return (codes,) if self.scales is self.codes else (codes, finish(self.scales, scale_out))
 
 
 def stored_for(
