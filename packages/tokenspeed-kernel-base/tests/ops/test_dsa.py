@@ -175,16 +175,12 @@ def test_sparse_attention_from_the_indexer_on_is_dense_where_all_positions_are_c
 
 
 def test_they_are_proper_custom_operators(check_custom_op: Callable[[Any, dict[str, Any]], None]) -> None:
-    sparse = {"q": torch.randn(2, 3, 12), "kv_cache": torch.randn(4, 2, 12), "indices": torch.tensor([[0, 7], [3, -1]]).int()}
+    """The others have one output, and nothing that is written to."""
+    sparse = {"q": torch.randn(2, 3, 12), "kv_cache": torch.randn(4, 2, 12), "indices": ints([0, 7], [3, -1])}
     check_custom_op(mla_sparse_with_kvcache, {**sparse, "kv_lora_rank": 8, "softmax_scale": 0.3, "return_lse": True})
-    check_custom_op(top_k_indices, {"scores": torch.randn(2, 9), "top_k": 4, "lengths": torch.tensor([9, 2]).int()})
-    keys, scales = index_views(torch.zeros(3, 48, dtype=torch.uint8), 4, 8)
-    tables = {"page_table": ints([0, 1], [2, 0]), "cu_seqlens_q": ints(0, 0, 2)}
+    tables = {"page_table": ints([0, 1], [2, 0]), "cu_seqlens_q": ints(0, 0, 2), "cache_seqlens": ints(3, 5)}
     indexer = {"q": torch.randn(2, 3, 8), "k_cache": torch.randn(3, 4, 8), "weights": torch.randn(2, 3), **tables}
-    check_custom_op(dsa_indexer_scores_with_kvcache, {**indexer, "cache_seqlens": ints(3, 5)})
-    in_a_row = {"q": torch.randn(2, 3, 8), "k": torch.randn(2, 8), "weights": torch.randn(2, 3), "cu_seqlens": ints(0, 0, 2)}
-    check_custom_op(dsa_indexer_scores, in_a_row)
-    check_custom_op(positions_to_slots, {"positions": ints([0, 1], [-1, 3]), "page_size": 4, **tables})
+    check_custom_op(dsa_indexer_scores_with_kvcache, indexer)
+    keys, scales = index_views(torch.zeros(3, 48, dtype=torch.uint8), 4, 8)
     slots = torch.tensor([7, -1])
     check_custom_op(store_index_k_cache, {"k": torch.randn(2, 8), "k_cache": keys, "k_scale_cache": scales, "slot_mapping": slots})
-    check_custom_op(dsa_select_with_kvcache, {**indexer, "cache_seqlens": ints(3, 5), "top_k": 3})

@@ -111,13 +111,19 @@ def _(q: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 @recipe
 def _inputs(
-    kv_lens: Sequence[int], top_k: int, q_lens: Sequence[int] | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
+    kv_lens: Sequence[int],
+    top_k: int,
+    q_lens: Sequence[int] | None = None,
+    heads: int = 4,
+    head_dim: int = 32,
+    page_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Callable[[Draw], dict[str, Any]]:
     """Small whole numbers, of which every sum is exact in any order: whatever computes the scores, the choice is the same. Many are
     equal."""
 
     def make(draw: Draw) -> dict[str, Any]:
-        arguments = index_inputs(kv_lens, q_lens, dtype=dtype, **options)(draw)
+        arguments = index_inputs(kv_lens, q_lens, heads=heads, head_dim=head_dim, page_size=page_size, dtype=dtype)(draw)
         for name in ("q", "k_cache"):
             values = draw.integers(-2, 3, *arguments[name].shape, dtype=torch.int32).to(dtype)
             narrow = dtype.itemsize == 1  # not every backend can write these but as bytes, and keys are a view of pages
@@ -137,7 +143,7 @@ def _() -> list[Case]:
         Case("decode, more and less than top_k, float32", _inputs([9, 70, 0, 33], 16, dtype=torch.float32)),
         Case("prefill beside decode", _inputs([40, 60], 24, [40, 1])),
         Case("deepseek-v3.2 decode, top 64 of 300, fp8", _inputs([300, 64], 64, **deepseek)),
-        Case("no sequences", _inputs([], 4, width=2)),
+        Case("no sequences", _inputs([], 4)),
         Case("deepseek-v3.2 decode 64 x 8192, fp8", _inputs([8192] * 64, 2048, **deepseek), large=True),
         Case("deepseek-v3.2 decode 64 x 65536, fp8", _inputs([65536] * 64, 2048, **deepseek), large=True),
         Case("deepseek-v3.2 decode 1 x 65536, fp8", _inputs([65536], 2048, **deepseek), large=True),
