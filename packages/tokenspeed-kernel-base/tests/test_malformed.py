@@ -182,6 +182,14 @@ def _valid() -> dict[str, dict[str, Any]]:
         "causal_conv1d_prefill": {
             "x": ones(5, 8), "weight": ones(8, 4), "cu_seqlens": ints(0, 3, 5), "states": ones(4, 3, 8), "state_slots": ints(2, -1),
         },
+        "ssd_prefill": {
+            "x": ones(5, 4, 2), "dt": ones(5, 4), "A": ones(4, dtype=F32), "B": ones(5, 2, 8), "C": ones(5, 2, 8), "cu_seqlens": ints(0, 3, 5),
+            "states": ones(4, 4, 2, 8, dtype=F32), "state_slots": ints(2, -1),
+        },
+        "ssd_decode": {
+            "x": ones(2, 1, 4, 2), "dt": ones(2, 1, 4), "A": ones(4, dtype=F32), "B": ones(2, 1, 2, 8), "C": ones(2, 1, 2, 8),
+            "states": ones(4, 4, 2, 8, dtype=F32), "state_slots": ints(2, -1),
+        },
         "causal_conv1d_decode": {"x": ones(2, 1, 8), "weight": ones(8, 4), "states": ones(4, 3, 8), "state_slots": ints(2, -1)},
         "argmax": {"logits": ones(3, 8)},
         "argmax_with_value": {"logits": ones(3, 8)},
@@ -380,6 +388,15 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("causal_conv1d_decode", {"x": ones(2, 0, 8)}, V, r"x must be of at least one token, got \[2, 0, 8\]"),
     ("causal_conv1d_decode", {"state_slots": ints(4, -1)}, V, r"state_slots must be below 4, the slots of states, got 4 for request 0"),
     ("causal_conv1d_decode", {"output_slots": ints([1, 2])}, V, r"output_slots must be of shape .* where .*, got \[1, 2\]"),
+    ("ssd_prefill", {"B": ones(5, 3, 8)}, V, r"x must be such that heads is a multiple of groups = 3 of B, got heads = 4"),
+    ("ssd_prefill", {"C": ones(5, 2, 8, dtype=F32)}, T, r"C must be a tensor of bfloat16, got float32"),
+    ("ssd_prefill", {"dt": ones(5, 4, dtype=torch.float16)}, T, r"dt must be a tensor of bfloat16 or float32, got float16"),
+    ("ssd_prefill", {"states": ones(4, 4, 8, 2, dtype=F32)}, V, r"states must be of shape .* where head_dim is 2 in x, got \[4, 4, 8, 2\]"),
+    ("ssd_prefill", {"dt_min": -0.1}, V, r"dt_min must be 0 or more, got -0.1"),
+    ("ssd_prefill", {"dt_min": 0.5, "dt_max": 0.1}, V, r"dt_max must be at least dt_min = 0.5, got 0.1"),
+    ("ssd_prefill", {"cu_seqlens": ints(0, 3, 6)}, V, r"cu_seqlens\[-1\] must be 5, the number of tokens in x, got 6"),
+    ("ssd_decode", {"z": ones(2, 1, 4, 3)}, V, r"z must be of shape .* where head_dim is 2 in x, got \[2, 1, 4, 3\]"),
+    ("ssd_decode", {"output_slots": ints([3], [3])}, V, r"output_slots must be of distinct slots .*, got slot 3 for requests \[0, 1\]"),
     # gemm
     ("mm", {"b": ones(7, 4)}, V, r"b must be such that its k is 8 like a's .*, got 7"),
     ("mm", {"a": ones(8)}, V, r"a must be of shape \[m, k\], got a bfloat16 tensor of shape \[8\]"),

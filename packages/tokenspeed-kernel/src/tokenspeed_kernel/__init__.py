@@ -143,6 +143,8 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.speculation.verify_draft_tokens import verify_draft_tokens
     from tokenspeed_kernel_base.ops.state_space.causal_conv1d_decode import causal_conv1d_decode
     from tokenspeed_kernel_base.ops.state_space.causal_conv1d_prefill import causal_conv1d_prefill
+    from tokenspeed_kernel_base.ops.state_space.ssd_decode import ssd_decode
+    from tokenspeed_kernel_base.ops.state_space.ssd_prefill import ssd_prefill
 
 __all__ = [
     "ArchVersion",
@@ -192,6 +194,8 @@ __all__ = [
     "set_selection_policy",
     "settings",
     "shape_capture",
+    "ssd_decode",
+    "ssd_prefill",
     "start_profiling",
     "start_shape_capture",
     "stop_profiling",

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 import tokenspeed_kernel as tk
+from tokenspeed_kernel.triton.common import for_architecture
+from tokenspeed_kernel.triton.state_space import causal_conv1d_prefill as convolution
+from tokenspeed_kernel.triton.state_space import ssd_prefill as launcher
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.ops.state_space import causal_conv1d_decode as conv_decode
 from tokenspeed_kernel_base.ops.state_space import causal_conv1d_prefill as conv_prefill
+from tokenspeed_kernel_base.ops.state_space import ssd_decode, ssd_prefill
 
 DEVICE = default_device()
 F32 = torch.float32
@@ -41,8 +45,9 @@ def test_convolutions_of_caches_of_any_layout(layout: str) -> None:
         _same(operator, arguments)
 
 
-def test_a_convolution_of_more_sequences_than_are_looked_at_together() -> None:
-    lengths = [1, 0, 2, 0, 5, 0, 0] * 40
+def test_a_convolution_of_more_sequences_than_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "_AT_ONCE", 8)
+    lengths = [1, 0, 2, 0, 5, 0, 0] * 3
     _same(tk.causal_conv1d_prefill, conv_prefill._inputs(lengths, 8, 4, F32)(Draw(DEVICE)))
 
 
@@ -51,3 +56,43 @@ def test_a_convolution_writes_over_its_input_token_by_token() -> None:
     wanted = tk.causal_conv1d_decode(**{**arguments, "states": arguments["states"].clone()}, solution="reference")
     assert tk.causal_conv1d_decode(**arguments, out=arguments["x"], solution="triton") is arguments["x"]
     torch.testing.assert_close(arguments["x"], wanted)
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_recurrences_across_chunks_and_segments(chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths at the ends of chunks and segments, of which there are many: a segment has few chunks."""
+    monkeypatch.setattr(launcher, "_SEGMENT_CHUNKS", chunks)
+    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 1 << 20)
+    chunk = launcher.tile_for(dtype, 4, 4, for_architecture(launcher._LIMITS, DEVICE)).chunk
+    lengths = [2 * chunk * chunks + 1, chunk * chunks - 1, 0, chunk * chunks, 1, chunk * chunks + 1]
+    arguments = ssd_prefill._inputs(lengths, 1, 4, 4, dtype=dtype, padding=1)(Draw(DEVICE))
+    arguments["has_initial_state"][:2] = True
+    _same(tk.ssd_prefill, arguments, 1e-4 if dtype == F32 else 3e-2)
+
+
+def test_recurrences_of_tensors_and_caches_of_any_layout() -> None:
+    """As engines have them: x, B and C are slices of what a convolution returns, states of several layers lie in one block."""
+    prefill = ssd_prefill._inputs([20, 0, 7], 4, 8, 16, 2, F32)(Draw(DEVICE))
+    decode = ssd_decode._inputs(3, 4, 8, 16, 2, 2, F32, kept=True)(Draw(DEVICE))
+    for operator, arguments in ((tk.ssd_prefill, prefill), (tk.ssd_decode, decode)):
+        leading = arguments["x"].shape[:-2]
+        both = torch.cat([arguments[name].flatten(-2) for name in ("x", "B", "C")], dim=-1)
+        for name, slice in zip(("x", "B", "C"), both.split((32, 32, 32), dim=-1), strict=True):
+            arguments[name] = slice.unflatten(-1, arguments[name].shape[-2:])
+            assert arguments[name].shape[:-2] == leading
+        arguments["z"], arguments["dt"] = (arguments[name].mT.contiguous().mT for name in ("z", "dt"))
+        arguments["states"] = torch.stack((arguments["states"],) * 2, dim=1)[:, 1].transpose(2, 3).contiguous().transpose(2, 3)
+        _same(operator, arguments, 1e-4)
+
+
+@pytest.mark.parametrize(("dt", "softplus"), [(-30.0, True), (-7.0, True), (-0.1, True), (0.1, True), (30.0, True), (0.0, False)])
+def test_steps_of_any_size(dt: float, softplus: bool) -> None:
+    """A step is as precise as float32 where it is small: the state is made of it."""
+    arguments = ssd_decode._inputs(1, 2, 4, 4, dtype=F32, full=False)(Draw(DEVICE))
+    arguments |= {"dt": torch.full_like(arguments["dt"], dt), "dt_softplus": softplus}
+    arguments["states"] = torch.zeros_like(arguments["states"])
+    wanted = {name: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for name, x in arguments.items()}
+    tk.ssd_decode(**arguments, solution="triton")
+    tk.ssd_decode(**wanted, solution="reference")
+    torch.testing.assert_close(arguments["states"].double(), wanted["states"], rtol=2e-6, atol=0.0)

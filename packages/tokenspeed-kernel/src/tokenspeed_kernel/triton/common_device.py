@@ -63,7 +63,7 @@ def bits_of(masks):
 
 
 @triton.jit
-def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
+def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS, AT_ONCE: tl.constexpr):
     """The sequence that owns a slot of ROWS rows, where sequence b of GROUP rows a token has its slots from
     ``cu_seqlens[b] * GROUP // ROWS + b`` on: as many as its rows need, and at least one. AT_ONCE sequences are looked at at a
     time."""

@@ -1,0 +1,140 @@
+"""What the state-space recurrences of prefill and decode share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel_base.cases import Draw
+from tokenspeed_kernel_base.checks import FLOATS, Checker
+from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
+
+Maker = Callable[[Draw], dict[str, Any]]
+"""What makes a case's arguments."""
+
+
+def step_sizes(
+    dt: Tensor, A: Tensor, dt_bias: Tensor | None, dt_softplus: bool, dt_min: float, dt_max: float, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The step of each head, and the factor by which its state decays: ``[..., heads]`` each."""
+    step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
+    if dt_softplus:
+        step = torch.nn.functional.softplus(step)
+    step = step.clamp(dt_min, dt_max)
+    return step, torch.exp(step * A.to(wide))
+
+
+def advance(state: Tensor, x: Tensor, step: Tensor, decay: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each of n sequences, all of one dtype.
+
+    Args:
+        state: ``[n, heads, head_dim, state_dim]``.
+        x: ``[n, heads, head_dim]``.
+        step, decay: ``[n, heads]``.
+        B, C: ``[n, groups, state_dim]``.
+
+    Returns:
+        The next state, and what it says: ``[n, heads, head_dim]``.
+    """
+    heads_of_group = state.shape[1] // B.shape[1]
+    B, C = (matrix.repeat_interleave(heads_of_group, dim=1).unsqueeze(2) for matrix in (B, C))
+    state = state * decay[..., None, None] + (step.unsqueeze(-1) * x).unsqueeze(-1) * B
+    return state, (state * C).sum(-1)
+
+
+def finish(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """Adds what skips the state, and gates: wide results ``[..., heads, head_dim]``, rounded to x's dtype."""
+    if D is not None:
+        y = y + D.to(y.dtype).unsqueeze(-1) * x.to(y.dtype)
+    if z is not None:
+        y = y * torch.nn.functional.silu(z.to(y.dtype))
+    return y.to(x.dtype).contiguous()
+
+
+def check_recurrence(
+    check: Checker,
+    leading: str,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    states: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_min: float,
+    dt_max: float,
+) -> None:
+    """Checks everything but slots. ``leading``: the axes of tensors that have tokens."""
+    check.tensor("x", x, f"{leading} heads head_dim", FLOATS)
+    check.tensor("dt", dt, f"{leading} heads", {x.dtype, torch.float32})
+    check.tensor("A", A, "heads", FLOATS)
+    check.tensor("B", B, f"{leading} groups state_dim", x.dtype)
+    check.divides("groups", "heads")
+    check.tensor("C", C, f"{leading} groups state_dim", x.dtype)
+    check.tensor("states", states, "slots heads head_dim state_dim", {x.dtype, torch.float32})
+    check.tensor("D", D, "heads", FLOATS)
+    check.tensor("z", z, f"{leading} heads head_dim", x.dtype)
+    check.tensor("dt_bias", dt_bias, "heads", FLOATS)
+    check.require(dt_min >= 0, "dt_min", "0 or more", dt_min)
+    check.require(dt_min <= dt_max, "dt_max", f"at least dt_min = {dt_min}", dt_max)
+
+
+def recurrence_traits(x: Tensor, B: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None) -> dict[str, object]:
+    return {
+        "heads": x.shape[-2],
+        "head_dim": x.shape[-1],
+        "groups": B.shape[-2],
+        "state_dim": B.shape[-1],
+        "D": D is not None,
+        "z": z is not None,
+        "dt_bias": dt_bias is not None,
+    }
+
+
+def recurrence_flops(x: Tensor, B: Tensor) -> float:
+    """Operations of the recurrence: the state decays, takes up x and B, and is multiplied by C."""
+    return 5.0 * x.numel() * B.shape[-1]
+
+
+def intermediates_of(x: Tensor) -> tuple[TensorFormat, ...]:
+    """Matrix units take the state and the weights of tokens in x's dtype."""
+    return (dense_tensor_format(x.dtype),)
+
+
+def draw_recurrence(
+    draw: Draw,
+    leading: tuple[int, ...],
+    heads: int,
+    head_dim: int,
+    state_dim: int,
+    groups: int,
+    dtype: torch.dtype,
+    full: bool,
+) -> dict[str, Any]:
+    """Operands as trained models have them: steps from 0.001 to 0.1 for the most part, A from -16 to -1.
+
+    ``full``: with D, z, dt_bias, softplus and limits; else steps are given as they are, in float32.
+    """
+    made: dict[str, Any] = {
+        "x": draw.normal(*leading, heads, head_dim, dtype=dtype),
+        "A": -draw.uniform(heads, low=1.0, high=16.0),
+        "B": draw.normal(*leading, groups, state_dim, dtype=dtype),
+        "C": draw.normal(*leading, groups, state_dim, dtype=dtype, scale=state_dim**-0.5),
+    }
+    if not full:
+        return {**made, "dt": draw.uniform(*leading, heads, low=0.001, high=0.1)}
+    return {
+        **made,
+        "dt": draw.normal(*leading, heads, dtype=dtype),
+        "D": draw.normal(heads, dtype=dtype),
+        "z": draw.normal(*leading, heads, head_dim, dtype=dtype),
+        "dt_bias": draw.uniform(heads, low=-6.0, high=-2.0, dtype=dtype),
+        "dt_softplus": True,
+        "dt_min": 0.002,
+        "dt_max": 0.2,
+    }

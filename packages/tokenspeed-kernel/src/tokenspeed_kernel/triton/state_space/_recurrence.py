@@ -1,0 +1,37 @@
+"""What the launchers of state-space recurrences share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import FLOATS
+from tokenspeed_kernel_base.signature import dense_tensor_format, format_signature
+from tokenspeed_kernel_base.traits import at_most
+
+# Step sizes and states are of x's dtype, or float32.
+FORMATS = frozenset(
+    format_signature(x=dense_tensor_format(x), dt=dense_tensor_format(dt), states=dense_tensor_format(states))
+    for x in FLOATS
+    for dt in {x, torch.float32}
+    for states in {x, torch.float32}
+)
+TRAITS = {"D": any, "z": any, "dt_bias": any, "head_dim": at_most(256), "state_dim": at_most(256)}
+
+
+class Shape(NamedTuple):
+    """Sizes that a model fixes: heads, heads of a group, columns of a head and of its state; whether steps take softplus."""
+
+    heads: int
+    group: int
+    head_dim: int
+    state_dim: int
+    softplus: bool
+
+
+def shape_of(x: Tensor, B: Tensor, dt_softplus: bool) -> Shape:
+    heads, head_dim = x.shape[-2:]
+    groups, state_dim = B.shape[-2:]
+    return Shape(heads, heads // groups, head_dim, state_dim, dt_softplus)

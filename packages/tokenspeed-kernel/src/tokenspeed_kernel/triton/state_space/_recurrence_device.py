@@ -1,0 +1,54 @@
+"""What the device code of state-space recurrences shares."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Steps(NamedTuple):
+    """What makes step sizes of a head: float32 numbers."""
+
+    A: Any
+    bias: Any
+    least: Any
+    most: Any
+
+
+@triton.jit
+def steps_of(A, dt_bias, head, dt_min, dt_max):
+    """The `Steps` of a head."""
+    bias = 0.0
+    if dt_bias is not None:
+        bias = tl.load(dt_bias + head).to(tl.float32)
+    return Steps(tl.load(A + head).to(tl.float32), bias, dt_min, dt_max)
+
+
+@triton.jit
+def step_sizes(dt, steps, SHAPE: tl.constexpr):
+    """Step sizes of float32 dt."""
+    step = dt + steps.bias
+    if SHAPE.softplus:
+        # max(x, 0) + log(1 + e), e = exp(-|x|). The logarithm is 2 artanh(s), s = e / (2 + e) <= 1/3, by its series, of which nine
+        # terms give float32: for steps of 0.001 the logarithm of a number next to 1 would keep four digits.
+        e = tl.exp(-tl.abs(step))
+        s = e / (2.0 + e)
+        square = s * s
+        series = 1.0 / 17.0
+        for i in tl.static_range(8):
+            series = series * square + 1.0 / (15.0 - 2.0 * i)
+        step = tl.where(step > 0.0, step, tl.where(step != step, step, 0.0)) + 2.0 * s * series
+    step = tl.where(step < steps.least, steps.least, step)
+    return tl.where(step > steps.most, steps.most, step)
+
+
+@triton.jit
+def skipped_and_gated(y, x, D, head, z):
+    """``(y + D x) silu(z)``, float32; D and z may be None."""
+    if D is not None:
+        y += tl.load(D + head).to(tl.float32) * x
+    if z is not None:
+        y = y * (z / (1.0 + tl.exp(-z)))
+    return y

@@ -1,0 +1,302 @@
+"""Device code of `ssd_prefill`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.common_device import DTYPES, sequence_of, wait_for_products
+from tokenspeed_kernel.triton.state_space._recurrence_device import skipped_and_gated, step_sizes, steps_of
+from tokenspeed_kernel.triton.views_device import Rows
+
+__all__ = ["DTYPES", "ssd_prefill_kernel", "ssd_segments_kernel"]
+
+
+class Segment(NamedTuple):
+    """A segment of a sequence.
+
+    Fields:
+        sequence: its sequence.
+        token: the sequence's first token.
+        index: which of the sequence's segments it is.
+        begin, end: its first position in the sequence, and the one behind its last.
+        last: whether the sequence ends with it. There may be another one behind that, which has no tokens.
+        there: whether it is one of the sequence, which has at least one.
+    """
+
+    sequence: Any
+    token: Any
+    index: Any
+    begin: Any
+    end: Any
+    last: Any
+    there: Any
+
+
+class Part(NamedTuple):
+    """The rows of a head's state that a program has, and all columns.
+
+    Fields:
+        head: the head.
+        row, column: of the state.
+        rows, columns: which of these are there.
+    """
+
+    head: Any
+    row: Any
+    column: Any
+    rows: Any
+    columns: Any
+
+
+@triton.jit
+def _segment_of(number, cu_seqlens, batch, size, AT_ONCE: tl.constexpr):
+    """The segment of this number, of ``size`` tokens."""
+    sequence = sequence_of(number, cu_seqlens, batch, 1, size, AT_ONCE)
+    token = tl.load(cu_seqlens + sequence)
+    length = tl.load(cu_seqlens + sequence + 1) - token
+    index = number - token // size - sequence
+    begin = index * size
+    end = tl.minimum(begin + size, length)
+    return Segment(sequence, token.to(tl.int64), index, begin, end, end == length, (begin < length) | (index == 0))
+
+
+@triton.jit
+def _part_of(block, SHAPE: tl.constexpr, TILE: tl.constexpr):
+    row = block // SHAPE.heads * TILE.rows + tl.arange(0, TILE.rows)
+    column = tl.arange(0, TILE.columns)
+    return Part(block % SHAPE.heads, row, column, row < SHAPE.head_dim, column < SHAPE.state_dim)
+
+
+@triton.jit
+def _in_cache(states, part, slot, slot_stride, head_stride, row_stride, column_stride):
+    """Pointers to a part of a state in a slot."""
+    first = states + slot.to(tl.int64) * slot_stride + part.head.to(tl.int64) * head_stride
+    return first + part.row[:, None].to(tl.int64) * row_stride + part.column[None, :] * column_stride
+
+
+@triton.jit
+def _left_by(left, number, part, SHAPE: tl.constexpr):
+    """Pointers to a part of what segments leave: ``[segments, heads, head_dim, state_dim]``."""
+    first = left + (number.to(tl.int64) * SHAPE.heads + part.head) * (SHAPE.head_dim * SHAPE.state_dim)
+    return first + part.row[:, None] * SHAPE.state_dim + part.column[None, :]
+
+
+@triton.jit
+def _initial(states, at, sequence, state_slots, slots_stride, has_initial_state, initial_stride, part):
+    """A part of the state that a sequence starts from; ``at`` points into its slot."""
+    state = tl.zeros(at.shape, tl.float32)
+    if has_initial_state is not None:
+        started = tl.load(has_initial_state + sequence * initial_stride).to(tl.int32) != 0
+        if started & (tl.load(state_slots + sequence * slots_stride) >= 0):
+            state += tl.load(at, mask=part.rows[:, None] & part.columns[None, :], other=0.0).to(tl.float32)
+    return state
+
+
+@triton.jit
+def _rows_of(rows, token, head, column, inside, columns_there, DTYPE: tl.constexpr):
+    """The tokens of a chunk, of which ``token`` is the first, of a head of `Rows`, as operands of products; zeros where there is
+    nothing."""
+    first = rows.first + head * rows.head_stride
+    at = (token + tl.arange(0, inside.shape[0]))[:, None] * rows.token_stride + column[None, :] * rows.dim_stride
+    return tl.load(first + at, mask=inside[:, None] & columns_there[None, :], other=0.0).to(DTYPE)
+
+
+@triton.jit
+def _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE: tl.constexpr):
+    """Of each token of a chunk, the sum of the logarithms of decays up to it, and that less the logarithm of its step: token j has
+    the weight ``exp(sums[i] - weights[j])`` in what token i says. The third result is the whole chunk's sum. A token behind the end
+    has no step.
+
+    Steps themselves are not returned: where a product's layout wants them, the compiler would load and compute them anew for each
+    of its columns, in registers that are needed.
+    """
+    at = dt + token * dt_token + part.head * dt_head + tl.arange(0, inside.shape[0]) * dt_token
+    step = step_sizes(tl.load(at, mask=inside, other=0.0).to(tl.float32), steps, SHAPE)
+    step = tl.where(inside, step, 0.0)
+    sums = tl.cumsum(step * steps.A, 0)
+    least: tl.constexpr = 1.2e-38  # stands for 0
+    return sums, sums - tl.log(tl.where(step < least, least, step)), tl.sum(step * steps.A)
+
+
+@triton.jit
+def _advanced(state, x, b, weights, total, DTYPE: tl.constexpr):
+    """The state after a chunk: each token has decayed since, and so has what was there."""
+    taken = (x.to(tl.float32) * tl.exp(total - weights)[:, None]).to(DTYPE)
+    return tl.dot(tl.trans(taken), b, state * tl.exp(total), input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["batch", "size"])
+def ssd_segments_kernel(
+    x,
+    dt,
+    A,
+    B,
+    dt_bias,
+    cu_seqlens,
+    states,
+    state_slots,
+    has_initial_state,
+    left,
+    decays,
+    batch,
+    size,
+    dt_min,
+    dt_max,
+    x_token,
+    x_head,
+    x_dim,
+    dt_token,
+    dt_head,
+    B_token,
+    B_group,
+    B_dim,
+    slot_stride,
+    state_head,
+    state_row,
+    state_column,
+    slots_stride,
+    initial_stride,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Writes what a segment leaves to the place of the next one, and to the place of a sequence's first segment the state that the
+    sequence starts from. The next launch reads that here, for it writes to the slot."""
+    number = tl.program_id(1)
+    segment = _segment_of(number, cu_seqlens, batch, size, AT_ONCE)
+    part = _part_of(tl.program_id(0), SHAPE, TILE)
+    there = part.rows[:, None] & part.columns[None, :]
+    if segment.index == 0:
+        slot = tl.load(state_slots + segment.sequence * slots_stride)
+        at = _in_cache(states, part, slot, slot_stride, state_head, state_row, state_column)
+        state = _initial(states, at, segment.sequence, state_slots, slots_stride, has_initial_state, initial_stride, part)
+        tl.store(_left_by(left, number, part, SHAPE), state, mask=there)
+    if (segment.there == 0) | segment.last:
+        return
+    steps = steps_of(A, dt_bias, part.head, dt_min, dt_max)
+    x_rows = Rows(x, x_token, x_head, x_dim)
+    B_rows = Rows(B, B_token, B_group, B_dim)
+    ROWS: tl.constexpr = TILE.rows
+    COLUMNS: tl.constexpr = TILE.columns
+    added = tl.zeros((ROWS, COLUMNS), tl.float32)
+    decay = 0.0
+    for begin in range(segment.begin, segment.end, TILE.chunk):
+        wait_for_products()
+        inside, token = begin + tl.arange(0, TILE.chunk) < segment.end, segment.token + begin
+        _, weights, total = _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE)
+        values = _rows_of(x_rows, token, part.head, part.row, inside, part.rows, DTYPE)
+        b = _rows_of(B_rows, token, part.head // SHAPE.group, part.column, inside, part.columns, DTYPE)
+        added = _advanced(added, values, b, weights, total, DTYPE)
+        decay += total
+    tl.store(_left_by(left, number + 1, part, SHAPE), added, mask=there)
+    if tl.program_id(0) < SHAPE.heads:
+        tl.store(decays + (number + 1).to(tl.int64) * SHAPE.heads + part.head, decay)
+
+
+@triton.jit(do_not_specialize=["batch", "size"])
+def ssd_prefill_kernel(
+    x,
+    dt,
+    A,
+    B,
+    dt_bias,
+    cu_seqlens,
+    states,
+    state_slots,
+    has_initial_state,
+    left,
+    decays,
+    batch,
+    size,
+    dt_min,
+    dt_max,
+    x_token,
+    x_head,
+    x_dim,
+    dt_token,
+    dt_head,
+    B_token,
+    B_group,
+    B_dim,
+    slot_stride,
+    state_head,
+    state_row,
+    state_column,
+    slots_stride,
+    initial_stride,
+    C,
+    D,
+    z,
+    out,
+    C_token,
+    C_group,
+    C_dim,
+    z_token,
+    z_head,
+    z_dim,
+    out_token,
+    out_head,
+    out_dim,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """A head of a segment, or some columns of a head."""
+    number = tl.program_id(1)
+    segment = _segment_of(number, cu_seqlens, batch, size, AT_ONCE)
+    if segment.there == 0:
+        return
+    part = _part_of(tl.program_id(0), SHAPE, TILE)
+    there = part.rows[:, None] & part.columns[None, :]
+    if left is None:
+        slot = tl.load(state_slots + segment.sequence * slots_stride)
+        at = _in_cache(states, part, slot, slot_stride, state_head, state_row, state_column)
+        state = _initial(states, at, segment.sequence, state_slots, slots_stride, has_initial_state, initial_stride, part)
+    else:
+        first = number - segment.index
+        state = tl.load(_left_by(left, first, part, SHAPE), mask=there, other=0.0)
+        for i in range(segment.index):
+            before = first + i + 1
+            decay = tl.load(decays + before.to(tl.int64) * SHAPE.heads + part.head)
+            state = state * tl.exp(decay) + tl.load(_left_by(left, before, part, SHAPE), mask=there, other=0.0)
+    steps = steps_of(A, dt_bias, part.head, dt_min, dt_max)
+    x_rows = Rows(x, x_token, x_head, x_dim)
+    B_rows = Rows(B, B_token, B_group, B_dim)
+    C_rows = Rows(C, C_token, C_group, C_dim)
+    z_rows = Rows(z, z_token, z_head, z_dim)
+    in_chunk = tl.arange(0, TILE.chunk)
+    group = part.head // SHAPE.group
+    # What does not change from chunk to chunk are addresses and masks, most of all. There are too few registers to keep them, and
+    # it takes little to compute them anew.
+    for begin in tl.range(segment.begin, segment.end, TILE.chunk, disable_licm=True):
+        wait_for_products()
+        inside, token = begin + in_chunk < segment.end, segment.token + begin
+        sums, weights, total = _decays(dt, dt_token, dt_head, token, inside, part, steps, SHAPE)
+        b = _rows_of(B_rows, token, group, part.column, inside, part.columns, DTYPE)
+        c = _rows_of(C_rows, token, group, part.column, inside, part.columns, DTYPE)
+        values = _rows_of(x_rows, token, part.head, part.row, inside, part.rows, DTYPE)
+        # Tokens of the chunk, each decayed since, and what the state before them says.
+        since = tl.where(in_chunk[:, None] >= in_chunk[None, :], sums[:, None] - weights[None, :], -float("inf"))
+        scores = tl.dot(c, tl.trans(b), input_precision="ieee")
+        scores = (scores * tl.exp(since)).to(DTYPE)
+        y = tl.dot(c, tl.trans(state.to(DTYPE)), input_precision="ieee") * tl.exp(sums)[:, None]
+        y = tl.dot(scores, values, y, input_precision="ieee")
+        gate = None
+        if z is not None:
+            gate = _rows_of(z_rows, token, part.head, part.row, inside, part.rows, DTYPE).to(tl.float32)
+        result = skipped_and_gated(y, values.to(tl.float32), D, part.head, gate).to(out.dtype.element_ty)
+        out_at = out + part.head * out_head
+        out_at += (token + in_chunk)[:, None] * out_token + part.row[None, :] * out_dim
+        tl.store(out_at, result, mask=inside[:, None] & part.rows[None, :])
+        state = _advanced(state, values, b, weights, total, DTYPE)
+    # Pointers are made anew from what is loaded anew. From before the loop they would occupy 32 registers of each thread all along.
+    slot = tl.load(state_slots + segment.sequence * slots_stride)
+    at = _in_cache(states, part, slot, slot_stride, state_head, state_row, state_column)
+    if segment.last & (slot >= 0):
+        tl.debug_barrier()  # threads that write the state may be others than those that have read it
+        tl.store(at, state.to(states.dtype.element_ty), mask=there)
