@@ -42,13 +42,15 @@ class Quantised:
 
     def __init__(self, first: Any, second: Any, block: int = 1) -> None:
         self._first, self._second, self._block = first.operator, second.operator, block
+        # For options that the operator does not offer.
+        self._defaults = {parameter.name: parameter.default for parameter in self._second.parameters if not parameter.required}
         self.coded = self._second.mode in ("quantize_mxfp8", "quantize_nvfp4")
 
     def traits(self, **arguments: Any) -> dict[str, object]:
         """Those of both."""
         made = self._on_meta(arguments)
         return {
-            **self._second.run_hook("traits", {**arguments, "x": made}),
+            **self._second.run_hook("traits", self._for_second(arguments, made)),
             **self._first.run_hook("traits", arguments),
         }
 
@@ -59,12 +61,13 @@ class Quantised:
         x, made = arguments["x"], self._on_meta(arguments)
         wanted = f"of shape [..., 2 * d] where d is a multiple of {self._block}"
         check.require(made.shape[-1] % self._block == 0, "x", wanted, str(list(x.shape)))
-        self._second.run_hook("check", {**arguments, "x": made}, check)
+        self._second.run_hook("check", self._for_second(arguments, made), check)
 
     def fake(self, **arguments: Any) -> Any:
         """What ``second`` makes, then what else ``first`` does."""
         made, *others = lowering.as_list(self._first.run_hook("fake", arguments))
-        return lowering.from_list([*lowering.as_list(self._second.run_hook("fake", {**arguments, "x": made})), *others])
+        quantised = self._second.run_hook("fake", self._for_second(arguments, made))
+        return lowering.from_list([*lowering.as_list(quantised), *others])
 
     def intermediates(self, **arguments: Any) -> tuple[TensorFormat, ...]:
         """What is quantised is rounded to x's dtype before."""
@@ -81,8 +84,12 @@ class Quantised:
     def cost(self, **arguments: Any) -> Cost:
         """The work of both, without the write of what is quantised, and without reading it again."""
         made = self._on_meta(arguments)
-        one, other = self._first.run_hook("cost", arguments), self._second.run_hook("cost", {**arguments, "x": made})
+        one, other = self._first.run_hook("cost", arguments), self._second.run_hook("cost", self._for_second(arguments, made))
         return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(made))
+
+    def _for_second(self, arguments: Mapping[str, Any], made: torch.Tensor) -> dict[str, Any]:
+        """The arguments of ``second``."""
+        return {**self._defaults, **arguments, "x": made}
 
     def _on_meta(self, arguments: Mapping[str, Any]) -> torch.Tensor:
         """What is quantised, described without being allocated."""
