@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,13 +43,16 @@ class Quantised:
 
     def __init__(self, first: Any, second: Any, block: int = 1) -> None:
         self._first, self._second, self._block = first.operator, second.operator, block
+        # Options that the operator does not have: `second` runs with their defaults.
+        parameters = inspect.signature(self._second.body).parameters.values()
+        self._defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         self.coded = self._second.mode in ("quantize_mxfp8", "quantize_nvfp4")
 
     def traits(self, **arguments: Any) -> dict[str, object]:
         """Those of both."""
         made = self._on_meta(arguments)
         return {
-            **self._second.run_hook("traits", {**arguments, "x": made}),
+            **self._second.run_hook("traits", self._quantised(arguments, made)),
             **self._first.run_hook("traits", arguments),
         }
 
@@ -59,12 +63,12 @@ class Quantised:
         x, made = arguments["x"], self._on_meta(arguments)
         wanted = f"of shape [..., 2 * d] where d is a multiple of {self._block}"
         check.require(made.shape[-1] % self._block == 0, "x", wanted, str(list(x.shape)))
-        self._second.run_hook("check", {**arguments, "x": made}, check)
+        self._second.run_hook("check", self._quantised(arguments, made), check)
 
     def fake(self, **arguments: Any) -> Any:
         """What ``second`` makes, then what else ``first`` does."""
         made, *others = lowering.as_list(self._first.run_hook("fake", arguments))
-        return lowering.from_list([*lowering.as_list(self._second.run_hook("fake", {**arguments, "x": made})), *others])
+        return lowering.from_list([*lowering.as_list(self._second.run_hook("fake", self._quantised(arguments, made))), *others])
 
     def intermediates(self, **arguments: Any) -> tuple[TensorFormat, ...]:
         """What is quantised is rounded to x's dtype before."""
@@ -81,8 +85,12 @@ class Quantised:
     def cost(self, **arguments: Any) -> Cost:
         """The work of both, without the write of what is quantised, and without reading it again."""
         made = self._on_meta(arguments)
-        one, other = self._first.run_hook("cost", arguments), self._second.run_hook("cost", {**arguments, "x": made})
+        one, other = self._first.run_hook("cost", arguments), self._second.run_hook("cost", self._quantised(arguments, made))
         return Cost(flops=one.flops + other.flops, bytes=one.bytes + other.bytes - 2 * nbytes(made))
+
+    def _quantised(self, arguments: Mapping[str, Any], made: torch.Tensor) -> dict[str, Any]:
+        """The arguments of ``second``."""
+        return {**self._defaults, **arguments, "x": made}
 
     def _on_meta(self, arguments: Mapping[str, Any]) -> torch.Tensor:
         """What is quantised, described without being allocated."""
