@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tokenspeed_kernel_base.platform import named_platform, use_platform
+from tokenspeed_kernel_base.spec import KernelSpec
 from tokenspeed_kernel_nvidia.flashinfer import package as _package
 
 Function = Callable[..., Any]
@@ -122,6 +123,23 @@ def installed(
     with use_platform(replace(named_platform(arch), pretended=False, emulated=True)):
         yield
     forget_adapters()
+
+
+def fixtures(functions: Mapping[str, Function], arch: str, calls: list[str], family: str) -> tuple[Any, Any]:
+    """Two fixtures: the stand-in, installed on an architecture, that tells ``calls`` who is called; and the family's kernels by
+    name."""
+
+    @pytest.fixture
+    def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        calls.clear()
+        with installed(monkeypatch, functions, arch, calls.append):
+            yield
+
+    @pytest.fixture
+    def specs(flashinfer_kernels: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
+        return {name: spec for name, spec in flashinfer_kernels.items() if spec.family == family}
+
+    return flashinfer, specs
 
 
 def forget_adapters() -> None:

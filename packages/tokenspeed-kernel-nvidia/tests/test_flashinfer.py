@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -30,7 +30,7 @@ from tokenspeed_kernel_base.workspace import Keeper
 from tokenspeed_kernel_nvidia.flashinfer import _memory
 from tokenspeed_kernel_nvidia.flashinfer import package as _package
 
-from .flashinfer_stand_in import declared, forget_adapters, installed, unparsed, with_signature
+from .flashinfer_stand_in import declared, fixtures, forget_adapters, unparsed, with_signature
 
 # Read from flashinfer-python 0.7.2. Annotations are left out.
 SIGNATURES = {
@@ -244,17 +244,7 @@ def _ragged(given: dict[str, Any]) -> Any:
 _FUNCTIONS = dict(zip(SIGNATURES, (_decode, _context, _ragged), strict=True))
 
 
-@pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stand-in, installed, on an sm_100 whose tensors lie on the CPU."""
-    _CALLS.clear()
-    with installed(monkeypatch, _FUNCTIONS, "sm_100", _CALLS.append):
-        yield
-
-
-@pytest.fixture
-def specs(flashinfer_kernels: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    return {name: spec for name, spec in flashinfer_kernels.items() if spec.family == "attention"}
+flashinfer, specs = fixtures(_FUNCTIONS, "sm_100", _CALLS, "attention")
 
 
 # -- where there is none -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ what they refuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from tokenspeed_kernel_base.platform import named_platform, platform_of
 from tokenspeed_kernel_base.selection import NoKernelFoundError
 from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
-from .flashinfer_stand_in import declared, forget_adapters, installed, unparsed, with_signature
+from .flashinfer_stand_in import declared, fixtures, forget_adapters, unparsed, with_signature
 
 # Read from flashinfer-python 0.7.2. Annotations are left out.
 SIGNATURES = {
@@ -130,17 +130,7 @@ def _mm_mxfp8(given: dict[str, Any]) -> Tensor:
 _FUNCTIONS = {"flashinfer.gemm.mm_fp4": _mm_fp4, "flashinfer.gemm.mm_mxfp8": _mm_mxfp8}
 
 
-@pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stand-in, installed, on an sm_100 whose tensors lie on the CPU."""
-    _CALLS.clear()
-    with installed(monkeypatch, _FUNCTIONS, "sm_100", _CALLS.append):
-        yield
-
-
-@pytest.fixture
-def specs(flashinfer_kernels: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    return {name: spec for name, spec in flashinfer_kernels.items() if spec.family == "gemm"}
+flashinfer, specs = fixtures(_FUNCTIONS, "sm_100", _CALLS, "gemm")
 
 
 # -- what is declared ----------------------------------------------------------------------------------------------------------

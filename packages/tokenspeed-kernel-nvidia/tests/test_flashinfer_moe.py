@@ -7,7 +7,7 @@ what they refuse. Weights reach it as the preprocessors made them, and it undoes
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from tokenspeed_kernel_base.platform import named_platform, platform_of
 from tokenspeed_kernel_base.selection import NoKernelFoundError
 from tokenspeed_kernel_base.spec import KernelSpec, Priority
 
-from .flashinfer_stand_in import declared, forget_adapters, installed, unparsed, with_signature
+from .flashinfer_stand_in import declared, fixtures, forget_adapters, unparsed, with_signature
 
 # Read from flashinfer-python 0.7.2. Annotations are left out. Where each is defined; the package exports them all.
 SIGNATURES = {
@@ -208,17 +208,7 @@ _FUNCTIONS = {
 }
 
 
-@pytest.fixture
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stand-in, installed, on an sm_90 whose tensors lie on the CPU."""
-    _CALLS.clear()
-    with installed(monkeypatch, _FUNCTIONS, "sm_90", _CALLS.append):
-        yield
-
-
-@pytest.fixture
-def specs(flashinfer_kernels: dict[str, KernelSpec]) -> dict[str, KernelSpec]:
-    return {name: spec for name, spec in flashinfer_kernels.items() if spec.family == "moe"}
+flashinfer, specs = fixtures(_FUNCTIONS, "sm_90", _CALLS, "moe")
 
 
 # -- what is declared ----------------------------------------------------------------------------------------------------------
