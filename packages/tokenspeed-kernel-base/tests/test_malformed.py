@@ -112,6 +112,7 @@ def _valid() -> dict[str, dict[str, Any]]:
         },
         "moe_combine": {"x": ones(3, 8), "ids": ints([0, 1], [2, 3], [1, -1]), "group": ProcessGroup.of()},
         "rmsnorm": {"x": ones(3, 8), "weight": ones(8)},
+        "rmsnorm_gated": {"x": ones(3, 8), "gate": ones(3, 8), "weight": ones(8)},
         "qk_rmsnorm": {"q": ones(3, 4, 8), "k": ones(3, 2, 8), "q_weight": ones(8), "k_weight": ones(8)},
         "rmsnorm_quantize_fp8": {"x": ones(3, 64), "weight": ones(64), "residual": ones(3, 64)},
         "rmsnorm_quantize_fp8_with_scale": {"x": ones(3, 64), "weight": ones(64), "scale": ones(1, dtype=F32)},
@@ -424,6 +425,8 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("rmsnorm", {"eps": 0.0}, V, r"eps must be positive, got 0.0"),
     ("rmsnorm", {"residual": ones(3, 8, dtype=F32)}, T, r"residual must be a tensor of bfloat16, got float32"),
     ("rmsnorm", {"residual_out": ones(3, 8)}, V, r"residual_out must be None, because this call has no such output, got a bfloat16"),
+    ("rmsnorm_gated", {"gate": ones(3, 4)}, V, r"gate must be of shape \[3, 8\] like x, got \[3, 4\]"),
+    ("rmsnorm_gated", {"activation": "relu"}, V, r"activation must be one of 'silu', 'sigmoid', got 'relu'"),
     ("qk_rmsnorm", {"k": ones(3, 2, 6)}, V, r"k must be of shape .* where head_dim is 8 in q, got \[3, 2, 6\]"),
     ("qk_rmsnorm", {"q_weight": ones(4)}, V, r"q_weight must be of shape \[head_dim\] where head_dim is 8 in q, got \[4\]"),
     # quantisation

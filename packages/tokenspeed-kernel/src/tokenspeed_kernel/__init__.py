@@ -123,6 +123,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
     from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
     from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+    from tokenspeed_kernel_base.ops.norm.rmsnorm_gated import rmsnorm_gated
     from tokenspeed_kernel_base.ops.norm.rmsnorm_quantize import (
         rmsnorm_quantize_fp8,
         rmsnorm_quantize_fp8_with_scale,
