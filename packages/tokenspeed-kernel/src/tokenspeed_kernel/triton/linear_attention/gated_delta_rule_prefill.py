@@ -82,7 +82,9 @@ _SOLVER = torch.float16
 _CHANNELS = 64
 # Sequences are long, and each is walked by v_heads * v_dim / columns programs: few columns make many programs, and each of them
 # reads all queries and keys.
-_COLUMNS, _FEWEST_COLUMNS = 64, 16
+# Where both operands of a product lie in registers, and of float32, more than 32 columns would not fit there.
+_COLUMNS, _FEWEST_COLUMNS = {"sm_90": 64, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
+_COLUMNS_OF_FLOAT32 = 32
 _LONGEST = 256
 # Of a program. That of gates of channels holds five tiles of a chunk, for which the registers of four would not do.
 _WARPS, _CHANNEL_WARPS = 4, 8
@@ -93,10 +95,10 @@ _STAGES = {"sm_90": 3, "sm_100": 3, "sm_80": 2, "gfx950": 2, "any": 1}
 
 
 @functools.cache
-def columns_for(v_dim: int, walks: int, multiprocessors: int) -> int:
-    """The columns of a state that a program takes through a sequence, for so many sequences and value heads."""
-    columns = min(_COLUMNS, max(_FEWEST_COLUMNS, next_power_of_2(v_dim)))
-    while columns > _FEWEST_COLUMNS and walks * cdiv(v_dim, columns) < multiprocessors // 2:
+def columns_for(v_dim: int, most: int, walks: int, multiprocessors: int) -> int:
+    """The columns of a state that a program takes through a sequence, at most ``most``, for so many walks."""
+    columns = min(most, max(_FEWEST_COLUMNS, next_power_of_2(v_dim)))
+    while columns > _FEWEST_COLUMNS and 2 * walks * cdiv(v_dim, columns) <= multiprocessors:
         columns //= 2
     return columns
 
@@ -156,11 +158,12 @@ def gated_delta_rule_prefill(
         dtype = for_architecture({"cpu": torch.float32, "any": q.dtype}, q.device)
         levels = _LEVELS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_LEVELS, q.device)
         chunk = 1 << levels
+        columns = _COLUMNS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_COLUMNS, q.device)
         tile = Tile(
             chunk,
             levels,
             max(16, min(_CHANNELS, next_power_of_2(k_dim)) if per_channel else next_power_of_2(k_dim)),
-            columns_for(v_dim, batch * v_heads, multiprocessors(v.device)),
+            columns_for(v_dim, columns, batch * v_heads, multiprocessors(v.device)),
             min(1024, max(16, next_power_of_2(batch))),
             common_device.DTYPES[dtype],
             for_architecture(_PRECISION, q.device),
