@@ -112,6 +112,7 @@ def _valid() -> dict[str, dict[str, Any]]:
         },
         "moe_combine": {"x": ones(3, 8), "ids": ints([0, 1], [2, 3], [1, -1]), "group": ProcessGroup.of()},
         "rmsnorm": {"x": ones(3, 8), "weight": ones(8)},
+        "rmsnorm_gated": {"x": ones(3, 8), "gate": ones(3, 8), "weight": ones(8)},
         "qk_rmsnorm": {"q": ones(3, 4, 8), "k": ones(3, 2, 8), "q_weight": ones(8), "k_weight": ones(8)},
         "rmsnorm_quantize_fp8": {"x": ones(3, 64), "weight": ones(64), "residual": ones(3, 64)},
         "rmsnorm_quantize_fp8_with_scale": {"x": ones(3, 64), "weight": ones(64), "scale": ones(1, dtype=F32)},
@@ -178,6 +179,14 @@ def _valid() -> dict[str, dict[str, Any]]:
         "verify_draft_probs": {
             "target_probs": ones(2, 2, 8, dtype=F32), "draft_probs": ones(2, 1, 8, dtype=F32), "draft_tokens": ints([1, 4], [2, 3]),
             "seed": ints(1, 2, dtype=I64), "offset": ints(0, 0, dtype=I64), "parents": None,
+        },
+        "gated_delta_rule_prefill": {
+            "q": ones(5, 2, 8), "k": ones(5, 2, 8), "v": ones(5, 4, 6), "g": ones(5, 4), "beta": ones(5, 4),
+            "states": ones(4, 4, 8, 6, dtype=F32), "cu_seqlens": ints(0, 3, 5), "state_slots": ints(2, -1),
+        },
+        "gated_delta_rule_decode": {
+            "q": ones(2, 1, 2, 8), "k": ones(2, 1, 2, 8), "v": ones(2, 1, 4, 6), "g": ones(2, 1, 4), "beta": ones(2, 1, 4),
+            "states": ones(4, 4, 8, 6, dtype=F32), "state_slots": ints(2, -1),
         },
         "causal_conv1d_prefill": {
             "x": ones(5, 8), "weight": ones(8, 4), "cu_seqlens": ints(0, 3, 5), "states": ones(4, 3, 8), "state_slots": ints(2, -1),
@@ -377,6 +386,16 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("mla_prefill", {"cu_seqlens_kv": ints(0, 3, 6)}, V, r"cu_seqlens_kv\[-1\] must be 5, the number of tokens in k, got 6"),
     ("store_kv_cache", {"k_scale": ones(1, dtype=F32)}, V, r"k_scale must be None, because k_cache has k's dtype, got a float32 tensor"),
     # state spaces
+    ("gated_delta_rule_prefill", {"g": ones(5, 4, 6)}, V, r"g must be of shape .* where k_dim is 8 in q, got \[5, 4, 6\]"),
+    ("gated_delta_rule_prefill", {"g": ones(5)}, V, r"g must be of shape \[tokens, v_heads\], got \[5\]"),
+    ("gated_delta_rule_prefill", {"v": ones(5, 3, 6)}, V, r"v must be such that v_heads is a multiple of heads = 2 of q, got v_heads = 3"),
+    ("gated_delta_rule_prefill", {"states": ones(4, 4, 6, 8, dtype=F32)}, V, r"states must be of shape .* where k_dim is 8 in q, got \[4, 4, 6, 8\]"),
+    ("gated_delta_rule_prefill", {"states": ones(4, 4, 8, 6, dtype=F64)}, T, r"states must be a tensor of bfloat16 or float32, got float64"),
+    ("gated_delta_rule_prefill", {"dt_bias": ones(4)}, V, r"dt_bias must be None, because A_log is None, got a bfloat16"),
+    ("gated_delta_rule_prefill", {"cu_seqlens": ints(0, 3, 4)}, V, r"cu_seqlens\[-1\] must be 5, the number of tokens in q, got 4"),
+    ("gated_delta_rule_decode", {"k": ones(2, 1, 4, 8)}, V, r"k must be of shape .* where heads is 2 in q, got \[2, 1, 4, 8\]"),
+    ("gated_delta_rule_decode", {"A_log": ones(2)}, V, r"A_log must be of shape \[v_heads\] where v_heads is 4 in v, got \[2\]"),
+    ("gated_delta_rule_decode", {"output_slots": ints([1], [1])}, V, r"output_slots must be of distinct slots .*, got slot 1 for requests \[0, 1\]"),
     ("causal_conv1d_prefill", {"weight": ones(8, 5)}, V, r"weight must be of shape \[channels, width\] with width 2, 3 or 4, got \[8, 5\]"),
     ("causal_conv1d_prefill", {"states": ones(4, 4, 8)}, V, r"states must be of shape .* where width-1 is 3 in weight, got \[4, 4, 8\]"),
     ("causal_conv1d_prefill", {"states": ones(4, 3, 8, dtype=F64)}, T, r"states must be a tensor of bfloat16 or float32, got float64"),
@@ -423,6 +442,8 @@ MALFORMED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("rmsnorm", {"eps": 0.0}, V, r"eps must be positive, got 0.0"),
     ("rmsnorm", {"residual": ones(3, 8, dtype=F32)}, T, r"residual must be a tensor of bfloat16, got float32"),
     ("rmsnorm", {"residual_out": ones(3, 8)}, V, r"residual_out must be None, because this call has no such output, got a bfloat16"),
+    ("rmsnorm_gated", {"gate": ones(3, 4)}, V, r"gate must be of shape \[3, 8\] like x, got \[3, 4\]"),
+    ("rmsnorm_gated", {"activation": "relu"}, V, r"activation must be one of 'silu', 'sigmoid', got 'relu'"),
     ("qk_rmsnorm", {"k": ones(3, 2, 6)}, V, r"k must be of shape .* where head_dim is 8 in q, got \[3, 2, 6\]"),
     ("qk_rmsnorm", {"q_weight": ones(4)}, V, r"q_weight must be of shape \[head_dim\] where head_dim is 8 in q, got \[4\]"),
     # quantisation

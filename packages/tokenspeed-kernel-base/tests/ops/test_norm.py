@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
 from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+from tokenspeed_kernel_base.ops.norm.rmsnorm_gated import rmsnorm_gated
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -227,3 +228,16 @@ def test_they_are_proper_custom_operators(check_custom_op: Callable[[Any, dict[s
     q, k = qkv[:, :4], qkv[:, 4:6]
     check_custom_op(qk_rmsnorm, {"q": q, "k": k, "q_weight": weight, "k_weight": weight})
     check_custom_op(qk_rmsnorm, {"q": q, "k": k, "q_weight": weight, "k_weight": weight, "q_out": torch.empty(3, 4, 8)})
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_gated_rmsnorm_is_its_formula(activation: str, norm_before_gate: bool) -> None:
+    x, gate = torch.randn(3, 2, 10, dtype=torch.float64), torch.randn(3, 2, 10, dtype=torch.float64)
+    weight = torch.randn(10, dtype=torch.float64)
+    factor = (gate if activation == "silu" else 1) / (1 + torch.exp(-gate))
+    rows = x if norm_before_gate else x * factor
+    expected = rows / torch.sqrt((rows * rows).sum(-1, keepdim=True) / 10 + 1e-5) * weight
+    expected = expected * factor if norm_before_gate else expected
+    got = rmsnorm_gated(x, gate, weight, activation=activation, norm_before_gate=norm_before_gate)
+    torch.testing.assert_close(got, expected)

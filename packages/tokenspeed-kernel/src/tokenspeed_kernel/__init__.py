@@ -114,6 +114,8 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.kvcache.store_kv_cache import store_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.store_mla_kv_cache import store_mla_kv_cache
     from tokenspeed_kernel_base.ops.kvcache.zero_kv_pages import zero_kv_pages
+    from tokenspeed_kernel_base.ops.linear_attention.gated_delta_rule_decode import gated_delta_rule_decode
+    from tokenspeed_kernel_base.ops.linear_attention.gated_delta_rule_prefill import gated_delta_rule_prefill
     from tokenspeed_kernel_base.ops.moe.moe_apply import moe_apply
     from tokenspeed_kernel_base.ops.moe.moe_apply_add import moe_apply_add
     from tokenspeed_kernel_base.ops.moe.moe_topk import moe_topk
@@ -121,6 +123,7 @@ if TYPE_CHECKING:  # so that editors and type checkers know them; an operator th
     from tokenspeed_kernel_base.ops.moe.rmsnorm_moe_topk import rmsnorm_moe_topk
     from tokenspeed_kernel_base.ops.norm.qk_rmsnorm import qk_rmsnorm
     from tokenspeed_kernel_base.ops.norm.rmsnorm import rmsnorm
+    from tokenspeed_kernel_base.ops.norm.rmsnorm_gated import rmsnorm_gated
     from tokenspeed_kernel_base.ops.norm.rmsnorm_quantize import (
         rmsnorm_quantize_fp8,
         rmsnorm_quantize_fp8_with_scale,

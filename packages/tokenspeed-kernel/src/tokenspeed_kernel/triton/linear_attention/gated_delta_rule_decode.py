@@ -1,0 +1,154 @@
+"""The gated delta rule for new tokens: a program holds some columns of one value head's state and takes it through all tokens.
+
+A state is read once and written once, or once a token if every state is kept; nothing else is of any size.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import TRITON, cdiv, dense, launch_options, may_overlap, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.linear_attention._operands import SIGNATURES, gates_of, rows
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.ops.linear_attention._delta_rule import L2NORM_EPS, scale_of
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
+
+
+class Shape(NamedTuple):
+    """What a call asks for.
+
+    Attributes:
+        k_dim, v_dim: rows and columns of a state.
+        group: value heads that share a query and key head.
+        gates, per_channel: see `_gates_device.log_decay`.
+        l2norm, eps: whether queries and keys are normalised, and what is added to their squares.
+        outputs: whether the state after every token is written.
+    """
+
+    k_dim: int
+    v_dim: int
+    group: int
+    gates: int
+    per_channel: bool
+    l2norm: bool
+    eps: float
+    outputs: bool
+
+
+class Tile(NamedTuple):
+    """What one program holds of a state: all rows and some columns, both powers of two."""
+
+    k: int
+    v: int
+    warps: int
+
+
+# Sums over rows stay within a warp, so a program is one where it can be. It holds 64 values a thread: with 128, products of a
+# state with keys and queries do not fit beside it into 255 registers. Rows of 16 columns are 64 bytes of float32, two sectors.
+_VALUES_A_WARP, _COLUMNS = 2048, 16
+# Few requests are divided among more programs. Rows of 8 columns are a sector of 32 bytes.
+_FEWEST_COLUMNS = 8
+# Beyond, more than 4 warps would share the sums over rows.
+_LONGEST = 1024
+
+
+@functools.cache
+def tile_for(k_dim: int, v_dim: int, states: int, multiprocessors: int) -> Tile:
+    """The tile for so many states, one for each request and value head."""
+    k = next_power_of_2(k_dim)
+    v = min(_COLUMNS, max(_FEWEST_COLUMNS, _VALUES_A_WARP // k), next_power_of_2(v_dim))
+    while v > _FEWEST_COLUMNS and states * cdiv(v_dim, v) < 2 * multiprocessors:
+        v //= 2
+    return Tile(k, v, max(1, k * v // _VALUES_A_WARP))
+
+
+@register_kernel(
+    "linear_attention",
+    "gated_delta_rule_decode",
+    solution="triton",
+    capability=TRITON,
+    signatures=SIGNATURES,
+    traits={
+        "k_dim": at_most(_LONGEST),
+        "gate": {"head", "channel"},
+        "raw_gates": any,
+        "dt_bias": any,
+        "qk_l2norm": any,
+        "output_slots": any,
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
+def gated_delta_rule_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    state_slots: Tensor,
+    output_slots: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    qk_l2norm: bool = False,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `tokenspeed_kernel.gated_delta_rule_decode`."""
+    batch, tokens, heads, k_dim = q.shape
+    v_heads, v_dim = v.shape[2:]
+    result = out if out is not None and out.is_contiguous() else torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if batch * tokens * v_heads * v_dim:
+        q, k, v = rows(q), rows(k), rows(v)
+        shape = Shape(
+            k_dim,
+            v_dim,
+            v_heads // heads,
+            gates_of(A_log, dt_bias),
+            g.dim() == 4,
+            qk_l2norm,
+            L2NORM_EPS,
+            output_slots is not None,
+        )
+        tile = tile_for(k_dim, v_dim, batch * v_heads, multiprocessors(v.device))
+        slots = None if output_slots is None else rows(output_slots)
+        early = may_overlap(v.device)
+        device_code.gated_delta_rule_decode_kernel[(cdiv(v_dim, tile.v), v_heads, batch)](
+            q,
+            k,
+            v,
+            g,
+            beta,
+            states,
+            dense(state_slots),
+            slots,
+            dense(A_log),
+            dense(dt_bias),
+            result,
+            scale_of(scale, k_dim),
+            tokens,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *g.stride()[:3],
+            g.stride(3) if shape.per_channel else 0,
+            *beta.stride(),
+            *states.stride(),
+            0 if slots is None else slots.stride(0),
+            SHAPE=shape,
+            TILE=tile,
+            EARLY=early,
+            num_warps=tile.warps,
+            **launch_options(early),
+        )
+    if out is not None and out is not result:
+        return out.copy_(result)
+    return result

@@ -1,0 +1,221 @@
+"""The gated delta rule over sequences, in chunks of tokens: what a chunk's tokens are to each other first, all chunks at once; then
+states and outputs, chunk after chunk.
+
+Two square matrices of each chunk and value head go from the first step to the second; with gates of channels also the keys and
+queries with their decays. No state but the first and the last of a sequence leaves a program.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import TRITON, cdiv, common_device, dense, for_architecture, multiprocessors, next_power_of_2
+from tokenspeed_kernel.triton.linear_attention._operands import SIGNATURES, gates_of, rows
+from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.ops.linear_attention._delta_rule import L2NORM_EPS, scale_of
+from tokenspeed_kernel_base.registry import register_kernel
+from tokenspeed_kernel_base.spec import Priority
+from tokenspeed_kernel_base.traits import at_most
+
+device_code = DeviceModule(__name__ + "_device")
+chunks_device = DeviceModule(f"{__package__}._chunks_device")
+
+
+class Shape(NamedTuple):
+    """What a call asks for.
+
+    Attributes:
+        k_dim, v_dim: rows and columns of a state.
+        group: value heads that share an operand's head.
+        gates, per_channel: see `_gates_device.log_decay`.
+        l2norm, eps: whether queries and keys are normalised, and what is added to their squares.
+        initial: whether some sequences start from a state.
+    """
+
+    k_dim: int
+    v_dim: int
+    group: int
+    gates: int
+    per_channel: bool
+    l2norm: bool
+    eps: float
+    initial: bool
+
+
+class Tile(NamedTuple):
+    """What one program works on.
+
+    Attributes:
+        chunk, levels: tokens of a chunk, 2 to the power of levels.
+        k, v: channels of keys and columns of a state, powers of two.
+        at_once: sequences whose starts are compared in one step.
+        dtype, precision: of products.
+        solver: dtype of products that solve a chunk's system.
+    """
+
+    chunk: int
+    levels: int
+    k: int
+    v: int
+    at_once: int
+    dtype: Any
+    precision: str
+    solver: Any
+
+
+# A chunk has 2 to the power of its levels tokens. Its system takes work with the square of them, and the walk over chunks waits for
+# each. 64 rows are what a warpgroup of Hopper multiplies at once. Where both operands of a product lie in registers, half as many
+# fit, and so of float32, whose parts are held as well.
+_LEVELS = {"sm_90": 6, "sm_100": 6, "sm_103": 6, "nvidia": 5, "any": 6}
+_LEVELS_OF_FLOAT32 = 5
+# Matrix units of NVIDIA take float32 as three products of tf32, with errors of 2^-21; others have float32.
+_PRECISION = {"nvidia": "tf32x3", "any": "ieee"}
+# For operands in half precision a chunk's system is solved in float16, whose errors of 2^-12 are below theirs. With keys of unit
+# length and beta up to 2 no entry of an inverse is above 2: between a beta and two keys it has factors I - beta k k.T, which
+# lengthen nothing.
+_SOLVER = torch.float16
+# Channels whose decays a program holds: 64 of 64 tokens are 16 registers a thread of 8 warps.
+_CHANNELS = 64
+# Sequences are long, and each is walked by v_heads * v_dim / columns programs: few columns make many programs, and each of them
+# reads all queries and keys.
+# Where both operands of a product lie in registers, and of float32, more than 32 columns would not fit there.
+_COLUMNS, _FEWEST_COLUMNS = {"sm_90": 64, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
+_COLUMNS_OF_FLOAT32 = 32
+_LONGEST = 256
+# Of a program. That of gates of channels holds five tiles of a chunk, for which the registers of four would not do.
+_WARPS, _CHANNEL_WARPS = 4, 8
+# Nor would they, of NVIDIA's, for a walk with more columns than these: the state, and four tiles that are computed with it.
+_FEW, _WARPS_OF_MORE = 32, {"nvidia": 8, "any": 4}
+# Chunks whose operands lie in shared memory at once, 52 KB each with k_dim 128; gates of channels bring a third tile of keys.
+_STAGES = {"sm_90": 3, "sm_100": 3, "sm_80": 2, "gfx950": 2, "any": 1}
+
+
+@functools.cache
+def columns_for(v_dim: int, most: int, walks: int, multiprocessors: int) -> int:
+    """The columns of a state that a program takes through a sequence, at most ``most``, for so many walks."""
+    columns = min(most, max(_FEWEST_COLUMNS, next_power_of_2(v_dim)))
+    while columns > _FEWEST_COLUMNS and 2 * walks * cdiv(v_dim, columns) <= multiprocessors:
+        columns //= 2
+    return columns
+
+
+@register_kernel(
+    "linear_attention",
+    "gated_delta_rule_prefill",
+    solution="triton",
+    capability=TRITON,
+    signatures=SIGNATURES,
+    traits={
+        "k_dim": at_most(_LONGEST),
+        "gate": {"head", "channel"},
+        "raw_gates": any,
+        "dt_bias": any,
+        "qk_l2norm": any,
+        "has_initial_state": any,
+    },
+    priority=Priority.PORTABLE,
+    tags={"determinism"},
+)
+def gated_delta_rule_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    cu_seqlens: Tensor,
+    state_slots: Tensor,
+    has_initial_state: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    qk_l2norm: bool = False,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `tokenspeed_kernel.gated_delta_rule_prefill`."""
+    tokens, heads, k_dim = q.shape
+    v_heads, v_dim = v.shape[1:]
+    batch = len(state_slots)
+    result = out if out is not None and out.is_contiguous() else torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    if batch * v_heads * v_dim:
+        q, k, v = rows(q), rows(k), rows(v)
+        per_channel = g.dim() == 3
+        shape = Shape(
+            k_dim,
+            v_dim,
+            v_heads // heads,
+            gates_of(A_log, dt_bias),
+            per_channel,
+            qk_l2norm,
+            L2NORM_EPS,
+            has_initial_state is not None,
+        )
+        # Interpreted products of bfloat16 are wrong.
+        dtype = for_architecture({"cpu": torch.float32, "any": q.dtype}, q.device)
+        levels = _LEVELS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_LEVELS, q.device)
+        chunk = 1 << levels
+        columns = _COLUMNS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_COLUMNS, q.device)
+        tile = Tile(
+            chunk,
+            levels,
+            max(16, min(_CHANNELS, next_power_of_2(k_dim)) if per_channel else next_power_of_2(k_dim)),
+            columns_for(v_dim, columns, batch * v_heads, multiprocessors(v.device)),
+            min(1024, max(16, next_power_of_2(batch))),
+            common_device.DTYPES[dtype],
+            for_architecture(_PRECISION, q.device),
+            common_device.DTYPES[torch.float32 if dtype == torch.float32 else _SOLVER],
+        )
+        cu_seqlens = cu_seqlens.contiguous()
+        chunks = tokens // chunk + batch
+        solve, scores = torch.empty(2, tokens, v_heads, chunk, dtype=dtype, device=q.device)
+        factors = torch.empty(3, tokens, v_heads, dtype=torch.float32, device=q.device)
+        decays = torch.empty(chunks, v_heads, k_dim if per_channel else 1, dtype=torch.float32, device=q.device)
+        layer = (dense(A_log), dense(dt_bias), cu_seqlens, solve, scores, factors, decays)
+        keys_in, queries_in, keys_out = k, q, k
+        options = {"SHAPE": shape, "TILE": tile, "num_warps": _CHANNEL_WARPS if per_channel else _WARPS}
+        if per_channel:
+            scaled = torch.empty(3, tokens, v_heads, k_dim, dtype=dtype, device=q.device)
+            keys_in, queries_in, keys_out = scaled
+            chunks_device.channel_gates_kernel[(chunks, v_heads)](
+                q, k, g, beta, *layer, scaled, scale_of(scale, k_dim), batch, tokens,
+                *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), **options,
+            )  # fmt: skip
+            shape = shape._replace(group=1)
+            tile = tile._replace(k=max(16, next_power_of_2(k_dim)))
+        else:
+            chunks_device.head_gates_kernel[(chunks, v_heads)](
+                q, k, g, beta, *layer, scale_of(scale, k_dim), batch, tokens,
+                *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), **options,
+            )  # fmt: skip
+        device_code.chunk_states_kernel[(cdiv(v_dim, tile.v), v_heads, batch)](
+            keys_in,
+            queries_in,
+            keys_out,
+            v,
+            solve,
+            scores,
+            factors,
+            decays,
+            states,
+            cu_seqlens,
+            dense(state_slots),
+            dense(has_initial_state),
+            result,
+            tokens,
+            *keys_in.stride()[:2],
+            *queries_in.stride()[:2],
+            *keys_out.stride()[:2],
+            *v.stride()[:2],
+            *states.stride(),
+            SHAPE=shape,
+            TILE=tile,
+            num_warps=_WARPS if tile.v <= _FEW else for_architecture(_WARPS_OF_MORE, q.device),
+            num_stages=max(1, for_architecture(_STAGES, q.device) - per_channel),
+        )
+    if out is not None and out is not result:
+        return out.copy_(result)
+    return result

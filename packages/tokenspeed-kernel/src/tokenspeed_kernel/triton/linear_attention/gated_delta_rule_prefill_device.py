@@ -1,0 +1,107 @@
+"""Device code of `gated_delta_rule_prefill`: states and outputs, chunk after chunk, from what `_chunks_device` has computed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.common_device import wait_for_products
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def chunk_states_kernel(
+    keys_in,
+    queries_in,
+    keys_out,
+    v,
+    solve,
+    scores,
+    factors,
+    decays,
+    states,
+    cu_seqlens,
+    state_slots,
+    has_initial_state,
+    out,
+    tokens,
+    k_token,
+    k_head,
+    q_token,
+    q_head,
+    keys_out_token,
+    keys_out_head,
+    v_token,
+    v_head,
+    slot_stride,
+    state_head,
+    state_row,
+    state_column,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Some columns of a value head's state, through all tokens of one sequence.
+
+    Args:
+        keys_in, queries_in: what the state in front of a chunk is multiplied with, but for factors of rows.
+        keys_out: what values are written to the state by, but for factors of rows.
+        solve, scores: a row of its chunk's matrices for each token: which values are written, and what they add to outputs.
+        factors: of rows of the three operands, in this order.
+        decays: of the whole chunk, one for each channel or for all.
+    """
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    v_heads = tl.num_programs(1)
+    source = head // SHAPE.group
+    channel, token = tl.arange(0, TILE.k), tl.arange(0, TILE.chunk)
+    column = tl.program_id(0) * TILE.v + tl.arange(0, TILE.v)
+    channel_inside, column_inside = channel < SHAPE.k_dim, column < SHAPE.v_dim
+    first = tl.load(cu_seqlens + sequence)
+    end = tl.load(cu_seqlens + sequence + 1)
+    slot = tl.load(state_slots + sequence)
+    at_state = states + slot.to(tl.int64) * slot_stride + head * state_head
+    at_state += channel[:, None] * state_row + column[None, :] * state_column
+    K: tl.constexpr = TILE.k
+    V: tl.constexpr = TILE.v
+    state = tl.zeros([K, V], tl.float32)
+    if SHAPE.initial:
+        started = tl.where(slot >= 0, tl.load(has_initial_state + sequence).to(tl.int32), 0)
+        held = (channel < started * SHAPE.k_dim)[:, None] & column_inside[None, :]
+        state = tl.load(at_state, mask=held, other=0.0).to(tl.float32)
+    size = tokens.to(tl.int64) * v_heads
+    chunk = first // TILE.chunk + sequence
+    for start in range(first, end, TILE.chunk):
+        wait_for_products()
+        row = (start + token).to(tl.int64)
+        inside = start + token < end
+        there = inside[:, None] & channel_inside[None, :]
+        at_row = row * v_heads + head
+        at_matrix = at_row[:, None] * TILE.chunk + token[None, :]
+        keys = tl.load(keys_in + row[:, None] * k_token + source * k_head + channel[None, :], mask=there, other=0.0)
+        queries = tl.load(queries_in + row[:, None] * q_token + source * q_head + channel[None, :], mask=there, other=0.0)
+        value_inside = inside[:, None] & column_inside[None, :]
+        values = tl.load(v + row[:, None] * v_token + head * v_head + column[None, :], mask=value_inside, other=0.0)
+        solution = tl.load(solve + at_matrix, mask=inside[:, None], other=0.0)
+        weights = tl.load(scores + at_matrix, mask=inside[:, None], other=0.0)
+        in_factor = tl.load(factors + at_row, mask=inside, other=0.0)
+        read_factor = tl.load(factors + size + at_row, mask=inside, other=0.0)
+        out_factor = tl.load(factors + 2 * size + at_row, mask=inside, other=0.0)
+        rounded = state.to(TILE.dtype)
+        recalled = tl.dot(keys.to(TILE.dtype), rounded, input_precision=TILE.precision)
+        errors = values.to(tl.float32) - recalled * in_factor[:, None]
+        written = tl.dot(solution, errors.to(TILE.dtype), input_precision=TILE.precision)
+        result = tl.dot(queries.to(TILE.dtype), rounded, input_precision=TILE.precision) * read_factor[:, None]
+        result = tl.dot(weights, written.to(TILE.dtype), result, input_precision=TILE.precision)
+        if SHAPE.per_channel:
+            lasting = tl.load(
+                decays + (chunk.to(tl.int64) * v_heads + head) * SHAPE.k_dim + channel, mask=channel_inside, other=0.0
+            )
+            state *= lasting[:, None]
+            at_keys = row[:, None] * keys_out_token + source * keys_out_head + channel[None, :]
+            keys = tl.load(keys_out + at_keys, mask=there, other=0.0)
+        else:
+            state *= tl.load(decays + chunk * v_heads + head)
+        scaled = (written * out_factor[:, None]).to(TILE.dtype)
+        state = tl.dot(tl.trans(keys.to(TILE.dtype)), scaled, state, input_precision=TILE.precision)
+        tl.store(out + at_row[:, None] * SHAPE.v_dim + column[None, :], result.to(out.dtype.element_ty), mask=value_inside)
+        chunk += 1
+    held = (channel < tl.where(slot >= 0, SHAPE.k_dim, 0))[:, None] & column_inside[None, :]
+    tl.store(at_state, state.to(states.dtype.element_ty), mask=held)
