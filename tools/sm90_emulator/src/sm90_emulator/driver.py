@@ -242,7 +242,7 @@ def emulated_sm90(
     *,
     seed: int = 0,
     copies: str | None = None,
-    uninitialised: bool = True,
+    uninitialised: bool = False,
     limited_fp8_accumulation: bool = False,
     resident: int = 132,
     together: int | None = None,
@@ -257,7 +257,8 @@ def emulated_sm90(
         seed: 0 runs warps in order. Any other decides at random which warp goes on and for how long.
         copies: when asynchronous copies and products of warpgroups are performed: ``"early"``, when they are issued; ``"late"``, as
             late as they may be; ``"random"``. Early with seed 0 if it is None, and otherwise random.
-        uninitialised: reading shared memory that nobody has written is an error. Tensor cores may read it; they find NaN.
+        uninitialised: loads of shared memory that nobody has written are errors. They find ones otherwise, which are NaN in all
+            types of floats, as tensor cores always do: kernels load more than they use.
         limited_fp8_accumulation: FP8 products of warpgroups are summed as Hopper's tensor cores do it: aligned to the largest
             exponent, with 13 bits of fraction.
         resident: CTAs that there is room for at once. Another one begins when none of those that run goes on.

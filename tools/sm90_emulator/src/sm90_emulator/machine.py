@@ -14,7 +14,7 @@ from sm90_emulator.decode import Program
 from sm90_emulator.errors import EmulationError
 
 _KINDS = ("out-of-bounds", "uninitialised", "misaligned", "deadlock", "no progress")
-_PATIENCE = 200_000
+_PATIENCE = 20_000
 _LATENESS = {"early": 0, "random": 1, "late": 2}
 
 
@@ -55,7 +55,7 @@ class Settings:
 
     seed: int = 0
     copies: str = "early"
-    uninitialised: bool = True
+    uninitialised: bool = False
     limited_fp8_accumulation: bool = False
     resident: int = 132
     together: int = 1

@@ -137,11 +137,21 @@ static void reduce(void *into, const void *from, u32 count, u32 type, u32 how) {
     }
 }
 
+// Counts copies whose shared memory must stay: where they arrive, or from where they read.
+static void count_pending(const Copy *copy, s32 by) {
+    Cluster *cluster = copy->cta->cluster;
+    u32 mask = copy->kind == BULK_STORE || copy->kind == TENSOR_STORE ? 1u << copy->cta->rank
+             : copy->kind == SEND || copy->kind == BULK_PEER           ? 1u << (copy->to >> RANK_SHIFT)
+                                                                       : copy->mask;
+    for (u32 rank = 0; rank < cluster->size; rank++)
+        if (mask >> rank & 1) cluster->ctas[rank]->pending += (u32)by;
+}
+
 static void perform(Copy *copy) {
     Cta *cta = copy->cta;
     M->changes++;
     M->launch->copies++;
-    cta->pending--;
+    count_pending(copy, -1);
     u32 size = (u32)copy->size;
     switch (copy->kind) {
     case BULK_LOAD: case TENSOR_LOAD:
@@ -190,7 +200,7 @@ static void perform(Copy *copy) {
 }
 
 static void begin_copy(Copy copy) {
-    copy.cta->pending++;
+    count_pending(&copy, 1);
     M->changes++;
     if (M->launch->lateness == 0 || (M->launch->lateness == 1 && !below(4))) {
         perform(&copy);

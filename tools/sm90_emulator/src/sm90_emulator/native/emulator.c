@@ -163,7 +163,11 @@ static void run_all(void) {
             u32 offset = launch->seed ? below(cta->warps_count) : 0;
             for (u32 w = 0; w < cta->warps_count; w++) {
                 Warp *warp = &cta->warps[(w + offset) % cta->warps_count];
-                if (!warp->live || (launch->seed && !below(4))) { done += warp->live != 0; continue; }
+                if (!warp->live) continue;
+                if (launch->seed && quiet < 16 && !below(4)) {
+                    done++;
+                    continue;
+                }
                 done += run_warp(warp, launch->seed ? 1 + below((u32)slice) : slice);
                 if (launch->lateness == 1) {
                     while (M->copies_count && below(2)) perform_one();
@@ -174,8 +178,7 @@ static void run_all(void) {
         }
         end_ctas();
         quiet = changes == M->changes ? quiet + 1 : 0;
-        if (!quiet) continue;
-        if (done && quiet < 16) continue;
+        if (!quiet || (done && quiet < 16)) continue;
         if (M->copies_count) {
             perform_one();
             continue;
@@ -192,8 +195,8 @@ static void run_all(void) {
             quiet = 0;
             continue;
         }
-        if (!done && !launch->seed) describe_waiting("deadlock");
-        if (quiet > launch->patience) describe_waiting(done ? "no progress" : "deadlock");
+        if (!done) describe_waiting("deadlock");
+        if (quiet > launch->patience) describe_waiting("no progress");
     }
     if (M->copies_count) fail("%u copies were on their way when the kernel ended", M->copies_count);
 }

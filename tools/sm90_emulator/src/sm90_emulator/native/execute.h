@@ -2,7 +2,7 @@
         case OP_bra: {
             if (active == group) {
                 pc = (u32)ins->target;
-                if (meet == FULL) continue;
+                if (group == warp->live) continue;
                 for (u32 lane = 0; lane < LANES; lane++)
                     if (group >> lane & 1) warp->pc[lane] = pc;
                 if (done >= budget) {

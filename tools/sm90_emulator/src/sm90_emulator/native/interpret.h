@@ -89,6 +89,8 @@ static u64 atomic(Warp *warp, const Instruction *ins, u64 address, u64 operand, 
     return before;
 }
 
+#define APART_MOST 100000
+
 // Up to `budget` instructions. Returns how many: 0 where nobody can go on.
 static u64 run_warp(Warp *warp, u64 budget) {
     const Program *program = M->program;
@@ -100,7 +102,8 @@ static u64 run_warp(Warp *warp, u64 budget) {
     u64 done = 0, threads = 0;
     M->now = warp;
     u32 group, pc, meet;
-    u32 start = warp->stuck && warp->stuck != warp->live && chance() & 1 ? warp->stuck : 0;
+    // Hardware lets lanes that are behind catch up, and so does this, unless they seem to wait for those that are ahead.
+    u32 start = warp->apart > APART_MOST && warp->stuck != warp->live && chance() & 1 ? warp->stuck : 0;
     warp->stuck = start;
 
 select:
@@ -122,6 +125,7 @@ select:
         else if (warp->pc[lane] > pc && warp->pc[lane] < meet) meet = warp->pc[lane];
     }
     warp->stuck &= ~group;
+    if (group == warp->live) warp->apart = 0;
 
     for (;;) {
         if (pc == meet || done >= budget) {
@@ -167,6 +171,7 @@ select:
     }
 
 leave:
+    warp->apart += done;
     M->launch->instructions += done;
     M->launch->thread_instructions += threads;
     M->now = NULL;

@@ -114,6 +114,7 @@ typedef struct Warp {
     u32 pc[LANES];
     u32 live, stuck;
     u32 at;  // where it last stood, for reports
+    u64 apart;  // instructions since its lanes last stood together
     u32 index;
     struct Cta *cta;
     bool waits, cluster_arrived;
