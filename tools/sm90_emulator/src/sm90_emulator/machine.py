@@ -14,7 +14,7 @@ from sm90_emulator.decode import Program
 from sm90_emulator.errors import EmulationError
 
 _KINDS = ("out-of-bounds", "uninitialised", "misaligned", "deadlock", "no progress")
-_PATIENCE = 20_000
+_PATIENCE = 3_000_000
 _LATENESS = {"early": 0, "random": 1, "late": 2}
 
 

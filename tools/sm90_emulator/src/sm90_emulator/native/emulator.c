@@ -151,6 +151,7 @@ static void describe_waiting(const char *what) {
 static void run_all(void) {
     Launch *launch = M->launch;
     u32 per_cluster = launch->cluster[0] * launch->cluster[1] * launch->cluster[2], quiet = 0;
+    u64 spent = 0;  // instructions since anything changed
     static const u64 slices[] = {4, 32, 256, 4096};
     while (M->resident_count || M->next_cluster < M->clusters) {
         while (M->next_cluster < M->clusters && (M->resident_count == 0 || M->resident_count + per_cluster <= launch->together)) begin_cluster(M->next_cluster++);
@@ -178,6 +179,7 @@ static void run_all(void) {
         }
         end_ctas();
         quiet = changes == M->changes ? quiet + 1 : 0;
+        spent = quiet ? spent + done : 0;
         if (!quiet || (done && quiet < 16)) continue;
         if (M->copies_count) {
             perform_one();
@@ -192,11 +194,11 @@ static void run_all(void) {
         if (moved) continue;
         if (M->next_cluster < M->clusters && M->resident_count + per_cluster <= launch->resident) {
             begin_cluster(M->next_cluster++);
-            quiet = 0;
+            quiet = 0, spent = 0;
             continue;
         }
         if (!done) describe_waiting("deadlock");
-        if (quiet > launch->patience) describe_waiting("no progress");
+        if (spent > launch->patience) describe_waiting("no progress");
     }
     if (M->copies_count) fail("%u copies were on their way when the kernel ended", M->copies_count);
 }

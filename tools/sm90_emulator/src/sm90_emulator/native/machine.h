@@ -81,7 +81,7 @@ typedef struct {
     u32 lateness;  // of copies and products: 0 at once, 1 at random, 2 as late as may be
     u32 ranges_count;
     u32 multiprocessors;
-    u64 patience;  // rounds in which nothing changes
+    u64 patience;  // instructions after which it is an error that nothing has changed
     const Range *ranges;
     const u8 *parameters;
     u64 parameter_bytes;
