@@ -29,7 +29,6 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import CLUSTER, GROUP, QUAD_BY
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import CLUSTER as SPLIT
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import SplitConfig, split_numbers_of, split_of
 
-
 CPU = torch.device("cpu")
 BF16, F16, SINGLE = torch.bfloat16, torch.float16, torch.float32
 # What operands there are, and the result's dtype.

@@ -21,7 +21,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import GROUP_PAIRS, QkvC
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope_program
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
 
-
 BF16 = torch.bfloat16
 PAGES, PAGE_SIZE, POSITIONS = 3, 4, 32
 

@@ -14,7 +14,7 @@ LANES = 32
 
 
 def kernel(body: str, parameters: int = 2) -> str:
-    """PTX of a kernel whose parameters are addresses, in ``%d0`` and on; ``%r0`` is the thread, ``shared`` dynamic shared memory."""
+    """PTX of a kernel whose parameters are addresses, in ``%d0`` and on. ``%r0`` is the thread, ``shared`` dynamic memory."""
     given = ", ".join(f".param .align 8 .u64 p{at}" for at in range(parameters))
     loads = "\n".join(f"ld.param.u64 %d{at}, [p{at}];" for at in range(parameters))
     return f"""
@@ -61,6 +61,8 @@ def lanes(instructions: str, inputs: list[Any], dtype: Any, count: int = LANES, 
     return memory.get(out, dtype, count)
 
 
-def run(body: str, memory: Memory, addresses: list[int], threads: int = LANES, grid: tuple[int, ...] = (1,), **options: Any) -> LaunchReport:
+def run(
+    body: str, memory: Memory, addresses: list[int], threads: int = LANES, grid: tuple[int, ...] = (1,), **options: Any
+) -> LaunchReport:
     """Runs a kernel of a body on addresses."""
     return launch(kernel(body, len(addresses)), addresses, threads, grid, memory, **options)

@@ -22,10 +22,11 @@ go: bar.warp.sync -1;
 WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p3, [%r1+8192], 0; @!%p3 bra W;"
 # Thread after thread takes words of shared memory to the output.
 DRAIN = """
-mov.b32 %r20, %r0; drain: setp.ge.u32 %p4, %r20, {words}; @%p4 bra drained; mad.lo.u32 %r21, %r20, 4, %r1; ld.shared.b32 %r22, [%r21];
-mad.wide.u32 %d50, %r20, 4, %d0; st.global.b32 [%d50], %r22; add.u32 %r20, %r20, 32; bra drain; drained:
+mov.b32 %r20, %r0; drain: setp.ge.u32 %p4, %r20, {words}; @%p4 bra drained; mad.lo.u32 %r21, %r20, 4, %r1;
+ld.shared.b32 %r22, [%r21]; mad.wide.u32 %d50, %r20, 4, %d0; st.global.b32 [%d50], %r22; add.u32 %r20, %r20, 32; bra drain; drained:
 """
 BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%d1], 512, [%r1+8192];"
+TILE = "cp.async.bulk.tensor.{}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 HARDWARE = {np.uint8: 0, np.float16: 6, np.float32: 7}
 
 
@@ -103,7 +104,7 @@ def test_tiles(swizzle: int, at: tuple[int, int]) -> None:
     target_array = np.zeros_like(array)
     target = memory.put(target_array)
     maps = [memory.put(tensor_map(array, place, (16, columns), swizzle)) for place in (source, target)]
-    copy = f"cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r1], [%d1, {{{at[1]}, {at[0]}}}], [%r1+8192];"
+    copy = f"{TILE.format(2)} [%r1], [%d1, {{{at[1]}, {at[0]}}}], [%r1+8192];"
     store = f"""
     @%p1 bra end; cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%d2, {{{at[1]}, {at[0]}}}], [%r1];
     cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0; end:
@@ -122,10 +123,12 @@ def test_a_tile_of_three_axes_for_a_whole_cluster() -> None:
     memory = Memory(1 << 17)
     out, source = memory.put(np.zeros((2, 128), np.uint32)), memory.put(array)
     place = memory.put(tensor_map(array, source, (2, 4, 16)))
-    tensor = "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%r1], [%d1, {8, 1, 2}], [%r1+8192], %h0;"
+    tensor = f"{TILE.format(3)}.multicast::cluster [%r1], [%d1, {{8, 1, 2}}], [%r1+8192], %h0;"
     copy = f"mov.u32 %r30, %cluster_ctarank; setp.ne.u32 %p2, %r30, 1; @%p2 bra go; mov.b16 %h0, 3; {tensor}"
     meet = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
-    begin = BEGIN.format(bytes=512, copy="bra go;").replace("go:", f"go: {meet} @%p1 bra there; {copy.replace('go;', 'there;')} there:")
+    begin = BEGIN.format(bytes=512, copy="bra go;").replace(
+        "go:", f"go: {meet} @%p1 bra there; {copy.replace('go;', 'there;')} there:"
+    )
     where = "mov.u32 %r30, %ctaid.x; mul.wide.u32 %d49, %r30, 512; add.s64 %d0, %d0, %d49;"
     run(begin + WAIT + where + DRAIN.format(words=128) + meet, memory, [out, place], grid=(2,), cluster=2, seed=1)
     assert (memory.get(out, np.float32, 2, 2, 4, 16) == array[2:4, 1:5, 8:24]).all()
@@ -134,13 +137,18 @@ def test_a_tile_of_three_axes_for_a_whole_cluster() -> None:
 def test_copies_of_threads() -> None:
     """Each thread copies 16 bytes, of which some are zeros, and all wait; or an mbarrier does."""
     data = np.arange(4 * LANES, dtype=np.uint32) + 1
-    copy = "mov.b32 %r1, shared; mad.lo.u32 %r2, %r0, 16, %r1; mad.wide.u32 %d10, %r0, 16, %d1; and.b32 %r3, %r0, 16; cp.async.cg.shared.global [%r2], [%d10], 16, %r3;"
+    copy = """
+    mov.b32 %r1, shared; mad.lo.u32 %r2, %r0, 16, %r1; mad.wide.u32 %d10, %r0, 16, %d1; and.b32 %r3, %r0, 16;
+    cp.async.cg.shared.global [%r2], [%d10], 16, %r3;
+    """
     ends = {
         "group": "cp.async.commit_group; cp.async.wait_group 0; bar.warp.sync -1;",
         "all": "cp.async.wait_all; bar.warp.sync -1;",
         "mbarrier": f"cp.async.mbarrier.arrive.noinc.shared.b64 [%r1+8192]; {WAIT}",
     }
-    init = "mov.b32 %r1, shared; setp.ne.u32 %p1, %r0, 0; @%p1 bra go; mbarrier.init.shared.b64 [%r1+8192], 32; go: bar.warp.sync -1;"
+    init = (
+        "mov.b32 %r1, shared; setp.ne.u32 %p1, %r0, 0; @%p1 bra go; mbarrier.init.shared.b64 [%r1+8192], 32; go: bar.warp.sync -1;"
+    )
     wanted = np.where(np.arange(4 * LANES) // 64 == 1, data, 0)
     for end in ends.values():
         memory = Memory(1 << 15)
@@ -153,9 +161,10 @@ def test_sums_in_global_memory() -> None:
     memory = Memory(1 << 15)
     target = memory.put(np.ones(32, np.float32))
     body = """
-    mov.b32 %r1, shared; mad.lo.u32 %r2, %r0, 4, %r1; cvt.rn.f32.u32 %r3, %r0; st.shared.b32 [%r2], %r3; fence.proxy.async.shared::cta;
-    bar.warp.sync -1; setp.ne.u32 %p1, %r0, 0; @%p1 bra end;
-    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%d0], [%r1], 128; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; end:
+    mov.b32 %r1, shared; mad.lo.u32 %r2, %r0, 4, %r1; cvt.rn.f32.u32 %r3, %r0; st.shared.b32 [%r2], %r3;
+    fence.proxy.async.shared::cta; bar.warp.sync -1; setp.ne.u32 %p1, %r0, 0; @%p1 bra end;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%d0], [%r1], 128;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; end:
     """
     run(body, memory, [target])
     assert (memory.get(target, np.float32, 32) == 1 + np.arange(32)).all()

@@ -10,15 +10,20 @@ import pytest
 import torch
 
 from sm90_emulator import UnknownInstruction
-
-from .snippets import LANES, lanes, run
 from sm90_emulator.memory import Memory
 
+from .snippets import LANES, lanes, run
+
 DRAW = np.random.default_rng(0)
-INTEGERS = np.concatenate([DRAW.integers(0, 2**32, 24, dtype=np.uint32), np.array([0, 1, 2**31, 2**31 - 1, 2**32 - 1, 7, 33, 64], np.uint32)])
+INTEGERS = np.concatenate(
+    [DRAW.integers(0, 2**32, 24, dtype=np.uint32), np.array([0, 1, 2**31, 2**31 - 1, 2**32 - 1, 7, 33, 64], np.uint32)]
+)
 OTHERS = INTEGERS[::-1].copy()
 FLOATS = np.concatenate(
-    [DRAW.normal(size=22) * 10.0 ** DRAW.integers(-6, 6, 22), [0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan, 448.0, 65519.0, 1e-40]]
+    [
+        DRAW.normal(size=22) * 10.0 ** DRAW.integers(-6, 6, 22),
+        [0.0, -0.0, 1.0, -1.5, np.inf, -np.inf, np.nan, 448.0, 65519.0, 1e-40],
+    ]
 ).astype(np.float32)
 Check = Callable[..., Any]
 
@@ -35,6 +40,11 @@ def cut(x: Any) -> Any:
     return np.array([int(value) & 0xFFFFFFFF for value in x], np.uint32)
 
 
+def quotient(a: int, b: int) -> int:
+    """Rounded towards zero."""
+    return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1) if b else -1
+
+
 BINARY: dict[str, Check] = {
     "add.s32": lambda x, y: wide(x) + wide(y),
     "sub.s32": lambda x, y: wide(x) - wide(y),
@@ -46,7 +56,7 @@ BINARY: dict[str, Check] = {
     "min.relu.s32": lambda x, y: np.maximum(np.minimum(signed(x), signed(y)), 0),
     "div.u32": lambda x, y: [a // b if b else 0xFFFFFFFF for a, b in zip(wide(x), wide(y), strict=True)],
     "rem.u32": lambda x, y: [a % b if b else a for a, b in zip(wide(x), wide(y), strict=True)],
-    "div.s32": lambda x, y: [int(abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1) if b else -1 for a, b in zip(signed(x), signed(y), strict=True)],
+    "div.s32": lambda x, y: [quotient(a, b) for a, b in zip(signed(x), signed(y), strict=True)],
     "and.b32": lambda x, y: x & y,
     "xor.b32": lambda x, y: x ^ y,
     "shl.b32": lambda x, y: [a << b if b < 32 else 0 for a, b in zip(wide(x), wide(y), strict=True)],
@@ -115,7 +125,10 @@ def test_comparisons_and_selections() -> None:
     other = FLOATS[::-1].copy()
     for word, function in (("lt.f32", np.less), ("ge.f32", np.greater_equal), ("eq.f32", np.equal), ("neu.f32", np.not_equal)):
         assert (lanes(instructions.format(word), [FLOATS, other], np.uint32) == function(FLOATS, other)).all()
-    both = "setp.lt.u32 %p2, %r10, 1000; setp.gt.and.s32 %p1|%p3, %r10, %r11, !%p2; selp.b32 %r20, 2, 0, %p3; selp.b32 %r100, 1, %r20, %p1;"
+    both = """
+    setp.lt.u32 %p2, %r10, 1000; setp.gt.and.s32 %p1|%p3, %r10, %r11, !%p2;
+    selp.b32 %r20, 2, 0, %p3; selp.b32 %r100, 1, %r20, %p1;
+    """
     more, large = signed(INTEGERS) > signed(OTHERS), INTEGERS >= 1000
     assert (lanes(both, [INTEGERS, OTHERS], np.uint32) == np.where(more & large, 1, np.where(~more & large, 2, 0))).all()
 
@@ -150,7 +163,9 @@ def test_eight_bits(kind: str) -> None:
     codes = np.arange(256, dtype=np.uint32)
     for first in range(0, 256, LANES):
         some = codes[first : first + LANES].copy()
-        got = lanes(f"cvt.u16.u32 %h0, %r10; cvt.rn.f16x2.{kind}x2 %r100, %h0;", [some], np.uint32).astype(np.uint16).view(np.float16)
+        got = (
+            lanes(f"cvt.u16.u32 %h0, %r10; cvt.rn.f16x2.{kind}x2 %r100, %h0;", [some], np.uint32).astype(np.uint16).view(np.float16)
+        )
         wanted = torch.from_numpy(some.astype(np.uint8)).view(dtype).to(torch.float16).numpy()
         np.testing.assert_array_equal(got, wanted)
 
@@ -182,7 +197,10 @@ def test_lanes_that_diverge_come_together() -> None:
 
 
 def test_scopes_of_inline_assembly() -> None:
-    twice = "{ .reg .b32 x; mov.b32 x, 5; L: add.u32 %r20, x, 1; } { .reg .b32 x; mov.b32 x, 7; bra L; add.u32 x, x, 100; L: add.u32 %r100, x, %r20; }"
+    twice = """
+    { .reg .b32 x; mov.b32 x, 5; L: add.u32 %r20, x, 1; }
+    { .reg .b32 x; mov.b32 x, 7; bra L; add.u32 x, x, 100; L: add.u32 %r100, x, %r20; }
+    """
     assert (lanes(twice, [], np.uint32) == 13).all()
 
 

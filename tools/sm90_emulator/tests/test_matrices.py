@@ -12,11 +12,18 @@ from sm90_emulator.memory import Memory
 
 from .snippets import LANES, run
 
-TYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+TYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 # Brings all of the first array to shared memory, word by word, and waits.
 FILL = """
 mov.b32 %r1, shared; mov.b32 %r2, %r0; fill: setp.ge.u32 %p1, %r2, {words}; @%p1 bra filled; mad.wide.u32 %d50, %r2, 4, %d1;
-ld.global.b32 %r3, [%d50]; mad.lo.u32 %r4, %r2, 4, %r1; st.shared.b32 [%r4], %r3; mov.u32 %r5, %ntid.x; add.u32 %r2, %r2, %r5; bra fill;
+ld.global.b32 %r3, [%d50]; mad.lo.u32 %r4, %r2, 4, %r1; st.shared.b32 [%r4], %r3;
+mov.u32 %r5, %ntid.x; add.u32 %r2, %r2, %r5; bra fill;
 filled: fence.proxy.async.shared::cta; bar.sync 0;
 """
 SPREAD = 0, 32, 64, 128  # bytes that are exchanged among, by the swizzle's number of bits
@@ -89,8 +96,11 @@ def product(kinds: str, columns: int, first: str, second: str, more: str) -> str
     accumulators = ", ".join(f"%f{i}" for i in range(columns // 2))
     depth = 32 // TYPES[kinds.split(".")[0]].itemsize
     zero = "".join(f"mov.f32 %f{i}, 0f3F800000;" for i in range(columns // 2))
-    issue = f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kinds} {{{accumulators}}}, {first}, {second}, %p5, 1, 1{more};"
-    return f"{zero} setp.eq.u32 %p5, 0, 0; wgmma.fence.sync.aligned; {issue} wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    issue = (
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kinds} {{{accumulators}}}, {first}, {second}, %p5, 1, 1{more};"
+    )
+    wait = "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"
+    return f"{zero} setp.eq.u32 %p5, 0, 0; wgmma.fence.sync.aligned; {issue} {wait}"
 
 
 @pytest.mark.parametrize("swizzle", [0, 1, 2, 3])
@@ -165,10 +175,14 @@ def test_warps(kind: str, depth: int) -> None:
     out, left, right = memory.put(np.zeros((LANES, 4), np.float32)), memory.put(a_given), memory.put(b_given)
     body = ""
     for base, count, first in ((1, words // 2, 20), (2, words // 4, 30)):
-        body += f"mad.wide.u32 %d10, %r0, {4 * count}, %d{base};" + "".join(f"ld.global.b32 %r{first + at}, [%d10+{4 * at}];" for at in range(count))
+        body += f"mad.wide.u32 %d10, %r0, {4 * count}, %d{base};" + "".join(
+            f"ld.global.b32 %r{first + at}, [%d10+{4 * at}];" for at in range(count)
+        )
     registers = [", ".join(f"%r{first + at}" for at in range(count)) for first, count in ((20, words // 2), (30, words // 4))]
-    body += f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32 {{%f0, %f1, %f2, %f3}}, {{{registers[0]}}}, {{{registers[1]}}}, "
-    body += "{0f3F800000, 0f3F800000, 0f3F800000, 0f3F800000}; mad.wide.u32 %d10, %r0, 16, %d0; st.global.v4.f32 [%d10], {%f0, %f1, %f2, %f3};"
+    operands = f"{{%f0, %f1, %f2, %f3}}, {{{registers[0]}}}, {{{registers[1]}}}, "
+    body += f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32 {operands}"
+    body += "{0f3F800000, 0f3F800000, 0f3F800000, 0f3F800000};"
+    body += "mad.wide.u32 %d10, %r0, 16, %d0; st.global.v4.f32 [%d10], {%f0, %f1, %f2, %f3};"
     run(body, memory, [out, left, right])
     got = memory.get(out, np.float32, LANES, 4)
     lane, i = np.meshgrid(np.arange(LANES), np.arange(4), indexing="ij")

@@ -156,7 +156,7 @@ def _kernel(text: str, entry: re.Match[str], variables: list[re.Match[str]]) -> 
         parameters[found[3]] = Parameter(found[3], offset, size)
         offset += size
     kernel = Kernel(entry[1], parameters, offset, {}, 0, {}, 0, [])
-    dynamic = []
+    dynamic: list[tuple[str, int]] = []
     for found in variables:
         _declare(kernel, found, dynamic)
     _body(kernel, text, entry.end(), dynamic)

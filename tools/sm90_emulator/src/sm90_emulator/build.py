@@ -5,18 +5,20 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 _SOURCES = Path(__file__).parent / "native"
 _UNITS = ("emulator.c", "elementwise.c")
 _FLAGS = (
-    "-O2", "-ftree-vectorize", "-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fvisibility=hidden",
-    "-w",
+    "-O2", "-ftree-vectorize", "-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
+    "-fvisibility=hidden", "-w",
 )  # fmt: skip
 
 
@@ -36,11 +38,19 @@ def _processor() -> str:
         return platform.processor()
 
 
+def _compiler() -> list[str]:
+    """The command of a C compiler."""
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and shutil.which(name):
+            return [name]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise RuntimeError("sm90_emulator needs a C compiler: install cc, gcc or clang, or `pip install ziglang`")
+
+
 def compiled(name: str, units: tuple[str, ...], flags: tuple[str, ...]) -> Path:
     """Compiles C into a shared library, unless the cache has it."""
-    compiler = next((path for path in (os.environ.get("CC"), "cc", "gcc", "clang") if path and shutil.which(path)), None)
-    if compiler is None:
-        raise RuntimeError("sm90_emulator needs a C compiler: none of CC, cc, gcc and clang is there")
+    compiler = _compiler()
     digest = hashlib.sha256(f"{compiler} {flags} {_processor()}".encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
@@ -50,7 +60,7 @@ def compiled(name: str, units: tuple[str, ...], flags: tuple[str, ...]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         part = Path(folder) / "library.so"
-        command = [compiler, *flags, "-shared", "-o", str(part), *(str(_SOURCES / unit) for unit in units), "-lm"]
+        command = [*compiler, *flags, "-shared", "-o", str(part), *(str(_SOURCES / unit) for unit in units), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"sm90_emulator does not compile: {' '.join(command)}\n{done.stderr}")

@@ -21,8 +21,8 @@ from sm90_emulator.registers import NONE, SINK, Registers, room_of
 # As in machine.h.
 INSTRUCTION = np.dtype(
     [
-        ("op", "<u2"), ("negated", "u1"), ("kind", "u1"), ("guard", "<i4"), ("wide", "<i4"), ("target", "<i4"), ("d", "<i4"), ("a", "<i4"),
-        ("b", "<i4"), ("c", "<i4"), ("e", "<i4"), ("list", "<i4"), ("count", "<i4"), ("imm", "<i8"), ("more", "<i8"),
+        ("op", "<u2"), ("negated", "u1"), ("kind", "u1"), ("guard", "<i4"), ("wide", "<i4"), ("target", "<i4"), ("d", "<i4"),
+        ("a", "<i4"), ("b", "<i4"), ("c", "<i4"), ("e", "<i4"), ("list", "<i4"), ("count", "<i4"), ("imm", "<i8"), ("more", "<i8"),
         ("imm_other", "<i8"),
     ],
     align=True,

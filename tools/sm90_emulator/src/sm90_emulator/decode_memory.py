@@ -10,8 +10,8 @@ _SPACES = {"global": 1, "shared": 2, "const": 1, "local": 4}
 # As in copies.h.
 _REDUCTIONS = {"add": 1, "min": 2, "max": 3, "inc": 4, "dec": 5, "and": 6, "or": 7, "xor": 8}
 _TYPES = {
-    "u8": 0, "u16": 1, "u32": 2, "b32": 2, "s32": 3, "u64": 4, "b64": 4, "s64": 5, "f16": 6, "f16x2": 6, "f32": 7, "f64": 8, "bf16": 10,
-    "bf16x2": 10,
+    "u8": 0, "u16": 1, "u32": 2, "b32": 2, "s32": 3, "u64": 4, "b64": 4, "s64": 5, "f16": 6, "f16x2": 6, "f32": 7, "f64": 8,
+    "bf16": 10, "bf16x2": 10,
 }  # fmt: skip
 _SHUFFLES = {"idx": 0, "up": 1, "down": 2, "bfly": 3}
 
@@ -90,7 +90,12 @@ def _map(decoder: Decoder, statement: Statement, words: list[str]) -> None:
 @binder("getctarank")
 def _rank(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     kind = decoder.registers.kind_of(statement.operands[1], statement.scope) or "b32"
-    decoder.emit("rank_of", d=decoder.write(statement.operands[0]), a=decoder.read(statement.operands[1], kind), kind=int(bits_of(kind) == 64))
+    decoder.emit(
+        "rank_of",
+        d=decoder.write(statement.operands[0]),
+        a=decoder.read(statement.operands[1], kind),
+        kind=int(bits_of(kind) == 64),
+    )
 
 
 @binder("isspacep")

@@ -195,7 +195,7 @@ class _Lent:
         return 2, 0
 
     def __dlpack__(self, **_: Any) -> Any:
-        capsule = torch.utils.dlpack.to_dlpack(self._tensor)
+        capsule = torch.utils.dlpack.to_dlpack(self._tensor)  # type: ignore[attr-defined]
         address = _pointer_of(capsule, b"dltensor")
         device = (ctypes.c_int32 * 2).from_address(address + 8)
         device[0], device[1] = 2, 0
@@ -320,7 +320,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _platform(multiprocessors: int) -> contextlib.AbstractContextManager[Any]:
     from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo, use_platform
 
-    platform = PlatformInfo("nvidia", ArchVersion(9, 0), DEVICE_NAME, "sm_90", 1, _MEMORY, multiprocessors, frozenset(), emulated=True)
+    platform = PlatformInfo(
+        "nvidia", ArchVersion(9, 0), DEVICE_NAME, "sm_90", 1, _MEMORY, multiprocessors, frozenset(), emulated=True
+    )
     return use_platform(platform)
 
 

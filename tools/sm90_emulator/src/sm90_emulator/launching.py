@@ -77,4 +77,3 @@ def launch(
     when = copies or ("random" if seed else "early")
     settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, min(4, resident) if seed else 1)
     return machine.run(program, geometry, pack(program.kernel, arguments), memory.ranges, settings)
-

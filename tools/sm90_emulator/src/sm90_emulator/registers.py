@@ -56,8 +56,8 @@ class Registers:
         self._pool = bytearray()
 
     @property
-    def bytes(self) -> int:
-        """Of all registers of a warp."""
+    def size(self) -> int:
+        """The bytes of all registers of a warp."""
         return self._top
 
     @property
