@@ -7,9 +7,8 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("sm90_emulator")
 
-from sm90_emulator import emulated_sm90
-
 import tokenspeed_kernel  # noqa: F401  - registers the kernels
+from sm90_emulator import emulated_sm90
 from tokenspeed_kernel.workbench.numerics.verify import verify_case
 from tokenspeed_kernel_base.operator import get_operator
 from tokenspeed_kernel_base.registry import KernelRegistry

@@ -188,7 +188,8 @@ def test_clusters() -> None:
 def test_memory_of_a_cta_that_ended() -> None:
     body = """
     mov.b32 %r1, shared; mov.u32 %r2, %cluster_ctarank; setp.eq.u32 %p1, %r2, 1; @%p1 bra end; mapa.shared::cluster.u32 %r3, %r1, 1;
-    mov.b32 %r4, 0; again: add.u32 %r4, %r4, 1; setp.lt.u32 %p2, %r4, 100000; @%p2 bra again; ld.shared::cluster.b32 %r5, [%r3]; end:
+    mov.b32 %r4, 0; again: add.u32 %r4, %r4, 1; setp.lt.u32 %p2, %r4, 100000; @%p2 bra again;
+    ld.shared::cluster.b32 %r5, [%r3]; end:
     """
     with pytest.raises(EmulationError, match="after it ended"):
         run(body, Memory(4096), [], grid=(2,), cluster=2)
