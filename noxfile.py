@@ -22,6 +22,7 @@ BASE = "packages/tokenspeed-kernel-base"
 CORE = "packages/tokenspeed-kernel"
 RUNTIME = "tools/gpt_oss"
 EMULATOR = "tools/gfx950_emulator"
+HOPPER = "tools/sm90_emulator"
 AMD = "packages/tokenspeed-kernel-amd"
 NVIDIA = "packages/tokenspeed-kernel-nvidia"
 VLLM_PLUGIN = "tools/vllm_plugin"
@@ -33,6 +34,8 @@ TRITONS = ("triton==3.6.0", "triton==3.9.0")
 VLLMS = ("vllm==0.26.0", "vllm==0.33.0")
 # Compiles the NVIDIA wheel's kernels; its runtime needs no GPU to be installed.
 CUTEDSL = "nvidia-cutlass-dsl==4.8.1"
+# Compiles C where there is no compiler.
+ZIG = "ziglang==0.17.1"
 
 
 def _install(session: nox.Session, *groups: str, runtime: bool = True) -> None:
@@ -58,7 +61,7 @@ def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU. Arguments go to pytest instead of the defaults."""
     _install(session, "test", "peers", "build")
     # What wants Triton is run by `emulate`, what wants CuteDSL by `cutedsl`, what wants vLLM by `vllm`.
-    others = ("--ignore", EMULATOR, "--ignore", AMD, "--ignore", NVIDIA, "--ignore", VLLM_PLUGIN)
+    others = [part for path in (EMULATOR, HOPPER, AMD, NVIDIA, VLLM_PLUGIN) for part in ("--ignore", path)]
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia and not amd", *others]
     # One thread a worker: two that each use all cores slow each other down many times over.
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
@@ -87,10 +90,15 @@ def emulate(session: nox.Session) -> None:
 
 @nox.session
 def cutedsl(session: nox.Session) -> None:
-    """The NVIDIA wheel without a GPU: its own tests, and one configuration of each kernel compiled. Arguments go to pytest."""
+    """The NVIDIA wheel without a GPU: its tests, kernels executed on the emulator of sm_90, and the emulator's own tests.
+
+    Then one configuration of each kernel is compiled. Arguments go to pytest.
+    """
     _install(session, "test", "build", runtime=False)
-    session.install(CUTEDSL, "-e", NVIDIA)
-    arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia", f"{NVIDIA}/tests"]
+    session.install(CUTEDSL, "-e", NVIDIA, "-e", HOPPER)
+    if not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
+        session.install(ZIG)
+    arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia", f"{NVIDIA}/tests", f"{HOPPER}/tests"]
     session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
     if not session.posargs:
         session.run("python", "ci/compile_cutedsl.py", "--each")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,10 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("cutlass")
+pytest.importorskip("sm90_emulator")
 
+from sm90_emulator.launching import launch
+from sm90_emulator.memory import Memory
 from tokenspeed_kernel_base.ops.quantization.fp8 import quantize_fp8
 from tokenspeed_kernel_nvidia._programs import Program
 from tokenspeed_kernel_nvidia.sm90.moe import grouped
@@ -39,9 +41,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     most_tiles,
 )
 
-from . import ptx
 from .experts import GPT_OSS, RandomLayer, compare
-from .ptx_values import Memory
 from .test_grouped import COLUMNS, tiles_of
 
 CPU = torch.device("cpu")
@@ -70,8 +70,8 @@ class Launches:
     def __init__(self, texts: Any, layer: RandomLayer, columns: int, call: tuple[Tensor, Tensor, Tensor], seed: int) -> None:
         self.texts, self.layer, self.plan, self.columns = texts, layer, layer.plan, columns
         self.x, self.weights, self.ids = call
-        self.chance = random.Random(seed)
-        self.memory = Memory(1 << 25, ptx.GLOBAL_BASE)
+        self.seed = seed + 1
+        self.memory = Memory(1 << 25)
         tokens, pairs = len(self.x), self.ids.numel()
         tiles = most_tiles(pairs, self.plan.num_experts, columns)
         self.sources, self.positions, self.tiles, self.tile_count = (self.room(4 * n) for n in (pairs, pairs, 4 * tiles, 1))
@@ -81,7 +81,7 @@ class Launches:
         return self.memory.put(np.full(size, 0xFF, np.uint8))
 
     def launch(self, program: Program[Any], config: Any, arguments: list[Any], threads: int, *grid: int, cluster: int = 1) -> None:
-        ptx.launch(self.texts(program, config), arguments, threads, grid, self.memory, self.chance, cluster)
+        launch(self.texts(program, config), arguments, threads, grid, self.memory, cluster=cluster, seed=self.seed)
 
     def schedule(self, ctas: int = 1) -> None:
         top_k = self.plan.top_k
@@ -289,11 +289,11 @@ def test_rounding(texts: Any, inputs: str, dtype: torch.dtype, k: int) -> None:
     rows = torch.randn(3, k, generator=torch.Generator().manual_seed(k)) * torch.tensor([[1.0], [300.0], [1e-3]])
     rows[2, 7] = 0.0
     given = rows.to(dtype)
-    memory, size = Memory(1 << 20, ptx.GLOBAL_BASE), 1 if inputs == CODES else 2
+    memory, size = Memory(1 << 20), 1 if inputs == CODES else 2
     result, scales = memory.put(np.full(3 * k * size, 0xFF, np.uint8)), memory.put(np.full(12, 0xFF, np.uint8))
     config = Rounding("bfloat16" if dtype == torch.bfloat16 else "float16", inputs, early=k == 96)
     arguments = [memory.put(bytes_of(given)), k, result, k, scales, k]
-    ptx.launch(texts(grouped.rounding_program, config), arguments, 128, (3,), memory, random.Random(k))
+    launch(texts(grouped.rounding_program, config), arguments, 128, (3,), memory, seed=k)
     wanted, wanted_scales = rounded(given, inputs)
     assert torch.equal(torch.from_numpy(memory.get(scales, np.float32, 3)), wanted_scales.flatten())
     assert (memory.get(result, np.uint8, 3 * k * size) == bytes_of(wanted).flatten()).all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,10 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("cutlass")
+pytest.importorskip("sm90_emulator")
 
+from sm90_emulator.launching import launch
+from sm90_emulator.memory import Memory
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.ops.gemm._inputs import dense, fp8, micro
 from tokenspeed_kernel_base.ops.gemm.mm import mm as operator
@@ -26,9 +28,6 @@ from tokenspeed_kernel_nvidia.sm90.gemm.mm import kinds_of, mm_program, split_pr
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_config import CLUSTER, GROUP, QUAD_BYTES, Config, config_of, layout_of
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import CLUSTER as SPLIT
 from tokenspeed_kernel_nvidia.sm90.gemm.mm_split_config import SplitConfig, split_numbers_of, split_of
-
-from . import ptx
-from .ptx_values import Memory
 
 CPU = torch.device("cpu")
 BF16, F16, SINGLE = torch.bfloat16, torch.float16, torch.float32
@@ -79,7 +78,7 @@ def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, sharing: Any =
     a, b, bias = (given[each] for each in ("a", "b", "bias"))
     weights, scales = kinds_of(b, given["b_scale"])
     config = config_of(dtype_name(a.dtype), weights, scales, dtype_name(dtype), m, sharing)
-    memory = Memory(1 << 24, ptx.GLOBAL_BASE)
+    memory = Memory(1 << 24)
     row_bytes = b.shape[0] * b.element_size()
     out = memory.put(np.full(m * n * dtype.itemsize, 0x44, np.uint8))
     share = n // (ctas // config.cluster)
@@ -93,7 +92,7 @@ def run(texts: Any, name: str, m: int, k: int, n: int, ctas: int, sharing: Any =
         16.0 / layout.chunk_bytes, layout.scales, layout.activations, out, n, 1,
         *([0, 0] if bias is None else [memory.put(bytes_of(bias)), KINDS[bias.dtype]]), *scales_of,
     ]  # fmt: skip
-    ptx.launch(texts(config), arguments, config.threads + 32, (ctas,), memory, random.Random(seed), config.together)
+    launch(texts(config), arguments, config.threads + 32, (ctas,), memory, cluster=config.together, seed=seed + 1)
     _check(memory, out, given, dtype, m, n)
 
 
@@ -114,7 +113,7 @@ def test_split_rows(texts: Any, m: int, k: int, n: int) -> None:
     given = operator.operator.complete(Case(name, made(m, k, n)).build(CPU, 0))
     a, b, bias = (given[each] for each in ("a", "b", "bias"))
     config = split_of(dtype_name(a.dtype), dtype_name(dtype), m, 2 * k)
-    memory = Memory(1 << 24, ptx.GLOBAL_BASE)
+    memory = Memory(1 << 24)
     out = memory.put(np.full(m * n * dtype.itemsize, 0x44, np.uint8))
     part = -(-2 * k // (QUAD_BYTES * SPLIT)) * QUAD_BYTES
     ctas, _ = split_numbers_of(m, n)
@@ -122,7 +121,7 @@ def test_split_rows(texts: Any, m: int, k: int, n: int) -> None:
         memory.put(bytes_of(b.mT)), 2 * k, 2 * k, part, memory.put(bytes_of(a)), 2 * k, m, n, out, n, 1,
         memory.put(bytes_of(bias)), KINDS[bias.dtype],
     ]  # fmt: skip
-    ptx.launch(texts(config), arguments, config.threads, (ctas,), memory, random.Random(0), SPLIT)
+    launch(texts(config), arguments, config.threads, (ctas,), memory, cluster=SPLIT, seed=1)
     _check(memory, out, given, dtype, m, n)
 
 

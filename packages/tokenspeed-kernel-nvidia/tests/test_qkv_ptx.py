@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("cutlass")
+pytest.importorskip("sm90_emulator")
 
+from sm90_emulator.launching import launch
+from sm90_emulator.memory import Memory
 from tokenspeed_kernel_base.ops.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope as operator
 from tokenspeed_kernel_nvidia.sm90.attention.qkv_config import GROUP_PAIRS, QkvConfig, numbers_of
 from tokenspeed_kernel_nvidia.sm90.attention.rmsnorm_qkv_rope import rmsnorm_qkv_rope_program
 from tokenspeed_kernel_nvidia.sm90.common.launch import KINDS
-
-from . import ptx
-from .ptx_values import Memory
 
 BF16 = torch.bfloat16
 PAGES, PAGE_SIZE, POSITIONS = 3, 4, 32
@@ -75,7 +74,7 @@ def run(
     positions = torch.randint(POSITIONS, (tokens,), generator=draw).to(index_dtype)
     table = normal(POSITIONS, head_dim, dtype=torch.float32)
     caches = [normal(PAGES, PAGE_SIZE, kv_heads, head_dim) for _ in range(2)]
-    memory = Memory(1 << 24, ptx.GLOBAL_BASE)
+    memory = Memory(1 << 24)
     places = [memory.put(bytes_of(cache)) for cache in caches]
     out, total = (memory.put(np.full(2 * size, 0x44, np.uint8)) for size in (tokens * columns, tokens * hidden))
     config = QkvConfig("bfloat16", head_dim)
@@ -93,7 +92,7 @@ def run(
         for number in (at, *cache.stride())), slots_at, wide, 1, PAGE_SIZE, heads, kv_heads, pairs // numbers.ctas,
         pairs % numbers.ctas,
     ]  # fmt: skip
-    ptx.launch(texts(config), arguments, config.product.threads + 32, (numbers.ctas,), memory, random.Random(seed), 1)
+    launch(texts(config), arguments, config.product.threads + 32, (numbers.ctas,), memory, seed=seed + 1)
     given = {} if slots is None else {"k_cache": caches[0], "v_cache": caches[1], "slot_mapping": slots}
     found = operator.operator.reference(
         *operator.operator.complete(

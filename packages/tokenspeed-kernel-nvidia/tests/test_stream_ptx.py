@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,16 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("cutlass")
+pytest.importorskip("sm90_emulator")
 
+from sm90_emulator.launching import launch
+from sm90_emulator.memory import Memory
 from tokenspeed_kernel_nvidia.sm90.common.launch import DTYPES
 from tokenspeed_kernel_nvidia.sm90.moe import stream
 from tokenspeed_kernel_nvidia.sm90.moe.mxfp4_layout import PANEL_STRIPS, STRIP, blocks_of, panel_bytes, panels_of
 from tokenspeed_kernel_nvidia.sm90.moe.stream_config import COUNTERS, THREADS, Config, config_of, entries_of
 
-from . import ptx_grid
 from .experts import GPT_OSS, RandomLayer, compare
-from .ptx import GLOBAL_BASE
-from .ptx_values import Memory
 
 CPU = torch.device("cpu")
 
@@ -46,11 +45,11 @@ def bytes_of(x: Tensor) -> Any:
 
 
 def executed(
-    texts: Any, layer: RandomLayer, call: tuple[Tensor, Tensor, Tensor], ctas: int, turns: int, resident: int = 0, seed: int = 0
+    texts: Any, layer: RandomLayer, call: tuple[Tensor, Tensor, Tensor], ctas: int, turns: int, resident: int = 132, seed: int = 0
 ) -> Tensor:
     """The output of a launch, which leaves its counters zero."""
     x, weights, ids = call
-    plan, pairs, memory = layer.plan, ids.numel(), Memory(1 << 24, GLOBAL_BASE)
+    plan, pairs, memory = layer.plan, ids.numel(), Memory(1 << 24)
     config = config_of(DTYPES[plan.dtype], max(plan.hidden_size, plan.intermediate_size), pairs / plan.num_experts)
     counts = COUNTERS + entries_of(config, pairs, plan.num_experts)
     counters = memory.put(np.zeros(4 * counts, np.uint8))
@@ -71,7 +70,8 @@ def executed(
     limit = math.inf if plan.limit is None else plan.limit
     options = [turns, plan.num_experts, plan.hidden_size, plan.intermediate_size, plan.top_k, plan.alpha, limit, plan.beta]
     given = [x_at, plan.hidden_size, ids_at, weights_at, out, plan.hidden_size, len(x), activated, slots, counters]
-    ptx_grid.launch(texts(config), [*layers, *options, *given], THREADS, ctas, memory, random.Random(seed), resident)
+    arguments = [*layers, *options, *given]
+    launch(texts(config), arguments, THREADS, (ctas,), memory, resident=resident, seed=seed + 1)
     assert not memory.get(counters, np.int32, counts).any()
     return torch.from_numpy(memory.get(out, np.uint8, 2 * x.numel())).view(plan.dtype).view(x.shape)
 

@@ -1,0 +1,575 @@
+"""Binds PTX to the machine's operations, once per kernel: instructions that each lane executes for itself, and branches.
+
+Memory, barriers and matrices are in `decode_memory` and `decode_matrix`. An instruction or a modifier that no binder knows is an
+`UnknownInstruction`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from sm90_emulator.assembly import Kernel, Statement, bits_of, parse, split_operands
+from sm90_emulator.build import operations
+from sm90_emulator.errors import UnknownInstruction
+from sm90_emulator.registers import NONE, SINK, Registers, room_of
+
+# As in machine.h.
+INSTRUCTION = np.dtype(
+    [
+        ("op", "<u2"), ("negated", "u1"), ("kind", "u1"), ("guard", "<i4"), ("wide", "<i4"), ("target", "<i4"), ("d", "<i4"),
+        ("a", "<i4"), ("b", "<i4"), ("c", "<i4"), ("e", "<i4"), ("list", "<i4"), ("count", "<i4"), ("imm", "<i8"), ("more", "<i8"),
+        ("imm_other", "<i8"),
+    ],
+    align=True,
+)  # fmt: skip
+Binder = Callable[["Decoder", Statement, list[str]], None]
+_BINDERS: dict[str, Binder] = {}
+# Hints, and what orders accesses that are in order anyway.
+_NOTHING = {
+    "fence", "membar", "griddepcontrol", "setmaxnreg", "prefetch", "prefetchu", "discard", "applypriority", "pmevent", "brkpt",
+}  # fmt: skip
+_LOGIC = {"b16": "32", "b32": "32", "b64": "64"}
+_ROUNDING = {"rz": 1, "rm": 2, "rp": 3}
+_IGNORED = {"rn", "approx", "full", "uni", "sync", "aligned", "wrap", "noftz"}
+
+
+def binder(*names: str) -> Callable[[Binder], Binder]:
+    """Declares how instructions whose first word is one of these are bound."""
+
+    def declare(function: Binder) -> Binder:
+        for name in names:
+            _BINDERS[name] = function
+        return function
+
+    return declare
+
+
+@dataclass
+class Program:
+    """A kernel that the machine can run.
+
+    Attributes:
+        kernel: as it was parsed.
+        code: one `INSTRUCTION` for each operation.
+        pool: operands in braces.
+        registers: where they lie.
+        constants: the bytes of all constants.
+        origins: of each operation, the statement that it comes from.
+    """
+
+    kernel: Kernel
+    code: np.ndarray
+    pool: np.ndarray
+    registers: Registers
+    constants: np.ndarray
+    origins: list[Statement]
+
+
+@dataclass
+class Decoder:
+    """What binders write to."""
+
+    kernel: Kernel
+    registers: Registers
+    rows: list[dict[str, int]] = field(default_factory=list)
+    origins: list[Statement] = field(default_factory=list)
+    pool: list[int] = field(default_factory=list)
+    now: Statement | None = None
+
+    def emit(self, op: str, **fields: int) -> None:
+        """Adds an operation with the present statement's guard."""
+        statement = self.statement
+        number = operations().get(op)
+        if number is None:
+            raise UnknownInstruction(f"{statement.text}: there is no operation {op}", kernel=self.kernel.name)
+        row = {"op": number, "guard": -1, "d": SINK, "a": NONE, "b": NONE, "c": NONE, "e": NONE, "target": -1, **fields}
+        if statement.guard is not None:
+            row["guard"] = self.registers.read(statement.guard[0], "pred", statement.scope)
+            row["negated"] = int(statement.guard[1])
+        self.rows.append(row)
+        self.origins.append(statement)
+
+    @property
+    def statement(self) -> Statement:
+        """The present one."""
+        assert self.now is not None
+        return self.now
+
+    def unknown(self, why: str = "") -> UnknownInstruction:
+        """An error about the present statement."""
+        reason = f": {why}" if why else ""
+        return UnknownInstruction(f"{self.statement.text}{reason}", kernel=self.kernel.name, instruction=self.statement.text)
+
+    def read(self, operand: str, kind: str) -> int:
+        """The place of an operand; a symbol's address is put into a register first."""
+        scope = self.statement.scope
+        if scope.register(operand) is None:
+            if operand in self.kernel.shared:
+                return self.symbol_address(operand, kind, "<shared>", self.kernel.shared[operand])
+            if operand in self.kernel.local:
+                return self.symbol_address(operand, kind, "<local>", self.kernel.local[operand])
+            if operand in self.kernel.parameters:
+                return self.symbol_address(operand, kind, "<parameters>", self.kernel.parameters[operand].offset)
+            if operand.startswith(("%clock", "%globaltimer")):
+                to = self.registers.temporary(kind)
+                self.emit("clock", d=to, more=8 if bits_of(kind) == 64 else 4)
+                return to
+        return self.registers.read(operand, kind, scope, self.statement.text)
+
+    def symbol_address(self, name: str, kind: str, base: str, offset: int) -> int:
+        """A register with the address of a variable in its own space."""
+        slot = self.registers.symbol(base)
+        wide = base == "<parameters>"
+        if wide or not offset:
+            place = slot
+        else:
+            place = self.registers.temporary("b32")
+            self.emit("add_32", d=place, a=slot, b=self.registers.constant(offset, 128))
+        if wide and offset:
+            place = self.registers.temporary("b64")
+            self.emit("add_64", d=place, a=slot, b=self.registers.constant(offset, 256))
+        if not wide and bits_of(kind) == 64:
+            widened = self.registers.temporary("b64")
+            self.emit("widen_u32_64", d=widened, a=place)
+            place = widened
+        return place
+
+    def write(self, operand: str) -> int:
+        """The place of a register that is written."""
+        return self.registers.write(operand, self.statement.scope, self.statement.text)
+
+    def predicate(self, operand: str) -> tuple[int, int]:
+        """The place of a predicate, and whether it is negated."""
+        name = operand.lstrip("!").strip()
+        return self.registers.read(name, "pred", self.statement.scope), int(operand.startswith("!"))
+
+    def declared(self, operand: str) -> str:
+        """The declared type of a register."""
+        kind = self.registers.kind_of(operand, self.statement.scope)
+        if kind is None:
+            raise self.unknown(f"{operand} is no register")
+        return kind
+
+    def listed(self, places: list[int]) -> dict[str, int]:
+        """Puts operands into the pool."""
+        at = len(self.pool)
+        self.pool += places
+        return {"list": at, "count": len(places)}
+
+    def address(self, operand: str) -> dict[str, int]:
+        """The fields of an address in brackets: a register or a symbol, and a number."""
+        inside = operand.strip("[] ")
+        found = re.fullmatch(r"(.*?)\s*(?:([+-])\s*(-?\w+))?", inside)
+        assert found is not None
+        base, offset = found[1], int(found[3], 0) if found[3] else 0
+        offset = -offset if found[2] == "-" else offset
+        scope = self.statement.scope
+        kernel = self.kernel
+        if scope.register(base) is not None:
+            return {"a": self.registers.read(base, "b64", scope), "wide": int(bits_of(self.declared(base)) == 64), "imm": offset}
+        for names, symbol in ((kernel.shared, "<shared>"), (kernel.local, "<local>")):
+            if base in names:
+                return {"a": self.registers.symbol(symbol), "wide": 0, "imm": names[base] + offset}
+        if base in kernel.parameters:
+            return {"a": self.registers.symbol("<parameters>"), "wide": 1, "imm": kernel.parameters[base].offset + offset}
+        return {"a": self.registers.read(base, "b64", scope, self.statement.text), "wide": 1, "imm": offset}
+
+
+def elements(operand: str) -> list[str]:
+    """The parts of a vector in braces, or the operand alone."""
+    return [part.strip() for part in operand.strip("{}").split(",")] if operand.startswith("{") else [operand]
+
+
+@lru_cache(maxsize=64)
+def load(text: str, name: str) -> Program:
+    """Parses and binds a kernel.
+
+    Raises:
+        UnknownInstruction: it has something that the emulator does not know.
+    """
+    from sm90_emulator import decode_matrix, decode_memory  # noqa: F401  - their binders
+
+    kernels = parse(text)
+    if name not in kernels:
+        raise KeyError(f"the module has {', '.join(kernels)}, and not {name}")
+    kernel = kernels[name]
+    decoder = Decoder(kernel, Registers(kernel))
+    starts: list[int] = []
+    for statement in kernel.statements:
+        starts.append(len(decoder.rows))
+        decoder.now = statement
+        words = statement.name.split(".")
+        if words[0] in _NOTHING:
+            continue
+        bind = _BINDERS.get(words[0])
+        if bind is None:
+            raise decoder.unknown("unknown instruction")
+        bind(decoder, statement, words)
+    starts.append(len(decoder.rows))
+    if decoder.rows:
+        decoder.now = Statement("exit", (), None, kernel.statements[-1].scope, "the end of the kernel")
+        decoder.emit("exit")
+    code = np.zeros(len(decoder.rows), INSTRUCTION)
+    for index, row in enumerate(decoder.rows):
+        for key, value in row.items():
+            if key != "label":
+                code[index][key] = value
+        if "label" in row:
+            code[index]["target"] = starts[row["label"]]
+    pool = np.array(decoder.pool or [0], np.int32)
+    return Program(kernel, code, pool, decoder.registers, decoder.registers.constants, decoder.origins)
+
+
+# -- control -----------------------------------------------------------------------------------------------------------------------
+
+
+@binder("bra")
+def _branch(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    target = statement.scope.label(statement.operands[0])
+    if target is None:
+        raise decoder.unknown("no such label")
+    decoder.emit("bra", label=target)
+
+
+@binder("ret", "exit")
+def _exit(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    decoder.emit("exit")
+
+
+@binder("trap")
+def _trap(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    decoder.emit("trap")
+
+
+@binder("nanosleep")
+def _sleep(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    decoder.emit("yield")
+
+
+# -- moves -------------------------------------------------------------------------------------------------------------------------
+
+
+@binder("mov")
+def _move(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    kind = words[-1]
+    to, source = statement.operands
+    bits = bits_of(kind)
+    if to.startswith("{"):
+        _unpack(decoder, elements(to), decoder.read(source, kind), bits)
+    elif source.startswith("{"):
+        _pack(decoder, decoder.write(to), elements(source), bits)
+    elif bits == 1:
+        place, negated = decoder.predicate(source)
+        decoder.emit("mov_pred", d=decoder.write(to), a=place, more=negated)
+    else:
+        place = decoder.read(source, kind)
+        decoder.emit(f"mov_{64 if bits == 64 else 32}", d=decoder.write(to), a=place)
+
+
+def _unpack(decoder: Decoder, targets: list[str], source: int, bits: int) -> None:
+    each = bits // len(targets)
+    if (bits, len(targets)) == (64, 4):
+        for half, name in enumerate(("low_of_64", "high_of_64")):
+            part = decoder.registers.temporary("b32")
+            decoder.emit(name, d=part, a=source)
+            _unpack(decoder, targets[2 * half : 2 * half + 2], part, 32)
+        return
+    if (bits, each) == (32, 8):
+        for index, target in enumerate(targets):
+            if target != "_":
+                shifted = decoder.registers.temporary("b32")
+                decoder.emit("shr_u32", d=shifted, a=source, b=decoder.registers.constant(8 * index, 128))
+                decoder.emit("widen_u8_16", d=decoder.write(target), a=shifted)
+        return
+    if (bits, each) not in ((64, 32), (32, 16)):
+        raise decoder.unknown()
+    for target, name in zip(targets, (f"low_of_{bits}", f"high_of_{bits}"), strict=True):
+        if target != "_":
+            decoder.emit(name, d=decoder.write(target), a=source)
+
+
+def _pack(decoder: Decoder, to: int, sources: list[str], bits: int) -> None:
+    each = bits // len(sources)
+    places = [decoder.read(source, f"b{each}") for source in sources]
+    if (bits, each) == (64, 16):
+        halves = []
+        for half in range(2):
+            halves.append(decoder.registers.temporary("b32"))
+            decoder.emit("pack_32", d=halves[-1], a=places[2 * half], b=places[2 * half + 1])
+        decoder.emit("pack_64", d=to, a=halves[0], b=halves[1])
+    elif (bits, each) == (32, 8):
+        halves = []
+        for half in range(2):
+            halves.append(decoder.registers.temporary("b16"))
+            decoder.emit("pack_16", d=halves[-1], a=places[2 * half], b=places[2 * half + 1])
+        decoder.emit("pack_32", d=to, a=halves[0], b=halves[1])
+    elif (bits, each) in ((64, 32), (32, 16), (16, 8)):
+        # The target may be a source of what is still to be read only if the operation reads all first, lane by lane; it does.
+        decoder.emit(f"pack_{bits}", d=to, a=places[0], b=places[1])
+    else:
+        raise decoder.unknown()
+
+
+@binder("selp")
+def _select(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    to, x, y, predicate = statement.operands
+    kind = words[-1]
+    place, negated = decoder.predicate(predicate)
+    name = f"selp_{64 if bits_of(kind) == 64 else 32}"
+    decoder.emit(name, d=decoder.write(to), a=decoder.read(x, kind), b=decoder.read(y, kind), c=place, more=4 * negated)
+
+
+@binder("setp")
+def _compare(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    comparison, kind = words[1], words[-1]
+    combined = {"and": 1, "or": 2, "xor": 3}.get(words[2], 0)
+    targets = [name.strip() for name in statement.operands[0].split("|")]
+    x, y = (decoder.read(operand, kind) for operand in statement.operands[1:3])
+    fields = {"kind": combined}
+    if combined:
+        fields["c"], fields["more"] = decoder.predicate(statement.operands[3])
+    if len(targets) > 1:
+        fields["target"] = decoder.write(targets[1])
+    decoder.emit(_comparison(comparison, kind), d=decoder.write(targets[0]), a=x, b=y, **fields)
+
+
+def _comparison(comparison: str, kind: str) -> str:
+    bits = bits_of(kind)
+    if kind[0] in "fb" and kind not in ("b16", "b32", "b64"):
+        return f"{comparison}_{kind}"
+    comparison = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(comparison, comparison)
+    return f"{comparison}_{bits}" if comparison in ("eq", "ne") else f"{comparison}_{kind[0]}{bits}"
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------------------
+
+
+def _operation(decoder: Decoder, statement: Statement, name: str, kinds: list[str]) -> None:
+    """An operation of register, and operands of types."""
+    places = [decoder.read(operand, kind) for operand, kind in zip(statement.operands[1:], kinds, strict=True)]
+    fields = dict(zip("abc", places, strict=False))
+    decoder.emit(name, d=decoder.write(statement.operands[0]), **fields)
+
+
+def _words(decoder: Decoder, words: list[str], *known: str) -> set[str]:
+    """The modifiers between the first word and the type, without those that change nothing."""
+    given = {word for word in words[1:-1] if word not in _IGNORED}
+    if given - set(known):
+        raise decoder.unknown(f"modifier {', '.join(sorted(given - set(known)))}")
+    return given
+
+
+@binder("add", "sub", "mul", "fma", "mad", "div", "min", "max", "rem", "abs", "neg", "copysign")
+def _arithmetic(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    kind = words[-1]
+    count = len(statement.operands) - 1
+    if kind[0] == "f" or kind.startswith("bf"):
+        _floats(decoder, statement, words, kind, count)
+        return
+    bits = bits_of(kind)
+    given = _words(decoder, words, "lo", "hi", "wide", "relu", "sat")
+    if kind.endswith("x2") or (given == {"relu"} and words[0] in ("min", "max")):
+        _operation(decoder, statement, "_".join([words[0], *sorted(given), kind]), [kind] * count)
+    elif given - {"lo", "hi", "wide"}:
+        raise decoder.unknown()
+    elif words[0] in ("mul", "mad"):
+        part = next(iter(given))
+        signed = part == "wide" or part == "hi"
+        kinds = [kind] * count
+        if part == "wide" and count == 3:
+            kinds[2] = f"{kind[0]}{2 * bits}"
+        _operation(decoder, statement, f"{words[0]}_{part}_{kind[0] if signed else ''}{bits}", kinds)
+    elif words[0] in ("add", "sub", "neg"):
+        _operation(decoder, statement, f"{words[0]}_{bits}", [kind] * count)
+    else:
+        _operation(decoder, statement, f"{words[0]}_{kind}", [kind] * count)
+
+
+def _floats(decoder: Decoder, statement: Statement, words: list[str], kind: str, count: int) -> None:
+    name = "fma" if words[0] == "mad" else words[0]
+    given = _words(decoder, words, "ftz", "NaN", "relu", "rz", "rm", "rp", "sat", "xorsign")
+    if modes := given & set(_ROUNDING):
+        what = ["add", "sub", "mul", "fma", "div", "sqrt"].index(name)
+        if kind != "f32" or given - modes - {"ftz"}:
+            raise decoder.unknown()
+        places = [decoder.read(operand, kind) for operand in statement.operands[1:]]
+        places += [places[0]] * (3 - len(places))
+        fields = dict(zip("abc", places, strict=True))
+        decoder.emit("rounded_f32", d=decoder.write(statement.operands[0]), kind=what, more=_ROUNDING[modes.pop()], **fields)
+        return
+    parts = [name]
+    if "relu" in given:
+        parts.append("relu")
+    if "NaN" in given:
+        parts.append("nan")
+    if "ftz" in given and name in ("add", "sub", "mul", "fma") and kind == "f32":
+        parts.append("ftz")
+    kinds = [kind] * count
+    _operation(decoder, statement, "_".join([*parts, kind]), kinds)
+    if "sat" in given:
+        to = decoder.write(statement.operands[0])
+        decoder.emit("cvt_sat_f32", d=to, a=to)
+
+
+@binder("ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos", "tanh")
+def _functions(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    kind = words[-1]
+    given = _words(decoder, words, "ftz")
+    flushes = "ftz" in given and f"{words[0]}_ftz_{kind}" in operations()
+    _operation(decoder, statement, f"{words[0]}_{'ftz_' if flushes else ''}{kind}", [kind])
+
+
+@binder("and", "or", "xor")
+def _logic(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    kind = words[-1]
+    if kind != "pred":
+        _operation(decoder, statement, f"{words[0]}_{_LOGIC[kind]}", [kind] * 2)
+        return
+    (x, not_x), (y, not_y) = (decoder.predicate(operand) for operand in statement.operands[1:])
+    decoder.emit(f"{words[0]}_pred", d=decoder.write(statement.operands[0]), a=x, b=y, more=not_x + 2 * not_y)
+
+
+@binder("not", "cnot")
+def _not(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    kind = words[-1]
+    if kind == "pred":
+        decoder.emit("not_pred", d=decoder.write(statement.operands[0]), a=decoder.predicate(statement.operands[1])[0])
+    else:
+        _operation(decoder, statement, f"{words[0]}_{bits_of(kind)}", [kind])
+
+
+@binder("shl", "shr")
+def _shift(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    kind = words[-1]
+    sign = "s" if kind[0] == "s" else "u"
+    name = f"shl_{bits_of(kind)}" if words[0] == "shl" else f"shr_{sign}{bits_of(kind)}"
+    _operation(decoder, statement, name, [kind, "b32"])
+
+
+@binder("shf")
+def _funnel(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    _operation(decoder, statement, f"shf_{words[1]}_{words[2]}", ["b32"] * 3)
+
+
+@binder("bfe", "popc", "clz", "brev", "bfind")
+def _bits(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    kind = words[-1]
+    name = f"{words[0]}_{kind}" if words[0] in ("bfe", "bfind") else f"{words[0]}_{bits_of(kind)}"
+    _operation(decoder, statement, name, [kind, "b32", "b32"][: len(statement.operands) - 1])
+
+
+@binder("bfi")
+def _insert(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    if words[-1] != "b32":
+        raise decoder.unknown()
+    places = dict(zip("abce", (decoder.read(operand, "b32") for operand in statement.operands[1:]), strict=True))
+    decoder.emit("bfi", d=decoder.write(statement.operands[0]), **places)
+
+
+@binder("prmt")
+def _permute(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    if words[1:] != ["b32"]:
+        raise decoder.unknown()
+    _operation(decoder, statement, "prmt_32", ["b32"] * 3)
+
+
+@binder("lop3")
+def _lookup(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    if words[1:] != ["b32"]:
+        raise decoder.unknown()
+    places = dict(zip("abc", (decoder.read(operand, "b32") for operand in statement.operands[1:4]), strict=True))
+    decoder.emit("lop3", d=decoder.write(statement.operands[0]), imm=int(statement.operands[4], 0), **places)
+
+
+@binder("dp4a")
+def _dot(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    _operation(decoder, statement, f"dp4a_{words[1]}", ["b32"] * 3)
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------------------
+
+_INTEGERS = re.compile(r"[sub](8|16|32|64)")
+
+
+@binder("cvt")
+def _convert(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    to, source = words[-2:]
+    given = set(words[1:-2]) - {"rn", "satfinite", "ftz"}
+    if _INTEGERS.fullmatch(to) and _INTEGERS.fullmatch(source):
+        _resize(decoder, statement, to, source, given)
+        return
+    kinds = [source] * (len(statement.operands) - 1)
+    name = f"cvt_{to}_{source}"
+    if source.endswith("x2"):
+        kinds = [{"e4m3x2": "b16", "e5m2x2": "b16"}.get(source, source)]
+    if to == source == "f32":
+        name = "mov_32" if not given else f"cvt_{given.pop()}_f32"
+    elif given & {"rni", "rzi", "rmi", "rpi"}:
+        name = f"cvt_{given.pop()}_{to if bits_of(to) >= 32 else 's32'}_{source}"
+    elif "relu" in given:
+        name = f"cvt_relu_{to}_{source}"
+    elif "rz" in given and to in ("f16", "bf16", "f16x2", "bf16x2"):
+        name = f"cvt_rz_{to}_{source}"
+    elif given - {"rna", "rz"}:
+        raise decoder.unknown()
+    _operation(decoder, statement, name, kinds)
+    declared = decoder.declared(statement.operands[0])
+    if _INTEGERS.fullmatch(to) and bits_of(to) < 32:
+        place = decoder.write(statement.operands[0])
+        decoder.emit(f"widen_{to[0]}{bits_of(to)}_{max(bits_of(declared), 32) if bits_of(declared) > 16 else 16}", d=place, a=place)
+
+
+def _resize(decoder: Decoder, statement: Statement, to: str, source: str, given: set[str]) -> None:
+    """An integer of another width: cut to the narrower one, and extended as that one's sign says."""
+    target, place = statement.operands[0], decoder.read(statement.operands[1], source)
+    wide_source = bits_of(decoder.registers.kind_of(statement.operands[1], statement.scope) or source) == 64
+    room = bits_of(decoder.declared(target))
+    if given == {"sat"} and f"cvt_sat_{to}_{source}" in operations():
+        decoder.emit(f"cvt_sat_{to}_{source}", d=decoder.write(target), a=place)
+        if room == 16:
+            decoder.emit("low_of_32", d=decoder.write(target), a=decoder.write(target))
+        return
+    if given:
+        raise decoder.unknown()
+    narrow = to if bits_of(to) <= bits_of(source) else source
+    bits, sign = bits_of(narrow), "s" if narrow[0] == "s" else "u"
+    if wide_source and bits < 64:
+        cut = decoder.registers.temporary("b32")
+        decoder.emit("low_of_64", d=cut, a=place)
+        place = cut
+    if bits == 64 or (bits == 32 and room == 32):
+        decoder.emit(f"mov_{bits}", d=decoder.write(target), a=place)
+    elif bits == 16 and room == 16:
+        decoder.emit("low_of_32", d=decoder.write(target), a=place)
+    else:
+        decoder.emit(f"widen_{sign}{bits}_{room}", d=decoder.write(target), a=place)
+
+
+@binder("cvta")
+def _cast(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    to, source = statement.operands
+    space = next(word for word in words if word.partition("::")[0] in ("global", "shared", "local", "param", "const"))
+    bits = bits_of(words[-1])
+    place = decoder.read(source, words[-1])
+    target = decoder.write(to)
+    if space.startswith("shared") or space == "local":
+        kind = decoder.registers.kind_of(source, statement.scope) or words[-1]
+        if "to" in words:
+            decoder.emit("shared_of_generic", d=target, a=place, more=bits // 8)
+        else:
+            decoder.emit(f"generic_of_{'shared' if space != 'local' else 'local'}", d=target, a=place, more=bits_of(kind) // 8)
+    else:
+        decoder.emit("mov_64", d=target, a=place)
+
+
+@binder("createpolicy")
+def _policy(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    decoder.emit("mov_64", d=decoder.write(statement.operands[0]), a=decoder.registers.constant(0, room_of("b64")))
+
+
+__all__ = ["Decoder", "Program", "binder", "elements", "load", "split_operands"]

@@ -1,0 +1,79 @@
+"""Launches kernels of PTX text directly, without the host code of a compiler."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+
+from sm90_emulator import decode, machine
+from sm90_emulator.assembly import Kernel
+from sm90_emulator.errors import EmulationError
+from sm90_emulator.machine import Geometry, LaunchReport, Settings
+from sm90_emulator.memory import Memory
+
+_ENTRY = re.compile(r"\.entry\s+([$\w]+)")
+# All that a CTA may have.
+SHARED_BYTES = 227 * 1024
+
+
+def pack(kernel: Kernel, arguments: Sequence[int | float]) -> bytes:
+    """The bytes of a kernel's parameters, of which each is an integer, an address or a float32.
+
+    Raises:
+        TypeError: there are more or fewer than the kernel has.
+    """
+    parameters = list(kernel.parameters.values())
+    if len(arguments) != len(parameters):
+        raise TypeError(f"{kernel.name} takes {len(parameters)} arguments, {len(arguments)} were given")
+    packed = bytearray(kernel.parameter_bytes)
+    for parameter, value in zip(parameters, arguments, strict=True):
+        if isinstance(value, float):
+            content = struct.pack("<f", value)
+        else:
+            content = (int(value) & ((1 << 8 * parameter.size) - 1)).to_bytes(parameter.size, "little")
+        if len(content) != parameter.size:
+            raise TypeError(f"{parameter.name} of {kernel.name} has {parameter.size} bytes, {value} was given")
+        packed[parameter.offset : parameter.offset + parameter.size] = content
+    return bytes(packed)
+
+
+def launch(
+    text: str,
+    arguments: Sequence[int | float],
+    threads: int,
+    grid: Sequence[int],
+    memory: Memory,
+    *,
+    cluster: int = 1,
+    shared_bytes: int = SHARED_BYTES,
+    seed: int = 0,
+    copies: str | None = None,
+    resident: int = 132,
+    uninitialised: bool = False,
+    limited_fp8_accumulation: bool = False,
+) -> LaunchReport:
+    """Runs the only kernel of a PTX text.
+
+    Args:
+        text: PTX.
+        arguments: of the kernel, one for each of its parameters.
+        threads: of a CTA.
+        grid: CTAs along x, y and z; what is left out is 1.
+        memory: what may be accessed.
+        cluster: CTAs of a cluster, neighbours along x.
+        shared_bytes: of dynamic shared memory.
+        seed, copies, resident, uninitialised, limited_fp8_accumulation: see `sm90_emulator.emulated_sm90`.
+
+    Raises:
+        EmulationError: the kernel did what hardware would not allow, waits for ever, or the text has several kernels.
+    """
+    names = _ENTRY.findall(text)
+    if len(names) != 1:
+        raise EmulationError(f"a text with the kernels {', '.join(names) or 'none'}: one is wanted")
+    program = decode.load(text, names[0])
+    sizes = (*grid, 1, 1)[:3]
+    geometry = Geometry((sizes[0], sizes[1], sizes[2]), (threads, 1, 1), (cluster, 1, 1), shared_bytes)
+    when = copies or ("random" if seed else "early")
+    settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, min(4, resident) if seed else 1)
+    return machine.run(program, geometry, pack(program.kernel, arguments), memory.ranges, settings)

@@ -1,0 +1,171 @@
+"""Runs a bound kernel: fills in what the machine is told of a launch, and makes an error of what it says."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sm90_emulator.build import library
+from sm90_emulator.decode import Program
+from sm90_emulator.errors import EmulationError
+
+_KINDS = ("out-of-bounds", "uninitialised", "misaligned", "deadlock", "no progress")
+_PATIENCE = 3_000_000
+_LATENESS = {"early": 0, "random": 1, "late": 2}
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [
+        ("code", ctypes.c_void_p), ("pool", ctypes.c_void_p), ("constants", ctypes.c_void_p), ("count", ctypes.c_int32),
+        ("register_bytes", ctypes.c_int32), ("special", ctypes.c_int32 * 40),
+    ]  # fmt: skip
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("cluster", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32), ("local_bytes", ctypes.c_uint32),
+        ("resident", ctypes.c_uint32), ("together", ctypes.c_uint32), ("seed", ctypes.c_uint64),
+        ("check_uninitialised", ctypes.c_uint32), ("limited_fp8", ctypes.c_uint32), ("lateness", ctypes.c_uint32),
+        ("ranges_count", ctypes.c_uint32), ("multiprocessors", ctypes.c_uint32), ("patience", ctypes.c_uint64),
+        ("ranges", ctypes.c_void_p), ("parameters", ctypes.c_void_p), ("parameter_bytes", ctypes.c_uint64),
+        ("instructions", ctypes.c_uint64), ("thread_instructions", ctypes.c_uint64), ("wgmmas", ctypes.c_uint64),
+        ("copies", ctypes.c_uint64), ("copied_bytes", ctypes.c_uint64), ("rounds", ctypes.c_uint64), ("error_at", ctypes.c_int32),
+        ("error_warp", ctypes.c_uint32), ("error_lane", ctypes.c_uint32), ("error_cta", ctypes.c_uint32 * 3),
+        ("error", ctypes.c_char * 4096),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Of a launch: CTAs, threads of a CTA, CTAs of a cluster, bytes of dynamic shared memory."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    shared_bytes: int = 0
+
+
+@dataclass
+class Settings:
+    """How launches are run. See `emulated_sm90`."""
+
+    seed: int = 0
+    copies: str = "early"
+    uninitialised: bool = False
+    limited_fp8_accumulation: bool = False
+    resident: int = 132
+    together: int = 1
+    multiprocessors: int = 132
+
+
+@dataclass
+class LaunchReport:
+    """A launch that was run.
+
+    Attributes:
+        kernel: its name.
+        geometry: grid, block, cluster and shared memory.
+        instructions: of warps; one that some lanes of a warp execute counts once.
+        thread_instructions: of threads.
+        products: wgmma instructions, counted once for each warp.
+        copied_bytes: that bulk copies brought to shared memory.
+    """
+
+    kernel: str
+    geometry: Geometry
+    instructions: int = 0
+    thread_instructions: int = 0
+    products: int = 0
+    copied_bytes: int = 0
+    program: Program | None = field(default=None, repr=False)
+
+
+def run(
+    program: Program,
+    geometry: Geometry,
+    parameters: bytes,
+    ranges: Sequence[tuple[int, int]] = (),
+    settings: Settings | None = None,
+) -> LaunchReport:
+    """Runs a kernel to its end.
+
+    Args:
+        program: the kernel.
+        geometry: of the launch.
+        parameters: the bytes of all parameters, as the kernel has them.
+        ranges: of global memory that may be accessed, as begin and end; nothing is checked where there is none.
+        settings: how it is run.
+
+    Raises:
+        EmulationError: the kernel did what hardware would not allow, or waits for ever.
+    """
+    settings = settings or Settings()
+    kernel = program.kernel
+    threads = geometry.block[0] * geometry.block[1] * geometry.block[2]
+    for grid, cluster in zip(geometry.grid, geometry.cluster, strict=True):
+        if grid < 1 or grid % cluster:
+            raise EmulationError(f"a grid of {geometry.grid} in clusters of {geometry.cluster}", kernel=kernel.name)
+    if not 0 < threads <= 1024:
+        raise EmulationError(f"{threads} threads in a CTA", kernel=kernel.name)
+    lowest, highest = merged(ranges)
+    limits = np.stack([lowest, highest], 1).reshape(-1).astype(np.uint64) if len(lowest) else np.zeros(2, np.uint64)
+    place = np.zeros(len(parameters) + 128, np.uint8)
+    start = -place.ctypes.data % 64
+    place[start : start + len(parameters)] = np.frombuffer(parameters, np.uint8)
+    registers = program.registers
+    bound = _Program(
+        program.code.ctypes.data, program.pool.ctypes.data, program.constants.ctypes.data, len(program.code), registers.size,
+        (ctypes.c_int32 * 40)(*registers.special),
+    )  # fmt: skip
+    launch = _Launch(
+        grid=geometry.grid, block=geometry.block, cluster=geometry.cluster,
+        shared_bytes=kernel.static_bytes + geometry.shared_bytes, local_bytes=kernel.local_bytes,
+        resident=settings.resident, together=settings.together, seed=settings.seed,
+        check_uninitialised=settings.uninitialised, limited_fp8=settings.limited_fp8_accumulation,
+        lateness=_LATENESS[settings.copies],
+        ranges_count=len(lowest), multiprocessors=settings.multiprocessors, patience=_PATIENCE, ranges=limits.ctypes.data,
+        parameters=place.ctypes.data + start, parameter_bytes=len(parameters),
+    )  # fmt: skip
+    if library().size_of(2) != ctypes.sizeof(_Launch) or library().size_of(0) != program.code.dtype.itemsize:
+        raise RuntimeError("the compiled machine and this module disagree about structures")
+    if library().run_launch(ctypes.byref(bound), ctypes.byref(launch)):
+        raise _error(program, launch)
+    return LaunchReport(
+        kernel.name, geometry, launch.instructions, launch.thread_instructions, launch.wgmmas, launch.copied_bytes, program
+    )
+
+
+def merged(ranges: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Begins and ends of ranges, sorted, those that touch joined."""
+    begins: list[int] = []
+    ends: list[int] = []
+    for begin, end in sorted(ranges):
+        if begins and begin <= ends[-1]:
+            ends[-1] = max(ends[-1], end)
+        elif end > begin:
+            begins.append(begin)
+            ends.append(end)
+    return begins, ends
+
+
+def _error(program: Program, launch: _Launch) -> EmulationError:
+    text = launch.error.decode(errors="replace")
+    kind = next((kind for kind in _KINDS if text.startswith(kind)), "error")
+    instruction = ""
+
+    def named(found: re.Match[str]) -> str:
+        return f"{program.origins[int(found[1])].text!r}"
+
+    text = re.sub(r"@(\d+)", named, text)
+    if launch.error_at >= 0:
+        instruction = program.origins[launch.error_at].text
+        cta = ", ".join(map(str, launch.error_cta))
+        text = f"{text}\n  at {instruction!r}, CTA ({cta}), warp {launch.error_warp}"
+    name = program.kernel.name
+    short = name if len(name) < 120 else f"{name[:60]}...{name[-40:]}"
+    return EmulationError(f"{text}\n  in kernel {short}", kind.replace("no progress", "deadlock"), name, instruction)

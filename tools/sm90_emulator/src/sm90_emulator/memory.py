@@ -1,0 +1,48 @@
+"""Global memory for launches of PTX text, with the bounds of everything that lies in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+_ALIGNMENT = 256
+
+
+class Memory:
+    """Bytes that kernels may access. They begin as ones, which are NaN in all types of floats.
+
+    Args:
+        size: the bytes of all that is put into it, and of the gaps between.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._room = np.full(size + _ALIGNMENT, 0xFF, np.uint8)
+        self._base = int(self._room.ctypes.data)
+        self._top = -(-self._base // _ALIGNMENT) * _ALIGNMENT
+        self.ranges: list[tuple[int, int]] = []
+
+    def put(self, array: Any) -> int:
+        """Copies an array to a place of its own, with a gap around it that belongs to nothing.
+
+        Returns:
+            Its address.
+
+        Raises:
+            MemoryError: there is no room.
+        """
+        content = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        address = self._top
+        end = address + len(content)
+        if end > self._base + len(self._room):
+            raise MemoryError(f"{len(content)} bytes in a memory of {len(self._room)}")
+        self._room[address - self._base : end - self._base] = content
+        self.ranges.append((address, end))
+        self._top = (end // _ALIGNMENT + 2) * _ALIGNMENT
+        return address
+
+    def get(self, address: int, dtype: Any, *shape: int) -> Any:
+        """A copy of what lies at an address, as an array."""
+        at = address - self._base
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return self._room[at : at + size].copy().view(dtype).reshape(shape)

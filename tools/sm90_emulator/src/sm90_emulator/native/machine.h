@@ -1,0 +1,214 @@
+// The state of a launch: instructions, warps, CTAs, clusters, memory, and how an error leaves them.
+#pragma once
+#define _GNU_SOURCE
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+typedef int8_t s8;
+typedef int16_t s16;
+typedef int32_t s32;
+typedef int64_t s64;
+
+#define LANES 32
+#define FULL 0xFFFFFFFFu
+// Shared memory begins here, as on hardware, where the system has the first KiB. So no address in it is 0.
+#define SHARED_BASE 1024u
+// A shared address is the CTA's rank in its cluster, and an offset.
+#define RANK_SHIFT 24
+#define OFFSET_MASK 0xFFFFFFu
+// Generic addresses of shared memory: no host has memory there.
+#define SHARED_WINDOW 0x7A00000000000000ull
+#define BARRIERS 16
+#define CLUSTER_MOST 16
+
+// Operands are byte offsets into a warp's registers, or, negative, into the constants. A 32-bit register is 128 bytes, a 64-bit
+// one 256, a predicate 4: a bit for each lane.
+typedef struct {
+    u16 op;
+    u8 negated;  // the guard
+    u8 kind;
+    s32 guard;  // -1: none
+    s32 wide;  // the address in `a` is of 64 bits
+    s32 target;
+    s32 d, a, b, c, e;
+    s32 list, count;  // operands in braces, in the pool
+    s64 imm;  // added to the address in `a`
+    s64 more;
+    s64 imm_other;  // added to the address in `b`
+} Instruction;
+
+#define NONE INT32_MIN  // an operand that is not there
+
+typedef struct {
+    const Instruction *code;
+    const s32 *pool;
+    const char *constants;
+    s32 count, register_bytes;
+    // Registers that hold what a thread is asked about itself: -1 where a kernel does not ask.
+    s32 special[40];
+} Program;
+
+enum {
+    TID_X, TID_Y, TID_Z, NTID_X, NTID_Y, NTID_Z, CTAID_X, CTAID_Y, CTAID_Z, NCTAID_X, NCTAID_Y, NCTAID_Z, LANEID, WARPID, NWARPID,
+    SMID, NSMID, CLUSTERID_X, CLUSTERID_Y, CLUSTERID_Z, NCLUSTERID_X, NCLUSTERID_Y, NCLUSTERID_Z, CLUSTER_CTAID_X, CLUSTER_CTAID_Y,
+    CLUSTER_CTAID_Z, CLUSTER_CTARANK, CLUSTER_NCTARANK, SHARED_SYMBOL, PARAMETERS, SHARED_SIZE, LOCAL_SYMBOL,
+    CLUSTER_NCTAID_X, CLUSTER_NCTAID_Y, CLUSTER_NCTAID_Z
+};
+
+typedef struct {
+    u64 begin, end;
+} Range;
+
+typedef struct {
+    u32 grid[3], block[3], cluster[3];
+    u32 shared_bytes;
+    u32 local_bytes;  // of a thread
+    u32 resident;  // CTAs that there is room for
+    u32 together;  // CTAs that start together, whether they wait for each other or not
+    u64 seed;  // 0: everything in order
+    u32 check_uninitialised;
+    u32 limited_fp8;
+    u32 lateness;  // of copies and products: 0 at once, 1 at random, 2 as late as may be
+    u32 ranges_count;
+    u32 multiprocessors;
+    u64 patience;  // instructions after which it is an error that nothing has changed
+    const Range *ranges;
+    const u8 *parameters;
+    u64 parameter_bytes;
+    // What is filled in.
+    u64 instructions, thread_instructions, wgmmas, copies, copied_bytes, rounds;
+    s32 error_at;
+    u32 error_warp, error_lane, error_cta[3];
+    char error[4096];
+} Launch;
+
+struct Cta;
+struct Machine;
+
+typedef struct {
+    const Instruction *ins;
+    u32 rank_in_group;
+    bool adds;
+    u64 a_descriptor, b_descriptor;
+} Product;
+
+typedef struct {
+    s32 op;
+    u64 from;
+    u32 to, bytes, group;
+    u32 lane;
+} CopyAsync;
+
+typedef struct Warp {
+    char *regs;
+    u32 pc[LANES];
+    u32 live, stuck;
+    u32 at;  // where it last stood, for reports
+    u64 apart;  // instructions since its lanes last stood together
+    u32 index;
+    struct Cta *cta;
+    bool waits, cluster_arrived;
+    u32 wait_barrier, wait_generation, cluster_generation;
+    // wgmma: what was issued, of that committed, of that performed.
+    Product *products;
+    u32 products_room, issued, committed_products, performed;
+    u32 *group_ends;
+    u32 groups_room, groups, groups_done;
+    CopyAsync *copies;
+    u32 copies_room, copies_first, copies_count;
+    u32 copy_groups[LANES], bulk_groups[LANES];
+    char *local;
+} Warp;
+
+typedef struct {
+    u32 arrived, expected, generation;
+} Barrier;
+
+typedef struct Cluster {
+    struct Cta *ctas[CLUSTER_MOST];
+    u32 size, arrived, generation, running;
+    u32 at[3];
+} Cluster;
+
+typedef struct Cta {
+    Cluster *cluster;
+    u32 rank, at[3], linear;
+    u8 *shared, *written, *barrier_here;
+    Warp *warps;
+    u32 warps_count, running;
+    Barrier barriers[BARRIERS];
+    u32 pending;  // copies into or out of its memory
+    bool done;
+} Cta;
+
+typedef struct {
+    int kind;
+    Cta *cta;  // that issued it
+    u32 warp, lane, group;
+    u64 address, size;
+    u32 to, barrier, mask, reduction;
+    const u8 *map;
+    s32 coordinates[5];
+    u64 value;
+    u8 type;
+} Copy;
+
+typedef struct Machine {
+    const Program *program;
+    Launch *launch;
+    Cta **resident;
+    u32 resident_count;
+    u64 next_cluster, clusters;
+    Copy *copies;
+    u32 copies_count, copies_room;
+    u64 changes;  // that others can see
+    u64 clock;
+    u64 random;
+    jmp_buf escape;
+    Warp *now;
+    Range hot;
+} Machine;
+
+static Machine *M;  // of this file only
+
+static void fail(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
+
+static void fail(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(M->launch->error, sizeof M->launch->error, format, arguments);
+    va_end(arguments);
+    if (M->now) {
+        M->launch->error_at = (s32)M->now->at;
+        M->launch->error_warp = M->now->index;
+        memcpy(M->launch->error_cta, M->now->cta->at, sizeof M->now->cta->at);
+    } else {
+        M->launch->error_at = -1;
+    }
+    longjmp(M->escape, 1);
+}
+
+static u64 chance(void) {  // xorshift64*
+    u64 x = M->random;
+    x ^= x >> 12, x ^= x << 25, x ^= x >> 27;
+    M->random = x;
+    return x * 0x2545F4914F6CDD1Dull;
+}
+
+static u32 below(u32 bound) { return (u32)((chance() >> 33) % bound); }
+
+static void *more_room(void *old, size_t size) {
+    void *room = realloc(old, size);
+    if (!room) fail("out of host memory: %zu bytes", size);
+    return room;
+}

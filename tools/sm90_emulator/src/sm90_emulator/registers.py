@@ -1,0 +1,166 @@
+"""Where operands lie: registers of a warp, constants, and what a thread is told about itself."""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sm90_emulator.assembly import Kernel, Scope, bits_of
+from sm90_emulator.errors import UnknownInstruction
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LANES = 32
+NONE = -(2**31)
+SINK = -1
+_AXES = "xyz"
+# The order is that of the enumeration in machine.h.
+SPECIAL = (
+    *(f"%tid.{axis}" for axis in _AXES), *(f"%ntid.{axis}" for axis in _AXES), *(f"%ctaid.{axis}" for axis in _AXES),
+    *(f"%nctaid.{axis}" for axis in _AXES), "%laneid", "%warpid", "%nwarpid", "%smid", "%nsmid",
+    *(f"%clusterid.{axis}" for axis in _AXES), *(f"%nclusterid.{axis}" for axis in _AXES),
+    *(f"%cluster_ctaid.{axis}" for axis in _AXES), "%cluster_ctarank", "%cluster_nctarank", "<shared>", "<parameters>",
+    "%dynamic_smem_size", "<local>", *(f"%cluster_nctaid.{axis}" for axis in _AXES),
+)  # fmt: skip
+_LANE_MASKS = {
+    "%lanemask_lt": lambda lane: (1 << lane) - 1,
+    "%lanemask_le": lambda lane: (2 << lane) - 1,
+    "%lanemask_eq": lambda lane: 1 << lane,
+    "%lanemask_ge": lambda lane: 0xFFFFFFFF & ~((1 << lane) - 1),
+    "%lanemask_gt": lambda lane: 0xFFFFFFFF & ~((2 << lane) - 1),
+}
+_FLOATS = {"f16": "<e", "f32": "<f", "f64": "<d"}
+
+
+def room_of(kind: str) -> int:
+    """The bytes of a register for a warp."""
+    bits = bits_of(kind)
+    return 4 if bits == 1 else LANES * (8 if bits == 64 else 4)
+
+
+class Registers:
+    """Places of registers and constants, given as they are met. Offsets of constants are negative, as `machine.h` says."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.special = [-1] * 40
+        self.kinds: dict[str, str] = {}
+        self._places: dict[str, int] = {}
+        self._top = 0
+        self._predicates: list[int] = []
+        self._constants: dict[bytes, int] = {}
+        self._pool = bytearray()
+
+    @property
+    def size(self) -> int:
+        """The bytes of all registers of a warp."""
+        return self._top
+
+    @property
+    def constants(self) -> NDArray[np.uint8]:
+        """All constants, aligned."""
+        room = np.zeros(len(self._pool) + 64, np.uint8)
+        start = -room.ctypes.data % 64
+        aligned = room[start : start + len(self._pool)]
+        aligned[:] = np.frombuffer(bytes(self._pool), np.uint8)
+        return aligned
+
+    def place(self, name: str, kind: str) -> int:
+        """Where a register lies; it gets its place when it is first met."""
+        if name not in self._places:
+            self.kinds[name] = kind
+            if kind == "pred":
+                if not self._predicates:
+                    self._predicates = list(range(self._top + 60, self._top - 4, -4))
+                    self._top += 64
+                self._places[name] = self._predicates.pop()
+            else:
+                self._places[name] = self._top
+                self._top += room_of(kind)
+        return self._places[name]
+
+    def temporary(self, kind: str) -> int:
+        """A new register."""
+        return self.place(f"<{len(self._places)}>", kind)
+
+    def constant(self, value: int, room: int) -> int:
+        """An integer in all lanes, of 4 bytes (a predicate: all bits of it), 128 or 256 for a warp."""
+        if room == 4:
+            return self._kept(struct.pack("<I", value & 0xFFFFFFFF) * 16)
+        size = room // LANES
+        return self._kept((value & ((1 << 8 * size) - 1)).to_bytes(size, "little") * LANES)
+
+    def _kept(self, content: bytes) -> int:
+        if content not in self._constants:
+            self._constants[content] = -(len(self._pool) + 4)
+            self._pool += content
+        return self._constants[content]
+
+    def kind_of(self, operand: str, scope: Scope) -> str | None:
+        """The declared type of a register, or None if it is none."""
+        found = scope.register(operand)
+        return None if found is None else found.kind
+
+    def symbol(self, name: str) -> int:
+        """What a thread is told: the slot of it."""
+        index = SPECIAL.index(name)
+        if self.special[index] < 0:
+            self.special[index] = self.place(name, "b64" if name == "<parameters>" else "b32")
+        return self.special[index]
+
+    def read(self, operand: str, kind: str, scope: Scope, text: str = "") -> int:
+        """The place of an operand that is read: a register, a constant or a special register.
+
+        Raises:
+            UnknownInstruction: it is none of these.
+        """
+        found = scope.register(operand)
+        if found is not None:
+            return self.place(found.name, found.kind)
+        if operand in SPECIAL:
+            return self.symbol(operand)
+        if operand in _LANE_MASKS:
+            return self._kept(b"".join(struct.pack("<I", _LANE_MASKS[operand](lane)) for lane in range(LANES)))
+        if operand == "WARP_SZ":
+            return self.constant(LANES, room_of(kind))
+        value = immediate(operand, kind)
+        if value is None:
+            raise UnknownInstruction(f"operand {operand} of {text or 'an instruction'}")
+        return self.constant(value, room_of(kind))
+
+    def write(self, operand: str, scope: Scope, text: str = "") -> int:
+        """The place of a register that is written; SINK for ``_``."""
+        if operand == "_":
+            return SINK
+        found = scope.register(operand)
+        if found is None:
+            raise UnknownInstruction(f"{operand} of {text or 'an instruction'} is no register")
+        return self.place(found.name, found.kind)
+
+
+def immediate(operand: str, kind: str) -> int | None:
+    """The bits of a number as it is written, for a type; None if it is no number."""
+    if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", operand):
+        bits = int(operand[2:], 16)
+        if kind == "f64":
+            return int.from_bytes(struct.pack("<d", struct.unpack("<f", struct.pack("<I", bits))[0]), "little")
+        return bits
+    if re.fullmatch(r"0[dD][0-9a-fA-F]{16}", operand):
+        bits = int(operand[2:], 16)
+        if kind == "f32":
+            return int.from_bytes(struct.pack("<f", struct.unpack("<d", struct.pack("<Q", bits))[0]), "little")
+        return bits
+    if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", operand):
+        value = int(operand.rstrip("U"), 0) if not re.fullmatch(r"-?0\d+U?", operand) else int(operand.rstrip("U"), 8)
+        if kind == "pred":
+            return 0xFFFFFFFF if value else 0
+        if kind in _FLOATS:
+            return int.from_bytes(struct.pack(_FLOATS[kind], float(value)), "little")
+        return value
+    if kind in _FLOATS and re.fullmatch(r"-?\d*\.?\d+([eE][-+]?\d+)?\.?\d*", operand):
+        return int.from_bytes(struct.pack(_FLOATS[kind], float(operand)), "little")
+    return None
