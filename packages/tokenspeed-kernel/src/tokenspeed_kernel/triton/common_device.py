@@ -73,3 +73,17 @@ def sequence_of(slot, cu_seqlens, batch, GROUP: tl.constexpr, ROWS, AT_ONCE: tl.
         begins = tl.load(cu_seqlens + at, mask=at < batch, other=0)
         count += tl.sum(((begins * GROUP // ROWS + at <= slot) & (at < batch)).to(tl.int32))
     return count - 1
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + exp(x))`` of float32, also where the exponential is out of range, and as precise as float32 where it is small."""
+    # max(x, 0) + log(1 + e), e = exp(-|x|). The logarithm is 2 artanh(s), s = e / (2 + e) <= 1/3, by nine terms of its series: of
+    # the logarithm of a number next to 1, as 1 + e is for small e, few digits would be left.
+    e = tl.exp(-tl.abs(x))
+    s = e / (2.0 + e)
+    square = s * s
+    series = 1.0 / 17.0
+    for i in tl.static_range(8):
+        series = series * square + 1.0 / (15.0 - 2.0 * i)
+    return tl.maximum(x, 0.0) + 2.0 * s * series

@@ -5,11 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)), also where exp(x) is out of range."""
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+from tokenspeed_kernel.triton.common_device import softplus
 
 
 @triton.jit

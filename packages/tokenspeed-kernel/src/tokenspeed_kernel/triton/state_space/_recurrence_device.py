@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.common_device import softplus
+
 
 class Steps(NamedTuple):
     """What makes step sizes of a head: float32 numbers."""
@@ -31,15 +33,7 @@ def step_sizes(dt, steps, SHAPE: tl.constexpr):
     """Step sizes of float32 dt."""
     step = dt + steps.bias
     if SHAPE.softplus:
-        # max(x, 0) + log(1 + e), e = exp(-|x|). The logarithm is 2 artanh(s), s = e / (2 + e) <= 1/3, by its series, of which nine
-        # terms give float32: for steps of 0.001 the logarithm of a number next to 1 would keep four digits.
-        e = tl.exp(-tl.abs(step))
-        s = e / (2.0 + e)
-        square = s * s
-        series = 1.0 / 17.0
-        for i in tl.static_range(8):
-            series = series * square + 1.0 / (15.0 - 2.0 * i)
-        step = tl.where(step > 0.0, step, tl.where(step != step, step, 0.0)) + 2.0 * s * series
+        step = softplus(step)
     step = tl.where(step < steps.least, steps.least, step)
     return tl.where(step > steps.most, steps.most, step)
 
