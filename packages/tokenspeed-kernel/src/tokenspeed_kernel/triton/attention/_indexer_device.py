@@ -47,6 +47,9 @@ def indexer_scores_kernel(
     HEADS: tl.constexpr = TILE.heads
     BLOCK_N: tl.constexpr = TILE.block_n
     PAGE_SIZE: tl.constexpr = SHAPE.page_size
+    DTYPE: tl.constexpr = FORMATS.dtype
+    Q_FP8: tl.constexpr = FORMATS.q_fp8
+    K_FP8: tl.constexpr = FORMATS.kv_fp8
     slot = tl.program_id(1)
     if cu_seqlens_q is None:
         tiles = (q_len + TOKENS - 1) // TOKENS
@@ -85,7 +88,7 @@ def indexer_scores_kernel(
         c = tl.arange(0, TILE.columns)
         q_at = q + (first_token + q_token) * q_stride_t + row % HEADS * q_stride_h
         queries = tl.load(q_at[:, None] + c[None, :] * q_stride_d, mask=real[:, None] & (c < SHAPE.head_dim)[None, :], other=0.0)
-        queries = tl.trans(widened(queries, FORMATS.dtype, FORMATS.q_fp8))
+        queries = tl.trans(widened(queries, DTYPE, Q_FP8))
         weights_at = weights + (first_token + q_token) * weights_stride_t + row % HEADS * weights_stride_h
         of_heads = tl.load(weights_at, mask=real, other=0.0)
         if PAGE_SIZE > 0:
@@ -106,7 +109,7 @@ def indexer_scores_kernel(
             block_keys = tl.load(
                 k_at[:, None] + c[None, :] * k_stride_d, mask=stored[:, None] & (c < SHAPE.head_dim)[None, :], other=0.0
             )
-            products = tl.dot(widened(block_keys, FORMATS.dtype, FORMATS.kv_fp8), queries, input_precision="ieee")
+            products = tl.dot(widened(block_keys, DTYPE, K_FP8), queries, input_precision="ieee")
             weighted = tl.maximum(products, 0.0) * of_heads[None, :]
             sums = tl.sum(tl.reshape(weighted, [BLOCK_N, TOKENS, HEADS]), 2)
             if k_scale_cache is not None:
