@@ -36,7 +36,7 @@ def test_a_call_like_a_captured_one_asks_for_the_same(op: Any, case: Case) -> No
     op.check_call(again)
     assert op.request(again) == op.request(arguments)
     hints = {"cu_seqlens_cpu"}
-    pages = {"k_cache", "v_cache", "kv_cache"}
+    pages = {"k_cache", "v_cache", "kv_cache", "states"}
     for name in set(op.names) - {*op.outs} - hints:
         told, wanted = described(again[name]), described(arguments[name])
         if name in pages and wanted is not None:  # as many as are used

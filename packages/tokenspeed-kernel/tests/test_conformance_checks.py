@@ -191,14 +191,23 @@ VARIED = [op for op in operators() if op.has_hook("vary")]
 WITH_UNUSED = {op.mode for op in VARIED if "with_kvcache" in op.mode} | {
     "apply_rope",
     "apply_rope_mla",
+    "bmm",
+    "causal_conv1d_decode",
+    "causal_conv1d_prefill",
     "compact_kv_cache",
+    "gated_delta_rule_decode",
+    "gated_delta_rule_prefill",
+    "mm",
     "moe_apply",
     "moe_combine",
     "qk_rmsnorm_rope_store_kv_cache",
+    "ssd_decode",
+    "ssd_prefill",
     "store_index_k_cache",
     "store_kv_cache",
     "store_mla_kv_cache",
     "top_k_indices",
+    "unswizzle_scales",
 }
 
 

@@ -197,8 +197,6 @@ __all__ = [
     "set_selection_policy",
     "settings",
     "shape_capture",
-    "ssd_decode",
-    "ssd_prefill",
     "start_profiling",
     "start_shape_capture",
     "stop_profiling",

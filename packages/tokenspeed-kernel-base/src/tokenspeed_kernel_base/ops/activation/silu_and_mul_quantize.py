@@ -249,8 +249,8 @@ def _() -> list[Case]:
 def _() -> list[Case]:
     return [
         Case("one block, float32", gated_inputs(1, 2 * 16, dtype=torch.float32, global_scale=0.002)),
-        Case("no rows", gated_inputs(0, 2 * 64, global_scale=0.002)),
         Case("three axes, float16", gated_inputs(2, 3, 2 * 160, dtype=torch.float16, global_scale=0.002)),
+        Case("no rows", gated_inputs(0, 2 * 64, global_scale=0.002)),
         Case("three rows", gated_inputs(3, 2 * 96, global_scale=0.002)),
         Case("qwen3-235b expert, 512 rows", gated_inputs(512, 2 * 1536, global_scale=0.002), large=True),
         Case("qwen3-32b prefill 8192", gated_inputs(8192, 2 * 25600, global_scale=0.002), large=True),

@@ -225,8 +225,8 @@ _GPT_OSS: dict[str, Any] = {"alpha": 1.702, "limit": 7.0, "beta": 1.0, "interlea
 def _() -> list[Case]:
     return [
         Case("per token, float32", gated_inputs(3, 2 * 33, dtype=torch.float32, limit=7.0)),
-        Case("no rows", gated_inputs(0, 2 * 64)),
         Case("gpt-oss, narrow, blocks of 128", gated_inputs(3, 2 * 180, granularity="block", **_GPT_OSS)),
+        Case("no rows", gated_inputs(0, 2 * 64)),
         Case("interleaved, longer rows than are held", gated_inputs(1, 2 * 17000, interleaved=True)),
         Case("gpt-oss-120b decode 64, top-4, per token", gated_inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
         Case("gpt-oss-120b prefill 4096, top-4, per token", gated_inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),
@@ -237,8 +237,8 @@ def _() -> list[Case]:
 def _() -> list[Case]:
     return [
         Case("scale [], float32", gated_inputs(3, 2 * 33, dtype=torch.float32, limit=7.0, scale_shape=())),
-        Case("no rows", gated_inputs(0, 2 * 64, scale_shape=(1,))),
         Case("gpt-oss, narrow, scale [1]", gated_inputs(3, 2 * 180, scale_shape=(1,), **_GPT_OSS)),
+        Case("no rows", gated_inputs(0, 2 * 64, scale_shape=(1,))),
         Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, scale_shape=(1,), **_GPT_OSS), large=True),
     ]
 
@@ -247,8 +247,8 @@ def _() -> list[Case]:
 def _() -> list[Case]:
     return [
         Case("one block, float32", gated_inputs(1, 2 * 32, dtype=torch.float32, limit=7.0)),
-        Case("no rows", gated_inputs(0, 2 * 64)),
         Case("gpt-oss, narrow", gated_inputs(3, 2 * 160, **_GPT_OSS)),
+        Case("no rows", gated_inputs(0, 2 * 64)),
         Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
         Case("gpt-oss-120b prefill 4096, top-4", gated_inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),
     ]
@@ -258,7 +258,7 @@ def _() -> list[Case]:
 def _() -> list[Case]:
     return [
         Case("one block, float32", gated_inputs(1, 2 * 16, dtype=torch.float32, limit=7.0, global_scale=0.002)),
-        Case("no rows", gated_inputs(0, 2 * 64, global_scale=0.002)),
         Case("gpt-oss, narrow", gated_inputs(3, 2 * 160, global_scale=0.002, **_GPT_OSS)),
+        Case("no rows", gated_inputs(0, 2 * 64, global_scale=0.002)),
         Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, global_scale=0.002, **_GPT_OSS), large=True),
     ]

@@ -193,12 +193,20 @@ def _inputs(
     dtype: torch.dtype = torch.bfloat16,
     norm: bool = True,
     page_size: int = 4,
+    max_positions: int = 64,
     **options: Any,
 ) -> Callable[[Draw], dict[str, Any]]:
     """``options``: of `apply_rope`'s case of these heads."""
     rope = next(case.make for case in apply_rope.operator.all_cases() if case.name == "gpt-oss-120b decode 16")
     rotation = rope.vary(  # type: ignore[attr-defined]
-        tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, page_size=page_size, **options
+        tokens=tokens,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        page_size=page_size,
+        max_positions=max_positions,
+        **options,
     )
 
     def make(draw: Draw) -> dict[str, Any]:

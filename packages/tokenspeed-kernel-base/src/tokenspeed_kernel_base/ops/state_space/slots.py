@@ -196,7 +196,8 @@ def vary_prefill(
         return {**made, "states": draw.normal(slots, *states.shape[1:], dtype=states.dtype)}
     ends = draw.integers(0, tokens + 1, max(batch - 1, 0)).sort().values.tolist()
     lengths = [end - begin for begin, end in zip([0, *ends], [*ends, tokens], strict=True)] if batch else []
-    return {**draw_prefill(draw, lengths, states.shape[0], initial, max(0, batch - states.shape[0]))}
+    made = draw_prefill(draw, lengths, states.shape[0], initial, max(0, batch - states.shape[0]))
+    return {name: value for name, value in made.items() if value is not None}
 
 
 def vary_decode(variation: Variation, states: Tensor, state_slots: Tensor, output_slots: Tensor | None) -> dict[str, Any]:

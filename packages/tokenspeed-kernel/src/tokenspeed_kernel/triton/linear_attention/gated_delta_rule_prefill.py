@@ -22,7 +22,7 @@ from tokenspeed_kernel_base.spec import Priority
 from tokenspeed_kernel_base.traits import at_most
 
 device_code = DeviceModule(__name__ + "_device")
-chunks_device = DeviceModule(f"{__package__}._chunks_device")
+chunks_device = DeviceModule("tokenspeed_kernel.triton.linear_attention._chunks_device")
 
 
 class Shape(NamedTuple):
