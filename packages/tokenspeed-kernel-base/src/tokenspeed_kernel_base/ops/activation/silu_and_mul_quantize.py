@@ -96,6 +96,7 @@ def silu_and_mul_quantize_fp8_with_scale(
 def silu_and_mul_quantize_mxfp8(
     x: Tensor,
     scale_rounding: str = "down",
+    scale_layout: str = "linear",
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -106,6 +107,7 @@ def silu_and_mul_quantize_mxfp8(
     Args:
         x: float16, bfloat16 or float32 ``[..., 2 * d]``, d a multiple of 32: gate, then up.
         scale_rounding: ``"down"``, as the OCP says, or ``"up"``; see `quantize_mxfp8`.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x has two axes at least then.
         out: receives q; must not overlap x.
         scale_out: receives the scales.
 
@@ -124,7 +126,7 @@ def silu_and_mul_quantize_mxfp8(
 
     Safe in CUDA graphs.
     """
-    return quantize_mxfp8(silu_and_mul(x), scale_rounding, out=out, scale_out=scale_out)
+    return quantize_mxfp8(silu_and_mul(x), scale_rounding, scale_layout, out=out, scale_out=scale_out)
 
 
 @operator(
@@ -139,6 +141,7 @@ def silu_and_mul_quantize_mxfp8(
 def silu_and_mul_quantize_nvfp4(
     x: Tensor,
     global_scale: Tensor,
+    scale_layout: str = "linear",
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -149,6 +152,7 @@ def silu_and_mul_quantize_nvfp4(
     Args:
         x: float16, bfloat16 or float32 ``[..., 2 * d]``, d a multiple of 16: gate, then up.
         global_scale: float32 ``[]`` or ``[1]``, a factor of the decoded value. Should be positive and finite; that is not checked.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x has two axes at least then.
         out: receives q; must not overlap x.
         scale_out: receives the scales.
 
@@ -167,7 +171,7 @@ def silu_and_mul_quantize_nvfp4(
 
     Safe in CUDA graphs.
     """
-    return quantize_nvfp4(silu_and_mul(x), global_scale, out=out, scale_out=scale_out)
+    return quantize_nvfp4(silu_and_mul(x), global_scale, scale_layout, out=out, scale_out=scale_out)
 
 
 for _function, _hooks in (
@@ -252,6 +256,7 @@ def _() -> list[Case]:
         Case("three axes, float16", gated_inputs(2, 3, 2 * 160, dtype=torch.float16, global_scale=0.002)),
         Case("no rows", gated_inputs(0, 2 * 64, global_scale=0.002)),
         Case("three rows", gated_inputs(3, 2 * 96, global_scale=0.002)),
+        Case("scales in tiles", gated_inputs(130, 2 * 48, global_scale=0.002, scale_layout="128x4")),
         Case("qwen3-235b expert, 512 rows", gated_inputs(512, 2 * 1536, global_scale=0.002), large=True),
         Case("qwen3-32b prefill 8192", gated_inputs(8192, 2 * 25600, global_scale=0.002), large=True),
     ]

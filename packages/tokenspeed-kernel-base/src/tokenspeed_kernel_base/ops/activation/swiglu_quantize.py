@@ -116,6 +116,7 @@ def swiglu_quantize_mxfp8(
     beta: float = 1.0,
     interleaved: bool = False,
     scale_rounding: str = "down",
+    scale_layout: str = "linear",
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -130,6 +131,7 @@ def swiglu_quantize_mxfp8(
         beta: added to the clamped up, finite.
         interleaved: how gate and up share the last axis: in halves, or gate at the even indices and up at the odd ones.
         scale_rounding: ``"down"``, as the OCP says, or ``"up"``; see `quantize_mxfp8`.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x has two axes at least then.
         out: receives q; must not overlap x.
         scale_out: receives the scales.
 
@@ -148,7 +150,7 @@ def swiglu_quantize_mxfp8(
 
     Safe in CUDA graphs.
     """
-    return quantize_mxfp8(swiglu(x, alpha, limit, beta, interleaved), scale_rounding, out=out, scale_out=scale_out)
+    return quantize_mxfp8(swiglu(x, alpha, limit, beta, interleaved), scale_rounding, scale_layout, out=out, scale_out=scale_out)
 
 
 @operator(
@@ -167,6 +169,7 @@ def swiglu_quantize_nvfp4(
     limit: float | None = None,
     beta: float = 1.0,
     interleaved: bool = False,
+    scale_layout: str = "linear",
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -181,6 +184,7 @@ def swiglu_quantize_nvfp4(
         limit: bound of the clamp, > 0; None clamps nothing.
         beta: added to the clamped up, finite.
         interleaved: how gate and up share the last axis: in halves, or gate at the even indices and up at the odd ones.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x has two axes at least then.
         out: receives q; must not overlap x.
         scale_out: receives the scales.
 
@@ -199,7 +203,7 @@ def swiglu_quantize_nvfp4(
 
     Safe in CUDA graphs.
     """
-    return quantize_nvfp4(swiglu(x, alpha, limit, beta, interleaved), global_scale, out=out, scale_out=scale_out)
+    return quantize_nvfp4(swiglu(x, alpha, limit, beta, interleaved), global_scale, scale_layout, out=out, scale_out=scale_out)
 
 
 for _function, _hooks in (
@@ -248,6 +252,7 @@ def _() -> list[Case]:
     return [
         Case("one block, float32", gated_inputs(1, 2 * 32, dtype=torch.float32, limit=7.0)),
         Case("gpt-oss, narrow", gated_inputs(3, 2 * 160, **_GPT_OSS)),
+        Case("scales in tiles", gated_inputs(130, 2 * 96, scale_layout="128x4", **_GPT_OSS)),
         Case("no rows", gated_inputs(0, 2 * 64)),
         Case("gpt-oss-120b decode 64, top-4", gated_inputs(64 * 4, 2 * 2880, **_GPT_OSS), large=True),
         Case("gpt-oss-120b prefill 4096, top-4", gated_inputs(4096 * 4, 2 * 2880, **_GPT_OSS), large=True),

@@ -156,6 +156,7 @@ def rmsnorm_quantize_mxfp8(
     eps: float = 1e-5,
     residual: Tensor | None = None,
     scale_rounding: str = "down",
+    scale_layout: str = "linear",
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
     residual_out: Tensor | None = None,
@@ -170,6 +171,7 @@ def rmsnorm_quantize_mxfp8(
         eps: added to the mean square, > 0.
         residual: like x; added to it before the normalisation.
         scale_rounding: ``"down"``, as the OCP says, or ``"up"``; see `quantize_mxfp8`.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x has two axes at least then.
         out: receives q.
         scale_out: receives the scales.
         residual_out: receives the sum; may be the residual or x. Only with a residual.
@@ -196,7 +198,7 @@ def rmsnorm_quantize_mxfp8(
         normed, total = rmsnorm(x, weight, eps), None
     else:
         normed, total = rmsnorm(x, weight, eps, residual=residual, residual_out=residual_out)
-    q, scale = quantize_mxfp8(normed, scale_rounding, out=out, scale_out=scale_out)
+    q, scale = quantize_mxfp8(normed, scale_rounding, scale_layout, out=out, scale_out=scale_out)
     return (q, scale) if total is None else (q, scale, total)
 
 
@@ -216,6 +218,7 @@ def rmsnorm_quantize_nvfp4(
     global_scale: Tensor,
     eps: float = 1e-5,
     residual: Tensor | None = None,
+    scale_layout: str = "linear",
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
     residual_out: Tensor | None = None,
@@ -230,6 +233,7 @@ def rmsnorm_quantize_nvfp4(
         global_scale: float32 ``[]`` or ``[1]``, a factor of the decoded value. Should be positive and finite; that is not checked.
         eps: added to the mean square, > 0.
         residual: like x; added to it before the normalisation.
+        scale_layout: ``"linear"``, or ``"128x4"`` for scales in tiles, as `swizzle_scales` puts them; x has two axes at least then.
         out: receives q.
         scale_out: receives the scales.
         residual_out: receives the sum; may be the residual or x. Only with a residual.
@@ -257,7 +261,7 @@ def rmsnorm_quantize_nvfp4(
         normed, total = rmsnorm(x, weight, eps), None
     else:
         normed, total = rmsnorm(x, weight, eps, residual=residual, residual_out=residual_out)
-    q, scale = quantize_nvfp4(normed, global_scale, out=out, scale_out=scale_out)
+    q, scale = quantize_nvfp4(normed, global_scale, scale_layout, out=out, scale_out=scale_out)
     return (q, scale) if total is None else (q, scale, total)
 
 
@@ -336,6 +340,7 @@ def _() -> list[Case]:
         Case("without residual, scales rounded up", _inputs(3, 96, residual=False, scale_rounding="up")),
         Case("no rows", _inputs(0, 64)),
         Case("three axes, float16", _inputs(2, 3, 160, dtype=torch.float16)),
+        Case("scales in tiles", _inputs(130, 96, scale_layout="128x4")),
         Case("qwen3-32b decode 64", _inputs(64, 5120), large=True),
         Case("qwen3-32b prefill 8192", _inputs(8192, 5120), large=True),
     ]
@@ -348,6 +353,7 @@ def _() -> list[Case]:
         Case("without residual", _inputs(3, 96, residual=False, global_scale=0.001)),
         Case("no rows", _inputs(0, 64, global_scale=0.001)),
         Case("three axes, float16", _inputs(2, 3, 160, dtype=torch.float16, global_scale=0.001)),
+        Case("scales in tiles, two matrices", _inputs(2, 130, 48, global_scale=0.001, scale_layout="128x4")),
         Case("qwen3-235b decode 64", _inputs(64, 4096, global_scale=0.001), large=True),
         Case("qwen3-235b prefill 8192", _inputs(8192, 4096, global_scale=0.001), large=True),
     ]

@@ -10,7 +10,14 @@ import torch
 from tokenspeed_kernel_base import lowering
 from tokenspeed_kernel_base.cases import Cost, Draw, nbytes
 from tokenspeed_kernel_base.checks import Checker
-from tokenspeed_kernel_base.ops.quantization.encodings import SOURCE_DTYPES, decode_mxfp8, decode_nvfp4
+from tokenspeed_kernel_base.ops.quantization.encodings import (
+    BLOCK_MX,
+    BLOCK_NVFP4,
+    SOURCE_DTYPES,
+    decode_mxfp8,
+    decode_nvfp4,
+    unswizzle,
+)
 from tokenspeed_kernel_base.ops.quantization.formats import mxfp8_format, nvfp4_format
 from tokenspeed_kernel_base.signature import Decoded, TensorFormat, dense_tensor_format
 
@@ -77,6 +84,9 @@ class Quantised:
         """What ``second``'s codes and scales stand for, then what else ``first`` makes."""
         others = [] if arguments.get("residual_out") is None else [arguments["residual_out"]]
         codes, scale = arguments["out"], arguments["scale_out"]
+        k, block = (2 * codes.shape[-1], BLOCK_NVFP4) if "global_scale" in arguments else (codes.shape[-1], BLOCK_MX)
+        if arguments["scale_layout"] == "128x4":
+            scale = unswizzle(scale, codes.shape[-2], k // block)
         if "global_scale" in arguments:
             return Decoded(decode_nvfp4(codes, scale, arguments["global_scale"]), nvfp4_format()), *others
         return Decoded(decode_mxfp8(codes, scale), mxfp8_format()), *others

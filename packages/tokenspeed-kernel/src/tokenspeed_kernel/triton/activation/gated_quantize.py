@@ -142,7 +142,11 @@ def silu_and_mul_quantize_fp8_with_scale(
 
 @register_kernel("activation", "silu_and_mul_quantize_mxfp8", traits={"scales_rounded_up": any}, **_DECLARED)
 def silu_and_mul_quantize_mxfp8(
-    x: Tensor, scale_rounding: str = "down", out: Tensor | None = None, scale_out: Tensor | None = None
+    x: Tensor,
+    scale_rounding: str = "down",
+    scale_layout: str = "linear",
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.silu_and_mul_quantize_mxfp8`."""
     return _launch(x, Activation(True), mxfp8_form(x, scale_rounding), torch.float8_e4m3fn, None, out, scale_out)
@@ -150,7 +154,7 @@ def silu_and_mul_quantize_mxfp8(
 
 @register_kernel("activation", "silu_and_mul_quantize_nvfp4", **_DECLARED)
 def silu_and_mul_quantize_nvfp4(
-    x: Tensor, global_scale: Tensor, out: Tensor | None = None, scale_out: Tensor | None = None
+    x: Tensor, global_scale: Tensor, scale_layout: str = "linear", out: Tensor | None = None, scale_out: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """See `tokenspeed_kernel.silu_and_mul_quantize_nvfp4`."""
     return _launch(x, Activation(True), nvfp4_form(x), torch.uint8, global_scale, out, scale_out)
@@ -198,6 +202,7 @@ def swiglu_quantize_mxfp8(
     beta: float = 1.0,
     interleaved: bool = False,
     scale_rounding: str = "down",
+    scale_layout: str = "linear",
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
@@ -214,6 +219,7 @@ def swiglu_quantize_nvfp4(
     limit: float | None = None,
     beta: float = 1.0,
     interleaved: bool = False,
+    scale_layout: str = "linear",
     out: Tensor | None = None,
     scale_out: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
