@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from sm90_emulator.assembly import Statement
-from sm90_emulator.decode import Decoder, binder, elements
+from sm90_emulator.decoder import Decoder, binder, elements
 
 # As in matrices.h.
 _KINDS = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 3, "e5m2": 4, "s8": 5, "u8": 6}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sm90_emulator.assembly import Statement, bits_of
-from sm90_emulator.decode import Decoder, binder, elements
+from sm90_emulator.decoder import Decoder, binder, elements
 from sm90_emulator.registers import SINK
 
 _SPACES = {"global": 1, "shared": 2, "const": 1, "local": 4}

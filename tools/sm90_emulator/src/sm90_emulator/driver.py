@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
-from sm90_emulator import decode, machine
+from sm90_emulator import machine
 from sm90_emulator.build import cache_directory, compiled
 from sm90_emulator.errors import EmulationError
 from sm90_emulator.machine import Geometry, LaunchReport, Settings
+from sm90_emulator.program import Program, load
 
 DEVICE_NAME = "NVIDIA H200"
 _MEMORY = 141 * 10**9
@@ -133,11 +134,11 @@ def _find_kernel(library: int, name: bytes, kernel: Any) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _program(digest: str, name: str) -> decode.Program:
+def _program(digest: str, name: str) -> Program:
     file = ptx_directory() / f"{digest}.ptx"
     if not file.exists():
         raise EmulationError(f"there is no PTX of {name}: compile it inside `emulated_sm90()`, or with `sm90_emulator.driver.keep`")
-    return decode.load(file.read_text(), name)
+    return load(file.read_text(), name)
 
 
 @_guarded

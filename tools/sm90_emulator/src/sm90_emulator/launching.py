@@ -6,11 +6,12 @@ import re
 import struct
 from collections.abc import Sequence
 
-from sm90_emulator import decode, machine
+from sm90_emulator import machine
 from sm90_emulator.assembly import Kernel
 from sm90_emulator.errors import EmulationError
 from sm90_emulator.machine import Geometry, LaunchReport, Settings
 from sm90_emulator.memory import Memory
+from sm90_emulator.program import load
 
 _ENTRY = re.compile(r"\.entry\s+([$\w]+)")
 # All that a CTA may have.
@@ -71,7 +72,7 @@ def launch(
     names = _ENTRY.findall(text)
     if len(names) != 1:
         raise EmulationError(f"a text with the kernels {', '.join(names) or 'none'}: one is wanted")
-    program = decode.load(text, names[0])
+    program = load(text, names[0])
     sizes = (*grid, 1, 1)[:3]
     geometry = Geometry((sizes[0], sizes[1], sizes[2]), (threads, 1, 1), (cluster, 1, 1), shared_bytes)
     when = copies or ("random" if seed else "early")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sm90_emulator.build import library
-from sm90_emulator.decode import Program
 from sm90_emulator.errors import EmulationError
+from sm90_emulator.program import Program
 
 _KINDS = ("out-of-bounds", "uninitialised", "misaligned", "deadlock", "no progress")
 _PATIENCE = 3_000_000

@@ -1,0 +1,142 @@
+"""What binds instructions to operations of the machine: the decoder that binders write to, and the table of binders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sm90_emulator.assembly import Kernel, Statement, bits_of
+from sm90_emulator.build import operations
+from sm90_emulator.errors import UnknownInstruction
+from sm90_emulator.registers import NONE, SINK, Registers
+
+Binder = Callable[["Decoder", Statement, list[str]], None]
+BINDERS: dict[str, Binder] = {}
+"""Binders, by the first word of the instructions that they bind."""
+
+
+def binder(*names: str) -> Callable[[Binder], Binder]:
+    """Declares how instructions whose first word is one of these are bound."""
+
+    def declare(function: Binder) -> Binder:
+        for name in names:
+            BINDERS[name] = function
+        return function
+
+    return declare
+
+
+@dataclass
+class Decoder:
+    """What binders write to."""
+
+    kernel: Kernel
+    registers: Registers
+    rows: list[dict[str, int]] = field(default_factory=list)
+    origins: list[Statement] = field(default_factory=list)
+    pool: list[int] = field(default_factory=list)
+    now: Statement | None = None
+
+    def emit(self, op: str, **fields: int) -> None:
+        """Adds an operation with the present statement's guard."""
+        statement = self.statement
+        number = operations().get(op)
+        if number is None:
+            raise UnknownInstruction(f"{statement.text}: there is no operation {op}", kernel=self.kernel.name)
+        row = {"op": number, "guard": -1, "d": SINK, "a": NONE, "b": NONE, "c": NONE, "e": NONE, "target": -1, **fields}
+        if statement.guard is not None:
+            row["guard"] = self.registers.read(statement.guard[0], "pred", statement.scope)
+            row["negated"] = int(statement.guard[1])
+        self.rows.append(row)
+        self.origins.append(statement)
+
+    @property
+    def statement(self) -> Statement:
+        """The present one."""
+        assert self.now is not None
+        return self.now
+
+    def unknown(self, why: str = "") -> UnknownInstruction:
+        """An error about the present statement."""
+        reason = f": {why}" if why else ""
+        return UnknownInstruction(f"{self.statement.text}{reason}", kernel=self.kernel.name, instruction=self.statement.text)
+
+    def read(self, operand: str, kind: str) -> int:
+        """The place of an operand; a symbol's address is put into a register first."""
+        scope = self.statement.scope
+        if scope.register(operand) is None:
+            if operand in self.kernel.shared:
+                return self.symbol_address(operand, kind, "<shared>", self.kernel.shared[operand])
+            if operand in self.kernel.local:
+                return self.symbol_address(operand, kind, "<local>", self.kernel.local[operand])
+            if operand in self.kernel.parameters:
+                return self.symbol_address(operand, kind, "<parameters>", self.kernel.parameters[operand].offset)
+            if operand.startswith(("%clock", "%globaltimer")):
+                to = self.registers.temporary(kind)
+                self.emit("clock", d=to, more=8 if bits_of(kind) == 64 else 4)
+                return to
+        return self.registers.read(operand, kind, scope, self.statement.text)
+
+    def symbol_address(self, name: str, kind: str, base: str, offset: int) -> int:
+        """A register with the address of a variable in its own space."""
+        slot = self.registers.symbol(base)
+        wide = base == "<parameters>"
+        if wide or not offset:
+            place = slot
+        else:
+            place = self.registers.temporary("b32")
+            self.emit("add_32", d=place, a=slot, b=self.registers.constant(offset, 128))
+        if wide and offset:
+            place = self.registers.temporary("b64")
+            self.emit("add_64", d=place, a=slot, b=self.registers.constant(offset, 256))
+        if not wide and bits_of(kind) == 64:
+            widened = self.registers.temporary("b64")
+            self.emit("widen_u32_64", d=widened, a=place)
+            place = widened
+        return place
+
+    def write(self, operand: str) -> int:
+        """The place of a register that is written."""
+        return self.registers.write(operand, self.statement.scope, self.statement.text)
+
+    def predicate(self, operand: str) -> tuple[int, int]:
+        """The place of a predicate, and whether it is negated."""
+        name = operand.lstrip("!").strip()
+        return self.registers.read(name, "pred", self.statement.scope), int(operand.startswith("!"))
+
+    def declared(self, operand: str) -> str:
+        """The declared type of a register."""
+        kind = self.registers.kind_of(operand, self.statement.scope)
+        if kind is None:
+            raise self.unknown(f"{operand} is no register")
+        return kind
+
+    def listed(self, places: list[int]) -> dict[str, int]:
+        """Puts operands into the pool."""
+        at = len(self.pool)
+        self.pool += places
+        return {"list": at, "count": len(places)}
+
+    def address(self, operand: str) -> dict[str, int]:
+        """The fields of an address in brackets: a register or a symbol, and a number."""
+        inside = operand.strip("[] ")
+        found = re.fullmatch(r"(.*?)\s*(?:([+-])\s*(-?\w+))?", inside)
+        assert found is not None
+        base, offset = found[1], int(found[3], 0) if found[3] else 0
+        offset = -offset if found[2] == "-" else offset
+        scope = self.statement.scope
+        kernel = self.kernel
+        if scope.register(base) is not None:
+            return {"a": self.registers.read(base, "b64", scope), "wide": int(bits_of(self.declared(base)) == 64), "imm": offset}
+        for names, symbol in ((kernel.shared, "<shared>"), (kernel.local, "<local>")):
+            if base in names:
+                return {"a": self.registers.symbol(symbol), "wide": 0, "imm": names[base] + offset}
+        if base in kernel.parameters:
+            return {"a": self.registers.symbol("<parameters>"), "wide": 1, "imm": kernel.parameters[base].offset + offset}
+        return {"a": self.registers.read(base, "b64", scope, self.statement.text), "wide": 1, "imm": offset}
+
+
+def elements(operand: str) -> list[str]:
+    """The parts of a vector in braces, or the operand alone."""
+    return [part.strip() for part in operand.strip("{}").split(",")] if operand.startswith("{") else [operand]
