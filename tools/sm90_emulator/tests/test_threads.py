@@ -153,7 +153,7 @@ def test_atomics_of_a_grid() -> None:
 
 
 def test_ctas_that_wait_for_later_ones() -> None:
-    """Another CTA begins when those that run go no further; with room for one alone it is a deadlock."""
+    """A CTA may wait for one that has not begun, which begins when the others are stuck. Without room it is a deadlock."""
     body = """
     mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %r1, 3; @%p1 bra waits; st.release.gpu.global.b32 [%d0], 1;
     waits: ld.acquire.gpu.global.b32 %r2, [%d0]; setp.eq.u32 %p1, %r2, 0; @%p1 bra waits;

@@ -192,7 +192,7 @@ def check_values_offsets(
 
 
 def check_values_counts(check: Checker, name: str, counts: Tensor | None, most: int, why: str) -> None:
-    """How many of its first entries count, of each row of a tensor with ``most`` columns."""
+    """Checks counts, one for each row of a tensor: how many of the row's first entries are used, 0 to ``most``."""
     if counts is None or not counts.numel():
         return
     smallest, largest = (int(bound) for bound in counts.aminmax())

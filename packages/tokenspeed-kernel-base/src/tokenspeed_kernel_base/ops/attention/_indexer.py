@@ -102,7 +102,8 @@ def index_views(packed: Tensor, page_size: int, head_dim: int) -> tuple[Tensor, 
 def indexer_cost(
     q: Tensor, weights: Tensor, offsets: Sequence[int], kv_lens: Sequence[int], token_bytes: int, other_bytes: int
 ) -> Cost:
-    """The cost of scores: a product of all heads over visible pairs; keys that some token sees, and scores that there are, once.
+    """The cost of scores: multiplications for every visible pair of a token and a key, in all heads. Each key is read once, and
+    each score of a visible pair is written once.
 
     Args:
         offsets: where the new tokens of each sequence begin, and end.

@@ -1,4 +1,4 @@
-"""How much every token wants to attend to each token of its sequence, by an indexer whose keys lie in a row."""
+"""Scores of DeepSeek sparse attention's indexer: each token against the tokens of its sequence, whose index keys are contiguous."""
 
 from __future__ import annotations
 

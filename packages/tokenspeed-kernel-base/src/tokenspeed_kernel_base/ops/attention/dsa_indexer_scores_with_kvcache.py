@@ -1,4 +1,4 @@
-"""How much every new token wants to attend to each token in a paged cache of index keys."""
+"""Scores of DeepSeek sparse attention's indexer: each new token against the index keys of its sequence in a paged cache."""
 
 from __future__ import annotations
 

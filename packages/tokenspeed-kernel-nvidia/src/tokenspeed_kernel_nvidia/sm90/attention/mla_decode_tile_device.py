@@ -125,7 +125,7 @@ class Call:
 
 
 class Tiles(Sharing):
-    """The shapes that follow from a configuration, and what there is of a unit."""
+    """Shapes and shared memory of a configuration, and the pieces of a unit of work."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

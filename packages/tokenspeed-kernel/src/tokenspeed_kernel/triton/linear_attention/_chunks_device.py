@@ -41,8 +41,8 @@ def _inverse(a, TILE: tl.constexpr):
 
 @triton.jit
 def _bounded(logs):
-    """Log decays of which none is below that of 4e-18, which leaves nothing of a state either. Differences of their running sums
-    would lose what is small beside a very large one."""
+    """Log decays, at least -40. A decay of exp(-40), 4e-18, already leaves nothing of a state. A far larger one would swamp the
+    running sums, whose differences would then lose the small decays."""
     return tl.maximum(logs, -40.0)
 
 

@@ -49,7 +49,7 @@ def gated_delta_rule_decode_kernel(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Some columns of a value head's state, for one request: read once, taken through all tokens, and written."""
+    """A program reads some columns of one request's state of a value head, updates them token by token, and writes them."""
     start(EARLY)
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

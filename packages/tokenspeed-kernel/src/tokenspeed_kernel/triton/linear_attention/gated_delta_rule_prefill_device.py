@@ -39,7 +39,7 @@ def chunk_states_kernel(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Some columns of a value head's state, through all tokens of one sequence.
+    """A program updates some columns of a value head's state, chunk after chunk of one sequence, and computes their outputs.
 
     Args:
         keys_in, queries_in: what the state in front of a chunk is multiplied with, but for factors of rows.
