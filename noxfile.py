@@ -90,16 +90,16 @@ def emulate(session: nox.Session) -> None:
 
 @nox.session
 def cutedsl(session: nox.Session) -> None:
-    """The NVIDIA wheel without a GPU: its tests, kernels executed on the emulator of sm_90, and the emulator's own tests.
+    """The NVIDIA wheel without a GPU: its tests, kernels, also portable ones, on the emulator of sm_90, and the emulator's tests.
 
     Then one configuration of each kernel is compiled. Arguments go to pytest.
     """
     _install(session, "test", "build", runtime=False)
-    session.install(CUTEDSL, "-e", NVIDIA, "-e", HOPPER)
+    session.install(CUTEDSL, TRITONS[-1], "-e", NVIDIA, "-e", HOPPER)
     if not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
         session.install(ZIG)
     arguments = session.posargs or ["-n", "auto", "-m", "not slow and not nvidia", f"{NVIDIA}/tests", f"{HOPPER}/tests"]
-    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1"})
+    session.run("python", "-m", "pytest", *arguments, env={"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"})
     if not session.posargs:
         session.run("python", "ci/compile_cutedsl.py", "--each")
 

@@ -59,6 +59,17 @@ _kernels: dict[int, tuple[int, str]] = {}
 _handles = itertools.count(1)
 
 
+def active() -> Emulator:
+    """The emulator of the block around.
+
+    Raises:
+        EmulationError: there is none.
+    """
+    if _active is None:
+        raise EmulationError("a kernel that was compiled for the emulator is launched outside `emulated_sm90()`")
+    return _active
+
+
 def ptx_directory() -> Path:
     """Where the PTX of compiled programs is kept, by the hash of their machine code."""
     return cache_directory() / "ptx"
@@ -154,12 +165,12 @@ def _launch_kernel(kernel: int, numbers: Any, shared_bytes: int, arguments: Any)
     packed = bytearray(program.kernel.parameter_bytes)
     for index, parameter in enumerate(program.kernel.parameters.values()):
         packed[parameter.offset : parameter.offset + parameter.size] = ctypes.string_at(arguments[index], parameter.size)
-    ranges = list(_tensors()) if _active.check_bounds else []
+    ranges = list(tensors()) if _active.check_bounds else []
     _active.launches.append(machine.run(program, geometry, bytes(packed), ranges, _active.settings))
     return 0
 
 
-def _tensors() -> Iterator[tuple[int, int]]:
+def tensors() -> Iterator[tuple[int, int]]:
     """The memory of all tensors that Python knows. Kernels get addresses as numbers, so nothing says which tensors are meant."""
     for thing in gc.get_objects():
         if type(thing) is torch.Tensor or type(thing) is torch.nn.Parameter:
@@ -249,8 +260,9 @@ def emulated_sm90(
     together: int | None = None,
     multiprocessors: int = 132,
     check_bounds: bool = True,
+    triton: bool = False,
 ) -> Iterator[Emulator]:
-    """Inside the block, CuteDSL programs for sm_90a are executed on CPU tensors.
+    """Inside the block, CuteDSL programs for sm_90a, and Triton kernels if asked for, are executed on CPU tensors.
 
     With tokenspeed-kernel-base installed, its platform is an emulated H200, so that operators select and run what they do there.
 
@@ -266,6 +278,7 @@ def emulated_sm90(
         together: CTAs that begin at once; 1 with seed 0 if it is None, and otherwise 4.
         multiprocessors: that the device says it has.
         check_bounds: accesses of global memory outside of all tensors are errors.
+        triton: whether Triton compiles for the emulator too. Triton must be there.
 
     Raises:
         RuntimeError: inside another such block.
@@ -286,9 +299,13 @@ def emulated_sm90(
         stack.enter_context(_replaced(torch.cuda, "get_device_capability", lambda _=None: (9, 0)))
         stack.enter_context(_replaced(torch._C, "_cuda_getCurrentRawStream", lambda _=0: 0))
         if importlib.util.find_spec("tokenspeed_kernel_base") is not None:
-            stack.enter_context(_platform(multiprocessors))
+            stack.enter_context(_platform(multiprocessors, triton))
         if importlib.util.find_spec("tokenspeed_kernel_nvidia") is not None:
             stack.enter_context(_programs())
+        if triton:
+            from sm90_emulator import triton_driver
+
+            stack.enter_context(triton_driver.installed())
         _active = emulator
         try:
             yield emulator
@@ -318,12 +335,11 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-def _platform(multiprocessors: int) -> contextlib.AbstractContextManager[Any]:
+def _platform(multiprocessors: int, triton: bool) -> contextlib.AbstractContextManager[Any]:
     from tokenspeed_kernel_base.platform import ArchVersion, PlatformInfo, use_platform
 
-    platform = PlatformInfo(
-        "nvidia", ArchVersion(9, 0), DEVICE_NAME, "sm_90", 1, _MEMORY, multiprocessors, frozenset(), emulated=True
-    )
+    features = frozenset({"triton"} if triton else ())
+    platform = PlatformInfo("nvidia", ArchVersion(9, 0), DEVICE_NAME, "sm_90", 1, _MEMORY, multiprocessors, features, emulated=True)
     return use_platform(platform)
 
 

@@ -1,0 +1,168 @@
+"""The emulator as the device of Triton's kernels.
+
+Triton asks its driver what to compile for, loads the binary through it, and calls its launcher with the kernel's arguments. This
+driver says sm_90, loads nothing, and executes the PTX that Triton's cache holds beside the binary, on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.cache import get_cache_manager
+
+from sm90_emulator import machine
+from sm90_emulator.errors import EmulationError
+from sm90_emulator.launching import SHARED_BYTES
+from sm90_emulator.machine import Geometry
+from sm90_emulator.program import Program, load
+
+# Triton keeps compiled kernels by the number of the device; no other device has this one.
+_DEVICE = 90
+_FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
+
+
+@functools.lru_cache(maxsize=256)
+def _program(digest: str, function: str, kernel: str) -> Program:
+    """The PTX that Triton's cache holds for a compiled function."""
+    file = function[:150]  # Triton cuts long names so
+    path = (get_cache_manager(digest).get_group(f"{file}.json") or {}).get(f"{file}.ptx")
+    if path is None or not Path(path).exists():
+        raise EmulationError(f"Triton's cache has no PTX of {function} ({digest})")
+    return load(Path(path).read_text(), kernel)
+
+
+def _content(kind: str, value: Any, size: int) -> bytes:
+    """The bytes of a kernel's parameter, of a type as Triton's signatures name it."""
+    if kind.startswith("*"):
+        return struct.pack("<Q", value.data_ptr() if hasattr(value, "data_ptr") else int(value or 0))
+    if kind in _FLOATS:
+        return struct.pack(_FLOATS[kind], float(value))
+    if kind[0] not in "iu":
+        raise EmulationError(f"arguments of type {kind}")
+    return (int(value) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+
+
+class _Launcher:
+    """Triton makes one for a compiled kernel, and calls it for each launch."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._metadata = metadata
+        self._signature = list(source.signature.values())
+        self._function = source.name
+
+    def __call__(
+        self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, launch: Any, enter: Any, leave: Any, *arguments: Any
+    ) -> None:
+        from sm90_emulator import driver
+
+        emulator = driver.active()
+        meta = self._metadata
+        program = _program(meta.hash, self._function, meta.name)
+        if meta.num_ctas != 1:
+            raise EmulationError("programs of Triton that are clusters", kernel=meta.name)
+        if min(x, y, z) < 1:
+            return
+        content = bytearray(program.kernel.parameter_bytes)
+        flat = [pair for kind, value in zip(self._signature, arguments, strict=True) for pair in _flattened(kind, value)]
+        parameters = list(program.kernel.parameters.values())
+        # Behind a kernel's own parameters are addresses of scratch memory, which only kernels with descriptors or a profiler use.
+        if len(parameters) - len(flat) not in (0, 1, 2) or getattr(meta, "global_scratch_size", None):
+            raise EmulationError(f"{len(flat)} arguments for {len(parameters)} parameters", kernel=meta.name)
+        for parameter, (kind, value) in zip(parameters, flat, strict=False):
+            part = _content(kind, value, parameter.size)
+            if len(part) != parameter.size:
+                raise EmulationError(f"{parameter.name} has {parameter.size} bytes, a {kind} was given", kernel=meta.name)
+            content[parameter.offset : parameter.offset + parameter.size] = part
+        geometry = Geometry((int(x), int(y), int(z)), (32 * meta.num_warps, 1, 1), (1, 1, 1), int(meta.shared))
+        ranges = list(driver.tensors()) if emulator.check_bounds else []
+        emulator.launches.append(machine.run(program, geometry, bytes(content), ranges, emulator.settings))
+
+
+def _flattened(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
+    """The scalars of an argument, which may be a tuple of arguments."""
+    if isinstance(kind, (tuple, list)):
+        for of_kind, of_value in zip(kind, value, strict=True):
+            yield from _flattened(of_kind, of_value)
+    elif kind.startswith("tensordesc"):
+        raise EmulationError("tensor descriptors of Triton")
+    elif kind != "constexpr":
+        yield kind, value
+
+
+class _Utils:
+    """Loads nothing: launches execute the PTX."""
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        return None, name, 0, 0, 1024  # module, function, registers, spills, threads of a CTA
+
+    def unload_module(self, module: Any) -> None:
+        """There is none."""
+
+    def get_device_properties(self, device: int) -> dict[str, Any]:
+        multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": multiprocessors, "warpSize": 32, "max_num_regs": 65536}
+
+
+class _Driver(DriverBase):  # type: ignore[misc]  # Triton has no types
+    def __init__(self) -> None:
+        super().__init__()
+        self.utils = _Utils()
+        self.launcher_cls = _Launcher
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return False
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return _DEVICE
+
+    def set_current_device(self, device: int) -> None:
+        """There is one."""
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_device_capability(self, device: int | None = None) -> tuple[int, int]:
+        return 9, 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Any:
+        return torch.cpu
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError("the emulator compiles no launcher")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError("the emulator does not measure time")
+
+    def get_empty_cache_for_benchmark(self) -> Any:
+        return torch.empty(0)
+
+    def clear_cache(self, cache: Any) -> None:
+        """There is none."""
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Inside the block, Triton's device is the emulator."""
+    config = triton.runtime.driver
+    previous = config._active  # reading `active` would ask for a GPU
+    config.set_active(_Driver())
+    try:
+        yield
+    finally:
+        config.set_active(previous)

@@ -1,0 +1,61 @@
+"""Triton kernels, compiled for sm_90 and executed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sm90_emulator import EmulationError, emulated_sm90
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("Triton interprets its kernels in this process", allow_module_level=True)
+
+
+@triton.jit
+def _product(a, b, c, scale, rows, depth, SIZES: tl.constexpr, STAGES: tl.constexpr):
+    row, column = tl.program_id(0) * SIZES[0] + tl.arange(0, SIZES[0]), tl.arange(0, SIZES[1])
+    total = tl.zeros([SIZES[0], SIZES[1]], tl.float32)
+    for begin in tl.range(0, depth, SIZES[2], num_stages=STAGES):
+        inner = begin + tl.arange(0, SIZES[2])
+        left = tl.load(a + row[:, None] * depth + inner[None, :], mask=(row < rows)[:, None], other=0.0)
+        right = tl.load(b + inner[:, None] * SIZES[1] + column[None, :])
+        total = tl.dot(left, right, total)
+    tl.store(c + row[:, None] * SIZES[1] + column[None, :], total * scale, mask=(row < rows)[:, None])
+
+
+def _multiplied(rows: int, out_rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-4, 5, shape, generator=generator).half() for shape in ((rows, 128), (128, 32)))
+    c = torch.full((out_rows, 32), float("nan"))
+    _product[(triton.cdiv(rows, 64),)](a, b, c, 0.5, rows, 128, SIZES=(64, 32, 64), STAGES=3, num_warps=4)
+    assert torch.equal(c[:rows], 0.5 * (a.float() @ b.float()))
+    return c
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_products_of_warpgroups_with_operands_that_are_copied_ahead(seed: int) -> None:
+    with emulated_sm90(seed=seed, triton=True) as emulator:
+        c = _multiplied(70, 72)
+    assert c[70:].isnan().all()
+    (launch,) = emulator.launches
+    assert launch.kernel == "_product"
+    assert launch.geometry.grid == (2, 1, 1)
+    # Two CTAs of four warps, 128 / 16 products for each.
+    assert launch.products == 2 * 4 * 8
+
+
+def test_what_lies_in_no_tensor_is_not_accessed() -> None:
+    with emulated_sm90(triton=True), pytest.raises(EmulationError, match="out-of-bounds"):
+        _multiplied(70, 60)
+
+
+def test_tritons_device_is_there_in_the_block_alone() -> None:
+    before = triton.runtime.driver._active
+    with emulated_sm90(triton=True):
+        assert triton.runtime.driver.active.get_current_target().arch == 90
+    assert triton.runtime.driver._active is before
+    with emulated_sm90():
+        assert triton.runtime.driver._active is before
