@@ -100,7 +100,7 @@ def head_gates_kernel(
     row = (start + token).to(tl.int64)
     inside = start + token < end
     channel = tl.arange(0, TILE.k)
-    there = inside[:, None] & (channel < SHAPE.k_dim)[None, :]
+    there = inside[:, None] & (channel < SHAPE.width)[None, :]
     queries = tl.load(q + row[:, None] * q_token + source * q_head + channel[None, :], mask=there, other=0.0).to(TILE.dtype)
     keys = tl.load(k + row[:, None] * k_token + source * k_head + channel[None, :], mask=there, other=0.0).to(TILE.dtype)
     q_factor = _inverse_length(queries, SHAPE.l2norm, SHAPE.eps) * scale
@@ -206,11 +206,12 @@ def channel_gates_kernel(
         sums = tl.cumsum(logs, axis=0)
         total = tl.sum(logs, axis=0)
         kept = tl.exp(sums)
-        at = (row * v_heads + head)[:, None] * SHAPE.k_dim + channel[None, :]
-        tl.store(scaled + at, (keys.to(tl.float32) * kept).to(TILE.dtype), mask=there)
-        tl.store(scaled + size * SHAPE.k_dim + at, (queries.to(tl.float32) * kept).to(TILE.dtype), mask=there)
+        at = (row * v_heads + head)[:, None] * SHAPE.width + channel[None, :]
+        written = inside[:, None] & (channel < SHAPE.width)[None, :]
+        tl.store(scaled + at, (keys.to(tl.float32) * kept).to(TILE.dtype), mask=written)
+        tl.store(scaled + size * SHAPE.width + at, (queries.to(tl.float32) * kept).to(TILE.dtype), mask=written)
         lasting = keys.to(tl.float32) * tl.exp(total[None, :] - sums)
-        tl.store(scaled + 2 * size * SHAPE.k_dim + at, lasting.to(TILE.dtype), mask=there)
+        tl.store(scaled + 2 * size * SHAPE.width + at, lasting.to(TILE.dtype), mask=written)
         tl.store(decays + (chunk.to(tl.int64) * v_heads + head) * SHAPE.k_dim + channel, tl.exp(total), mask=channel_inside)
         for level in range(TILE.levels):
             wait_for_products()

@@ -30,6 +30,7 @@ class Shape(NamedTuple):
 
     Attributes:
         k_dim, v_dim: rows and columns of a state.
+        width: channels of the keys that the walk over chunks reads, k_dim or more; those beyond it are zeros.
         group: value heads that share an operand's head.
         gates, per_channel: see `_gates_device.log_decay`.
         l2norm, eps: whether queries and keys are normalised, and what is added to their squares.
@@ -38,6 +39,7 @@ class Shape(NamedTuple):
 
     k_dim: int
     v_dim: int
+    width: int
     group: int
     gates: int
     per_channel: bool
@@ -90,8 +92,23 @@ _LONGEST = 256
 _WARPS, _CHANNEL_WARPS = 4, 8
 # Nor would they, of NVIDIA's, for a walk with more columns than these: the state, and four tiles that are computed with it.
 _FEW, _WARPS_OF_MORE = 32, {"nvidia": 8, "any": 4}
-# Chunks whose operands lie in shared memory at once, 52 KB each with k_dim 128; gates of channels bring a third tile of keys.
-_STAGES = {"sm_90": 3, "sm_100": 3, "sm_80": 2, "gfx950": 2, "any": 1}
+# Chunks whose operands lie in shared memory at once, 52 KB each with k_dim 128; gates of channels bring a third tile of keys. Wider
+# tiles take nearly twice as much, and there is one stage less.
+_STAGES, _WIDE = {"sm_90": 3, "sm_100": 3, "sm_80": 2, "gfx950": 2, "any": 1}, 128
+
+
+# Rows of keys and queries begin at multiples of so many channels: Triton copies them to shared memory asynchronously then, as the
+# walk over chunks wants it. It is no matter of speed alone: with keys of 32 or 64 channels that are loaded to registers first,
+# ptxas of CUDA 12.8, which Triton 3.6 has, computes descriptors of shared memory from a register that nothing wrote, and products
+# take all but the first 16 rows of their right operand from anywhere. `ci/compile_triton.py` looks for such machine code.
+_ALIGNMENT = 16
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The rows ``[tokens, heads, channels]`` as they are if they are aligned, otherwise a copy with zeros behind their channels."""
+    if x.shape[-1] % _ALIGNMENT == x.data_ptr() % 16 == x.stride(0) % _ALIGNMENT == x.stride(1) % _ALIGNMENT == 0:
+        return x
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % _ALIGNMENT)).contiguous()
 
 
 @functools.cache
@@ -144,9 +161,13 @@ def gated_delta_rule_prefill(
     if batch * v_heads * v_dim:
         q, k, v = rows(q), rows(k), rows(v)
         per_channel = g.dim() == 3
+        width = k_dim + -k_dim % _ALIGNMENT
+        if not per_channel:
+            q, k = aligned(q), aligned(k)
         shape = Shape(
             k_dim,
             v_dim,
+            width,
             v_heads // heads,
             gates_of(A_log, dt_bias),
             per_channel,
@@ -178,7 +199,7 @@ def gated_delta_rule_prefill(
         keys_in, queries_in, keys_out = k, q, k
         options = {"SHAPE": shape, "TILE": tile, "num_warps": _CHANNEL_WARPS if per_channel else _WARPS}
         if per_channel:
-            scaled = torch.empty(3, tokens, v_heads, k_dim, dtype=dtype, device=q.device)
+            scaled = torch.empty(3, tokens, v_heads, width, dtype=dtype, device=q.device)
             keys_in, queries_in, keys_out = scaled
             chunks_device.channel_gates_kernel[(chunks, v_heads)](
                 q, k, g, beta, *layer, scaled, scale_of(scale, k_dim), batch, tokens,
@@ -214,7 +235,7 @@ def gated_delta_rule_prefill(
             SHAPE=shape,
             TILE=tile,
             num_warps=_WARPS if tile.v <= _FEW else for_architecture(_WARPS_OF_MORE, q.device),
-            num_stages=max(1, for_architecture(_STAGES, q.device) - per_channel),
+            num_stages=max(1, for_architecture(_STAGES, q.device) - per_channel - (tile.k > _WIDE)),
         )
     if out is not None and out is not result:
         return out.copy_(result)

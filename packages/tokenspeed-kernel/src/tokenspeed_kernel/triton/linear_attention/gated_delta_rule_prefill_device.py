@@ -72,7 +72,7 @@ def chunk_states_kernel(
         wait_for_products()
         row = (start + token).to(tl.int64)
         inside = start + token < end
-        there = inside[:, None] & channel_inside[None, :]
+        there = inside[:, None] & (channel < SHAPE.width)[None, :]
         at_row = row * v_heads + head
         at_matrix = at_row[:, None] * TILE.chunk + token[None, :]
         keys = tl.load(keys_in + row[:, None] * k_token + source * k_head + channel[None, :], mask=there, other=0.0)

@@ -1,0 +1,32 @@
+"""Portable kernels as Triton compiles them for Hopper: asynchronous copies and products of warpgroups, which others do not have."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("sm90_emulator")
+
+import tokenspeed_kernel  # noqa: F401  - registers the kernels
+from sm90_emulator import emulated_sm90
+from tokenspeed_kernel.workbench.numerics import Status, verify_case
+from tokenspeed_kernel_base.operator import get_operator
+from tokenspeed_kernel_base.registry import KernelRegistry
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [
+        ("gated_delta_rule_prefill", "odd sizes, float16, the last is padding"),
+        ("gated_delta_rule_prefill", "odd sizes, a gate of each channel, float16"),
+        ("gated_delta_rule_prefill", "one head of qwen3-next, 130 tokens"),
+        ("ssd_prefill", "float16 and its states, head_dim 20, state_dim 24"),
+    ],
+)
+def test_a_kernel_agrees_with_the_reference_in_any_order(operator: str, name: str) -> None:
+    """Copies and products are performed at random times, and so do warps go on."""
+    (case,) = (case for case in get_operator(operator).all_cases() if case.name == name)
+    with emulated_sm90(seed=1, triton=True) as emulator:
+        result = verify_case(KernelRegistry.get().get_by_name(f"triton_{operator}"), case)
+    assert result.status is Status.PASSED, result.reason
+    assert any(launch.products for launch in emulator.launches)
