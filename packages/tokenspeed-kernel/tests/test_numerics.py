@@ -372,6 +372,26 @@ def test_rounded_activations_loosen_it() -> None:
     assert plain.norm < fp8.norm < fp4.norm
 
 
+def test_roundings_on_the_way_add_up_as_noise_does() -> None:
+    """A chain of products whose operands are rounded each time is off by the root of their number, and so much is granted."""
+    half = dense_tensor_format(torch.bfloat16)
+    one, four = (tolerance_for(torch.bfloat16, replace(request_with(a=half), intermediates=(half,) * n)) for n in (1, 4))
+    assert one == tolerance_for(torch.bfloat16)
+    assert four.relative == one.relative
+    assert four.absolute / one.absolute == four.norm / one.norm == pytest.approx(2.5**0.5)
+    assert "4 intermediates" in four.reason
+    # Results in float32 are widened by them as much.
+    assert tolerance_for(torch.float32, replace(request_with(a=half), intermediates=(half,) * 4)) == four
+    torch.manual_seed(0)
+    exact = rounded = torch.randn(256, 128, dtype=torch.float64).bfloat16().double()
+    for _ in range(4):
+        factor = torch.linalg.qr(torch.randn(128, 128, dtype=torch.float64))[0].bfloat16().double()
+        exact, rounded = exact @ factor, (rounded @ factor).bfloat16().double()
+    compared = compare_tensors("output", rounded.bfloat16(), exact.bfloat16(), four)
+    assert compared.passed
+    assert float((rounded - exact).norm() / exact.norm()) > four.norm / 8
+
+
 def test_quantised_results_are_compared_by_what_they_stand_for() -> None:
     """What is quantised may differ in its last bit, which may change codes and scales; those of other values are wrong."""
     generator = torch.Generator().manual_seed(0)

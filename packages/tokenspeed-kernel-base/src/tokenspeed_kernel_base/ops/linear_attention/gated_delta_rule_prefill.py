@@ -131,8 +131,8 @@ def _(
 
 
 @gated_delta_rule_prefill.intermediates
-def _(q: Tensor) -> tuple[TensorFormat, ...]:
-    return delta_rule.rounded_to(q)
+def _(q: Tensor, g: Tensor) -> tuple[TensorFormat, ...]:
+    return delta_rule.intermediates_of(q, g)
 
 
 @gated_delta_rule_prefill.check

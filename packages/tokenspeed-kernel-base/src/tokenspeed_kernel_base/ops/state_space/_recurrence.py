@@ -102,8 +102,8 @@ def recurrence_flops(x: Tensor, B: Tensor) -> float:
 
 
 def intermediates_of(x: Tensor) -> tuple[TensorFormat, ...]:
-    """Matrix units take the state and the weights of tokens in x's dtype."""
-    return (dense_tensor_format(x.dtype),)
+    """Matrix units take the state, the weights of tokens, and the inputs with their decays in x's dtype."""
+    return (dense_tensor_format(x.dtype),) * 3
 
 
 def draw_recurrence(

@@ -10,7 +10,9 @@ order, and intermediates rounded to the operands' format.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,6 +63,8 @@ _BY_DTYPE = {
     torch.float8_e5m2: Tolerance(2**-2, 2**-9, 2**-5, "a value between two steps of e5m2 falls to either side"),
 }
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 # Operands in fp4 decode exactly, but kernels may scale partial sums in half precision: two more roundings to bfloat16.
 _FP4_OPERANDS = Tolerance(2**-5, 2**-4, 2**-6, "partial sums of fp4 products are scaled in half precision")
 # With fp8 operands the other side of a product (attention's probabilities, an activation) may be rounded to e4m3 as well: off by
@@ -106,12 +110,10 @@ def tolerance_for(of: torch.dtype | TensorFormat, request: Request | None = None
     if request is None:
         return tolerance
     operands = [fmt for _, fmt in request.signature.roles]
-    for fmt in request.intermediates:
-        if fmt.scale is None and fmt.storage_dtype in (
-            torch.float16,
-            torch.bfloat16,
-        ):  # or float32 results would be held to their own
-            tolerance = tolerance.widened(_BY_DTYPE[fmt.storage_dtype])
+    # Without these, float32 results would be held to their own.
+    halves = Counter(fmt.storage_dtype for fmt in request.intermediates if fmt.scale is None and fmt.storage_dtype in _HALVES)
+    for dtype, count in halves.items():
+        tolerance = tolerance.widened(_of_several(dtype, count))
     if any(map(_is_fp4, operands)):
         tolerance = tolerance.widened(_FP4_OPERANDS)
     if any(map(_is_fp8, (*operands, *request.intermediates))):
@@ -119,6 +121,21 @@ def tolerance_for(of: torch.dtype | TensorFormat, request: Request | None = None
     if any(map(_is_fp4, request.intermediates)):
         tolerance = tolerance.widened(_FP4_INTERMEDIATES)
     return tolerance
+
+
+def _of_several(dtype: torch.dtype, intermediates: int) -> Tolerance:
+    """For a result that so many intermediates in half precision have gone into, one after another or side by side.
+
+    Roundings do not know of each other, so what they leave grows with the root of their number; the entry of the dtype is for one
+    and the result's own. It is noise of the terms' size: the part that is relative to the element is the result's rounding still.
+    """
+    one = _BY_DTYPE[dtype]
+    if intermediates == 1:
+        return one
+    factor = math.sqrt((intermediates + 1) / 2)
+    name = str(dtype).removeprefix("torch.")
+    reason = f"{intermediates} intermediates and the result are each rounded to {name}"
+    return replace(one, absolute=one.absolute * factor, norm=one.norm * factor, reason=reason)
 
 
 def _is_fp8(fmt: TensorFormat) -> bool:
