@@ -12,7 +12,7 @@ ROWS = 64  # of a tile of queries, and tokens of a block of the cache: what one 
 RECORD_BYTES = 16  # of what CTAs say of a unit, for those that merge partial results
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
-LEAST_SHARE = 2  # blocks of a group, where there are few: each part of a sequence costs a partial result of 256 KiB at 128 heads
+LEAST_SHARE = 4  # blocks of a group, where there are few: each part of a sequence costs a partial result of 256 KiB at 128 heads
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,14 @@ class Config:
         and blocks should leave soon to make room.
         """
         return self.cluster == 1
+
+    @property
+    def ahead(self) -> int:
+        """Blocks between one that is loaded and one that is brought to the L2 cache; 0 where none is.
+
+        That makes loads arrive sooner, for tensor cores that would wait. Where the memory has no pause it costs bandwidth.
+        """
+        return 3 if self.cluster > 1 else 0
 
     @property
     def pieces(self) -> int:

@@ -27,9 +27,6 @@ from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipelin
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_load
 
-# Blocks between one that is loaded and one that is brought to the L2 cache. A block takes the tensor cores 2176 clocks at least.
-AHEAD = 3
-
 
 class Loader(Tiles):
     """The part of the kernel that divides the work and loads."""
@@ -70,11 +67,13 @@ class Loader(Tiles):
                 page = cute.arch.shuffle_sync(pages, at_page - first_page)
                 slot = (start - (at_page << call.page_shift)) // ROWS
                 at = self.load_block(call, kv, at, rope_at, page, slot, turn, start < length)
-                start += AHEAD * ROWS
-                at_page = start >> call.page_shift
-                if block + AHEAD < offset + count and at_page < first_page + 32:
-                    page = cute.arch.shuffle_sync(pages, at_page - first_page)
-                    self.prefetch_block(call, kv, page, (start - (at_page << call.page_shift)) // ROWS, turn + AHEAD)
+                if const_expr(self.config.ahead > 0):
+                    ahead = self.config.ahead
+                    start += ahead * ROWS
+                    at_page = start >> call.page_shift
+                    if block + ahead < offset + count and at_page < first_page + 32:
+                        page = cute.arch.shuffle_sync(pages, at_page - first_page)
+                        self.prefetch_block(call, kv, page, (start - (at_page << call.page_shift)) // ROWS, turn + ahead)
                 rope_at = advance(rope_at, self.config.stages)
                 turn ^= 1
             unit += 1

@@ -19,6 +19,8 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import opt_barrier, p
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2
 
 RECORD = RECORD_BYTES // 4  # numbers of a unit's record
+CHUNK = 16  # columns whose values lie together in a partial result
+CHUNKS = LATENT // CHUNK
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,23 @@ class Storer(Tiles):
     # -- places ----------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def piece(self, call: Any, first_group: Int32, piece: Int32, row: Int32):
-        """Returns where a row of a partial result lies: its maximum and sum, and its values.
+    def piece(self, call: Any, first_group: Int32, piece: Int32):
+        """Returns where a partial result lies: maxima and sums of its rows, and its values.
 
-        A group leaves two of them at most: of a unit that it begins in the middle of, and of one that it begins.
+        A group leaves two of them at most: of a unit that it begins in the middle of, and of one that it begins. Values lie as
+        threads have them, so that a warp reads and writes 512 bytes in a row: see `place_of_values`.
         """
         slot = (first_group + piece) * 2 + cutlass.select_(piece == 0, Int32(1), Int32(0))
-        at = (slot * self.config.cluster + call.rank) * ROWS + row
+        at = (slot * self.config.cluster + call.rank) * ROWS
         rows = call.groups * (2 * self.config.cluster * ROWS)
         return call.partial + Int64(rows) * (LATENT * 4) + Int64(at) * 8, call.partial + Int64(at) * (LATENT * 4)
+
+    def place_of_values(self, warp: Int32, r: int, chunk: Int32) -> Int32:
+        """Returns where the values of 8 rows and `CHUNK` columns are in a partial result. A lane has 16 bytes of them.
+
+        Its row is ``warp * 16 + r * 8 + lane // 4``. Its columns are ``lane % 4 * 2``, the next one, and those 8 further.
+        """
+        return ((warp * 2 + r) * CHUNKS + chunk) * (32 * 16)
 
     @cute.jit
     def record(self, call: Any, index: Int32) -> cute.Pointer:
@@ -116,7 +126,7 @@ class Storer(Tiles):
     def write_unit(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share):
         """Stores what a warpgroup has of a unit: output where that is all, a partial result else."""
         if share.pieces > 1:
-            self.write_partial(call, acc, row_max, row_sum, half, share)
+            self.write_partial(call, acc, row_max, row_sum, unit, half, share)
         else:
             self.write_output(call, acc, row_max, row_sum, unit, half)
         if share.first_group == call.group:
@@ -135,18 +145,21 @@ class Storer(Tiles):
             record[2] = pieces
 
     @cute.jit
-    def write_partial(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, half: Int32, share: Share):
+    def write_partial(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share):
         thread = self.thread_of_values()
-        for r in cutlass.range_constexpr(2):
-            row = self.row_of_values(thread) + 8 * r
-            sums_at, values_at = self.piece(call, share.first_group, call.group - share.first_group, row)
-            values_at += (half * PIECE + (thread & 3) * 2) * 4
-            for own in cutlass.range_constexpr(len(acc)):
-                for each in cutlass.range_constexpr(PIECE // 8):
-                    two = [acc[own][4 * each + 2 * r], acc[own][4 * each + 2 * r + 1]]
-                    store_floats("global", values_at + (own * READERS * PIECE + each * 8) * 4, two)
-            if half == 0 and thread & 3 == 0:
-                store_floats("global", sums_at, [row_max[r], row_sum[r]])
+        lane, warp = thread & 31, (thread >> 5) & 3
+        sums_at, values_at = self.piece(call, share.first_group, call.group - share.first_group)
+        _, _, tokens = self.place_of(call, unit)
+        if warp * 16 < tokens * self.config.heads_of_tile:  # else the unit has none of this warp's rows
+            for r in cutlass.range_constexpr(2):
+                at = values_at + self.place_of_values(warp, r, half * (PIECE // CHUNK)) + lane * 16
+                for own in cutlass.range_constexpr(len(acc)):
+                    for each in cutlass.range_constexpr(PIECE // CHUNK):
+                        four = [acc[own][8 * each + 4 * word + 2 * r + odd] for word in range(2) for odd in range(2)]
+                        store_floats("global", at + (own * READERS * (PIECE // CHUNK) + each) * (32 * 16), four)
+                if half == 0 and lane & 3 == 0:
+                    row = self.row_of_values(thread) + 8 * r
+                    store_floats("global", sums_at + row * 8, [row_max[r], row_sum[r]])
 
     @cute.jit
     def write_output(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32):
