@@ -25,8 +25,8 @@ from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LOWEST, exp2
 WARPS = 8  # of a CTA
 BATCH = 4  # partial results that a warp loads at once
 CTAS = 1024  # at most, where there are so many units that warps have several tiles each: most units have nothing to merge
-NUMBERS = 6  # of a lane: four values, and the maximum and sum of its row
-TILES = ROWS // 8 * CHUNKS  # of 8 rows and `CHUNK` columns, in a unit
+NUMBERS = 8  # of a lane: see `Sums`
+TILES = ROWS // 16 * CHUNKS  # of 16 rows and `CHUNK` columns, in a unit
 
 
 def host(config: Config) -> Any:
@@ -51,6 +51,31 @@ class MergeCall:
     partial: Int64
     groups: Int32
     rank: Int32
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a lane has of a tile.
+
+    Attributes:
+        values: two of its first row, then two of the row 8 further.
+        row_max, row_sum: of the two rows.
+    """
+
+    values: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
+
+    def scale(self, r: int, factor: Float32) -> None:
+        self.row_sum[r] = self.row_sum[r] * factor
+        for place in (2 * r, 2 * r + 1):
+            self.values[place] = self.values[place] * factor
+
+    def add(self, r: int, weight: Float32, row_sum: Float32, values: Any) -> None:
+        """Adds others' sum and values of a row, scaled."""
+        self.row_sum[r] = self.row_sum[r] + weight * row_sum
+        for place in (2 * r, 2 * r + 1):
+            self.values[place] = self.values[place] + weight * values[place]
 
 
 class MlaMerge(Storer):
@@ -85,94 +110,88 @@ class MlaMerge(Storer):
         unit, group, pieces = record[0], record[1], record[2]
         if pieces > 1:
             _, _, tokens = self.place_of(call, unit)
-            tiles = tokens * self.config.heads_of_tile // 8 * CHUNKS
+            tiles = tokens * self.config.heads_of_tile // 16 * CHUNKS
+            sums = Sums(*(cute.make_rmem_tensor(count, Float32) for count in (4, 2, 2)))
             if pieces <= BATCH:
                 tile = share * WARPS + warp
                 while tile < tiles:
-                    values = cute.make_rmem_tensor(4, Float32)
-                    row_max, row_sum = self.merge(call, values, group, pieces, tile, Int32(0))
-                    self.write(call, unit, tile, values, row_max, row_sum)
+                    self.merge(call, sums, group, pieces, tile, Int32(0))
+                    self.write(call, unit, tile, sums)
                     tile += shares * WARPS
             else:
                 tile = share
                 while tile < tiles:
-                    self.merge_together(call, unit, group, pieces, tile, warp, shared)
+                    self.merge_together(call, sums, group, pieces, tile, warp, shared)
+                    if warp == 0:
+                        self.write(call, unit, tile, sums)
                     tile += shares
 
     @cute.jit
-    def merge(self, call: MergeCall, values: cute.Tensor, group: Int32, pieces: Int32, tile: Int32, first: Int32):
-        """Merges partial results of a tile in their order, scaled to the largest maximum of those so far.
+    def merge(self, call: MergeCall, sums: Sums, group: Int32, pieces: Int32, tile: Int32, first: Int32):
+        """Merges partial results of a tile in their order, scaled to the largest maxima of those so far.
 
         Args:
-            values: receives a lane's four values.
+            sums: receives what a lane has of the tile.
             first: the first of the partial results. After `BATCH` of them come those that are ``WARPS * BATCH`` further.
-
-        Returns:
-            The maximum and the sum of a lane's row.
         """
         lane = cute.arch.lane_idx()
-        row = tile // CHUNKS * 8 + (lane >> 2)
-        place = self.place_of_values(tile // CHUNKS // 2, tile // CHUNKS % 2, tile % CHUNKS) + lane * 16
-        row_max, row_sum = Float32(LOWEST), Float32(0.0)
-        values.fill(0.0)
+        row = tile // CHUNKS * 16 + (lane >> 2)
+        place = self.place_of_values(tile // CHUNKS, tile % CHUNKS) + lane * 16
+        sums.values.fill(0.0)
+        for r in cutlass.range_constexpr(2):
+            sums.row_max[r], sums.row_sum[r] = Float32(LOWEST), Float32(0.0)
         while first < pieces:
-            sums, some = [], []
+            found = []
             for each in cutlass.range_constexpr(BATCH):
                 sums_at, values_at = self.piece(call, group, first + each)
                 exists = first + each < pieces
-                sums.append(load_floats_if(exists, sums_at + row * 8, 2))
-                some.append(load_floats_if(exists, values_at + place, 4))
-            raised = row_max
-            for each in cutlass.range_constexpr(BATCH):
-                raised = cutlass.select_(first + each < pieces, cute.arch.fmax(raised, sums[each][0]), raised)
-            row_sum = self.add(values, [0.0] * 4, row_sum, Float32(0.0), exp2(row_max - raised), Float32(0.0))
-            row_max = raised
-            for each in cutlass.range_constexpr(BATCH):
-                # Where there is none, sum and values are 0, but its maximum may be too large.
-                weight = exp2(cute.arch.fmin(sums[each][0], raised) - raised)
-                row_sum = self.add(values, some[each], row_sum, sums[each][1], Float32(1.0), weight)
+                rows = [load_floats_if(exists, sums_at + (row + 8 * r) * 8, 2) for r in range(2)]
+                found.append((*rows, load_floats_if(exists, values_at + place, 4)))
+            for r in cutlass.range_constexpr(2):
+                raised = sums.row_max[r]
+                for each in cutlass.range_constexpr(BATCH):
+                    raised = cutlass.select_(first + each < pieces, cute.arch.fmax(raised, found[each][r][0]), raised)
+                sums.scale(r, exp2(sums.row_max[r] - raised))
+                sums.row_max[r] = raised
+                for each in cutlass.range_constexpr(BATCH):
+                    # Where there is none, sum and values are 0, but its maximum may be too large.
+                    weight = exp2(cute.arch.fmin(found[each][r][0], raised) - raised)
+                    sums.add(r, weight, found[each][r][1], found[each][2])
             first += WARPS * BATCH
-        return row_max, row_sum
 
     @cute.jit
     def merge_together(
-        self, call: MergeCall, unit: Int32, group: Int32, pieces: Int32, tile: Int32, warp: Int32, shared: cute.Pointer
+        self, call: MergeCall, sums: Sums, group: Int32, pieces: Int32, tile: Int32, warp: Int32, shared: cute.Pointer
     ):
-        """Merges a tile's partial results by all warps of a CTA, and writes the output."""
-        values = cute.make_rmem_tensor(4, Float32)
-        row_max, row_sum = self.merge(call, values, group, pieces, tile, warp * BATCH)
-        to = shared + cute.arch.lane_idx()
+        """Merges partial results of a tile by all warps of a CTA. The first one has what comes of it."""
+        self.merge(call, sums, group, pieces, tile, warp * BATCH)
+        at = shared + cute.arch.lane_idx()
         for each in cutlass.range_constexpr(4):
-            to[(warp * NUMBERS + each) * 32] = values[each]
-        to[(warp * NUMBERS + 4) * 32] = row_max
-        to[(warp * NUMBERS + 5) * 32] = row_sum
+            at[(warp * NUMBERS + each) * 32] = sums.values[each]
+        for r in cutlass.range_constexpr(2):
+            at[(warp * NUMBERS + 4 + r) * 32] = sums.row_max[r]
+            at[(warp * NUMBERS + 6 + r) * 32] = sums.row_sum[r]
         cute.arch.sync_threads()
         if warp == 0:
             for other in cutlass.range_constexpr(1, WARPS):
-                theirs = [to[(other * NUMBERS + each) * 32] for each in range(NUMBERS)]
-                raised = cute.arch.fmax(row_max, theirs[4])
-                row_sum = self.add(values, theirs[:4], row_sum, theirs[5], exp2(row_max - raised), exp2(theirs[4] - raised))
-                row_max = raised
-            self.write(call, unit, tile, values, row_max, row_sum)
+                theirs = [at[(other * NUMBERS + each) * 32] for each in range(NUMBERS)]
+                for r in cutlass.range_constexpr(2):
+                    raised = cute.arch.fmax(sums.row_max[r], theirs[4 + r])
+                    sums.scale(r, exp2(sums.row_max[r] - raised))
+                    sums.add(r, exp2(theirs[4 + r] - raised), theirs[6 + r], theirs[:4])
+                    sums.row_max[r] = raised
         cute.arch.sync_threads()
 
     @cute.jit
-    def add(self, values: cute.Tensor, others: list, row_sum: Float32, other_sum: Float32, decay: Float32, weight: Float32):
-        """Adds a partial result to a sum of some, both scaled. Returns the row's sum."""
-        for each in cutlass.range_constexpr(4):
-            values[each] = values[each] * decay + weight * others[each]
-        return row_sum * decay + weight * other_sum
-
-    @cute.jit
-    def write(self, call: MergeCall, unit: Int32, tile: Int32, values: cute.Tensor, row_max: Float32, row_sum: Float32):
+    def write(self, call: MergeCall, unit: Int32, tile: Int32, sums: Sums):
         """Writes a lane's part of the output of a tile."""
         lane = cute.arch.lane_idx()
-        row, chunk = tile // CHUNKS * 8 + (lane >> 2), tile % CHUNKS
-        factor = self.factor_of(row_sum)
-        to, _ = self.row_of(call, unit, row)
-        to += (chunk * CHUNK + (lane & 3) * 2) * 2
-        for word in cutlass.range_constexpr(2):
-            pair = pack(self.dtype, values[2 * word] * factor, values[2 * word + 1] * factor)
-            store_words(to + word * 16, [pair])
-        if chunk == 0 and lane & 3 == 0:
-            self.write_lse(call, unit, row, row_max, row_sum)
+        chunk = tile % CHUNKS
+        for r in cutlass.range_constexpr(2):
+            row = tile // CHUNKS * 16 + 8 * r + (lane >> 2)
+            to, _ = self.row_of(call, unit, row)
+            factor = self.factor_of(sums.row_sum[r])
+            pair = pack(self.dtype, sums.values[2 * r] * factor, sums.values[2 * r + 1] * factor)
+            store_words(to + (chunk * CHUNK + (lane & 3) * 2) * 2, [pair])
+            if chunk == 0 and lane & 3 == 0:
+                self.write_lse(call, unit, row, sums.row_max[r], sums.row_sum[r])

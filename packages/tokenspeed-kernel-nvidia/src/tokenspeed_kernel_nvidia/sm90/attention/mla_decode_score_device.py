@@ -12,8 +12,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
-    LEFT,
-    OFFSET,
+    BEGIN,
+    FIRST,
     PANEL_BYTES,
     PIECE,
     PIECE_PANELS,
@@ -23,6 +23,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
     READERS,
     SCORED,
     SCORES,
+    STARTING,
     UNIT,
     Call,
     Tiles,
@@ -93,28 +94,28 @@ class Scorer(Tiles):
         )  # fmt: skip
         row_max, row_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
-        unit, offset, left = call.plan[UNIT], call.plan[OFFSET], call.plan[LEFT]
+        unit, first, begin = call.plan[UNIT], call.plan[FIRST], call.plan[BEGIN]
         at, rope_at = first_to_read(), first_to_read()
-        while left > 0:
+        while begin < call.end():
             length = self.length_of(call, unit)
-            _, _, count = self.visible(call, length)
-            count = cutlass.min(count - offset, left)
-            left -= count
+            _, _, whole = self.visible(call, length)
+            count = cutlass.min(first + whole, call.end()) - begin
             at = self.take_queries(call, ops.words, at, rope_at)
             self.hand_over(call, rope_at)  # nothing, but so phases of stages that queries had are like all others
             rope_at = advance(rope_at, c.stages)
             for r in cutlass.range_constexpr(2):
                 row_max[r] = Float32(softmax.LOWEST)
                 row_sum[r] = Float32(0.0)
-            valid = length - offset * ROWS  # tokens from the block's first on that the unit's last token sees
-            offset = Int32(0)
-            first = cutlass.Boolean(True)
+            valid = length - (begin - first) * ROWS  # tokens from the block's first on that the unit's last token sees
+            first += whole + call.plan[STARTING]
+            begin = first
+            is_first = cutlass.Boolean(True)
             while count > 0:
                 scores, at = self.multiply(call, mmas, ops, at, rope_at)
                 if const_expr(not c.at_once):
-                    if not first:
+                    if not is_first:
                         self.hand_over(call, last_filled(rope_at, c.stages))
-                first = cutlass.Boolean(False)
+                is_first = cutlass.Boolean(False)
                 if valid < ROWS + (c.tokens_of_tile - 1):
                     self.hide(call, scores, unit, valid)
                     self.clear_beyond(call, at, valid)

@@ -19,7 +19,7 @@ from tokenspeed_kernel_nvidia.sm90.common.registers_device import opt_barrier, p
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2
 
 RECORD = RECORD_BYTES // 4  # numbers of a unit's record
-CHUNK = 16  # columns whose values lie together in a partial result
+CHUNK = 8  # columns whose values lie together in a partial result
 CHUNKS = LATENT // CHUNK
 
 
@@ -53,12 +53,12 @@ class Storer(Tiles):
         rows = call.groups * (2 * self.config.cluster * ROWS)
         return call.partial + Int64(rows) * (LATENT * 4) + Int64(at) * 8, call.partial + Int64(at) * (LATENT * 4)
 
-    def place_of_values(self, warp: Int32, r: int, chunk: Int32) -> Int32:
-        """Returns where the values of 8 rows and `CHUNK` columns are in a partial result. A lane has 16 bytes of them.
+    def place_of_values(self, warp: Int32, chunk: Int32) -> Int32:
+        """Returns where the values of a warp's 16 rows and of `CHUNK` columns are in a partial result. A lane has 16 bytes of them.
 
-        Its row is ``warp * 16 + r * 8 + lane // 4``. Its columns are ``lane % 4 * 2``, the next one, and those 8 further.
+        Those are of the columns ``lane % 4 * 2`` and the next one: of row ``lane // 4`` first, then of the row 8 further.
         """
-        return ((warp * 2 + r) * CHUNKS + chunk) * (32 * 16)
+        return (warp * CHUNKS + chunk) * (32 * 16)
 
     @cute.jit
     def record(self, call: Any, index: Int32) -> cute.Pointer:
@@ -109,18 +109,16 @@ class Storer(Tiles):
         return ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2)
 
     @cute.jit
-    def share(self, call: Call, offset: Int32, whole: Int32, done: Int32) -> Share:
+    def share(self, call: Call, first: Int32, whole: Int32) -> Share:
         """Returns who has blocks of a unit.
 
         Args:
-            offset: the first block of it that this group has.
+            first: the number of its first block.
             whole: how many it has.
-            done: blocks of this group before.
         """
-        blocks = call.plan[SHARE]
-        start = call.group * blocks + done - offset
-        first_group = start // blocks
-        return Share(first_group, (start + whole - 1) // blocks - first_group + 1)
+        share = call.plan[SHARE]
+        first_group = first // share
+        return Share(first_group, (first + whole - 1) // share - first_group + 1)
 
     @cute.jit
     def write_unit(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share):
@@ -145,21 +143,22 @@ class Storer(Tiles):
             record[2] = pieces
 
     @cute.jit
-    def write_partial(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share):
+    def write_partial(
+        self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share
+    ):
         thread = self.thread_of_values()
         lane, warp = thread & 31, (thread >> 5) & 3
         sums_at, values_at = self.piece(call, share.first_group, call.group - share.first_group)
         _, _, tokens = self.place_of(call, unit)
         if warp * 16 < tokens * self.config.heads_of_tile:  # else the unit has none of this warp's rows
-            for r in cutlass.range_constexpr(2):
-                at = values_at + self.place_of_values(warp, r, half * (PIECE // CHUNK)) + lane * 16
-                for own in cutlass.range_constexpr(len(acc)):
-                    for each in cutlass.range_constexpr(PIECE // CHUNK):
-                        four = [acc[own][8 * each + 4 * word + 2 * r + odd] for word in range(2) for odd in range(2)]
-                        store_floats("global", at + (own * READERS * (PIECE // CHUNK) + each) * (32 * 16), four)
-                if half == 0 and lane & 3 == 0:
-                    row = self.row_of_values(thread) + 8 * r
-                    store_floats("global", sums_at + row * 8, [row_max[r], row_sum[r]])
+            if half == 0 and lane & 3 == 0:
+                for r in cutlass.range_constexpr(2):
+                    store_floats("global", sums_at + (self.row_of_values(thread) + 8 * r) * 8, [row_max[r], row_sum[r]])
+            values_at += self.place_of_values(warp, half * (PIECE // CHUNK)) + lane * 16
+            for own in cutlass.range_constexpr(len(acc)):
+                for each in cutlass.range_constexpr(PIECE // CHUNK):
+                    at = values_at + (own * READERS * (PIECE // CHUNK) + each) * (32 * 16)
+                    store_floats("global", at, [acc[own][4 * each + place] for place in range(4)])
 
     @cute.jit
     def write_output(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32):
