@@ -59,6 +59,14 @@ class Config:
         return self.cluster == 1
 
     @property
+    def tail(self) -> int:
+        """Products of 16 columns for the next block's scores that are left when probabilities are handed over.
+
+        Those who wait for probabilities take some time to begin, in which these keep the tensor cores busy.
+        """
+        return 4
+
+    @property
     def ahead(self) -> int:
         """Blocks between one that is loaded and one that is brought to the L2 cache; 0 where none is.
 

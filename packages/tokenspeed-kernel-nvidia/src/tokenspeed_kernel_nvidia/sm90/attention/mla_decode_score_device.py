@@ -111,10 +111,7 @@ class Scorer(Tiles):
             begin = first
             is_first = cutlass.Boolean(True)
             while count > 0:
-                scores, at = self.multiply(call, mmas, ops, at, rope_at)
-                if const_expr(not c.at_once):
-                    if not is_first:
-                        self.hand_over(call, last_filled(rope_at, c.stages))
+                scores, at = self.multiply(call, mmas, ops, at, rope_at, is_first)
                 is_first = cutlass.Boolean(False)
                 if valid < ROWS + (c.tokens_of_tile - 1):
                     self.hide(call, scores, unit, valid)
@@ -175,8 +172,11 @@ class Scorer(Tiles):
         return row * (PANEL * 2) + (((thread >> 4) & 1) ^ (row & 7)) * 16
 
     @cute.jit
-    def multiply(self, call: Call, mmas: Products, ops: Operands, at: Cursor, rope_at: Cursor):
-        """Returns scores of a block, which is waited for piece by piece, and the next one's first piece."""
+    def multiply(self, call: Call, mmas: Products, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
+        """Returns scores of a block, which is waited for piece by piece, and the next one's first piece.
+
+        The block before, if this is not a unit's first, is handed over meanwhile if it was not before: see `Config.at_once`.
+        """
         c = self.config
         scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
         kept, others = cute.make_mma_atom(mmas.kept.op), cute.make_mma_atom(mmas.others.op)
@@ -199,8 +199,15 @@ class Scorer(Tiles):
                     cute.gemm(kept, scores, ops.kept[None, None, place], k, scores)
                 else:
                     cute.gemm(others, scores, ops.others[None, None, place - c.kept // 16, 0], k, scores)
+                if const_expr(not c.at_once and place == LATENT // 16 - 1 - c.tail):
+                    warpgroup.commit_group()
             at = advance(at, c.pieces)
-        warpgroup.commit_group()
+        if const_expr(c.at_once or c.tail > 0):
+            warpgroup.commit_group()
+        if const_expr(not c.at_once):
+            warpgroup.wait_group(min(c.tail, 1))
+            if not is_first:
+                self.hand_over(call, last_filled(rope_at, c.stages))
         warpgroup.wait_group(0)
         return scores, at
 

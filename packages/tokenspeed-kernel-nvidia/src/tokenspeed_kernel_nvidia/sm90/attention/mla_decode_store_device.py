@@ -160,18 +160,34 @@ class Storer(Tiles):
                     at = values_at + (own * READERS * (PIECE // CHUNK) + each) * (32 * 16)
                     store_floats("global", at, [acc[own][4 * each + place] for place in range(4)])
 
+    def exchange(self, words: list, thread: Int32) -> list:
+        """Exchanges four words of each of four neighbouring lanes, so that a lane has all words of its number, in order of lanes."""
+        for bit in (1, 2):
+            is_high = (thread & bit) != 0
+            found = [None] * 4
+            for low in (each for each in range(4) if not each & bit):
+                mine, others = words[low], words[low | bit]
+                theirs = cute.arch.shuffle_sync_bfly(cutlass.select_(is_high, mine, others), bit)
+                found[low] = cutlass.select_(is_high, theirs, mine)
+                found[low | bit] = cutlass.select_(is_high, others, theirs)
+            words = found
+        return words
+
     @cute.jit
     def write_output(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32):
         thread = self.thread_of_values()
         for r in cutlass.range_constexpr(2):
             row = self.row_of_values(thread) + 8 * r
             to, exists = self.row_of(call, unit, row)
-            to += (half * PIECE + (thread & 3) * 2) * 2
+            to += (half * PIECE + (thread & 3) * 8) * 2
             factor = self.factor_of(row_sum[r])
             if exists:
                 for own in cutlass.range_constexpr(len(acc)):
-                    for each in cutlass.range_constexpr(PIECE // 8):
-                        even, odd = acc[own][4 * each + 2 * r] * factor, acc[own][4 * each + 2 * r + 1] * factor
-                        store_words(to + (own * READERS * PIECE + each * 8) * 2, [pack(self.dtype, even, odd)])
+                    for four in cutlass.range_constexpr(PIECE // 32):
+                        words = []
+                        for each in cutlass.range_constexpr(4 * four, 4 * four + 4):
+                            even, odd = acc[own][4 * each + 2 * r] * factor, acc[own][4 * each + 2 * r + 1] * factor
+                            words.append(pack(self.dtype, even, odd))
+                        store_words(to + (own * READERS * PIECE + four * 32) * 2, self.exchange(words, thread))
                 if half == 0 and thread & 3 == 0:
                     self.write_lse(call, unit, row, row_max[r], row_sum[r])

@@ -65,13 +65,15 @@ class Valuer(Storer):
             row_max, row_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
             index = Int32(0)
             while index < count:
+                second = skip(at, READERS, c.pieces)
+                # These are there before, so that asking for them afterwards would only take time.
+                call.pieces.wait(at)
+                call.pieces.wait(second)
                 call.probs_full.wait(rope_at)
                 self.rescale(call, acc, rope_at)
-                second = skip(at, READERS, c.pieces)
+                warpgroup.fence()
                 for own in cutlass.range_constexpr(len(acc)):
                     place = second if own else at
-                    call.pieces.wait(place)
-                    warpgroup.fence()
                     for step in cutlass.range_constexpr(ROWS // 16):
                         p, v = probs[None, None, step, rope_at.stage], values[None, None, step, place.stage]
                         cute.gemm(atom, acc[own], p, v, acc[own])
