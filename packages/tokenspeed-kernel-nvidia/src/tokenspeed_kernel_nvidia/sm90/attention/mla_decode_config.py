@@ -12,7 +12,6 @@ ROWS = 64  # of a tile of queries, and tokens of a block of the cache: what one 
 RECORD_BYTES = 16  # of what CTAs say of a unit, for those that merge partial results
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
-LEAST_SHARE = 4  # blocks of a group, where there are few: each part of a sequence costs a partial result of 256 KiB at 128 heads
 STARTING_BLOCKS = 3  # whose time it takes to begin a unit: measured on an H200 with 128 heads
 
 
@@ -57,6 +56,11 @@ class Config:
         and blocks should leave soon to make room.
         """
         return self.cluster == 1
+
+    @property
+    def least_share(self) -> int:
+        """Blocks of a group at least: each part of a sequence costs a partial result, of 256 KiB at 128 heads."""
+        return 4 if self.cluster > 1 else 2
 
     @property
     def tail(self) -> int:

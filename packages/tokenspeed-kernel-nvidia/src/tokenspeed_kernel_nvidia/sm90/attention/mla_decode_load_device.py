@@ -61,14 +61,16 @@ class Loader(Tiles):
         while begin < end:
             _, _, whole = self.visible(call, length)
             after = cutlass.min(whole, end - first)
+            sequence, _, _ = self.place_of(call, unit)
+            # One a lane, those from `first_page` of the sequence on. Queries are loaded until they are there.
+            first_page = ((begin - first) * ROWS) >> call.page_shift
+            pages = self.pages_from(call, sequence, first_page, length)
             at = self.load_queries(call, q, unit, at, rope_at)
             rope_at = advance(rope_at, self.config.stages)
-            sequence, _, _ = self.place_of(call, unit)
-            pages, first_page = Int32(0), Int32(-32)
             for block in cutlass.range(begin - first, after, unroll=1):
                 start = block * ROWS
                 at_page = start >> call.page_shift
-                if at_page >= first_page + 32:  # one a lane, those from `first_page` of the sequence on
+                if at_page >= first_page + 32:
                     first_page = at_page
                     pages = self.pages_from(call, sequence, first_page, length)
                 page = cute.arch.shuffle_sync(pages, at_page - first_page)

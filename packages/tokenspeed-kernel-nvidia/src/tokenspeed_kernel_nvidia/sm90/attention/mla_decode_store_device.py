@@ -161,7 +161,7 @@ class Storer(Tiles):
                     store_floats("global", at, [acc[own][4 * each + place] for place in range(4)])
 
     def exchange(self, words: list, thread: Int32) -> list:
-        """Exchanges four words of each of four neighbouring lanes, so that a lane has all words of its number, in order of lanes."""
+        """Exchanges words between four lanes that have four each. Each gets all words of its number, in order of lanes."""
         for bit in (1, 2):
             is_high = (thread & bit) != 0
             found = [None] * 4
@@ -175,8 +175,8 @@ class Storer(Tiles):
 
     @cute.jit
     def write_output(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32):
-        thread = self.thread_of_values()
         for r in cutlass.range_constexpr(2):
+            thread = self.thread_of_values()  # anew, so that addresses of both rows do not take registers at once
             row = self.row_of_values(thread) + 8 * r
             to, exists = self.row_of(call, unit, row)
             to += (half * PIECE + (thread & 3) * 8) * 2
