@@ -12,6 +12,7 @@ ROWS = 64  # of a tile of queries, and tokens of a block of the cache: what one 
 RECORD_BYTES = 16  # of what CTAs say of a unit, for those that merge partial results
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
+LEAST_SHARE = 2  # blocks of a group, where there are few: each part of a sequence costs a partial result of 256 KiB at 128 heads
 STARTING_BLOCKS = 3  # whose time it takes to begin a unit: measured on an H200 with 128 heads
 
 
@@ -58,17 +59,12 @@ class Config:
         return self.cluster == 1
 
     @property
-    def least_share(self) -> int:
-        """Blocks of a group at least: each part of a sequence costs a partial result, of 256 KiB at 128 heads."""
-        return 4 if self.cluster > 1 else 2
-
-    @property
     def tail(self) -> int:
         """Products of 16 columns for the next block's scores that are left when probabilities are handed over.
 
         Those who wait for probabilities take some time to begin, in which these keep the tensor cores busy.
         """
-        return 4
+        return 8
 
     @property
     def ahead(self) -> int:
@@ -76,7 +72,7 @@ class Config:
 
         That makes loads arrive sooner, for tensor cores that would wait. Where the memory has no pause it costs bandwidth.
         """
-        return 3 if self.cluster > 1 else 0
+        return 2 if self.cluster > 1 else 0
 
     @property
     def pieces(self) -> int:

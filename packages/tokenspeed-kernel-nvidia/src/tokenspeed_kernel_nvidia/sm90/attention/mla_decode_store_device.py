@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, RECORD_BYTES, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, READERS, SHARE, VALUES, Call, Tiles
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import opt_barrier, pack, store_floats, store_words
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, opt_barrier, pack, store_floats, store_words
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2
 
 RECORD = RECORD_BYTES // 4  # numbers of a unit's record
@@ -181,7 +181,7 @@ class Storer(Tiles):
             to, exists = self.row_of(call, unit, row)
             to += (half * PIECE + (thread & 3) * 8) * 2
             factor = self.factor_of(row_sum[r])
-            if exists:
+            if any_lane(exists):  # it is the same for all, which the compiler does not know
                 for own in cutlass.range_constexpr(len(acc)):
                     for four in cutlass.range_constexpr(PIECE // 32):
                         words = []

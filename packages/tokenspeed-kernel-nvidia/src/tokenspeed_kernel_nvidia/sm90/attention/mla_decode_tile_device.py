@@ -8,7 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS, STARTING_BLOCKS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, LEAST_SHARE, ROPE, ROWS, STARTING_BLOCKS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, pipeline
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int, opt_barrier
@@ -207,7 +207,7 @@ class Tiles(Sharing):
         many units have fewer blocks.
         """
         starting = cutlass.select_(total == blocks * call.batch, Int32(0), Int32(STARTING_BLOCKS))
-        share = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, self.config.least_share)
+        share = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_SHARE)
         if starting == 0:
             even = (share + blocks - 1) // blocks * blocks
             if blocks > share:
