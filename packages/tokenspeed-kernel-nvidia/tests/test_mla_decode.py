@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -235,8 +234,7 @@ def test_what_it_serves(registered: KernelRegistry, options: dict[str, Any], ser
     assert _verdict(arguments_of([70, 3], **options))[0] == served
 
 
-def test_it_serves_by_name_only(registered: KernelRegistry) -> None:
-    """Any other kernel but the reference is preferred: this one has not been measured yet."""
-    assert registered.get_by_name(NAME).priority < Priority.PORTABLE
-    if importlib.util.find_spec("triton") is not None:
-        assert _verdict(arguments_of([70, 3], 128))[1].startswith("triton")
+@pytest.mark.parametrize("heads", HEADS)
+def test_it_is_preferred(registered: KernelRegistry, heads: int) -> None:
+    assert registered.get_by_name(NAME).priority == Priority.SPECIALIZED
+    assert _verdict(arguments_of([70, 3], heads))[1] == NAME

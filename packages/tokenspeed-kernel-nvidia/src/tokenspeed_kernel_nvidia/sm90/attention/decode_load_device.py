@@ -33,12 +33,12 @@ class Loader(Sharing, Tiles):
     """The part of the kernel that divides the work and loads."""
 
     @cute.jit
-    def share_of(self, call: Call, total: Int32) -> Int32:
-        """Returns how many tiles a group has."""
+    def share_of(self, call: Call, total: Int32, _: Int32):
+        """Returns how many tiles a group has, and that none count before a sequence's own."""
         share = (total + call.groups - 1) // call.groups
         if const_expr(self.block == 16):  # a tile for each warp
             share = (share + self.parts - 1) // self.parts * self.parts
-        return share
+        return share, Int32(0)
 
     @cute.jit
     def load(self, call: Call, k: Tma, v: Tma):
@@ -47,11 +47,11 @@ class Loader(Sharing, Tiles):
         shift = call.page_shift
         step = Int32(1)
         if const_expr(self.config.split):
-            sequence, length, offset, left, share = [Int32(0)] * 5
+            sequence, length, offset, left, share, _none = [Int32(0)] * 6
             if call.batch <= 32:  # less code, and that is what takes time here
-                sequence, length, offset, left, share = self.divide(call, 1)
+                sequence, length, offset, left, share, _none = self.divide(call, 1)
             else:
-                sequence, length, offset, left, share = self.divide(call, AT_ONCE)
+                sequence, length, offset, left, share, _none = self.divide(call, AT_ONCE)
         else:
             sequence, offset, share, step = call.group, Int32(0), Int32(0), call.groups
             length = self.length_of(call, sequence)

@@ -123,7 +123,6 @@ register_kernel(
         "return_lse": any,
         "multi_query": any,
     },
-    # It serves by name only: nobody has run it on a GPU yet.
-    priority=Priority.PORTABLE - 2,
+    priority=Priority.SPECIALIZED,
     tags={"determinism"},
 )(mla_decode_with_kvcache)

@@ -13,6 +13,7 @@ RECORD_BYTES = 16  # of what CTAs say of a unit, for those that merge partial re
 HEADS = (16, 32, 64, 128)
 PAGE_SIZES = (64, 128)
 LEAST_SHARE = 2  # blocks of a group, where there are few: each part of a sequence costs a partial result of 256 KiB at 128 heads
+STARTING_BLOCKS = 3  # whose time it takes to begin a unit: measured on an H200 with 128 heads
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,22 @@ class Config:
         and blocks should leave soon to make room.
         """
         return self.cluster == 1
+
+    @property
+    def tail(self) -> int:
+        """Products of 16 columns for the next block's scores that are left when probabilities are handed over.
+
+        Those who wait for probabilities take some time to begin, in which these keep the tensor cores busy.
+        """
+        return 8
+
+    @property
+    def ahead(self) -> int:
+        """Blocks between one that is loaded and one that is brought to the L2 cache; 0 where none is.
+
+        That makes loads arrive sooner, for tensor cores that would wait. Where the memory has no pause it costs bandwidth.
+        """
+        return 2 if self.cluster > 1 else 0
 
     @property
     def pieces(self) -> int:

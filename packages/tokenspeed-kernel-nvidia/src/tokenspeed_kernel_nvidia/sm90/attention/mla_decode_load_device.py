@@ -10,8 +10,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
-    LEFT,
-    OFFSET,
+    BEGIN,
+    END,
+    FIRST,
     PANEL_BYTES,
     PIECE,
     PIECE_PANELS,
@@ -19,6 +20,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
     PLANNED,
     PLANNERS,
     SHARE,
+    STARTING,
     UNIT,
     Call,
     Tiles,
@@ -26,9 +28,6 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Cursor, Pipeline, advance, first_to_fill
 from tokenspeed_kernel_nvidia.sm90.common.registers_device import load_int
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Tma, tma_load
-
-# Blocks between one that is loaded and one that is brought to the L2 cache. A block takes the tensor cores 2176 clocks at least.
-AHEAD = 3
 
 
 class Loader(Tiles):
@@ -38,48 +37,58 @@ class Loader(Tiles):
     def load(self, call: Call, q: Tma, kv: Tma):
         """Finds this CTA's units, says so to the other warps, and loads queries and blocks as far ahead as there is room."""
         lane = cute.arch.lane_idx()
-        unit, length, offset, left, share = [Int32(0)] * 5
+        unit, length, offset, left, share, starting = [Int32(0)] * 6
         if call.batch <= 32:  # less code, and that is what takes time here
-            unit, length, offset, left, share = self.divide(call, 1)
+            unit, length, offset, left, share, starting = self.divide(call, 1)
         else:
-            unit, length, offset, left, share = self.divide(call, 4)  # lengths that a lane reads together; registers allow no more
+            unit, length, offset, left, share, starting = self.divide(call, 4)  # more lengths would take too many registers
+        begin = call.group * share
+        first = begin - offset + starting
+        end = begin + left
+        begin = cutlass.max(begin, first)
         if lane == 0:
             call.plan[UNIT] = unit
-            call.plan[OFFSET] = offset
-            call.plan[LEFT] = left
+            call.plan[FIRST] = first
+            call.plan[BEGIN] = begin
+            call.plan[END] = end
             call.plan[SHARE] = share
+            call.plan[STARTING] = starting
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=PLANNED, number_of_threads=PLANNERS)
 
         at, rope_at = first_to_fill(), first_to_fill()
         turn = call.rank
-        while left > 0:
-            length = self.length_of(call, unit)
-            _, _, count = self.visible(call, length)
-            count = cutlass.min(count - offset, left)
+        while begin < end:
+            _, _, whole = self.visible(call, length)
+            after = cutlass.min(whole, end - first)
+            sequence, _, _ = self.place_of(call, unit)
+            # One a lane, those from `first_page` of the sequence on. Queries are loaded until they are there.
+            first_page = ((begin - first) * ROWS) >> call.page_shift
+            pages = self.pages_from(call, sequence, first_page, length)
             at = self.load_queries(call, q, unit, at, rope_at)
             rope_at = advance(rope_at, self.config.stages)
-            sequence, _, _ = self.place_of(call, unit)
-            pages, first_page = Int32(0), Int32(-32)
-            for block in cutlass.range(offset, offset + count, unroll=1):
+            for block in cutlass.range(begin - first, after, unroll=1):
                 start = block * ROWS
                 at_page = start >> call.page_shift
-                if at_page >= first_page + 32:  # one a lane, those from `first_page` of the sequence on
+                if at_page >= first_page + 32:
                     first_page = at_page
                     pages = self.pages_from(call, sequence, first_page, length)
                 page = cute.arch.shuffle_sync(pages, at_page - first_page)
                 slot = (start - (at_page << call.page_shift)) // ROWS
                 at = self.load_block(call, kv, at, rope_at, page, slot, turn, start < length)
-                start += AHEAD * ROWS
-                at_page = start >> call.page_shift
-                if block + AHEAD < offset + count and at_page < first_page + 32:
-                    page = cute.arch.shuffle_sync(pages, at_page - first_page)
-                    self.prefetch_block(call, kv, page, (start - (at_page << call.page_shift)) // ROWS, turn + AHEAD)
+                if const_expr(self.config.ahead > 0):
+                    ahead = self.config.ahead
+                    start += ahead * ROWS
+                    at_page = start >> call.page_shift
+                    if block + ahead < after and at_page < first_page + 32:
+                        page = cute.arch.shuffle_sync(pages, at_page - first_page)
+                        self.prefetch_block(call, kv, page, (start - (at_page << call.page_shift)) // ROWS, turn + ahead)
                 rope_at = advance(rope_at, self.config.stages)
                 turn ^= 1
             unit += 1
-            offset = Int32(0)
-            left -= count
+            first += whole + call.plan[STARTING]
+            begin = first
+            length = self.length_of(call, unit)
 
     @cute.jit
     def pages_from(self, call: Call, sequence: Int32, first_page: Int32, length: Int32):

@@ -12,8 +12,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, ROPE, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
-    LEFT,
-    OFFSET,
+    BEGIN,
+    FIRST,
     PANEL_BYTES,
     PIECE,
     PIECE_PANELS,
@@ -23,6 +23,7 @@ from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
     READERS,
     SCORED,
     SCORES,
+    STARTING,
     UNIT,
     Call,
     Tiles,
@@ -93,28 +94,25 @@ class Scorer(Tiles):
         )  # fmt: skip
         row_max, row_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
-        unit, offset, left = call.plan[UNIT], call.plan[OFFSET], call.plan[LEFT]
+        unit, first, begin = call.plan[UNIT], call.plan[FIRST], call.plan[BEGIN]
         at, rope_at = first_to_read(), first_to_read()
-        while left > 0:
+        while begin < call.end():
             length = self.length_of(call, unit)
-            _, _, count = self.visible(call, length)
-            count = cutlass.min(count - offset, left)
-            left -= count
+            _, _, whole = self.visible(call, length)
+            count = cutlass.min(first + whole, call.end()) - begin
             at = self.take_queries(call, ops.words, at, rope_at)
             self.hand_over(call, rope_at)  # nothing, but so phases of stages that queries had are like all others
             rope_at = advance(rope_at, c.stages)
             for r in cutlass.range_constexpr(2):
                 row_max[r] = Float32(softmax.LOWEST)
                 row_sum[r] = Float32(0.0)
-            valid = length - offset * ROWS  # tokens from the block's first on that the unit's last token sees
-            offset = Int32(0)
-            first = cutlass.Boolean(True)
+            valid = length - (begin - first) * ROWS  # tokens from the block's first on that the unit's last token sees
+            first += whole + call.plan[STARTING]
+            begin = first
+            is_first = cutlass.Boolean(True)
             while count > 0:
-                scores, at = self.multiply(call, mmas, ops, at, rope_at)
-                if const_expr(not c.at_once):
-                    if not first:
-                        self.hand_over(call, last_filled(rope_at, c.stages))
-                first = cutlass.Boolean(False)
+                scores, at = self.multiply(call, mmas, ops, at, rope_at, is_first)
+                is_first = cutlass.Boolean(False)
                 if valid < ROWS + (c.tokens_of_tile - 1):
                     self.hide(call, scores, unit, valid)
                     self.clear_beyond(call, at, valid)
@@ -174,8 +172,11 @@ class Scorer(Tiles):
         return row * (PANEL * 2) + (((thread >> 4) & 1) ^ (row & 7)) * 16
 
     @cute.jit
-    def multiply(self, call: Call, mmas: Products, ops: Operands, at: Cursor, rope_at: Cursor):
-        """Returns scores of a block, which is waited for piece by piece, and the next one's first piece."""
+    def multiply(self, call: Call, mmas: Products, ops: Operands, at: Cursor, rope_at: Cursor, is_first: cutlass.Boolean):
+        """Returns scores of a block, which is waited for piece by piece, and the next one's first piece.
+
+        The block before, if this is not a unit's first, is handed over meanwhile if it was not before: see `Config.at_once`.
+        """
         c = self.config
         scores = cute.make_rmem_tensor(mmas.kept.get_slice(0).partition_shape_C((ROWS, ROWS)), Float32)
         kept, others = cute.make_mma_atom(mmas.kept.op), cute.make_mma_atom(mmas.others.op)
@@ -198,8 +199,15 @@ class Scorer(Tiles):
                     cute.gemm(kept, scores, ops.kept[None, None, place], k, scores)
                 else:
                     cute.gemm(others, scores, ops.others[None, None, place - c.kept // 16, 0], k, scores)
+                if const_expr(not c.at_once and place == LATENT // 16 - 1 - c.tail):
+                    warpgroup.commit_group()
             at = advance(at, c.pieces)
-        warpgroup.commit_group()
+        if const_expr(c.at_once or c.tail > 0):
+            warpgroup.commit_group()
+        if const_expr(not c.at_once):
+            warpgroup.wait_group(min(c.tail, 1))
+            if not is_first:
+                self.hand_over(call, last_filled(rope_at, c.stages))
         warpgroup.wait_group(0)
         return scores, at
 

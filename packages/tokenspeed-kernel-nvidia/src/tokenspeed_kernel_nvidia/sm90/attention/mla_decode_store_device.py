@@ -15,10 +15,12 @@ from cutlass import Float32, Int32, Int64, cute
 
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, RECORD_BYTES, ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import PIECE, READERS, SHARE, VALUES, Call, Tiles
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import opt_barrier, pack, store_floats, store_words
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import any_lane, opt_barrier, pack, store_floats, store_words
 from tokenspeed_kernel_nvidia.sm90.common.softmax_device import LN2
 
 RECORD = RECORD_BYTES // 4  # numbers of a unit's record
+CHUNK = 8  # columns whose values lie together in a partial result
+CHUNKS = LATENT // CHUNK
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,23 @@ class Storer(Tiles):
     # -- places ----------------------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def piece(self, call: Any, first_group: Int32, piece: Int32, row: Int32):
-        """Returns where a row of a partial result lies: its maximum and sum, and its values.
+    def piece(self, call: Any, first_group: Int32, piece: Int32):
+        """Returns where a partial result lies: maxima and sums of its rows, and its values.
 
-        A group leaves two of them at most: of a unit that it begins in the middle of, and of one that it begins.
+        A group leaves two of them at most: of a unit that it begins in the middle of, and of one that it begins. Values lie as
+        threads have them, so that a warp reads and writes 512 bytes in a row: see `place_of_values`.
         """
         slot = (first_group + piece) * 2 + cutlass.select_(piece == 0, Int32(1), Int32(0))
-        at = (slot * self.config.cluster + call.rank) * ROWS + row
+        at = (slot * self.config.cluster + call.rank) * ROWS
         rows = call.groups * (2 * self.config.cluster * ROWS)
         return call.partial + Int64(rows) * (LATENT * 4) + Int64(at) * 8, call.partial + Int64(at) * (LATENT * 4)
+
+    def place_of_values(self, warp: Int32, chunk: Int32) -> Int32:
+        """Returns where the values of a warp's 16 rows and of `CHUNK` columns are in a partial result. A lane has 16 bytes of them.
+
+        Those are of the columns ``lane % 4 * 2`` and the next one: of row ``lane // 4`` first, then of the row 8 further.
+        """
+        return (warp * CHUNKS + chunk) * (32 * 16)
 
     @cute.jit
     def record(self, call: Any, index: Int32) -> cute.Pointer:
@@ -99,24 +109,22 @@ class Storer(Tiles):
         return ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2)
 
     @cute.jit
-    def share(self, call: Call, offset: Int32, whole: Int32, done: Int32) -> Share:
+    def share(self, call: Call, first: Int32, whole: Int32) -> Share:
         """Returns who has blocks of a unit.
 
         Args:
-            offset: the first block of it that this group has.
+            first: the number of its first block.
             whole: how many it has.
-            done: blocks of this group before.
         """
-        blocks = call.plan[SHARE]
-        start = call.group * blocks + done - offset
-        first_group = start // blocks
-        return Share(first_group, (start + whole - 1) // blocks - first_group + 1)
+        share = call.plan[SHARE]
+        first_group = first // share
+        return Share(first_group, (first + whole - 1) // share - first_group + 1)
 
     @cute.jit
     def write_unit(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share):
         """Stores what a warpgroup has of a unit: output where that is all, a partial result else."""
         if share.pieces > 1:
-            self.write_partial(call, acc, row_max, row_sum, half, share)
+            self.write_partial(call, acc, row_max, row_sum, unit, half, share)
         else:
             self.write_output(call, acc, row_max, row_sum, unit, half)
         if share.first_group == call.group:
@@ -135,31 +143,51 @@ class Storer(Tiles):
             record[2] = pieces
 
     @cute.jit
-    def write_partial(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, half: Int32, share: Share):
+    def write_partial(
+        self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32, share: Share
+    ):
         thread = self.thread_of_values()
-        for r in cutlass.range_constexpr(2):
-            row = self.row_of_values(thread) + 8 * r
-            sums_at, values_at = self.piece(call, share.first_group, call.group - share.first_group, row)
-            values_at += (half * PIECE + (thread & 3) * 2) * 4
+        lane, warp = thread & 31, (thread >> 5) & 3
+        sums_at, values_at = self.piece(call, share.first_group, call.group - share.first_group)
+        _, _, tokens = self.place_of(call, unit)
+        if warp * 16 < tokens * self.config.heads_of_tile:  # else the unit has none of this warp's rows
+            if half == 0 and lane & 3 == 0:
+                for r in cutlass.range_constexpr(2):
+                    store_floats("global", sums_at + (self.row_of_values(thread) + 8 * r) * 8, [row_max[r], row_sum[r]])
+            values_at += self.place_of_values(warp, half * (PIECE // CHUNK)) + lane * 16
             for own in cutlass.range_constexpr(len(acc)):
-                for each in cutlass.range_constexpr(PIECE // 8):
-                    two = [acc[own][4 * each + 2 * r], acc[own][4 * each + 2 * r + 1]]
-                    store_floats("global", values_at + (own * READERS * PIECE + each * 8) * 4, two)
-            if half == 0 and thread & 3 == 0:
-                store_floats("global", sums_at, [row_max[r], row_sum[r]])
+                for each in cutlass.range_constexpr(PIECE // CHUNK):
+                    at = values_at + (own * READERS * (PIECE // CHUNK) + each) * (32 * 16)
+                    store_floats("global", at, [acc[own][4 * each + place] for place in range(4)])
+
+    def exchange(self, words: list, thread: Int32) -> list:
+        """Exchanges words between four lanes that have four each. Each gets all words of its number, in order of lanes."""
+        for bit in (1, 2):
+            is_high = (thread & bit) != 0
+            found = [None] * 4
+            for low in (each for each in range(4) if not each & bit):
+                mine, others = words[low], words[low | bit]
+                theirs = cute.arch.shuffle_sync_bfly(cutlass.select_(is_high, mine, others), bit)
+                found[low] = cutlass.select_(is_high, theirs, mine)
+                found[low | bit] = cutlass.select_(is_high, others, theirs)
+            words = found
+        return words
 
     @cute.jit
     def write_output(self, call: Call, acc: list, row_max: cute.Tensor, row_sum: cute.Tensor, unit: Int32, half: Int32):
-        thread = self.thread_of_values()
         for r in cutlass.range_constexpr(2):
+            thread = self.thread_of_values()  # anew, so that addresses of both rows do not take registers at once
             row = self.row_of_values(thread) + 8 * r
             to, exists = self.row_of(call, unit, row)
-            to += (half * PIECE + (thread & 3) * 2) * 2
+            to += (half * PIECE + (thread & 3) * 8) * 2
             factor = self.factor_of(row_sum[r])
-            if exists:
+            if any_lane(exists):  # it is the same for all, which the compiler does not know
                 for own in cutlass.range_constexpr(len(acc)):
-                    for each in cutlass.range_constexpr(PIECE // 8):
-                        even, odd = acc[own][4 * each + 2 * r] * factor, acc[own][4 * each + 2 * r + 1] * factor
-                        store_words(to + (own * READERS * PIECE + each * 8) * 2, [pack(self.dtype, even, odd)])
+                    for four in cutlass.range_constexpr(PIECE // 32):
+                        words = []
+                        for each in cutlass.range_constexpr(4 * four, 4 * four + 4):
+                            even, odd = acc[own][4 * each + 2 * r] * factor, acc[own][4 * each + 2 * r + 1] * factor
+                            words.append(pack(self.dtype, even, odd))
+                        store_words(to + (own * READERS * PIECE + four * 32) * 2, self.exchange(words, thread))
                 if half == 0 and thread & 3 == 0:
                     self.write_lse(call, unit, row, row_max[r], row_sum[r])

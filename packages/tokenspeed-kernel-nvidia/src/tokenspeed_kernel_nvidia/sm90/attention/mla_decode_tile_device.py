@@ -8,18 +8,20 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, LEAST_SHARE, ROPE, ROWS, Config
+from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import LATENT, LEAST_SHARE, ROPE, ROWS, STARTING_BLOCKS, Config
 from tokenspeed_kernel_nvidia.sm90.attention.share_device import Sharing
 from tokenspeed_kernel_nvidia.sm90.common.pipeline_device import Barriers, Cursor, Pipeline, pipeline
-from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int
+from tokenspeed_kernel_nvidia.sm90.common.registers_device import dtype_of, load_int, opt_barrier
 from tokenspeed_kernel_nvidia.sm90.common.tiles_device import PANEL, Ring
 
 # Warpgroups: one loads, one computes scores, two have half of the output's columns each.
 SCORES, VALUES = 1, 2
 READERS = 2  # warpgroups with values
 THREADS = 128 * 4
-# Numbers of the plan, in shared memory: the unit that a CTA begins with, the block there, blocks that it has, and those of a group.
-UNIT, OFFSET, LEFT, SHARE = range(4)
+# Numbers of the plan, in shared memory. The blocks of all units, one after another, are numbered, and before those of each unit
+# come STARTING numbers of no block. A CTA begins with the unit UNIT, whose first block has the number FIRST, at the block with the
+# number BEGIN, and ends before END. A group has SHARE numbers.
+UNIT, FIRST, BEGIN, END, SHARE, STARTING = range(6)
 # Named barriers: that the plan is there, and that of the warpgroup with scores.
 PLANNED, SCORED = 1, 2
 PLANNERS = 32 + 3 * 128
@@ -119,6 +121,10 @@ class Call:
         """That probabilities of a block are in the place of its rotary part."""
         return Barriers(self.storage.probs_full.data_ptr())
 
+    def end(self) -> Int32:
+        """`END`, read where it is asked for: it would take a register in between."""
+        return self.plan[opt_barrier(Int32(END))]
+
     def notes(self, at: Cursor) -> Notes:
         """Beside the probabilities of a stage."""
         return Notes(self.storage.notes.data_ptr() + at.stage * NOTES)
@@ -193,19 +199,20 @@ class Tiles(Sharing):
         return Int32(0), Int32(0), cutlass.max((length + (ROWS - 1)) // ROWS, 1)
 
     @cute.jit
-    def share_of(self, call: Call, total: Int32) -> Int32:
-        """Returns how many blocks a group has.
+    def share_of(self, call: Call, total: Int32, blocks: Int32):
+        """Returns how many numbers of blocks a group has, and how many come before a unit's blocks: see `STARTING`.
 
         Where units are all alike, it is a multiple or a part of a unit's blocks, if not many more than an even share. What lies in
-        several groups costs partial results, which are twice as large as the output, and more time to merge them.
+        several groups costs partial results, which are twice as large as the output, and more time to merge them. Else groups with
+        many units have fewer blocks.
         """
-        share = cutlass.max((total + call.groups - 1) // call.groups, LEAST_SHARE)
-        _, _, blocks = self.visible(call, self.length_of(call, Int32(0)))
-        if total == blocks * call.batch:
+        starting = cutlass.select_(total == blocks * call.batch, Int32(0), Int32(STARTING_BLOCKS))
+        share = cutlass.max((total + starting * call.batch + call.groups - 1) // call.groups, LEAST_SHARE)
+        if starting == 0:
             even = (share + blocks - 1) // blocks * blocks
             if blocks > share:
                 parts = blocks // share
                 even = (blocks + parts - 1) // parts
             if even * 16 <= share * 17:
                 share = even
-        return share
+        return share, starting

@@ -11,13 +11,14 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_config import ROWS
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_store_device import Storer
 from tokenspeed_kernel_nvidia.sm90.attention.mla_decode_tile_device import (
-    LEFT,
-    OFFSET,
+    BEGIN,
+    FIRST,
     PIECE,
     PIECES,
     PLANNED,
     PLANNERS,
     READERS,
+    STARTING,
     UNIT,
     VALUES,
     Call,
@@ -48,15 +49,15 @@ class Valuer(Storer):
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.barrier(barrier_id=PLANNED, number_of_threads=PLANNERS)
-        unit, offset, left, done = call.plan[UNIT], call.plan[OFFSET], call.plan[LEFT], Int32(0)
+        unit, first, begin = call.plan[UNIT], call.plan[FIRST], call.plan[BEGIN]
         if call.batch > call.groups:
             self.write_record(call, call.group, Int32(0), Int32(0))
         at, rope_at = first_to_read(), first_to_read()
         if half == 1:
             at = advance(at, c.pieces)
-        while done < left:
+        while begin < call.end():
             _, _, whole = self.visible(call, self.length_of(call, unit))
-            count = cutlass.min(whole - offset, left - done)
+            count = cutlass.min(first + whole, call.end()) - begin
             call.probs_full.wait(rope_at)  # queries
             at, rope_at = skip(at, PIECES, c.pieces), advance(rope_at, c.stages)
             for own in cutlass.range_constexpr(len(acc)):
@@ -64,13 +65,15 @@ class Valuer(Storer):
             row_max, row_sum = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
             index = Int32(0)
             while index < count:
+                second = skip(at, READERS, c.pieces)
+                # These are there before, so that asking for them afterwards would only take time.
+                call.pieces.wait(at)
+                call.pieces.wait(second)
                 call.probs_full.wait(rope_at)
                 self.rescale(call, acc, rope_at)
-                second = skip(at, READERS, c.pieces)
+                warpgroup.fence()
                 for own in cutlass.range_constexpr(len(acc)):
                     place = second if own else at
-                    call.pieces.wait(place)
-                    warpgroup.fence()
                     for step in cutlass.range_constexpr(ROWS // 16):
                         p, v = probs[None, None, step, rope_at.stage], values[None, None, step, place.stage]
                         cute.gemm(atom, acc[own], p, v, acc[own])
@@ -85,10 +88,11 @@ class Valuer(Storer):
                 cute.arch.sync_warp()
                 self.release(call.ropes.empty, rope_at)
                 at, rope_at = skip(at, PIECES, c.pieces), advance(rope_at, c.stages)
-            self.write_unit(call, acc, row_max, row_sum, unit, half, self.share(call, offset, whole, done))
+            share = self.share(call, first, whole)
+            first += whole + call.plan[STARTING]
+            begin = first
+            self.write_unit(call, acc, row_max, row_sum, unit, half, share)
             unit += 1
-            offset = Int32(0)
-            done += count
 
     @cute.jit
     def rescale(self, call: Call, acc: list, at: Cursor):

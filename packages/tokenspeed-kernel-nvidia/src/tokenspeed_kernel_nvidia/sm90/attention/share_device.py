@@ -16,6 +16,9 @@ class Sharing:
     Who inherits from it says how long a sequence is (``length_of``), which of its blocks are visible (``visible``), and how many
     blocks a group should have (``share_of``). A call says how many sequences (``batch``) and groups (``groups``) there are, and
     which group this is (``group``).
+
+    ``share_of`` takes a call, the blocks of all sequences, and those of the first one. It also returns how many blocks count before
+    a sequence's own, because to begin it takes the time of so many. A range has those too.
     """
 
     @cute.jit
@@ -29,7 +32,8 @@ class Sharing:
             at_once: how many lengths a lane reads together.
 
         Returns:
-            The sequence that the range begins in, that sequence's length, the tile there, how many tiles, and how many a range has.
+            The sequence that the range begins in, that sequence's length, the tile there, how many tiles, how many a range has, and
+            how many count before a sequence's own.
         """
         lane = cute.arch.lane_idx()
         lengths, counts = (cute.make_rmem_tensor((at_once,), Int32) for _ in range(2))
@@ -38,7 +42,8 @@ class Sharing:
         # Backwards, as the search below begins with the first.
         for back in cutlass.range(rounds, unroll=1):
             total += cute.arch.warp_redux_sync(self.tiles_of(call, rounds - 1 - back, at_once, lengths, counts), "add")
-        share = self.share_of(call, total)
+        share, starting = self.share_of(call, total, cute.arch.shuffle_sync(counts[0], 0))
+        total += starting * call.batch
         start = call.group * share
         before = Int32(0)
         found = Int32(-1)
@@ -48,7 +53,7 @@ class Sharing:
         while found < 0 and step < rounds and start < total:
             some = Int32(0)
             for each in cutlass.range_constexpr(at_once):
-                some += counts[each]
+                some += counts[each] + starting
             ends = some
             for power in cutlass.range_constexpr(5):
                 other = cute.arch.shuffle_sync_up(ends, 1 << power)
@@ -56,11 +61,11 @@ class Sharing:
             running = before + ends - some
             mine = Int32(-1)
             for each in cutlass.range_constexpr(at_once):
-                if running <= start < running + counts[each]:
+                if running <= start < running + counts[each] + starting:
                     mine = (step * 32 + lane) * at_once + each
                     offset = start - running
                     length = lengths[each]
-                running += counts[each]
+                running += counts[each] + starting
             found = cute.arch.warp_redux_sync(mine, "max")
             offset = cute.arch.warp_redux_sync(offset, "max")
             length = cute.arch.warp_redux_sync(length, "max")
@@ -68,7 +73,7 @@ class Sharing:
             step += 1
             if found < 0 and step < rounds:
                 self.tiles_of(call, step, at_once, lengths, counts)
-        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(share, total - start), 0), share
+        return cutlass.max(found, 0), length, offset, cutlass.max(cutlass.min(share, total - start), 0), share, starting
 
     @cute.jit
     def tiles_of(self, call: Any, step: Int32, at_once: cutlass.Constexpr[int], lengths: cute.Tensor, counts: cute.Tensor):
