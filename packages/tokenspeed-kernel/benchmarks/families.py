@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from tokenspeed_kernel_base.cases import Case
 from tokenspeed_kernel_base.operator import get_operator
@@ -31,9 +32,9 @@ class Shape:
         return f"{self.operator}: {self.case.name}"
 
 
-_LATENT = {"heads": 128, "head_dim": 576, "kv_lora_rank": 512, "page_size": 64, "softmax_scale": 0.1352}
-_WEIGHTS_ALONE = {"a": "dense", "b": "nvfp4", "layout": "128x4"}
-_BLOCKS = {"a_scale": "block", "b_scale": "block"}
+_LATENT: dict[str, Any] = {"heads": 128, "head_dim": 576, "kv_lora_rank": 512, "page_size": 64, "softmax_scale": 0.1352}
+_WEIGHTS_ALONE: dict[str, Any] = {"a": "dense", "b": "nvfp4", "layout": "128x4"}
+_BLOCKS: dict[str, Any] = {"a_scale": "block", "b_scale": "block"}
 
 # By family, then by operator: cases of the operator by name, and further ones. What matters most stands first: time may end.
 _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {

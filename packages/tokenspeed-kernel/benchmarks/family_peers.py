@@ -183,6 +183,7 @@ def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor
         a.dtype == b.dtype == torch.float8_e4m3fn and a_scale is not None and b_scale is not None, "for fp8 with scales only"
     )
     assert a_scale is not None
+    assert b_scale is not None
     call = functools.partial(
         torch._scaled_mm, a, b, a_scale.mT.contiguous().mT, b_scale, out_dtype=out_dtype or torch.bfloat16, use_fast_accum=False
     )

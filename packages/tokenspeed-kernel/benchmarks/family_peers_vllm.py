@@ -86,6 +86,13 @@ def _mamba(name: str) -> ModuleType:
     return importlib.import_module(f"{_MAMBA}.{name}")
 
 
+def _installed(name: str) -> Any:
+    """A module of an installed vLLM, of which what stands in for it has nothing."""
+    if "vllm" in sys.modules and sys.modules["vllm"].__spec__ is None:
+        raise ImportError("vLLM is not installed")
+    return importlib.import_module(name)
+
+
 # -- Mamba -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -181,8 +188,8 @@ def ssd_prefill(
 
 
 def _flash_mla() -> Any:
-    importlib.import_module("vllm._flashmla_C")
-    return importlib.import_module("vllm.third_party.flashmla.flash_mla_interface")
+    _installed("vllm._flashmla_C")
+    return _installed("vllm.third_party.flashmla.flash_mla_interface")
 
 
 @peer("attention.mla_decode_with_kvcache", name="FlashMLA", setup=True, package="vllm")
@@ -211,7 +218,7 @@ def flash_mla_sparse(q: Tensor, kv_cache: Tensor, indices: Tensor, kv_lora_rank:
 
 def _deep_gemm(*names: str) -> tuple[Any, Callable[..., Any], bool]:
     """DeepGEMM, the first of its functions that it has, and whether that also takes queries in fp4."""
-    module = importlib.import_module("vllm.third_party.deep_gemm")
+    module = _installed("vllm.third_party.deep_gemm")
     name = next(name for name in names if hasattr(module, name))
     return module, getattr(module, name), "fp4" in name
 
@@ -259,7 +266,7 @@ def row_scores(
 
 @peer("attention.top_k_indices", name="vLLM", setup=True, package="vllm")
 def vllm_top_k(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
-    importlib.import_module("vllm._C_stable_libtorch")
+    _installed("vllm._C_stable_libtorch")
     ends = torch.full((len(scores),), scores.shape[1], dtype=torch.int32, device=scores.device) if lengths is None else lengths
     out = torch.empty(len(scores), top_k, dtype=torch.int32, device=scores.device)
     given = (scores, torch.zeros_like(ends), ends, out, len(scores), *scores.stride(), top_k)
@@ -279,7 +286,7 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, softmax_scale: float | None,
     q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
 ) -> Call:  # fmt: skip
-    function = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+    function = _installed("vllm.vllm_flash_attn").flash_attn_varlen_func
     shape, longest = (len(cu_seqlens) - 1, k.shape[1]), int(cu_seqlens.diff().max())
     scales = {"q_descale": q_scale, "k_descale": k_scale, "v_descale": v_scale}
     given = {name: scale.reshape(-1).expand(shape).contiguous() for name, scale in scales.items() if scale is not None}
@@ -292,12 +299,12 @@ def flash_attention(
 @peer("norm.rmsnorm_quantize_fp8", name="vLLM", setup=True, package="vllm")
 def rmsnorm_quantised(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, granularity: str) -> Call:
     refuse_unless(granularity == "token" and residual is None, "a scale a token, nothing added")
-    operators = importlib.import_module("vllm._custom_ops")
+    operators = _installed("vllm._custom_ops")
     return functools.partial(operators.rms_norm_dynamic_per_token_quant, x, weight, eps, torch.float8_e4m3fn, None, None)
 
 
 @peer("activation.silu_and_mul_quantize_fp8_with_scale", name="vLLM", setup=True, package="vllm")
 def silu_quantised(x: Tensor, scale: Tensor) -> Call:
-    importlib.import_module("vllm._custom_ops")
+    _installed("vllm._custom_ops")
     out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.float8_e4m3fn, device=x.device)
     return InForm(lambda: torch.ops._C.silu_and_mul_quant(out, x, scale), lambda found: out)

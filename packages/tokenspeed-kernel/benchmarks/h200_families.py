@@ -144,7 +144,7 @@ def contestants(op: Operator[Any, Any], arguments: Arguments, solutions: Sequenc
     ]
     values = [value for module in (family_peers, family_peers_vllm) for value in vars(module).values()]
     peers = {value.name: value for value in values if isinstance(value, Peer) and value.operator == str(op)}
-    return [Contestant(who) for who in (*specs, *peers.values())]
+    return [*map(Contestant, specs), *map(Contestant, peers.values())]
 
 
 # -- checking ----------------------------------------------------------------------------------------------------------------------
@@ -237,8 +237,19 @@ def copies_of(op: Operator[Any, Any], arguments: Arguments, touched: float) -> l
 
 
 def prepare(op: Operator[Any, Any], contestant: Contestant, copies: Sequence[Arguments], device: torch.device) -> None:
-    """Makes the graph of a contestant; on a CPU, where there are none, its first call takes the place."""
-    calls = [contestant.bound(op, arguments) for arguments in copies]
+    """Makes the graph of a contestant; on a CPU, where there are none, its first call takes the place.
+
+    The results of as many calls as there are copies are kept, so that each of these writes to memory of its own, too.
+    """
+    kept: list[Any] = [None] * len(copies)
+
+    def keeping(index: int, call: Call) -> Call:
+        def called() -> None:
+            kept[index] = call()
+
+        return called
+
+    calls = [keeping(index, contestant.bound(op, arguments)) for index, arguments in enumerate(copies)]
     if device.type != "cuda":
         contestant.replay = calls[0]
         return
@@ -364,6 +375,17 @@ def command_of(words: Sequence[str]) -> str:
     return shlex.join(["python", "packages/tokenspeed-kernel/benchmarks/h200_families.py", *kept])
 
 
+def lost(device: torch.device) -> str:
+    """Says why nothing more can be measured in this process, if a kernel has broken it; else nothing. Frees memory."""
+    try:
+        _synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
 def run(given: argparse.Namespace, device: torch.device, command: str, wanted: Sequence[Shape]) -> dict[str, Any]:
     """Measures, prints a line a call, and writes the report after each. Returns the document."""
     begun = time.monotonic()
@@ -391,8 +413,10 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
         print(line_of(shape, of_shape), flush=True)
         if given.output is not None:
             write(given.output, document(rows, report, unmeasured))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        broken = lost(device)
+        if broken:
+            print(f"stopped: {broken}")
+            break
     print(f"{len(wanted) - len(unmeasured)} of {len(wanted)} calls in {time.monotonic() - begun:.0f} s")
     return document(rows, report, unmeasured)
 
