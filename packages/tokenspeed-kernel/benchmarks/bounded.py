@@ -35,18 +35,22 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def tune_quickly() -> None:
-    """Makes Triton's autotuner compile its configurations side by side, time each for some milliseconds, and keep what it found.
+def tune_quickly(keep: bool) -> None:
+    """Makes Triton's autotuner compile its configurations side by side, and time each for some milliseconds.
 
     One after another, as it is made, the configurations of vLLM's chunked scan alone take minutes to compile at the first call.
+
+    Args:
+        keep: whether what was found is kept on disk, for later processes: not where others work on the device meanwhile.
     """
+    os.environ.setdefault("FLA_CACHE_RESULTS", str(int(keep)))  # flash-linear-attention asks for it by itself
     try:
         from triton import knobs, testing
         from triton.runtime import autotuner
         from triton.runtime._async_compile import AsyncCompileMode
     except ImportError:  # another release of Triton, or none: nothing is changed
         return
-    knobs.autotuning.cache = True
+    knobs.autotuning.cache = keep
     run = autotuner.Autotuner.run
     threads = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 1))
     known: set[Any] = set()

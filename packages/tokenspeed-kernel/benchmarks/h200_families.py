@@ -13,7 +13,8 @@ cache holds: caches are cold, and nothing is written between calls, which would 
 all that are measured at a call take turns; medians of all rounds are reported.
 
 Families take turns, so that each has something where ``--seconds`` end the run. Peers that tune themselves are given
-``--peer-seconds`` for their first call; what they find is kept in Triton's cache.
+``--peer-seconds`` for their first call. What they find is kept in Triton's cache, so the next run is quicker; ``--check`` compiles and
+checks all, but keeps no choice, as other processes may be at work then.
 """
 
 from __future__ import annotations
@@ -430,7 +431,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU")
     sys.path[:0] = [str(folder) for folder in given.peers]
-    tune_quickly()
+    tune_quickly(keep=not given.check)
     device = torch.device("cuda", torch.cuda.current_device())
     made = run(given, device, command_of(sys.argv[1:] if words is None else words), wanted)
     absent = {row["kernel"]: row["reason"] for row in made["rows"] if row["status"] == "absent"}
