@@ -13,8 +13,8 @@ cache holds: caches are cold, and nothing is written between calls, which would 
 all that are measured at a call take turns; medians of all rounds are reported.
 
 Families take turns, so that each has something where ``--seconds`` end the run. Peers that tune themselves are given
-``--peer-seconds`` for their first call. What they find is kept in Triton's cache, so the next run is quicker; ``--check`` compiles and
-checks all, but keeps no choice, as other processes may be at work then.
+``--peer-seconds`` for their first call. What they find is kept in Triton's cache, so that the next run is quicker; ``--check``
+compiles and checks all, but keeps no choice, as other processes may be at work then. What the device can do is measured last.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from families import FAMILIES, Shape, shapes
 from family_peers import InForm
 
 from tokenspeed_kernel.workbench.benchmark import Method, Peer, Report, Row, Timing, Unsupported, collect_metadata, measure_roofline
-from tokenspeed_kernel.workbench.benchmark.roofline import share_of
 from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
 from tokenspeed_kernel.workbench.numerics.compare import same_bits
 from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
@@ -304,7 +303,7 @@ def measure(shape: Shape, device: torch.device, effort: Effort, solutions: Seque
 # -- the report --------------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(shape: Shape, who: Iterable[Contestant], cost: Any, report: Report) -> Iterator[dict[str, Any]]:
+def rows_of(shape: Shape, who: Iterable[Contestant], cost: Any) -> Iterator[dict[str, Any]]:
     """A `Row` of the workbench's reports for each, with its family, its error, and whether it is a kernel of ours."""
     for each in who:
         peer = isinstance(each.who, Peer)
@@ -318,7 +317,6 @@ def rows_of(shape: Shape, who: Iterable[Contestant], cost: Any, report: Report) 
                 timing=timing,
                 tflops=cost.flops / timing.median_us / 1e6,
                 gb_per_s=cost.bytes / timing.median_us / 1e3,
-                share=share_of(cost, timing.median_us, (), report.roofline) if report.roofline else None,
             )
         extra = {"family": shape.family, "peer": peer, "relative_error": each.error, "checked": each.checked}
         yield {**dataclasses.asdict(known), **extra}
@@ -395,31 +393,34 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
     metadata = collect_metadata(command, device)
     if given.commit:
         metadata = dataclasses.replace(metadata, git_commit=given.commit)
-    roofline = measure_roofline(device) if rounds and device.type == "cuda" else None
     method = Method("cold" if device.type == "cuda" else "warm", 1, _COPIES, effort.budget_s * rounds, rounds)
-    report = Report(metadata, (), roofline, method)
+    report = Report(metadata, (), None, method)
     rows: list[dict[str, Any]] = []
-    unmeasured = list(wanted)
+    unmeasured, broken = list(wanted), ""
     for shape in wanted:
-        if effort.left < _LEAST_S:
+        if broken or effort.left < _LEAST_S:
             break
         try:
             who, cost = measure(shape, device, effort, [name for name in given.solutions.split(",") if name])
         except (RuntimeError, ValueError, TypeError) as error:  # its arguments do not fit into memory, say
             print(f"{shape.name[:76]} | not measured: {type(error).__name__}: {str(error)[:90]}", flush=True)
-            continue
-        unmeasured.remove(shape)
-        of_shape = list(rows_of(shape, who, cost, report))
-        rows += of_shape
-        print(line_of(shape, of_shape), flush=True)
-        if given.output is not None:
-            write(given.output, document(rows, report, unmeasured))
+        else:
+            unmeasured.remove(shape)
+            of_shape = list(rows_of(shape, who, cost))
+            rows += of_shape
+            print(line_of(shape, of_shape), flush=True)
+            if given.output is not None:
+                write(given.output, document(rows, report, unmeasured))
         broken = lost(device)
-        if broken:
-            print(f"stopped: {broken}")
-            break
+    if broken:
+        print(f"stopped: {broken}")
+    elif rounds and device.type == "cuda":
+        report = dataclasses.replace(report, roofline=measure_roofline(device))
     print(f"{len(wanted) - len(unmeasured)} of {len(wanted)} calls in {time.monotonic() - begun:.0f} s")
-    return document(rows, report, unmeasured)
+    made = document(rows, report, unmeasured)
+    if given.output is not None:
+        write(given.output, made)
+    return made
 
 
 def main(words: Sequence[str] | None = None) -> None:
