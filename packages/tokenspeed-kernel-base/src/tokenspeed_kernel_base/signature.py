@@ -79,6 +79,11 @@ class TensorFormat:
         return f"{head} scaled by {self.scale}" if self.scale else head
 
 
+# The format's name of intermediate values that are rounded to a dtype and then multiplied by a gate, each by one of its own: large
+# gates make large errors, beside which an element may be small.
+GATED = "gated"
+
+
 @dataclass(frozen=True, eq=False)
 class Decoded:
     """What codes and scales stand for. Results of kernels are compared by it where one step of the format is no error, though it

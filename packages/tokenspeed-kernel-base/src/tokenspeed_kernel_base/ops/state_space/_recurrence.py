@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenspeed_kernel_base.cases import Draw
 from tokenspeed_kernel_base.checks import FLOATS, Checker
-from tokenspeed_kernel_base.signature import TensorFormat, dense_tensor_format
+from tokenspeed_kernel_base.signature import GATED, TensorFormat, dense_tensor_format
 
 Maker = Callable[[Draw], dict[str, Any]]
 """What makes a case's arguments."""
@@ -101,9 +101,9 @@ def recurrence_flops(x: Tensor, B: Tensor) -> float:
     return 5.0 * x.numel() * B.shape[-1]
 
 
-def intermediates_of(x: Tensor) -> tuple[TensorFormat, ...]:
-    """Matrix units take the state and the weights of tokens in x's dtype."""
-    return (dense_tensor_format(x.dtype),)
+def intermediates_of(x: Tensor, z: Tensor | None) -> tuple[TensorFormat, ...]:
+    """Matrix units take the state and the weights of tokens in x's dtype, and what they give is gated where there is a gate."""
+    return (dense_tensor_format(x.dtype) if z is None else TensorFormat(x.dtype, GATED),)
 
 
 def draw_recurrence(
