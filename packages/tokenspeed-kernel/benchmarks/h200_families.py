@@ -297,6 +297,8 @@ def measure(shape: Shape, device: torch.device, effort: Effort, solutions: Seque
     for index in range(effort.rounds):
         for each in who[index % len(who) :] + who[: index % len(who)]:
             each.guarded(functools.partial(add_round, each, device, effort.budget_s))
+    for each in who:
+        each.replay = None  # graphs hold memory that the next call needs
     return who, cost
 
 
