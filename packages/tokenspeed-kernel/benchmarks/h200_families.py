@@ -135,16 +135,14 @@ class Effort:
         return self.end - time.monotonic()
 
 
-def contestants(op: Operator[Any, Any], arguments: Arguments, solutions: Sequence[str]) -> list[Contestant]:
-    """The kernels that serve a call, but for references, of these solutions or of all, if none are given; and the peers."""
-    specs = [
-        spec
-        for spec in KernelRegistry.get().get_for_operator(op.family, op.mode)
-        if not spec.is_reference and (not solutions or spec.solution in solutions) and refusal(op, spec, arguments) is None
-    ]
+def contestants(op: Operator[Any, Any], arguments: Arguments, without: str) -> list[Contestant]:
+    """The kernels that serve a call, but for references, and the operator's peers; none whose name matches ``without``."""
+    specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
+    kernels = [spec for spec in specs if not spec.is_reference and refusal(op, spec, arguments) is None]
     values = [value for module in (family_peers, family_peers_vllm) for value in vars(module).values()]
     peers = {value.name: value for value in values if isinstance(value, Peer) and value.operator == str(op)}
-    return [*map(Contestant, specs), *map(Contestant, peers.values())]
+    everyone = [*map(Contestant, kernels), *map(Contestant, peers.values())]
+    return [each for each in everyone if not (without and re.search(without, each.who.name))]
 
 
 # -- checking ----------------------------------------------------------------------------------------------------------------------
@@ -266,12 +264,12 @@ def add_round(contestant: Contestant, device: torch.device, budget_s: float) -> 
     contestant.rounds.append([time_us / contestant.calls for time_us in times])
 
 
-def measure(shape: Shape, device: torch.device, effort: Effort, solutions: Sequence[str]) -> tuple[list[Contestant], Any]:
+def measure(shape: Shape, device: torch.device, effort: Effort, without: str = "") -> tuple[list[Contestant], Any]:
     """All contestants at one call, and the call's cost."""
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case.build(device))
     cost = op.cost_of(arguments)
-    who = contestants(op, arguments, solutions)
+    who = contestants(op, arguments, without)
     expected = expected_of(op, arguments, min(_CHECK_S, effort.left))
 
     def first_call(contestant: Contestant) -> None:
@@ -355,7 +353,7 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", action="append", default=[], choices=FAMILIES, help="this one; repeatable; all if not given")
     parser.add_argument("--only", default="", metavar="REGEX", help="calls whose operator or case matches")
-    parser.add_argument("--solutions", default="", metavar="NAMES", help="of kernels, separated by commas; all if not given")
+    parser.add_argument("--without", default="", metavar="REGEX", help="leave out kernels and peers whose name matches")
     parser.add_argument("--peers", action="append", type=Path, default=[], metavar="FOLDER", help="where peers are found, too")
     parser.add_argument("--seconds", type=float, default=110.0, help="of the whole run (110)")
     parser.add_argument("--peer-seconds", type=float, default=15.0, help="of one's first call, in which it may tune itself (15)")
@@ -403,7 +401,7 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
         if broken or effort.left < _LEAST_S:
             break
         try:
-            who, cost = measure(shape, device, effort, [name for name in given.solutions.split(",") if name])
+            who, cost = measure(shape, device, effort, given.without)
         except (RuntimeError, ValueError, TypeError) as error:  # its arguments do not fit into memory, say
             print(f"{shape.name[:76]} | not measured: {type(error).__name__}: {str(error)[:90]}", flush=True)
         else:

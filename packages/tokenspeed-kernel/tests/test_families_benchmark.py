@@ -55,11 +55,13 @@ def test_it_measures_every_family(program: ModuleType) -> None:
 
 @pytest.mark.parametrize(("operator", "case", "name"), OF_TORCH, ids=[operator for operator, _, _ in OF_TORCH])
 def test_what_peers_give_is_held_against_the_reference(program: ModuleType, operator: str, case: str, name: str) -> None:
-    who, cost = program.measure(small(program, operator, case), CPU, effort(program), [])
+    who, cost = program.measure(small(program, operator, case), CPU, effort(program))
     (peer,) = [each for each in who if each.who.name == name]
     assert (peer.status, peer.reason, peer.checked) == ("measured", "", "reference")
     assert len(peer.rounds) == 1
     assert cost.bytes > 0
+    left_out, _ = program.measure(small(program, operator, case), CPU, effort(program, 0), name)
+    assert name not in [each.who.name for each in left_out]
 
 
 def test_a_wrong_result_is_not_timed(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def test_a_wrong_result_is_not_timed(program: ModuleType, monkeypatch: pytest.Mo
 
     false = Peer("torch", "kvcache.zero_kv_pages", wrong, frozenset({"cache", "pages"}), False, True, "")
     monkeypatch.setattr(program.family_peers, "torch_zero_pages", false)
-    who, _ = program.measure(small(program, "kvcache.zero_kv_pages"), CPU, effort(program), [])
+    who, _ = program.measure(small(program, "kvcache.zero_kv_pages"), CPU, effort(program))
     assert [(each.who.name, each.status, each.rounds) for each in who if each.who is false] == [("torch", "failed", [])]
 
 
@@ -102,7 +104,7 @@ def test_a_report_and_its_tables(program: ModuleType, monkeypatch: pytest.Monkey
 
 
 def test_time_ends(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    given = argparse.Namespace(check=True, seconds=0.0, peer_seconds=1.0, commit="abc", solutions="", output=None)
+    given = argparse.Namespace(check=True, seconds=0.0, peer_seconds=1.0, commit="abc", without="", output=None)
     shape = small(program, "zero_kv_pages")
     made = program.run(given, CPU, "command", [shape])
     assert (made["unmeasured"], made["rows"], made["metadata"]["git_commit"]) == ([shape.name], [], "abc")
