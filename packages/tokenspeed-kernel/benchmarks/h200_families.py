@@ -306,8 +306,9 @@ def measure(shape: Shape, device: torch.device, effort: Effort, without: str = "
 def rows_of(shape: Shape, who: Iterable[Contestant], cost: Any) -> Iterator[dict[str, Any]]:
     """A `Row` of the workbench's reports for each, with its family, its error, and whether it is a kernel of ours."""
     for each in who:
-        peer = isinstance(each.who, Peer)
-        version = each.who.version if isinstance(each.who, Peer) else ""
+        peer, version = isinstance(each.who, Peer), ""
+        if isinstance(each.who, Peer):  # one from a folder is no distribution, but may say its version by itself
+            version = each.who.version or getattr(sys.modules.get(each.who.name), "__version__", "")
         operator, solution = str(get_operator(shape.operator)), each.who.solution
         known = Row(each.who.name, operator, shape.case.name, each.status, each.reason, solution=solution, version=version)
         if each.rounds and each.status == "measured":

@@ -51,6 +51,7 @@ def test_it_measures_every_family(program: ModuleType) -> None:
     assert len({shape.name for shape in found}) == len(found)
     assert [shape.family for shape in found[: len(program.FAMILIES)]] == list(program.FAMILIES), "they take turns"
     assert {shape.family for shape in program.shapes(["sampling"])} == {"sampling"}
+    assert all(get_operator(shape.operator).has_hook("cost") for shape in found), "rates are of the operator's cost"
 
 
 @pytest.mark.parametrize(("operator", "case", "name"), OF_TORCH, ids=[operator for operator, _, _ in OF_TORCH])
