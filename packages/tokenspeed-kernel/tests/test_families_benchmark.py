@@ -78,6 +78,25 @@ def test_a_wrong_result_is_not_timed(program: ModuleType, monkeypatch: pytest.Mo
     assert [(each.who.name, each.status, each.rounds) for each in who if each.who is false] == [("torch", "failed", [])]
 
 
+def test_calls_of_a_graph_take_turns_on_copies(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with something in place of graphs and clocks: each call takes 100 us, and touches little memory."""
+    graphs: list[Any] = []
+    monkeypatch.setattr(program, "captured", lambda calls, device: graphs.append(calls))
+    monkeypatch.setattr(program, "sample", lambda calls, device, **options: [100.0])
+    op = get_operator("sampling.argmax_with_value")
+    arguments = op.complete(small(program, str(op)).case.build(CPU))
+    copies = program.copies_of(op, arguments, touched=60e6)
+    assert len(copies) == 4
+    (contestant,) = [each for each in program.contestants(op, arguments, "") if each.who.name == "torch.max"]
+    program.prepare(op, contestant, copies, torch.device("cuda"))
+    assert contestant.calls == len(graphs[0]) == 16
+    seen = [each["logits"].data_ptr() for each in copies]
+    assert len({*seen}) == len(copies)
+    assert len({id(call) for call in graphs[0]}) == len(copies)
+    for call in graphs[0]:
+        call()
+
+
 def test_what_takes_too_long_is_left(program: ModuleType) -> None:
     with pytest.raises(program.OutOfTimeError, match="more than 0 s"), program.within(0.05):
         time.sleep(60.0)
