@@ -170,7 +170,7 @@ def relative_error(got: Any, expected: Tensor) -> float:
     if not bool((finite | (given == wanted) | (given.isnan() & wanted.isnan())).all()):
         return math.inf
     difference, size = (torch.linalg.vector_norm(x.where(finite, 0.0)) for x in (given - wanted, wanted))
-    error = float(difference / size)
+    error = float(difference / size) if difference else 0.0
     return error if math.isfinite(error) else math.inf
 
 

@@ -18,6 +18,7 @@ from tokenspeed_kernel_base.operator import get_operator
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 CPU = torch.device("cpu")
+NAN, INF = float("nan"), float("inf")
 # Peers that are PyTorch's own functions, each with a small case of the operator that it serves.
 OF_TORCH = [
     ("gemm.mm", "nvfp4 weight only in tiles of 128x4", "cuBLAS, bfloat16"),
@@ -76,6 +77,18 @@ def test_a_wrong_result_is_not_timed(program: ModuleType, monkeypatch: pytest.Mo
     monkeypatch.setattr(program.family_peers, "torch_zero_pages", false)
     who, _ = program.measure(small(program, "kvcache.zero_kv_pages"), CPU, effort(program))
     assert [(each.who.name, each.status, each.rounds) for each in who if each.who is false] == [("torch", "failed", [])]
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "error"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0), ([3.0, 4.5], [3.0, 4.0], 0.1), ([NAN, -INF, 0.0], [NAN, -INF, -0.0], 0.0),
+        ([NAN, 1.0], [1.0, 1.0], INF), ([INF, 1.0], [-INF, 1.0], INF), ([1.0, 0.0], [0.0, 0.0], INF), ([1.0], [1.0, 1.0], INF),
+    ],
+)  # fmt: skip
+def test_the_error_of_a_result(program: ModuleType, got: list[float], expected: list[float], error: float) -> None:
+    assert program.relative_error(torch.tensor(got), torch.tensor(expected)) == pytest.approx(error)
+    assert program.relative_error(torch.tensor([1, 2]), torch.tensor([1, 3])) == INF
 
 
 def test_calls_of_a_graph_take_turns_on_copies(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
