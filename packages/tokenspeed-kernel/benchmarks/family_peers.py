@@ -218,11 +218,11 @@ def cudnn_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, is_causal
     lengths = cu_seqlens.diff().tolist()
     refuse_unless(len({*lengths}) == 1 and q.dtype == torch.bfloat16, "sequences of one length, in bfloat16")
     attention = importlib.import_module("torch.nn.attention")
-    operands = [x.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2) for x in (q, k, v)]
+    q, k, v = (x.view(len(lengths), lengths[0], *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
 
     def call() -> Tensor:
         with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(*operands, is_causal=is_causal, scale=softmax_scale)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=softmax_scale)
 
     try:
         call()

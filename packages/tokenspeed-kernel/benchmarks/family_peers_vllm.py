@@ -73,7 +73,7 @@ def stand_in(folder: Path) -> None:
 
 def _rearranged(x: Tensor, pattern: str, **sizes: int) -> Tensor:
     """The two patterns of einops that these modules use: the last two axes to one, and back."""
-    return x.flatten(-2) if "(p n)" in pattern.partition("->")[2] else x.unflatten(-1, (-1, sizes["n"]))
+    return x.flatten(-2) if "(p n)" in pattern.partition("->")[2] else x.view(*x.shape[:-1], -1, sizes["n"])
 
 
 @functools.cache
