@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import os
 import signal
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+
+from tokenspeed_kernel.workbench.benchmark.timing import sample
 
 
 class OutOfTimeError(Exception):
@@ -35,17 +39,25 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def tune_quickly(keep: bool) -> None:
-    """Makes Triton's autotuner compile its configurations side by side, and time each for some milliseconds.
+def _few_times(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
+    """Milliseconds of a call, as Triton's autotuner wants them: the median stands for all quantiles."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    times = sample(call, device, budget_s=0.0, cache="cold", fewest=7, most=7, expected_us=1.0)
+    return [statistics.median(times) / 1e3] * len(quantiles)
 
-    One after another, as it is made, the configurations of vLLM's chunked scan alone take minutes to compile at the first call.
+
+def tune_quickly(keep: bool) -> None:
+    """Makes Triton's autotuner compile its configurations side by side, and time each a few times.
+
+    One after another, as it is made, the configurations of vLLM's chunked scan alone take minutes to compile at the first call, and
+    its own clock runs a short kernel a thousand times, each with all of the cache overwritten before.
 
     Args:
         keep: whether what was found is kept on disk, for later processes: not where others work on the device meanwhile.
     """
     os.environ.setdefault("FLA_CACHE_RESULTS", str(int(keep)))  # flash-linear-attention asks for it by itself
     try:
-        from triton import knobs, testing
+        from triton import knobs
         from triton.runtime import autotuner
         from triton.runtime._async_compile import AsyncCompileMode
     except ImportError:  # another release of Triton, or none: nothing is changed
@@ -64,7 +76,7 @@ def tune_quickly(keep: bool) -> None:
         key = (id(tuner), *(str(given.get(name)) for name in tuner.keys))
         if len(tuner.configs) > 1 and key not in known:
             known.add(key)
-            tuner.__dict__.setdefault("do_bench", functools.partial(testing.do_bench, warmup=3, rep=15))
+            tuner.__dict__.setdefault("do_bench", _few_times)
             try:
                 # In a context of its own: where time ends in the midst of it, the mode ends with the context.
                 contextvars.copy_context().run(compile_all, tuner, args, kwargs)

@@ -42,7 +42,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
         "gated_delta_rule_prefill": ("qwen3-next 1 x 8192", "qwen3-next 8 x 1024", "kimi linear 1 x 8192", "kimi linear 8 x 1024"),
         "gated_delta_rule_decode": (
             "qwen3-next decode 64", "kimi linear decode 64", "qwen3-next decode 256", "kimi linear decode 256",
-            "qwen3-next decode 1", "qwen3-next decode 64, 4 tokens in a state each", "qwen3-next decode 256, bfloat16 states",
+            "qwen3-next decode 1", "qwen3-next decode 64, 4 tokens in a state each",
         ),
         "rmsnorm_gated": ("qwen3-next prefill 8192", "qwen3-next decode 64", "gate first, 8192 rows of 4096"),
     },
@@ -50,7 +50,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
         "ssd_prefill": ("nemotron-h 8 x 1024", "nemotron-h 1 x 8192", "granite-4 2 x 4096, bfloat16 states"),
         "ssd_decode": ("nemotron-h 64", "nemotron-h 256", "nemotron-h 1", "granite-4 128, bfloat16 states"),
         "causal_conv1d_prefill": ("qwen3-next 1 x 8192", "nemotron-h 4 x 4096, bias"),
-        "causal_conv1d_decode": ("qwen3-next 64", "qwen3-next 256", "nemotron-h 128, bias"),
+        "causal_conv1d_decode": ("qwen3-next 64", "nemotron-h 128, bias"),
     },
     "sparse attention": {
         "mla_sparse_with_kvcache": (
@@ -75,7 +75,6 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
             Case("deepseek-v3 16 x 32768", paged([32768] * 16, **_LATENT)),
             Case("deepseek-v3 1 x 8192", paged([8192], **_LATENT)),
             "deepseek-v3, 16 of its heads, 128 x 4096", "deepseek-v3 128 x 4096, fp8 cache",
-            "deepseek-v3, 16 of its heads, 32 x 8192, trees of 8",
         ),
         "mla_prefill": (
             "deepseek-v3 4 x 4096", "deepseek-v3, 16 of its heads, 2 x 8192", "deepseek-v3, 16 of its heads, 2 x 8192, fp8",
@@ -92,7 +91,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
     "fused prologues": {
         "qk_rmsnorm_rope_store_kv_cache": (
             "qwen3-32b prefill 16384", "qwen3-8b decode 64", "llama-3-70b decode 256, fp8 cache",
-            "qwen3-235b prefill 16384, fp8 cache", "qwen3-vl-8b prefill 16384", "llama-3-8b decode 64",
+            "qwen3-vl-8b prefill 16384", "llama-3-8b decode 64",
         ),
         "rmsnorm_quantize_fp8": (
             "llama-3-8b prefill 8192, per token", "deepseek-v3 decode 128, blocks of 128", "llama-3-70b decode 64, per token",
@@ -119,8 +118,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
             Case("fp8, e8m0 scales a row of 128, 4096 x 7168 x 4096", fp8(
                 4096, 7168, 4096, a_scale="block", b_scale="block1d", scales="e8m0"
             )),
-            "deepseek-v3 down, fp8 per block, packed e8m0, prefill 4096", "llama-70b o, mxfp8, prefill 4096",
-            "fp8 per token, 8192 x 8192 x 8192", "fp8 per block, decode 64",
+            "llama-70b o, mxfp8, prefill 4096", "fp8 per token, 8192 x 8192 x 8192", "fp8 per block, decode 64",
         ),
     },
     "scales and codes": {
@@ -132,7 +130,7 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
     "sampling": {
         "sample_top_k_top_p": (
             "gpt-oss-120b decode 64, top-k 40, top-p 0.95", "gpt-oss-120b decode 64, flat", "gpt-oss-120b decode 64, min-p 0.05",
-            "gpt-oss-120b decode 256, top-p 0.9", "llama-3 decode 256, top-k 40, top-p 0.95",
+            "gpt-oss-120b decode 256, top-p 0.9",
         ),
         "adjust_logits": ("gpt-oss-120b decode 64, 1024 listed",),
         "token_logprobs": ("gpt-oss-120b decode 64, 20 top tokens", "llama-3 prompt 1024, 5 top tokens, bfloat16"),
@@ -155,21 +153,20 @@ _MEASURED: Mapping[str, Mapping[str, Sequence[str | Case]]] = {
 FAMILIES = tuple(_MEASURED)
 
 
-def _shapes_of(family: str) -> Iterator[Shape]:
-    """Goes through a family such that each operator has its first case before any has its second."""
-    of_operators = []
-    for operator, wanted in _MEASURED[family].items():
-        known = {case.name: case for case in get_operator(operator).all_cases()}
-        of_operators.append([Shape(family, operator, each if isinstance(each, Case) else known[each]) for each in wanted])
-    yield from taken_in_turns(of_operators)
+def _calls_of(family: str, operator: str) -> Iterator[Shape]:
+    known = {case.name: case for case in get_operator(operator).all_cases()}
+    for each in _MEASURED[family][operator]:
+        yield Shape(family, operator, each if isinstance(each, Case) else known[each])
 
 
-def taken_in_turns(lists: Sequence[Sequence[Shape]]) -> Iterator[Shape]:
+def taken_in_turns(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
     """The first of each, the second of each, and so on."""
     for row in zip_longest(*lists):
         yield from (each for each in row if each is not None)
 
 
 def shapes(families: Sequence[str] = FAMILIES) -> list[Shape]:
-    """Everything that is measured of these families, which take turns: where time ends, each has something."""
-    return list(taken_in_turns([list(_shapes_of(family)) for family in families]))
+    """Everything that is measured of these families: of each operator its first call, then of each its second one, and so on, and
+    families take turns. So where time ends, every operator has something."""
+    operators = taken_in_turns([[(family, operator) for operator in _MEASURED[family]] for family in families])
+    return list(taken_in_turns([list(_calls_of(*each)) for each in operators]))

@@ -1,7 +1,7 @@
 """Every family of operators at sizes of real models, beside the best peer that is there, on one GPU, in a bounded time.
 
 python packages/tokenspeed-kernel/benchmarks/h200_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
-python packages/tokenspeed-kernel/benchmarks/h200_families.py --family 'state space' --peers FOLDER --seconds 30
+python packages/tokenspeed-kernel/benchmarks/h200_families.py --family sampling --peers FOLDER --check --output sampling.json
 python packages/tokenspeed-kernel/benchmarks/table.py --write  # puts the report into the README and the page of figures
 
 Every kernel that serves a call is measured, and every peer of ``family_peers.py`` and ``family_peers_vllm.py`` that can be
@@ -12,9 +12,10 @@ A time is a call's in a CUDA graph of several, which take turns on copies of the
 cache holds: caches are cold, and nothing is written between calls, which would leave lines that calls must write back. Graphs of
 all that are measured at a call take turns; medians of all rounds are reported.
 
-Families take turns, so that each has something where ``--seconds`` end the run. Peers that tune themselves are given
-``--peer-seconds`` for their first call. What they find is kept in Triton's cache, so that the next run is quicker; ``--check``
-compiles and checks all, but keeps no choice, as other processes may be at work then. What the device can do is measured last.
+Operators take turns, so that each has something where ``--seconds`` end the run. Peers that tune themselves are given
+``--peer-seconds`` for their first call; what they find is kept in Triton's cache. ``--check`` compiles and checks, and keeps no
+choice, as other processes may be at work then; with ``--checked`` its reports spare a run on the same code what it did, so that
+families can be checked side by side, and measured one after another. What the device can do is measured last.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,6 +71,9 @@ _TOUCHED, _COPIES, _COPIED_BYTES = 130e6, 384, 30 << 30
 _GRAPH_US = 1500.0
 # What a reference may take, in seconds.
 _CHECK_S = 5.0
+# Results that were right before: relative errors by operator, case and kernel.
+Known = Mapping[tuple[str, str, str], float]
+
 # Nothing is begun when no more is left.
 _LEAST_S = 1.0
 
@@ -81,7 +86,7 @@ class Contestant:
         who: the kernel's declaration, or the peer.
         status: see `Row`.
         error: the largest relative error of an output, by norm.
-        checked: what its results were held against: "reference", or a kernel's name.
+        checked: what its results were held against: "reference", or a kernel's name; "before": in a run with ``--check``.
     """
 
     who: KernelSpec | Peer
@@ -251,7 +256,7 @@ def prepare(op: Operator[Any, Any], contestant: Contestant, copies: Sequence[Arg
     if device.type != "cuda":
         contestant.replay = calls[0]
         return
-    alone_us = statistics.median(sample(calls, device, budget_s=0.0, cache="warm", fewest=3, most=3))
+    alone_us = statistics.median(sample(calls[0], device, budget_s=0.0, cache="warm", fewest=3, most=3))
     contestant.calls = len(calls) * max(1, math.ceil(_GRAPH_US / alone_us / len(calls)))
     contestant.replay = captured([calls[index % len(calls)] for index in range(contestant.calls)], device)
 
@@ -260,17 +265,19 @@ def add_round(contestant: Contestant, device: torch.device, budget_s: float) -> 
     if contestant.replay is None:
         raise RuntimeError("it has not been prepared")
     known = statistics.median(contestant.rounds[0]) * contestant.calls if contestant.rounds else None
-    times = sample(contestant.replay, device, budget_s=budget_s, cache="warm", fewest=3, most=40, expected_us=known)
+    times = sample(contestant.replay, device, budget_s=budget_s, cache="warm", fewest=3, most=20, expected_us=known)
     contestant.rounds.append([time_us / contestant.calls for time_us in times])
 
 
-def measure(shape: Shape, device: torch.device, effort: Effort, without: str = "") -> tuple[list[Contestant], Any]:
-    """All contestants at one call, and the call's cost."""
+def measure(
+    shape: Shape, device: torch.device, effort: Effort, without: str = "", known: Known = MappingProxyType({})
+) -> tuple[list[Contestant], Any]:
+    """All contestants at one call, and the call's cost. What is ``known`` to be right is not checked."""
     op = get_operator(shape.operator)
     arguments = op.complete(shape.case.build(device))
     cost = op.cost_of(arguments)
     who = contestants(op, arguments, without)
-    expected = expected_of(op, arguments, min(_CHECK_S, effort.left))
+    expected: Expected | None = None
 
     def first_call(contestant: Contestant) -> None:
         nonlocal expected
@@ -279,7 +286,13 @@ def measure(shape: Shape, device: torch.device, effort: Effort, without: str = "
             call = contestant.bound(op, twin)
             got = call()
             _synchronize(device)
+        error = known.get((str(op), shape.case.name, contestant.who.name))
+        if error is not None:
+            contestant.error, contestant.checked = error, "before"
+            return
         got = call.form(got) if isinstance(call, InForm) else got
+        if expected is None:
+            expected = expected_of(op, arguments, min(_CHECK_S, effort.left))
         if expected is None:
             expected = Expected([value.clone() for value in as_list(got)], written_to(op, twin), contestant.who.name)
         check(op, contestant, twin, got, expected)
@@ -359,6 +372,7 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=110.0, help="of the whole run (110)")
     parser.add_argument("--peer-seconds", type=float, default=15.0, help="of one's first call, in which it may tune itself (15)")
     parser.add_argument("--check", action="store_true", help="check the outputs, time nothing")
+    parser.add_argument("--checked", action="append", type=Path, default=[], metavar="FILE", help="a report of --check; repeatable")
     parser.add_argument("--list", action="store_true", help="print the calls, measure nothing")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there")
     parser.add_argument("--commit", default="", help="of this code, where it is a copy that is no checkout")
@@ -369,10 +383,27 @@ def command_of(words: Sequence[str]) -> str:
     """The command without folders of this machine, by which it is known elsewhere."""
     kept, skip = [], False
     for word in words:
-        if not skip and word not in ("--peers", "--output", "--commit"):
+        private = word in ("--peers", "--output", "--commit", "--checked") and not skip
+        if not skip and not private:
             kept.append(word)
-        skip = word in ("--peers", "--output", "--commit") and not skip
+        skip = private
     return shlex.join(["python", "packages/tokenspeed-kernel/benchmarks/h200_families.py", *kept])
+
+
+def known_of(files: Iterable[Path], commit: str) -> Known:
+    """What runs with ``--check`` found right.
+
+    Raises:
+        ValueError: a report is of other code.
+    """
+    known: dict[tuple[str, str, str], float] = {}
+    for file in files:
+        found = json.loads(file.read_text())
+        if not commit or found["metadata"]["git_commit"] != commit:
+            raise ValueError(f"{file} is of commit {found['metadata']['git_commit'] or 'unknown'}, this is {commit or 'unknown'}")
+        right = [row for row in found["rows"] if row["status"] == "measured" and row["relative_error"] is not None]
+        known |= {(row["operator"], row["case"], row["kernel"]): row["relative_error"] for row in right}
+    return known
 
 
 def lost(device: torch.device) -> str:
@@ -390,10 +421,11 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
     """Measures, prints a line a call, and writes the report after each. Returns the document."""
     begun = time.monotonic()
     rounds = 0 if given.check else 3
-    effort = Effort(rounds, 0.015, given.peer_seconds, begun + given.seconds)
+    effort = Effort(rounds, 0.006, given.peer_seconds, begun + given.seconds)
     metadata = collect_metadata(command, device)
     if given.commit:
         metadata = dataclasses.replace(metadata, git_commit=given.commit)
+    known = known_of(given.checked, metadata.git_commit)
     method = Method("cold" if device.type == "cuda" else "warm", 1, _COPIES, effort.budget_s * rounds, rounds)
     report = Report(metadata, (), None, method)
     rows: list[dict[str, Any]] = []
@@ -402,7 +434,7 @@ def run(given: argparse.Namespace, device: torch.device, command: str, wanted: S
         if broken or effort.left < _LEAST_S:
             break
         try:
-            who, cost = measure(shape, device, effort, given.without)
+            who, cost = measure(shape, device, effort, given.without, known)
         except (RuntimeError, ValueError, TypeError) as error:  # its arguments do not fit into memory, say
             print(f"{shape.name[:76]} | not measured: {type(error).__name__}: {str(error)[:90]}", flush=True)
         else:

@@ -51,6 +51,8 @@ def test_it_measures_every_family(program: ModuleType) -> None:
     found = program.shapes()
     assert len({shape.name for shape in found}) == len(found)
     assert [shape.family for shape in found[: len(program.FAMILIES)]] == list(program.FAMILIES), "they take turns"
+    operators = {shape.operator for shape in found}
+    assert {shape.operator for shape in found[: len(operators)]} == operators, "each has its first call before any has its second"
     assert {shape.family for shape in program.shapes(["sampling"])} == {"sampling"}
     assert all(get_operator(shape.operator).has_hook("cost") for shape in found), "rates are of the operator's cost"
 
@@ -136,8 +138,18 @@ def test_a_report_and_its_tables(program: ModuleType, monkeypatch: pytest.Monkey
     assert f"| `rmsnorm_quantize_fp8` | {wanted[1].case.name} | " in table.operators(made)
 
 
+def test_what_was_checked_before_is_not_checked_again(program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report, shape = tmp_path / "checked.json", small(program, "zero_kv_pages")
+    program.run(program.options_of(["--check", "--commit", "abc", "--output", str(report)]), CPU, "", [shape])
+    monkeypatch.setattr(program, "expected_of", None)
+    made = program.run(program.options_of(["--commit", "abc", "--checked", str(report)]), CPU, "", [shape])
+    assert [(row["checked"], row["timing"] is not None) for row in made["rows"] if row["peer"]] == [("before", True)]
+    with pytest.raises(ValueError, match="is of commit abc, this is def"):
+        program.run(program.options_of(["--commit", "def", "--checked", str(report)]), CPU, "", [shape])
+
+
 def test_time_ends(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    given = argparse.Namespace(check=True, seconds=0.0, peer_seconds=1.0, commit="abc", without="", output=None)
+    given = argparse.Namespace(check=True, seconds=0.0, peer_seconds=1.0, commit="abc", without="", output=None, checked=[])
     shape = small(program, "zero_kv_pages")
     made = program.run(given, CPU, "command", [shape])
     assert (made["unmeasured"], made["rows"], made["metadata"]["git_commit"]) == ([shape.name], [], "abc")
