@@ -1,7 +1,7 @@
 """vLLM's kernels for ``h200_families.py``: its Triton kernels of Mamba's layers, its operators, and what it carries of others.
 
-The Triton kernels are found in an installed vLLM, or as single files in a folder that ``--peers`` names: their modules import
-little of vLLM, and `stand_in` puts something in place of that. Everything else needs an installed vLLM.
+The Triton kernels are found as single files in a folder that ``--peers`` names, whose modules import little of vLLM, and `stand_in`
+puts something in place of that; or else in an installed vLLM, as is everything else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -36,8 +37,11 @@ class _Nothing:
         return self
 
 
-def stand_in(folder: Path) -> None:
-    """Puts modules in place of those of vLLM that its Triton kernels of Mamba, single files of a folder, import."""
+@contextmanager
+def stand_in(folder: Path) -> Iterator[None]:
+    """Puts modules in place of those of vLLM that its Triton kernels of Mamba, single files of a folder, import; takes all of them
+    away again, so that an installed vLLM can still be imported."""
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("vllm", "einops")}
     triton = importlib.import_module("triton")
     nothing = _Nothing()
     names: Mapping[str, Mapping[str, Any]] = {
@@ -69,6 +73,12 @@ def stand_in(folder: Path) -> None:
         made = ModuleType("einops")
         made.__dict__["rearrange"] = _rearranged
         sys.modules["einops"] = made
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "einops")]:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def _rearranged(x: Tensor, pattern: str, **sizes: int) -> Tensor:
@@ -77,20 +87,26 @@ def _rearranged(x: Tensor, pattern: str, **sizes: int) -> Tensor:
 
 
 @functools.cache
-def _mamba(name: str) -> ModuleType:
-    if "vllm" not in sys.modules and importlib.util.find_spec("vllm") is None:
-        folders = [Path(folder) for folder in sys.path if (Path(folder) / f"{name}.py").is_file()]
-        if not folders:
-            raise ImportError(f"no vLLM, and no {name}.py in a folder of --peers")
-        stand_in(folders[0])
-    return importlib.import_module(f"{_MAMBA}.{name}")
+def _mamba() -> Mapping[str, ModuleType]:
+    """Its modules by name; all at once, for what stands in for vLLM meanwhile is taken away after."""
+    names = ("causal_conv1d", "mamba_ssm", "ssd_combined")
+    folders = [Path(folder) for folder in sys.path if all((Path(folder) / f"{name}.py").is_file() for name in names)]
+    with stand_in(folders[0]) if folders else nullcontext():
+        return {name: importlib.import_module(f"{_MAMBA}.{name}") for name in names}
+
+
+_FAILED: dict[str, str] = {}
 
 
 def _installed(name: str) -> Any:
-    """A module of an installed vLLM, of which what stands in for it has nothing."""
-    if "vllm" in sys.modules and sys.modules["vllm"].__spec__ is None:
-        raise ImportError("vLLM is not installed")
-    return importlib.import_module(name)
+    """A module of an installed vLLM. Importing one may take seconds, and what has failed once is not tried again."""
+    if name in _FAILED:
+        raise ImportError(_FAILED[name])
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever a module of a release that does not fit this PyTorch raises
+        _FAILED[name] = f"{type(error).__name__}: {error}"
+        raise
 
 
 # -- Mamba -------------------------------------------------------------------------------------------------------------------------
@@ -112,7 +128,7 @@ def conv_prefill(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor, states: Tensor, state_slots: Tensor, bias: Tensor | None,
     has_initial_state: Tensor | None, activation: str | None,
 ) -> Call:  # fmt: skip
-    function, programs = _mamba("causal_conv1d").causal_conv1d_fn, _programs(cu_seqlens.diff().tolist(), _CONV_ROWS, x.device)
+    function, programs = _mamba()["causal_conv1d"].causal_conv1d_fn, _programs(cu_seqlens.diff().tolist(), _CONV_ROWS, x.device)
     metadata = SimpleNamespace(
         nums_dict={_CONV_ROWS: programs}, batch_ptr=programs["batch_ptr"], token_chunk_offset_ptr=programs["token_chunk_offset_ptr"]
     )
@@ -129,7 +145,7 @@ def conv_decode(
 ) -> Call:
     """It writes over its input, which is a copy here."""
     refuse_unless(x.shape[1] == 1, "measured on one token a sequence")
-    function, first = _mamba("causal_conv1d").causal_conv1d_update, x[:, 0].clone()
+    function, first = _mamba()["causal_conv1d"].causal_conv1d_update, x[:, 0].clone()
     call = functools.partial(function, first, states.transpose(1, 2), weight, bias, activation, state_slots, null_block_id=-1)
     return InForm(call, lambda found: found.unsqueeze(1))
 
@@ -148,7 +164,7 @@ def ssd_decode(
     skip = D.float()[:, None].expand(heads, dim)
     out = torch.empty_like(x[:, 0])
     call = functools.partial(
-        _mamba("mamba_ssm").selective_state_update, states, x[:, 0], steps[..., None].expand(-1, heads, dim),
+        _mamba()["mamba_ssm"].selective_state_update, states, x[:, 0], steps[..., None].expand(-1, heads, dim),
         decay, B[:, 0], C[:, 0], skip, bias, None if z is None else z[:, 0], False, state_slots, null_block_id=-1, out=out,
     )  # fmt: skip
     return InForm(call, lambda found: out.unsqueeze(1))
@@ -177,7 +193,7 @@ def ssd_prefill(
         initial[~has_initial_state] = 0
     out = torch.empty_like(x)
     call = functools.partial(
-        _mamba("ssd_combined").mamba_chunk_scan_combined_varlen, x, dt, A, B, C, chunk, cu_seqlens, ends, last_of, sequences,
+        _mamba()["ssd_combined"].mamba_chunk_scan_combined_varlen, x, dt, A, B, C, chunk, cu_seqlens, ends, last_of, sequences,
         out, D=D, z=z, dt_bias=dt_bias, initial_states=None if has_initial_state is None else initial,
         dt_softplus=dt_softplus, dt_limit=(dt_min, dt_max), state_dtype=states.dtype,
     )  # fmt: skip

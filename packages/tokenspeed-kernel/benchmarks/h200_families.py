@@ -320,7 +320,7 @@ def rows_of(shape: Shape, who: Iterable[Contestant], cost: Any) -> Iterator[dict
     """A `Row` of the workbench's reports for each, with its family, its error, and whether it is a kernel of ours."""
     for each in who:
         peer, version = isinstance(each.who, Peer), ""
-        if isinstance(each.who, Peer):  # one from a folder is no distribution, but may say its version by itself
+        if isinstance(each.who, Peer) and each.who.package:  # one from a folder may say its version by itself
             version = each.who.version or getattr(sys.modules.get(each.who.name), "__version__", "")
         operator, solution = str(get_operator(shape.operator)), each.who.solution
         known = Row(each.who.name, operator, shape.case.name, each.status, each.reason, solution=solution, version=version)

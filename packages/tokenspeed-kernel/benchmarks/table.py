@@ -133,16 +133,17 @@ def _figures(report: dict[str, Any]) -> Iterator[Figures]:
 
 def _measured_on(report: dict[str, Any]) -> str:
     metadata, roofline = report["metadata"], report["roofline"]
-    versions = {row["solution"]: row["version"] for row in report["rows"] if row["version"]}
+    versions = {row["solution"]: row["version"] for row in report["rows"] if row["version"] and row["timing"]}
     peers = "".join(f", {name} {version}" for name, version in versions.items())
-    can = ""
+    unmeasured, can = len(report["unmeasured"]), ""
+    left = f" The run ended before {unmeasured} more calls." if unmeasured else ""
     if roofline is not None:
         copy, products = roofline["copy_gb_per_s"] / 1e3, roofline["tflops"]["bfloat16"]
         can = f" It copies {copy:.2f} TB/s and multiplies bfloat16 matrices at {products:.0f} TFLOP/s."
     return (
         f"{metadata['device']}, driver {metadata['driver']}, torch {metadata['torch']}, Triton {metadata['triton']}{peers}, commit "
         f"{metadata['git_commit'][:12]}.{can} Medians of calls in CUDA graphs that take turns on copies of their "
-        "arguments, more than caches hold; every result was checked first."
+        f"arguments, more than caches hold; every result was checked first.{left}"
     )
 
 
