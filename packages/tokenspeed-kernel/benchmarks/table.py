@@ -1,7 +1,7 @@
-"""The tables of the documentation's page of figures, from the reports beside this file.
+"""The tables of the documentation's page of figures and of the package's README, from the reports beside this file.
 
 python packages/tokenspeed-kernel/benchmarks/table.py            # prints them
-python packages/tokenspeed-kernel/benchmarks/table.py --write    # puts them into the page
+python packages/tokenspeed-kernel/benchmarks/table.py --write    # puts them into the pages
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "figures.md"
+README = HERE.parent / "README.md"
 END = "<!-- end -->"
 
 # Kernels whose time is arithmetic, or may be; the others move bytes.
@@ -90,37 +92,128 @@ def calls(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# What stands on the page behind each mark, and the report that it is made of.
-SECTIONS: dict[str, tuple[Path, Callable[[dict[str, Any]], str]]] = {
-    "<!-- kernels, measured on an H200 -->": (HERE / "h200.json", kernels),
-    "<!-- what a call costs -->": (HERE / "dispatch.json", calls),
+class Figures(NamedTuple):
+    """What is said of one call in a table of families: what was called, our quickest kernel's row, all others' times by name, and
+    how many times as long as ours the quickest peer takes (None without a peer)."""
+
+    family: str
+    operator: str
+    case: str
+    ours: dict[str, Any]
+    others: dict[str, float]
+    ratio: float | None
+
+    @property
+    def us(self) -> float:
+        return float(self.ours["timing"]["median_us"])
+
+    def rates(self) -> list[str]:
+        """TB/s, and TFLOP/s where arithmetic is what counts."""
+        tflops = self.ours["tflops"]
+        return [f"{self.ours['gb_per_s'] / 1e3:.2f}", f"{tflops:.0f}" if tflops >= 10 else ""]
+
+    def beside(self) -> str:
+        return ", ".join(f"{name} {_three_digits(us)}" for name, us in self.others.items())
+
+
+def _figures(report: dict[str, Any]) -> Iterator[Figures]:
+    """Of each call that was measured, in the order of families."""
+    order = list(dict.fromkeys(row["family"] for row in report["rows"]))
+    rows = sorted(report["rows"], key=lambda row: (order.index(row["family"]), row["operator"], row["case"]))
+    for (family, operator, case), found in groupby(rows, lambda row: (row["family"], row["operator"], row["case"])):
+        timed = sorted((row for row in found if row["timing"]), key=lambda row: float(row["timing"]["median_us"]))
+        kernels = [row for row in timed if not row["peer"]]
+        if not kernels:
+            continue
+        others = {row["solution"]: row["timing"]["median_us"] for row in timed if row is not kernels[0]}
+        peers = [row["timing"]["median_us"] for row in timed if row["peer"]]
+        ratio = peers[0] / kernels[0]["timing"]["median_us"] if peers else None
+        yield Figures(family, operator.partition(".")[2], case, kernels[0], others, ratio)
+
+
+def _measured_on(report: dict[str, Any]) -> str:
+    metadata, roofline = report["metadata"], report["roofline"]
+    versions = {row["solution"]: row["version"] for row in report["rows"] if row["version"] and row["timing"]}
+    peers = "".join(f", {name} {version}" for name, version in versions.items())
+    unmeasured, can = len(report["unmeasured"]), ""
+    left = f" The run ended before {unmeasured} more calls." if unmeasured else ""
+    if roofline is not None:
+        copy, products = roofline["copy_gb_per_s"] / 1e3, roofline["tflops"]["bfloat16"]
+        can = f" It copies {copy:.2f} TB/s and multiplies bfloat16 matrices at {products:.0f} TFLOP/s."
+    return (
+        f"{metadata['device']}, driver {metadata['driver']}, torch {metadata['torch']}, Triton {metadata['triton']}{peers}, commit "
+        f"{metadata['git_commit'][:12]}.{can} Medians of calls in CUDA graphs that take turns on copies of their "
+        f"arguments, more than caches hold; every result was checked first.{left}"
+    )
+
+
+def families(report: dict[str, Any]) -> str:
+    """Markdown: a table for each family, one row a call."""
+    lines = [_measured_on(report), "", f"`{report['metadata']['command']}`"]
+    for family, found in groupby(_figures(report), lambda each: each.family):
+        lines += ["", f"### {family.capitalize()}", ""]
+        lines += ["| call | kernel | µs | TB/s | TFLOP/s | others, µs | peer / ours |", "|---|---|--:|--:|--:|---|--:|"]
+        for each in found:
+            cells = [f"`{each.operator}`, {each.case}", each.ours["solution"], _three_digits(each.us), *each.rates(), each.beside()]
+            lines.append(f"| {' | '.join(cells)} | {'' if each.ratio is None else f'{each.ratio:.2f}'} |")
+    return "\n".join(lines)
+
+
+def operators(report: dict[str, Any]) -> str:
+    """Markdown: one row an operator, of the call that takes longest, and of all calls how they stand beside the best peer."""
+    lines = [_measured_on(report), ""]
+    lines += ["| operator | longest call | µs | TB/s | TFLOP/s | best peer / ours |", "|---|---|--:|--:|--:|--:|"]
+    for operator, found in groupby(sorted(_figures(report), key=lambda each: each.operator), lambda each: each.operator):
+        calls = list(found)
+        longest = max(calls, key=lambda each: each.us)
+        ratios = sorted(each.ratio for each in calls if each.ratio is not None)
+        beside = "" if not ratios else f"{ratios[0]:.2f}" + (f" to {ratios[-1]:.2f}" if len(ratios) > 1 else "")
+        lines.append(f"| `{operator}` | {' | '.join([longest.case, _three_digits(longest.us), *longest.rates(), beside])} |")
+    return "\n".join(lines)
+
+
+class Section(NamedTuple):
+    """What stands on a page behind a mark, and the report that it is made of."""
+
+    page: Path
+    report: Path
+    make: Callable[[dict[str, Any]], str]
+
+
+SECTIONS = {
+    "<!-- kernels, measured on an H200 -->": Section(PAGE, HERE / "h200.json", kernels),
+    "<!-- what a call costs -->": Section(PAGE, HERE / "dispatch.json", calls),
+    "<!-- families, measured on an H200 -->": Section(PAGE, HERE / "h200_families.json", families),
+    "<!-- operators, measured on an H200 -->": Section(README, HERE / "h200_families.json", operators),
 }
 
 
 def made(mark: str) -> str:
-    """A section, from its report."""
-    report, make = SECTIONS[mark]
-    return make(json.loads(report.read_text()))
+    """A section, from its report; where there is none yet, a line that says so."""
+    section = SECTIONS[mark]
+    if not section.report.is_file():
+        return f"Not measured yet; `{section.report.name}` will hold the report."
+    return section.make(json.loads(section.report.read_text()))
 
 
-def shown(text: str, mark: str) -> str:
-    """A section as a page has it."""
+def shown(mark: str) -> str:
+    """A section as its page has it."""
+    text = SECTIONS[mark].page.read_text()
     begin = text.index(mark) + len(mark)
     return text[begin : text.index(END, begin)].strip()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into the page")
+    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
     write = parser.parse_args().write
-    text = PAGE.read_text()
-    for mark in SECTIONS:
+    for mark, section in SECTIONS.items():
         if not write:
             print(made(mark), end="\n\n")
+            continue
+        text = section.page.read_text()
         begin = text.index(mark) + len(mark)
-        text = f"{text[:begin]}\n\n{made(mark)}\n\n{text[text.index(END, begin) :]}"
-    if write:
-        PAGE.write_text(text)
+        section.page.write_text(f"{text[:begin]}\n\n{made(mark)}\n\n{text[text.index(END, begin) :]}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""Work that may take longer than there is time for: other people's kernels that tune themselves, and references."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import signal
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tokenspeed_kernel.workbench.benchmark.timing import sample
+
+
+class OutOfTimeError(Exception):
+    """The time that was given is over."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises `OutOfTimeError` in its block when that has taken so many seconds, as soon as Python code runs.
+
+    It works in the main thread only, and blocks are not nested.
+    """
+
+    def stop(number: int, frame: Any) -> None:
+        raise OutOfTimeError(f"it took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _few_times(call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
+    """Milliseconds of a call, as Triton's autotuner wants them: the median stands for all quantiles."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    times = sample(call, device, budget_s=0.0, cache="cold", fewest=7, most=7, expected_us=1.0)
+    return [statistics.median(times) / 1e3] * len(quantiles)
+
+
+def tune_quickly(keep: bool) -> None:
+    """Makes Triton's autotuner compile its configurations side by side, and time each a few times.
+
+    One after another, as it is made, the configurations of vLLM's chunked scan alone take minutes to compile at the first call, and
+    its own clock runs a short kernel a thousand times, each with all of the cache overwritten before.
+
+    Args:
+        keep: whether what was found is kept on disk, for later processes: not where others work on the device meanwhile.
+    """
+    os.environ.setdefault("FLA_CACHE_RESULTS", str(int(keep)))  # flash-linear-attention asks for it by itself
+    try:
+        from triton import knobs
+        from triton.runtime import autotuner
+        from triton.runtime._async_compile import AsyncCompileMode
+    except ImportError:  # another release of Triton, or none: nothing is changed
+        return
+    knobs.autotuning.cache = keep
+    run = autotuner.Autotuner.run
+    threads = ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 1))
+    known: set[Any] = set()
+
+    def compile_all(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with AsyncCompileMode(threads, ignore_errors=True):
+            tuner.warmup(*args, **{name: value for name, value in kwargs.items() if name != "warmup"})
+
+    def run_prepared(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
+        key = (id(tuner), *(str(given.get(name)) for name in tuner.keys))
+        if len(tuner.configs) > 1 and key not in known:
+            known.add(key)
+            tuner.__dict__.setdefault("do_bench", _few_times)
+            try:
+                # In a context of its own: where time ends in the midst of it, the mode ends with the context.
+                contextvars.copy_context().run(compile_all, tuner, args, kwargs)
+            except OutOfTimeError:
+                raise
+            except Exception as error:  # a configuration that cannot be compiled; the autotuner finds that out by itself
+                print(f"compiled one after another: {tuner.base_fn.__name__}: {type(error).__name__}: {error}"[:160])
+        return run(tuner, *args, **kwargs)
+
+    autotuner.Autotuner.run = run_prepared

@@ -1,0 +1,246 @@
+"""Other people's kernels for ``h200_families.py``: PyTorch's, cuBLAS and cuDNN through it, and flash-linear-attention's.
+
+Each is declared as `tokenspeed_kernel.workbench.benchmark.peer` says, and set up once for a call. Where its result has another
+form than the operator's, the call is `InForm`. What an engine that uses a peer does once and not at every call (contiguous
+operands, int64 offsets, plans) is done in its setup, which is not timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.workbench.benchmark import Unsupported, peer
+from tokenspeed_kernel_base.ops.gemm.operands import decode_operands
+from tokenspeed_kernel_base.ops.sampling.philox import uniform
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class InForm:
+    """A call, and what brings its result into the operator's form, which is not timed."""
+
+    call: Call
+    form: Callable[[Any], Any]
+
+    def __call__(self) -> Any:
+        return self.call()
+
+
+def refuse_unless(holds: bool, what: str) -> None:
+    """Raises `Unsupported`: a peer that is silent about an argument would be timed on less work."""
+    if not holds:
+        raise Unsupported(what)
+
+
+# -- flash-linear-attention --------------------------------------------------------------------------------------------------------
+
+_FLA = "flash-linear-attention"
+
+
+def _delta_rule(g: Tensor, q: Tensor, of_head: str, of_channel: str) -> Callable[..., Any]:
+    """One of two functions: for a gate of each head, or of each channel."""
+    module, name = ("fla.ops.kda", of_channel) if g.dim() == q.dim() else ("fla.ops.gated_delta_rule", of_head)
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _gates(A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool, scale: float | None) -> dict[str, Any]:
+    refuse_unless(A_log is not None, "measured on gates that are computed within")
+    bias = None if dt_bias is None else dt_bias.flatten()
+    inside = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "use_qk_l2norm_in_kernel": qk_l2norm}
+    return {**inside, "A_log": A_log, "dt_bias": bias, "scale": scale, "output_final_state": True}
+
+
+@peer("linear_attention.gated_delta_rule_prefill", name="fla", setup=True, package=_FLA)
+def fla_prefill(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, cu_seqlens: Tensor, state_slots: Tensor,
+    has_initial_state: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool, scale: float | None,
+) -> Call:  # fmt: skip
+    """It has no slots: initial states are given and final ones returned."""
+    refuse_unless(states.dtype == torch.float32, "it keeps states in float32")
+    function = _delta_rule(g, q, "chunk_gated_delta_rule", "chunk_kda")
+    operands = [x.contiguous().unsqueeze(0) for x in (q, k, v, g, beta)]
+    first = states[state_slots.long()].clone()
+    if has_initial_state is None:
+        first.zero_()
+    else:
+        first[~has_initial_state] = 0
+    options = {"initial_state": first, "cu_seqlens": cu_seqlens.long(), **_gates(A_log, dt_bias, qk_l2norm, scale)}
+    return InForm(functools.partial(function, *operands, **options), lambda found: found[0].view(v.shape))
+
+
+@peer("linear_attention.gated_delta_rule_decode", name="fla", setup=True, package=_FLA)
+def fla_decode(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, state_slots: Tensor,
+    A_log: Tensor | None, dt_bias: Tensor | None, qk_l2norm: bool, scale: float | None,
+) -> Call:  # fmt: skip
+    """It has no slots: initial states are given and final ones returned."""
+    refuse_unless(states.dtype == torch.float32, "it keeps states in float32")
+    function = _delta_rule(g, q, "fused_recurrent_gated_delta_rule", "fused_recurrent_kda")
+    q, k, values, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    first, options = states[state_slots.long()].clone(), _gates(A_log, dt_bias, qk_l2norm, scale)
+    call = functools.partial(function, q, k, values, g=g, beta=beta, initial_state=first, **options)
+    return InForm(call, lambda found: found[0].view(v.shape))
+
+
+@peer("norm.rmsnorm_gated", name="fla", setup=True, package=_FLA)
+def fla_rmsnorm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: str, norm_before_gate: bool) -> Call:
+    refuse_unless(norm_before_gate, "it gates what is normed already")
+    function = importlib.import_module("fla.modules.norm.fused_norm_gate").rms_norm_gated
+    named = {"silu": "swish"}.get(activation, activation)
+    return functools.partial(function, x, gate.contiguous(), weight, None, activation=named, eps=eps)
+
+
+# -- selection and sampling --------------------------------------------------------------------------------------------------------
+
+
+@peer("attention.top_k_indices", name="torch.topk", setup=True)
+def torch_topk(scores: Tensor, top_k: int, lengths: Tensor | None) -> Call:
+    """It knows no lengths: what lies behind them is overwritten in its setup."""
+    if lengths is not None:
+        behind = torch.arange(scores.shape[1], device=scores.device) >= lengths.unsqueeze(1)
+        scores = scores.masked_fill(behind, -torch.inf)
+
+    def form(found: Any) -> Tensor:
+        # Of equal scores at the edge it may choose others, which is right of it. So where its scores are the largest, positions
+        # are those that the operator would choose.
+        best = scores.sort(dim=1, descending=True, stable=True)
+        values, at = best.values[:, :top_k], best.indices[:, :top_k]
+        if not torch.equal(found.values.sort(1, descending=True).values, values):
+            at = found.indices
+        at = torch.where(values == -torch.inf, scores.shape[1], at).sort(dim=1).values
+        return torch.where(at == scores.shape[1], -1, at).int()
+
+    return InForm(lambda: scores.topk(top_k, dim=1, sorted=False), form)
+
+
+@peer("sampling.sample_top_k_top_p", name="torch", setup=True)
+def torch_sampling(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, offset: Tensor, out_dtype: torch.dtype
+) -> Call:
+    """PyTorch's functions in a row, on the best tokens alone, at the random numbers that the operator specifies."""
+    most, limited = int(top_k.max()), int(top_k.min()) > 0
+    refuse_unless(limited and most <= 1024 and bool((temperature > 0).all()), "measured where all rows have a top-k")
+    at, warmth, limit = uniform(seed, offset).unsqueeze(1), temperature.unsqueeze(1), top_p.unsqueeze(1)
+    outside = torch.arange(most, device=logits.device) >= top_k.unsqueeze(1)
+
+    def call() -> Tensor:
+        best = logits.topk(most, dim=1)
+        probs = (best.values.float() / warmth).masked_fill(outside, -torch.inf).softmax(1)
+        before = probs.cumsum(1) - probs
+        kept = torch.where(before < limit, probs, 0.0)
+        sums = kept.cumsum(1)
+        place = torch.searchsorted(sums, at * sums[:, -1:], right=True)
+        return best.indices.gather(1, place).squeeze(1).to(out_dtype)
+
+    return call
+
+
+@peer("sampling.token_logprobs", name="torch", setup=True)
+def torch_logprobs(logits: Tensor, tokens: Tensor, top_k: int) -> Call:
+    refuse_unless(logits.dtype == torch.float32, "its order of equal logits, of which 16-bit formats have many, is not defined")
+    given = tokens.long().unsqueeze(1)
+
+    def call() -> tuple[Tensor, ...]:
+        lse = logits.logsumexp(1, keepdim=True)
+        top = logits.topk(top_k, dim=1)
+        return (logits.gather(1, given) - lse).squeeze(1), top.values - lse, top.indices.int(), lse.squeeze(1)
+
+    return call
+
+
+@peer("sampling.argmax_with_value", name="torch.max", setup=True)
+def torch_max(logits: Tensor, first_token: int) -> Call:
+    call = functools.partial(torch.max, logits, 1)
+    return InForm(call, lambda found: (found.values.float(), (found.indices + first_token).int()))
+
+
+# -- products ----------------------------------------------------------------------------------------------------------------------
+
+
+@peer("gemm.mm", name="cuBLAS, bfloat16", setup=True)
+def bfloat16_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, alpha: Tensor | None) -> Call:
+    """The same numbers as bfloat16 matrices, decoded before: more bytes, and no decoding."""
+    refuse_unless(a_scale is not None or b_scale is not None, "these are dense")
+    wide_a, wide_b = decode_operands("mm", a, b, a_scale, b_scale)
+    factor = 1.0 if alpha is None else float(alpha)
+    left, right = wide_a.bfloat16(), (wide_b * factor).mT.contiguous().bfloat16().mT
+    return functools.partial(torch.mm, left, right)
+
+
+@peer("gemm.mm", name="cuBLAS, fp8", setup=True)
+def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, out_dtype: torch.dtype | None) -> Call:
+    """PyTorch's product of scaled fp8 matrices, for the scales that it takes."""
+    refuse_unless(
+        a.dtype == b.dtype == torch.float8_e4m3fn and a_scale is not None and b_scale is not None, "for fp8 with scales only"
+    )
+    assert a_scale is not None
+    assert b_scale is not None
+    call = functools.partial(
+        torch._scaled_mm, a, b, a_scale.mT.contiguous().mT, b_scale, out_dtype=out_dtype or torch.bfloat16, use_fast_accum=False
+    )
+    try:
+        call()
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise Unsupported(f"PyTorch does not multiply these: {str(error).splitlines()[0][:120]}") from error
+    return call
+
+
+# -- scales, attention, caches -----------------------------------------------------------------------------------------------------
+
+
+@peer("quantization.swizzle_scales", name="torch", setup=True)
+def torch_swizzle(scale: Tensor) -> Call:
+    refuse_unless(scale.dim() == 2 and scale.shape[0] % 128 == 0 and scale.shape[1] % 4 == 0, "it pads nothing")
+    bits = scale.view(torch.uint8)
+    tiles = bits.view(scale.shape[0] // 128, 4, 32, scale.shape[1] // 4, 4)
+    return InForm(tiles.permute(0, 3, 2, 1, 4).contiguous, lambda found: found.view(scale.dtype))
+
+
+@peer("quantization.unswizzle_scales", name="torch", setup=True)
+def torch_unswizzle(scale: Tensor, rows: int, columns: int) -> Call:
+    refuse_unless(scale.dim() == 5 and rows % 128 == 0 and columns % 4 == 0, "it drops no padding")
+    bits = scale.view(torch.uint8)
+    return InForm(bits.permute(0, 3, 2, 1, 4).contiguous, lambda found: found.view(rows, columns).view(scale.dtype))
+
+
+@peer("attention.mla_prefill", name="cuDNN", setup=True, package="nvidia-cudnn-cu13")
+def cudnn_prefill(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, is_causal: bool, softmax_scale: float | None) -> Call:
+    """cuDNN's attention, through PyTorch; sequences are of one length."""
+    lengths = cu_seqlens.diff().tolist()
+    refuse_unless(len({*lengths}) == 1 and q.dtype == torch.bfloat16, "sequences of one length, in bfloat16")
+    attention = importlib.import_module("torch.nn.attention")
+    q, k, v = (x.view(len(lengths), lengths[0], *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+
+    def call() -> Tensor:
+        with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=softmax_scale)
+
+    try:
+        call()
+    except RuntimeError as error:
+        raise Unsupported(f"PyTorch does not give it these: {str(error).splitlines()[0][:120]}") from error
+    return InForm(call, lambda found: found.transpose(1, 2).flatten(0, 1))
+
+
+@peer("kvcache.copy_kv_pages", name="torch", setup=True)
+def torch_copy_pages(cache: Tensor, source_pages: Tensor, target_pages: Tensor, source: Tensor | None) -> Call:
+    refuse_unless(cache.element_size() > 1, "PyTorch does not index fp8")
+    there = (source_pages >= 0) & (target_pages >= 0)
+    origin, at, to = cache if source is None else source, source_pages[there].long(), target_pages[there].long()
+    return InForm(lambda: cache.index_copy_(0, to, origin.index_select(0, at)), lambda found: None)
+
+
+@peer("kvcache.zero_kv_pages", name="torch", setup=True)
+def torch_zero_pages(cache: Tensor, pages: Tensor) -> Call:
+    refuse_unless(cache.element_size() > 1, "PyTorch does not index fp8")
+    at = pages[pages >= 0].long()
+    return InForm(lambda: cache.index_fill_(0, at, 0), lambda found: None)

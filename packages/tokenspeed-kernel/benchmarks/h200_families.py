@@ -1,0 +1,477 @@
+"""Every family of operators at sizes of real models, beside the best peer that is there, on one GPU, in a bounded time.
+
+python packages/tokenspeed-kernel/benchmarks/h200_families.py --output packages/tokenspeed-kernel/benchmarks/h200_families.json
+python packages/tokenspeed-kernel/benchmarks/h200_families.py --family sampling --peers FOLDER --check --output sampling.json
+python packages/tokenspeed-kernel/benchmarks/table.py --write  # puts the report into the README and the page of figures
+
+Every kernel that serves a call is measured, and every peer of ``family_peers.py`` and ``family_peers_vllm.py`` that can be
+imported; ``--peers`` names folders in which Python looks for them. Each result is held against the operator's reference first, or,
+where that takes too long, against the first kernel's: ``checked`` says which. What is off by more than its tolerance is not timed.
+
+A time is a call's in a CUDA graph of several, which take turns on copies of the arguments, together more than twice what the L2
+cache holds: caches are cold, and nothing is written between calls, which would leave lines that calls must write back. Graphs of
+all that are measured at a call take turns; medians of all rounds are reported.
+
+Operators take turns, so that each has something where ``--seconds`` end the run. Peers that tune themselves are given
+``--peer-seconds`` for their first call; what they find is kept in Triton's cache. ``--check`` compiles and checks, and keeps no
+choice, as other processes may be at work then; with ``--checked`` its reports spare a run on the same code what it did, so that
+families can be checked side by side, and measured one after another. What the device can do is measured last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import json
+import math
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import family_peers
+import family_peers_vllm
+from bounded import OutOfTimeError, tune_quickly, within
+from families import FAMILIES, Shape, shapes
+from family_peers import InForm
+
+from tokenspeed_kernel.workbench.benchmark import Method, Peer, Report, Row, Timing, Unsupported, collect_metadata, measure_roofline
+from tokenspeed_kernel.workbench.benchmark.timing import captured, sample
+from tokenspeed_kernel.workbench.numerics.compare import same_bits
+from tokenspeed_kernel.workbench.numerics.tolerance import tolerance_for
+from tokenspeed_kernel.workbench.numerics.verify import refusal, written_to
+from tokenspeed_kernel_base.cases import nbytes
+from tokenspeed_kernel_base.lowering import as_list
+from tokenspeed_kernel_base.operator import Operator, get_operator
+from tokenspeed_kernel_base.parameters import tensor_arguments
+from tokenspeed_kernel_base.registry import KernelRegistry
+from tokenspeed_kernel_base.signature import Decoded
+from tokenspeed_kernel_base.spec import KernelSpec
+from tokenspeed_kernel_base.storage import replace_file
+
+Call = Callable[[], Any]
+Arguments = dict[str, Any]
+
+# Between two calls on the same copy so many bytes are touched; an H200 caches 50 MB.
+_TOUCHED, _COPIES, _COPIED_BYTES = 130e6, 384, 30 << 30
+# A graph takes so long at least: what starting it takes does not count then.
+_GRAPH_US = 1500.0
+# What a reference may take, in seconds.
+_CHECK_S = 5.0
+# Results that were right before: relative errors by operator, case and kernel.
+Known = Mapping[tuple[str, str, str], float]
+
+# Nothing is begun when no more is left.
+_LEAST_S = 1.0
+
+
+@dataclass
+class Contestant:
+    """A kernel or a peer at one call, while it is being measured.
+
+    Attributes:
+        who: the kernel's declaration, or the peer.
+        status: see `Row`.
+        error: the largest relative error of an output, by norm.
+        checked: what its results were held against: "reference", or a kernel's name; "before": in a run with ``--check``.
+    """
+
+    who: KernelSpec | Peer
+    status: str = "measured"
+    reason: str = ""
+    error: float | None = None
+    checked: str = ""
+    rounds: list[list[float]] = field(default_factory=list)
+    replay: Call | None = None
+    calls: int = 1
+
+    def guarded(self, step: Callable[[], None]) -> None:
+        """Runs a step of it. Whatever one does, the others must not be lost with it."""
+        if self.status != "measured":
+            return
+        try:
+            with torch.no_grad():
+                step()
+        except Unsupported as error:
+            self.status, self.reason = "skipped", str(error)
+        except ImportError as error:
+            self.status, self.reason = "absent", str(error)
+        except OutOfTimeError as error:
+            self.status, self.reason = "no time", str(error)
+        except Exception as error:
+            self.status, self.reason = "error", f"{type(error).__name__}: {str(error)[:300]}"
+
+    def bound(self, op: Operator[Any, Any], arguments: Arguments) -> Call:
+        """The call on these arguments."""
+        if isinstance(self.who, Peer):
+            refused = self.who.refusal(op, arguments)
+            if refused is not None:
+                raise Unsupported(refused)
+            return self.who.bound(arguments)
+        given = op.prepared(arguments, self.who)
+        return functools.partial(op.function.bind(*given.values(), override=self.who.name), *given.values())
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: rounds (0: outputs are checked only), and seconds of a round of one contestant; seconds that a peer may
+    take for its first call; and when all ends, in seconds of `time.monotonic`."""
+
+    rounds: int
+    budget_s: float
+    peer_s: float
+    end: float
+
+    @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+
+def contestants(op: Operator[Any, Any], arguments: Arguments, without: str) -> list[Contestant]:
+    """The kernels that serve a call, but for references, and the operator's peers; none whose name matches ``without``."""
+    specs = KernelRegistry.get().get_for_operator(op.family, op.mode)
+    kernels = [spec for spec in specs if not spec.is_reference and refusal(op, spec, arguments) is None]
+    values = [value for module in (family_peers, family_peers_vllm) for value in vars(module).values()]
+    peers = {value.name: value for value in values if isinstance(value, Peer) and value.operator == str(op)}
+    everyone = [*map(Contestant, kernels), *map(Contestant, peers.values())]
+    return [each for each in everyone if not (without and re.search(without, each.who.name))]
+
+
+# -- checking ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a call must give: outputs and what it writes to. ``by``: the reference, or the name of a kernel."""
+
+    outputs: list[Tensor]
+    written: Mapping[str, Tensor]
+    by: str
+
+
+def relative_error(got: Any, expected: Tensor) -> float:
+    """The norm of the difference over the norm of what is expected; infinite where it is another thing, or not finite elsewhere."""
+    if not isinstance(got, Tensor) or (got.shape, got.dtype) != (expected.shape, expected.dtype):
+        return math.inf
+    if same_bits(got, expected):
+        return 0.0
+    if not expected.is_floating_point():
+        return math.inf
+    given, wanted = got.float(), expected.float()
+    finite = wanted.isfinite()
+    if not bool((finite | (given == wanted) | (given.isnan() & wanted.isnan())).all()):
+        return math.inf
+    difference, size = (torch.linalg.vector_norm(x.where(finite, 0.0)) for x in (given - wanted, wanted))
+    error = float(difference / size) if difference else 0.0
+    return error if math.isfinite(error) else math.inf
+
+
+def check(op: Operator[Any, Any], contestant: Contestant, arguments: Arguments, got: Any, expected: Expected) -> None:
+    """Holds a result against what is expected; of a kernel also what it wrote to, for which a peer may have other places. Where
+    there are no outputs, what was written is all that can be looked at.
+
+    Elements are judged together: of many million some may be beyond a tolerance of single ones, and `verify` names those.
+    """
+    contestant.checked = expected.by
+    if len(as_list(got)) != len(expected.outputs):
+        contestant.status, contestant.reason = "failed", f"it gives {len(as_list(got))} tensors, not {len(expected.outputs)}"
+        return
+    request = op.request(arguments)
+    pairs: list[tuple[Any, Any]] = list(zip(as_list(got), expected.outputs, strict=True))
+    exact = op.exact
+    if op.has_hook("decoded") and not exact:
+        pairs = list(zip(*(_decoded(op, arguments, side) for side in (as_list(got), expected.outputs)), strict=True))
+    if isinstance(contestant.who, KernelSpec) or not pairs:
+        written = written_to(op, arguments)
+        pairs += [(written[name], wanted) for name, wanted in expected.written.items()]
+    worst = 0.0
+    for value, wanted in pairs:
+        kind = wanted.format if isinstance(wanted, Decoded) else wanted.dtype
+        values = (value.values, wanted.values) if isinstance(wanted, Decoded) else (value, wanted)
+        error, limit = relative_error(*values), tolerance_for(kind, request, exact=exact).norm
+        worst = max(worst, error)
+        if error > limit:
+            contestant.status, contestant.reason = "failed", f"relative error {error:.2g} is above {limit:.2g}"
+    contestant.error = worst if math.isfinite(worst) else None
+
+
+def _decoded(op: Operator[Any, Any], arguments: Arguments, outputs: Sequence[Tensor]) -> list[Any]:
+    return list(op.run_hook("decoded", {**arguments, **dict.fromkeys(op.outs), **dict(zip(op.outs, outputs, strict=False))}))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def expected_of(op: Operator[Any, Any], arguments: Arguments, seconds: float) -> Expected | None:
+    """What the reference gives; None where it takes too long, or more memory than there is."""
+    twin = copy.deepcopy(arguments)
+    try:
+        with within(seconds), torch.no_grad():
+            outputs = as_list(op.reference(*twin.values()))
+            _synchronize(next(iter(tensor_arguments(op.parameters, twin)))[1].device)
+    except (OutOfTimeError, torch.OutOfMemoryError):
+        return None
+    return Expected(outputs, written_to(op, twin), "reference")
+
+
+# -- timing ------------------------------------------------------------------------------------------------------------------------
+
+
+def copies_of(op: Operator[Any, Any], arguments: Arguments, touched: float) -> list[Arguments]:
+    """Arguments that calls take turns on: as many as it takes that between two calls on the same others touch enough memory."""
+    held = sum(nbytes(tensor) for _, tensor in tensor_arguments(op.parameters, arguments))
+    count = min(1 + math.ceil(_TOUCHED / max(touched, 1.0)), _COPIES, max(2, int(_COPIED_BYTES // max(held, 1))))
+    return [arguments, *(copy.deepcopy(arguments) for _ in range(count - 1))]
+
+
+def prepare(op: Operator[Any, Any], contestant: Contestant, copies: Sequence[Arguments], device: torch.device) -> None:
+    """Makes the graph of a contestant; on a CPU, where there are none, its first call takes the place.
+
+    The results of as many calls as there are copies are kept, so that each of these writes to memory of its own, too.
+    """
+    kept: list[Any] = [None] * len(copies)
+
+    def keeping(index: int, call: Call) -> Call:
+        def called() -> None:
+            kept[index] = call()
+
+        return called
+
+    calls = [keeping(index, contestant.bound(op, arguments)) for index, arguments in enumerate(copies)]
+    if device.type != "cuda":
+        contestant.replay = calls[0]
+        return
+    alone_us = statistics.median(sample(calls[0], device, budget_s=0.0, cache="warm", fewest=3, most=3))
+    contestant.calls = len(calls) * max(1, math.ceil(_GRAPH_US / alone_us / len(calls)))
+    contestant.replay = captured([calls[index % len(calls)] for index in range(contestant.calls)], device)
+
+
+def add_round(contestant: Contestant, device: torch.device, budget_s: float) -> None:
+    if contestant.replay is None:
+        raise RuntimeError("it has not been prepared")
+    known = statistics.median(contestant.rounds[0]) * contestant.calls if contestant.rounds else None
+    times = sample(contestant.replay, device, budget_s=budget_s, cache="warm", fewest=3, most=20, expected_us=known)
+    contestant.rounds.append([time_us / contestant.calls for time_us in times])
+
+
+def measure(
+    shape: Shape, device: torch.device, effort: Effort, without: str = "", known: Known = MappingProxyType({})
+) -> tuple[list[Contestant], Any]:
+    """All contestants at one call, and the call's cost. What is ``known`` to be right is not checked."""
+    op = get_operator(shape.operator)
+    arguments = op.complete(shape.case.build(device))
+    cost = op.cost_of(arguments)
+    who = contestants(op, arguments, without)
+    expected: Expected | None = None
+
+    def first_call(contestant: Contestant) -> None:
+        nonlocal expected
+        twin = copy.deepcopy(arguments)
+        with within(min(effort.peer_s, effort.left)):
+            call = contestant.bound(op, twin)
+            got = call()
+            _synchronize(device)
+        error = known.get((str(op), shape.case.name, contestant.who.name))
+        if error is not None:
+            contestant.error, contestant.checked = error, "before"
+            return
+        got = call.form(got) if isinstance(call, InForm) else got
+        if expected is None:
+            expected = expected_of(op, arguments, min(_CHECK_S, effort.left))
+        if expected is None:
+            expected = Expected([value.clone() for value in as_list(got)], written_to(op, twin), contestant.who.name)
+        check(op, contestant, twin, got, expected)
+
+    for each in who:
+        each.guarded(functools.partial(first_call, each))
+    if not effort.rounds:
+        return who, cost
+    expected = None
+    copies = copies_of(op, arguments, cost.bytes)
+    for each in who:
+        each.guarded(functools.partial(prepare, op, each, copies, device))
+    for index in range(effort.rounds):
+        for each in who[index % len(who) :] + who[: index % len(who)]:
+            each.guarded(functools.partial(add_round, each, device, effort.budget_s))
+    for each in who:
+        each.replay = None  # graphs hold memory that the next call needs
+    return who, cost
+
+
+# -- the report --------------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(shape: Shape, who: Iterable[Contestant], cost: Any) -> Iterator[dict[str, Any]]:
+    """A `Row` of the workbench's reports for each, with its family, its error, and whether it is a kernel of ours."""
+    for each in who:
+        peer, version = isinstance(each.who, Peer), ""
+        if isinstance(each.who, Peer) and each.who.package:  # one from a folder may say its version by itself
+            version = each.who.version or getattr(sys.modules.get(each.who.name), "__version__", "")
+        operator, solution = str(get_operator(shape.operator)), each.who.solution
+        known = Row(each.who.name, operator, shape.case.name, each.status, each.reason, solution=solution, version=version)
+        if each.rounds and each.status == "measured":
+            timing = Timing.of(each.rounds)
+            known = dataclasses.replace(
+                known,
+                timing=timing,
+                tflops=cost.flops / timing.median_us / 1e6,
+                gb_per_s=cost.bytes / timing.median_us / 1e3,
+            )
+        extra = {"family": shape.family, "peer": peer, "relative_error": each.error, "checked": each.checked}
+        yield {**dataclasses.asdict(known), **extra}
+
+
+def line_of(shape: Shape, rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line for a call: what each took, and what became of the others."""
+    said = []
+    for row in rows:
+        name = row["solution"]
+        if row["timing"] is not None:
+            rates = f"{row['gb_per_s'] / 1e3:.2f} TB/s" + (f" {row['tflops']:.0f} TF" if row["tflops"] >= 10 else "")
+            said.append(f"{name} {row['timing']['median_us']:.1f} us" + (f" {rates}" if not row["peer"] else ""))
+        elif row["status"] not in ("measured", "skipped", "absent"):
+            said.append(f"{name} {row['status']}: {row['reason'][:90]}")
+        elif row["status"] == "measured":
+            said.append(f"{name} off {row['relative_error']:.1e}")
+    return f"{shape.name[:76]} | " + " | ".join(said or ["nothing serves it here"])
+
+
+def document(rows: Sequence[Mapping[str, Any]], report: Report, unmeasured: Sequence[Shape]) -> dict[str, Any]:
+    """A report of the workbench's with more in it, which `load_report` reads: rows, and calls for which there was no time."""
+    return {**report.to_dict(), "rows": list(rows), "unmeasured": [shape.name for shape in unmeasured]}
+
+
+def write(file: Path, made: Mapping[str, Any]) -> None:
+    """A row a line; the file is whole at any moment."""
+    rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in made["rows"])
+    text = json.dumps({**made, "rows": []}, indent=2, allow_nan=False)
+    replace_file(file, text.replace('"rows": []', f'"rows": [\n{rows}\n  ]') + "\n")
+
+
+def options_of(words: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", action="append", default=[], choices=FAMILIES, help="this one; repeatable; all if not given")
+    parser.add_argument("--only", default="", metavar="REGEX", help="calls whose operator or case matches")
+    parser.add_argument("--without", default="", metavar="REGEX", help="leave out kernels and peers whose name matches")
+    parser.add_argument("--peers", action="append", type=Path, default=[], metavar="FOLDER", help="where peers are found, too")
+    parser.add_argument("--seconds", type=float, default=110.0, help="of the whole run (110)")
+    parser.add_argument("--peer-seconds", type=float, default=15.0, help="of one's first call, in which it may tune itself (15)")
+    parser.add_argument("--check", action="store_true", help="check the outputs, time nothing")
+    parser.add_argument("--checked", action="append", type=Path, default=[], metavar="FILE", help="a report of --check; repeatable")
+    parser.add_argument("--list", action="store_true", help="print the calls, measure nothing")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there")
+    parser.add_argument("--commit", default="", help="of this code, where it is a copy that is no checkout")
+    return parser.parse_args(words)
+
+
+def command_of(words: Sequence[str]) -> str:
+    """The command without folders of this machine, by which it is known elsewhere."""
+    kept, skip = [], False
+    for word in words:
+        private = word in ("--peers", "--output", "--commit", "--checked") and not skip
+        if not skip and not private:
+            kept.append(word)
+        skip = private
+    return shlex.join(["python", "packages/tokenspeed-kernel/benchmarks/h200_families.py", *kept])
+
+
+def known_of(files: Iterable[Path], commit: str) -> Known:
+    """What runs with ``--check`` found right.
+
+    Raises:
+        ValueError: a report is of other code.
+    """
+    known: dict[tuple[str, str, str], float] = {}
+    for file in files:
+        found = json.loads(file.read_text())
+        if not commit or found["metadata"]["git_commit"] != commit:
+            raise ValueError(f"{file} is of commit {found['metadata']['git_commit'] or 'unknown'}, this is {commit or 'unknown'}")
+        right = [row for row in found["rows"] if row["status"] == "measured" and row["relative_error"] is not None]
+        known |= {(row["operator"], row["case"], row["kernel"]): row["relative_error"] for row in right}
+    return known
+
+
+def lost(device: torch.device) -> str:
+    """Says why nothing more can be measured in this process, if a kernel has broken it; else nothing. Frees memory."""
+    try:
+        _synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def run(given: argparse.Namespace, device: torch.device, command: str, wanted: Sequence[Shape]) -> dict[str, Any]:
+    """Measures, prints a line a call, and writes the report after each. Returns the document."""
+    begun = time.monotonic()
+    rounds = 0 if given.check else 3
+    effort = Effort(rounds, 0.006, given.peer_seconds, begun + given.seconds)
+    metadata = collect_metadata(command, device)
+    if given.commit:
+        metadata = dataclasses.replace(metadata, git_commit=given.commit)
+    known = known_of(given.checked, metadata.git_commit)
+    method = Method("cold" if device.type == "cuda" else "warm", 1, _COPIES, effort.budget_s * rounds, rounds)
+    report = Report(metadata, (), None, method)
+    rows: list[dict[str, Any]] = []
+    unmeasured, broken = list(wanted), ""
+    for shape in wanted:
+        if broken or effort.left < _LEAST_S:
+            break
+        try:
+            who, cost = measure(shape, device, effort, given.without, known)
+        except (RuntimeError, ValueError, TypeError) as error:  # its arguments do not fit into memory, say
+            print(f"{shape.name[:76]} | not measured: {type(error).__name__}: {str(error)[:90]}", flush=True)
+        else:
+            unmeasured.remove(shape)
+            of_shape = list(rows_of(shape, who, cost))
+            rows += of_shape
+            print(line_of(shape, of_shape), flush=True)
+            if given.output is not None:
+                write(given.output, document(rows, report, unmeasured))
+        broken = lost(device)
+    if broken:
+        print(f"stopped: {broken}")
+    elif rounds and device.type == "cuda":
+        report = dataclasses.replace(report, roofline=measure_roofline(device))
+    print(f"{len(wanted) - len(unmeasured)} of {len(wanted)} calls in {time.monotonic() - begun:.0f} s")
+    made = document(rows, report, unmeasured)
+    if given.output is not None:
+        write(given.output, made)
+    return made
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    given = options_of(words)
+    wanted = [shape for shape in shapes(given.family or FAMILIES) if re.search(given.only, shape.name)]
+    if given.list:
+        print("\n".join(f"{shape.family}: {shape.name}" for shape in wanted))
+        return
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU")
+    sys.path[:0] = [str(folder) for folder in given.peers]
+    tune_quickly(keep=not given.check)
+    device = torch.device("cuda", torch.cuda.current_device())
+    made = run(given, device, command_of(sys.argv[1:] if words is None else words), wanted)
+    absent = {row["kernel"]: row["reason"] for row in made["rows"] if row["status"] == "absent"}
+    for name, reason in absent.items():
+        print(f"absent: {name}: {reason[:100]}")
+
+
+if __name__ == "__main__":
+    main()
