@@ -1,9 +1,9 @@
 """Products of operands that the matrix units take as they are: half-precision floats, and 8-bit floats where they do. Float32
-scales may belong to tensors, rows and columns, or blocks of 128.
+scales may belong to tensors, rows and columns, or blocks.
 
 Large products load tiles through tensor descriptors (where the operands' layouts allow it), and a program computes several tiles in
 a row, so that one tile's result is stored while the next one's operands are loaded. Scales of whole lines multiply the finished
-sums; those of blocks multiply the products of 128 elements along k before these are added up.
+sums; those of blocks multiply the products of a block's elements along k before these are added up.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from tokenspeed_kernel.triton.common import cdiv, for_architecture, multiprocess
 from tokenspeed_kernel.triton.gemm._operands import BLOCK, LINE, NO_SCALE, WHOLE, Operand
 from tokenspeed_kernel.triton.gemm._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel_base.discovery import DeviceModule
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
 from tokenspeed_kernel_base.platform import ArchVersion, platform_of
 
 device_code = DeviceModule(__name__ + "_device")
 
 
 class Scaling(NamedTuple):
-    """What the scales of a and of b belong to, how they are stored, and how many columns share one: see `_operands.Operand`."""
+    """What the scales of a and of b belong to, how they are stored, and how many elements along k and how many columns share one of
+    b's: see `_operands.Operand`."""
 
     a: str
     b: str
     a_stored: str
     b_stored: str
+    block: int
     b_lines: int
 
 
@@ -44,6 +45,7 @@ class Program(NamedTuple):
     persistent: bool
     partial: bool
     descriptors: bool
+    ahead: bool
     interpreted: bool
 
 
@@ -57,6 +59,7 @@ class Config(NamedTuple):
         partial: add sums of ``k`` products in float32, where the matrix unit's own sums of 8-bit products are shorter.
         descriptors: load tiles through tensor descriptors if the operands lie so.
         group: rows of tiles that are done together, see `tile_of`.
+        ahead: load scales of blocks before the products that come before theirs.
     """
 
     m: int
@@ -68,6 +71,7 @@ class Config(NamedTuple):
     partial: bool = False
     descriptors: bool = False
     group: int = 8
+    ahead: bool = True
 
 
 class Configs(NamedTuple):
@@ -122,6 +126,8 @@ _HALF = {"sm_90": _HALF_LARGE_MEMORY, "sm_100": _HALF_LARGE_MEMORY, "any": _HALF
 
 # Columns of a tile each of which has scales of its own: those of 128 and their sums leave a thread too few registers.
 _COLUMNS_WITH_SCALES = 64
+# More rows than this are worth a launch that puts scales where they are loaded together.
+_FEW_ROWS = 128
 
 # From where on matrix units take e4m3fn and e5m2.
 _FP8_SINCE = {"nvidia": ArchVersion(8, 9), "amd": ArchVersion(9, 5)}
@@ -137,7 +143,7 @@ def serves(x: Operand, w: Operand) -> bool:
     platform = platform_of(x.tensor.device)
     if x.tensor.dtype != w.tensor.dtype or (x.scaling, w.scaling) not in _SCALINGS or platform.is_cpu:
         return False
-    if not (x.aligned and w.aligned) or {each.block for each in (x, w) if each.scaling == BLOCK} - {BLOCK_FP8}:
+    if not (x.aligned and w.aligned):
         return False
     if x.format == "dense":
         return x.tensor.dtype in (torch.float16, torch.bfloat16)
@@ -150,8 +156,9 @@ def config_for(x: Operand, w: Operand, out: Tensor) -> Config:
     device = x.tensor.device
     configs = for_architecture(_FP8 if x.tensor.element_size() == 1 else _HALF, device)
     if w.scaling == BLOCK:
-        config = configs.blocks if x.lines > 128 else configs.few_blocks
-        return config._replace(n=min(config.n, _COLUMNS_WITH_SCALES)) if w.lines_each == 1 else config
+        config = configs.blocks if x.lines > _FEW_ROWS else configs.few_blocks
+        columns = config.n if w.lines_each % config.n == 0 else min(config.n, _COLUMNS_WITH_SCALES)
+        return config._replace(n=columns, k=min(config.k, w.block))
     if x.lines <= 64:
         return configs.few
     best = configs.best
@@ -167,11 +174,21 @@ def _describable(x: Operand) -> bool:
     return data.ndim == 2 and x.strides[2] == 1 and x.strides[1] * data.element_size() % 16 == 0 and data.data_ptr() % 16 == 0
 
 
+def _with_scales_of_columns_together(w: Operand) -> Operand:
+    """``b`` with the scales of neighbouring columns beside each other in memory: a program loads one for each of its columns."""
+    if w.scale is None or w.scale_strides[1] == 1:
+        return w
+    scale = w.scale.contiguous()
+    return w._replace(scale=scale, scale_strides=(scale.stride(0) if scale.ndim == 3 else 0, scale.stride(-1), scale.stride(-2)))
+
+
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: Config | None = None) -> None:
     """``out[...] = a @ b + bias`` of operands that `serves` accepts; out has elements."""
     m, n, k = x.lines, w.lines, x.k
     a, b, device = x.tensor, w.tensor, x.tensor.device
     config = config or config_for(x, w, out)
+    if w.scaling == BLOCK and w.lines_each == 1 and m > _FEW_ROWS:
+        w = _with_scales_of_columns_together(w)
     tiles = cdiv(m, config.m) * cdiv(n, config.n) * x.batch
     splits, k_per_split = choose_splits(tiles, k, config.k, device)
     target, strides = split_target(out, splits)
@@ -195,7 +212,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: C
         *strides,
         out.numel(),
         k_per_split,
-        SCALING=Scaling(x.scaling, w.scaling, x.scale_format, w.scale_format, w.lines_each),
+        SCALING=Scaling(x.scaling, w.scaling, x.scale_format, w.scale_format, w.block, w.lines_each),
         TILE=Program(
             m=config.m,
             n=config.n,
@@ -205,6 +222,7 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: C
             persistent=config.persistent > 0,
             partial=config.partial,
             descriptors=descriptors,
+            ahead=config.ahead,
             interpreted=platform_of(device).is_cpu,
         ),
         num_warps=config.warps,

@@ -35,6 +35,35 @@ def _lines(
 
 
 @triton.jit
+def _block_scales(
+    a_operand,
+    b_operand,
+    m,
+    n,
+    n0,
+    M,
+    N,
+    block,
+    BLOCK_N: tl.constexpr,
+    A_SCALING: tl.constexpr,
+    A_STORED: tl.constexpr,
+    B_STORED: tl.constexpr,
+    B_LINES: tl.constexpr,
+):
+    """The scales of a block along k: those of a, ``[BLOCK_M, 1]``, or 1; those of b, ``[1, BLOCK_N]``, or one for all columns of
+    the tile."""
+    if B_LINES % BLOCK_N == 0:
+        b_scale = scale_of_block(b_operand, n0 // B_LINES, block, n0 < N, B_STORED)
+    else:
+        b_scale = scale_of_block(b_operand, n // B_LINES, block, n < N, B_STORED)
+    if A_SCALING == "block":
+        a_scale = scale_of_block(a_operand, m, block, m < M, A_STORED)
+    else:
+        a_scale = 1.0
+    return a_scale, b_scale
+
+
+@triton.jit
 def direct_mm_kernel(
     a,
     b,
@@ -73,11 +102,13 @@ def direct_mm_kernel(
     A_STORED: tl.constexpr = SCALING.a_stored
     B_STORED: tl.constexpr = SCALING.b_stored
     B_LINES: tl.constexpr = SCALING.b_lines
+    BLOCK: tl.constexpr = SCALING.block
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_K: tl.constexpr = TILE.k
     DESCRIPTORS: tl.constexpr = TILE.descriptors
     PERSISTENT: tl.constexpr = TILE.persistent
+    AHEAD: tl.constexpr = TILE.ahead
     EVEN_K: tl.constexpr = TILE.even_k
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -106,19 +137,32 @@ def direct_mm_kernel(
         a_operand = Operand(a_from, stride_am, stride_ak, a_scale, stride_asm, stride_ask)
         b_operand = Operand(b_from, stride_bn, stride_bk, b_scale, stride_bsn, stride_bsk)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if B_SCALING == "block":
+            tl.static_assert(BLOCK % BLOCK_K == 0)
+            a_scales, b_scales = _block_scales(
+                a_operand, b_operand, m, n, n0, M, N, first // BLOCK, BLOCK_N, A_SCALING, A_STORED, B_STORED, B_LINES
+            )
         for k0 in range(first, last, BLOCK_K):
             x = _lines(a_operand, m0, M, k0, K, BLOCK_M, BLOCK_K, DESCRIPTORS, EVEN_K)
             w = _lines(b_operand, n0, N, k0, K, BLOCK_N, BLOCK_K, DESCRIPTORS, EVEN_K)
             if B_SCALING == "block":
-                tl.static_assert(128 % BLOCK_K == 0 and 128 % BLOCK_N == 0)
-                block = k0 // 128
-                if B_LINES == 1:
-                    scale = scale_of_block(b_operand, n, block, n < N, B_STORED)
-                else:  # one for the whole tile
-                    scale = scale_of_block(b_operand, n0 // B_LINES, block, n0 < N, B_STORED)
+                # Scales are on their way while the products are computed, with AHEAD those of the next ones.
+                if AHEAD:
+                    block = tl.minimum(k0 + BLOCK_K, K - 1) // BLOCK
+                else:
+                    block = k0 // BLOCK
+                a_loaded, b_loaded = _block_scales(
+                    a_operand, b_operand, m, n, n0, M, N, block, BLOCK_N, A_SCALING, A_STORED, B_STORED, B_LINES
+                )
+                products = tl.dot(x, tl.trans(w))
+                if not AHEAD:
+                    a_scales, b_scales = a_loaded, b_loaded
                 if A_SCALING == "block":
-                    scale *= scale_of_block(a_operand, m, block, m < M, A_STORED)
-                acc += tl.dot(x, tl.trans(w)) * scale
+                    acc += products * (a_scales * b_scales)
+                else:
+                    acc += products * b_scales
+                if AHEAD:
+                    a_scales, b_scales = a_loaded, b_loaded
             elif TILE.partial:
                 acc += tl.dot(x, tl.trans(w))
             else:

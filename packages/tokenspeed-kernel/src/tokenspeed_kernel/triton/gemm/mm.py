@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import TRITON, dense
-from tokenspeed_kernel.triton.gemm import decoded, direct, once
+from tokenspeed_kernel.triton.gemm import decoded, direct, once, words
 from tokenspeed_kernel.triton.gemm._formats import DENSE, SCALED
 from tokenspeed_kernel.triton.gemm._operands import operand
 from tokenspeed_kernel_base.ops.gemm.operands import default_out_dtype
@@ -96,9 +96,12 @@ def _multiply(
 ) -> None:
     if not out.numel():
         return
-    x, w, bias = operand(a, a_scale, -2), operand(b, b_scale, -1), dense(bias)
+    # Where a has scales of one byte it is decoded once, not by every program that reads it.
+    x, w, bias = once.dense_rows(operand(a, a_scale, -2)), operand(b, b_scale, -1), dense(bias)
     if direct.serves(x, w):
         direct.multiply(x, w, bias, out)
+    elif words.serves(x, w):
+        words.multiply(x, w, bias, out, alpha)
     elif once.serves(x, w):
         once.multiply(x, w, bias, out, alpha)
     else:

@@ -11,9 +11,7 @@ from torch import Tensor
 from tokenspeed_kernel.triton.common import cdiv
 from tokenspeed_kernel.triton.gemm import direct
 from tokenspeed_kernel.triton.gemm._operands import BLOCK, E4M3, LINE, MICRO, WHOLE, Operand, operand
-from tokenspeed_kernel.triton.quantization.dequantize import dequantize_fp8, dequantize_mxfp4, dequantize_mxfp8, dequantize_nvfp4
-from tokenspeed_kernel.triton.quantization.swizzle import unswizzle_scales
-from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_FP8
+from tokenspeed_kernel.triton.quantization.dequantize import decode_blocks, dequantize_fp8
 from tokenspeed_kernel_base.platform import platform_of
 
 # Bytes of a decoded slice of the weights: as many tiles as a large device computes at a time, several times, and most of it
@@ -32,16 +30,27 @@ def serves(x: Operand, w: Operand) -> bool:
     if x.lines < (_FEWEST_MICRO if w.scaling == MICRO else _FEWEST_FP8):
         return False
     if w.scaling == MICRO:
-        return x.scaling == MICRO or w.scale_format == E4M3 or x.tensor.dtype == torch.bfloat16
-    return x.format == "dense" and w.format != "dense" and (w.scaling != BLOCK or w.block == BLOCK_FP8)
+        return w.scale_format == E4M3 or x.tensor.dtype == torch.bfloat16
+    return x.format == "dense" and w.format != "dense"
+
+
+def dense_rows(x: Operand) -> Operand:
+    """``a`` decoded to bfloat16, which holds its values exactly, where it has scales of one byte; else ``a`` as it is.
+
+    Scales in tiles of several matrices stay as they are too: nothing decodes them to memory.
+    """
+    if x.scale is None or x.scaling != MICRO or (x.swizzled and x.tensor.ndim > 2):
+        return x
+    return operand(decode_blocks(x.tensor, x.scale, None, x.block, torch.bfloat16), None, -2)
 
 
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Tensor | None = None) -> None:
+    """``out[...] = alpha * (a @ b) + bias`` of operands that `serves` accepts; out has elements."""
     scales = w.scale
     assert scales is not None  # `serves` has seen to it
-    a = x.tensor if x.scale is None else _values(x.tensor, _scales_in_rows(x, x.scale), x, torch.bfloat16)
-    if w.scaling == MICRO:
-        scales = _scales_in_rows(w, scales if w.swizzled else scales.mT)
+    a = x.tensor
+    if w.scaling == MICRO and not w.swizzled:
+        scales = scales.mT
     # Slices of whole blocks of 128 columns, which may have scales in common.
     step = max(_SLICE_BYTES // (a.element_size() * max(w.k, 1)) // 128 * 128, 128)
     one = None if w.scaling == MICRO else torch.ones(1, device=a.device)
@@ -49,7 +58,8 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Te
         last = min(first + step, w.lines)
         lines = w.tensor[:, first:last].mT
         if one is None:
-            values = operand(_values(lines, scales[first:last], w, a.dtype).mT, None, -1)
+            own = scales[first // 128 : cdiv(last, 128)] if w.swizzled else scales[first:last]
+            values = operand(decode_blocks(lines, own, None, w.block, a.dtype).mT, None, -1)
             if alpha is not None:
                 values = values._replace(scale=alpha, scaling=WHOLE)
         else:
@@ -62,15 +72,3 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Te
 
 def _scales_of(scales: Tensor, w: Operand, first: int, last: int) -> Tensor:
     return scales[:, first // w.lines_each : cdiv(last, w.lines_each)] if w.scaling in (LINE, BLOCK) else scales
-
-
-def _scales_in_rows(x: Operand, scale: Tensor) -> Tensor:
-    """Scales of one byte, ``[lines, blocks]``; ``scale`` is the operand's, along its lines."""
-    return unswizzle_scales(scale, x.lines, x.k // x.block, None) if x.swizzled else scale
-
-
-def _values(codes: Tensor, scale: Tensor, x: Operand, dtype: torch.dtype) -> Tensor:
-    """Lines ``[lines, k]`` of an operand, exactly: those of mx in bfloat16, those of nvfp4 without alpha in either half."""
-    if x.scale_format == E4M3:
-        return dequantize_nvfp4(codes, scale, torch.ones(1, device=codes.device), dtype, None)
-    return (dequantize_mxfp4 if x.format == "e2m1" else dequantize_mxfp8)(codes, scale, dtype, None)

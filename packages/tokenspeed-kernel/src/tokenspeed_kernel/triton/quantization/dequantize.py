@@ -81,7 +81,7 @@ def dequantize_fp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, block_size:
     tags={"determinism"},
 )
 def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    return _blocks(q, scale, None, BLOCK_MX, FP8_NAMES[q.dtype], out_dtype, out)
+    return decode_blocks(q, scale, None, BLOCK_MX, out_dtype, out)
 
 
 @register_kernel(
@@ -94,7 +94,7 @@ def dequantize_mxfp8(q: Tensor, scale: Tensor, out_dtype: torch.dtype, out: Tens
     tags={"determinism"},
 )
 def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    return _blocks(q, scale, None, BLOCK_MX, "e2m1", out_dtype, out)
+    return decode_blocks(q, scale, None, BLOCK_MX, out_dtype, out)
 
 
 @register_kernel(
@@ -107,13 +107,28 @@ def dequantize_mxfp4(q: Tensor, scale: Tensor, out_dtype: torch.dtype, out: Tens
     tags={"determinism"},
 )
 def dequantize_nvfp4(q: Tensor, scale: Tensor, global_scale: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    return _blocks(q, scale, global_scale, BLOCK_NVFP4, "e2m1", out_dtype, out)
+    return decode_blocks(q, scale, global_scale, BLOCK_NVFP4, out_dtype, out)
 
 
-def _blocks(
-    q: Tensor, scale: Tensor, global_scale: Tensor | None, block: int, fmt: str, out_dtype: torch.dtype, out: Tensor | None
+def decode_blocks(
+    q: Tensor, scale: Tensor, global_scale: Tensor | None, block: int, out_dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
+    """Decodes e2m1 codes or 8-bit floats ``[..., k]``, of which ``block`` elements share a scale of one byte.
+
+    Args:
+        q: uint8 (two codes a byte) or an 8-bit float.
+        scale: e8m0, or e4m3 where blocks are of 16; ``[..., k / block]``, or of two axes of q in tiles of 128x4.
+        global_scale: float32, one element, a factor of all scales, or None.
+        block: elements that share a scale.
+        out_dtype: of the result.
+        out: receives the result.
+
+    Returns:
+        ``out_dtype [..., k]``.
+    """
+    fmt = FP8_NAMES.get(q.dtype, "e2m1")
     per_byte = 2 if fmt == "e2m1" else 1
+    swizzled = scale.ndim == q.ndim + 3
     made = made_or(out, (*q.shape[:-1], per_byte * q.shape[-1]), out_dtype, q)
     if q.numel():
         rows = rows_of(q)
@@ -129,9 +144,11 @@ def _blocks(
             groups.count,
             groups.stride,
             groups.outer_stride,
+            made.shape[-1] // block,
             BLOCKS=blocks,
             BLOCK=block,
             FORMAT=fmt,
+            SWIZZLED=swizzled,
             NATIVE=able.native,
             INTERPRETED=able.interpreted,
             num_warps=config.warps,

@@ -5,7 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.quantization._encode_device import decode_e2m1, decode_e8m0, decode_fp8, round_to, unpack_e2m1
+from tokenspeed_kernel.triton.quantization._encode_device import (
+    decode_e2m1,
+    decode_e8m0,
+    decode_fp8,
+    round_to,
+    swizzled_in_tile,
+    unpack_e2m1,
+)
 
 
 @triton.jit
@@ -65,13 +72,18 @@ def dequantize_blocks_kernel(
     count,
     q_stride,
     q_outer_stride,
+    columns,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     FORMAT: tl.constexpr,
+    SWIZZLED: tl.constexpr,
     NATIVE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """``BLOCKS`` blocks of one outer row; the scales and the result are contiguous. FORMAT: e2m1, or that of an 8-bit float."""
+    """``BLOCKS`` blocks of one outer row; the scales and the result are contiguous. FORMAT: e2m1, or that of an 8-bit float.
+
+    ``SWIZZLED``: scales are those of one matrix, which has ``columns`` of them in a row, in tiles of 128x4.
+    """
     programs = tl.cdiv(count, BLOCKS)
     outer = (tl.program_id(0) // programs).to(tl.int64)
     index = (tl.program_id(0) % programs) * BLOCKS + tl.arange(0, BLOCKS)
@@ -85,11 +97,18 @@ def dequantize_blocks_kernel(
     else:
         value = decode_fp8(tl.load(q_ptr + block[:, None] * q_stride + at, mask=inside, other=0), FORMAT, NATIVE)
     block += outer * count
-    byte = tl.load(scale_ptr + block, mask=index < count, other=0)
-    if global_scale_ptr is None:
+    if SWIZZLED:
+        row, column = block // columns, block % columns
+        tile = row // 128 * tl.cdiv(columns, 4) + column // 4
+        byte = tl.load(scale_ptr + tile * 512 + swizzled_in_tile(row, column), mask=index < count, other=0)
+    else:
+        byte = tl.load(scale_ptr + block, mask=index < count, other=0)
+    if BLOCK == 32:
         scale = decode_e8m0(byte)
     else:
-        scale = decode_fp8(byte, "e4m3fn", NATIVE) * tl.load(global_scale_ptr)
+        scale = decode_fp8(byte, "e4m3fn", NATIVE)
+    if global_scale_ptr is not None:
+        scale *= tl.load(global_scale_ptr)
     tl.store(
         out_ptr + block[:, None] * BLOCK + at, round_to(value * scale[:, None], out_ptr.dtype.element_ty, INTERPRETED), mask=inside
     )

@@ -16,8 +16,10 @@ from tokenspeed_kernel_base.spec import Priority
 
 device_code = DeviceModule(__name__ + "_device")
 
-# Bytes of a program, and its warps: eight tiles beside each other hold 32 bytes of each row, the least that memory transfers.
-_BYTES, _WARPS = 4096, 4
+# Where rows are whole words of four scales: tiles that a program moves, which hold 128 bytes of each row, and its warps.
+_ACROSS, _WARPS = 32, 4
+# Else bytes of a program: eight tiles beside each other hold 32 bytes of each row, the least that memory transfers.
+_BYTES = 4096
 
 
 @register_kernel(
@@ -59,6 +61,19 @@ def _launch(linear: Tensor, tiles: Tensor, to_tiles: bool) -> None:
     matrices = matrices.reshape(-1, *matrices.shape[-2:])
     batch, rows, columns = matrices.shape
     size = tiles.numel() // batch
+    if _in_words(matrices):
+        device_code.swizzle_words_kernel[(batch * cdiv(rows, 128) * cdiv(columns, 4 * _ACROSS),)](
+            matrices.view(torch.int32),
+            tiles.view(torch.uint8).flatten().view(torch.int32),
+            rows,
+            columns // 4,
+            matrices.stride(0) // 4,
+            matrices.stride(1) // 4,
+            ACROSS=_ACROSS,
+            TO_TILES=to_tiles,
+            num_warps=_WARPS,
+        )
+        return
     device_code.swizzle_kernel[(batch * cdiv(size, _BYTES),)](
         matrices,
         tiles.view(torch.uint8),
@@ -70,3 +85,9 @@ def _launch(linear: Tensor, tiles: Tensor, to_tiles: bool) -> None:
         TO_TILES=to_tiles,
         num_warps=_WARPS,
     )
+
+
+def _in_words(x: Tensor) -> bool:
+    """Whether four scales of a row can be moved at a time."""
+    whole = x.shape[2] % 4 == 0 and x.stride(2) == 1 and x.storage_offset() % 4 == 0 and x.data_ptr() % 4 == 0
+    return whole and x.stride(0) % 4 == 0 and x.stride(1) % 4 == 0

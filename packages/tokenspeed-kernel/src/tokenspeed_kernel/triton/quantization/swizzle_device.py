@@ -33,3 +33,39 @@ def swizzle_kernel(
         tl.store(tiles, tl.load(linear, mask=held, other=0), mask=at < size)
     else:
         tl.store(linear, tl.load(tiles, mask=held, other=0), mask=held)
+
+
+@triton.jit
+def swizzle_words_kernel(
+    linear_ptr,
+    tiles_ptr,
+    rows,
+    columns,
+    stride_batch,
+    stride_row,
+    ACROSS: tl.constexpr,
+    TO_TILES: tl.constexpr,
+):
+    """``ACROSS`` tiles beside each other, by words of four scales (int32), of which a row has ``columns``.
+
+    In a tile, word ``4 * r + q`` is that of row ``r + 32 * q``.
+    """
+    down, across = tl.cdiv(rows, 128), tl.cdiv(columns, ACROSS)
+    batch, index = (tl.program_id(0) // (down * across)).to(tl.int64), tl.program_id(0) % (down * across)
+    first = index // across
+    place = tl.arange(0, 128)
+    column = index % across * ACROSS + tl.arange(0, ACROSS)
+    # Rows in the order of memory, so that loads of neighbouring threads are of neighbouring words on either side.
+    row = first * 128 + place
+    linear = linear_ptr + batch * stride_batch + row.to(tl.int64)[:, None] * stride_row + column[None, :]
+    held = (row < rows)[:, None] & (column < columns)[None, :]
+    tiles = tiles_ptr + (batch * down + first) * columns * 128 + column.to(tl.int64)[:, None] * 128 + place[None, :]
+    whole = (column < columns)[:, None] & (place >= 0)[None, :]
+    if TO_TILES:
+        words = tl.load(linear, mask=held, other=0)
+        words = words.reshape(4, 32, ACROSS).permute(2, 1, 0).reshape(ACROSS, 128)
+        tl.store(tiles, words, mask=whole)
+    else:
+        words = tl.load(tiles, mask=whole, other=0)
+        words = words.reshape(ACROSS, 32, 4).permute(2, 1, 0).reshape(128, ACROSS)
+        tl.store(linear, words, mask=held)

@@ -1,0 +1,143 @@
+"""Products of few rows with e2m1 weights: weights are decoded in registers, a 16-bit word of four codes at a time.
+
+The sum over k may be taken in any order. A tile of words is decoded to four tiles of weights, of the elements 4j, 4j + 1, 4j + 2
+and 4j + 3. Few rows of a are loaded as int64, four elements at a time, which are taken apart in registers; more rows are arranged
+first, so that the elements that meet a tile lie beside each other. So no weight changes places between threads: words and scales go
+from shared memory to where the matrix units want them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tokenspeed_kernel.triton.common import cdiv, common_device, for_architecture
+from tokenspeed_kernel.triton.gemm._operands import E8M0, MICRO, NO_SCALE, Operand
+from tokenspeed_kernel.triton.gemm._split_k import choose_splits, split_target, sum_splits
+from tokenspeed_kernel.triton.quantization._encode import abilities
+from tokenspeed_kernel_base.discovery import DeviceModule
+
+device_code = DeviceModule(__name__ + "_device")
+
+
+class Program(NamedTuple):
+    """A `Tile` as the kernel has it.
+
+    Attributes:
+        m, n, k, arranged: see `Tile`.
+        even_k: whether ``k`` divides all of k.
+        compute: dtype of the products' operands, Triton's.
+        ptx: whether words are decoded by NVIDIA's instructions.
+        asynchronous: whether products may be Hopper's asynchronous ones.
+        native, interpreted: see `Abilities`.
+    """
+
+    m: int
+    n: int
+    k: int
+    even_k: bool
+    compute: Any
+    ptx: bool
+    asynchronous: bool
+    arranged: bool
+    native: bool
+    interpreted: bool
+
+
+class Tile(NamedTuple):
+    """How a product is computed.
+
+    Attributes:
+        m, n, k: rows of a, columns of b and elements along k of a program's tile.
+        warps, stages: of a program; how many loads are under way.
+        programs: that a multiprocessor should find at least.
+        arranged: whether a is arranged first.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    programs: int
+    arranged: bool = False
+
+
+_TILES = {
+    "sm_90": (Tile(8, 64, 128, 2, 6, 4), Tile(16, 64, 128, 2, 6, 4), Tile(32, 64, 128, 2, 5, 4), Tile(64, 64, 128, 4, 4, 2, True)),
+    "any": (Tile(16, 64, 128, 4, 2, 4), Tile(32, 64, 128, 4, 2, 4), Tile(64, 64, 128, 4, 2, 4, True)),
+}
+
+
+def serves(x: Operand, w: Operand) -> bool:
+    """Whether rows are few, and all lines can be loaded as words."""
+    tiles = for_architecture(_TILES, x.tensor.device)
+    if x.tensor.ndim != 2 or w.format != "e2m1" or w.scaling != MICRO or x.scaling != NO_SCALE or x.lines > tiles[-1].m:
+        return False
+    # Their range is not that of mx weights.
+    if x.tensor.dtype == torch.float16 and w.scale_format == E8M0:
+        return False
+    return _in_words(x.tensor, x.strides, 4) and _in_words(w.tensor, w.strides, 2)
+
+
+def _in_words(x: Tensor, strides: tuple[int, int, int], each: int) -> bool:
+    return strides[2] == 1 and strides[1] % each == 0 and x.data_ptr() % (each * x.element_size()) == 0
+
+
+def _arranged(a: Tensor, step: int) -> Tensor:
+    """Rows in which of every ``step`` elements those of 4j come first, then those of 4j + 1, 4j + 2 and 4j + 3; zeros behind."""
+    steps = cdiv(a.shape[1], step)
+    padded = torch.nn.functional.pad(a, (0, steps * step - a.shape[1])) if a.shape[1] % step else a
+    return padded.reshape(-1, steps, step // 4, 4).transpose(-1, -2).reshape(-1, steps * step)
+
+
+def multiply(
+    x: Operand, w: Operand, bias: Tensor | None, out: Tensor, alpha: Tensor | None = None, tile: Tile | None = None
+) -> None:
+    """``out[...] = alpha * (a @ b) + bias`` of operands that `serves` accepts; out has elements."""
+    m, n, k = x.lines, w.lines, x.k
+    device, dtype = x.tensor.device, x.tensor.dtype
+    able = abilities(device)
+    tiles = for_architecture(_TILES, device)
+    tile = tile or next(tile for tile in tiles if m <= tile.m or tile is tiles[-1])
+    blocks = cdiv(m, tile.m) * cdiv(n, tile.n)
+    splits, k_per_split = choose_splits(blocks, k, tile.k, device, tile.programs)
+    target, strides = split_target(out, splits)
+    compute = torch.float32 if able.interpreted else dtype
+    a = _arranged(x.tensor, tile.k) if tile.arranged else x.tensor
+    device_code.words_mm_kernel[(blocks, splits)](
+        a,
+        w.tensor,
+        w.scale.view(torch.uint8) if w.scale is not None else None,
+        alpha,
+        bias if splits == 1 else None,
+        target,
+        m,
+        n,
+        k,
+        a.stride(0),
+        w.strides[1],
+        *w.scale_strides[1:],
+        *strides[1:],
+        out.numel(),
+        k_per_split // tile.k,
+        BLOCK=w.block,
+        SWIZZLED=w.swizzled,
+        TILE=Program(
+            m=tile.m,
+            n=tile.n,
+            k=tile.k,
+            even_k=k % tile.k == 0,
+            compute=common_device.DTYPES[compute],
+            ptx=able.bfloat16_pairs,
+            asynchronous=tile.warps % 4 == 0,
+            arranged=tile.arranged,
+            native=able.native,
+            interpreted=able.interpreted,
+        ),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    sum_splits(target, bias, out, splits, able.interpreted)

@@ -1,0 +1,241 @@
+"""Device code of `words`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed_kernel.triton.common_device import wait_for_products
+from tokenspeed_kernel.triton.gemm._tiles_device import Output, store_tile, tile_of
+from tokenspeed_kernel.triton.quantization._encode_device import decode_e2m1, decode_e8m0, decode_fp8, swizzled_in_tile
+
+# Two words at once, a code of each at a time: its sign is put at bit 15 and its other bits at 8...6 of a bfloat16, whose value then
+# is 2^-126 times that of the code. $4: the words; $5: the scales of both.
+_E8M0 = tl.constexpr("""
+{
+.reg .b32 a, s, c, z;
+mov.b32 c, 0x7E807E80;
+mov.b32 z, 0x80008000;
+and.b32 a, $4, 0x000F000F;
+mul.lo.u32 a, a, 4160;
+and.b32 a, a, 0x81C081C0;
+fma.rn.bf16x2 a, a, c, z;
+fma.rn.bf16x2 $0, a, $5, z;
+and.b32 a, $4, 0x00F000F0;
+mul.lo.u32 a, a, 260;
+and.b32 a, a, 0x81C081C0;
+fma.rn.bf16x2 a, a, c, z;
+fma.rn.bf16x2 $1, a, $5, z;
+shr.u32 a, $4, 2;
+shl.b32 s, $4, 4;
+and.b32 s, s, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 a, a, c, z;
+fma.rn.bf16x2 $2, a, $5, z;
+shr.u32 a, $4, 6;
+and.b32 s, $4, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 a, a, c, z;
+fma.rn.bf16x2 $3, a, $5, z;
+}
+""")
+# The same where scales are of e4m3: 2^118 times such a scale is a bfloat16, and 2^8 is left for the sums.
+_E4M3 = tl.constexpr("""
+{
+.reg .b32 a, s, z;
+mov.b32 z, 0x80008000;
+and.b32 a, $4, 0x000F000F;
+mul.lo.u32 a, a, 4160;
+and.b32 a, a, 0x81C081C0;
+fma.rn.bf16x2 $0, a, $5, z;
+and.b32 a, $4, 0x00F000F0;
+mul.lo.u32 a, a, 260;
+and.b32 a, a, 0x81C081C0;
+fma.rn.bf16x2 $1, a, $5, z;
+shr.u32 a, $4, 2;
+shl.b32 s, $4, 4;
+and.b32 s, s, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 $2, a, $5, z;
+shr.u32 a, $4, 6;
+and.b32 s, $4, 0x80008000;
+lop3.b32 a, a, 0x01C001C0, s, 0xEA;
+fma.rn.bf16x2 $3, a, $5, z;
+}
+""")
+# The same for float16: a code's other bits belong at 11...9, which makes it 2^-14 times its value, and a scale is taken 2^6 times.
+_E4M3_FLOAT16 = tl.constexpr("""
+{
+.reg .b32 a, s;
+shl.b32 a, $4, 9;
+shl.b32 s, $4, 12;
+and.b32 s, s, 0x80008000;
+lop3.b32 a, a, 0x0E000E00, s, 0xEA;
+mul.rn.f16x2 $0, a, $5;
+shl.b32 a, $4, 5;
+shl.b32 s, $4, 8;
+and.b32 s, s, 0x80008000;
+lop3.b32 a, a, 0x0E000E00, s, 0xEA;
+mul.rn.f16x2 $1, a, $5;
+shl.b32 a, $4, 1;
+shl.b32 s, $4, 4;
+and.b32 s, s, 0x80008000;
+lop3.b32 a, a, 0x0E000E00, s, 0xEA;
+mul.rn.f16x2 $2, a, $5;
+shr.u32 a, $4, 3;
+and.b32 s, $4, 0x80008000;
+lop3.b32 a, a, 0x0E000E00, s, 0xEA;
+mul.rn.f16x2 $3, a, $5;
+}
+""")
+
+
+@triton.jit
+def _decode(word, scale, BLOCK: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
+    """The four weight tiles of a tile of words, and of the tile of their scales, float32. With ``PTX`` and scales of e4m3 they are
+    2^-8 times the weights."""
+    # Codes and scales of one byte have few bits: these numbers and their products are exact.
+    if PTX and BLOCK == 32:
+        return tl.inline_asm_elementwise(
+            _E8M0,
+            "=&r,=&r,=&r,=&r,r,r",
+            [word, scale.to(tl.bfloat16)],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    if PTX and tl.bfloat16 == COMPUTE:
+        return tl.inline_asm_elementwise(
+            _E4M3,
+            "=&r,=&r,=&r,=&r,r,r",
+            [word, (scale * 2.0**118).to(tl.bfloat16)],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    if PTX and tl.float16 == COMPUTE:
+        return tl.inline_asm_elementwise(
+            _E4M3_FLOAT16,
+            "=&r,=&r,=&r,=&r,r,r",
+            [word, (scale * 2.0**6).to(tl.float16)],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    bits = word.to(tl.int32)
+    return (
+        (decode_e2m1(bits) * scale).to(COMPUTE),
+        (decode_e2m1(bits >> 4) * scale).to(COMPUTE),
+        (decode_e2m1(bits >> 8) * scale).to(COMPUTE),
+        (decode_e2m1(bits >> 12) * scale).to(COMPUTE),
+    )
+
+
+@triton.jit
+def _quarter(four, INDEX: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):
+    """One of the four half-precision numbers in each int64."""
+    return (four >> (16 * INDEX)).to(tl.int16).to(DTYPE, bitcast=True).to(COMPUTE)
+
+
+@triton.jit
+def words_mm_kernel(
+    a_ptr,
+    b_ptr,
+    b_scale_ptr,
+    alpha_ptr,
+    bias_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_bn,
+    stride_bsn,
+    stride_bsk,
+    stride_out_m,
+    stride_out_n,
+    stride_split: tl.int64,
+    steps,
+    BLOCK: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One tile (grid axis 0), from one range of k (axis 1), ``steps`` times ``TILE.k``.
+
+    ``BLOCK``: elements along k that share a scale. a is as it is, or arranged: see `words`.
+    """
+    ROWS: tl.constexpr = TILE.n
+    COLUMNS: tl.constexpr = TILE.m
+    BLOCK_K: tl.constexpr = TILE.k
+    WORDS: tl.constexpr = BLOCK_K // 4
+    COMPUTE: tl.constexpr = TILE.compute
+    PTX: tl.constexpr = TILE.ptx
+    ARRANGED: tl.constexpr = TILE.arranged
+    EVEN_K: tl.constexpr = TILE.even_k
+    DTYPE: tl.constexpr = a_ptr.dtype.element_ty
+    tiles_m, tiles_n = tl.cdiv(M, COLUMNS), tl.cdiv(N, ROWS)
+    tile_m, tile_n = tile_of(tl.program_id(0), tiles_m, tiles_n, 8)
+    m = tile_m * COLUMNS + tl.arange(0, COLUMNS)
+    n = tile_n * ROWS + tl.arange(0, ROWS)
+    # Columns of b beyond the last compute it again, and are not stored.
+    own = tl.minimum(n, N - 1)
+    split = tl.program_id(1)
+    first = split * steps
+    last = tl.minimum(first + steps, tl.cdiv(K, BLOCK_K))
+    lane = tl.arange(0, WORDS)
+    block = tl.arange(0, BLOCK_K // BLOCK)
+    words = b_ptr.to(tl.pointer_type(tl.int16)) + own.to(tl.int64)[:, None] * (stride_bn // 2) + lane[None, :]
+    if ARRANGED:
+        fours = a_ptr + m.to(tl.int64)[None, :] * stride_am + lane[:, None]
+    else:
+        fours = a_ptr.to(tl.pointer_type(tl.int64)) + m.to(tl.int64)[None, :] * (stride_am // 4) + lane[:, None]
+    if SWIZZLED:
+        scales = b_scale_ptr + (own // 128).to(tl.int64)[:, None] * stride_bsn
+    else:
+        scales = b_scale_ptr + own.to(tl.int64)[:, None] * stride_bsn
+    acc0 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if not ARRANGED:
+        acc1 = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(first, last):
+        if TILE.asynchronous:
+            wait_for_products()
+        at = step * (BLOCK_K // BLOCK) + block[None, :]
+        if SWIZZLED:
+            place = scales + (swizzled_in_tile(own[:, None], at) + at // 4 * stride_bsk)
+        else:
+            place = scales + at * stride_bsk
+        present = step * WORDS + lane < K // 4
+        if EVEN_K:
+            word = tl.load(words + step * WORDS)
+            byte = tl.load(place)
+            within = (m < M)[None, :]
+        else:
+            word = tl.load(words + step * WORDS, mask=present[None, :], other=0)
+            byte = tl.load(place, mask=at < K // BLOCK, other=0)
+            within = (m < M)[None, :] & present[:, None]
+        if BLOCK == 32:
+            scale = decode_e8m0(byte)
+        else:
+            scale = decode_fp8(byte, "e4m3fn", TILE.native)
+        scale = tl.broadcast_to(scale[:, :, None], (ROWS, BLOCK_K // BLOCK, BLOCK // 4)).reshape(ROWS, WORDS)
+        w0, w1, w2, w3 = _decode(word, scale, BLOCK, COMPUTE, PTX)
+        if ARRANGED:
+            acc0 = tl.dot(w0, tl.load(fours + step * BLOCK_K, mask=within, other=0.0).to(COMPUTE), acc0)
+            acc0 = tl.dot(w1, tl.load(fours + (step * BLOCK_K + WORDS), mask=within, other=0.0).to(COMPUTE), acc0)
+            acc0 = tl.dot(w2, tl.load(fours + (step * BLOCK_K + 2 * WORDS), mask=within, other=0.0).to(COMPUTE), acc0)
+            acc0 = tl.dot(w3, tl.load(fours + (step * BLOCK_K + 3 * WORDS), mask=within, other=0.0).to(COMPUTE), acc0)
+        else:
+            four = tl.load(fours + step * WORDS, mask=within, other=0)
+            acc0 = tl.dot(w0, _quarter(four, 0, DTYPE, COMPUTE), acc0)
+            acc1 = tl.dot(w1, _quarter(four, 1, DTYPE, COMPUTE), acc1)
+            acc0 = tl.dot(w2, _quarter(four, 2, DTYPE, COMPUTE), acc0)
+            acc1 = tl.dot(w3, _quarter(four, 3, DTYPE, COMPUTE), acc1)
+    acc = acc0
+    if not ARRANGED:
+        acc += acc1
+    if PTX and BLOCK == 16:  # see `_decode`
+        acc *= 256.0
+    if alpha_ptr is not None:
+        acc *= tl.load(alpha_ptr)
+    target = out_ptr + split * stride_split
+    store_tile(acc, Output(target, stride_out_m, stride_out_n, bias_ptr), m[None, :], n[:, None], M, N, TILE.interpreted)
