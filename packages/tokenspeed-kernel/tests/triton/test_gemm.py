@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tokenspeed_kernel as tk
-from tokenspeed_kernel.triton.gemm import _split_k, decoded, direct, once
+from tokenspeed_kernel.triton.gemm import _split_k, decoded, direct, once, words
 from tokenspeed_kernel.triton.gemm._operands import operand
 from tokenspeed_kernel.workbench.numerics.verify import default_device
 from tokenspeed_kernel_base.cases import Draw
@@ -199,7 +199,7 @@ def test_weights_decoded_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> Non
         if a_scale is not None and not (kind.startswith("mx") or kind == "nvfp4"):
             continue
         out = torch.empty(m, n, device=a.device)
-        once.multiply(operand(a, a_scale, -2), operand(b, b_scale, -1), bias, out, alpha)
+        once.multiply(once.dense_rows(operand(a, a_scale, -2)), operand(b, b_scale, -1), bias, out, alpha)
         _close(out, tk.mm(a, b, a_scale, b_scale, bias, F32, alpha, override="reference_mm"), 1e-3)
 
 
@@ -213,6 +213,51 @@ def test_every_tile_that_decodes(tile: decoded.Tile) -> None:
         out = torch.empty(m, n, device=a.device)
         decoded.multiply(operand(a, None, -2), operand(b, b_scale, -1), None, out, tile)
         _close(out, tk.mm(a, b, None, b_scale, out_dtype=F32, override="reference_mm"), 1e-3)
+
+
+@pytest.mark.parametrize("tile", [words._TILES["sm_90"][0], words._TILES["sm_90"][-1]], ids=str)
+def test_tiles_of_words(tile: words.Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two columns beyond a tile; k ends within one, and is split."""
+    monkeypatch.setattr(_split_k, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(_split_k, "_SHORTEST", tile.k)
+    m, k, n = tile.m - 2, 2 * tile.k + 32, tile.n + 2
+    for kind, dtype in (("mxfp4", BF16), ("nvfp4", F16)):
+        b, b_scale = _weights(kind, n, k)
+        a, bias, alpha = _normal(m, k, seed=1, dtype=dtype), _normal(n, seed=4), torch.tensor(0.3, device=b.device)
+        alpha = alpha if kind == "nvfp4" else None
+        out = torch.empty(m, n, device=a.device)
+        words.multiply(operand(a, None, -2), operand(b, b_scale, -1), bias, out, alpha, tile)
+        _close(out, tk.mm(a, b, None, b_scale, bias, F32, alpha, override="reference_mm"), 1e-3)
+
+
+def test_words_want_lines_along_k() -> None:
+    b, b_scale = _weights("nvfp4", 48, 128)
+    w = operand(b, b_scale, -1)
+    a = _normal(4, 128, seed=1, dtype=BF16)
+    assert words.serves(operand(a, None, -2), w)
+    assert not words.serves(operand(_normal(200, 128, seed=1, dtype=BF16), None, -2), w)
+    odd = _normal(4, 129, seed=1, dtype=BF16)[:, 1:]
+    for other in (_transposed(a), odd):
+        assert not words.serves(operand(other, None, -2), w)
+        alpha = torch.tensor(0.3, device=a.device)
+        got = tk.mm(other, b, None, b_scale, alpha=alpha, override="triton_mm")
+        _close(got, tk.mm(other, b, None, b_scale, alpha=alpha, override="reference_mm"))
+
+
+@pytest.mark.parametrize(("block", "columns"), [(64, 64), (32, 32), (32, 1), (128, 1)])
+def test_direct_products_with_scales_of_smaller_blocks(block: int, columns: int) -> None:
+    m, k, n = 130, 192, 72
+    a, b = _coarse(m, k, seed=1, dtype=E4M3), _coarse(n, k, seed=2, dtype=E4M3).t()
+    a_scale = _normal(m, -(-k // block), seed=3).abs() + 0.1
+    b_scale = (_normal(-(-n // columns), -(-k // block), seed=4).abs() + 0.1).t()
+    x, w = operand(a, a_scale, -2), operand(b, b_scale, -1)
+    if not current_platform().is_cpu and not direct.serves(x, w):
+        pytest.skip("the matrix units of this device do not take 8-bit floats")
+    wanted = tk.mm(a, b, a_scale, b_scale, out_dtype=F32, override="reference_mm")
+    for ahead in (True, False):
+        out = torch.empty(m, n, device=a.device)
+        direct.multiply(x, w, None, out, direct.Config(64, 64, block, 4, 2, ahead=ahead))
+        _close(out, wanted, 1e-3)
 
 
 def _transposed(x: Tensor) -> Tensor:

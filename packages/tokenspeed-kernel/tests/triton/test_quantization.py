@@ -240,3 +240,15 @@ def test_one_correction_is_enough_for_values_of_eleven_bits() -> None:
                 rough = rounded(x * reciprocal)
                 corrected = rounded(rough - rounded(rough * divisor - x) * reciprocal)
                 assert (corrected > boundary, corrected < boundary) == (quotient > boundary, quotient < boundary), (x, divisor)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (130, 136), (2, 3, 8)], ids=str)
+def test_scales_are_swizzled_by_words_and_by_bytes(shape: tuple[int, ...]) -> None:
+    """Whole words in a row, also with a gap behind, and rows that begin within a word."""
+    wide = torch.randint(256, (*shape[:-1], shape[-1] + 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    wide = wide.to(default_device())
+    for first in (0, 1, 4):
+        scale = wide[..., first : first + shape[-1]]
+        _both(tk.swizzle_scales, scale)
+        tiles = tk.swizzle_scales(scale, override="reference_swizzle_scales")
+        assert torch.equal(tk.unswizzle_scales(tiles, *shape[-2:], override="triton_unswizzle_scales"), scale)
