@@ -12,6 +12,7 @@ from tokenspeed_kernel.triton.quantization._encode_device import (
     divide_any,
     encode_e2m1,
     encode_fp8,
+    larger,
     largest,
     pack_e2m1,
     prepare_divisor,
@@ -19,13 +20,21 @@ from tokenspeed_kernel.triton.quantization._encode_device import (
 from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_NVFP4
 
 _BLOCK = tl.constexpr(BLOCK_NVFP4)
+_HALF = tl.constexpr(BLOCK_NVFP4 // 2)
 _SIXTH = tl.constexpr(1 / 6)
 
 
 @triton.jit
 def nvfp4_of_blocks(x, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
     """Blocks, float32 ``[BLOCKS, 16]``, as bytes of two e2m1 codes ``[BLOCKS, 8]``, and their e4m3 scales ``[BLOCKS]``: uint8."""
-    amax = largest(x, 1)
+    scale, step = _scale_of_blocks(largest(x, 1), global_scale, NATIVE, INTERPRETED, STEPS)
+    code = _codes(x, prepare_divisor(step, INTERPRETED), INTERPRETED, STEPS)
+    return (code & _kept(step)).to(tl.uint8), scale
+
+
+@triton.jit
+def _scale_of_blocks(amax, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
+    """The e4m3 scales (uint8) of blocks from their largest magnitudes, and what a scale stands for times the global scale."""
     if INTERPRETED or STEPS > 1:
         wanted = tl.div_rn(tl.div_rn(amax, 6.0), global_scale)
     else:
@@ -36,12 +45,22 @@ def nvfp4_of_blocks(x, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.const
         wanted = divide_any(sixth, factor, divisor, reciprocal, INTERPRETED, 2)
     # Neither NaN nor infinite: all comparisons with NaN are false.
     scale = encode_fp8(tl.where(amax < float("inf"), wanted, float("nan")), "e4m3fn", NATIVE)
-    step = decode_fp8(scale, "e4m3fn", NATIVE) * global_scale
-    factor, divisor, reciprocal = prepare_divisor(step, INTERPRETED)
-    # Where the quotient overflows it may be NaN, which saturates like infinity. Blocks without a step become zeros below.
+    return scale, decode_fp8(scale, "e4m3fn", NATIVE) * global_scale
+
+
+@triton.jit
+def _codes(x, prepared, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
+    """Two e2m1 codes in an int32 of whole blocks, or of equal parts of blocks; ``prepared``: of their steps, by `prepare_divisor`."""
+    factor, divisor, reciprocal = prepared
+    # Where the quotient overflows it may be NaN, which saturates like infinity. Blocks without a step become zeros, see `_kept`.
     quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
-    code = pack_e2m1(encode_e2m1(quotient, x), x.shape[0], _BLOCK) & tl.where(step > 0, 255, 0)[:, None]
-    return code.to(tl.uint8), scale
+    return pack_e2m1(encode_e2m1(quotient, x), x.shape[0], x.shape[1])
+
+
+@triton.jit
+def _kept(step):
+    """A mask for the codes of blocks: 0 where a block has no step."""
+    return tl.where(step > 0, 255, 0)[:, None]
 
 
 @triton.jit
@@ -65,10 +84,16 @@ def quantize_nvfp4_kernel(
     first_x, x_at, first_made, made_at, first_scale, inside, stored = blocks_of_program(
         count, x_stride, x_outer_stride, rows, columns, BLOCKS, _BLOCK, 1, TILES
     )
+    # In halves, as much as a thread loads at once: so all of a block is in one thread, and its scale is computed once.
     x_ptr += first_x
-    at = tl.arange(0, _BLOCK)[None, :]
-    x = tl.load(x_ptr + x_at[:, None] + at, mask=inside[:, None], other=0.0).to(tl.float32)
-    code, scale = nvfp4_of_blocks(x, tl.load(global_scale_ptr), NATIVE, INTERPRETED, STEPS)
+    at = tl.arange(0, _HALF)[None, :]
+    low = tl.load(x_ptr + x_at[:, None] + at, mask=inside[:, None], other=0.0).to(tl.float32)
+    high = tl.load(x_ptr + x_at[:, None] + (at + _HALF), mask=inside[:, None], other=0.0).to(tl.float32)
+    amax = larger(largest(low, 1), largest(high, 1))
+    scale, step = _scale_of_blocks(amax, tl.load(global_scale_ptr), NATIVE, INTERPRETED, STEPS)
+    prepared = prepare_divisor(step, INTERPRETED)
+    codes = tl.join(_codes(low, prepared, INTERPRETED, STEPS), _codes(high, prepared, INTERPRETED, STEPS))
+    code = (codes.permute(0, 2, 1).reshape(BLOCKS, _BLOCK // 2) & _kept(step)).to(tl.uint8)
     if TILES:
         scale = tl.where(inside, scale, 0).to(tl.uint8)
     tl.store(scale_ptr + first_scale + tl.arange(0, BLOCKS), scale, mask=stored)
