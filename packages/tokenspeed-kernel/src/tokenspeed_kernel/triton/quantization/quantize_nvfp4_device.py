@@ -50,7 +50,7 @@ def _scale_of_blocks(amax, global_scale, NATIVE: tl.constexpr, INTERPRETED: tl.c
 
 @triton.jit
 def _codes(x, prepared, INTERPRETED: tl.constexpr, STEPS: tl.constexpr):
-    """Two e2m1 codes in an int32 of whole blocks, or of equal parts of blocks; ``prepared``: of their steps, by `prepare_divisor`."""
+    """Pairs of e2m1 codes, int32, of whole blocks or equal parts of them; ``prepared``: of their steps, by `prepare_divisor`."""
     factor, divisor, reciprocal = prepared
     # Where the quotient overflows it may be NaN, which saturates like infinity. Blocks without a step become zeros, see `_kept`.
     quotient = divide(x, factor[:, None], divisor[:, None], reciprocal[:, None], INTERPRETED, STEPS)
