@@ -9,106 +9,46 @@ from tokenspeed_kernel.triton.common_device import wait_for_products
 from tokenspeed_kernel.triton.gemm._tiles_device import Output, store_tile, tile_of
 from tokenspeed_kernel.triton.quantization._encode_device import decode_e2m1, decode_e8m0, decode_fp8, swizzled_in_tile
 
-# Two words at once, a code of each at a time: its sign is put at bit 15 and its other bits at 8...6 of a bfloat16, whose value then
-# is 2^-126 times that of the code. $4: the words; $5: the scales of both.
-_E8M0 = tl.constexpr("""
-{
-.reg .b32 a, s, c, z;
-mov.b32 c, 0x7E807E80;
-mov.b32 z, 0x80008000;
-and.b32 a, $4, 0x000F000F;
-mul.lo.u32 a, a, 4160;
-and.b32 a, a, 0x81C081C0;
-fma.rn.bf16x2 a, a, c, z;
-fma.rn.bf16x2 $0, a, $5, z;
-and.b32 a, $4, 0x00F000F0;
-mul.lo.u32 a, a, 260;
-and.b32 a, a, 0x81C081C0;
-fma.rn.bf16x2 a, a, c, z;
-fma.rn.bf16x2 $1, a, $5, z;
-shr.u32 a, $4, 2;
-shl.b32 s, $4, 4;
-and.b32 s, s, 0x80008000;
-lop3.b32 a, a, 0x01C001C0, s, 0xEA;
-fma.rn.bf16x2 a, a, c, z;
-fma.rn.bf16x2 $2, a, $5, z;
-shr.u32 a, $4, 6;
-and.b32 s, $4, 0x80008000;
-lop3.b32 a, a, 0x01C001C0, s, 0xEA;
-fma.rn.bf16x2 a, a, c, z;
-fma.rn.bf16x2 $3, a, $5, z;
-}
-""")
-# The same where scales are of e4m3: 2^118 times such a scale is a bfloat16, and 2^8 is left for the sums.
-_E4M3 = tl.constexpr("""
-{
-.reg .b32 a, s, z;
-mov.b32 z, 0x80008000;
-and.b32 a, $4, 0x000F000F;
-mul.lo.u32 a, a, 4160;
-and.b32 a, a, 0x81C081C0;
-fma.rn.bf16x2 $0, a, $5, z;
-and.b32 a, $4, 0x00F000F0;
-mul.lo.u32 a, a, 260;
-and.b32 a, a, 0x81C081C0;
-fma.rn.bf16x2 $1, a, $5, z;
-shr.u32 a, $4, 2;
-shl.b32 s, $4, 4;
-and.b32 s, s, 0x80008000;
-lop3.b32 a, a, 0x01C001C0, s, 0xEA;
-fma.rn.bf16x2 $2, a, $5, z;
-shr.u32 a, $4, 6;
-and.b32 s, $4, 0x80008000;
-lop3.b32 a, a, 0x01C001C0, s, 0xEA;
-fma.rn.bf16x2 $3, a, $5, z;
-}
-""")
-# The same for float16: a code's other bits belong at 11...9, which makes it 2^-14 times its value, and a scale is taken 2^6 times.
-_E4M3_FLOAT16 = tl.constexpr("""
-{
-.reg .b32 a, s;
-shl.b32 a, $4, 9;
-shl.b32 s, $4, 12;
-and.b32 s, s, 0x80008000;
-lop3.b32 a, a, 0x0E000E00, s, 0xEA;
-mul.rn.f16x2 $0, a, $5;
-shl.b32 a, $4, 5;
-shl.b32 s, $4, 8;
-and.b32 s, s, 0x80008000;
-lop3.b32 a, a, 0x0E000E00, s, 0xEA;
-mul.rn.f16x2 $1, a, $5;
-shl.b32 a, $4, 1;
-shl.b32 s, $4, 4;
-and.b32 s, s, 0x80008000;
-lop3.b32 a, a, 0x0E000E00, s, 0xEA;
-mul.rn.f16x2 $2, a, $5;
-shr.u32 a, $4, 3;
-and.b32 s, $4, 0x80008000;
-lop3.b32 a, a, 0x0E000E00, s, 0xEA;
-mul.rn.f16x2 $3, a, $5;
-}
-""")
+# Two words at once ($4), a code of each at a time. Its sign belongs at bit 15, its other bits at 8...6 of a bfloat16, whose value
+# then is 2^-126 times that of the code. A multiplication puts both where they belong; what it puts elsewhere is cut away.
+_IN_BFLOAT16 = (
+    "and.b32 a, $4, 0x000F000F; mul.lo.u32 a, a, 4160; and.b32 a, a, 0x81C081C0;",
+    "and.b32 a, $4, 0x00F000F0; mul.lo.u32 a, a, 260; and.b32 a, a, 0x81C081C0;",
+    "shr.u32 a, $4, 2; shl.b32 s, $4, 4; and.b32 s, s, 0x80008000; lop3.b32 a, a, 0x01C001C0, s, 0xEA;",
+    "shr.u32 a, $4, 6; and.b32 s, $4, 0x80008000; lop3.b32 a, a, 0x01C001C0, s, 0xEA;",
+)
+# At 11...9 of a float16 they make 2^-14 times the value.
+_IN_FLOAT16 = (
+    "shl.b32 a, $4, 9; shl.b32 s, $4, 12; and.b32 s, s, 0x80008000; lop3.b32 a, a, 0x0E000E00, s, 0xEA;",
+    "shl.b32 a, $4, 5; shl.b32 s, $4, 8; and.b32 s, s, 0x80008000; lop3.b32 a, a, 0x0E000E00, s, 0xEA;",
+    "shl.b32 a, $4, 1; shl.b32 s, $4, 4; and.b32 s, s, 0x80008000; lop3.b32 a, a, 0x0E000E00, s, 0xEA;",
+    "shr.u32 a, $4, 3; and.b32 s, $4, 0x80008000; lop3.b32 a, a, 0x0E000E00, s, 0xEA;",
+)
+
+
+def _decoding(codes: tuple[str, ...], scaling: str) -> tl.constexpr:
+    """PTX that makes $0 to $3 of ``codes``: ``scaling`` makes TO of a code in a, and of the scales of both words in $5."""
+    made = (code + scaling.replace("TO", f"${i}") for i, code in enumerate(codes))
+    return tl.constexpr("{ .reg .b32 a, s, c, z; mov.b32 c, 0x7E807E80; mov.b32 z, 0x80008000; " + "".join(made) + " }")
+
+
+# Codes and scales of one byte have few bits: these numbers and their products are exact. e8m0 has a range that wants two steps.
+_E8M0 = _decoding(_IN_BFLOAT16, "fma.rn.bf16x2 a, a, c, z; fma.rn.bf16x2 TO, a, $5, z;")
+_E4M3 = _decoding(_IN_BFLOAT16, "fma.rn.bf16x2 TO, a, $5, z;")
+_E4M3_FLOAT16 = _decoding(_IN_FLOAT16, "mul.rn.f16x2 TO, a, $5;")
 
 
 @triton.jit
 def _decode(word, scale, BLOCK: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.constexpr):
     """The four weight tiles of a tile of words, and of the tile of their scales, float32. With ``PTX`` and scales of e4m3 they are
-    2^-8 times the weights."""
-    # Codes and scales of one byte have few bits: these numbers and their products are exact.
-    if PTX and BLOCK == 32:
+    2^-8 times the weights, which puts the scales, as factors of codes, within the range of the dtype."""
+    if PTX and tl.bfloat16 == COMPUTE:
+        if BLOCK == 16:
+            scale *= 2.0**118
         return tl.inline_asm_elementwise(
-            _E8M0,
+            _E4M3 if BLOCK == 16 else _E8M0,
             "=&r,=&r,=&r,=&r,r,r",
             [word, scale.to(tl.bfloat16)],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    if PTX and tl.bfloat16 == COMPUTE:
-        return tl.inline_asm_elementwise(
-            _E4M3,
-            "=&r,=&r,=&r,=&r,r,r",
-            [word, (scale * 2.0**118).to(tl.bfloat16)],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
@@ -135,6 +75,12 @@ def _decode(word, scale, BLOCK: tl.constexpr, COMPUTE: tl.constexpr, PTX: tl.con
 def _quarter(four, INDEX: tl.constexpr, DTYPE: tl.constexpr, COMPUTE: tl.constexpr):
     """One of the four half-precision numbers in each int64."""
     return (four >> (16 * INDEX)).to(tl.int16).to(DTYPE, bitcast=True).to(COMPUTE)
+
+
+@triton.jit
+def _beside(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Two tiles ``[ROWS, COLUMNS]`` as one, ``[ROWS, 2 * COLUMNS]``."""
+    return tl.join(left, right).permute(0, 2, 1).reshape(ROWS, 2 * COLUMNS)
 
 
 @triton.jit
@@ -186,7 +132,7 @@ def words_mm_kernel(
     block = tl.arange(0, BLOCK_K // BLOCK)
     words = b_ptr.to(tl.pointer_type(tl.int16)) + own.to(tl.int64)[:, None] * (stride_bn // 2) + lane[None, :]
     if ARRANGED:
-        fours = a_ptr + m.to(tl.int64)[None, :] * stride_am + lane[:, None]
+        fours = a_ptr + m.to(tl.int64)[None, :] * stride_am + tl.arange(0, BLOCK_K)[:, None]
     else:
         fours = a_ptr.to(tl.pointer_type(tl.int64)) + m.to(tl.int64)[None, :] * (stride_am // 4) + lane[:, None]
     if SWIZZLED:
@@ -212,7 +158,10 @@ def words_mm_kernel(
         else:
             word = tl.load(words + step * WORDS, mask=present[None, :], other=0)
             byte = tl.load(place, mask=at < K // BLOCK, other=0)
-            within = (m < M)[None, :] & present[:, None]
+            if ARRANGED:  # zeros lie behind a's rows
+                within = (m < M)[None, :]
+            else:
+                within = (m < M)[None, :] & present[:, None]
         if BLOCK == 32:
             scale = decode_e8m0(byte)
         else:
@@ -220,10 +169,8 @@ def words_mm_kernel(
         scale = tl.broadcast_to(scale[:, :, None], (ROWS, BLOCK_K // BLOCK, BLOCK // 4)).reshape(ROWS, WORDS)
         w0, w1, w2, w3 = _decode(word, scale, BLOCK, COMPUTE, PTX)
         if ARRANGED:
-            acc0 = tl.dot(w0, tl.load(fours + step * BLOCK_K, mask=within, other=0.0).to(COMPUTE), acc0)
-            acc0 = tl.dot(w1, tl.load(fours + (step * BLOCK_K + WORDS), mask=within, other=0.0).to(COMPUTE), acc0)
-            acc0 = tl.dot(w2, tl.load(fours + (step * BLOCK_K + 2 * WORDS), mask=within, other=0.0).to(COMPUTE), acc0)
-            acc0 = tl.dot(w3, tl.load(fours + (step * BLOCK_K + 3 * WORDS), mask=within, other=0.0).to(COMPUTE), acc0)
+            x = tl.load(fours + step * BLOCK_K, mask=within, other=0.0).to(COMPUTE)
+            acc0 = tl.dot(_beside(_beside(w0, w1, ROWS, WORDS), _beside(w2, w3, ROWS, WORDS), ROWS, 2 * WORDS), x, acc0)
         else:
             four = tl.load(fours + step * WORDS, mask=within, other=0)
             acc0 = tl.dot(w0, _quarter(four, 0, DTYPE, COMPUTE), acc0)
