@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import cdiv, multiprocessors
+from tokenspeed_kernel.triton.common import cdiv, launch_options, may_overlap, multiprocessors
 from tokenspeed_kernel_base.discovery import DeviceModule
 
 device_code = DeviceModule(__name__ + "_device")
@@ -43,6 +43,7 @@ def sum_splits(partial: Tensor, bias: Tensor | None, out: Tensor, splits: int, i
         return
     m, n = out.shape[-2:]
     batch = out.shape[0] if out.ndim == 3 else 1
+    early = may_overlap(out.device)
     device_code.sum_splits_kernel[(cdiv(m, ROWS) * cdiv(n, COLUMNS) * batch,)](
         partial,
         bias,
@@ -55,5 +56,7 @@ def sum_splits(partial: Tensor, bias: Tensor | None, out: Tensor, splits: int, i
         out.stride(-1),
         SPLITS=splits,
         INTERPRETED=interpreted,
+        EARLY=early,
         num_warps=4,
+        **launch_options(early),
     )

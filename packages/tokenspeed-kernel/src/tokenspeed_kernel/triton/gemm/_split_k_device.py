@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenspeed_kernel.triton.common_device import start
 from tokenspeed_kernel.triton.gemm._split_k import COLUMNS, ROWS
 from tokenspeed_kernel.triton.gemm._tiles_device import Output, store_tile
 
@@ -24,7 +25,9 @@ def sum_splits_kernel(
     stride_n,
     SPLITS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    start(EARLY)
     down, across = tl.cdiv(M, _ROWS), tl.cdiv(N, _COLUMNS)
     batch, index = (tl.program_id(0) // (down * across)).to(tl.int64), tl.program_id(0) % (down * across)
     m = (index // across * _ROWS + tl.arange(0, _ROWS))[:, None]

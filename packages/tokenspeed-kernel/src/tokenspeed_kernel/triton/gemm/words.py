@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenspeed_kernel.triton.common import cdiv, common_device, for_architecture
+from tokenspeed_kernel.triton.common import cdiv, common_device, for_architecture, launch_options, may_overlap
 from tokenspeed_kernel.triton.gemm._operands import E8M0, MICRO, NO_SCALE, Operand
 from tokenspeed_kernel.triton.gemm._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel.triton.quantization._encode import abilities
@@ -31,6 +31,7 @@ class Program(NamedTuple):
         compute: dtype of the products' operands, Triton's.
         ptx: whether words are decoded by NVIDIA's instructions.
         asynchronous: whether products may be Hopper's asynchronous ones.
+        early: whether it may be launched early, see `may_overlap`.
         native, interpreted: see `Abilities`.
     """
 
@@ -42,6 +43,7 @@ class Program(NamedTuple):
     ptx: bool
     asynchronous: bool
     arranged: bool
+    early: bool
     native: bool
     interpreted: bool
 
@@ -106,6 +108,7 @@ def multiply(
     splits, k_per_split = choose_splits(blocks, k, tile.k, device, tile.programs)
     target, strides = split_target(out, splits)
     compute = torch.float32 if able.interpreted else dtype
+    early = may_overlap(device)
     a = _arranged(x.tensor, tile.k) if tile.arranged else x.tensor
     device_code.words_mm_kernel[(blocks, splits)](
         a,
@@ -134,10 +137,12 @@ def multiply(
             ptx=able.bfloat16_pairs,
             asynchronous=tile.warps % 4 == 0,
             arranged=tile.arranged,
+            early=early,
             native=able.native,
             interpreted=able.interpreted,
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **launch_options(early),
     )
     sum_splits(target, bias, out, splits, able.interpreted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenspeed_kernel.triton.common_device import wait_for_products
+from tokenspeed_kernel.triton.common_device import start, wait_for_products
 from tokenspeed_kernel.triton.gemm._tiles_device import Output, store_tile, tile_of
 from tokenspeed_kernel.triton.quantization._encode_device import decode_e2m1, decode_e8m0, decode_fp8, swizzled_in_tile
 
@@ -119,6 +119,7 @@ def words_mm_kernel(
     ARRANGED: tl.constexpr = TILE.arranged
     EVEN_K: tl.constexpr = TILE.even_k
     DTYPE: tl.constexpr = a_ptr.dtype.element_ty
+    start(TILE.early)
     tiles_m, tiles_n = tl.cdiv(M, COLUMNS), tl.cdiv(N, ROWS)
     tile_m, tile_n = tile_of(tl.program_id(0), tiles_m, tiles_n, 8)
     m = tile_m * COLUMNS + tl.arange(0, COLUMNS)
