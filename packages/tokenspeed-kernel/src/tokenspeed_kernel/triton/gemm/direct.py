@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from tokenspeed_kernel.triton.common import cdiv, for_architecture, multiprocessors, tensor_descriptor
-from tokenspeed_kernel.triton.gemm._operands import BLOCK, LINE, NO_SCALE, WHOLE, Operand
+from tokenspeed_kernel.triton.gemm._operands import BLOCK, FLOAT32, LINE, NO_SCALE, WHOLE, Operand
 from tokenspeed_kernel.triton.gemm._split_k import choose_splits, split_target, sum_splits
 from tokenspeed_kernel_base.discovery import DeviceModule
+from tokenspeed_kernel_base.ops.quantization.encodings import BLOCK_MX
 from tokenspeed_kernel_base.platform import ArchVersion, platform_of
 
 device_code = DeviceModule(__name__ + "_device")
@@ -45,7 +46,6 @@ class Program(NamedTuple):
     persistent: bool
     partial: bool
     descriptors: bool
-    ahead: bool
     interpreted: bool
 
 
@@ -59,7 +59,6 @@ class Config(NamedTuple):
         partial: add sums of ``k`` products in float32, where the matrix unit's own sums of 8-bit products are shorter.
         descriptors: load tiles through tensor descriptors if the operands lie so.
         group: rows of tiles that are done together, see `tile_of`.
-        ahead: load scales of blocks before the products that come before theirs.
     """
 
     m: int
@@ -71,18 +70,20 @@ class Config(NamedTuple):
     partial: bool = False
     descriptors: bool = False
     group: int = 8
-    ahead: bool = True
 
 
 class Configs(NamedTuple):
     """For few rows of a (at most 64, or 128 with scales of blocks), scales of blocks, scales of lines. ``best`` is for products
-    that fill the device, of at most ``best_k`` elements along k, to half precision.
+    that fill the device, of at most ``best_k`` elements along k, to half precision. For more rows and scales of blocks:
+    ``columns`` where each column has its own, ``short`` for blocks of 32, where there is a better choice than ``blocks``.
     """
 
     few: Config
     few_blocks: Config
     blocks: Config
     lines: Config
+    columns: Config | None = None
+    short: Config | None = None
     best: Config | None = None
     best_k: int = 0
 
@@ -91,11 +92,15 @@ class Configs(NamedTuple):
 # without persistence 1446), 1390 with two 128 x 128 tiles a multiprocessor. But such sums lose 1.4% of 8192 positive products and
 # 5.5% of 28672: beyond 2048 float32 adds them up, as scales of blocks want anyway (947 TFLOP/s with such scales; three stages
 # 858, persistent 772, 64 x 128 tiles 886). Few rows (64 x 7168 x 4096): 12.9 us; tiles 128 wide 13.7, 128 deep 13.2; blocks 14.4.
+# 4096 x 7168 x 4096: scales of each column 335 us (128 x 64 tiles 587, 128 x 128 424); blocks of 64 469 us, of 32 1106 (128 x 64
+# tiles 1406, 128 x 128 1161).
 _FP8_LARGE_MEMORY = Configs(
     few=Config(64, 64, 256, 4, 4, partial=True),
     few_blocks=Config(64, 128, 128, 4, 4, descriptors=True),
     blocks=Config(128, 128, 128, 8, 4, descriptors=True),
     lines=Config(128, 128, 128, 8, 4, descriptors=True, partial=True),
+    columns=Config(64, 128, 128, 4, 3, descriptors=True),
+    short=Config(64, 64, 32, 4, 8, descriptors=True),
     best=Config(128, 256, 128, 8, 3, persistent=1, descriptors=True),
     best_k=2048,
 )
@@ -126,8 +131,10 @@ _HALF = {"sm_90": _HALF_LARGE_MEMORY, "sm_100": _HALF_LARGE_MEMORY, "any": _HALF
 
 # Columns of a tile each of which has scales of its own: those of 128 and their sums leave a thread too few registers.
 _COLUMNS_WITH_SCALES = 64
-# More rows than this are worth a launch that puts scales where they are loaded together.
+# More rows than this are worth a launch that decodes scales, and puts them where they are loaded together.
 _FEW_ROWS = 128
+# Of a tile of scales that a program decodes.
+SCALE_LINES, SCALE_BLOCKS = 64, 16
 
 # From where on matrix units take e4m3fn and e5m2.
 _FP8_SINCE = {"nvidia": ArchVersion(8, 9), "amd": ArchVersion(9, 5)}
@@ -156,6 +163,10 @@ def config_for(x: Operand, w: Operand, out: Tensor) -> Config:
     device = x.tensor.device
     configs = for_architecture(_FP8 if x.tensor.element_size() == 1 else _HALF, device)
     if w.scaling == BLOCK:
+        if x.lines > _FEW_ROWS and w.block == BLOCK_MX and configs.short is not None:
+            return configs.short
+        if x.lines > _FEW_ROWS and w.lines_each == 1 and w.block > BLOCK_MX and configs.columns is not None:
+            return configs.columns._replace(k=min(configs.columns.k, w.block))
         config = configs.blocks if x.lines > _FEW_ROWS else configs.few_blocks
         columns = config.n if w.lines_each % config.n == 0 else min(config.n, _COLUMNS_WITH_SCALES)
         return config._replace(n=columns, k=min(config.k, w.block))
@@ -174,12 +185,20 @@ def _describable(x: Operand) -> bool:
     return data.ndim == 2 and x.strides[2] == 1 and x.strides[1] * data.element_size() % 16 == 0 and data.data_ptr() % 16 == 0
 
 
-def _with_scales_of_columns_together(w: Operand) -> Operand:
-    """``b`` with the scales of neighbouring columns beside each other in memory: a program loads one for each of its columns."""
-    if w.scale is None or w.scale_strides[1] == 1:
-        return w
-    scale = w.scale.contiguous()
-    return w._replace(scale=scale, scale_strides=(scale.stride(0) if scale.ndim == 3 else 0, scale.stride(-1), scale.stride(-2)))
+def _with_scales_of_lines_together(x: Operand, across: bool) -> Operand:
+    """The operand with scales of blocks in float32, those of neighbouring lines beside each other in memory, where each line has
+    its own: every program that shares a tile decodes them again. Float32 scales only with ``across``: a program has many lines."""
+    if x.scaling != BLOCK or x.scale is None or x.lines_each > 1:
+        return x
+    if x.scale_format == FLOAT32 and (x.scale_strides[1] == 1 or not across):
+        return x
+    blocks = cdiv(x.k, x.block)
+    made = x.scale.new_empty((x.batch, blocks, x.lines), dtype=torch.float32)
+    tiles = cdiv(x.lines, SCALE_LINES) * cdiv(blocks, SCALE_BLOCKS)
+    device_code.float_scales_kernel[(tiles * x.batch,)](
+        x.scale, made, x.lines, blocks, *x.scale_strides, STORED=x.scale_format, num_warps=4
+    )
+    return x._replace(scale=made, scale_format=FLOAT32, scale_strides=(blocks * x.lines, 1, x.lines))
 
 
 def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: Config | None = None) -> None:
@@ -187,8 +206,8 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: C
     m, n, k = x.lines, w.lines, x.k
     a, b, device = x.tensor, w.tensor, x.tensor.device
     config = config or config_for(x, w, out)
-    if w.scaling == BLOCK and w.lines_each == 1 and m > _FEW_ROWS:
-        w = _with_scales_of_columns_together(w)
+    if w.scaling == BLOCK and m > _FEW_ROWS:
+        x, w = _with_scales_of_lines_together(x, False), _with_scales_of_lines_together(w, True)
     tiles = cdiv(m, config.m) * cdiv(n, config.n) * x.batch
     splits, k_per_split = choose_splits(tiles, k, config.k, device)
     target, strides = split_target(out, splits)
@@ -222,7 +241,6 @@ def multiply(x: Operand, w: Operand, bias: Tensor | None, out: Tensor, config: C
             persistent=config.persistent > 0,
             partial=config.partial,
             descriptors=descriptors,
-            ahead=config.ahead,
             interpreted=platform_of(device).is_cpu,
         ),
         num_warps=config.warps,

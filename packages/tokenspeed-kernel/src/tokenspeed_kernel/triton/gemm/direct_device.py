@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 
 from tokenspeed_kernel.triton.gemm._tiles_device import Operand, Output, scale_of_block, scale_of_lines, store_tile, tile_of
+from tokenspeed_kernel.triton.gemm.direct import SCALE_BLOCKS, SCALE_LINES
+
+_SCALE_LINES, _SCALE_BLOCKS = tl.constexpr(SCALE_LINES), tl.constexpr(SCALE_BLOCKS)
 
 
 @triton.jit
@@ -108,7 +111,6 @@ def direct_mm_kernel(
     BLOCK_K: tl.constexpr = TILE.k
     DESCRIPTORS: tl.constexpr = TILE.descriptors
     PERSISTENT: tl.constexpr = TILE.persistent
-    AHEAD: tl.constexpr = TILE.ahead
     EVEN_K: tl.constexpr = TILE.even_k
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
@@ -139,30 +141,19 @@ def direct_mm_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if B_SCALING == "block":
             tl.static_assert(BLOCK % BLOCK_K == 0)
-            a_scales, b_scales = _block_scales(
-                a_operand, b_operand, m, n, n0, M, N, first // BLOCK, BLOCK_N, A_SCALING, A_STORED, B_STORED, B_LINES
-            )
         for k0 in range(first, last, BLOCK_K):
             x = _lines(a_operand, m0, M, k0, K, BLOCK_M, BLOCK_K, DESCRIPTORS, EVEN_K)
             w = _lines(b_operand, n0, N, k0, K, BLOCK_N, BLOCK_K, DESCRIPTORS, EVEN_K)
             if B_SCALING == "block":
-                # Scales are on their way while the products are computed, with AHEAD those of the next ones.
-                if AHEAD:
-                    block = tl.minimum(k0 + BLOCK_K, K - 1) // BLOCK
-                else:
-                    block = k0 // BLOCK
-                a_loaded, b_loaded = _block_scales(
-                    a_operand, b_operand, m, n, n0, M, N, block, BLOCK_N, A_SCALING, A_STORED, B_STORED, B_LINES
+                # Scales are on their way while the products are computed.
+                a_scales, b_scales = _block_scales(
+                    a_operand, b_operand, m, n, n0, M, N, k0 // BLOCK, BLOCK_N, A_SCALING, A_STORED, B_STORED, B_LINES
                 )
                 products = tl.dot(x, tl.trans(w))
-                if not AHEAD:
-                    a_scales, b_scales = a_loaded, b_loaded
                 if A_SCALING == "block":
                     acc += products * (a_scales * b_scales)
                 else:
                     acc += products * b_scales
-                if AHEAD:
-                    a_scales, b_scales = a_loaded, b_loaded
             elif TILE.partial:
                 acc += tl.dot(x, tl.trans(w))
             else:
@@ -173,3 +164,17 @@ def direct_mm_kernel(
             acc *= scale_of_lines(b_operand, n, n < N, B_SCALING)
         target = out_ptr + batch * stride_out_batch + split * stride_split
         store_tile(acc, Output(target, stride_out_m, stride_out_n, bias_ptr), m, n, M, N, TILE.interpreted)
+
+
+@triton.jit
+def float_scales_kernel(scale_ptr, out_ptr, lines, blocks, stride_batch, stride_line, stride_block, STORED: tl.constexpr):
+    """Scales of blocks, as float32 ``[batch, blocks, lines]``. A tile a program."""
+    across = tl.cdiv(lines, _SCALE_LINES)
+    tiles = across * tl.cdiv(blocks, _SCALE_BLOCKS)
+    batch, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    line = (tile % across * _SCALE_LINES + tl.arange(0, _SCALE_LINES))[None, :]
+    block = (tile // across * _SCALE_BLOCKS + tl.arange(0, _SCALE_BLOCKS))[:, None]
+    inside = (line < lines) & (block < blocks)
+    operand = Operand(None, None, None, scale_ptr + batch * stride_batch, stride_line, stride_block)
+    scale = scale_of_block(operand, line, block, inside, STORED)
+    tl.store(out_ptr + (batch * blocks + block) * lines + line, scale, mask=inside)
