@@ -67,9 +67,9 @@ class Tile(NamedTuple):
     arranged: bool = False
 
 
-# One H200, nvfp4, 8192 x 8192 weights; one row takes 18 us (steps of 128 elements 26, 16-bit products of a as it is decoded by
-# `decoded` 36), 16 rows 23 (programs for four on a multiprocessor 28), 32 rows 32, 64 rows 38 (products without arranging 44), 128
-# rows 52 (`decoded` 102), 512 rows 130 (steps of 64 elements 156, `once` 162; 4096 rows in registers 1228, `once` 740).
+# One H200, nvfp4, 8192 x 8192 weights, cold caches. 1 row takes 18 us (steps of 128 elements 26, `decoded` 36), 16 rows 23 (with
+# work for four programs on a multiprocessor 28), 32 rows 32 (arranged 36), 64 rows 38 (not arranged 44, `decoded` 48), 128 rows 52
+# (`decoded` 102), 512 rows 130 (steps of 64 elements 156, `once` 162). 4096 rows would take 1228, `once` 740.
 _TILES = {
     "sm_90": (
         Tile(8, 64, 256, 2, 3, 4),
@@ -106,7 +106,7 @@ def _arranged(a: Tensor, step: int) -> Tensor:
     """Rows in which of every ``step`` elements those of 4j come first, then those of 4j + 1, 4j + 2 and 4j + 3; zeros behind."""
     steps = cdiv(a.shape[1], step)
     padded = torch.nn.functional.pad(a, (0, steps * step - a.shape[1])) if a.shape[1] % step else a
-    return padded.reshape(-1, steps, step // 4, 4).transpose(-1, -2).reshape(-1, steps * step)
+    return padded.reshape(-1, step // 4, 4).transpose(-1, -2).reshape(a.shape[0], steps * step)
 
 
 def multiply(
