@@ -81,7 +81,7 @@ class GroupedProduct(Loader, Consumers):
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Up to here the kernel before may still run. The first product is what has waited for the schedule when the second one
-        # begins: that one need only wait before it reads columns, and weights are on their way before.
+        # begins: that one need only wait before it reads columns and their scales, and weights are on their way before.
         if const_expr(c.gated):
             cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -95,4 +95,7 @@ class GroupedProduct(Loader, Consumers):
                 self.load_columns(call, storage, warp - 1)
         else:
             cute.arch.setmaxregister_increase(c.tile.registers)
+            # They read the scales of columns, which the kernel before writes, as it writes the columns themselves.
+            if const_expr(c.scaled and not c.gated):
+                cute.arch.griddepcontrol_wait()
             self.consume(call, storage)

@@ -219,7 +219,7 @@ class PanelProducts(Shapes):
                 scales = words[WORDS]
                 self.multiply(mma, acc[1], left[1], right, place + 1, columns)
                 if const_expr(block < blocks - 1):
-                    words = self.load_part(call, at, slot, lane, block + 1, Boolean(False))
+                    words = self.load_part(call, at, slot, lane, block + 1, last)
                     warpgroup.wait_group(1)
                     self.add_products(acc[0], sums[panel], scales, 0)
                     self.decode_half(call, words, left[0], 0)
