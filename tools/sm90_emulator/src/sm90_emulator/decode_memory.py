@@ -39,7 +39,9 @@ def _load(decoder: Decoder, statement: Statement, words: list[str]) -> None:
             raise decoder.unknown("no such parameter")
         decoder.emit("ldparam", imm=parameter.offset + int(offset or "0", 0), more=more, **listed)
         return
-    decoder.emit("ld", kind=_space(words), more=more, **listed, **decoder.address(statement.operands[1]))
+    ordered = not {"relaxed", "acquire", "volatile"}.isdisjoint(words)
+    address = decoder.address(statement.operands[1])
+    decoder.emit("ld", kind=_space(words), more=more, imm_other=int(ordered), **listed, **address)
 
 
 @binder("st")
@@ -78,6 +80,11 @@ def _atomic(decoder: Decoder, statement: Statement, words: list[str]) -> None:
     for index, source in enumerate(sources):
         at = {**address, "imm": address["imm"] + index * bits_of(kind) // 8}
         decoder.emit("atom", d=target, b=decoder.read(source, kind), kind=space, more=more, **at)
+
+
+@binder("griddepcontrol")
+def _grid(decoder: Decoder, statement: Statement, words: list[str]) -> None:
+    decoder.emit("grid_wait" if words[1] == "wait" else "grid_trigger")
 
 
 @binder("mapa")

@@ -159,7 +159,7 @@ def _launch_kernel(kernel: int, numbers: Any, shared_bytes: int, arguments: Any)
     library, name = _kernels[kernel]
     program = _program(_libraries[library], name)
     sizes = tuple(int(numbers[at]) for at in range(9))
-    geometry = Geometry(sizes[:3], sizes[3:6], sizes[6:], shared_bytes)  # type: ignore[arg-type]
+    geometry = Geometry(sizes[:3], sizes[3:6], sizes[6:], shared_bytes, bool(numbers[9]))  # type: ignore[arg-type]
     if min(geometry.grid) < 1:
         raise EmulationError(f"a grid of {geometry.grid}", kernel=name)
     packed = bytearray(program.kernel.parameter_bytes)
@@ -260,6 +260,7 @@ def emulated_sm90(
     together: int | None = None,
     multiprocessors: int = 132,
     check_bounds: bool = True,
+    check_overlap: bool = True,
     triton: bool = False,
 ) -> Iterator[Emulator]:
     """Inside the block, CuteDSL programs for sm_90a, and Triton kernels if asked for, are executed on CPU tensors.
@@ -278,6 +279,8 @@ def emulated_sm90(
         together: CTAs that begin at once; 1 with seed 0 if it is None, and otherwise 4.
         multiprocessors: that the device says it has.
         check_bounds: accesses of global memory outside of all tensors are errors.
+        check_overlap: accesses of what the kernel before writes are errors, where a kernel may begin before that one's end, until
+            it has waited for it (`griddepcontrol.wait`). It needs ``check_bounds``.
         triton: whether Triton compiles for the emulator too. Triton must be there.
 
     Raises:
@@ -291,7 +294,7 @@ def emulated_sm90(
     if when not in ("early", "late", "random"):
         raise ValueError(f'copies must be "early", "late" or "random", got {copies!r}')
     first = together if together is not None else 4 if seed else 1
-    settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, first, multiprocessors)
+    settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, first, multiprocessors, check_overlap and check_bounds)
     emulator = Emulator(settings, check_bounds)
     _runtime().sm90_emulator_serve(*_callbacks, multiprocessors)
     with contextlib.ExitStack() as stack:

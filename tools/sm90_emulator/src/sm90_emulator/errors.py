@@ -5,7 +5,7 @@ class EmulationError(RuntimeError):
     """A kernel cannot be emulated, or did what hardware would not allow.
 
     Attributes:
-        kind: ``"out-of-bounds"``, ``"uninitialised"``, ``"misaligned"``, ``"deadlock"``, or ``"error"``.
+        kind: ``"out-of-bounds"``, ``"uninitialised"``, ``"misaligned"``, ``"overlap"``, ``"deadlock"``, or ``"error"``.
         kernel: the kernel's name.
         instruction: the PTX instruction, if one is to blame.
     """

@@ -53,6 +53,7 @@ def launch(
     resident: int = 132,
     uninitialised: bool = False,
     limited_fp8_accumulation: bool = False,
+    early: bool = False,
 ) -> LaunchReport:
     """Runs the only kernel of a PTX text.
 
@@ -64,6 +65,7 @@ def launch(
         memory: what may be accessed.
         cluster: CTAs of a cluster, neighbours along x.
         shared_bytes: of dynamic shared memory.
+        early: whether it may begin while the kernel before still runs.
         seed, copies, resident, uninitialised, limited_fp8_accumulation: see `sm90_emulator.emulated_sm90`.
 
     Raises:
@@ -74,7 +76,7 @@ def launch(
         raise EmulationError(f"a text with the kernels {', '.join(names) or 'none'}: one is wanted")
     program = load(text, names[0])
     sizes = (*grid, 1, 1)[:3]
-    geometry = Geometry((sizes[0], sizes[1], sizes[2]), (threads, 1, 1), (cluster, 1, 1), shared_bytes)
+    geometry = Geometry((sizes[0], sizes[1], sizes[2]), (threads, 1, 1), (cluster, 1, 1), shared_bytes, early)
     when = copies or ("random" if seed else "early")
     settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, min(4, resident) if seed else 1)
     return machine.run(program, geometry, pack(program.kernel, arguments), memory.ranges, settings)

@@ -13,7 +13,7 @@ from sm90_emulator.build import library
 from sm90_emulator.errors import EmulationError
 from sm90_emulator.program import Program
 
-_KINDS = ("out-of-bounds", "uninitialised", "misaligned", "deadlock", "no progress")
+_KINDS = ("out-of-bounds", "uninitialised", "misaligned", "overlap", "deadlock", "no progress")
 _PATIENCE = 3_000_000
 _LATENESS = {"early": 0, "random": 1, "late": 2}
 
@@ -31,7 +31,8 @@ class _Launch(ctypes.Structure):
         ("shared_bytes", ctypes.c_uint32), ("local_bytes", ctypes.c_uint32),
         ("resident", ctypes.c_uint32), ("together", ctypes.c_uint32), ("seed", ctypes.c_uint64),
         ("check_uninitialised", ctypes.c_uint32), ("limited_fp8", ctypes.c_uint32), ("lateness", ctypes.c_uint32),
-        ("ranges_count", ctypes.c_uint32), ("multiprocessors", ctypes.c_uint32), ("patience", ctypes.c_uint64),
+        ("ranges_count", ctypes.c_uint32), ("multiprocessors", ctypes.c_uint32), ("check_overlap", ctypes.c_uint32),
+        ("early", ctypes.c_uint32), ("patience", ctypes.c_uint64),
         ("ranges", ctypes.c_void_p), ("parameters", ctypes.c_void_p), ("parameter_bytes", ctypes.c_uint64),
         ("instructions", ctypes.c_uint64), ("thread_instructions", ctypes.c_uint64), ("wgmmas", ctypes.c_uint64),
         ("copies", ctypes.c_uint64), ("copied_bytes", ctypes.c_uint64), ("rounds", ctypes.c_uint64), ("error_at", ctypes.c_int32),
@@ -42,12 +43,16 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Of a launch: CTAs, threads of a CTA, CTAs of a cluster, bytes of dynamic shared memory."""
+    """The shape of a launch: CTAs, threads of a CTA, CTAs of a cluster, bytes of dynamic shared memory.
+
+    ``early`` says whether it may begin while the kernel before still runs (programmatic dependent launch).
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: tuple[int, int, int] = (1, 1, 1)
     shared_bytes: int = 0
+    early: bool = False
 
 
 @dataclass
@@ -61,6 +66,7 @@ class Settings:
     resident: int = 132
     together: int = 1
     multiprocessors: int = 132
+    check_overlap: bool = True
 
 
 @dataclass
@@ -128,7 +134,8 @@ def run(
         resident=settings.resident, together=settings.together, seed=settings.seed,
         check_uninitialised=settings.uninitialised, limited_fp8=settings.limited_fp8_accumulation,
         lateness=_LATENESS[settings.copies],
-        ranges_count=len(lowest), multiprocessors=settings.multiprocessors, patience=_PATIENCE, ranges=limits.ctypes.data,
+        ranges_count=len(lowest), multiprocessors=settings.multiprocessors, check_overlap=settings.check_overlap,
+        early=geometry.early, patience=_PATIENCE, ranges=limits.ctypes.data,
         parameters=place.ctypes.data + start, parameter_bytes=len(parameters),
     )  # fmt: skip
     if library().size_of(2) != ctypes.sizeof(_Launch) or library().size_of(0) != program.code.dtype.itemsize:

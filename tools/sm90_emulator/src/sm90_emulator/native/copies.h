@@ -48,7 +48,7 @@ static inline u32 swizzled(u32 address, u32 mode) {  // 0 none, 1: 32 bytes, 2: 
 static void reduce(void *into, const void *from, u32 count, u32 type, u32 how);
 
 // One tensor copy between global memory and the shared memory of one CTA.
-static u32 copy_tile(Cta *cta, const TensorMap *map, const s32 *at, u32 shared, bool loads, u32 reduction) {
+static u32 copy_tile(Cta *cta, const TensorMap *map, const s32 *at, u32 shared, bool loads, u32 reduction, bool waited) {
     u32 size = BYTES_OF_TYPE[map->type], row = map->box[0] * size;
     if (map->swizzle && row > 16u << map->swizzle) fail("a row of %u bytes in a tile that is swizzled by %u", row, 16u << map->swizzle);
     if (row % 16) fail("a row of %u bytes in a tile: no multiple of 16", row);
@@ -76,6 +76,7 @@ static u32 copy_tile(Cta *cta, const TensorMap *map, const s32 *at, u32 shared, 
             for (u32 i = 0; i < row; i++) line[i] = 0;
             if (map->fill_nan)
                 for (u32 i = 0; i < row; i++) line[i] = 0xFF;
+            if (end > begin && !waited) require_waited(source + (u64)((first + begin) * size), (u64)(end - begin) * size, "loaded");
             if (end > begin) memcpy(line + begin * size, global_at(source + (u64)((first + begin) * size), (u64)(end - begin) * size), (size_t)(end - begin) * size);
             for (u32 i = 0; i < row; i += 16) {
                 u32 place = swizzled(offset + i, map->swizzle) - shared;
@@ -85,6 +86,7 @@ static u32 copy_tile(Cta *cta, const TensorMap *map, const s32 *at, u32 shared, 
         } else if (end > begin) {
             for (u32 i = 0; i < row; i += 16) memcpy(line + i, base + (swizzled(offset + i, map->swizzle) - shared), 16);
             u8 *target = global_at(source + (u64)((first + begin) * size), (u64)(end - begin) * size);
+            global_written(waited, source + (u64)((first + begin) * size), (u64)(end - begin) * size);
             if (reduction) reduce(target, line + begin * size, (u32)(end - begin), map->type, reduction);
             else memcpy(target, line + begin * size, (size_t)(end - begin) * size);
         }
@@ -163,10 +165,11 @@ static void perform(Copy *copy) {
             u32 barrier = copy->mask == 1u << rank ? copy->barrier : (copy->barrier & OFFSET_MASK) | rank << RANK_SHIFT;
             if (copy->kind == BULK_LOAD) {
                 const void *from = global_at(copy->address, size);
+                if (!copy->waited) require_waited(copy->address, size, "loaded");
                 memcpy(shared_write(peer, here, size), from, size);
             } else {
                 TensorMap map = tensor_map(copy->map);
-                size = copy_tile(peer, &map, copy->coordinates, here, true, 0);
+                size = copy_tile(peer, &map, copy->coordinates, here, true, 0, copy->waited);
             }
             mbarrier_arrive(peer, barrier, 0, 0, size);
             M->launch->copied_bytes += size;
@@ -177,13 +180,14 @@ static void perform(Copy *copy) {
         const u8 *from = shared_at(cta, copy->to, size, &owner);
         if (M->launch->check_uninitialised) require_written(owner, from, size, copy->to);
         void *target = global_at(copy->address, size);
+        global_written(copy->waited, copy->address, size);
         if (copy->reduction) reduce(target, from, size / BYTES_OF_TYPE[copy->type], copy->type, copy->reduction);
         else memcpy(target, from, size);
         break;
     }
     case TENSOR_STORE: {
         TensorMap map = tensor_map(copy->map);
-        copy_tile(cta, &map, copy->coordinates, copy->to, false, copy->reduction);
+        copy_tile(cta, &map, copy->coordinates, copy->to, false, copy->reduction, copy->waited);
         break;
     }
     case BULK_PEER: {

@@ -14,7 +14,7 @@ static void begin_warp(Cta *cta, u32 index) {
     const Launch *launch = M->launch;
     const Program *program = M->program;
     Cluster *cluster = cta->cluster;
-    warp->cta = cta, warp->index = index;
+    warp->cta = cta, warp->index = index, warp->waited = !M->early;
     warp->regs = aligned_alloc(64, ((size_t)program->register_bytes + 127) / 64 * 64);
     if (!warp->regs) fail("out of host memory: %d bytes of registers", program->register_bytes);
     memset(warp->regs, 0, (size_t)program->register_bytes);
@@ -218,8 +218,10 @@ __attribute__((visibility("default"))) int run_launch(const Program *program, La
     machine.clusters = (u64)launch->grid[0] * launch->grid[1] * launch->grid[2] / ((u64)launch->cluster[0] * launch->cluster[1] * launch->cluster[2]);
     Machine *outer = M;
     M = &machine;
+    begin_overlap();
     int failed = setjmp(machine.escape);
     if (!failed) run_all();
+    end_overlap(failed);
     M = outer;
     free(machine.copies), free(machine.resident);
     return failed;

@@ -104,6 +104,8 @@
             EACH {
                 u64 address = address_of(regs, constants, ins, lane);
                 const u8 *at = access_at(warp, ins->kind, address, size * (u32)ins->count, false, lane);
+                // What is read while others may write it, as flags are, is told by its order.
+                if (!warp->waited && !ins->imm_other) require_waited((u64)at, size * (u32)ins->count, "loaded");
                 for (s32 i = 0; i < ins->count; i++) {
                     u64 value = 0;
                     memcpy(&value, at + size * (u32)i, size);
@@ -297,17 +299,21 @@
             if (warp->waits) {
                 if (barrier->generation == warp->wait_generation) goto block;
                 warp->waits = false;
+                warp->waited |= barrier->waited;
                 break;
             }
             if (barrier->arrived && barrier->expected != threads_expected)
                 fail("barrier %u: this warp expects %u threads, another one %u", index, threads_expected, barrier->expected);
             barrier->expected = threads_expected;
             barrier->arrived += LANES;
+            barrier->gathers |= warp->waited;
             if (barrier->arrived > threads_expected) fail("barrier %u: more than %u threads arrive", index, threads_expected);
             M->changes++;
             if (barrier->arrived == threads_expected) {
                 barrier->generation++;
                 barrier->arrived = 0;
+                barrier->waited = barrier->gathers, barrier->gathers = false;
+                if (ins->op != OP_bar_arrive) warp->waited |= barrier->waited;
             } else if (ins->op == OP_bar_sync) {
                 warp->waits = true;
                 warp->wait_barrier = index;
@@ -316,6 +322,11 @@
             }
             break;
         }
+        case OP_grid_wait: warp->waited = true; break;
+        case OP_grid_trigger:
+            M->triggered = true;
+            if (!warp->waited) M->triggered_early = true;
+            break;
         case OP_cluster_arrive: {
             MEET(FULL)
             Cluster *cluster = cta->cluster;
@@ -323,6 +334,7 @@
             warp->cluster_arrived = true;
             warp->cluster_generation = cluster->generation;
             cluster->arrived++;
+            cluster->gathers |= warp->waited;
             M->changes++;
             cluster_passes(cluster);
             break;
@@ -333,6 +345,7 @@
             cluster_passes(cta->cluster);
             if (cta->cluster->generation == warp->cluster_generation) goto block;
             warp->cluster_arrived = false;
+            warp->waited |= cta->cluster->waited;
             break;
         }
 
@@ -365,6 +378,7 @@
                 Mbarrier barrier = unpacked(*mbarrier_at(cta, (u32)address_of(regs, constants, ins, lane)));
                 u32 phase = ins->kind & 1 ? REG(u32, ins->b)[lane] & 1 : unpacked(REG(u64, ins->b)[lane]).phase;
                 ready |= (u32)(barrier.phase != phase) << lane;
+                if (ready >> lane & 1) warp->waited |= mbarrier_waited(cta, (u32)address_of(regs, constants, ins, lane));
             }
             if (!ready && ins->kind & 2) goto block;
             merge_pred(&PRED(ins->d), ready, active);
@@ -382,6 +396,7 @@
                 if (ins->e != NONE && PRED(ins->e) >> lane & 1) given = 0;
                 if (given > size) given = size;
                 if (to % size || (given && from % size)) fail("misaligned: cp.async of %u bytes from %#llx to %#x", size, (unsigned long long)from, to);
+                if (given && !warp->waited) require_waited(from, given, "loaded");
                 begin_async(warp, (CopyAsync){0, from, to, size << 16 | given, warp->copy_groups[lane], lane});
             }
             break;
@@ -410,6 +425,7 @@
                 Copy copy = {0};
                 copy.kind = ins->op == OP_bulk_load ? BULK_LOAD : ins->op == OP_bulk_store ? BULK_STORE : ins->op == OP_bulk_peer ? BULK_PEER
                           : ins->op == OP_tensor_load ? TENSOR_LOAD : TENSOR_STORE;
+                copy.waited = warp->waited;
                 copy.cta = cta, copy.warp = warp->index, copy.lane = lane, copy.group = warp->bulk_groups[lane];
                 copy.to = (u32)address_of(regs, constants, ins, lane);
                 copy.mask = 1u << (copy.to >> RANK_SHIFT);

@@ -54,6 +54,7 @@ static void cluster_passes(Cluster *cluster) {
         }
     }
     cluster->generation++;
+    cluster->waited = cluster->gathers, cluster->gathers = false;
     M->changes++;
 }
 

@@ -81,6 +81,8 @@ typedef struct {
     u32 lateness;  // of copies and products: 0 at once, 1 at random, 2 as late as may be
     u32 ranges_count;
     u32 multiprocessors;
+    u32 check_overlap;
+    u32 early;  // whether it may begin while the kernel before still runs
     u64 patience;  // instructions after which it is an error that nothing has changed
     const Range *ranges;
     const u8 *parameters;
@@ -118,6 +120,7 @@ typedef struct Warp {
     u32 index;
     struct Cta *cta;
     bool waits, cluster_arrived;
+    bool waited;  // for the kernel before
     u32 wait_barrier, wait_generation, cluster_generation;
     // wgmma: what was issued, of that committed, of that performed.
     Product *products;
@@ -132,18 +135,22 @@ typedef struct Warp {
 
 typedef struct {
     u32 arrived, expected, generation;
+    // Whether a warp that waited for the kernel before is among those that have arrived, and was in the last generation.
+    bool gathers, waited;
 } Barrier;
 
 typedef struct Cluster {
     struct Cta *ctas[CLUSTER_MOST];
     u32 size, arrived, generation, running;
+    bool gathers, waited;
     u32 at[3];
 } Cluster;
 
 typedef struct Cta {
     Cluster *cluster;
     u32 rank, at[3], linear;
-    u8 *shared, *written, *barrier_here;
+    u8 *shared, *written;
+    u8 *barrier_here;  // of each 8 bytes, 1: there is an mbarrier; 2: a warp that waited for the kernel before has arrived
     Warp *warps;
     u32 warps_count, running;
     Barrier barriers[BARRIERS];
@@ -158,6 +165,7 @@ typedef struct {
     u64 address, size;
     u32 to, barrier, mask, reduction;
     const u8 *map;
+    bool waited;
     s32 coordinates[5];
     u64 value;
     u8 type;
@@ -177,6 +185,8 @@ typedef struct Machine {
     jmp_buf escape;
     Warp *now;
     Range hot;
+    bool early;  // what the kernel before has written is hidden
+    bool triggered, triggered_early;  // the next one may begin; and before this one has waited
 } Machine;
 
 static Machine *M;  // of this file only

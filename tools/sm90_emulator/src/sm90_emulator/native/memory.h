@@ -1,6 +1,7 @@
 // Global memory is the host's, shared memory a buffer of a CTA. Every access is looked at.
 #pragma once
 #include "machine.h"
+#include "overlap.h"
 
 static void *global_at(u64 address, u64 size) {
     if (address >= M->hot.begin && address + size <= M->hot.end) return (void *)address;
@@ -25,6 +26,12 @@ static void *global_at(u64 address, u64 size) {
     }
     fail("out-of-bounds: %llu bytes of global memory at %#llx, below all tensors", (unsigned long long)size,
          (unsigned long long)address);
+}
+
+static void global_written(bool waited, u64 address, u64 size) {
+    if (!M->launch->check_overlap) return;
+    if (!waited) require_waited(address, size, "written");
+    note_write(address, size);
 }
 
 static Cta *cta_of(Cta *cta, u32 address) {
@@ -90,7 +97,9 @@ static inline void *access_at(Warp *warp, int space, u64 address, u32 size, bool
         return warp->local + (u64)lane * M->launch->local_bytes + offset;
     }
     if (writes) M->changes++;
-    return global_at(address, size);
+    void *at = global_at(address, size);
+    if (writes) global_written(warp->waited, address, size);
+    return at;
 }
 
 // -- mbarriers ----------------------------------------------------------------------------------------------------------------------
@@ -117,6 +126,12 @@ static u64 *mbarrier_at(Cta *cta, u32 address) {
     u8 *at = shared_at(cta, address, 8, &owner);
     if (!owner->barrier_here[(at - owner->shared) / 8]) fail("there is no mbarrier at %#x: nobody initialised it", address);
     return (u64 *)at;
+}
+
+static bool mbarrier_waited(Cta *cta, u32 address) {
+    Cta *owner;
+    const u8 *at = shared_at(cta, address, 8, &owner);
+    return owner->barrier_here[(at - owner->shared) / 8] & 2;
 }
 
 static void mbarrier_init(Cta *cta, u32 address, u32 count) {
@@ -146,6 +161,11 @@ static u64 mbarrier_arrive(Cta *cta, u32 address, u32 count, s64 expected, s64 d
         barrier.pending = barrier.expected;
     }
     *word = packed(barrier);
+    if (M->now && M->now->waited) {
+        Cta *owner;
+        const u8 *at = shared_at(cta, address, 8, &owner);
+        owner->barrier_here[(at - owner->shared) / 8] |= 2;
+    }
     M->changes++;
     return before;
 }

@@ -28,7 +28,7 @@ static FindKernel find_kernel;
 static LaunchKernel launch_kernel;
 static int multiprocessors = 132;
 
-enum { NO_DEVICE = 100, CLUSTER_DIMENSION = 4 };
+enum { NO_DEVICE = 100, CLUSTER_DIMENSION = 4, PROGRAMMATIC = 6 };
 
 PUBLIC void sm90_emulator_serve(LoadLibrary load, FindKernel find, LaunchKernel launch, int processors) {
     load_library = load, find_kernel = find, launch_kernel = launch, multiprocessors = processors;
@@ -65,12 +65,14 @@ PUBLIC int _cudaDeviceSynchronize(void) { return 0; }
 PUBLIC int _cudaStreamSynchronize(void *stream) { return 0; }
 
 PUBLIC int _cudaLaunchKernelEx(const Config *config, void *kernel, void **arguments) {
-    uint32_t numbers[9] = {0};
+    uint32_t numbers[10] = {0};
     memcpy(numbers, config->grid, 12), memcpy(numbers + 3, config->block, 12);
     numbers[6] = numbers[7] = numbers[8] = 1;
     const Attribute *attributes = config->attributes;
-    for (uint32_t i = 0; i < config->attributes_count; i++)
+    for (uint32_t i = 0; i < config->attributes_count; i++) {
         if (attributes[i].id == CLUSTER_DIMENSION) memcpy(numbers + 6, attributes[i].value, 12);
+        if (attributes[i].id == PROGRAMMATIC) numbers[9] = attributes[i].value[0];
+    }
     return launch_kernel ? launch_kernel(kernel, numbers, config->shared_bytes, arguments) : NO_DEVICE;
 }
 
