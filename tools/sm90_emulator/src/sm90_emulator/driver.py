@@ -294,7 +294,8 @@ def emulated_sm90(
     if when not in ("early", "late", "random"):
         raise ValueError(f'copies must be "early", "late" or "random", got {copies!r}')
     first = together if together is not None else 4 if seed else 1
-    settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, first, multiprocessors, check_overlap and check_bounds)
+    overlap = check_overlap and check_bounds
+    settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, first, multiprocessors, overlap)
     emulator = Emulator(settings, check_bounds)
     _runtime().sm90_emulator_serve(*_callbacks, multiprocessors)
     with contextlib.ExitStack() as stack:

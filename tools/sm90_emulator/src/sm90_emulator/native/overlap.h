@@ -75,12 +75,22 @@ static bool in_tensor(u64 address, u64 size) {
     return low && address + size <= launch->ranges[low - 1].end;
 }
 
+// Those bytes of a slot that are still in a tensor: others may not even be the process's any more.
+static u16 readable_of(const Bytes *bytes, u64 slot) {
+    u64 address = 16 * bytes->blocks[slot];
+    if (!address || in_tensor(address, 16)) return address ? bytes->masks[slot] : 0;
+    u16 readable = 0;
+    for (u32 byte = 0; byte < 16; byte++) readable |= (u16)((bytes->masks[slot] >> byte & 1 && in_tensor(address + byte, 1)) << byte);
+    return readable;
+}
+
 // Whether the memory is as the last kernel left it. If not, something else ran in between, and had waited for that kernel.
 static bool is_unchanged(const Bytes *bytes) {
-    for (u64 i = 0; i < bytes->room; i++)
-        for (u32 byte = 0; bytes->blocks[i] && byte < 16; byte++)
-            if (bytes->masks[i] >> byte & 1 && in_tensor(16 * bytes->blocks[i] + byte, 1) &&
-                ((const u8 *)(16 * bytes->blocks[i]))[byte] != bytes->content[i][byte]) return false;
+    for (u64 i = 0; i < bytes->room; i++) {
+        u16 readable = readable_of(bytes, i);
+        for (u32 byte = 0; readable >> byte; byte++)
+            if (readable >> byte & 1 && ((const u8 *)(16 * bytes->blocks[i]))[byte] != bytes->content[i][byte]) return false;
+    }
     return true;
 }
 
@@ -101,10 +111,11 @@ static void end_overlap(bool failed) {
         hidden = written;
         written = (Bytes){0};
         hidden.content = calloc(hidden.room, 16);
-        for (u64 i = 0; hidden.content && i < hidden.room; i++)
-            for (u32 byte = 0; hidden.blocks[i] && byte < 16; byte++)
-                if (hidden.masks[i] >> byte & 1 && in_tensor(16 * hidden.blocks[i] + byte, 1))
-                    hidden.content[i][byte] = ((const u8 *)(16 * hidden.blocks[i]))[byte];
+        for (u64 i = 0; hidden.content && i < hidden.room; i++) {
+            u16 readable = readable_of(&hidden, i);
+            for (u32 byte = 0; readable >> byte; byte++)
+                if (readable >> byte & 1) hidden.content[i][byte] = ((const u8 *)(16 * hidden.blocks[i]))[byte];
+        }
         if (!hidden.content) forget_bytes(&hidden);
     }
     forget_bytes(&written);
