@@ -54,6 +54,7 @@ def launch(
     uninitialised: bool = False,
     limited_fp8_accumulation: bool = False,
     early: bool = False,
+    shared_byte: int = 0xFF,
 ) -> LaunchReport:
     """Runs the only kernel of a PTX text.
 
@@ -66,6 +67,7 @@ def launch(
         cluster: CTAs of a cluster, neighbours along x.
         shared_bytes: of dynamic shared memory.
         early: whether it may begin while the kernel before still runs.
+        shared_byte: what shared memory is full of when a CTA begins. By default that is NaN in all types of floats.
         seed, copies, resident, uninitialised, limited_fp8_accumulation: see `sm90_emulator.emulated_sm90`.
 
     Raises:
@@ -78,5 +80,6 @@ def launch(
     sizes = (*grid, 1, 1)[:3]
     geometry = Geometry((sizes[0], sizes[1], sizes[2]), (threads, 1, 1), (cluster, 1, 1), shared_bytes, early)
     when = copies or ("random" if seed else "early")
-    settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, min(4, resident) if seed else 1)
+    together = min(4, resident) if seed else 1
+    settings = Settings(seed, when, uninitialised, limited_fp8_accumulation, resident, together, shared_byte=shared_byte)
     return machine.run(program, geometry, pack(program.kernel, arguments), memory.ranges, settings)

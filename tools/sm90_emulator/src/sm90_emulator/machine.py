@@ -32,7 +32,7 @@ class _Launch(ctypes.Structure):
         ("resident", ctypes.c_uint32), ("together", ctypes.c_uint32), ("seed", ctypes.c_uint64),
         ("check_uninitialised", ctypes.c_uint32), ("limited_fp8", ctypes.c_uint32), ("lateness", ctypes.c_uint32),
         ("ranges_count", ctypes.c_uint32), ("multiprocessors", ctypes.c_uint32), ("check_overlap", ctypes.c_uint32),
-        ("early", ctypes.c_uint32), ("patience", ctypes.c_uint64),
+        ("shared_byte", ctypes.c_uint32), ("early", ctypes.c_uint32), ("patience", ctypes.c_uint64),
         ("ranges", ctypes.c_void_p), ("parameters", ctypes.c_void_p), ("parameter_bytes", ctypes.c_uint64),
         ("instructions", ctypes.c_uint64), ("thread_instructions", ctypes.c_uint64), ("wgmmas", ctypes.c_uint64),
         ("copies", ctypes.c_uint64), ("copied_bytes", ctypes.c_uint64), ("rounds", ctypes.c_uint64), ("error_at", ctypes.c_int32),
@@ -67,6 +67,7 @@ class Settings:
     together: int = 1
     multiprocessors: int = 132
     check_overlap: bool = True
+    shared_byte: int = 0xFF
 
 
 @dataclass
@@ -135,7 +136,7 @@ def run(
         check_uninitialised=settings.uninitialised, limited_fp8=settings.limited_fp8_accumulation,
         lateness=_LATENESS[settings.copies],
         ranges_count=len(lowest), multiprocessors=settings.multiprocessors, check_overlap=settings.check_overlap,
-        early=geometry.early, patience=_PATIENCE, ranges=limits.ctypes.data,
+        shared_byte=settings.shared_byte, early=geometry.early, patience=_PATIENCE, ranges=limits.ctypes.data,
         parameters=place.ctypes.data + start, parameter_bytes=len(parameters),
     )  # fmt: skip
     if library().size_of(2) != ctypes.sizeof(_Launch) or library().size_of(0) != program.code.dtype.itemsize:

@@ -67,7 +67,7 @@ static void begin_cluster(u64 number) {
         cta->cluster = cluster, cta->rank = rank;
         size_t size = (launch->shared_bytes + 1023) / 1024 * 1024 + 1024;
         cta->shared = aligned_alloc(1024, size);
-        memset(cta->shared, 0xFF, size);
+        memset(cta->shared, (int)launch->shared_byte, size);
         cta->written = calloc(1, size), cta->barrier_here = calloc(1, size / 8);
         cta->warps_count = cta->running = (threads + LANES - 1) / LANES;
         cta->warps = calloc(cta->warps_count, sizeof *cta->warps);

@@ -82,6 +82,7 @@ typedef struct {
     u32 ranges_count;
     u32 multiprocessors;
     u32 check_overlap;
+    u32 shared_byte;  // what shared memory is full of at first
     u32 early;  // whether it may begin while the kernel before still runs
     u64 patience;  // instructions after which it is an error that nothing has changed
     const Range *ranges;
