@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tokenspeed_kernel_nvidia.sm90.moe import grouped
+from tokenspeed_kernel_nvidia.sm90.moe import grouped, moe_apply
 from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     CODES,
     PARTS,
@@ -22,6 +22,7 @@ from tokenspeed_kernel_nvidia.sm90.moe.grouped_config import (
     columns_for,
     every_product,
     every_schedule,
+    inputs_for,
     most_tiles,
 )
 
@@ -293,3 +294,16 @@ def test_tiles_by_the_number_of_pairs(inputs: tuple[str, ...], columns: tuple[in
     assert chosen == columns
     assert columns_for(1024, 128, (PARTS,)) == SPLIT_COLUMNS
     assert all(width in SERVED[kind] for width in chosen for kind in inputs)
+
+
+def test_numbers_are_split_where_pairs_are_few() -> None:
+    assert [inputs_for("bfloat16", pairs * 128, 128) for pairs in (1, 8, 16, 17)] == [(PARTS,), (PARTS,), (PARTS,), (PLAIN,)]
+    assert inputs_for("float16", 128, 128) == (PLAIN,)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "experts", "most"),
+    [("bfloat16", 128, 384), ("bfloat16", 384, 1024), ("bfloat16", 32, 384), ("bfloat16", 8, 128), ("float16", 128, 1024)],
+)
+def test_few_pairs_are_streamed(dtype: str, experts: int, most: int) -> None:
+    assert [moe_apply._is_streamed(dtype, pairs, experts) for pairs in (1, most, most + 1)] == [True, True, False]

@@ -7,9 +7,9 @@ few: then a warpgroup has three panels of weights in turn. One warp of a CTA str
 columns of tokens, and two or three warpgroups compute. Bias and activation happen in registers, where gate and up of a feature have
 met; the sum over slots is a kernel of its own, in the order of slots.
 
-If it is asked for (`PARTS`), bfloat16 numbers are split into two float8_e4m3fn, which have all their bits, by a kernel before each
-product. Then weights are multiplied as bytes, for which they are decoded with a third of the instructions, and scales are
-multiplied with sums over 32 of k. That is for few pairs, where instructions for weights take most of the time.
+Where pairs are few, instructions for weights take most of the time. There bfloat16 numbers are split into two float8_e4m3fn, which
+have all their bits, by a kernel before each product (`PARTS`). Then weights are multiplied as bytes, for which they are decoded
+with a third of the instructions, and scales are multiplied with sums over 32 of k.
 
 With fp8 activations a kernel before each product rounds its rows. Where there are many pairs, the codes are multiplied with weights
 as float8_e5m2, for all experts whose weights that type has exactly; for others, and where there are few pairs, the values of the
