@@ -8,6 +8,7 @@ queries with their decays. No state but the first and the last of a sequence lea
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -85,18 +86,23 @@ _CHANNELS = 64
 # Sequences are long, and each is walked by v_heads * v_dim / columns programs: few columns make many programs, and each of them
 # reads all queries and keys.
 # Where both operands of a product lie in registers, and of float32, more than 32 columns would not fit there.
-_COLUMNS, _FEWEST_COLUMNS = {"sm_90": 64, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
+_COLUMNS, _FEWEST_COLUMNS = {"sm_90": 32, "sm_100": 64, "sm_103": 64, "nvidia": 32, "any": 64}, 16
 _COLUMNS_OF_FLOAT32 = 32
 _LONGEST = 256
 # Of a program. That of gates of channels holds five tiles of a chunk, for which the registers of four would not do.
 _WARPS, _CHANNEL_WARPS = 4, 8
-# Nor would they, of NVIDIA's, for a walk with more columns than these: the state, and four tiles that are computed with it.
+# Registers of a thread that computes a chunk's matrices in half precision with gates of heads: three programs fit where two would
+# with the 190 that it would take. On an H200 144 us rather than 155 for 8192 tokens of qwen3-next, though some are spilled.
+_REGISTERS: dict[str, dict[str, int]] = {"sm_90": {"maxnreg": 168}, "any": {}}
+# The registers of four warps would not do, of NVIDIA's, for a walk with more columns than these: the state, and four tiles that are
+# computed with it.
 _FEW, _WARPS_OF_MORE = 32, {"nvidia": 8, "any": 4}
-# Chunks whose operands lie in shared memory at once, 52 KB each with k_dim 128; gates of channels bring a third tile of keys. Wider
-# tiles take nearly twice as much, and there is one stage less.
-_STAGES, _WIDE = {"sm_90": 3, "sm_100": 3, "sm_80": 2, "gfx950": 2, "any": 1}, 128
-
-
+# Chunks whose operands lie in shared memory at once: where each multiprocessor has one program at most, and where it has more, of
+# which two fit with two stages each. On an H200 qwen3-next walks through 8192 tokens in 257 us with 4 stages and in 276 with 3, and
+# through 8 x 1024 in 196; with 64 columns, 8 warps and 3 stages in 229.
+_STAGES = {"sm_90": (4, 2), "sm_100": (3, 3), "sm_80": (2, 2), "gfx950": (2, 2), "any": (1, 1)}
+# Bytes that these operands may take. Layouts are converted in the rest.
+_SHARED = {"sm_90": 208 << 10, "sm_100": 208 << 10, "any": 128 << 10}
 # Rows of keys and queries begin at multiples of so many channels: Triton copies them to shared memory asynchronously then, as the
 # walk over chunks wants it. It is no matter of speed alone: with keys of 32 or 64 channels that are loaded to registers first,
 # ptxas of CUDA 12.8, which Triton 3.6 has, computes descriptors of shared memory from a register that nothing wrote, and products
@@ -179,12 +185,13 @@ def gated_delta_rule_prefill(
         dtype = for_architecture({"cpu": torch.float32, "any": q.dtype}, q.device)
         levels = _LEVELS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_LEVELS, q.device)
         chunk = 1 << levels
+        units = multiprocessors(v.device)
         columns = _COLUMNS_OF_FLOAT32 if q.dtype == torch.float32 else for_architecture(_COLUMNS, q.device)
         tile = Tile(
             chunk,
             levels,
             max(16, min(_CHANNELS, next_power_of_2(k_dim)) if per_channel else next_power_of_2(k_dim)),
-            columns_for(v_dim, columns, batch * v_heads, multiprocessors(v.device)),
+            columns_for(v_dim, columns, batch * v_heads, units),
             min(1024, max(16, next_power_of_2(batch))),
             common_device.DTYPES[dtype],
             for_architecture(_PRECISION, q.device),
@@ -211,8 +218,12 @@ def gated_delta_rule_prefill(
             chunks_device.head_gates_kernel[(chunks, v_heads)](
                 q, k, g, beta, *layer, scale_of(scale, k_dim), batch, tokens,
                 *q.stride()[:2], *k.stride()[:2], *g.stride(), *beta.stride(), **options,
+                **({} if q.dtype == torch.float32 else for_architecture(_REGISTERS, q.device)),
             )  # fmt: skip
-        device_code.chunk_states_kernel[(cdiv(v_dim, tile.v), v_heads, batch)](
+        grid = (cdiv(v_dim, tile.v), v_heads, batch)
+        operands = chunk * ((3 if per_channel else 2) * tile.k + 2 * chunk + tile.v) * dtype.itemsize
+        stages = for_architecture(_STAGES, q.device)[math.prod(grid) > units]
+        device_code.chunk_states_kernel[grid](
             keys_in,
             queries_in,
             keys_out,
@@ -235,7 +246,7 @@ def gated_delta_rule_prefill(
             SHAPE=shape,
             TILE=tile,
             num_warps=_WARPS if tile.v <= _FEW else for_architecture(_WARPS_OF_MORE, q.device),
-            num_stages=max(1, for_architecture(_STAGES, q.device) - per_channel - (tile.k > _WIDE)),
+            num_stages=max(1, min(stages, for_architecture(_SHARED, q.device) // operands)),
         )
     if out is not None and out is not result:
         return out.copy_(result)
